@@ -1,0 +1,109 @@
+"""The values that cross from one stage to the next. Frozen, plain, and free of behaviour.
+
+capture -> `CapturedBlock` -> detect -> `MoEMatch` | `Refusal` -> rewrite -> `RewrittenBlock` -> runtime.
+
+Sizes: T tokens, k experts a token, n = T*k routed rows, E experts, D model size, I expert intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.fx
+
+Layout = Literal["nk", "kn"]
+"""How a stacked weight lies in memory: ``nk`` is (E, out, in) as in nn.Linear, ``kn`` is (E, in, out)."""
+
+Glu = Literal["none", "concat", "interleaved", "split"]
+"""Gated experts: gate and up as two halves of one weight, as even and odd rows of it, or as two weights."""
+
+
+@dataclass(frozen=True)
+class SourceLocation:
+    """A place in the user's code."""
+
+    file: str
+    line: int
+    code: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.file}:{self.line}"
+        return f"{text} `{self.code}`" if self.code else text
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a block was left as it is: one sentence, and where in the user's code."""
+
+    path: str
+    reason: str
+    location: SourceLocation | None = None
+
+    def __str__(self) -> str:
+        where = f" ({self.location})" if self.location else ""
+        return f"{self.path}: {self.reason}{where}"
+
+
+@dataclass(frozen=True)
+class FfnSpec:
+    """Everything static about a two-projection expert: ``y = act(x W1 + b1) W2 + b2``.
+
+    Args:
+        activation: a name of `hexa_fx.ops.activations.ACTIVATIONS`.
+        glu: how gate and up are stored, ``none`` for an ungated expert.
+        layout1: memory layout of W1 (and of W3 where ``glu == "split"``).
+        layout2: memory layout of W2.
+        params: the activation's own constants, e.g. (alpha, limit) of gpt-oss's clamped swiglu.
+        recompute_h: keep only x for backward and compute h again there.
+    """
+
+    activation: str
+    glu: Glu = "none"
+    layout1: Layout = "nk"
+    layout2: Layout = "nk"
+    params: tuple[float, ...] = ()
+    recompute_h: bool = False
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """Per-expert parameters that are stored side by side so that they read as one stacked tensor.
+
+    Args:
+        name: attribute of the block under which the packed tensor is reached.
+        parts: for each part (one, or gate and up) the parameter path of every expert, relative to the block.
+            Parts are concatenated along the first dimension of each expert's matrix or bias.
+    """
+
+    name: str
+    parts: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class InputGuard:
+    """What the trace assumed of one input of the block. Anything else runs the original forward."""
+
+    name: str
+    kind: Literal["tensor", "constant"]
+    value: Any = None
+    dtype: torch.dtype | None = None
+    ndim: int | None = None
+
+
+@dataclass(frozen=True)
+class RewrittenBlock:
+    """A block's new forward, before it is bound to the module.
+
+    Args:
+        graph: a `torch.fx.Graph` whose ``get_attr`` / ``call_module`` targets are relative to the original block
+            (or name a `PackedWeight`).
+        packed: weights that the graph reads through packed storage.
+        guards: one per input, in signature order.
+        path: the block's path in the model.
+    """
+
+    path: str
+    graph: torch.fx.Graph
+    packed: tuple[PackedWeight, ...] = ()
+    guards: tuple[InputGuard, ...] = ()
