@@ -11,7 +11,7 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture.host import visible_host
-from hexa_fx.capture.recorder import ModuleCall, Recorder, record_of
+from hexa_fx.capture.recorder import ModuleCall, NodeRecord, Recorder, record_of
 from hexa_fx.errors import CaptureError
 
 
@@ -80,7 +80,7 @@ def capture(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pat
                 if name in saved:
                     buffer.copy_(saved[name])
     output = recorder.lift(result)
-    recorder.graph.output(output)
+    recorder.graph.output(output).meta["hexa"] = NodeRecord(None)
     return CapturedBlock(block, path, recorder.graph, recorder.constants, tuple(recorder.calls), bound, output)
 
 
