@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hexa_fx.ir import SourceLocation
+from hexa_fx.passes import BlockAnalysis
+from hexa_fx.passes.detect.body import ExpertBody
 
 Status = Literal["rewritten", "refused"]
 
@@ -111,6 +113,57 @@ class OptimizationReport:
         for line in _reasons(self.blocks):
             console.print(line, highlight=False)
         console.print(self.summary())
+
+
+def describe(analysis: BlockAnalysis, same_as: str | None = None) -> BlockReport:
+    """An analysis in the user's terms."""
+    modes = {mode: "rewritten" for mode in analysis.rewritten} | {m: r.reason for m, r in analysis.refusals.items()}
+    refusal = next(iter(analysis.refusals.values()), None)
+    reason, location = (refusal.reason, refusal.location) if refusal else ("", None)
+    status: Status = "rewritten" if analysis.rewritten else "refused"
+    if analysis.match is None:
+        return BlockReport(analysis.path, status, modes, reason, location, same_as=same_as, seconds=analysis.seconds)
+    match, body = analysis.match, analysis.match.body
+    return BlockReport(
+        analysis.path,
+        status,
+        modes,
+        reason,
+        location,
+        idiom=match.idiom,
+        num_experts=match.num_experts,
+        top_k=match.routing.top_k,
+        hidden_size=body.gate.matrices.shape[2],
+        intermediate_size=body.down.matrices.shape[2],
+        expert=_formula(body),
+        weights=body.gate.form,
+        same_as=same_as,
+        check=_check_report(analysis),
+        seconds=analysis.seconds,
+    )
+
+
+def _formula(body: ExpertBody) -> str:
+    """The expert function in one line."""
+    gated = body.pairing != "none"
+    first = "x Wg" + (" + bg" if body.gate_bias else "") if gated else "x W1" + (" + b1" if body.gate_bias else "")
+    inner = f"{body.activation}({first})" if body.activation != "none" else f"({first})"
+    if gated:
+        inner += " * (x Wu" + (" + bu)" if body.gate_bias else ")")
+    return f"{inner} " + ("Wd" if gated else "W2") + (" + bias" if body.down_bias else "")
+
+
+def _check_report(analysis: BlockAnalysis) -> CheckReport | None:
+    checks = list(analysis.checks.values())
+    if not checks:
+        return None
+    cases = [case for check in checks for case in check.cases]
+    return CheckReport(
+        len(cases),
+        max((case.forward_error for case in cases), default=0.0),
+        max((case.gradient_error for case in cases), default=0.0),
+        sum(check.seconds for check in checks),
+    )
 
 
 def _errors(block: BlockReport) -> str:

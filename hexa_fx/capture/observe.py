@@ -6,6 +6,7 @@ in what it is given. Names only suggest where to look; what a block is, detectio
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -127,7 +128,9 @@ def _hooks(
         return hook
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        owner = mode.stack.pop().rpartition(".")[0]
+        owner, _, name = mode.stack.pop().rpartition(".")
+        if not _is_member(name):
+            return
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, torch.Tensor):
             produced_by[id(first)] = owner
@@ -151,13 +154,19 @@ def _and_above(path: str) -> Iterator[str]:
 
 
 def _copied(value: Any) -> Any:
+    """A copy that the run cannot change: a cache among the arguments grows with every call."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) in (tuple, list):
         return type(value)(_copied(item) for item in value)
     if type(value) is dict:
         return {key: _copied(item) for key, item in value.items()}
-    return value
+    if isinstance(value, (nn.Module, type, int, float, str, bool, type(None))):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # an object that cannot be copied is shared
+        return value
 
 
 _LEVELS = 3
@@ -173,7 +182,14 @@ def _candidates(
         around = [recorded[p] for p in _and_above(path) if p in recorded and _can_be_block(recorded[p], mode.selecting)]
         if around:
             found.setdefault(around[0].path, Candidate(tuple(around[:_LEVELS])))
-    return [c for path, c in found.items() if not any(_is_inside(other, path) for other in found)]
+    innermost = {path: c for path, c in found.items() if not any(_is_inside(other, path) for other in found)}
+    return [_alone(path, candidate, innermost) for path, candidate in innermost.items()]
+
+
+def _alone(path: str, candidate: Candidate, others: Mapping[str, Candidate]) -> Candidate:
+    """Without the levels that hold another candidate too."""
+    levels = [o for o in candidate.levels if not any(other != path and _is_inside(other, o.path) for other in others)]
+    return Candidate(tuple(levels))
 
 
 def _is_inside(path: str, other: str) -> bool:
