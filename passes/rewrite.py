@@ -143,7 +143,8 @@ class _Rewriter:
     def _identity(self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node) -> torch.fx.Node:
         """What the experts that return the token itself add: ids of E and above."""
         chosen = self.graph.call_function(operator.ge, (index, self.match.num_experts))
-        masked = self.graph.call_function(operator.mul, (factor, chosen))
+        exact = self.graph.call_method("to", (factor, tokens))  # the sum over slots in the tokens' precision
+        masked = self.graph.call_function(operator.mul, (exact, chosen))
         weight = self.graph.call_method("sum", (masked, -1), {"keepdim": True})
         return self.graph.call_function(operator.mul, (weight, tokens))
 

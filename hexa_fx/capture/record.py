@@ -10,6 +10,7 @@ import torch
 import torch.fx
 from torch import nn
 
+from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import visible_host
 from hexa_fx.capture.recorder import ModuleCall, NodeRecord, Recorder, record_of
 from hexa_fx.errors import CaptureError
@@ -97,22 +98,19 @@ def _run(
     """Calls the block's forward as it was called, with copies of the tensors. Returns the result and the named arguments."""
     named: list[tuple[str, Any]] = []
 
-    def copied(name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            named.append((name, value))
-            return value
-        given = value.detach().clone()
-        named.append((name, recorder.placeholder(name, given)))
-        return given
+    def given(name: str, value: Any) -> Any:
+        fresh = copied(value)
+        named.append((name, recorder.placeholder(name, fresh) if isinstance(value, torch.Tensor) else value))
+        return fresh
 
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            bound.arguments[name] = tuple(copied(f"{name}_{index}", item) for index, item in enumerate(value))
+            bound.arguments[name] = tuple(given(f"{name}_{index}", item) for index, item in enumerate(value))
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            bound.arguments[name] = {key: copied(key, item) for key, item in value.items()}
+            bound.arguments[name] = {key: given(key, item) for key, item in value.items()}
         else:
-            bound.arguments[name] = copied(name, value)
+            bound.arguments[name] = given(name, value)
     with visible_host(block, recorder), recorder:
         return block.forward(*bound.args, **bound.kwargs), tuple(named)
 
