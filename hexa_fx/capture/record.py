@@ -55,7 +55,9 @@ class CapturedBlock:
         return torch.fx.GraphModule(root, self.graph, class_name=f"Captured{type(self.block).__name__}")
 
 
-def capture(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = "", seed: int = 0) -> CapturedBlock:
+def capture(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = "", seed: int = 0
+) -> CapturedBlock:
     """Runs ``block`` once, without gradients, and returns what it did.
 
     Neither parameters nor buffers of the block are changed by the run, and the global random state is put back.
@@ -63,7 +65,9 @@ def capture(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pat
     Raises:
         CaptureError: the block does not run on these inputs; the message carries its own error.
     """
-    parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(block.named_buffers(remove_duplicate=False))
+    parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
+        block.named_buffers(remove_duplicate=False)
+    )
     recorder = Recorder(parameters)
     bound = _bind_arguments(block, args, kwargs)
     saved = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}

@@ -59,6 +59,8 @@ def _check_input(guard: InputGuard, value: Any) -> None:
         raise GuardMiss(f"the input {guard.name!r} is not a tensor")
     if guard.dtype is not None and value.dtype != guard.dtype:
         raise GuardMiss(f"the input {guard.name!r} is {value.dtype}, and the code was recorded with {guard.dtype}")
+    if guard.exact_dtype and value.dtype != guard.dtype:
+        raise GuardMiss(f"the input {guard.name!r} is {value.dtype}; the block was recorded with {guard.dtype}")
     if guard.ndim is not None and value.dim() != guard.ndim:
         raise GuardMiss(f"the input {guard.name!r} does not have {guard.ndim} dimensions")
 

@@ -37,7 +37,9 @@ def detect(captured: CapturedBlock) -> MoEMatch | Refusal:
     try:
         return _detect(captured)
     except Refuse as refusal:
-        location = record_of(refusal.node).location if refusal.node is not None and refusal.node.op != "output" else None
+        location = (
+            record_of(refusal.node).location if refusal.node is not None and refusal.node.op != "output" else None
+        )
         return Refusal(captured.path, refusal.reason, location)
 
 
@@ -126,4 +128,3 @@ def _idiom(contractions: list[Contraction], captured: CapturedBlock) -> str:
         return f"batched {operation(batched.node)}"
     sorted_first = operations & {"argsort", "sort"} and operations & {"split", "cat", "concat"}
     return "sorted slices" if sorted_first else "loop over experts"
-

@@ -103,7 +103,9 @@ def identify_body(
                 between=between,
             )
     names = ", ".join(dict.fromkeys(operation(node) for node in segment)) or "nothing"
-    raise Refuse(f"no known activation is what experts compute between their projections ({names})", segment_end(instances))
+    raise Refuse(
+        f"no known activation is what experts compute between their projections ({names})", segment_end(instances)
+    )
 
 
 def segment_end(instances: list[Instance]) -> torch.fx.Node:
@@ -129,7 +131,9 @@ def _refuse_randomness(segment: Sequence[torch.fx.Node]) -> None:
         probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
         training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
         if training and probability != 0:
-            raise Refuse("dropout is active inside the experts, and its random numbers depend on the order experts run in", node)
+            raise Refuse(
+                "dropout is active inside the experts, and its random numbers depend on the order experts run in", node
+            )
 
 
 def _range(segment: Sequence[torch.fx.Node]) -> float:
@@ -267,9 +271,7 @@ def _row_factor(observed: torch.Tensor, expected: torch.Tensor) -> torch.Tensor 
     return torch.where((factor - 1).abs() < 1e-9, torch.ones_like(factor), factor)
 
 
-def _second_projection(
-    instances: list[Instance], replay: Replay, weights: WeightTable
-) -> tuple[Stack, str | None]:
+def _second_projection(instances: list[Instance], replay: Replay, weights: WeightTable) -> tuple[Stack, str | None]:
     """The reading of the second weight, and the base of a bias inside the call."""
     second = instances[0].second
     for stack in weights.matrices(second.base, feature_size(second.node), feature_size(second.data)):

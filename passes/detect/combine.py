@@ -98,7 +98,9 @@ def _gates(graph: torch.fx.Graph, instances: list[Instance], numel: int, width: 
     return gates
 
 
-def _dominators(graph: torch.fx.Graph, region: set[torch.fx.Node], inside: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+def _dominators(
+    graph: torch.fx.Graph, region: set[torch.fx.Node], inside: Sequence[torch.fx.Node]
+) -> list[torch.fx.Node]:
     """Nodes of ``region`` that no path from ``inside`` to the output avoids.
 
     In the order of the graph a node is such a gate exactly when no edge from an earlier node of the region jumps over it.
@@ -150,7 +152,9 @@ class _Probes:
         rows[chosen, self._slot[chosen] % self._width] = 1.0
         return rows
 
-    def _set(self, replay: Replay, rows: torch.Tensor, wanted: Sequence[torch.fx.Node]) -> dict[torch.fx.Node, torch.Tensor]:
+    def _set(
+        self, replay: Replay, rows: torch.Tensor, wanted: Sequence[torch.fx.Node]
+    ) -> dict[torch.fx.Node, torch.Tensor]:
         replace = {}
         for instance, part in zip(self._instances, rows.split(self._sizes)):
             replace[instance.second.node] = part.reshape(record_of(instance.second.node).value.shape)

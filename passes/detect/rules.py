@@ -13,11 +13,11 @@ from hexa_fx.passes.detect.graph import ancestors, effects, is_float, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-_COUNTING = frozenset("nonzero where unique unique_consecutive masked_select argwhere".split())
+_COUNTING = frozenset(["nonzero", "where", "unique", "unique_consecutive", "masked_select", "argwhere"])
 _SIZES = frozenset(("size", "numel", "nelement", "dim"))
 _SELECTIONS = frozenset(
-    "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min __eq__ multinomial "
-    "isin searchsorted cumsum".split()
+    "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min "
+    "__eq__ multinomial isin searchsorted cumsum".split()
 )
 
 
