@@ -16,8 +16,9 @@ import torch.fx
 
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ops.activations import ACTIVATIONS
-from hexa_fx.passes.detect.graph import RANDOM, ancestors, literals, operation
+from hexa_fx.passes.detect.graph import ancestors, literals, operation
 from hexa_fx.passes.detect.projections import Contraction, Instance, feature_size, linear_part
+from hexa_fx.passes.detect.rules import refuse_randomness
 from hexa_fx.passes.detect.stacks import Stack, WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -78,7 +79,7 @@ def identify_body(
         Refuse: the experts compute something else; says what was seen.
     """
     segment = _segment(instances[0])
-    _refuse_randomness(segment)
+    refuse_randomness(segment)
     first = instances[0].first
     probe = _experiment(instances, replay, _range(segment))
     later_biases = _bias_bases(segment, tags)
@@ -122,18 +123,6 @@ def _segment(instance: Instance) -> list[torch.fx.Node]:
         if any(source in start or source in reached for source in node.all_input_nodes):
             reached.add(node)
     return [node for node in in_order if node in reached]
-
-
-def _refuse_randomness(segment: Sequence[torch.fx.Node]) -> None:
-    for node in segment:
-        if operation(node) not in RANDOM:
-            continue
-        probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
-        training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
-        if training and probability != 0:
-            raise Refuse(
-                "dropout is active inside the experts, and its random numbers depend on the order experts run in", node
-            )
 
 
 def _range(segment: Sequence[torch.fx.Node]) -> float:

@@ -15,9 +15,9 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
-from hexa_fx.passes.detect.graph import descendants, effects, is_float, live_nodes
+from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes
 from hexa_fx.passes.detect.projections import Instance, feature_size
-from hexa_fx.passes.detect.rules import leaves_decision
+from hexa_fx.passes.detect.rules import leaves_decision, refuse_randomness
 from hexa_fx.passes.detect.verdict import Refuse
 
 _TOLERANCE = 1e-6
@@ -58,6 +58,7 @@ def find_combine(
         elif coefficients is not None:
             last = _last_alike(node, candidates, outputs)
             return Combine(last, coefficients, answers[0])
+    refuse_randomness(descendants(seconds) & ancestors(candidates))
     if decides_later:
         raise Refuse("a host loop or branch on data is left after the experts are combined", candidates[-1])
     raise Refuse("expert outputs are not combined as a weighted sum for each token", candidates[0])
