@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +14,10 @@ SCALE_FLOOR = 1e-6
 """A tensor is compared relative to its own scale, but to no less than this part of the largest scale among its like:
 gradients that are zero but for rounding (a router's, when weights are normalised over one expert) stay comparable."""
 
-_PLAIN = (torch.Tensor, int, float, str)
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call did. ``values`` and ``gradients`` are named tensors, ``facts`` everything that must be equal."""
+    """What a call did. ``values`` and ``gradients`` are named tensors, ``facts`` is everything that must be equal."""
 
     values: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor | None]
@@ -29,61 +27,65 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two outcomes lie apart, relative to each tensor's scale. ``reason`` is set if they cannot be compared."""
+    """How far two outcomes lie apart.
+
+    Args:
+        forward: largest difference of an output, buffer or input afterwards, relative to the tensor's scale.
+        gradient: the same of the gradients.
+        worst: which tensor that is.
+        reason: set if the outcomes differ in more than numbers.
+        none_became_zero: parameters whose gradient was None in the original only.
+    """
 
     forward: float = 0.0
     gradient: float = 0.0
     worst: str = ""
     reason: str = ""
-    none_became_zero: tuple[str, ...] = field(default=(), compare=False)
+    none_became_zero: tuple[str, ...] = ()
 
 
 class ModuleState:
     """Buffers and plain attributes of a module tree, to start every call from the same state.
 
-    Parameters are left alone: a forward that changes them shows in `read`.
+    Parameters are left alone; that a forward changed one shows in `facts`.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._buffers = [(child, dict(child._buffers)) for child in module.modules()]
+        self._modules = list(module.modules())
+        self._buffers = [dict(child._buffers) for child in self._modules]
         self._saved = [
-            {name: None if buffer is None else buffer.detach().clone() for name, buffer in buffers.items()}
-            for _, buffers in self._buffers
+            {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
+            for buffers in self._buffers
         ]
-        self._attributes = [(child, _plain_attributes(child)) for child in module.modules()]
-        self._training = [(child, child.training) for child in module.modules()]
+        self._attributes = [_plain_attributes(child) for child in self._modules]
 
     def restore(self) -> None:
         """Puts the saved values back, into the same buffer objects."""
-        for (child, buffers), saved in zip(self._buffers, self._saved):
+        for child, buffers, saved, attributes in zip(self._modules, self._buffers, self._saved, self._attributes):
             child._buffers.update(buffers)
-            for name, buffer in buffers.items():
-                value = saved[name]
-                if buffer is not None and value is not None:
-                    buffer.detach().copy_(value)
-        for child, attributes in self._attributes:
+            for name, value in saved.items():
+                buffers[name].detach().copy_(value)  # type: ignore[union-attr]
             for name in set(_plain_attributes(child)) - set(attributes):
                 del child.__dict__[name]
-            child.__dict__.update({name: _copy(value) for name, value in attributes.items()})
+            child.__dict__.update(attributes)
 
-    def restore_mode(self) -> None:
-        for child, training in self._training:
-            child.training = training
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of all buffers and tensor attributes, by dotted name."""
+        found = {f"buffer {name}": buffer for name, buffer in self._module.named_buffers()}
+        for path, name, value in self._listed():
+            if isinstance(value, torch.Tensor):
+                found[f"attribute {path}.{name}"] = value
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
 
-    def read(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Tensors and other plain values that the module tree holds now, by dotted name."""
-        tensors = {f"buffer {name}": buffer.detach().clone() for name, buffer in self._module.named_buffers()}
-        facts: dict[str, Any] = {}
+    def facts(self) -> dict[str, Any]:
+        """Plain attributes by dotted name."""
+        return {f"attribute {path}.{name}": v for path, name, v in self._listed() if not isinstance(v, torch.Tensor)}
+
+    def _listed(self) -> Iterable[tuple[str, str, Any]]:
         for path, child in self._module.named_modules():
             for name, value in _plain_attributes(child).items():
-                key = f"attribute {path}.{name}"
-                if isinstance(value, torch.Tensor):
-                    tensors[key] = value.detach().clone()
-                else:
-                    facts[key] = value
-        facts["parameter versions"] = [parameter._version for parameter in self._module.parameters()]
-        return tensors, facts
+                yield path, name, value
 
 
 def observe(
@@ -99,54 +101,56 @@ def observe(
         seed: of the random numbers.
 
     Raises:
-        whatever ``call`` raises. An error of backward alone is recorded in the outcome.
+        Exception: whatever ``call`` raises. An error of backward alone is recorded in the outcome.
     """
     leaves, spec = pytree.tree_flatten(inputs)
     fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    roots = {f"input {i}": leaf.requires_grad_() for i, leaf in enumerate(fresh) if _differentiable(leaf)}
+    roots = {f"input {i}": leaf.requires_grad_() for i, leaf in enumerate(fresh) if _is_floating(leaf)}
     # Clones, so that a forward may write to its inputs as it may inside a model.
-    given = [leaf.clone() if _differentiable(leaf) else leaf for leaf in fresh]
+    given = [leaf.clone() if _is_floating(leaf) else leaf for leaf in fresh]
     args, kwargs = pytree.tree_unflatten(given, spec)
-    versions = [parameter._version for parameter in module.parameters()]
-    devices = sorted({leaf.device.index or 0 for leaf in module.parameters() if leaf.is_cuda})
+    before = [parameter._version for parameter in module.parameters()]
+    devices = sorted({parameter.device.index or 0 for parameter in module.parameters() if parameter.is_cuda})
     state.restore()
     with torch.random.fork_rng(devices), torch.enable_grad():
         torch.manual_seed(seed)
         result = call(*args, **kwargs)
         streams = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+        values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
+        values.update({f"input {i}": leaf for i, leaf in enumerate(given) if _is_tensor(leaf)})
+        values = {name: tensor.detach().clone() for name, tensor in values.items()}
+        values.update(state.tensors())
+        facts = state.facts()
         gradients, backward_error = _gradients(result, module, roots, seed)
-    outputs, structure = pytree.tree_flatten(result)
-    values = {f"output {i}": leaf.detach() for i, leaf in enumerate(outputs) if isinstance(leaf, torch.Tensor)}
-    values.update({f"input {i}": x.detach() for i, x in enumerate(given) if isinstance(x, torch.Tensor)})
-    tensors, facts = state.read()
-    facts["parameter versions"] = [now - then for now, then in zip(facts["parameter versions"], versions)]
-    facts["structure of the outputs"] = str(structure)
-    facts["plain outputs"] = [leaf for leaf in outputs if not isinstance(leaf, torch.Tensor)]
-    facts["random numbers drawn"] = tuple(stream.numpy().tobytes() for stream in streams)
-    return Outcome({**values, **tensors}, gradients, facts, backward_error)
+    after = [parameter._version for parameter in module.parameters()]
+    facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
+    facts["structure of the outputs"] = str(pytree.tree_structure(result))
+    facts["outputs that are no tensors"] = [leaf for leaf in pytree.tree_leaves(result) if not _is_tensor(leaf)]
+    facts["random numbers drawn"] = [stream.tolist() for stream in streams]
+    return Outcome(values, gradients, facts, backward_error)
 
 
 def difference(original: Outcome, other: Outcome) -> Difference:
-    """Compares two outcomes; NaN equals NaN and nothing else, None gradients count as zero."""
+    """Compares two outcomes. NaN equals NaN and nothing else; a gradient that is None counts as zero."""
     for name in sorted({*original.facts, *other.facts}):
         if original.facts.get(name) != other.facts.get(name):
-            return Difference(reason=f"{name} differ from the original's")
+            return Difference(reason=f"{name}: not what the original has")
     if set(original.values) != set(other.values):
-        return Difference(reason=f"only one of the two has {sorted(set(original.values) ^ set(other.values))}")
+        return Difference(reason=f"only one of the two has {', '.join(set(original.values) ^ set(other.values))}")
     if other.backward_error and not original.backward_error:
         return Difference(reason=f"backward raises {other.backward_error}")
-    forward, worst_value, reason = _furthest(original.values, other.values)
+    forward, worst, reason = _furthest(original.values, other.values)
     if reason:
         return Difference(reason=reason)
     if original.backward_error:
-        return Difference(forward, 0.0, worst_value)
-    both = {name for name in original.gradients if (original.gradients[name], other.gradients[name]) != (None, None)}
-    first, second = (_or_zero(outcome.gradients, both, like=one) for outcome, one in _each_with_other(original, other))
+        return Difference(forward, 0.0, worst)
+    first, second = _filled(original.gradients, other.gradients), _filled(other.gradients, original.gradients)
     gradient, worst_gradient, reason = _furthest(first, second)
     if reason:
-        return Difference(forward, reason=f"gradient of {reason}")
-    zeroed = tuple(name for name in sorted(both) if original.gradients[name] is None)
-    worst = worst_value if forward >= gradient else f"gradient of {worst_gradient}"
+        return Difference(forward, worst=worst, reason=f"gradient of {reason}")
+    zeroed = tuple(name for name in first if original.gradients[name] is None)
+    if gradient > forward:
+        worst = f"gradient of {worst_gradient}"
     return Difference(forward, gradient, worst, none_became_zero=zeroed)
 
 
@@ -154,7 +158,7 @@ def _gradients(
     result: Any, module: nn.Module, roots: Mapping[str, torch.Tensor], seed: int
 ) -> tuple[dict[str, torch.Tensor | None], str]:
     wanted = {**roots, **{name: p for name, p in module.named_parameters() if p.requires_grad}}
-    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    outputs = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf) and leaf.requires_grad]
     if not outputs or not wanted:
         return dict.fromkeys(wanted), ""
     generator = torch.Generator().manual_seed(seed)
@@ -164,71 +168,74 @@ def _gradients(
     ]
     try:
         grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
-    except RuntimeError as error:
-        return dict.fromkeys(wanted), f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    except (RuntimeError, NotImplementedError) as error:
+        return dict.fromkeys(wanted), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return dict(zip(wanted, grads)), ""
 
 
-def _furthest(
-    first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
-) -> tuple[float, str, str]:
+def _filled(
+    gradients: Mapping[str, torch.Tensor | None], others: Mapping[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """The gradients that one of two outcomes has, zeros where this one has none."""
+    found = {}
+    for name, gradient in gradients.items():
+        other = others[name]
+        if gradient is not None:
+            found[name] = gradient
+        elif other is not None:
+            found[name] = torch.zeros_like(other)
+    return found
+
+
+def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[float, str, str]:
     """The largest relative difference, whose it is, and a sentence if two tensors cannot be compared."""
-    largest = max((_scale(tensor) for tensor in first.values()), default=0.0)
+    largest = max((_scale(_finite(_wide(tensor))) for tensor in first.values()), default=0.0)
     furthest, worst = 0.0, ""
     for name, one in first.items():
         two = second[name]
         if one.shape != two.shape or one.dtype != two.dtype:
-            return 0.0, name, f"{name} is {two.dtype} {tuple(two.shape)}, not {one.dtype} {tuple(one.shape)}"
-        if not torch.equal(torch.where(one.isfinite(), 0, one).nan_to_num(7, 8, 9), _odd(two)):
-            return 0.0, name, f"{name} has NaN or inf in other places"
+            return 0.0, name, f"{name}: {two.dtype} {tuple(two.shape)}, not {one.dtype} {tuple(one.shape)}"
+        one, two = _wide(one), _wide(two)
+        if not torch.equal(_oddities(one), _oddities(two)):
+            return 0.0, name, f"{name}: NaN or inf in other places"
+        one, two = _finite(one), _finite(two)
         scale = max(_scale(one), SCALE_FLOOR * largest)
-        distance = _scale(torch.where(one.isfinite(), one, 0) - torch.where(two.isfinite(), two, 0))
-        error = distance if scale == 0 else distance / scale
+        distance = _scale(one - two)
+        error = distance / scale if scale else distance
         if error > furthest:
             furthest, worst = error, name
     return furthest, worst, ""
 
 
-def _odd(tensor: torch.Tensor) -> torch.Tensor:
-    """Zero where finite, a code each for NaN, inf and -inf elsewhere."""
-    return torch.where(tensor.isfinite(), 0, tensor).nan_to_num(7, 8, 9)
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _oddities(tensor: torch.Tensor) -> torch.Tensor:
+    """Zero where finite, a code each for NaN, inf and -inf."""
+    return torch.where(tensor.isfinite(), 0.0, tensor).nan_to_num(1.0, 2.0, 3.0)
 
 
 def _scale(tensor: torch.Tensor) -> float:
-    finite = tensor[tensor.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _each_with_other(one: Outcome, two: Outcome) -> Iterable[tuple[Outcome, Outcome]]:
-    return (one, two), (two, one)
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
 
 
-def _or_zero(
-    gradients: Mapping[str, torch.Tensor | None], names: Iterable[str], like: Outcome
-) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for name in sorted(names):
-        gradient, other = gradients[name], like.gradients[name]
-        found[name] = torch.zeros_like(other) if gradient is None and other is not None else gradient  # type: ignore
-    return found
-
-
-def _differentiable(leaf: Any) -> bool:
+def _is_floating(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Tensors, numbers and texts that the module keeps beside its buffers, such as a last auxiliary loss."""
+    """Tensors, numbers and texts that the module keeps beside its buffers, such as its last auxiliary loss."""
     return {
         name: value
         for name, value in module.__dict__.items()
-        if isinstance(value, _PLAIN) and name not in ("training", "call_super_init", "dump_patches")
+        if isinstance(value, (torch.Tensor, int, float, str)) and name != "training"
     }
-
-
-def _copy(value: Any) -> Any:
-    return value
-
-
-def named_sequence(values: Sequence[Any], what: str) -> dict[str, Any]:
-    return {f"{what} {number}": value for number, value in enumerate(values)}
