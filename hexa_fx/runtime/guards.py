@@ -70,5 +70,12 @@ def _check_constant(guard: InputGuard, value: Any) -> None:
         return
     if isinstance(value, torch.Tensor):
         raise GuardMiss(f"the input {guard.name!r} was a constant and is now a tensor")
-    if type(value) is not type(guard.value) or value != guard.value:
+    if type(value) is not type(guard.value) or not _equal(value, guard.value):
         raise GuardMiss(f"the input {guard.name!r} has another value than the traced one")
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    try:
+        return bool(value == expected)
+    except (RuntimeError, ValueError):  # tensors or arrays inside
+        return False
