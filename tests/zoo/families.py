@@ -1,6 +1,6 @@
 """Tiny models of the real `transformers` classes, one a family, for whole-model checks.
 
-Built from a config with fixed seeds (nothing is downloaded): two layers or so, widths of 16 to 32, at least four experts.
+Built from a config with fixed seeds (nothing is downloaded): two layers or so, tiny widths, four experts or more.
 Sizes are chosen to be pairwise different where the library allows it, so that a mixed-up dimension cannot go unseen.
 """
 
@@ -15,7 +15,7 @@ from torch import nn
 VOCAB = 67
 
 EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-"""`torch.nn.functional.grouped_mm` takes no float64 and wants rows of a multiple of 16 bytes, hence the widths below."""
+"""`torch.nn.functional.grouped_mm` takes no float64 and wants rows of a multiple of 16 bytes: hence the widths."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,27 @@ class Family:
     why: str = ""
 
 
-COMMON = dict(
-    vocab_size=VOCAB,
-    hidden_size=24,
-    intermediate_size=20,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-MLA = dict(kv_lora_rank=8, q_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6, num_key_value_heads=4)
-ROUTER_LOSS = dict(output_router_logits=True, router_aux_loss_coef=0.1)
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MLA = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+}
+ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 
 
 def _attention_in_every_layer(count: int) -> list[str]:
@@ -375,7 +382,7 @@ FAMILIES: dict[str, Family] = {
         blocks=4,
         implementations=("eager",),
         expect="either",
-        why="MLP experts, and attention whose query and output projections are experts too: only the MLP must be rewritten",
+        why="MLP experts, and attention whose query and output projections are experts too",
     ),
 }
 
@@ -396,7 +403,7 @@ def make(
 
     Args:
         family: a key of `FAMILIES`.
-        experts_implementation: ``eager``, ``batched_mm`` or ``grouped_mm``; families without the choice take ``eager`` only.
+        experts_implementation: ``eager``, ``batched_mm`` or ``grouped_mm``; a family without the choice is ``eager``.
         dtype: dtype of parameters and floating-point buffers.
         seed: of the weights.
 
@@ -411,8 +418,6 @@ def make(
             f"{family} has no experts implementation {experts_implementation!r}, only {spec.implementations}"
         )
     config = transformers.AutoConfig.for_model(spec.model_type, **spec.config)
-    if hasattr(config, "router_dtype"):  # the router casts its own weight to this dtype, whatever the model's is
-        config.router_dtype = str(dtype).removeprefix("torch.")
     auto = transformers.AutoModelForSeq2SeqLM if spec.kind == "seq2seq" else transformers.AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -420,6 +425,8 @@ def make(
     if len(spec.implementations) > 1:
         model.set_experts_implementation(experts_implementation)
     _spread_weights(model, seed)
+    for router in (m for m in model.modules() if type(m).__name__.endswith(("Top1Router", "Top2Router"))):
+        router.dtype = dtype  # these cast their own weight to `dtype` in forward; the config allows no float64
     return model.to(dtype).eval()
 
 
