@@ -438,7 +438,11 @@ VARIANTS = (
     variant("loop_permuted_mask_numel", PermutedMaskNumel, "numel() > 0, accumulation in the weights' dtype"),
     variant("loop_per_slot_buffer", PerSlotGather, "(T, k, D) buffer filled by mask, summed over slots"),
     variant(
-        "loop_python_lists", DictOfLists, "routing as Python lists: .tolist() and new tensors of them", "either", flat_tokens
+        "loop_python_lists",
+        DictOfLists,
+        "routing as Python lists: .tolist() and new tensors of them",
+        "either",
+        flat_tokens,
     ),
     variant("loop_token_by_token", TokenByToken, "one token at a time", "either", flat_tokens),
 )

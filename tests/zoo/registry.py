@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from tests.zoo import loops
+from tests.zoo import bodies, by_sorting, capacity, dense, loops, refusals, routers
 from tests.zoo.variant import Variant
 
-VARIANTS: tuple[Variant, ...] = loops.VARIANTS
+VARIANTS: tuple[Variant, ...] = (
+    *loops.VARIANTS,
+    *by_sorting.VARIANTS,
+    *dense.VARIANTS,
+    *capacity.VARIANTS,
+    *routers.VARIANTS,
+    *bodies.VARIANTS,
+    *refusals.VARIANTS,
+)
 
 
 def by_name(name: str) -> Variant:
