@@ -30,7 +30,7 @@ class WherePlusAssign(nn.Module):
 
 
 class OneHotIndexAdd(nn.Module):
-    """transformers 4 Mixtral: one-hot mask permuted to experts first, `index_add_`, logits returned beside the output."""
+    """transformers 4 Mixtral: one-hot mask, experts first, `index_add_`, router logits returned too."""
 
     def __init__(self, hit_only: bool = False) -> None:
         super().__init__()

@@ -406,7 +406,7 @@ VARIANTS = (
     variant("refuse_data_branch", DataBranch, "host branch on the input's mean", REFUSED),
     variant("refuse_output_branch", OutputBranch, "host branch on an expert's output", REFUSED),
     variant("refuse_size_branch", SizeBranch, "other code beyond 20 tokens: guard or refuse", "either"),
-    variant("refuse_call_parity", StepParity, "Python counter changes the result", "either"),
+    variant("refuse_call_parity", StepParity, "Python counter changes the result", REFUSED),
     variant("refuse_different_widths", DifferentWidths, "experts of different widths", "either"),
     variant("refuse_different_activations", DifferentActivations, "one expert with another activation", "either"),
     variant("refuse_different_structures", DifferentStructures, "gated and ungated experts", "either"),
