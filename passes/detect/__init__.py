@@ -18,7 +18,7 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
-from hexa_fx.passes.detect.body import ExpertBody, identify_body
+from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
 from hexa_fx.passes.detect.combine import Combine, find_combine
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
@@ -115,15 +115,11 @@ def _parameters(captured: CapturedBlock) -> dict[str, torch.Tensor]:
 def _late_bias(instances: list[Instance], end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> str | None:
     """The expert parameter added between the second product and the combine."""
     region = descendants([instance.second.node for instance in instances]) & ancestors([end])
-    second = {instance.second.node for instance in instances}
-    bases: set[str] = set()
-    for node in region - second:
-        for operand in node.all_input_nodes:
-            if tags[operand].weight and tags[operand].experts and operation(node) not in ("linear", "matmul", "bmm"):
-                bases |= tags[operand].bases
+    between = region - {instance.second.node for instance in instances}
+    bases = bias_bases(between, tags, instances[0].readings[0].matrices.shape[0])
     if len(bases) > 1:
         raise Refuse("several expert parameters act on the expert outputs before they are combined", end)
-    return next(iter(bases), None)
+    return bases[0] if bases else None
 
 
 def _pairs(instances: list[Instance], body: ExpertBody, combine: Combine) -> Pairs:
