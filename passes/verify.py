@@ -1,8 +1,8 @@
 """Original against rewritten block, before the rewrite is accepted: what static rules cannot see, numbers do.
 
-Both run on the same float64 copy of the block, on fresh random inputs at several sizes and under forced routings. Outputs,
-gradients of every input and parameter, buffers, other values that the modules keep, and the random numbers drawn have
-to agree. Inputs are small, so the cost is that of a few forward and backward passes over a few tokens.
+Both run on the same float64 copy of the block, on the example, on fresh random inputs at several sizes and under forced
+routings. Outputs, gradients of every input and parameter, buffers, other values that the modules keep, and the random
+numbers drawn have to agree. Inputs are small, so the cost is that of a few forward and backward passes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -98,7 +98,7 @@ def verify(
     for subject in _subjects(block, settings):
         dtype = subject.dtype
         with _installed(subject.module, rewritten) as forward:
-            cases = tuple(_Comparison(subject, forward, inputs, settings).cases())
+            cases = _Comparison(subject, forward, inputs, settings).cases()
         if any(case.outcome != "skipped" for case in cases):
             break  # else the block cannot run in float64: once more in its own dtype
     reason = _reason(cases)
@@ -115,10 +115,9 @@ def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[_Subject]:
     """What to compare on: a float64 copy, or the block itself if there can be none."""
     floating = [tensor for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point()]
     if 8 * sum(tensor.numel() for tensor in floating) <= settings.max_copy_bytes:
-        try:
-            yield _Subject(_float64_copy(block), torch.float64)
-        except (TypeError, RuntimeError, AttributeError):
-            pass  # it holds something that cannot be copied, a process group or a lock
+        with suppress(TypeError, RuntimeError, AttributeError):  # it may hold a process group, a lock, ...
+            copied = _float64_copy(block)
+            yield _Subject(copied, torch.float64)
     yield _Subject(block, floating[0].dtype if floating else torch.get_default_dtype())
 
 
@@ -154,14 +153,19 @@ class _Comparison:
         self.state = ModuleState(subject.module)
         self.tolerance = settings.tolerance.get(subject.dtype, _TOLERANCE[torch.float16])
 
-    def cases(self) -> Iterator[VerificationCase]:
+    def cases(self) -> tuple[VerificationCase, ...]:
+        try:
+            return tuple(self._each())
+        finally:
+            self.state.restore()
+
+    def _each(self) -> Iterator[VerificationCase]:
         yield self._case("the example", self.inputs.example(self.subject.dtype))
         for batch, sequence in self.settings.sizes:
             given = self.inputs.at(batch, sequence, self.subject.dtype)
             yield self._case(f"batch {batch}, sequence {sequence}", given)
         for routing in ROUTINGS:
             yield self._forced(routing)
-        self.state.restore()
 
     def _forced(self, routing: Routing) -> VerificationCase:
         """As input where the block is given its routing, else in the router inside."""
@@ -207,7 +211,9 @@ class _Comparison:
     def _describe(self, found: Difference) -> str:
         if found.reason:
             return found.reason
-        return f"{found.worst} is off by {max(found.forward, found.gradient):.1e} of its scale"
+        if found.forward > self.tolerance:
+            return f"{found.worst_value} is off by {found.forward:.1e} of its scale"
+        return f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
 
 
 def _reason(cases: tuple[VerificationCase, ...]) -> str:

@@ -75,9 +75,7 @@ def _check_parameters(model: nn.Module) -> None:
     for path, parameter in (*model.named_parameters(), *model.named_buffers()):
         home = type(parameter.data).__module__
         if type(parameter.data).__name__ == "DTensor":
-            raise InputError(
-                f"{path} is a distributed tensor; optimize the model before it is sharded (fully_shard, tensor parallel)"
-            )
+            raise InputError(f"{path} is a distributed tensor; optimize the model before sharding it (fully_shard, TP)")
         if parameter.device.type == "meta":
             raise InputError(
                 f"{path} is on the meta device and has no values to run on; materialise the model first "
