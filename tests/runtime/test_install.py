@@ -353,3 +353,25 @@ def test_inference_mode_then_training(pair):
         rewritten.eval()(hidden(2, 5))
     assert not rewritten.experts[0].w1.weight.is_inference()
     assert_same(original.train(), rewritten.train(), hidden(2, 5))
+
+
+def test_fully_sharded_after_installation(pair):
+    from torch.distributed.fsdp import fully_shard
+
+    original, rewritten = pair
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for block in pair:
+            fully_shard(block, mesh=mesh)
+        x = hidden(2, 16)
+        losses = [block(x).square().sum() for block in pair]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss in losses:
+            loss.backward()
+        for p1, p2 in zip(original.parameters(), rewritten.parameters()):
+            torch.testing.assert_close(p2.grad.full_tensor(), p1.grad.full_tensor())
+        assert ran_rewritten(rewritten)
+        assert not rewritten._hexa_w1.is_packed
+    finally:
+        torch.distributed.destroy_process_group()
