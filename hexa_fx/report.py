@@ -92,10 +92,10 @@ class OptimizationReport:
 
     def table(self) -> Table:
         """For rich consoles."""
-        table = Table("block", "status", "idiom", "E", "k", "D", "I", "expert", "weights", "max error fwd / grad")
+        table = Table("block", "status", "idiom", "sizes", "expert", "weights", "largest error fwd / grad")
         for block in self.blocks:
-            sizes = [str(n or "") for n in (block.num_experts, block.top_k, block.hidden_size, block.intermediate_size)]
-            table.add_row(block.path, block.status, block.idiom, *sizes, block.expert, block.weights, _errors(block))
+            sizes = _sizes(block) if block.num_experts else ""
+            table.add_row(block.path, block.status, block.idiom, sizes, block.expert, block.weights, _errors(block))
         return table
 
     def __str__(self) -> str:
@@ -107,17 +107,25 @@ class OptimizationReport:
         return {"text/plain": str(self)}
 
     def print(self) -> None:
-        """To the terminal, as a table and the reasons below it."""
+        """To the terminal: as a table with the reasons below it where there is room, else line by line."""
         console = Console()
+        if not console.is_terminal or console.width < 140:
+            print(self)
+            return
         console.print(self.table())
         for line in _reasons(self.blocks):
             console.print(line, highlight=False)
         console.print(self.summary())
 
 
+def _sizes(block: BlockReport) -> str:
+    return f"E={block.num_experts} k={block.top_k} D={block.hidden_size} I={block.intermediate_size}"
+
+
 def describe(analysis: BlockAnalysis, same_as: str | None = None) -> BlockReport:
     """An analysis in the user's terms."""
-    modes = {mode: "rewritten" for mode in analysis.rewritten} | {m: r.reason for m, r in analysis.refusals.items()}
+    modes: dict[str, str] = {mode: "rewritten" for mode in analysis.rewritten}  # noqa: C420
+    modes.update({mode: refusal.reason for mode, refusal in analysis.refusals.items()})
     refusal = next(iter(analysis.refusals.values()), None)
     reason, location = (refusal.reason, refusal.location) if refusal else ("", None)
     status: Status = "rewritten" if analysis.rewritten else "refused"
@@ -176,9 +184,8 @@ def _lines(blocks: tuple[BlockReport, ...]) -> Iterator[str]:
     for block in blocks:
         if block.status == "refused":
             continue
-        sizes = f"E={block.num_experts} k={block.top_k} D={block.hidden_size} I={block.intermediate_size}"
         checked = f", checked: {_errors(block)}" if _errors(block) else ", not checked"
-        yield f"  {block.path or '(model)'}: {block.idiom}, {sizes}, {block.expert}, {block.weights} weights{checked}"
+        yield f"  {block.path or '(model)'}: {block.idiom}, {_sizes(block)}, {block.expert}, {block.weights} weights{checked}"
     yield from (f"  {line}" for line in _reasons(blocks))
 
 

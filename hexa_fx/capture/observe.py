@@ -6,7 +6,6 @@ in what it is given. Names only suggest where to look; what a block is, detectio
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from hexa_fx.capture.copies import copied
 
 _SELECTIONS = frozenset("topk argmax sort argsort one_hot multinomial kthvalue max nonzero".split())
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -106,9 +107,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _hooks(
-    model: nn.Module, suspects: set[str], mode: _Selections, recorded: dict[str, Observation]
-) -> Iterator[None]:
+def _hooks(model: nn.Module, suspects: set[str], mode: _Selections, recorded: dict[str, Observation]) -> Iterator[None]:
     """Keeps the arguments of suspects and of the modules around them; tracks which module is running."""
     wanted = {ancestor for path in suspects for ancestor in _and_above(path)}
     handles = []
@@ -123,7 +122,7 @@ def _hooks(
                 mode.chained.add(owner)
             if path in wanted and path not in recorded:
                 with torch._C.DisableTorchFunction():
-                    recorded[path] = Observation(path, module, _copied(args), _copied(kwargs))
+                    recorded[path] = Observation(path, module, copied(args), copied(kwargs))
 
         return hook
 
@@ -151,22 +150,6 @@ def _and_above(path: str) -> Iterator[str]:
     while path:
         path = path.rpartition(".")[0]
         yield path
-
-
-def _copied(value: Any) -> Any:
-    """A copy that the run cannot change: a cache among the arguments grows with every call."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) in (tuple, list):
-        return type(value)(_copied(item) for item in value)
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (nn.Module, type, int, float, str, bool, type(None))):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # an object that cannot be copied is shared
-        return value
 
 
 _LEVELS = 3
@@ -202,7 +185,7 @@ def _is_list_of_layers(path: str, mode: _Selections) -> bool:
     if path not in mode.selecting and inside and all(_is_member(s[len(path) :].lstrip(".")) for s in inside):
         return True
     owner = path.rpartition(".")[0]
-    return path in mode.chained and not any(s == owner or s == path for s in mode.selecting)
+    return path in mode.chained and not mode.selecting & {owner, path}
 
 
 def _is_member(relative: str) -> bool:
@@ -216,4 +199,3 @@ def _can_be_block(observation: Observation, selecting: set[str]) -> bool:
         return True
     tensors = [v for v in (*observation.args, *observation.kwargs.values()) if isinstance(v, torch.Tensor)]
     return any(not t.is_floating_point() for t in tensors) and any(t.is_floating_point() for t in tensors)
-
