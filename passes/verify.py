@@ -122,11 +122,20 @@ def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[_Subject]:
 
 
 def _float64_copy(block: nn.Module) -> nn.Module:
-    """A copy in float64 in which every parameter wants a gradient; tensors are converted while they are copied."""
+    """A copy in float64 in which every parameter wants a gradient; tensors are converted while they are copied.
+
+    Parameters of one value, such as biases before training, get random ones: a term that is zero on the probe must not
+    hide that it was lost.
+    """
     memo: dict[int, Any] = {}
+    generator = torch.Generator().manual_seed(0)
     for parameter in block.parameters():
         if parameter.is_floating_point():
-            memo[id(parameter)] = nn.Parameter(parameter.detach().to(torch.float64, copy=True))
+            value = parameter.detach().to(torch.float64, copy=True)
+            if value.numel() and bool((value == value.flatten()[0]).all()):
+                noise = torch.randn(value.shape, dtype=torch.float64, generator=generator)
+                value += noise.to(value.device) / 8
+            memo[id(parameter)] = nn.Parameter(value)
     for child in block.modules():
         for value in (*child._buffers.values(), *child.__dict__.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:

@@ -228,6 +228,19 @@ def test_an_original_that_does_not_repeat_itself_is_named():
     assert "does not repeat itself" in verify(Dice(), list_rewritten(), example()).reason
 
 
+class Biased(StackedExperts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, index, weights) + self.bias
+
+
+def test_a_lost_term_that_is_zero_at_first_is_found():
+    assert "output 0" in verify(Biased(), stacked_rewritten(), routing(6)).reason
+
+
 # -- outputs and state beside the main one --------------------------------------------------------------------------
 
 
