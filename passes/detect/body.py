@@ -222,9 +222,12 @@ def _explain(
         expected = _activate(hypothesis, shifted)
         if expected.shape != activated.shape:
             return None
-        factor = _row_factor(activated, expected)
-        if factor is None:
+        real = instance.token >= 0  # whose bias a padding row gets is arbitrary
+        found = _row_factor(activated[real], expected[real])
+        if found is None:
             return None
+        factor = torch.ones(len(real), dtype=found.dtype, device=found.device)
+        factor[real] = found
         factors.append(factor)
     return tuple(factors)
 
