@@ -18,10 +18,11 @@ from typing import Any, Literal
 import torch
 import torch.fx
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.fresh_inputs import FreshInputs
-from hexa_fx.passes.routing_override import ROUTINGS, Routing, RoutingOverride
+from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, Routing, RoutingOverride
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward, install, uninstall
 from hexa_fx.runtime.outcome import Difference, ModuleState, Outcome, difference, observe
@@ -188,24 +189,29 @@ class _Comparison:
             self.state.restore()
 
     def _each(self) -> Iterator[VerificationCase]:
-        yield self._case("the example", self.inputs.example(self.subject.dtype))
+        spy = ChoiceSpy(self.inputs.num_experts)
+        yield self._case("the example", self.inputs.example(self.subject.dtype), spy)
         for batch, sequence in self.settings.sizes:
             given = self.inputs.at(batch, sequence, self.subject.dtype)
             yield self._case(f"batch {batch}, sequence {sequence}", given)
         for routing in ROUTINGS:
-            yield self._forced(routing)
+            yield self._forced(routing, spy.top_k)
 
-    def _forced(self, routing: Routing) -> VerificationCase:
-        """As input where the block is given its routing, else in the router inside."""
+    def _forced(self, routing: Routing, top_k: int) -> VerificationCase:
+        """Through the inputs where the block is given its routing, else in the router inside."""
         if self.inputs.given_routing:
             return self._case(routing.name, self.inputs.like_example(self.subject.dtype, routing))
-        override = RoutingOverride(routing, self.inputs.num_experts)
-        case = self._case(routing.name, self.inputs.like_example(self.subject.dtype), override)
-        if case.outcome == "equal" and not override.forced:
-            return VerificationCase(routing.name, "skipped", detail="there is no top-k to override")
-        return case
+        inputs = self.inputs.like_example(self.subject.dtype)
+        overrides: list[LogitsOverride | RoutingOverride] = [RoutingOverride(routing, self.inputs.num_experts)]
+        if self.inputs.num_experts is not None:
+            overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k))
+        for override in overrides:
+            case = self._case(routing.name, inputs, override)
+            if override.forced:
+                return case
+        return VerificationCase(routing.name, "skipped", detail="there is no router inside that could be overridden")
 
-    def _case(self, name: str, inputs: tuple[Any, Any], override: RoutingOverride | None = None) -> VerificationCase:
+    def _case(self, name: str, inputs: tuple[Any, Any], override: TorchFunctionMode | None = None) -> VerificationCase:
         try:
             original = self._run(self.forward.original, inputs, override)
         except Exception as error:
@@ -225,7 +231,7 @@ class _Comparison:
             detail = f"the original does not repeat itself on equal inputs and random numbers ({self._describe(again)})"
         return VerificationCase(name, "different", found.forward, found.gradient, detail)
 
-    def _run(self, call: Callable[..., Any], inputs: tuple[Any, Any], override: RoutingOverride | None) -> Outcome:
+    def _run(self, call: Callable[..., Any], inputs: tuple[Any, Any], override: TorchFunctionMode | None) -> Outcome:
         with ExitStack() as modes:
             if self.subject.dtype == torch.float64:
                 modes.enter_context(InFloat64())

@@ -12,10 +12,20 @@ from torch.nn import functional as F
 
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.passes.fresh_inputs import FreshInputs
-from hexa_fx.passes.routing_override import ROUTINGS, RoutingOverride
+from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, RoutingOverride
 from hexa_fx.passes.verify import VerificationResult, VerifySettings, verify
 from hexa_fx.runtime.install import is_installed
-from tests.runtime.handmade import D, E, ListMoE, StackedExperts, dense_moe, list_rewritten, routing, stacked_rewritten
+from tests.runtime.handmade import (
+    D,
+    E,
+    ListMoE,
+    StackedExperts,
+    dense_moe,
+    list_packed,
+    list_rewritten,
+    routing,
+    stacked_rewritten,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -380,3 +390,63 @@ def test_the_override_forces_every_way_to_choose_an_expert():
         assert torch.equal(torch.arange(4).flip(0).sort().values, torch.arange(4))
     assert scores.grad[..., 2:].eq(1).all()
     assert scores.grad[..., :2].eq(0).all()
+
+
+def test_raised_logits_give_routings_that_can_occur():
+    router = nn.Linear(D, E)
+    x = torch.randn(6, D, requires_grad=True)
+    for routed in ROUTINGS:
+        with LogitsOverride(routed, E, 2) as override:
+            logits = router(x)
+            kth = logits.topk(2, dim=-1).values[..., -1:]
+            second = logits.scatter(1, logits.argmax(-1, keepdim=True), float("-inf")).argmax(-1)
+        assert override.forced == 1
+        wanted = routed.choose(6, E, 2).sort(-1).values
+        assert torch.equal(logits.topk(2).indices.sort(-1).values, wanted)
+        assert torch.equal((logits >= kth).nonzero()[:, 1].reshape(6, 2), wanted)
+        assert (second[:, None] == wanted).any(-1).all()
+    assert torch.autograd.grad(logits.sum(), x)[0].ne(0).any()
+    with LogitsOverride(ROUTINGS[0], E, 2) as override:
+        F.linear(x, torch.randn(E, D))
+        F.linear(x, nn.Parameter(torch.randn(E + 1, D)))
+        torch.randn(3, E) @ torch.randn(E, E)
+        assert override.forced == 0
+        assert (x @ router.weight.t()).argmax(-1).lt(2).all()
+
+
+def test_the_spy_counts_choices():
+    scores = torch.randn(3, E)
+    with ChoiceSpy(E) as spy:
+        assert spy.top_k == 1
+        scores.argmax(-1), torch.argmax(scores, dim=-1)
+        assert spy.top_k == 2
+        torch.topk(scores, 3, dim=-1)
+        torch.randn(3, E + 1).topk(5)
+    assert spy.top_k == 3
+
+
+class Thresholded(ListMoE):
+    """Gates by comparison with the k-th logit, which a replaced top-k result would contradict."""
+
+    def forward(self, hidden: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        x = hidden.reshape(-1, D)
+        logits = self.router.proj(x)
+        gates = logits.masked_fill(logits < logits.topk(2).values[:, -1:], float("-inf")).softmax(-1)
+        return sum(gates[:, [i]] * expert(x) for i, expert in enumerate(self.experts)).reshape(hidden.shape)
+
+
+def thresholded(x, logits, w1, w2):
+    top, index = logits.topk(2)
+    return dense_moe(x, index, top.softmax(-1), w1, w2)
+
+
+def test_a_router_that_compares_with_the_kth_logit_passes():
+    graph = torch.fx.Graph()
+    hidden = graph.placeholder("hidden")
+    x = graph.call_method("reshape", (hidden, -1, D))
+    logits = graph.call_module("router.proj", (x,))
+    y = graph.call_function(thresholded, (x, logits, graph.call_module("_hexa_w1"), graph.call_module("_hexa_w2")))
+    graph.output(graph.call_method("reshape", (y, graph.call_method("size", (hidden,)))))
+    result = verify(Thresholded(), RewrittenBlock("", graph, list_packed(), ()), example())
+    assert result.ok, result.reason
+    assert [case.outcome for case in result.cases] == ["equal"] * 9
