@@ -32,8 +32,8 @@ def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> Non
     """Raises `GuardMiss` for the first input that differs from what was traced.
 
     Args:
-        guards: one per input. A tensor has the traced class of dtype (floating, complex, bool, integer) and the traced
-            number of dimensions; a constant has the traced type and value.
+        guards: one per input. A tensor has the traced class of dtype (floating, complex, bool, integer), or the very
+            dtype if the guard says so, and the traced number of dimensions; a constant has the traced type and value.
         values: the inputs of this call by name, defaults filled in.
     """
     for guard in guards:
