@@ -77,16 +77,32 @@ class RoutingOverride(TorchFunctionMode):
         return result
 
     def choice(self, scores: torch.Tensor, k: int, dim: int) -> torch.Tensor:
-        """The forced places along ``dim``, in the shape of ``scores`` but k long there."""
+        """The forced places along ``dim``, in the shape of ``scores`` but k long there.
+
+        A place that the router has masked out, such as the first choice when it looks for the second, is passed over.
+        """
         size = scores.shape[dim]
-        moved = scores.movedim(dim, -1)
+        moved = scores.detach().movedim(dim, -1)
         chosen = self.routing.choose(moved.shape[:-1].numel(), size, k).to(scores.device)
+        if k == 1:
+            chosen = _first_open(chosen, moved.reshape(-1, size))
         return chosen.reshape(*moved.shape[:-1], k).movedim(-1, dim)
 
     def along_experts(self, scores: torch.Tensor, dim: Any) -> bool:
         if not isinstance(dim, int) or scores.dim() == 0:
             return False
         return self.num_experts in (None, scores.shape[dim])
+
+
+def _first_open(wanted: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """wanted (rows, 1) or the next place after it, cyclically, that is not masked in scores (rows, candidates)."""
+    size = scores.shape[1]
+    order = (wanted + torch.arange(size, device=scores.device)) % size
+    probabilities = (scores >= 0).all(1, keepdim=True)
+    masked = (scores < -1e30) | (probabilities & (scores == 0))
+    opened = (~masked).gather(1, order).int()
+    first = opened.argmax(1, keepdim=True)  # 0 if everything is masked: the wanted place after all
+    return order.gather(1, first)
 
 
 def _topk(

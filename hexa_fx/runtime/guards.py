@@ -57,8 +57,8 @@ def _check_input(guard: InputGuard, value: Any) -> None:
         return
     if not isinstance(value, torch.Tensor):
         raise GuardMiss(f"the input {guard.name!r} is not a tensor")
-    if guard.dtype is not None and value.dtype != guard.dtype:
-        raise GuardMiss(f"the input {guard.name!r} is {value.dtype}, and the code was recorded with {guard.dtype}")
+    if guard.dtype is not None and dtype_class(value.dtype) != dtype_class(guard.dtype):
+        raise GuardMiss(f"the input {guard.name!r} is not {dtype_class(guard.dtype)}")
     if guard.exact_dtype and value.dtype != guard.dtype:
         raise GuardMiss(f"the input {guard.name!r} is {value.dtype}; the block was recorded with {guard.dtype}")
     if guard.ndim is not None and value.dim() != guard.ndim:
