@@ -194,8 +194,6 @@ def test_a_large_block_is_compared_in_fewer_cases():
     result = verify(ListMoE(), list_rewritten(), example(), settings=VerifySettings(many_bytes=100))
     assert [case.name for case in result.cases] == [
         "the example",
-        "batch 2, sequence 5",
-        "first and last experts alternating",
         "one expert without tokens",
     ]
     assert not verify(
