@@ -50,6 +50,8 @@ def test_as_intended_and_exact(v: Variant) -> None:
         assert not rewritten(opt), f"the gap is closed: take the note away ({v.gap})"
     elif v.expect == "rewritten":
         assert rewritten(opt), reasons(opt)
+        modes = {mode: text for b in opt.report.blocks for mode, text in b.modes.items() if text != "rewritten"}
+        assert not modes, f"one mode runs the original code: {modes}"
     if v.expect == "refused":
         assert not rewritten(opt), "rewritten, though " + v.why
     assert state_dict_problems(model, opt) == []
