@@ -31,7 +31,7 @@ from hexa_fx.passes.detect.free_body import (
     Shared,
     TokenRows,
 )
-from hexa_fx.passes.detect.graph import operation
+from hexa_fx.passes.detect.graph import is_float, operation
 from hexa_fx.passes.detect.routing import Source
 from hexa_fx.passes.weights import WeightEmitter
 
@@ -66,17 +66,19 @@ class RowEmitter:
 
     def _route(self, index: Node, top_k: int) -> None:
         experts = self.body.experts
+        self._top_k = top_k
         routed = self._call(torch.ops.hexa.reindex.default, index, experts)
-        self._v, self._inv, self._offs = (self._call(operator.getitem, routed, i) for i in range(3))
-        self._token = self._v if top_k == 1 else self._call(operator.floordiv, self._v, top_k)
+        self._v, self._inv, self._offs = (
+            self._named(name, operator.getitem, routed, i) for i, name in enumerate(("v", "inv", "offs"))
+        )
         chosen = self._method("index_select", self._method("reshape", index, -1), 0, self._v)
-        self._is_routed = self._call(operator.lt, chosen, experts)
+        self._is_routed = {1: self._named("is_routed", operator.lt, chosen, experts)}
         self._expert = self._method("clamp", chosen, max=experts - 1)
 
     def _step(self, node: Node, role: Role) -> Node:
         match role:
             case TokenRows(source):
-                return self._take(self.as_rows(source), self._token, node)
+                return self._token_rows(node, source)
             case RowFactor(sources):
                 return self._row_factor(node, sources)
             case RowCount():
@@ -93,15 +95,23 @@ class RowEmitter:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def _take(self, table: Node, index: Node, like: Node) -> Node:
-        """Rows of a table, a constant for rows without an expert. ``like`` is the recorded value of that shape."""
-        taken = self._method("index_select", table, 0, index)
-        dims = record_of(like).value.dim()
-        return self._routed_only(taken, dims)
+    def _token_rows(self, node: Node, source: Node) -> Node:
+        """x[v // k]; the tokens themselves where only products read them, which gather as they read."""
+        tokens = self.as_rows(source)
+        if self._only_in_products(node):
+            return tokens
+        token = self._v if self._top_k == 1 else self._call(operator.floordiv, self._v, self._top_k)
+        return self._routed_only(self._method("index_select", tokens, 0, token), record_of(node).value.dim())
+
+    def _only_in_products(self, node: Node) -> bool:
+        steps = self.body.steps
+        return all(isinstance(steps[user], Product) for user in node.users if user in steps)
 
     def _routed_only(self, rows: Node, dims: int) -> Node:
-        mask = self._is_routed if dims == 1 else self._method("view", self._is_routed, -1, *[1] * (dims - 1))
-        return self._call(torch.where, mask, rows, 1.0)
+        """``rows`` with a constant in rows without an expert."""
+        if dims not in self._is_routed:
+            self._is_routed[dims] = self._method("view", self._is_routed[1], -1, *[1] * (dims - 1))
+        return self._call(torch.where, self._is_routed[dims], rows, 1.0)
 
     def _row_factor(self, node: Node, sources: Sequence[Source]) -> Node:
         factor, value = self.factor(sources), record_of(node).value
@@ -119,9 +129,16 @@ class RowEmitter:
 
     def _product(self, role: Product) -> Node:
         weight = self.weights.matrices(role.base, self.body.experts)
-        bias = None if role.bias is None else self._method("flatten", self.weights.vectors(role.bias), 1)
+        bias = None if role.bias is None else self.weights.vectors(role.bias)
+        gathered = isinstance(self.body.steps[role.data], TokenRows) and self._only_in_products(role.data)
+        v, top_k = (self._v, self._top_k) if gathered else (None, 1)
         data = self._new[role.data]
-        return self._call(torch.ops.hexa.esmm.default, data, weight, bias, None, self._offs, 1, role.layout)
+        rows = self._call(torch.ops.hexa.esmm.default, data, weight, bias, v, self._offs, top_k, role.layout)
+        return self._routed_only(rows, 2) if self._shares() else rows
+
+    def _shares(self) -> bool:
+        """Whether rows meet a tensor that all experts share, whose gradient the zero rows of an esmm could spoil (0/0)."""
+        return any(isinstance(role, (Shared, Outside)) and is_float(node) for node, role in self.body.steps.items())
 
     def _of_expert(self, role: OfExpert, dims: int) -> Node:
         """The parameter of every row's expert, (n, 1, ..., *shape) with ``dims`` dimensions."""
@@ -175,6 +192,9 @@ class RowEmitter:
         per_channel = OfExpert(role.base, (*role.shape, *[1] * (dims - 2)))
         positive = self._call(operator.gt, x, 0)
         return self._call(torch.where, positive, x, self._call(operator.mul, self._of_expert(per_channel, dims), x))
+
+    def _named(self, name: str, target: Callable[..., Any], *args: Any) -> Node:
+        return self.graph.create_node("call_function", target, args, name=name)
 
     def _call(self, target: Callable[..., Any], *args: Any) -> Node:
         return self.graph.call_function(target, args)

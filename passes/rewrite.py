@@ -22,6 +22,8 @@ from hexa_fx.passes.kept_calls import Kept, keep
 from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
 
+_FREE_OF_EFFECTS = ("size", "flatten", "index_select", "clamp", "view", "reshape", operator.getitem, operator.lt)
+
 
 def rewrite(match: MoEMatch, recompute_h: bool = False) -> RewrittenBlock:
     """The block's new forward. Its ``get_attr`` and ``call_module`` targets are relative to the block."""
@@ -65,7 +67,7 @@ class _Rewriter:
     def _drop_unused(self) -> None:
         """Sizes and results that only the removed code read."""
         for node in reversed(self.graph.nodes):
-            if not node.users and (node.target in ("size", operator.getitem) or node.op == "get_attr"):
+            if not node.users and (node.target in _FREE_OF_EFFECTS or node.op == "get_attr"):
                 self.graph.erase_node(node)
 
     # -- around the region ---------------------------------------------------------------------------------------------

@@ -53,10 +53,12 @@ class WeightEmitter:
         return self._by_base[base]
 
     def vectors(self, base: str) -> torch.fx.Node:
-        """(E, ...) of one base: a bias, a scale, or a number an expert. Read once."""
+        """(E, C) of one base, a bias or a scale; (E,) where it is one number an expert. Read once."""
         if base not in self._by_base:
-            numbers = base in self._groups and self.captured.tensor_of(self._groups[base][0]).dim() == 0
-            self._by_base[base] = self._stacked(base) if numbers else self._read(_name_of(base), [base], 0)
+            listed = base in self._groups
+            dims = self.captured.tensor_of(self._groups[base][0] if listed else base).dim() + listed
+            node = self._stacked(base) if listed and dims == 1 else self._read(_name_of(base), [base], 0)
+            self._by_base[base] = node if dims <= 2 else self.graph.call_method("flatten", (node, 1))
         return self._by_base[base]
 
     def _stacked(self, base: str) -> torch.fx.Node:

@@ -206,8 +206,8 @@ class _Search:
         bases = [role.base for role in roles.values() if isinstance(role, (Product, OfExpert))]
         stored = self.weights.table(bases[0])
         assert stored is not None
-        inner = width_of(products[-1].data) if products else width_of(output)
-        return FreeBody(roles, output, experts, width_of(tokens[0]), inner, stored[0])
+        inner = [width_of(role.data) for role in products if role.data not in tokens] or [width_of(output)]
+        return FreeBody(roles, output, experts, width_of(tokens[0]), max(inner), stored[0])
 
 
 def _operands(column: Column) -> list[Column]:

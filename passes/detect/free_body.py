@@ -89,7 +89,7 @@ class FreeBody:
         steps: role of every node of one expert's run, in recorded order.
         output: the node whose rows are combined.
         experts: E.
-        hidden_size, intermediate_size: width of the tokens, and of what the last product (or else the last step) reads.
+        hidden_size, intermediate_size: width of the tokens, and of the widest value that a product reads.
         form: how the first expert parameter is stored.
     """
 
