@@ -1,0 +1,1 @@
+"""Graph passes: graph in, graph out."""
