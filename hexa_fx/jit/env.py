@@ -78,6 +78,11 @@ def show_progress() -> bool:
     return all(os.environ.get(name, "0") in ("", "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 
+def checked_mode() -> bool:
+    """HEXA_FX_CHECKED, alone: asked at every re-index."""
+    return _switch("HEXA_FX_CHECKED")
+
+
 def _text(name: str, default: str = "") -> str:
     return os.environ.get(name, "") or default
 
