@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hexa_fx.ir import SourceLocation
+from hexa_fx.passes import BlockAnalysis
+from hexa_fx.passes.detect.body import ExpertBody
 
 Status = Literal["rewritten", "refused"]
 
@@ -90,10 +92,10 @@ class OptimizationReport:
 
     def table(self) -> Table:
         """For rich consoles."""
-        table = Table("block", "status", "idiom", "E", "k", "D", "I", "expert", "weights", "max error fwd / grad")
+        table = Table("block", "status", "idiom", "sizes", "expert", "weights", "largest error fwd / grad")
         for block in self.blocks:
-            sizes = [str(n or "") for n in (block.num_experts, block.top_k, block.hidden_size, block.intermediate_size)]
-            table.add_row(block.path, block.status, block.idiom, *sizes, block.expert, block.weights, _errors(block))
+            sizes = _sizes(block) if block.num_experts else ""
+            table.add_row(block.path, block.status, block.idiom, sizes, block.expert, block.weights, _errors(block))
         return table
 
     def __str__(self) -> str:
@@ -105,12 +107,70 @@ class OptimizationReport:
         return {"text/plain": str(self)}
 
     def print(self) -> None:
-        """To the terminal, as a table and the reasons below it."""
+        """To the terminal: as a table with the reasons below it where there is room, else line by line."""
         console = Console()
+        if not console.is_terminal or console.width < 140:
+            print(self)
+            return
         console.print(self.table())
         for line in _reasons(self.blocks):
             console.print(line, highlight=False)
         console.print(self.summary())
+
+
+def _sizes(block: BlockReport) -> str:
+    return f"E={block.num_experts} k={block.top_k} D={block.hidden_size} I={block.intermediate_size}"
+
+
+def describe(analysis: BlockAnalysis, same_as: str | None = None) -> BlockReport:
+    """An analysis in the user's terms."""
+    modes = {mode: "rewritten" for mode in analysis.rewritten} | {m: r.reason for m, r in analysis.refusals.items()}
+    refusal = next(iter(analysis.refusals.values()), None)
+    reason, location = (refusal.reason, refusal.location) if refusal else ("", None)
+    status: Status = "rewritten" if analysis.rewritten else "refused"
+    if analysis.match is None:
+        return BlockReport(analysis.path, status, modes, reason, location, same_as=same_as, seconds=analysis.seconds)
+    match, body = analysis.match, analysis.match.body
+    return BlockReport(
+        analysis.path,
+        status,
+        modes,
+        reason,
+        location,
+        idiom=match.idiom,
+        num_experts=match.num_experts,
+        top_k=match.routing.top_k,
+        hidden_size=body.gate.matrices.shape[2],
+        intermediate_size=body.down.matrices.shape[2],
+        expert=_formula(body),
+        weights=body.gate.form,
+        same_as=same_as,
+        check=_check_report(analysis),
+        seconds=analysis.seconds,
+    )
+
+
+def _formula(body: ExpertBody) -> str:
+    """The expert function in one line."""
+    gated = body.pairing != "none"
+    first = "x Wg" + (" + bg" if body.gate_bias else "") if gated else "x W1" + (" + b1" if body.gate_bias else "")
+    inner = f"{body.activation}({first})" if body.activation != "none" else f"({first})"
+    if gated:
+        inner += " * (x Wu" + (" + bu)" if body.gate_bias else ")")
+    return f"{inner} " + ("Wd" if gated else "W2") + (" + bias" if body.down_bias else "")
+
+
+def _check_report(analysis: BlockAnalysis) -> CheckReport | None:
+    checks = list(analysis.checks.values())
+    if not checks:
+        return None
+    cases = [case for check in checks for case in check.cases]
+    return CheckReport(
+        len(cases),
+        max((case.forward_error for case in cases), default=0.0),
+        max((case.gradient_error for case in cases), default=0.0),
+        sum(check.seconds for check in checks),
+    )
 
 
 def _errors(block: BlockReport) -> str:
@@ -123,9 +183,8 @@ def _lines(blocks: tuple[BlockReport, ...]) -> Iterator[str]:
     for block in blocks:
         if block.status == "refused":
             continue
-        sizes = f"E={block.num_experts} k={block.top_k} D={block.hidden_size} I={block.intermediate_size}"
         checked = f", checked: {_errors(block)}" if _errors(block) else ", not checked"
-        yield f"  {block.path or '(model)'}: {block.idiom}, {sizes}, {block.expert}, {block.weights} weights{checked}"
+        yield f"  {block.path or '(model)'}: {block.idiom}, {_sizes(block)}, {block.expert}, {block.weights} weights{checked}"
     yield from (f"  {line}" for line in _reasons(blocks))
 
 

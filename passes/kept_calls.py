@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.fx
 
-from hexa_fx.capture import CapturedBlock, ModuleCall
-from hexa_fx.passes.detect.graph import effects
+from hexa_fx.capture import CapturedBlock, ModuleCall, record_of
+from hexa_fx.passes.detect.graph import RANDOM, effects, operation
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,26 @@ class Kept:
 def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], region_output: torch.fx.Node) -> Kept:
     """What is needed for ``roots``, the block's results and its effects, without looking behind the region's output.
 
-    A submodule call stays a call (so that its hooks run, and its own control flow) unless a node inside it is needed by name.
+    A submodule call stays a call, so that its hooks run (a model may collect its router logits that way) and its own control
+    flow is taken anew. A value inside it that is needed by name is computed again beside it, from the call's results as far
+    as they lead to it; where that would draw random numbers or write twice, the call is opened instead.
     """
-    results: list[torch.fx.Node] = []
-    torch.fx.map_arg(captured.output, results.append)
     order = [node for node in captured.graph.nodes if node.op != "output"]
     position = {node: index for index, node in enumerate(order)}
-    wanted = [*roots, *results]
+    wanted = [*roots, *_nodes(captured.output)]
     calls = _candidates(captured, position[region_output])
     while True:
         by_result = {node: call for call in calls for node in _nodes(call.output)}
         needed = _needed([*wanted, *_effects(captured, calls, position)], by_result, region_output)
-        torn = [call for call in calls if _is_torn(call, order, needed, by_result)]
-        if not torn:
-            break
-        calls = [call for call in calls if call not in torn] + _inner_calls(torn, captured, position[region_output])
-    return Kept(tuple(sorted(needed, key=position.__getitem__)), by_result)
+        opened = [call for call in calls if _inner_needed(call, order, needed, by_result)]
+        torn = [call for call in opened if not _repeatable(_inner_needed(call, order, needed, by_result))]
+        if torn:
+            calls = [c for c in calls if c not in torn] + _inner_calls(torn, captured, position[region_output])
+            continue
+        unseen = [_nodes(call.output)[0] for call in opened if not needed & set(_nodes(call.output))]
+        if not unseen:
+            return Kept(tuple(sorted(needed, key=position.__getitem__)), by_result)
+        wanted += unseen
 
 
 def _nodes(value: Any) -> list[torch.fx.Node]:
@@ -89,15 +93,19 @@ def _needed(
     return needed
 
 
-def _is_torn(
+def _inner_needed(
     call: ModuleCall,
     order: Sequence[torch.fx.Node],
     needed: set[torch.fx.Node],
     by_result: Mapping[torch.fx.Node, ModuleCall],
-) -> bool:
-    inside = order[call.start : call.end]
-    results = set(_nodes(call.output))
-    return any(node in needed and node not in results and by_result.get(node) is not call for node in inside)
+) -> list[torch.fx.Node]:
+    """Nodes inside a call, not its results, that are needed by name."""
+    return [node for node in order[call.start : call.end] if node in needed and by_result.get(node) is not call]
+
+
+def _repeatable(nodes: Sequence[torch.fx.Node]) -> bool:
+    """Neither random numbers nor writes, which a second run would change."""
+    return not any(operation(node) in RANDOM or record_of(node).writes for node in nodes)
 
 
 def _effects(

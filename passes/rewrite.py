@@ -45,6 +45,7 @@ class _Rewriter:
             else:
                 self._copy(node)
         self.graph.output(self._map(captured.output))
+        self._drop_unused()
         self.graph.lint()
         return RewrittenBlock(captured.path, self.graph, tuple(weights.packed), self._guards(captured))
 
@@ -52,6 +53,12 @@ class _Rewriter:
         routing = self.match.routing
         sources = (routing.index, *routing.before, *routing.after)
         return [self.match.source, *(node for source in sources for node in source.nodes), *(b.condition for b in self.match.branches)]
+
+    def _drop_unused(self) -> None:
+        """Sizes and results that only the removed code read."""
+        for node in reversed(self.graph.nodes):
+            if not node.users and (node.target in ("size", operator.getitem) or node.op == "get_attr"):
+                self.graph.erase_node(node)
 
     # -- around the region ---------------------------------------------------------------------------------------------
 
@@ -72,7 +79,8 @@ class _Rewriter:
         self.new[node] = copy
         for branch in self.match.branches:
             if branch.condition is node:
-                self.graph.call_function(guards.require, (copy, branch.outcome))
+                holds = copy if branch.outcome else self.graph.call_function(operator.not_, (copy,))
+                self.graph.call_function(guards.require, (holds, _as_recorded(node)))
 
     def _call(self, node: torch.fx.Node, kept: Kept) -> None:
         """A submodule call, emitted once for all of its results."""
@@ -114,6 +122,9 @@ class _Rewriter:
         before = self._product(routing.before, index)
         if before is not None:
             tokens, index, factor = self._scale_rows(tokens, index, factor, before)
+        past_experts = self._identity(tokens, index, factor) if match.identity and factor is not None else None
+        if match.identity:
+            index = self.graph.call_method("clamp", (index,), {"max": match.num_experts})
         operands = weights.emit(match.body)
         body = match.body
         spec = FfnSpec(body.activation, operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h)
@@ -125,7 +136,17 @@ class _Rewriter:
         result.meta["hexa"] = spec
         if before is not None and routing.top_k > 1:
             result = self.graph.call_method("sum", (self.graph.call_method("unflatten", (result, 0, (-1, routing.top_k))), 1))
+        if past_experts is not None:
+            result = self.graph.call_function(operator.add, (result, past_experts))
         return self._restore(result)
+
+    def _identity(self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node) -> torch.fx.Node:
+        """What the experts that return the token itself add: ids of E and above."""
+        chosen = self.graph.call_function(operator.ge, (index, self.match.num_experts))
+        exact = self.graph.call_method("to", (factor, tokens))  # the sum over slots in the tokens' precision
+        masked = self.graph.call_function(operator.mul, (exact, chosen))
+        weight = self.graph.call_method("sum", (masked, -1), {"keepdim": True})
+        return self.graph.call_function(operator.mul, (weight, tokens))
 
     def _as_rows(self, node: torch.fx.Node, value: torch.Tensor) -> torch.fx.Node:
         return node if value.dim() == 2 else self.graph.call_method("flatten", (node, 0, -2))
@@ -193,3 +214,9 @@ class _Rewriter:
             if known.dim() == value.dim() and known.shape[:-1] == value.shape[:-1]:
                 return self.new[old]
         raise NotImplementedError(f"no input has the leading sizes {tuple(value.shape[:-1])} of the combined output")
+
+
+def _as_recorded(condition: torch.fx.Node) -> str:
+    """The branch in words, for the log line when it goes the other way."""
+    record = record_of(condition)
+    return f"the size condition at {record.location} to be {record.value}"

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hexa_fx.capture.copies import copied
+
 _SELECTIONS = frozenset("topk argmax sort argsort one_hot multinomial kthvalue max nonzero".split())
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
@@ -122,12 +124,14 @@ def _hooks(
                 mode.chained.add(owner)
             if path in wanted and path not in recorded:
                 with torch._C.DisableTorchFunction():
-                    recorded[path] = Observation(path, module, _copied(args), _copied(kwargs))
+                    recorded[path] = Observation(path, module, copied(args), copied(kwargs))
 
         return hook
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        owner = mode.stack.pop().rpartition(".")[0]
+        owner, _, name = mode.stack.pop().rpartition(".")
+        if not _is_member(name):
+            return
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, torch.Tensor):
             produced_by[id(first)] = owner
@@ -150,16 +154,6 @@ def _and_above(path: str) -> Iterator[str]:
         yield path
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) in (tuple, list):
-        return type(value)(_copied(item) for item in value)
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return value
-
-
 _LEVELS = 3
 
 
@@ -173,7 +167,14 @@ def _candidates(
         around = [recorded[p] for p in _and_above(path) if p in recorded and _can_be_block(recorded[p], mode.selecting)]
         if around:
             found.setdefault(around[0].path, Candidate(tuple(around[:_LEVELS])))
-    return [c for path, c in found.items() if not any(_is_inside(other, path) for other in found)]
+    innermost = {path: c for path, c in found.items() if not any(_is_inside(other, path) for other in found)}
+    return [_alone(path, candidate, innermost) for path, candidate in innermost.items()]
+
+
+def _alone(path: str, candidate: Candidate, others: Mapping[str, Candidate]) -> Candidate:
+    """Without the levels that hold another candidate too."""
+    levels = [o for o in candidate.levels if not any(other != path and _is_inside(other, o.path) for other in others)]
+    return Candidate(tuple(levels))
 
 
 def _is_inside(path: str, other: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 import torch.fx
 from torch import nn
 
+from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import visible_host
 from hexa_fx.capture.recorder import ModuleCall, NodeRecord, Recorder, record_of
 from hexa_fx.errors import CaptureError
@@ -64,12 +65,12 @@ def capture(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pat
     """
     parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(block.named_buffers(remove_duplicate=False))
     recorder = Recorder(parameters)
-    arguments = _bind_arguments(block, args, kwargs)
+    bound = _bind_arguments(block, args, kwargs)
     saved = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            result, bound = _run(block, recorder, arguments)
+            result, arguments = _run(block, recorder, bound)
     except CaptureError:
         raise
     except Exception as error:
@@ -81,47 +82,37 @@ def capture(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pat
                     buffer.copy_(saved[name])
     output = recorder.lift(result)
     recorder.graph.output(output).meta["hexa"] = NodeRecord(None)
-    return CapturedBlock(block, path, recorder.graph, recorder.constants, tuple(recorder.calls), bound, output)
+    return CapturedBlock(block, path, recorder.graph, recorder.constants, tuple(recorder.calls), arguments, output)
 
 
-def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """(name, value) in signature order, for the arguments that were given."""
+def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
     try:
-        bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs)
+        return inspect.signature(block.forward).bind(*args, **kwargs)
     except (TypeError, ValueError) as error:
         raise CaptureError(str(error), path=type(block).__name__) from error
+
+
+def _run(
+    block: nn.Module, recorder: Recorder, bound: inspect.BoundArguments
+) -> tuple[Any, tuple[tuple[str, Any], ...]]:
+    """Calls the block's forward as it was called, with copies of the tensors. Returns the result and the named arguments."""
     named: list[tuple[str, Any]] = []
-    for name, value in list(bound.arguments.items())[1:]:
+
+    def given(name: str, value: Any) -> Any:
+        fresh = copied(value)
+        named.append((name, recorder.placeholder(name, fresh) if isinstance(value, torch.Tensor) else value))
+        return fresh
+
+    for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            named += [(f"*{index}", item) for index, item in enumerate(value)]
+            bound.arguments[name] = tuple(given(f"{name}_{index}", item) for index, item in enumerate(value))
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            named += [(f"**{key}", item) for key, item in value.items()]
+            bound.arguments[name] = {key: given(key, item) for key, item in value.items()}
         else:
-            named.append((name, value))
-    return named
-
-
-def _run(block: nn.Module, recorder: Recorder, arguments: list[tuple[str, Any]]) -> tuple[Any, tuple[tuple[str, Any], ...]]:
-    bound: list[tuple[str, Any]] = []
-    positional: list[Any] = []
-    keywords: dict[str, Any] = {}
-    for name, value in arguments:
-        given = value
-        if isinstance(value, torch.Tensor):
-            given = value.detach().clone()
-            bound.append((name, recorder.placeholder(name.lstrip("*"), given)))
-        else:
-            bound.append((name, value))
-        if name.startswith("*") and not name.startswith("**"):
-            positional.append(given)
-        elif positional or name.startswith("**"):
-            keywords[name.lstrip("*")] = given
-        else:
-            keywords[name] = given
-    forward = type(block).forward
+            bound.arguments[name] = given(name, value)
     with visible_host(block, recorder), recorder:
-        return forward(block, *positional, **keywords), tuple(bound)
+        return block.forward(*bound.args, **bound.kwargs), tuple(named)
 
 
 __all__ = ["CapturedBlock", "capture", "record_of"]

@@ -228,8 +228,6 @@ class Recorder(TorchFunctionMode):
             return self._read_size(func, name, args, kwargs, plain_args, plain_kwargs)
         if name in _DECISIONS:
             return self._decide(func, name, args, plain_args, plain_kwargs)
-        if name == "__iter__":
-            return self._iterate(args[0])
         return self._call(func, name, args, kwargs, plain_args, plain_kwargs)
 
     def _read_property(self, func: Any, args: Any) -> Any:
@@ -264,14 +262,9 @@ class Recorder(TorchFunctionMode):
     def _decide(self, func: Any, name: str, args: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         value = func(*plain_args, **plain_kwargs)
         node = self.add("call_method", name, self.lift(args[:1]), {}, value if name in ("item", "tolist") else None)
-        self.note_decision(node, value)
+        if name != "item":  # an item stays symbolic; what the host does with it is noted when it does it
+            self.note_decision(node, value)
         return self._wrap_numbers(value, node) if name in ("item", "tolist") else value
-
-    def _iterate(self, tensor: torch.Tensor) -> Any:
-        rows = tensor.unbind(0)
-        node = self.add("call_function", torch.unbind, (self.lift(tensor), 0), {}, None)
-        self.note_decision(node, len(rows))
-        return iter(self._wrap_result(rows, node))
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
@@ -281,6 +274,8 @@ class Recorder(TorchFunctionMode):
         op, target = _fx_target(func, name)
         written = _written_tensor(name, plain_args, plain_kwargs, result)
         node = self.add(op, target, lifted_args, lifted_kwargs, result if written is None else written)
+        if name == "unbind":  # also what iterating over a tensor calls: the host now knows how many rows there are
+            self.note_decision(node, len(result))
         if written is not None:
             return self._note_write(written, node, result)
         if isinstance(result, (bool, int, float)):

@@ -23,8 +23,8 @@ from hexa_fx.passes.detect.combine import Combine, find_combine
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, Instance, find_contractions, group_instances, match_rows
-from hexa_fx.passes.detect.routing import Pairs, find_routing
-from hexa_fx.passes.detect.rules import shape_branches
+from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing
+from hexa_fx.passes.detect.rules import opaque_nodes, shape_branches
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -50,14 +50,18 @@ def _detect(captured: CapturedBlock) -> MoEMatch:
     replay, weights = Replay(captured), WeightTable(captured, groups, tags)
     source, instances = match_rows(group_instances(contractions), captured, tags, replay, weights)
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
-    combine = find_combine(captured.graph, instances, tokens, replay)
+    opaque = opaque_nodes(captured, [contraction.node for contraction in contractions])
+    combine = find_combine(captured.graph, instances, tokens, replay, opaque)
     body = identify_body(instances, tags, replay, weights, _late_bias(instances, combine.node, tags))
-    experts = body.gate.matrices.shape[0]
+    experts = body.down.matrices.shape[0]
     pairs = _pairs(instances, body, combine)
-    _check_offset(pairs, body, combine, tokens, weights)
+    identity = _explain_offset(pairs, body, combine, replay.value(source), weights)
     routing = find_routing(pairs, tokens, experts, captured, tags, combine.node)
-    branches = shape_branches(captured, tags, set(routing.index.nodes))
-    return MoEMatch(captured, source, combine.node, experts, body, routing, branches, _idiom(contractions, captured))
+    if identity is not None:
+        check_identity(identity, routing, tokens, experts, combine.node)
+    branches = shape_branches(captured, tags, set(routing.index.nodes), opaque)
+    idiom = _idiom(contractions, captured)
+    return MoEMatch(captured, source, combine.node, experts, body, routing, identity is not None, branches, idiom)
 
 
 def _parameters(captured: CapturedBlock) -> dict[str, torch.Tensor]:
@@ -90,16 +94,29 @@ def _pairs(instances: list[Instance], body: ExpertBody, combine: Combine) -> Pai
     return Pairs(token[real], expert[real], before[real], after[real])
 
 
-def _check_offset(pairs: Pairs, body: ExpertBody, combine: Combine, tokens: int, weights: WeightTable) -> None:
-    """What the combine holds without the products must be the weighted biases, exactly."""
-    expected = torch.zeros_like(combine.offset)
-    if body.down_bias is not None and bool((combine.offset != 0).any()):
+def _explain_offset(
+    pairs: Pairs, body: ExpertBody, combine: Combine, source: torch.Tensor, weights: WeightTable
+) -> torch.Tensor | None:
+    """What the combine holds without the products: the weighted biases, or the tokens themselves times a factor.
+
+    Returns:
+        None, or the factor (T,) with which identity ("zero-computation") experts add the token.
+    """
+    offset = combine.offset
+    expected = torch.zeros_like(offset)
+    if body.down_bias is not None and bool((offset != 0).any()):
         vectors = weights.vectors(body.down_bias)
         if vectors is None:
             raise Refuse("an expert parameter after the second projection is not a bias vector", combine.node)
         expected.index_add_(0, pairs.token, pairs.after[:, None] * vectors[pairs.expert])
-    if not torch.allclose(combine.offset, expected, rtol=1e-6, atol=1e-6):
-        raise Refuse("the combined output contains something besides the weighted expert outputs", combine.node)
+    if torch.allclose(offset, expected, rtol=1e-6, atol=1e-6):
+        return None
+    x = source.reshape(-1, source.shape[-1])
+    if x.shape == offset.shape:
+        factor = (offset * x).sum(1) / (x * x).sum(1).clamp(min=1e-300)
+        if torch.allclose(offset, factor[:, None] * x, rtol=1e-6, atol=1e-6):
+            return factor
+    raise Refuse("the combined output contains something besides the weighted expert outputs", combine.node)
 
 
 def _idiom(contractions: list[Contraction], captured: CapturedBlock) -> str:

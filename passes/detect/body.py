@@ -16,17 +16,13 @@ import torch.fx
 
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ops.activations import ACTIVATIONS
-from hexa_fx.passes.detect.graph import ancestors, literals, operation
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, literals, operation
 from hexa_fx.passes.detect.projections import Contraction, Instance, feature_size, linear_part
 from hexa_fx.passes.detect.stacks import Stack, WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 _TOLERANCE = 1e-7
-_RANDOM = frozenset(
-    "dropout dropout_ alpha_dropout feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout bernoulli bernoulli_ "
-    "rand rand_like randn randn_like uniform_ normal_ multinomial rrelu".split()
-)
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ def _segment(instance: Instance) -> list[torch.fx.Node]:
 
 def _refuse_randomness(segment: Sequence[torch.fx.Node]) -> None:
     for node in segment:
-        if operation(node) not in _RANDOM:
+        if operation(node) not in RANDOM:
             continue
         probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
         training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)

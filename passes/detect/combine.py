@@ -17,6 +17,7 @@ from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.graph import descendants, effects, is_float, live_nodes
 from hexa_fx.passes.detect.projections import Instance, feature_size
+from hexa_fx.passes.detect.rules import leaves_decision
 from hexa_fx.passes.detect.verdict import Refuse
 
 _TOLERANCE = 1e-6
@@ -35,7 +36,9 @@ class Combine:
     offset: torch.Tensor
 
 
-def find_combine(graph: torch.fx.Graph, instances: list[Instance], tokens: int, replay: Replay) -> Combine:
+def find_combine(
+    graph: torch.fx.Graph, instances: list[Instance], tokens: int, replay: Replay, opaque: set[torch.fx.Node]
+) -> Combine:
     """Raises:
     Refuse: no node is a token-wise weighted sum of the expert outputs.
     """
@@ -46,11 +49,35 @@ def find_combine(graph: torch.fx.Graph, instances: list[Instance], tokens: int, 
         raise Refuse("expert outputs do not come together in one tensor with a row for every token", seconds[0])
     probes = _Probes(instances, width, replay)
     outputs = probes.run(replay, candidates)
+    decides_later = False
     for node in candidates:
-        coefficients = probes.coefficients([o[node].reshape(tokens, width) for o in outputs])
-        if coefficients is not None:
-            return Combine(node, coefficients, outputs[0][node].reshape(tokens, width))
+        answers = [output[node].reshape(tokens, width) for output in outputs]
+        coefficients = probes.coefficients(answers)
+        if coefficients is not None and leaves_decision(node, opaque):
+            decides_later = True
+        elif coefficients is not None:
+            last = _last_alike(node, candidates, outputs)
+            return Combine(last, coefficients, answers[0])
+    if decides_later:
+        raise Refuse("a host loop or branch on data is left after the experts are combined", candidates[-1])
     raise Refuse("expert outputs are not combined as a weighted sum for each token", candidates[0])
+
+
+def _last_alike(
+    node: torch.fx.Node, candidates: Sequence[torch.fx.Node], outputs: list[dict[torch.fx.Node, torch.Tensor]]
+) -> torch.fx.Node:
+    """The last candidate that holds the same numbers: casts and views after the combine belong to it.
+
+    A shape whose leading sizes no input has could not be restored for other sizes, so such a view is left outside.
+    """
+    known = {record_of(n).value.shape[:-1] for n in node.graph.nodes if n.op == "placeholder" and is_float(n)}
+    last = node
+    for candidate in candidates[candidates.index(node) :]:
+        shape = record_of(candidate).value.shape
+        same = all(torch.equal(output[candidate].flatten(), output[node].flatten()) for output in outputs)
+        if same and (len(shape) == 2 or shape[:-1] in known):
+            last = candidate
+    return last
 
 
 def _gates(graph: torch.fx.Graph, instances: list[Instance], numel: int, width: int) -> list[torch.fx.Node]:

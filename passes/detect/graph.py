@@ -14,6 +14,12 @@ CONTRACTIONS = frozenset(
     "linear matmul mm bmm baddbmm addmm einsum addmv grouped_mm _grouped_mm grouped_mm_fallback __rmatmul__".split()
 )
 
+RANDOM = frozenset(
+    "dropout dropout_ alpha_dropout feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout bernoulli bernoulli_ "
+    "rand rand_like randn randn_like uniform_ normal_ multinomial rrelu".split()
+)
+"""Operations that draw random numbers."""
+
 
 def operation(node: torch.fx.Node) -> str:
     """The bare name of what a node calls: ``linear``, ``topk``, ``getitem``."""

@@ -19,6 +19,7 @@ class MoEMatch:
     Args:
         captured: the block. source: node whose rows are the tokens. output: node of the combined result.
         num_experts: E. body: the expert function and its weights. routing: ids and factors.
+        identity: ids of E and above stand for experts that return the token itself.
         branches: size conditions under which the region looks like this.
         idiom: how the experts are run, in words, for reports.
     """
@@ -29,5 +30,6 @@ class MoEMatch:
     num_experts: int
     body: ExpertBody
     routing: Routing
+    identity: bool
     branches: tuple[ShapeBranch, ...]
     idiom: str

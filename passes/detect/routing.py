@@ -83,6 +83,20 @@ def find_routing(
     return Routing(ids.shape[1], index, before, after)
 
 
+def check_identity(factor: torch.Tensor, routing: Routing, tokens: int, experts: int, end: torch.fx.Node) -> None:
+    """Identity experts must add the token with the routing weights of the ids at and above ``experts``.
+
+    Raises:
+        Refuse: they add it with another factor.
+    """
+    if routing.index.reading != "token_slot" or [s.reading for s in routing.after] != ["token_slot"] or routing.before:
+        raise Refuse("tokens reach the output past the experts, and the routing does not say with which weight", end)
+    ids = record_of(routing.index.nodes[0]).value.reshape(tokens, routing.top_k)
+    weight = record_of(routing.after[0].nodes[0]).value.double().reshape(tokens, routing.top_k)
+    if not torch.allclose((weight * (ids >= experts)).sum(1), factor, rtol=1e-5, atol=1e-6):
+        raise Refuse("tokens reach the output past the experts with a weight that is not the router's", end)
+
+
 def _candidates(
     captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
 ) -> list[torch.fx.Node]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.graph import ancestors, is_float, operation
+from hexa_fx.passes.detect.graph import ancestors, effects, is_float, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
+_COUNTING = frozenset("nonzero where unique unique_consecutive masked_select argwhere".split())
+_SIZES = frozenset(("size", "numel", "nelement", "dim"))
 _SELECTIONS = frozenset(
     "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min __eq__ multinomial "
     "isin searchsorted cumsum".split()
@@ -27,8 +29,33 @@ class ShapeBranch:
     outcome: bool
 
 
+def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
+    """Nodes inside submodule calls without expert products: such calls can stay calls and decide again at run time."""
+    order = [node for node in captured.graph.nodes if node.op != "output"]
+    position = {node: index for index, node in enumerate(order)}
+    taken = [position[node] for node in products]
+    inside: set[torch.fx.Node] = set()
+    for call in captured.calls:
+        if not any(call.start <= index < call.end for index in taken):
+            inside.update(order[call.start : call.end])
+    return inside
+
+
+def leaves_decision(end: torch.fx.Node, opaque: set[torch.fx.Node]) -> bool:
+    """Whether code after ``end`` still holds a host loop or branch on data, which one run fixes."""
+    left = ancestors([end.graph.output_node(), *effects(end.graph)], stop=lambda node: node is end)
+    return any(record_of(n).decision and n not in opaque and _depends_on_data(n) for n in left)
+
+
+def _depends_on_data(decision: torch.fx.Node) -> bool:
+    """A size is data only where it counts what was found; unbinding a tensor asks for a size."""
+    if operation(decision) in (*_SIZES, "unbind"):
+        return any(operation(n) in _COUNTING for n in ancestors([decision]))
+    return True
+
+
 def shape_branches(
-    captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], routing: set[torch.fx.Node]
+    captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], routing: set[torch.fx.Node], opaque: set[torch.fx.Node]
 ) -> tuple[ShapeBranch, ...]:
     """Checks every host decision of the run.
 
@@ -38,10 +65,9 @@ def shape_branches(
     Raises:
         Refuse: a decision depends on data other than the routing, or turns a size into a plain number.
     """
-    inside_calls = _inside_module_calls(captured)
     guards = []
     for node in captured.graph.nodes:
-        if node.op == "output" or not record_of(node).decision or node in inside_calls:
+        if node.op == "output" or not record_of(node).decision or node in opaque:
             continue
         behind = ancestors([node])
         if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
@@ -58,24 +84,13 @@ def shape_branches(
     return tuple(guards)
 
 
-def _inside_module_calls(captured: CapturedBlock) -> set[torch.fx.Node]:
-    """Decisions of submodules that stay calls are taken again at run time. A call with expert weights inside does not stay."""
-    order = [node for node in captured.graph.nodes if node.op != "output"]
-    inside: set[torch.fx.Node] = set()
-    for call in captured.calls:
-        nodes = order[call.start : call.end]
-        if not any(node.op == "get_attr" and ".experts" in f".{node.target}" for node in nodes):
-            inside.update(nodes)
-    return inside
-
-
 def _read_by_value(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:
     """Whether a value (not just a size) of a float tensor reaches the decision."""
-    return any(user in behind and operation(user) not in ("size", "numel", "nelement", "dim") for user in node.users)
+    return any(user in behind and operation(user) not in _SIZES for user in node.users)
 
 
 def _guard(node: torch.fx.Node) -> ShapeBranch | None:
     value = record_of(node).value
-    if operation(node) in ("size", "numel", "nelement"):
+    if operation(node) in _SIZES:
         return None  # len(x), range(n): a loop over rows is only legitimate inside the experts, which verification sees
     return ShapeBranch(node, bool(value)) if isinstance(value, bool) else None
