@@ -96,7 +96,9 @@ def test_a_write_through_a_view_is_seen_by_later_reads():
 
     x = torch.randn(3, 4)
     captured = capture(Writes(), (x,), {})
-    product = next(node for node in captured.graph.nodes if node.target in ("mul", torch.mul) or "mul" in str(node.target))
+    product = next(
+        node for node in captured.graph.nodes if node.target in ("mul", torch.mul) or "mul" in str(node.target)
+    )
     assert any("after" in str(node.target) for node in product.all_input_nodes)
     torch.testing.assert_close(captured.graph_module(x), Writes()(x))
 

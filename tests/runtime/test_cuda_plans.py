@@ -1,4 +1,4 @@
-"""What the CUDA operators would launch, seen on a CPU: every spec renders, arguments and grids are what the kernels expect."""
+"""What the CUDA operators would launch, seen on a CPU: every spec renders, arguments and grids fit."""
 
 from __future__ import annotations
 
@@ -149,9 +149,7 @@ def test_row_operators(recorder: Recorder) -> None:
     assert not cuda_launch.fallbacks
 
 
-def test_what_no_kernel_takes_falls_back_and_says_so_once(
-    recorder: Recorder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_no_kernel_takes_falls_back_and_says_so_once(recorder: Recorder, caplog: pytest.LogCaptureFixture) -> None:
     v, offs = routing()
     w = torch.randn(E, N, D)
     for _ in range(2):

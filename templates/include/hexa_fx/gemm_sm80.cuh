@@ -386,13 +386,16 @@ struct Gemm {
   static __device__ void product(Mma& mma, A&& a, B&& b, Acc& acc) {
     using namespace cute;
     if constexpr (C::kMath == Math::fast_f32) {
+      auto a_high = make_fragment_like(a);
       auto a_low = make_fragment_like(a);
+      auto b_high = make_fragment_like(b);
       auto b_low = make_fragment_like(b);
-      split(a, a_low);
-      split(b, b_low);
-      gemm(mma, a_low, b, acc);
-      gemm(mma, a, b_low, acc);
-    } else if constexpr (sizeof(T) == 4 && C::kMath == Math::tensor) {
+      split(a, a_high, a_low);
+      split(b, b_high, b_low);
+      gemm(mma, a_low, b_high, acc);
+      gemm(mma, a_high, b_low, acc);
+    }
+    if constexpr (sizeof(T) == 4 && !kSimt) {
       round(a);
       round(b);
     }
@@ -402,14 +405,15 @@ struct Gemm {
     CUTE_UNROLL
     for (int i = 0; i < cute::size(a); ++i) a(i) = round_tf32(__uint_as_float(a(i).raw()));
   }
-  // a becomes its upper part, low the rest. An infinite a has no rest: inf - inf would turn the product into NaN.
-  template <class A, class Low> static __device__ void split(A& a, Low& low) {
+  // What the correction terms multiply. Infinity has no part in them: inf times a zero rest would be NaN.
+  template <class A, class High, class Low> static __device__ void split(const A& a, High& high, Low& low) {
     CUTE_UNROLL
     for (int i = 0; i < cute::size(a); ++i) {
       const float x = __uint_as_float(a(i).raw());
-      a(i) = round_tf32(x);
-      const float rest = x - __uint_as_float(a(i).raw());
-      low(i) = round_tf32(isinf(x) ? 0.f : rest);
+      const float rounded = __uint_as_float(round_tf32(x).raw());
+      const bool infinite = isinf(rounded);
+      high(i) = cute::tfloat32_t::bitcast(__float_as_uint(infinite ? 0.f : rounded));
+      low(i) = round_tf32(infinite ? 0.f : x - rounded);
     }
   }
 
