@@ -1,7 +1,7 @@
 """gemm_sm80: grouped matrix products with mma.sync, cp.async and ldmatrix; sm_80 and everything after it.
 
-Serves esmm (with or without an activation in its epilogue) and estmm in bf16, fp16, fp32 (tf32, 3xTF32 or FMA) and fp64 (FMA),
-any size, any row stride.
+Serves esmm (with or without an activation in its epilogue) and estmm in bf16, fp16, fp32 (tf32, 3xTF32 or FMA) and
+fp64 (FMA), any size, any row stride.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _check_registers(spec: KernelSpec) -> Iterable[str]:
     warps_m, warps_n = _warps(spec)
     accumulators = spec.bm * spec.bn // (32 * warps_m * warps_n) * (2 if spec.dtype == DataType.f64 else 1)
     if accumulators > 128:
-        yield f"{accumulators} accumulator registers a thread, more than 128 would spill: use more warps or a smaller tile"
+        yield f"{accumulators} accumulators a thread, more than 128 would spill: use more warps or a smaller tile"
 
 
 FAMILIES = (
@@ -96,8 +96,8 @@ FAMILIES = (
         name="gemm_sm80",
         template="gemm_sm80.cu.j2",
         ops=("esmm", "estmm"),
-        # a, b, b2, bias, bias2, d, act, a_index, b_index, offs, a_stride, b_stride, b_expert, d_stride, d_expert, act_stride,
-        # rows, m, n, k, experts, top_k (value, magic, shift), alpha, limit
+        # a, b, b2, bias, bias2, d, act, a_index, b_index, offs, a_stride, b_stride, b_expert, d_stride, d_expert,
+        # act_stride, rows, m, n, k, experts, top_k (value, magic, shift), alpha, limit
         args=struct.Struct("PPPPPPPPPPqqqqqqiiiiiIIIff0P"),
         shape=_shape,
         check=_check,

@@ -1,4 +1,4 @@
-"""Which tile a grouped product of the gemm_sm80 family takes. A function of shapes only, never of token counts read back.
+"""Which tile a grouped product of the gemm_sm80 family takes: a function of shapes, of nothing read back.
 
 Tile M follows the rows an expert gets on average: a tile much taller than that multiplies padding.
 """

@@ -1,4 +1,4 @@
-"""What every CUDA operator needs around its launches: device, stream, element types, and the fallback when there is none.
+"""What every CUDA operator needs around its launches: device, stream, element types, fallback.
 
 Imported only once a CUDA tensor reaches an operator.
 """

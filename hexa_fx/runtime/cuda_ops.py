@@ -1,6 +1,6 @@
 """Registers the CUDA kernels of the ``hexa::`` operators.
 
-`register` touches no CUDA and imports no compiler: the kernels' modules are imported when the first CUDA tensor arrives.
+`register` touches no CUDA and imports no compiler: the kernels' modules come with the first CUDA tensor.
 """
 
 from __future__ import annotations

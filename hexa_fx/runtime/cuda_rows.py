@@ -69,7 +69,6 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     return rows[0], rows[1], offs
 
 
-@torch.compiler.disable
 def _check_ids(top_k_index: Tensor, num_experts: int) -> None:
     if not top_k_index.numel() or torch.cuda.is_current_stream_capturing():
         return
