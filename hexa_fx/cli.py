@@ -10,7 +10,9 @@ import typer
 
 from hexa_fx.errors import HexaError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Rewrites MoE code into exact expert-specific operators.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Rewrites MoE code into exact expert-specific operators."
+)
 
 Target = Annotated[
     str,

@@ -43,7 +43,9 @@ class BlockGraphs:
 
     def __str__(self) -> str:
         rewritten = self.rewritten if isinstance(self.rewritten, str) else self.rewritten.code
-        parts = self.lowered if isinstance(self.lowered, tuple) else (self.lowered.forward.code, self.lowered.backward.code)
+        parts = (
+            self.lowered if isinstance(self.lowered, tuple) else (self.lowered.forward.code, self.lowered.backward.code)
+        )
         return f"# rewritten\n{rewritten}\n# lowered forward\n{parts[0]}\n# lowered backward\n{parts[1]}"
 
 
@@ -93,5 +95,5 @@ def _readable(rewritten: RewrittenBlock, block: nn.Module) -> torch.fx.GraphModu
 def _lowered(rewritten: RewrittenBlock) -> Lowered:
     (node,) = [n for n in rewritten.graph.nodes if isinstance(n.meta.get("hexa"), FfnSpec)]
     _, _, weights, _, b1, _, b3, _, b2 = node.args[:9]
-    given = {"top_k_weights": weights, "b1": b1, "b3": b3, "b2": b2}
-    return lower(node.meta["hexa"], **{name: value is not None for name, value in given.items()})
+    given = [operand is not None for operand in (weights, b1, b3, b2)]
+    return lower(node.meta["hexa"], top_k_weights=given[0], b1=given[1], b3=given[2], b2=given[3])

@@ -124,7 +124,8 @@ def _sizes(block: BlockReport) -> str:
 
 def describe(analysis: BlockAnalysis, same_as: str | None = None) -> BlockReport:
     """An analysis in the user's terms."""
-    modes = {mode: "rewritten" for mode in analysis.rewritten} | {m: r.reason for m, r in analysis.refusals.items()}
+    modes: dict[str, str] = {mode: "rewritten" for mode in analysis.rewritten}  # noqa: C420
+    modes.update({mode: refusal.reason for mode, refusal in analysis.refusals.items()})
     refusal = next(iter(analysis.refusals.values()), None)
     reason, location = (refusal.reason, refusal.location) if refusal else ("", None)
     status: Status = "rewritten" if analysis.rewritten else "refused"

@@ -113,7 +113,9 @@ def _check(
         with _in_mode(observation.module, mode):
             checks[mode] = verify(observation.module, rewritten[mode], args, kwargs)
         if not checks[mode].ok:
-            refusals[mode] = Refusal(observation.path, f"the rewritten block differs from the original: {checks[mode].reason}")
+            refusals[mode] = Refusal(
+                observation.path, f"the rewritten block differs from the original: {checks[mode].reason}"
+            )
             del rewritten[mode]
     return checks
 

@@ -1,4 +1,4 @@
-"""The MoE region of a block as one `hexa::moe_ffn` node; everything around it as it was recorded, for any size and routing."""
+"""The MoE region of a block as one `hexa::moe_ffn` node; the rest as it was recorded, for any size and routing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,11 @@ class _Rewriter:
     def _roots(self) -> list[torch.fx.Node]:
         routing = self.match.routing
         sources = (routing.index, *routing.before, *routing.after)
-        return [self.match.source, *(node for source in sources for node in source.nodes), *(b.condition for b in self.match.branches)]
+        return [
+            self.match.source,
+            *(node for source in sources for node in source.nodes),
+            *(b.condition for b in self.match.branches),
+        ]
 
     def _drop_unused(self) -> None:
         """Sizes and results that only the removed code read."""
@@ -100,7 +104,10 @@ class _Rewriter:
 
     def _guards(self, captured: CapturedBlock) -> tuple[InputGuard, ...]:
         literal_dtypes = {
-            item for node in self.graph.nodes for item in (*node.args, *node.kwargs.values()) if isinstance(item, torch.dtype)
+            item
+            for node in self.graph.nodes
+            for item in (*node.args, *node.kwargs.values())
+            if isinstance(item, torch.dtype)
         }
         result = []
         for name, value in captured.arguments:
@@ -108,8 +115,8 @@ class _Rewriter:
                 result.append(InputGuard(name, "constant", value))
                 continue
             tensor = record_of(value).value
-            dtype = tensor.dtype if tensor.dtype in literal_dtypes else None
-            result.append(InputGuard(name, "tensor", dtype=dtype, ndim=tensor.dim()))
+            exact = tensor.dtype in literal_dtypes
+            result.append(InputGuard(name, "tensor", dtype=tensor.dtype, ndim=tensor.dim(), exact_dtype=exact))
         return tuple(result)
 
     # -- the region ----------------------------------------------------------------------------------------------------
@@ -135,7 +142,9 @@ class _Rewriter:
         )
         result.meta["hexa"] = spec
         if before is not None and routing.top_k > 1:
-            result = self.graph.call_method("sum", (self.graph.call_method("unflatten", (result, 0, (-1, routing.top_k))), 1))
+            result = self.graph.call_method(
+                "sum", (self.graph.call_method("unflatten", (result, 0, (-1, routing.top_k))), 1)
+            )
         if past_experts is not None:
             result = self.graph.call_function(operator.add, (result, past_experts))
         return self._restore(result)

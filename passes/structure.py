@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -74,7 +74,11 @@ def _is_read(cls: type, name: str) -> bool:
     for owner in cls.__mro__:
         for member_name, member in vars(owner).items():
             function = getattr(member, "__wrapped__", getattr(member, "__func__", member))
-            if member_name != "__init__" and isinstance(function, types.FunctionType) and name in _names(function.__code__):
+            if (
+                member_name != "__init__"
+                and isinstance(function, types.FunctionType)
+                and name in _names(function.__code__)
+            ):
                 return True
     return False
 
@@ -93,4 +97,6 @@ def _shape(value: Any) -> Hashable:
         return tuple(_shape(item) for item in value)
     if isinstance(value, Mapping):
         return tuple((key, _shape(item)) for key, item in value.items())
-    return value if isinstance(value, _PLAIN) else type(value)
+    if isinstance(value, _PLAIN):
+        return cast(Hashable, value)
+    return type(value)

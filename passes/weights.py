@@ -14,7 +14,6 @@ from hexa_fx.passes.detect.stacks import Stack
 from hexa_fx.passes.detect.tags import expert_groups
 
 
-
 @dataclass(frozen=True)
 class WeightNodes:
     """Operands of `hexa::moe_ffn`: gate (or first), up where it is a tensor of its own, down, and their biases."""
@@ -47,13 +46,17 @@ class WeightEmitter:
     def emit(self, body: ExpertBody) -> WeightNodes:
         w1, b1, w3, b3, glu = self._first(body)
         w2 = self._read("hexa_w2", [body.down.base], body.down.matrices.shape[0])
-        if body.gate.matrices.shape[0] > body.down.matrices.shape[0]:  # storage for experts that have no second projection
+        if (
+            body.gate.matrices.shape[0] > body.down.matrices.shape[0]
+        ):  # storage for experts that have no second projection
             experts = slice(None, body.down.matrices.shape[0])
             w1, w3 = self._cut(w1, 0, experts), None if w3 is None else self._cut(w3, 0, experts)
         b2 = None if body.down_bias is None else self._bias("hexa_b2", [body.down_bias])
         return WeightNodes(w1, b1, w3, b3, w2, b2, glu, body.gate.layout, body.down.layout)
 
-    def _first(self, body: ExpertBody) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
+    def _first(
+        self, body: ExpertBody
+    ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
         gate, up = body.gate, body.up
         if up is None:
             return self._one_product(body)

@@ -119,9 +119,9 @@ def _extremum_shim(function: Callable[..., Any], recorder: Recorder) -> Callable
 
 def _shim_einops(namespace: dict[str, Any], recorder: Recorder, undo: list[Callable[[], None]]) -> None:
     for name, value in list(namespace.items()):
-        if callable(value) and str(getattr(value, "__module__", "")).startswith("einops"):
-            if getattr(value, "__name__", "") in _EINOPS:
-                _replace(namespace, name, _recorded_leaf(value, recorder), undo)
+        from_einops = callable(value) and str(getattr(value, "__module__", "")).startswith("einops")
+        if from_einops and getattr(value, "__name__", "") in _EINOPS:
+            _replace(namespace, name, _recorded_leaf(value, recorder), undo)
 
 
 def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

@@ -107,9 +107,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _hooks(
-    model: nn.Module, suspects: set[str], mode: _Selections, recorded: dict[str, Observation]
-) -> Iterator[None]:
+def _hooks(model: nn.Module, suspects: set[str], mode: _Selections, recorded: dict[str, Observation]) -> Iterator[None]:
     """Keeps the arguments of suspects and of the modules around them; tracks which module is running."""
     wanted = {ancestor for path in suspects for ancestor in _and_above(path)}
     handles = []
@@ -187,7 +185,7 @@ def _is_list_of_layers(path: str, mode: _Selections) -> bool:
     if path not in mode.selecting and inside and all(_is_member(s[len(path) :].lstrip(".")) for s in inside):
         return True
     owner = path.rpartition(".")[0]
-    return path in mode.chained and not any(s == owner or s == path for s in mode.selecting)
+    return path in mode.chained and not mode.selecting & {owner, path}
 
 
 def _is_member(relative: str) -> bool:
@@ -201,4 +199,3 @@ def _can_be_block(observation: Observation, selecting: set[str]) -> bool:
         return True
     tensors = [v for v in (*observation.args, *observation.kwargs.values()) if isinstance(v, torch.Tensor)]
     return any(not t.is_floating_point() for t in tensors) and any(t.is_floating_point() for t in tensors)
-

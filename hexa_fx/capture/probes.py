@@ -18,7 +18,9 @@ def probe_inputs(
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
     cut = {key: _scaled(value, scale) for key, value in _cut(tensors, max_tokens).items()}
-    return tuple(cut.get(i, value) for i, value in enumerate(args)), {key: cut.get(key, value) for key, value in kwargs.items()}
+    return tuple(cut.get(i, value) for i, value in enumerate(args)), {
+        key: cut.get(key, value) for key, value in kwargs.items()
+    }
 
 
 def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:

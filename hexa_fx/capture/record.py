@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ class CapturedBlock:
         calls: every submodule call, with its arguments and results as nodes.
         arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
         output: the result, with nodes for tensors.
+        stored: attributes that the run set on modules, as (module path, name).
     """
 
     block: nn.Module
@@ -37,6 +40,7 @@ class CapturedBlock:
     calls: tuple[ModuleCall, ...]
     arguments: tuple[tuple[str, Any], ...]
     output: Any
+    stored: tuple[tuple[str, str], ...] = ()
 
     def tensor_of(self, name: str) -> torch.Tensor:
         """The parameter, buffer or constant behind a ``get_attr`` target."""
@@ -55,7 +59,9 @@ class CapturedBlock:
         return torch.fx.GraphModule(root, self.graph, class_name=f"Captured{type(self.block).__name__}")
 
 
-def capture(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = "", seed: int = 0) -> CapturedBlock:
+def capture(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = "", seed: int = 0
+) -> CapturedBlock:
     """Runs ``block`` once, without gradients, and returns what it did.
 
     Neither parameters nor buffers of the block are changed by the run, and the global random state is put back.
@@ -63,26 +69,48 @@ def capture(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pat
     Raises:
         CaptureError: the block does not run on these inputs; the message carries its own error.
     """
-    parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(block.named_buffers(remove_duplicate=False))
+    parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
+        block.named_buffers(remove_duplicate=False)
+    )
     recorder = Recorder(parameters)
     bound = _bind_arguments(block, args, kwargs)
-    saved = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with _restored_state(block) as stored, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
             result, arguments = _run(block, recorder, bound)
+            output = recorder.lift(result)
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
+    recorder.graph.output(output).meta["hexa"] = NodeRecord(None)
+    calls = tuple(recorder.calls)
+    return CapturedBlock(block, path, recorder.graph, recorder.constants, calls, arguments, output, tuple(stored))
+
+
+@contextmanager
+def _restored_state(block: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """Puts buffers and attributes back; the list is filled with the attributes that were set."""
+    buffers = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
+    attributes = {path: dict(module.__dict__) for path, module in block.named_modules()}
+    stored: list[tuple[str, str]] = []
+    try:
+        yield stored
     finally:
+        for path, module in block.named_modules():
+            stored += [(path, name) for name in _restore_attributes(module, attributes.get(path, {}))]
         with torch.no_grad():
             for name, buffer in block.named_buffers():
-                if name in saved:
-                    buffer.copy_(saved[name])
-    output = recorder.lift(result)
-    recorder.graph.output(output).meta["hexa"] = NodeRecord(None)
-    return CapturedBlock(block, path, recorder.graph, recorder.constants, tuple(recorder.calls), arguments, output)
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+
+
+def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    changed = [name for name, value in module.__dict__.items() if name not in before or value is not before[name]]
+    for name in changed:
+        del module.__dict__[name]
+    module.__dict__.update({name: before[name] for name in changed if name in before})
+    return changed
 
 
 def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:

@@ -54,13 +54,14 @@ class ModuleCall:
 
 
 _METADATA = frozenset(
-    "dtype device layout is_cuda requires_grad ndim is_cpu is_leaf grad_fn is_sparse is_quantized is_meta names is_mps itemsize "
-    "is_xpu is_mkldnn grad _base _version output_nr is_nested nbytes".split()
+    "dtype device layout is_cuda requires_grad ndim is_cpu is_leaf grad_fn is_sparse is_quantized is_meta names "
+    "is_mps itemsize is_xpu is_mkldnn grad _base _version output_nr is_nested nbytes".split()
 )
 _UNRECORDED = frozenset(
-    "is_grad_enabled dim is_floating_point is_contiguous data_ptr stride element_size get_device __repr__ __format__ __hash__ "
-    "is_complex storage_offset untyped_storage is_autocast_enabled get_autocast_dtype requires_grad_ finfo is_inference ndimension "
-    "are_deterministic_algorithms_enabled is_signed is_same_size _is_view is_pinned __set__ __delete__ register_hook".split()
+    "is_grad_enabled dim is_floating_point is_contiguous data_ptr stride element_size get_device __repr__ "
+    "__format__ __hash__ is_complex storage_offset untyped_storage is_autocast_enabled get_autocast_dtype "
+    "requires_grad_ finfo is_inference ndimension are_deterministic_algorithms_enabled is_signed is_same_size "
+    "_is_view is_pinned __set__ __delete__ register_hook".split()
 )
 _DECISIONS = frozenset("__bool__ __int__ __float__ __index__ __contains__ item tolist numpy __array__".split())
 _OPERATORS = {
@@ -107,7 +108,9 @@ class Recorder(TorchFunctionMode):
         self._node_of: dict[int, torch.fx.Node] = {}
         self._index: dict[torch.fx.Node, int] = {}
         self._keep: list[torch.Tensor] = []  # an id() stays unique only while its tensor lives
-        self._written: dict[int, tuple[torch.fx.Node, int]] = {}  # storage -> last write, id of the tensor written through
+        self._written: dict[
+            int, tuple[torch.fx.Node, int]
+        ] = {}  # storage -> last write, id of the tensor written through
         self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
         self._parameter_storages = {_storage(tensor) for tensor in self.parameters.values()}
 
@@ -242,7 +245,9 @@ class Recorder(TorchFunctionMode):
 
     def _size(self, tensor: torch.Tensor, value: torch.Size) -> SymbolicSize:
         base = self.lift(tensor)
-        return SymbolicSize(wrap(n, self.add("call_method", "size", (base, d), {}, n), self) for d, n in enumerate(value))
+        return SymbolicSize(
+            wrap(n, self.add("call_method", "size", (base, d), {}, n), self) for d, n in enumerate(value)
+        )
 
     def _read_size(self, func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         value = func(*plain_args, **plain_kwargs)
@@ -350,9 +355,9 @@ def _written_tensor(name: str, args: Any, kwargs: Any, result: Any) -> torch.Ten
     if isinstance(kwargs.get("out"), torch.Tensor):
         out: torch.Tensor = kwargs["out"]
         return out
-    target = args[0] if args else None
-    if not isinstance(target, torch.Tensor):
+    if not args or not isinstance(args[0], torch.Tensor):
         return None
+    target: torch.Tensor = args[0]
     if name == "__setitem__":
         return target
     in_place_name = name.endswith("_") and not name.endswith("__")

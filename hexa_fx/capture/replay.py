@@ -38,7 +38,9 @@ class Replay:
         """The recorded value, floating point as float64."""
         if node not in self._frozen:
             value = record_of(node).value
-            self._frozen[node] = value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            self._frozen[node] = (
+                value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            )
         return self._frozen[node]
 
     def call(self, node: torch.fx.Node, replace: Mapping[torch.fx.Node, torch.Tensor]) -> torch.Tensor:
@@ -46,7 +48,9 @@ class Replay:
         result: torch.Tensor = self._execute(node, dict(replace))
         return result
 
-    def run(self, replace: Mapping[torch.fx.Node, torch.Tensor], wanted: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, Any]:
+    def run(
+        self, replace: Mapping[torch.fx.Node, torch.Tensor], wanted: Iterable[torch.fx.Node]
+    ) -> dict[torch.fx.Node, Any]:
         """Values of ``wanted`` when the nodes in ``replace`` have the given values (same shapes, float64).
 
         A replaced node keeps its place in the order of writes, but not its memory.

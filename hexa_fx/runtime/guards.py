@@ -59,6 +59,8 @@ def _check_input(guard: InputGuard, value: Any) -> None:
         raise GuardMiss(f"the input {guard.name!r} is not a tensor")
     if guard.dtype is not None and value.dtype != guard.dtype:
         raise GuardMiss(f"the input {guard.name!r} is {value.dtype}, and the code was recorded with {guard.dtype}")
+    if guard.exact_dtype and value.dtype != guard.dtype:
+        raise GuardMiss(f"the input {guard.name!r} is {value.dtype}; the block was recorded with {guard.dtype}")
     if guard.ndim is not None and value.dim() != guard.ndim:
         raise GuardMiss(f"the input {guard.name!r} does not have {guard.ndim} dimensions")
 
@@ -68,5 +70,12 @@ def _check_constant(guard: InputGuard, value: Any) -> None:
         return
     if isinstance(value, torch.Tensor):
         raise GuardMiss(f"the input {guard.name!r} was a constant and is now a tensor")
-    if type(value) is not type(guard.value) or value != guard.value:
+    if type(value) is not type(guard.value) or not _equal(value, guard.value):
         raise GuardMiss(f"the input {guard.name!r} has another value than the traced one")
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    try:
+        return bool(value == expected)
+    except (RuntimeError, ValueError):  # tensors or arrays inside
+        return False

@@ -89,24 +89,34 @@ class HexaForward:
         return type(module).forward(module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module
-        training = bool(module.training)
-        program = self.programs[training]
-        if program is None:
+        if self.programs[bool(self.module.training)] is None:
             return self.original(*args, **kwargs)
         try:
-            values = self._arguments.bind(args, kwargs)
-            check_inputs(self.guards[training], values)
-            self._check_coverage(values, training)
-            inputs = [values[name] for name in program.inputs]
-            for name in self.packed_names[training]:
-                getattr(module, name).refresh()
-            return program.function(module, *inputs)
+            return self.rewritten(*args, **kwargs)
         except GuardMiss as miss:
             reason = str(miss)
         if not torch.compiler.is_compiling():
             self._log(reason)
         return self.original(*args, **kwargs)
+
+    def rewritten(self, *args: Any, **kwargs: Any) -> Any:
+        """The rewritten forward of the current mode, and nothing else.
+
+        Raises:
+            GuardMiss: there is none, or it was not made for these inputs.
+        """
+        module = self.module
+        training = bool(module.training)
+        program = self.programs[training]
+        if program is None:
+            raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
+        values = self._arguments.bind(args, kwargs)
+        check_inputs(self.guards[training], values)
+        self._check_coverage(values, training)
+        inputs = [values[name] for name in program.inputs]
+        for name in self.packed_names[training]:
+            getattr(module, name).refresh()
+        return program.function(module, *inputs)
 
     def _check_coverage(self, values: dict[str, Any], training: bool) -> None:
         """An argument that the graph neither reads nor guards must be as if it had not been given."""

@@ -68,7 +68,7 @@ class ParameterPaths:
             owner: Any = self.block
             for key in modules:
                 owner = getattr(owner, key)
-            if name not in owner._parameters:
+            if name not in owner._parameters and name not in owner._buffers:
                 raise GuardMiss("an expert's parameter is gone")
             found.append(getattr(owner, name))
         return found
@@ -85,7 +85,8 @@ class ParameterPaths:
                     raise GuardMiss(f"there is no submodule {key!r} on the way to {'.'.join([*modules, name])!r}")
                 edges[id(owner), key] = (owner._modules, key, child)
                 owner = child
-            self._owners.append(owner._parameters)  # type: ignore[arg-type]
+            listed: Any = owner._parameters if name in owner._parameters else owner._buffers
+            self._owners.append(listed)
             self._names.append(name)
         self._parents = [parent for parent, _, _ in edges.values()]
         self._keys = [key for _, key, _ in edges.values()]

@@ -19,12 +19,14 @@ class ArgumentNames:
         accepted: names that keywords may use besides.
         defaults: values of arguments that were left out.
         open_ended: whether any other keyword is taken too (``**kwargs``).
+        rest: name of ``*args``, if there is one.
     """
 
     positional: tuple[str, ...]
     accepted: frozenset[str]
     defaults: Mapping[str, Any]
     open_ended: bool
+    rest: str | None = None
 
     @classmethod
     def of(cls, forward: Callable[..., Any], unbound: bool) -> ArgumentNames:
@@ -36,19 +38,22 @@ class ArgumentNames:
             accepted=frozenset(p.name for p in parameters if p.kind in by_name),
             defaults={p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty},
             open_ended=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters),
+            rest=next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None),
         )
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name; those of ``**kwargs`` under their own names.
+        """The arguments of a call by name: those of ``**kwargs`` under their own, those of ``*args`` as ``args_0``, ...
 
         Raises:
             GuardMiss: a call that the original has to judge (too many arguments, an unknown keyword).
         """
-        if len(args) > len(self.positional):
-            raise GuardMiss("there are more positional arguments than names for them")
         values = dict(self.defaults)
         given = self.positional[: len(args)]
         values.update(zip(given, args))
+        if len(args) > len(self.positional):
+            if self.rest is None:
+                raise GuardMiss("there are more positional arguments than names for them")
+            values.update({f"{self.rest}_{i}": value for i, value in enumerate(args[len(self.positional) :])})
         for name, value in kwargs.items():
             if name in given or (name not in self.accepted and not self.open_ended):
                 raise GuardMiss(f"the keyword {name!r} is not one of its arguments")

@@ -24,7 +24,7 @@ from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, Instance, find_contractions, group_instances, match_rows
 from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing
-from hexa_fx.passes.detect.rules import opaque_nodes, shape_branches
+from hexa_fx.passes.detect.rules import opaque_nodes, refuse_stored_state, shape_branches
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -37,7 +37,9 @@ def detect(captured: CapturedBlock) -> MoEMatch | Refusal:
     try:
         return _detect(captured)
     except Refuse as refusal:
-        location = record_of(refusal.node).location if refusal.node is not None and refusal.node.op != "output" else None
+        location = (
+            record_of(refusal.node).location if refusal.node is not None and refusal.node.op != "output" else None
+        )
         return Refusal(captured.path, refusal.reason, location)
 
 
@@ -47,6 +49,7 @@ def _detect(captured: CapturedBlock) -> MoEMatch:
     contractions = find_contractions(captured, tags)
     if not contractions:
         raise Refuse("no product with per-expert weights was seen")
+    refuse_stored_state(captured, [contraction.node for contraction in contractions])
     replay, weights = Replay(captured), WeightTable(captured, groups, tags)
     source, instances = match_rows(group_instances(contractions), captured, tags, replay, weights)
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
@@ -126,4 +129,3 @@ def _idiom(contractions: list[Contraction], captured: CapturedBlock) -> str:
         return f"batched {operation(batched.node)}"
     sorted_first = operations & {"argsort", "sort"} and operations & {"split", "cat", "concat"}
     return "sorted slices" if sorted_first else "loop over experts"
-

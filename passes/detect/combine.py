@@ -15,9 +15,9 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
-from hexa_fx.passes.detect.graph import descendants, effects, is_float, live_nodes
+from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes
 from hexa_fx.passes.detect.projections import Instance, feature_size
-from hexa_fx.passes.detect.rules import leaves_decision
+from hexa_fx.passes.detect.rules import leaves_decision, refuse_randomness
 from hexa_fx.passes.detect.verdict import Refuse
 
 _TOLERANCE = 1e-6
@@ -58,6 +58,7 @@ def find_combine(
         elif coefficients is not None:
             last = _last_alike(node, candidates, outputs)
             return Combine(last, coefficients, answers[0])
+    refuse_randomness(descendants(seconds) & ancestors(candidates))
     if decides_later:
         raise Refuse("a host loop or branch on data is left after the experts are combined", candidates[-1])
     raise Refuse("expert outputs are not combined as a weighted sum for each token", candidates[0])
@@ -98,7 +99,9 @@ def _gates(graph: torch.fx.Graph, instances: list[Instance], numel: int, width: 
     return gates
 
 
-def _dominators(graph: torch.fx.Graph, region: set[torch.fx.Node], inside: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+def _dominators(
+    graph: torch.fx.Graph, region: set[torch.fx.Node], inside: Sequence[torch.fx.Node]
+) -> list[torch.fx.Node]:
     """Nodes of ``region`` that no path from ``inside`` to the output avoids.
 
     In the order of the graph a node is such a gate exactly when no edge from an earlier node of the region jumps over it.
@@ -150,7 +153,9 @@ class _Probes:
         rows[chosen, self._slot[chosen] % self._width] = 1.0
         return rows
 
-    def _set(self, replay: Replay, rows: torch.Tensor, wanted: Sequence[torch.fx.Node]) -> dict[torch.fx.Node, torch.Tensor]:
+    def _set(
+        self, replay: Replay, rows: torch.Tensor, wanted: Sequence[torch.fx.Node]
+    ) -> dict[torch.fx.Node, torch.Tensor]:
         replace = {}
         for instance, part in zip(self._instances, rows.split(self._sizes)):
             replace[instance.second.node] = part.reshape(record_of(instance.second.node).value.shape)

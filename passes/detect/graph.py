@@ -13,10 +13,11 @@ from hexa_fx.capture import record_of
 CONTRACTIONS = frozenset(
     "linear matmul mm bmm baddbmm addmm einsum addmv grouped_mm _grouped_mm grouped_mm_fallback __rmatmul__".split()
 )
+"""Operations that multiply matrices."""
 
 RANDOM = frozenset(
-    "dropout dropout_ alpha_dropout feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout bernoulli bernoulli_ "
-    "rand rand_like randn randn_like uniform_ normal_ multinomial rrelu".split()
+    "dropout dropout_ alpha_dropout feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout "
+    "bernoulli bernoulli_ rand rand_like randn randn_like uniform_ normal_ multinomial rrelu".split()
 )
 """Operations that draw random numbers."""
 

@@ -107,7 +107,9 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
     """Pairs every second-level product with the first-level products of the same expert that feed it."""
     levels = {c.level for c in contractions}
     if levels == {1}:
-        raise Refuse("every expert is a single projection; only experts of two projections are rewritten", contractions[0].node)
+        raise Refuse(
+            "every expert is a single projection; only experts of two projections are rewritten", contractions[0].node
+        )
     if max(levels) > 2:
         raise Refuse(f"experts have {max(levels)} projections in a row; only two are rewritten", contractions[-1].node)
     pairs = []
@@ -227,9 +229,7 @@ class _Reader:
             yield self._matchers[key]
 
 
-def _read_instances(
-    pairs: list[tuple[tuple[Contraction, ...], Contraction]], reader: _Reader
-) -> list[Instance] | None:
+def _read_instances(pairs: list[tuple[tuple[Contraction, ...], Contraction]], reader: _Reader) -> list[Instance] | None:
     instances: list[Instance] = []
     for first, second in pairs:
         readings = [reader.read(contraction) for contraction in first]

@@ -18,7 +18,9 @@ from hexa_fx.passes.detect.graph import is_tensor
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-Reading = Literal["token_slot", "slot_token", "token_expert", "expert_token", "token_expert_position", "token", "columns"]
+Reading = Literal[
+    "token_slot", "slot_token", "token_expert", "expert_token", "token_expert_position", "token", "columns"
+]
 """How a tensor is read: (T, k), (k, T), (T, E), (E, T), (T, E, C) summed over C, (T,) for all slots, or one (T,) a slot."""
 
 _TOLERANCE = 1e-6
@@ -60,7 +62,12 @@ class Routing:
 
 
 def find_routing(
-    pairs: Pairs, tokens: int, experts: int, captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
+    pairs: Pairs,
+    tokens: int,
+    experts: int,
+    captured: CapturedBlock,
+    tags: Mapping[torch.fx.Node, Tag],
+    end: torch.fx.Node,
 ) -> Routing:
     """Raises:
     Refuse: the ids or a factor are not among the tensors computed before ``end``.
@@ -97,9 +104,7 @@ def check_identity(factor: torch.Tensor, routing: Routing, tokens: int, experts:
         raise Refuse("tokens reach the output past the experts with a weight that is not the router's", end)
 
 
-def _candidates(
-    captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
-) -> list[torch.fx.Node]:
+def _candidates(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node) -> list[torch.fx.Node]:
     """Tensors that depend on no expert, computed before the combine."""
     found = []
     for node in captured.graph.nodes:
@@ -303,14 +308,16 @@ def _factor_columns(
     for slot in range(slots.top_k):
         mine = slots.slot == slot
         dropped = slots.dropped_token[slots.dropped_slot == slot]
-        fitting = []
+        fitting: list[tuple[bool, int, torch.fx.Node]] = []
         for node in known:
             value = record_of(node).value
             if not value.is_floating_point() or value.numel() != slots.tokens:
                 continue
             flat = value.double().reshape(-1)
             expected = wanted[mine]
-            if bool(((flat[slots.pairs.token[mine]] - expected).abs() <= _TOLERANCE * expected.abs().clamp(min=1e-3)).all()):
+            if bool(
+                ((flat[slots.pairs.token[mine]] - expected).abs() <= _TOLERANCE * expected.abs().clamp(min=1e-3)).all()
+            ):
                 fitting.append((not bool((flat[dropped] == 0).all()), len(fitting), node))
         if not fitting:
             return None

@@ -9,15 +9,15 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.graph import ancestors, effects, is_float, operation
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, effects, is_float, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-_COUNTING = frozenset("nonzero where unique unique_consecutive masked_select argwhere".split())
+_COUNTING = frozenset(["nonzero", "where", "unique", "unique_consecutive", "masked_select", "argwhere"])
 _SIZES = frozenset(("size", "numel", "nelement", "dim"))
 _SELECTIONS = frozenset(
-    "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min __eq__ multinomial "
-    "isin searchsorted cumsum".split()
+    "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min "
+    "__eq__ multinomial isin searchsorted cumsum".split()
 )
 
 
@@ -39,6 +39,34 @@ def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> 
         if not any(call.start <= index < call.end for index in taken):
             inside.update(order[call.start : call.end])
     return inside
+
+
+def refuse_stored_state(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> None:
+    """Raises:
+    Refuse: the code keeps a result on a module that the rewritten block does not call.
+    """
+    opaque = opaque_nodes(captured, products)
+    order = [node for node in captured.graph.nodes if node.op != "output"]
+    live = [call.path for call in captured.calls if opaque.issuperset(order[call.start : call.end])]
+    for path, name in captured.stored:
+        if not any(path == kept or path.startswith(f"{kept}.") for kept in live):
+            owner = f"{path}.{name}" if path else f"self.{name}"
+            raise Refuse(f"the code keeps a result on the module ({owner}), which the rewritten block would not update")
+
+
+def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
+    """Raises:
+    Refuse: one of ``nodes`` draws random numbers.
+    """
+    for node in nodes:
+        if operation(node) not in RANDOM:
+            continue
+        probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
+        training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
+        if training and probability != 0:
+            raise Refuse(
+                "dropout is active inside the experts, and its random numbers depend on the order experts run in", node
+            )
 
 
 def leaves_decision(end: torch.fx.Node, opaque: set[torch.fx.Node]) -> bool:

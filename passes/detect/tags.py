@@ -155,9 +155,7 @@ def _cut_dimension(node: torch.fx.Node) -> object:
     return node.kwargs.get("dim", node.args[position] if len(node.args) > position else 0)
 
 
-def _tag_weight_operation(
-    node: torch.fx.Node, weights: list[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]
-) -> Tag:
+def _tag_weight_operation(node: torch.fx.Node, weights: list[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> Tag:
     experts = _union(tags[n].experts for n in weights)
     bases = frozenset().union(*(tags[n].bases for n in weights))
     if operation(node) == "stack" and len(bases) == 1 and len(experts) > 1:
