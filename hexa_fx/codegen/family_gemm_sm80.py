@@ -86,7 +86,9 @@ def _check_tile(spec: KernelSpec) -> Iterable[str]:
 
 def _check_registers(spec: KernelSpec) -> Iterable[str]:
     warps_m, warps_n = _warps(spec)
-    accumulators = spec.bm * spec.bn // (32 * warps_m * warps_n) * (2 if spec.dtype == DataType.f64 else 1)
+    accumulators = spec.bm * spec.bn // (32 * warps_m * warps_n)
+    if spec.dtype == DataType.f64 or spec.math == MathOperation.multiply_add_fast_f32:  # 3xTF32 sums in two steps
+        accumulators *= 2
     if accumulators > 128:
         yield f"{accumulators} accumulators a thread, more than 128 would spill: use more warps or a smaller tile"
 

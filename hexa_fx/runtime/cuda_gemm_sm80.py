@@ -5,8 +5,8 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from cutlass_library import DataType, MathOperation
@@ -15,25 +15,27 @@ from torch import Tensor
 from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.heuristics import choose_tile, row_bucket
 from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
+from hexa_fx.jit.kernel import KernelHandle
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.runtime.cuda_launch import (
     DTYPES,
     Unsupported,
     address,
-    aligned,
     arch,
     ceil_div,
     dense_rows,
     family_arch,
+    kernel_of,
     launch,
+    plan,
 )
 
+_ARGS = get_family("gemm_sm80").args
 _GROUP = 8
 """Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""
 
 
-@dataclass(frozen=True)
-class _Weight:
+class _Weight(NamedTuple):
     """A stacked weight as the kernel reads it: lines of `stride` elements, an expert every `expert` elements."""
 
     tensor: Tensor
@@ -88,32 +90,16 @@ def estmm(
     a, b = dense_rows(a), dense_rows(b)
     experts, m, n, device = offs.shape[0] - 1, a.shape[1], b.shape[1], a.device.index
     d = a.new_empty((experts, m, n))
+    if not (experts and m and n):
+        return d
     rows = (a if a_index is None else a_index).shape[0]
-    spec = _estmm_spec(
-        family_arch(device),
-        arch(device),
-        a.dtype,
-        _math(a.dtype),
-        n,
-        a_index is not None,
-        b_index is not None,
-        aligned(a, b),
-    )
-    pointers = (
-        a.data_ptr(),
-        b.data_ptr(),
-        0,
-        0,
-        0,
-        d.data_ptr(),
-        0,
-        address(a_index),
-        address(b_index),
-        offs.data_ptr(),
-    )
-    strides = (a.stride(0), b.stride(0), 0, n, m * n, 0)
-    args = get_family("gemm_sm80").args.pack(*pointers, *strides, rows, m, n, 0, experts, *divisor(top_k), 0.0, 0.0)
-    launch(spec, device, (experts * ceil_div(m, spec.bm) * ceil_div(n, spec.bn), 1, 1), args)
+    a_at, b_at, a_stride, b_stride = a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0)
+    fit = not (a_at | b_at | (a_stride | b_stride) * a.element_size()) & 15
+    kernel, bm, bn = _estmm_plan(device, a.dtype, _math(a.dtype), n, a_index is not None, b_index is not None, fit)
+    pointers = (a_at, b_at, 0, 0, 0, d.data_ptr(), 0, address(a_index), address(b_index), offs.data_ptr())
+    strides = (a_stride, b_stride, 0, n, m * n, 0)
+    args = _ARGS.pack(*pointers, *strides, rows, m, n, 0, experts, *divisor(top_k), 0.0, 0.0)
+    launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
     return d
 
 
@@ -139,34 +125,31 @@ def _product(
     n, k, experts, device = x.shape[0] if v is None else v.shape[0], x.shape[1], offs.shape[0] - 1, x.device.index
     if n == 0 or inner == 0:
         return
-    up_starts_aligned = glu != "concat" or first.layout == "nk" or inner * x.element_size() % 16 == 0
-    spec = _esmm_spec(
-        family_arch(device),
-        arch(device),
+    x_at, w_at, up_at = x.data_ptr(), first.tensor.data_ptr(), 0 if second is None else second.tensor.data_ptr()
+    strides = (x.stride(0), first.stride, first.expert)
+    steps = strides[0] | strides[1] | strides[2] | (inner if glu == "concat" and first.layout == "kn" else 0)
+    kernel, bm, step = _esmm_plan(
+        device,
         x.dtype,
         _math(x.dtype),
         row_bucket(n, experts),
-        inner if glu == "none" else 2 * inner,
+        inner,
         first.layout,
         v is not None,
-        up_starts_aligned and _aligned(x, first, second),
+        not (x_at | w_at | up_at | steps * x.element_size()) & 15,
         activation,
         glu,
         (bias is not None, bias_up is not None),
         d is not None,
     )
-    pointers = (
-        *(x.data_ptr(), first.tensor.data_ptr(), 0 if second is None else second.tensor.data_ptr()),
-        *(address(bias), address(bias_up), address(d), address(act), address(v), 0, offs.data_ptr()),
+    pointers = (x_at, w_at, up_at, address(bias), address(bias_up), address(d), address(act), address(v), 0)
+    results = (0 if d is None else d.shape[1], 0, inner)
+    sizes = (n, 0, inner, k, experts)
+    args = _ARGS.pack(
+        *pointers, offs.data_ptr(), *strides, *results, *sizes, *divisor(top_k), *_constants(activation, tuple(params))
     )
-    strides = (x.stride(0), first.stride, first.expert, 0 if d is None else d.shape[1], 0, inner)
-    alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
-    args = get_family("gemm_sm80").args.pack(
-        *pointers, *strides, n, 0, inner, k, experts, *divisor(top_k), alpha, limit
-    )
-    step = spec.bn // 2 if glu != "none" else spec.bn
-    row_tiles = ceil_div(n // spec.bm + min(experts, n), _GROUP) * _GROUP
-    launch(spec, device, (row_tiles * ceil_div(inner, step), 1, 1), args)
+    row_tiles = ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP
+    launch(kernel, device, (row_tiles * ceil_div(inner, step), 1, 1), args)
 
 
 def _weights(weights: tuple[Tensor, Tensor | None], layout: Layout) -> tuple[_Weight, _Weight | None]:
@@ -175,7 +158,7 @@ def _weights(weights: tuple[Tensor, Tensor | None], layout: Layout) -> tuple[_We
     if weights[1] is None:
         return first, None
     second = _weight(weights[1], layout)
-    if (first.layout, first.stride, first.expert) != (second.layout, second.stride, second.expert):
+    if first[1:] != second[1:]:
         first, second = _weight(weights[0].contiguous(), layout), _weight(weights[1].contiguous(), layout)
     return first, second
 
@@ -191,15 +174,6 @@ def _weight(weight: Tensor, layout: Layout) -> _Weight:
     return _Weight(weight, layout, weight.stride(1), weight.stride(0))
 
 
-def _aligned(x: Tensor, *weights: _Weight | None) -> bool:
-    size = x.element_size()
-    if not aligned(x):
-        return False
-    return all(
-        w is None or not (w.tensor.data_ptr() % 16 or w.stride * size % 16 or w.expert * size % 16) for w in weights
-    )
-
-
 def _math(dtype: torch.dtype) -> str:
     if dtype == torch.float64:
         return "simt"
@@ -208,7 +182,7 @@ def _math(dtype: torch.dtype) -> str:
     return "tensor" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fast_f32"
 
 
-@cache
+@plan
 def divisor(value: int) -> tuple[int, int, int]:
     """hexa::Divisor of a number from 1 to 2^31 - 1: (value, magic, shift)."""
     if value == 1:
@@ -217,14 +191,19 @@ def divisor(value: int) -> tuple[int, int, int]:
     return value, ceil_div(1 << log, value), log - 32
 
 
-@cache
-def _esmm_spec(
-    family_arch: int,
-    arch: int,
+@plan
+def _constants(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
+    alpha, limit = (*(params or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
+    return alpha, limit
+
+
+@plan
+def _esmm_plan(
+    device: int,
     dtype: torch.dtype,
     math: str,
     bucket: int,
-    columns: int,
+    inner: int,
     layout: Layout,
     gather: bool,
     fit: bool,
@@ -232,42 +211,37 @@ def _esmm_spec(
     glu: Glu,
     bias: tuple[bool, bool],
     keep_h: bool,
-) -> KernelSpec:
+) -> tuple[KernelHandle, int, int]:
+    """The kernel, its tile's rows, and the columns of one glu half that a tile covers."""
     if glu == "split" and bias[0] != bias[1]:
         raise Unsupported("one of gate and up has a bias and the other has none")
-    spec = _spec("esmm", family_arch, arch, DTYPES[dtype], math, bucket, columns)
-    options = {"keep_h": keep_h} if activation != "none" or glu != "none" else {}
-    return replace(
-        spec, layout=layout, gather=gather, aligned=fit, activation=activation, glu=glu, bias=bias[0]
-    ).with_options(**options)
+    spec = _spec("esmm", device, DTYPES[dtype], math, bucket, inner if glu == "none" else 2 * inner)
+    spec = replace(spec, layout=layout, gather=gather, aligned=fit, activation=activation, glu=glu, bias=bias[0])
+    if activation != "none" or glu != "none":
+        spec = spec.with_options(keep_h=keep_h)
+    return kernel_of(spec), spec.bm, spec.bn if glu == "none" else spec.bn // 2
 
 
-@cache
-def _estmm_spec(
-    family_arch: int,
-    arch: int,
-    dtype: torch.dtype,
-    math: str,
-    columns: int,
-    gather_a: bool,
-    gather_b: bool,
-    fit: bool,
-) -> KernelSpec:
-    spec = _spec("estmm", family_arch, arch, DTYPES[dtype], math, 0, columns)
-    return replace(spec, gather=gather_a, aligned=fit, store="weight").with_options(gather_b=gather_b)
+@plan
+def _estmm_plan(
+    device: int, dtype: torch.dtype, math: str, columns: int, gather_a: bool, gather_b: bool, fit: bool
+) -> tuple[KernelHandle, int, int]:
+    """The kernel and its tile's rows and columns."""
+    spec = _spec("estmm", device, DTYPES[dtype], math, 0, columns)
+    spec = replace(spec, gather=gather_a, aligned=fit, store="weight").with_options(gather_b=gather_b)
+    return kernel_of(spec), spec.bm, spec.bn
 
 
-def _spec(op: str, family_arch: int, arch: int, dtype: DataType, math: str, bucket: int, columns: int) -> KernelSpec:
-    if arch < 80:
-        raise Unsupported(f"sm_{arch}; the kernels need sm_80 or newer")
-    tile = choose_tile(op, family_arch, dtype, math, bucket, columns)
-    fast = math == "fast_f32"
+def _spec(op: str, device: int, dtype: DataType, math: str, bucket: int, columns: int) -> KernelSpec:
+    if arch(device) < 80:
+        raise Unsupported(f"sm_{arch(device)}; the kernels need sm_80 or newer")
+    tile = choose_tile(op, family_arch(device), dtype, math, bucket, columns)
     spec = KernelSpec(
         family="gemm_sm80",
         op=op,
-        arch=arch,
+        arch=arch(device),
         dtype=dtype,
-        math=MathOperation.multiply_add_fast_f32 if fast else MathOperation.multiply_add,
+        math=MathOperation.multiply_add_fast_f32 if math == "fast_f32" else MathOperation.multiply_add,
         bm=tile.bm,
         bn=tile.bn,
         bk=tile.bk,

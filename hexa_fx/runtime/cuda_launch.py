@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from cutlass_library import DataType
@@ -17,10 +17,15 @@ from torch import Tensor
 
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 from hexa_fx.errors import KernelError
-from hexa_fx.jit.kernel import get_kernel, kernel_arch
+from hexa_fx.jit.kernel import KernelHandle, get_kernel, kernel_arch
 from hexa_fx.ops import library
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_plans: list[Any] = []
 
 DTYPES = {
     torch.bfloat16: DataType.bf16,
@@ -81,9 +86,27 @@ def generic(name: str) -> Callable[..., Any]:
     return library.kernel_for(name, "any")
 
 
-def launch(spec: KernelSpec, device: int, grid: tuple[int, int, int], *args: bytes) -> None:
-    """Queues the kernel of `spec` on the current stream of `device`, which is current."""
-    get_kernel(spec).launch(device, grid, args, torch._C._cuda_getCurrentRawStream(device))
+def plan(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps what a function of a call's static properties returns: which kernel, which tile. `forget_plans` empties it."""
+    cached = functools.cache(function)
+    _plans.append(cached)
+    return cached  # type: ignore[return-value]
+
+
+def forget_plans() -> None:
+    """Makes every operator choose its kernels anew, e.g. after the environment changed."""
+    for cached in _plans:
+        cached.cache_clear()
+
+
+def kernel_of(spec: KernelSpec) -> KernelHandle:
+    """The loaded kernel of `spec`. Call it from a `plan`."""
+    return get_kernel(spec)
+
+
+def launch(kernel: KernelHandle, device: int, grid: tuple[int, int, int], *args: bytes) -> None:
+    """Queues a kernel on the current stream of `device`, which is current."""
+    kernel.launch(device, grid, args, torch._C._cuda_getCurrentRawStream(device))
 
 
 @cache
@@ -93,7 +116,7 @@ def arch(device: int) -> int:
     return major * 10 + minor
 
 
-@cache
+@plan
 def family_arch(device: int) -> int:
     """Compute capability that kernels are chosen for: HEXA_FX_CUDA_ARCH when it is set, else the device's."""
     return kernel_arch(device)

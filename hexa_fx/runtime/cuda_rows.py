@@ -5,8 +5,6 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -16,6 +14,7 @@ from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
 from hexa_fx.codegen.spec import Glu, KernelSpec
 from hexa_fx.errors import InputError
 from hexa_fx.jit.env import checked_mode
+from hexa_fx.jit.kernel import KernelHandle
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.runtime.cuda_launch import (
     DTYPES,
@@ -26,7 +25,9 @@ from hexa_fx.runtime.cuda_launch import (
     ceil_div,
     cuda_kernel,
     dense_rows,
+    kernel_of,
     launch,
+    plan,
 )
 
 ID_TYPES = {
@@ -39,6 +40,8 @@ ID_TYPES = {
 SEGMENT_ROWS = 256
 """Rows of one expert that one block of ess sums."""
 
+_REINDEX_ARGS, _COMBINE_ARGS = get_family("reindex").args, get_family("combine").args
+_ESS_ARGS, _ACTIVATE_ARGS = get_family("ess").args, get_family("activate").args
 _ONE_BLOCK_SLOTS = 4096
 _BLOCK_SLOTS = 2048
 _MAX_BLOCKS = 64
@@ -60,12 +63,12 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     chunk = ceil_div(ceil_div(max(n, 1), blocks * warps), 32) * 32
     counts = torch.empty((blocks, num_experts + 1), dtype=torch.int32, device=ids.device) if blocks > 1 else None
     pointers = (ids.data_ptr(), address(counts), rows[0].data_ptr(), rows[1].data_ptr(), offs.data_ptr())
-    args = get_family("reindex").args.pack(*pointers, n, num_experts, chunk, 0)
-    spec = _reindex_spec("reindex_place", arch(device), ID_TYPES[ids.dtype], warps, num_experts)
+    args = _REINDEX_ARGS.pack(*pointers, n, num_experts, chunk, 0)
+    kernel = _reindex_kernel("reindex_place", arch(device), ID_TYPES[ids.dtype], warps, num_experts)
     if blocks > 1:
-        count = _reindex_spec("reindex_count", arch(device), ID_TYPES[ids.dtype], warps, num_experts)
+        count = _reindex_kernel("reindex_count", arch(device), ID_TYPES[ids.dtype], warps, num_experts)
         launch(count, device, (blocks, 1, 1), args)
-    launch(spec, device, (blocks, 1, 1), args)
+    launch(kernel, device, (blocks, 1, 1), args)
     return rows[0], rows[1], offs
 
 
@@ -89,7 +92,7 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
     weights = None if top_k_weights is None else top_k_weights.contiguous()
     w_name = "f32" if weights is None else DTYPES[weights.dtype].name
     fit = aligned(y, out) and out.data_ptr() % 16 == 0
-    spec = _combine_spec(arch(device), y.dtype, w_name, weights is not None, top_k, width, fit)
+    kernel = _combine_kernel(arch(device), y.dtype, w_name, weights is not None, top_k, width, fit)
     pointers = (
         y.data_ptr(),
         address(weights),
@@ -97,8 +100,8 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
         offs.data_ptr() + 4 * (offs.shape[0] - 1),
         out.data_ptr(),
     )
-    args = get_family("combine").args.pack(*pointers, y.stride(0), width, width, top_k)
-    launch(spec, device, (tokens if width else 0, 1, 1), args)
+    args = _COMBINE_ARGS.pack(*pointers, y.stride(0), width, width, top_k)
+    launch(kernel, device, (tokens if width else 0, 1, 1), args)
     return out
 
 
@@ -115,11 +118,11 @@ def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | N
     partial = torch.empty((segments, width), dtype=wide, device=g.device)
     w_name = "f32" if scale is None else DTYPES[scale.dtype].name
     pointers = (g.data_ptr(), address(v), offs.data_ptr(), address(scale), partial.data_ptr(), out.data_ptr())
-    args = get_family("ess").args.pack(*pointers, g.stride(0), experts, width, top_k, 0)
-    spec = _ess_spec("ess_partial", arch(device), g.dtype, w_name, scale is not None, v is not None, aligned(g))
+    args = _ESS_ARGS.pack(*pointers, g.stride(0), experts, width, top_k, 0)
+    kernel = _ess_kernel("ess_partial", arch(device), g.dtype, w_name, scale is not None, v is not None, aligned(g))
     columns = ceil_div(width, 256)
-    launch(spec, device, (columns, segments, 1), args)
-    finish = _ess_spec("ess_finish", arch(device), g.dtype, "f32", False, False, True)
+    launch(kernel, device, (columns, segments, 1), args)
+    finish = _ess_kernel("ess_finish", arch(device), g.dtype, "f32", False, False, True)
     launch(finish, device, (columns, experts, 1), args)
     return out
 
@@ -131,13 +134,11 @@ def activate(h: Tensor, activation: str, glu: Glu, params: tuple[float, ...] = (
     n, width = h.shape[0], h.shape[1] if glu == "none" else h.shape[1] // 2
     a = h.new_empty((n, width))
     alpha, limit = _constants(activation, params)
-    spec = _activate_spec(
+    kernel = _activate_kernel(
         "activate", arch(h.device.index), h.dtype, "f32", False, activation, glu, width, aligned(h, a)
     )
-    args = get_family("activate").args.pack(
-        h.data_ptr(), 0, 0, 0, 0, a.data_ptr(), 0, 0, h.stride(0), 0, n, width, alpha, limit
-    )
-    launch(spec, h.device.index, (_row_blocks(n, spec) if width else 0, 1, 1), args)
+    args = _ACTIVATE_ARGS.pack(h.data_ptr(), 0, 0, 0, 0, a.data_ptr(), 0, 0, h.stride(0), 0, n, width, alpha, limit)
+    launch(kernel, h.device.index, (_row_blocks(n, kernel) if width else 0, 1, 1), args)
     return a
 
 
@@ -160,48 +161,49 @@ def activate_backward(
     dweights = h.new_empty(0) if weights is None else torch.empty_like(weights)
     routed = 0
     if weights is not None:
-        assert v is not None and offs is not None
+        assert v is not None
+        assert offs is not None
         routed = offs.data_ptr() + 4 * (offs.shape[0] - 1)
     alpha, limit = _constants(activation, params)
     w_name = "f32" if weights is None else DTYPES[weights.dtype].name
     fit = aligned(h, da, a, dh)
-    spec = _activate_spec(
+    kernel = _activate_kernel(
         "activate_backward", arch(device), h.dtype, w_name, weights is not None, activation, glu, width, fit
     )
     pointers = (h.data_ptr(), da.data_ptr(), address(weights), address(v), routed, a.data_ptr(), dh.data_ptr())
     strides = (h.stride(0), da.stride(0), n, width)
-    args = get_family("activate").args.pack(*pointers, dweights.data_ptr(), *strides, alpha, limit)
-    launch(spec, device, (_row_blocks(n, spec), 1, 1), args)
+    args = _ACTIVATE_ARGS.pack(*pointers, dweights.data_ptr(), *strides, alpha, limit)
+    launch(kernel, device, (_row_blocks(n, kernel), 1, 1), args)
     return dh, a, dweights
 
 
-@cache
-def _reindex_spec(op: str, arch: int, id_type: str, warps: int, experts: int) -> KernelSpec:
-    return KernelSpec("reindex", op, arch).with_options(id=id_type, warps=warps, experts=experts)
+@plan
+def _reindex_kernel(op: str, arch: int, id_type: str, warps: int, experts: int) -> KernelHandle:
+    return kernel_of(KernelSpec("reindex", op, arch).with_options(id=id_type, warps=warps, experts=experts))
 
 
-@cache
-def _combine_spec(
+@plan
+def _combine_kernel(
     arch: int, dtype: torch.dtype, weights: str, weighted: bool, top_k: int, width: int, fit: bool
-) -> KernelSpec:
+) -> KernelHandle:
     unrolled = top_k if top_k in UNROLLED_TOP_K and dtype != torch.float64 else 0
     chunks = max(1, ceil_div(width, 8))
     # the block that wastes the fewest threads; the largest of those that waste the same
     threads = min(COMBINE_THREADS, key=lambda t: (ceil_div(chunks, t) * t, -t))
     spec = KernelSpec("combine", "combine", arch, dtype=DTYPES[dtype], scale=weighted, aligned=fit)
-    return spec.with_options(weights=weights, top_k=unrolled, threads=threads)
+    return kernel_of(spec.with_options(weights=weights, top_k=unrolled, threads=threads))
 
 
-@cache
-def _ess_spec(
+@plan
+def _ess_kernel(
     op: str, arch: int, dtype: torch.dtype, weights: str, scaled: bool, gather: bool, fit: bool
-) -> KernelSpec:
+) -> KernelHandle:
     spec = KernelSpec("ess", op, arch, dtype=DTYPES[dtype], bm=SEGMENT_ROWS, scale=scaled, gather=gather, aligned=fit)
-    return spec.with_options(weights=weights)
+    return kernel_of(spec.with_options(weights=weights))
 
 
-@cache
-def _activate_spec(
+@plan
+def _activate_kernel(
     op: str,
     arch: int,
     dtype: torch.dtype,
@@ -211,13 +213,15 @@ def _activate_spec(
     glu: Glu,
     width: int,
     fit: bool,
-) -> KernelSpec:
-    warps = 1 if width <= 256 else 2 if width <= 512 else 4
+) -> KernelHandle:
+    chunks = ceil_div(width, 8)
+    # the warps that leave the fewest lanes idle; the most of those that waste the same
+    warps = min((1, 2, 4), key=lambda w: (ceil_div(chunks, 32 * w) * w, -w))
     glu = "concat" if glu == "split" else glu  # the same h
     spec = KernelSpec(
         "activate", op, arch, dtype=DTYPES[dtype], activation=activation, glu=glu, scale=weighted, aligned=fit
     )
-    return spec.with_options(weights=weights, warps_per_row=warps)
+    return kernel_of(spec.with_options(weights=weights, warps_per_row=warps))
 
 
 def _constants(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
@@ -225,5 +229,5 @@ def _constants(activation: str, params: tuple[float, ...]) -> tuple[float, float
     return alpha, limit
 
 
-def _row_blocks(n: int, spec: KernelSpec) -> int:
-    return ceil_div(n, 4 // int(spec.option("warps_per_row")))
+def _row_blocks(n: int, kernel: KernelHandle) -> int:
+    return ceil_div(n, 4 // int(kernel.spec.option("warps_per_row")))

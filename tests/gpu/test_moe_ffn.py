@@ -178,6 +178,7 @@ def test_without_a_compiler_torch_takes_over_and_one_sentence_says_so(
     monkeypatch.setenv("HEXA_FX_DISABLE_JIT", "1")
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_launch, "get_kernel", kernel.get_kernel.__wrapped__)
+    cuda_launch.forget_plans()
     expert.step()
     results = expert.step()
     assert_equal_to(results, want, TOLERANCE[torch.float32])
@@ -185,3 +186,4 @@ def test_without_a_compiler_torch_takes_over_and_one_sentence_says_so(
     assert len(said) == len({m.split()[0] for m in said}) > 0
     assert all("HEXA_FX_DISABLE_JIT" in m for m in said)
     cuda_launch.fallbacks.clear()
+    cuda_launch.forget_plans()

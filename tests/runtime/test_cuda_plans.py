@@ -28,18 +28,25 @@ class Recorder:
     def __init__(self) -> None:
         self.launches: list[Launch] = []
 
-    def get_kernel(self, spec: KernelSpec, node: str = "") -> Recorder:
+    def get_kernel(self, spec: KernelSpec, node: str = "") -> Handle:
         render(spec)
-        self.spec = spec
-        return self
+        return Handle(self, spec)
+
+    def __getitem__(self, index: int) -> Launch:
+        return self.launches[index]
+
+
+@dataclass
+class Handle:
+    """Stands where a built kernel would be."""
+
+    recorder: Recorder
+    spec: KernelSpec
 
     def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None:
         layout: struct.Struct = get_family(self.spec.family).args
         assert [len(a) for a in args] == [layout.size]
-        self.launches.append(Launch(self.spec, grid, layout.unpack(args[0])))
-
-    def __getitem__(self, index: int) -> Launch:
-        return self.launches[index]
+        self.recorder.launches.append(Launch(self.spec, grid, layout.unpack(args[0])))
 
 
 @pytest.fixture
@@ -47,6 +54,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(cuda_launch, "get_kernel", recorder.get_kernel)
     monkeypatch.setattr(cuda_launch, "fallbacks", {})
+    cuda_launch.forget_plans()
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     for module in (cuda_rows, cuda_gemm.sm80):

@@ -35,11 +35,8 @@ struct Activate {
     const T* h = static_cast<const T*>(p.h) + row * p.h_stride;
     T* a = static_cast<T*>(p.a) + row * p.width;
     for (int c = first_column(); c < p.width; c += kStep) {
-      F gate[kChunk], up[kChunk];
-      load_h(h, c, p.width, gate, up);
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) gate[i] = value(gate[i], up[i], p.act);
-      store_chunk<kAligned>(a + c, gate, p.width - c);
+      if (kAligned && p.width - c >= kChunk) forward_chunk<true>(p, h, a, c);
+      else forward_chunk<false>(p, h, a, c);
     }
   }
 
@@ -60,26 +57,42 @@ struct Activate {
       T* a = static_cast<T*>(p.a) + row * p.width;
       T* dh = static_cast<T*>(p.dh) + row * p.width * (kGated ? 2 : 1);
       for (int c = first_column(); c < p.width; c += kStep) {
-        F gate[kChunk] = {}, up[kChunk] = {}, grad[kChunk] = {}, out[kChunk] = {};
-        if (routed) {  // what a row without an expert holds counts for nothing, NaN included
-          load_h(h, c, p.width, gate, up);
-          load_chunk<kAligned>(grad, da + c, p.width - c);
-#pragma unroll
-          for (int i = 0; i < kChunk; ++i) {
-            const F y = value(gate[i], up[i], p.act);
-            if (kWeighted) dot += grad[i] * y;
-            out[i] = kWeighted ? w * y : y;
-            slope(kWeighted ? w * grad[i] : grad[i], gate[i], up[i], p.act);
-          }
-        }
-        store_chunk<kAligned>(a + c, out, p.width - c);
-        store_h(dh, c, p.width, gate, up);
+        if (kAligned && p.width - c >= kChunk) backward_chunk<true>(p, h, da, a, dh, c, routed, w, dot);
+        else backward_chunk<false>(p, h, da, a, dh, c, routed, w, dot);
       }
     }
     if constexpr (kWeighted) finish_dot(p, live, routed, slot, dot);
   }
 
  private:
+  template <bool kFull>
+  static __device__ void forward_chunk(const ActivateParams& p, const T* h, T* a, int c) {
+    F gate[kChunk], up[kChunk] = {};
+    load_h<kFull>(h, c, p.width, gate, up);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) gate[i] = value(gate[i], up[i], p.act);
+    store_chunk<kAligned, kFull>(a + c, gate, p.width - c);
+  }
+
+  template <bool kFull>
+  static __device__ void backward_chunk(const ActivateParams& p, const T* h, const T* da, T* a, T* dh, int c, bool routed,
+                                        F w, F& dot) {
+    F gate[kChunk] = {}, up[kChunk] = {}, grad[kChunk] = {}, out[kChunk] = {};
+    if (routed) {  // what a row without an expert holds counts for nothing, NaN included
+      load_h<kFull>(h, c, p.width, gate, up);
+      load_chunk<kAligned, kFull>(grad, da + c, p.width - c);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) {
+        const F y = value(gate[i], up[i], p.act);
+        if (kWeighted) dot += grad[i] * y;
+        out[i] = kWeighted ? w * y : y;
+        slope(kWeighted ? w * grad[i] : grad[i], gate[i], up[i], p.act);
+      }
+    }
+    store_chunk<kAligned, kFull>(a + c, out, p.width - c);
+    store_h<kFull>(dh, c, p.width, gate, up);
+  }
+
   static constexpr int kStep = 32 * kChunk * kWarpsPerRow;
 
   static __device__ long long first_row() {
@@ -104,22 +117,24 @@ struct Activate {
     }
   }
 
+  template <bool kFull>
   static __device__ void load_h(const T* h, int c, int width, F (&gate)[kChunk], F (&up)[kChunk]) {
     if constexpr (kGlu == Glu::interleaved) {
       F low[kChunk], high[kChunk];
-      load_chunk<kAligned>(low, h + 2 * c, 2 * (width - c));
-      load_chunk<kAligned>(high, h + 2 * c + kChunk, 2 * (width - c) - kChunk);
+      load_chunk<kAligned, kFull>(low, h + 2 * c, 2 * (width - c));
+      load_chunk<kAligned, kFull>(high, h + 2 * c + kChunk, 2 * (width - c) - kChunk);
 #pragma unroll
       for (int i = 0; i < kChunk / 2; ++i) {
         gate[i] = low[2 * i], up[i] = low[2 * i + 1];
         gate[i + kChunk / 2] = high[2 * i], up[i + kChunk / 2] = high[2 * i + 1];
       }
     } else {
-      load_chunk<kAligned>(gate, h + c, width - c);
-      if constexpr (kGated) load_chunk<kAligned>(up, h + width + c, width - c);
+      load_chunk<kAligned, kFull>(gate, h + c, width - c);
+      if constexpr (kGated) load_chunk<kAligned, kFull>(up, h + width + c, width - c);
     }
   }
 
+  template <bool kFull>
   static __device__ void store_h(T* h, int c, int width, const F (&gate)[kChunk], const F (&up)[kChunk]) {
     if constexpr (kGlu == Glu::interleaved) {
       F low[kChunk], high[kChunk];
@@ -128,11 +143,11 @@ struct Activate {
         low[2 * i] = gate[i], low[2 * i + 1] = up[i];
         high[2 * i] = gate[i + kChunk / 2], high[2 * i + 1] = up[i + kChunk / 2];
       }
-      store_chunk<kAligned>(h + 2 * c, low, 2 * (width - c));
-      store_chunk<kAligned>(h + 2 * c + kChunk, high, 2 * (width - c) - kChunk);
+      store_chunk<kAligned, kFull>(h + 2 * c, low, 2 * (width - c));
+      store_chunk<kAligned, kFull>(h + 2 * c + kChunk, high, 2 * (width - c) - kChunk);
     } else {
-      store_chunk<kAligned>(h + c, gate, width - c);
-      if constexpr (kGated) store_chunk<kAligned>(h + width + c, up, width - c);
+      store_chunk<kAligned, kFull>(h + c, gate, width - c);
+      if constexpr (kGated) store_chunk<kAligned, kFull>(h + width + c, up, width - c);
     }
   }
 

@@ -32,18 +32,8 @@ struct Ess {
     if (seg.expert < 0) return;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c = blockIdx.x * kColumns + lane * kChunk;
     F sum[kChunk] = {};
-    if (c < p.width) {
-#pragma unroll 4
-      for (int row = seg.begin + warp; row < seg.end; row += kWarps) {
-        const int slot = kGather ? __ldg(p.v + row) : row;
-        const long long source = kGather ? slot / p.top_k : row;
-        F part[kChunk];
-        load_chunk<kAligned>(part, static_cast<const T*>(p.g) + source * p.g_stride + c, p.width - c);
-        const F w = kScaled ? static_cast<F>(widen(static_cast<const W*>(p.scale)[slot])) : F(1);
-#pragma unroll
-        for (int i = 0; i < kChunk; ++i) sum[i] += kScaled ? w * part[i] : part[i];
-      }
-    }
+    if (kAligned && p.width - c >= kChunk) add_rows<true>(p, seg, c, sum);
+    else if (c < p.width) add_rows<false>(p, seg, c, sum);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) shared[warp][i * 32 + lane] = sum[i];  // transposed: no bank conflicts
     __syncthreads();
@@ -54,6 +44,20 @@ struct Ess {
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) total += shared[w][(i % kChunk) * 32 + i / kChunk];
       static_cast<F*>(p.partial)[static_cast<long long>(blockIdx.y) * p.width + column] = total;
+    }
+  }
+
+  template <bool kFull>
+  static __device__ void add_rows(const EssParams& p, const Segment& seg, int c, F (&sum)[kChunk]) {
+#pragma unroll 4
+    for (int row = seg.begin + int(threadIdx.x) / 32; row < seg.end; row += kWarps) {
+      const int slot = kGather ? __ldg(p.v + row) : row;
+      const long long source = kGather ? slot / p.top_k : row;
+      F part[kChunk];
+      load_chunk<kAligned, kFull>(part, static_cast<const T*>(p.g) + source * p.g_stride + c, p.width - c);
+      const F w = kScaled ? static_cast<F>(widen(static_cast<const W*>(p.scale)[slot])) : F(1);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) sum[i] += kScaled ? w * part[i] : part[i];
     }
   }
 

@@ -369,11 +369,23 @@ struct Gemm {
         load_b.load(sb, write, (i + kStages - 1) * BK);
       }
       cp_async_fence();
-      CUTE_UNROLL
-      for (int kk = 0; kk < size<2>(ra); ++kk) {
-        copy(copy_a, from_a(_, _, kk, read), to_a(_, _, kk));
-        copy(copy_b, from_b(_, _, kk, read), to_b(_, _, kk));
-        product(mma, ra(_, _, kk), rb(_, _, kk), acc);
+      auto step = [&](auto& sum) {
+        CUTE_UNROLL
+        for (int kk = 0; kk < size<2>(ra); ++kk) {
+          copy(copy_a, from_a(_, _, kk, read), to_a(_, _, kk));
+          copy(copy_b, from_b(_, _, kk, read), to_b(_, _, kk));
+          product(mma, ra(_, _, kk), rb(_, _, kk), sum);
+        }
+      };
+      if constexpr (C::kMath == Math::fast_f32) {
+        // Tensor cores truncate as they add: short sums, added up in float32, keep the error from growing with the depth.
+        auto sum = make_fragment_like(acc);
+        clear(sum);
+        step(sum);
+        CUTE_UNROLL
+        for (int j = 0; j < size(acc); ++j) acc(j) += sum(j);
+      } else {
+        step(acc);
       }
       read = read + 1 == kStages ? 0 : read + 1;
       write = write + 1 == kStages ? 0 : write + 1;

@@ -26,16 +26,38 @@ template <class T> struct alignas(16) Packed { T value[kChunk]; };
 
 template <class T> __device__ bool aligned16(const T* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
 
-// out[i] = p[i] for i < count, 0 beyond. kAligned: p is known to be a multiple of 16 bytes.
-template <bool kAligned = false, class T>
+// A chunk as it lies in memory. Fetching several before unpacking any keeps their loads in flight together.
+template <class T> struct alignas(16) Raw { uint4 word[kChunk * int(sizeof(T)) / 16]; };
+
+// p is a multiple of 16 bytes; zeros if not wanted. Volatile: the compiler would otherwise move loads down to their uses,
+// to save registers, and leave two or three in flight.
+template <class T>
+__device__ Raw<T> fetch(const T* p, bool wanted = true) {
+  Raw<T> raw;
+#pragma unroll
+  for (int i = 0; i < int(sizeof(raw) / 16); ++i) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+        "@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "=r"(raw.word[i].x), "=r"(raw.word[i].y), "=r"(raw.word[i].z), "=r"(raw.word[i].w)
+        : "l"(reinterpret_cast<const uint4*>(p) + i), "r"(int(wanted)));
+  }
+  return raw;
+}
+
+template <class T>
+__device__ void unpack(wide_t<T> (&out)[kChunk], const Raw<T>& raw) {
+  const Packed<T>& packed = reinterpret_cast<const Packed<T>&>(raw);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) out[i] = widen(packed.value[i]);
+}
+
+// out[i] = p[i] for i < count, 0 beyond. kAligned: p is known to be a multiple of 16 bytes. kFull: count is known to be 8 or
+// more; with both there is no branch, so neighbouring loads overlap.
+template <bool kAligned = false, bool kFull = false, class T>
 __device__ void load_chunk(wide_t<T> (&out)[kChunk], const T* p, int count = kChunk) {
-  if (count >= kChunk && (kAligned || aligned16(p))) {
-    Packed<T> raw;
-    const uint4* from = reinterpret_cast<const uint4*>(p);
-#pragma unroll
-    for (int i = 0; i < int(sizeof(raw) / 16); ++i) reinterpret_cast<uint4*>(&raw)[i] = __ldg(from + i);
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) out[i] = widen(raw.value[i]);
+  if ((kFull || count >= kChunk) && (kAligned || aligned16(p))) {
+    unpack<T>(out, fetch(p));
   } else {
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) out[i] = i < count ? widen(p[i]) : wide_t<T>(0);
@@ -43,15 +65,15 @@ __device__ void load_chunk(wide_t<T> (&out)[kChunk], const T* p, int count = kCh
 }
 
 // p[i] = in[i] for i < count
-template <bool kAligned = false, class T>
+template <bool kAligned = false, bool kFull = false, class T>
 __device__ void store_chunk(T* p, const wide_t<T> (&in)[kChunk], int count = kChunk) {
-  if (count >= kChunk && (kAligned || aligned16(p))) {
-    Packed<T> raw;
+  if ((kFull || count >= kChunk) && (kAligned || aligned16(p))) {
+    Packed<T> packed;
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) raw.value[i] = narrow<T>(in[i]);
-    uint4* to = reinterpret_cast<uint4*>(p);
+    for (int i = 0; i < kChunk; ++i) packed.value[i] = narrow<T>(in[i]);
+    const Raw<T>& raw = reinterpret_cast<const Raw<T>&>(packed);
 #pragma unroll
-    for (int i = 0; i < int(sizeof(raw) / 16); ++i) to[i] = reinterpret_cast<const uint4*>(&raw)[i];
+    for (int i = 0; i < int(sizeof(raw) / 16); ++i) reinterpret_cast<uint4*>(p)[i] = raw.word[i];
   } else {
 #pragma unroll
     for (int i = 0; i < kChunk; ++i)
