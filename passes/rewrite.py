@@ -11,7 +11,7 @@ import torch
 import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture import CapturedBlock, functional, record_of
 from hexa_fx.ir import FfnSpec, InputGuard, RewrittenBlock
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing import Source
@@ -43,7 +43,7 @@ class _Rewriter:
             elif node in kept.calls:
                 self._call(node, kept)
             else:
-                self._copy(node)
+                self._copy(node, kept)
         self.graph.output(self._map(captured.output))
         self._drop_unused()
         self.graph.lint()
@@ -75,16 +75,27 @@ class _Rewriter:
     def _map(self, value: Any) -> Any:
         return torch.fx.map_arg(value, self.new.__getitem__)
 
-    def _copy(self, node: torch.fx.Node) -> None:
+    def _copy(self, node: torch.fx.Node, kept: Kept) -> None:
         if node in self.new:
             return
-        copy = self.graph.node_copy(node, self.new.__getitem__)
+        if node in kept.rereads:
+            reread = kept.rereads[node]
+            self.new[node] = self.graph.call_function(
+                functional.after, (self.new[reread.argument], self.new[reread.result])
+            )
+            return
+        copy = self.graph.node_copy(node, lambda argument: self._input_of(node, argument, kept))
         copy.meta = {"from": node.name, "location": record_of(node).location}
         self.new[node] = copy
         for branch in self.match.branches:
             if branch.condition is node:
                 holds = copy if branch.outcome else self.graph.call_function(operator.not_, (copy,))
                 self.graph.call_function(guards.require, (holds, _as_recorded(node)))
+
+    def _input_of(self, node: torch.fx.Node, argument: torch.fx.Node, kept: Kept) -> torch.fx.Node:
+        """The new node for an argument; a read after a kept call's write is ordered after the call."""
+        after_call = node.target is functional.after and argument not in self.new
+        return self.new[kept.stand_ins[argument] if after_call else argument]
 
     def _call(self, node: torch.fx.Node, kept: Kept) -> None:
         """A submodule call, emitted once for all of its results."""

@@ -115,11 +115,18 @@ def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[_Subject]:
     """What to compare on: a float64 copy, or the block itself if there can be none."""
     floating = [tensor for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point()]
     if 8 * sum(tensor.numel() for tensor in floating) <= settings.max_copy_bytes:
-        try:
-            yield _Subject(_float64_copy(block), torch.float64)
-        except (TypeError, RuntimeError, AttributeError):
-            pass  # it holds something that cannot be copied, a process group or a lock
+        copied = _float64_copy_or_none(block)
+        if copied is not None:
+            yield _Subject(copied, torch.float64)
     yield _Subject(block, floating[0].dtype if floating else torch.get_default_dtype())
+
+
+def _float64_copy_or_none(block: nn.Module) -> nn.Module | None:
+    """None if the block holds something that cannot be copied, such as a process group or a lock."""
+    try:
+        return _float64_copy(block)
+    except (TypeError, RuntimeError, AttributeError):
+        return None
 
 
 def _float64_copy(block: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.graph import is_tensor
+from hexa_fx.passes.detect.graph import inside_calls, is_tensor
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -73,7 +73,7 @@ def find_routing(
     Refuse: the ids or a factor are not among the tensors computed before ``end``.
     """
     known = _candidates(captured, tags, end)
-    inner = _inside_calls(captured)
+    inner = inside_calls(captured)
     effective = (pairs.before * pairs.after).abs() > 0
     active = Pairs(*(field[effective] for field in (pairs.token, pairs.expert, pairs.before, pairs.after)))
     if experts > 1 and len(active.token) == tokens * experts:
@@ -113,17 +113,6 @@ def _candidates(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end:
         if is_tensor(node) and not tags[node].experts and not tags[node].weight and record_of(node).value.numel():
             found.append(node)
     return found
-
-
-def _inside_calls(captured: CapturedBlock) -> frozenset[torch.fx.Node]:
-    """Values internal to a submodule's call: using one would tear the call open."""
-    order = [node for node in captured.graph.nodes if node.op != "output"]
-    inside: set[torch.fx.Node] = set()
-    for call in captured.calls:
-        outputs: set[torch.fx.Node] = set()
-        torch.fx.map_arg(call.output, outputs.add)
-        inside.update(node for node in order[call.start : call.end] if node not in outputs)
-    return frozenset(inside)
 
 
 # -- expert ids --------------------------------------------------------------------------------------------------------
