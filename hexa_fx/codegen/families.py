@@ -9,6 +9,7 @@ from hexa_fx.codegen.family import Family
 from hexa_fx.errors import KernelError
 
 _MODULES = {
+    "gather_gemm_sm90": "hexa_fx.codegen.family_gemm_sm90",
     "reindex": "hexa_fx.codegen.family_reindex",
 }
 

@@ -20,7 +20,7 @@ with ``0P`` where the struct's alignment is 8.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from cutlass_library import SharedMemPerCC
@@ -50,6 +50,7 @@ class Family:
         min_arch, max_arch: compute capabilities it runs on, inclusive.
         args: layout of the (last) by-value argument struct.
         shape: KernelSpec -> LaunchShape.
+        values: KernelSpec -> what else the template sees.
         check: KernelSpec -> reasons why it cannot be generated; empty when it can.
         arch_specific: needs the ``a`` target (wgmma, setmaxnreg): sm_90a.
     """
@@ -59,6 +60,7 @@ class Family:
     ops: tuple[str, ...]
     args: struct.Struct
     shape: Callable[[KernelSpec], LaunchShape]
+    values: Callable[[KernelSpec], Mapping[str, object]] = lambda spec: {}
     check: Callable[[KernelSpec], Iterable[str]] = lambda spec: ()
     min_arch: int = 80
     max_arch: int = 129

@@ -67,7 +67,7 @@ def render(spec: KernelSpec, node: str = "") -> KernelSource:
     family = get_family(spec.family)
     launch = validate(family, spec)
     template = _environment().get_template(family.template)
-    body = template.render(spec=spec, launch=launch, args_bytes=family.args.size)
+    body = template.render(spec=spec, launch=launch, args_bytes=family.args.size, **family.values(spec))
     target = family.target(spec)
     key = hashlib.sha256("\0".join((body, target, headers_hash(body))).encode()).hexdigest()[:24]
     header = _HEADER.format(
