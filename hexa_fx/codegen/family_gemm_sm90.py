@@ -39,14 +39,14 @@ class GemmShape:
     row_columns: int
     transpose_weight: bool
     column_sums: bool
-    lag: int
+    relay: bool
     stage_bytes: int
     producer_registers: int
     consumer_registers: int
 
 
 def gemm_shape(spec: KernelSpec) -> GemmShape:
-    """Template values of `spec`. Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``lag``."""
+    """Template values of `spec`. Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``relay``."""
     row, weight = spec.op != "estmm", spec.op in ("estmm", "esfk")
     kind = {"esmm_act": "activate", "esmm_act_backward": "activate_backward"}.get(spec.op, "store")
     paired = kind == "activate" and spec.glu in ("concat", "split")
@@ -64,7 +64,7 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
         row_columns=spec.bn // 2 if paired or inter else spec.bn,
         transpose_weight=bool(spec.option("transpose", False)),
         column_sums=spec.op == "esfk",
-        lag=int(spec.option("lag", 2)),
+        relay=bool(spec.option("relay", True)),
         stage_bytes=4096 if kind == "activate_backward" else 2048,
         producer_registers=56 if spec.gather else 40,
         consumer_registers=224 if spec.gather else 232,
@@ -74,7 +74,7 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
 def smem_bytes(spec: KernelSpec) -> int:
     """sizeof(Smem): stages, epilogue staging, barriers, the ring of tiles and the expert tables."""
     tiles = spec.stages * (spec.bm + spec.bn) * spec.bk * 2 + 8 * gemm_shape(spec).stage_bytes
-    small = 16 * spec.stages + 16 * 4 + 32 * 4 + 2 * 4 * (MAX_EXPERTS + 4)
+    small = 24 * spec.stages + 16 * 4 + 32 * 4 + 2 * 4 * (MAX_EXPERTS + 4)
     return -(-(tiles + small) // 1024) * 1024
 
 

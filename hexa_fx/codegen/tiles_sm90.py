@@ -15,7 +15,7 @@ class TileChoice:
         bm, bn: rows and columns a tile.
         stages: shared-memory stages.
         pingpong: each consumer warpgroup has its own tile; else they share one.
-        lag: stages between a gathered load and its hand-over.
+        relay: a warp hands gathered stages over; else the consumers fence.
         group_m: tiles along M that take one weight tile together (no part of the kernel's identity).
     """
 
@@ -23,7 +23,7 @@ class TileChoice:
     bn: int = 256
     stages: int = 4
     pingpong: bool = False
-    lag: int = 2
+    relay: bool = True
     group_m: int = 8
 
     @property

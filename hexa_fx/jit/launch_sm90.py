@@ -104,7 +104,7 @@ def _row_spec(op: str, x: Tensor, layout: str, gather: bool, tile: TileChoice, *
         family="gather_gemm_sm90", op=op, arch=90, dtype=DTYPES[x.dtype], bm=tile.bm, bn=tile.bn, bk=64, stages=tile.stages,
         schedule=tile.kernel_schedule, layout=layout, gather=gather, **more,  # type: ignore[arg-type]
     )  # fmt: skip
-    return spec.with_options(lag=tile.lag)
+    return spec.with_options(relay=tile.relay)
 
 
 def _row_launch(spec: KernelSpec, x: Tensor, w: Tensor, v: Tensor | None, offs: Tensor, top_k: int, n: int, tile: TileChoice) -> _Launch:

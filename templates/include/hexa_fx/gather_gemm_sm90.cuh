@@ -112,15 +112,15 @@ CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) 
   extern __shared__ __align__(1024) uint8_t raw[];
   Smem<C>& sm = *reinterpret_cast<Smem<C>*>(raw);
   const int group = __shfl_sync(~0u, int(threadIdx.x) >> 7, 0);  // warp-uniform for the compiler
-  constexpr int kLoaders = C::AnyGather ? 128 : 0;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::Stages; ++i) {
-      Barrier::init(&sm.full[i], kLoaders + 1);
+      Barrier::init(&sm.full[i], 1 + C::HandOvers);
       Barrier::init(&sm.empty[i], C::PingPong ? 4 : kConsumerWarps);
+      Barrier::init(&sm.landed[i], kGatherThreads);
     }
     for (int i = 0; i < kTileSlots; ++i) {
       Barrier::init(&sm.tile_full[i], 1);
-      Barrier::init(&sm.tile_empty[i], kConsumerWarps + (C::AnyGather ? 4 : 1));
+      Barrier::init(&sm.tile_empty[i], kConsumerWarps + (C::AnyGather ? 4 : 1));  // + copier (+ gatherers + relay)
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -128,7 +128,12 @@ CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) 
   __syncthreads();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::ProducerRegisters>();
-    if (C::AnyGather || threadIdx.x < 32) Producer<C>{sm, p, maps}.run();
+    const int warp = warp_in_group();
+    if (warp == 3) Copier<C>{sm, p, maps}.run();
+    if constexpr (C::AnyGather) {
+      if (warp < 2) Gatherer<C>{sm, p}.run();
+      if (warp == 2) RelayWarp<C>{sm}.run();
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::ConsumerRegisters>();
     Consumer<C>{sm, p, group - 1}.run();

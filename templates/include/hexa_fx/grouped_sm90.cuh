@@ -3,7 +3,8 @@
 //   row tile     D[p, :] = epilogue(A[row(p), :] @ W[e(p)] + bias[e(p)])            ESMM, p a row in expert order
 //   weight tile  dW[e]   = sum over rows p of e of P[row(p), :]^T Q[p, :]            ESTMM, with column sums of Q: ESS
 //
-// One persistent CTA an SM: warpgroup 0 loads, warpgroups 1 and 2 multiply and store. Which rows belong to which tile follows
+// One persistent CTA an SM: warpgroup 0 loads (warps 0 and 1 gather, 2 hands gathered stages over, 3 runs the copy engine and the
+// queue), warpgroups 1 and 2 multiply and store. (Four warpgroups do not fit: a 64x256 wgmma needs 154 registers.) Which rows belong to which tile follows
 // on the device from `offs`, so grids and sizes are static. `cooperative`: both consumers share a BM x BN tile, 64 rows each;
 // `pingpong`: each has its own tile, one's epilogue runs behind the other's main loop.
 #pragma once
@@ -66,7 +67,7 @@ struct Shape_ {
 };
 
 inline constexpr int kRowTile = 0, kWeightTile = 1, kZeroTile = 2, kEnd = 3;
-inline constexpr int kMaxExperts = 1024, kTileSlots = 4, kConsumerWarps = 8;
+inline constexpr int kMaxExperts = 1024, kTileSlots = 4, kConsumerWarps = 8, kGatherThreads = 64;
 
 struct alignas(16) Tile {
   int kind, expert;
@@ -83,6 +84,7 @@ struct alignas(1024) Smem {
   alignas(1024) uint8_t stage[kConsumerWarps][C::StageBytes];  // epilogue: chunks of 16 rows x 64 columns a warp
   alignas(16) uint64_t full[C::Stages];
   uint64_t empty[C::Stages];
+  uint64_t landed[C::Stages];  // gathered part arrived, not yet fenced
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   Tile tile[kTileSlots];
   int offs[kMaxExperts + 4];

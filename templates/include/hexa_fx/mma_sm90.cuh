@@ -79,6 +79,7 @@ struct MainLoop {
     }
     for (int k = 0; k < k_tiles; ++k) {
       Barrier::wait(&sm.full[pipe.index], pipe.phase);
+      if constexpr (C::AnyGather && !C::Relay) cutlass::arch::fence_view_async_shared();
       if constexpr (Active > 0) {
         warpgroup_arrive();
         CUTE_UNROLL

@@ -89,7 +89,6 @@ CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<
 template <class C>
 struct TileReader {
   Pipe at;
-  CUTE_DEVICE bool ready(Smem<C>& sm) const { return Barrier::test_wait(&sm.tile_full[at.index], at.phase, 1); }
   CUTE_DEVICE Tile next(Smem<C>& sm) {
     Barrier::wait(&sm.tile_full[at.index], at.phase);
     const Tile t = sm.tile[at.index];
@@ -104,7 +103,6 @@ struct TileReader {
 template <class C>
 struct TileWriter {
   Pipe at;
-  CUTE_DEVICE bool room(Smem<C>& sm) const { return Barrier::test_wait(&sm.tile_empty[at.index], at.phase ^ 1, 1); }
   CUTE_DEVICE void publish(Smem<C>& sm, const Tile& t) {
     Barrier::wait(&sm.tile_empty[at.index], at.phase ^ 1);
     sm.tile[at.index] = t;
