@@ -9,9 +9,19 @@
 
 namespace hexa::sm90 {
 
-CUTE_DEVICE void cp_async_16(uint8_t* dst, const void* src, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(cast_smem_ptr_to_uint(dst)), "l"(src),
-               "r"(valid ? 16 : 0) : "memory");
+CUTE_DEVICE void cp_async_16(uint32_t dst, const char* src, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+
+// Hides where an address came from, so that constant offsets to it stay immediates of the instruction. A gathering warp issues
+// 16 loads a step; with an address computed for each it is bound by its own instruction latency.
+CUTE_DEVICE uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+CUTE_DEVICE const char* opaque(const char* x) {
+  asm volatile("" : "+l"(x));
+  return x;
 }
 
 template <class C>
@@ -119,60 +129,77 @@ struct Gatherer {
     pipe.template next<C::Stages>();
   }
 
-  // 8 threads a row of 64 columns; a thread keeps the addresses of its BM / 8 rows for the whole tile.
+  CUTE_DEVICE uint32_t stage_address() const { return cast_smem_ptr_to_uint(sm.a[0]) + pipe.index * Smem<C>::ABytes; }
+
+  // 8 threads a row of 64 columns; a thread keeps offsets of its BM / 8 rows for the whole tile. Rows past the end repeat the
+  // last one: their results are never stored.
   CUTE_DEVICE void rows(const Tile& t) {
     constexpr int kRows = C::BM / 8;
     const int r = thread() >> 3, c = thread() & 7;
-    const uint4* base = static_cast<const uint4*>(p.a);
-    const uint32_t chunks = uint32_t(p.a_ld) / 8;
-    uint32_t from[kRows];
+    uint32_t from[kRows];  // 16-byte chunks from p.a
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      const int row = r + 8 * i;
-      from[i] = row < t.rows ? token(__ldg(p.v + t.row0 + row)) * chunks + c : ~0u;
+      const int slot = __ldg(p.v + t.row0 + min(r + 8 * i, t.rows - 1));
+      from[i] = token(slot) * (uint32_t(p.a_ld) / 8) + c;
     }
-    const int offset = r * 128 + ((c ^ r) << 4);
-    for (int k = 0; k < t.k_tiles; ++k) {
+    const uint32_t offset = r * 128 + ((c ^ r) << 4);
+    const int blocks = t.rows > 64 ? kRows / 8 : 1;
+    const char* base = opaque(static_cast<const char*>(p.a));
+    for (int k = 0; k < t.k_tiles; ++k, base += 128) {
       wait_for_room();
-      uint8_t* dst = sm.a[pipe.index] + offset;
-      const bool inside = k * C::BK + c * 8 < p.K;
+      const uint32_t dst = opaque(stage_address() + offset);
+      const int bytes = k * C::BK + c * 8 < p.K ? 16 : 0;
       CUTE_UNROLL
-      for (int i = 0; i < kRows; ++i)  // a row past the end keeps what the stage held: its result is never stored
-        if (from[i] != ~0u) cp_async_16(dst + i * 1024, base + size_t(from[i]) + (inside ? k * 8 : 0), inside);
+      for (int h = 0; h < kRows / 8; ++h) {
+        if (h < blocks) {
+          const char* row[8];
+          CUTE_UNROLL
+          for (int i = 0; i < 8; ++i) row[i] = base + size_t(from[8 * h + i]) * 16;
+          CUTE_UNROLL
+          for (int i = 0; i < 8; ++i) cp_async_16(dst + (8 * h + i) * 1024, row[i], bytes);
+        }
+      }
       issued();
     }
   }
 
-  // A warp loads 32 of a step's 64 rows, BM features of each. A lane keeps one row's address, two steps ahead.
+  // A warp loads 32 of a step's 64 rows, BM features of each. A lane keeps one row's offset, two steps ahead.
   CUTE_DEVICE void features(const Tile& t) {
     static_assert(C::BM == 128 || C::BM == 64, "a warp covers whole rows of P");
-    constexpr int kLanesARow = C::BM / 8, kRowsAPass = 32 / kLanesARow;
+    constexpr int kLanesARow = C::BM / 8, kRowsAPass = 32 / kLanesARow, kPasses = 32 / kRowsAPass, kPeriod = 8 / kRowsAPass;
     const int lane = lane_id(), w = warp_in_group() & 1, sub = lane / kLanesARow, c = lane % kLanesARow;
-    const bool feature = t.m0 + c * 8 < p.R;
-    const uint4* base = static_cast<const uint4*>(p.p) + t.m0 / 8 + c;
+    const int bytes = t.m0 + c * 8 < p.R ? 16 : 0;
+    const char* base = opaque(static_cast<const char*>(p.p) + size_t(bytes ? t.m0 + c * 8 : 0) * 2);
     const uint32_t chunks = uint32_t(p.p_ld) / 8;
     const int odd = t.rows - (t.k_tiles - 1) * C::BK;
-    auto address = [&](int k) -> uint32_t {
-      const int r = w * 32 + lane, row = k == 0 ? r : odd + (k - 1) * C::BK + r;
-      const bool valid = k < t.k_tiles && (k > 0 || r < odd);
-      return valid ? token(__ldg(p.v + t.row0 + row)) * chunks : ~0u;
+    uint32_t offset[kPeriod];  // the swizzle repeats every 8 rows
+    CUTE_UNROLL
+    for (int i = 0; i < kPeriod; ++i) {
+      const int row = w * 32 + i * kRowsAPass + sub;
+      offset[i] = (c >> 3) * (C::BK * 128) + row * 128 + (((c ^ row) & 7) << 4);
+    }
+    auto row_offset = [&](int k) -> uint32_t {  // 16-byte chunks; rows past the odd ones of step 0 repeat the last
+      const int r = w * 32 + lane, row = k == 0 ? min(r, odd - 1) : odd + (k - 1) * C::BK + r;
+      return k < t.k_tiles ? token(__ldg(p.v + t.row0 + row)) * chunks : 0u;
     };
-    uint32_t now = address(0), soon = address(1);
+    uint32_t now = row_offset(0), soon = row_offset(1);
     for (int k = 0; k < t.k_tiles; ++k) {
-      const uint32_t later = address(k + 2);
-      wait_for_room();
-      __syncwarp();
-      uint8_t* dst = sm.a[pipe.index] + (c >> 3) * (C::BK * 128);
+      uint32_t at[kPasses];
       CUTE_UNROLL
-      for (int i = 0; i < 32 / kRowsAPass; ++i) {
-        const int r = i * kRowsAPass + sub, in_tile = w * 32 + r;
-        const uint32_t from = __shfl_sync(~0u, now, r);
-        const bool valid = feature && from != ~0u;
-        cp_async_16(dst + in_tile * 128 + (((c & 7) ^ (in_tile & 7)) << 4), valid ? base + from : base, valid);
-      }
+      for (int i = 0; i < kPasses; ++i) at[i] = __shfl_sync(~0u, now, i * kRowsAPass + sub);
       now = soon;
-      soon = later;
+      soon = row_offset(k + 2);
+      wait_for_room();
+      const uint32_t stage = stage_address();
+      uint32_t dst[kPeriod];
+      CUTE_UNROLL
+      for (int i = 0; i < kPeriod; ++i) dst[i] = opaque(stage + offset[i]);
+      const int last = k == 0 ? odd - w * 32 - sub : C::BK;  // rows of no interest become zeros
+      CUTE_UNROLL
+      for (int i = 0; i < kPasses; ++i)
+        cp_async_16(dst[i % kPeriod] + (i / kPeriod) * 1024, base + size_t(at[i]) * 16, i * kRowsAPass < last ? bytes : 0);
       issued();
+      __syncwarp();
     }
   }
 
