@@ -1,0 +1,56 @@
+"""Which tile and schedule a Hopper kernel takes, by operator and shape. Rules, from the measurements in docs/kernels.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass_library import KernelScheduleType
+
+
+@dataclass(frozen=True)
+class TileChoice:
+    """Tile of one launch.
+
+    Args:
+        bm, bn: rows and columns a tile.
+        stages: shared-memory stages.
+        pingpong: each consumer warpgroup has its own tile; else they share one.
+        relay: a warp hands gathered stages over; else the consumers fence.
+        group_m: tiles along M that take one weight tile together (no part of the kernel's identity).
+    """
+
+    bm: int = 128
+    bn: int = 256
+    stages: int = 4
+    pingpong: bool = False
+    relay: bool = True
+    group_m: int = 8
+
+    @property
+    def kernel_schedule(self) -> KernelScheduleType:
+        """CUTLASS's name of the schedule."""
+        if self.pingpong:
+            return KernelScheduleType.TmaWarpSpecializedPingpong
+        return KernelScheduleType.TmaWarpSpecializedCooperative
+
+
+COOPERATIVE = TileChoice()
+PINGPONG = TileChoice(bn=128, stages=6, pingpong=True)
+PINGPONG_WIDE = TileChoice(bn=192, stages=4, pingpong=True)
+PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True)
+
+
+def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gather: bool) -> TileChoice:
+    """The tile for `op`.
+
+    Args:
+        op: esmm, esmm_act, esmm_act_backward, estmm, esfk.
+        rows: n, routed rows (a shape, never a count read from the device).
+        experts: E.
+        inner: contraction of row tiles; first feature dimension of weight tiles.
+        columns: columns of the weight (row tiles), second feature dimension (weight tiles).
+        gather: a row operand is gathered.
+    """
+    if op == "esmm_act_backward":
+        return TileChoice(bn=128, stages=5, pingpong=True)
+    return COOPERATIVE
