@@ -34,19 +34,18 @@ class GemmShape:
     epilogue: str
     store_h: bool
     split_weight: bool
-    weight_boxes: int
+    paired_weight: bool
     weight_column_scale: int
     row_columns: int
     transpose_weight: bool
     column_sums: bool
-    relay: bool
     stage_bytes: int
     producer_registers: int
     consumer_registers: int
 
 
 def gemm_shape(spec: KernelSpec) -> GemmShape:
-    """Template values of `spec`. Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``relay``."""
+    """Template values of `spec`. Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``."""
     row, weight = spec.op != "estmm", spec.op in ("estmm", "esfk")
     kind = {"esmm_act": "activate", "esmm_act_backward": "activate_backward"}.get(spec.op, "store")
     paired = kind == "activate" and spec.glu in ("concat", "split")
@@ -59,12 +58,11 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
         epilogue=kind,
         store_h=bool(spec.option("store_h", True)),
         split_weight=paired and spec.glu == "split",
-        weight_boxes=2 if paired else 1,
+        paired_weight=paired,
         weight_column_scale=2 if inter else 1,
         row_columns=spec.bn // 2 if paired or inter else spec.bn,
         transpose_weight=bool(spec.option("transpose", False)),
         column_sums=spec.op == "esfk",
-        relay=bool(spec.option("relay", True)),
         stage_bytes=4096 if kind == "activate_backward" else 2048,
         producer_registers=_registers(spec, kind)[0],
         consumer_registers=_registers(spec, kind)[1],
@@ -81,12 +79,16 @@ def _registers(spec: KernelSpec, kind: str) -> tuple[int, int]:
 def smem_bytes(spec: KernelSpec) -> int:
     """sizeof(Smem): stages, epilogue staging, barriers, the ring of tiles and the expert tables."""
     tiles = spec.stages * (spec.bm + spec.bn) * spec.bk * 2 + 8 * gemm_shape(spec).stage_bytes
-    small = 24 * spec.stages + 16 * 4 + 32 * 4 + 2 * 4 * (MAX_EXPERTS + 4)
+    small = 24 * spec.stages + 16 * 4 + 48 * 4 + 2 * 4 * (MAX_EXPERTS + 4)
     return -(-(tiles + small) // 1024) * 1024
 
 
 def _shape(spec: KernelSpec) -> LaunchShape:
-    return LaunchShape(threads=384, shared_bytes=smem_bytes(spec))
+    return LaunchShape(threads=384, shared_bytes=smem_bytes(spec), cluster=_cluster(spec))
+
+
+def _cluster(spec: KernelSpec) -> int:
+    return int(spec.option("cluster", 1))
 
 
 def _check(spec: KernelSpec) -> Iterable[str]:
@@ -96,8 +98,8 @@ def _check(spec: KernelSpec) -> Iterable[str]:
         yield f"{spec.dtype.name} -> {spec.out.name}: wgmma here multiplies bf16 and f16 and stores the same type"
     if not spec.aligned:
         yield "the copy engine needs 16-byte aligned addresses and strides"
-    if spec.bm not in (64, 128) or spec.bn not in (128, 192, 256) or spec.bk != 64:
-        yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 128, 192 or 256 x 64"
+    if spec.bm not in (64, 128) or spec.bn not in (128, 256) or spec.bk != 64:
+        yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 128 or 256 x 64"
     if spec.glu in ("concat", "split") and spec.op == "esmm_act" and spec.bn % 128:
         yield f"gate and up halves of {spec.bn // 2} columns; each must be a multiple of 64"
     accumulators = spec.bm * spec.bn // (128 if _pingpong(spec) else 256)

@@ -15,7 +15,7 @@ class TileChoice:
         bm, bn: rows and columns a tile.
         stages: shared-memory stages.
         pingpong: each consumer warpgroup has its own tile; else they share one.
-        relay: a warp hands gathered stages over; else the consumers fence.
+        cluster: CTAs that share a weight tile, 1 or 2.
         group_m: tiles along M that take one weight tile together (no part of the kernel's identity).
     """
 
@@ -23,7 +23,7 @@ class TileChoice:
     bn: int = 256
     stages: int = 4
     pingpong: bool = False
-    relay: bool = True
+    cluster: int = 1
     group_m: int = 8
 
     @property
@@ -36,7 +36,6 @@ class TileChoice:
 
 COOPERATIVE = TileChoice()
 PINGPONG = TileChoice(bn=128, stages=6, pingpong=True)
-PINGPONG_WIDE = TileChoice(bn=192, stages=4, pingpong=True)
 PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True)
 
 

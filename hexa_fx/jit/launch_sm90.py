@@ -13,7 +13,7 @@ import torch
 from cutlass_library import DataType
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import ARGS, MAX_EXPERTS, gemm_shape
+from hexa_fx.codegen.family_gemm_sm90 import ARGS, MAX_EXPERTS
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tiles_sm90 import TileChoice, choose_tile
 from hexa_fx.jit.kernel import get_kernel
@@ -55,7 +55,9 @@ class _Launch:
         values = {**self.values, "queue": queue.data_ptr()}
         args = ARGS.pack(*(values.get(name, 0) for name in names))
         stream = torch._C._cuda_getCurrentRawStream(self.device)
-        get_kernel(self.spec).launch(self.device, (_multiprocessors(self.device), 1, 1), (b"".join(self.maps), args), stream)
+        cluster = int(self.spec.option("cluster", 1))
+        grid = (_multiprocessors(self.device) // cluster * cluster, 1, 1)
+        get_kernel(self.spec).launch(self.device, grid, (b"".join(self.maps), args), stream)
 
 
 @cache
@@ -104,12 +106,11 @@ def _row_spec(op: str, x: Tensor, layout: str, gather: bool, tile: TileChoice, *
         family="gather_gemm_sm90", op=op, arch=90, dtype=DTYPES[x.dtype], bm=tile.bm, bn=tile.bn, bk=64, stages=tile.stages,
         schedule=tile.kernel_schedule, layout=layout, gather=gather, **more,  # type: ignore[arg-type]
     )  # fmt: skip
-    return spec.with_options(relay=tile.relay)
+    return spec.with_options(cluster=tile.cluster)
 
 
 def _row_launch(spec: KernelSpec, x: Tensor, w: Tensor, v: Tensor | None, offs: Tensor, top_k: int, n: int, tile: TileChoice) -> _Launch:
     launch = _Launch(spec, x.device.index)
-    shape = gemm_shape(spec)
     K = w.shape[2] if spec.layout == "nk" else w.shape[1]
     launch.values |= {
         "v": _ptr(v), "offs": offs.data_ptr(), "n": n, "experts": w.shape[0], "group_m": tile.group_m, "K": K,
@@ -117,7 +118,7 @@ def _row_launch(spec: KernelSpec, x: Tensor, w: Tensor, v: Tensor | None, offs: 
     }  # fmt: skip
     if not spec.gather:
         launch.maps[0] = _rows_map(x, spec.bm)
-    launch.maps[1] = _weight_map(w, spec.layout, spec.bn // shape.weight_boxes)
+    launch.maps[1] = _weight_map(w, spec.layout, spec.bn // 2)
     return launch
 
 
@@ -237,7 +238,7 @@ def esfk(
     spec = _row_spec("esfk", x, flipped, x_index is not None, tile).with_options(transpose=layout == "nk")
     launch = _Launch(spec, x.device.index)
     launch.maps[0] = _rows_map(g, tile.bm)
-    launch.maps[1] = _weight_map(weight, flipped, tile.bn)
+    launch.maps[1] = _weight_map(weight, flipped, tile.bn // 2)
     launch = _weight_launch(launch, x, g, x_index, dw, db, R, C, tile)
     launch.values |= {
         "offs": offs.data_ptr(), "n": n, "experts": experts, "group_m": tile.group_m, "K": C, "N": R, "out": dx.data_ptr(),

@@ -9,12 +9,21 @@ struct ActParams {  // swiglu_oai: alpha, limit
   float a, b;
 };
 
-__device__ __forceinline__ float sigmoidf(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
-
-__device__ __forceinline__ float tanh_fast(float x) {  // absolute error about 1e-7, unlike tanh.approx (5e-4)
-  const float e = __expf(2.f * x);
-  return 1.f - __fdividef(2.f, e + 1.f);
+// One instruction each; relative error about 2^-22. Flushing denormals only moves values below 2^-126.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
 }
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+__device__ __forceinline__ float exp_fast(float x) { return exp2_fast(1.4426950408889634f * x); }
+__device__ __forceinline__ float sigmoidf(float x) { return reciprocal(1.f + exp_fast(-x)); }
+// Absolute error about 1e-7, unlike tanh.approx (5e-4).
+__device__ __forceinline__ float tanh_fast(float x) { return 1.f - 2.f * reciprocal(1.f + exp_fast(2.f * x)); }
 
 // f(x), and f'(x) where `Slope`.
 template <Act A, bool Slope>
@@ -28,7 +37,7 @@ __device__ __forceinline__ float activate(float x, float& slope) {
     return r * r;
   } else if constexpr (A == Act::gelu) {
     const float cdf = 0.5f * (1.f + erff(x * 0.70710678118654752f));
-    if constexpr (Slope) slope = cdf + x * 0.39894228040143268f * __expf(-0.5f * x * x);
+    if constexpr (Slope) slope = cdf + x * 0.39894228040143268f * exp_fast(-0.5f * x * x);
     return x * cdf;
   } else if constexpr (A == Act::gelu_tanh) {
     const float c = 0.79788456080286536f, u = c * (x + 0.044715f * x * x * x), t = tanh_fast(u);

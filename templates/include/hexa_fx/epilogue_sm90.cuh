@@ -238,31 +238,30 @@ struct GradEpilogue : RowEpilogue<C> {
     for (int i = 0; i < kParts; ++i) h.load(to.x[i], h_column(i, q), h_limit(i));
   }
 
-  // One pair of columns. Returns <da, a> of the two.
-  CUTE_DEVICE float grad(float d0, float d1, float w, int at, int j, float2& a) const {
+  // The pairs of h that lane holds of 8-column group j and row `at`: one, or gate and up (interleaved: as they lie).
+  CUTE_DEVICE uint32_t* pair_of_h(int part, int at, int j) const {
     const int l = lane_id();
+    if constexpr (C::GluMode == Glu::interleaved)
+      return this->stage(j >> 2).pair(at, 2 * (j & 3) + ((l & 3) >> 1), 2 * (l & 1)) + part;
+    else return this->stage(part).pair(at, j, l & 3);
+  }
+
+  // One pair of columns: h becomes dh, a the activation. Returns <da, a> of the two.
+  CUTE_DEVICE float grad(float d0, float d1, float w, uint32_t (&h)[kParts], float2& a) const {
     const ActParams& ap = this->p.act_params;
     if constexpr (C::GluMode == Glu::none) {
-      uint32_t* x = this->stage(0).pair(at, j, l & 3);
-      const float2 h = unpack<T>(*x);
+      const float2 x = unpack<T>(h[0]);
       float s0, s1;
-      a = {activate<C::Activation, true>(h.x, s0), activate<C::Activation, true>(h.y, s1)};
-      *x = pack<T>(w * d0 * s0, w * d1 * s1);
+      a = {activate<C::Activation, true>(x.x, s0), activate<C::Activation, true>(x.y, s1)};
+      h[0] = pack<T>(w * d0 * s0, w * d1 * s1);
     } else {
-      uint32_t *x, *y;  // concat: gate pair, up pair; interleaved: (gate, up), (gate, up)
-      if constexpr (C::GluMode == Glu::interleaved) {
-        x = this->stage(j >> 2).pair(at, 2 * (j & 3) + ((l & 3) >> 1), 2 * (l & 1));
-        y = x + 1;
-      } else {
-        x = this->stage(0).pair(at, j, l & 3);
-        y = this->stage(1).pair(at, j, l & 3);
-      }
-      float2 g = unpack<T>(*x), u = unpack<T>(*y), dg, du;
-      if constexpr (C::GluMode == Glu::interleaved) { const float s = g.y; g.y = u.x; u.x = s; }
+      constexpr bool kMixed = C::GluMode == Glu::interleaved;
+      float2 g = unpack<T>(h[0]), u = unpack<T>(h[1]), dg, du;
+      if (kMixed) { const float s = g.y; g.y = u.x; u.x = s; }
       a = {glu_slopes<C::Activation>(g.x, u.x, ap, dg.x, du.x), glu_slopes<C::Activation>(g.y, u.y, ap, dg.y, du.y)};
-      dg.x *= w * d0; dg.y *= w * d1; du.x *= w * d0; du.y *= w * d1;
-      if constexpr (C::GluMode == Glu::interleaved) { *x = pack<T>(dg.x, du.x); *y = pack<T>(dg.y, du.y); }
-      else { *x = pack<T>(dg.x, dg.y); *y = pack<T>(du.x, du.y); }
+      const float w0 = w * d0, w1 = w * d1;
+      h[0] = kMixed ? pack<T>(w0 * dg.x, w0 * du.x) : pack<T>(w0 * dg.x, w1 * dg.y);
+      h[1] = kMixed ? pack<T>(w1 * dg.y, w1 * du.y) : pack<T>(w0 * du.x, w1 * du.y);
     }
     return d0 * a.x + d1 * a.y;
   }
@@ -291,14 +290,30 @@ struct GradEpilogue : RowEpilogue<C> {
       else if (next_row >= 0) fetch(ahead, next_row, 0);
       uint32_t scaled[8][2];
       CUTE_UNROLL
-      for (int j = 0; j < 8; ++j) {
+      for (int half = 0; half < 8; half += 4) {  // all loads before the first store, so that the pairs overlap
+        uint32_t h[4][2][kParts];
         CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          const int at = (l >> 2) + 8 * r;
-          float2 a;
-          dot[r] += grad(acc(2 * r + 4 * (8 * q + j), m, 0), acc(2 * r + 1 + 4 * (8 * q + j), m, 0), w[r], at, j, a);
-          scaled[j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
+        for (int j = 0; j < 4; ++j)
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r)
+            CUTE_UNROLL
+            for (int i = 0; i < kParts; ++i) h[j][r][i] = *pair_of_h(i, (l >> 2) + 8 * r, half + j);
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            const int at = 2 * r + 4 * (8 * q + half + j);
+            float2 a;
+            dot[r] += grad(acc(at, m, 0), acc(at + 1, m, 0), w[r], h[j][r], a);
+            scaled[half + j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
+          }
         }
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j)
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r)
+            CUTE_UNROLL
+            for (int i = 0; i < kParts; ++i) *pair_of_h(i, (l >> 2) + 8 * r, half + j) = h[j][r][i];
       }
       __syncwarp();
       CUTE_UNROLL

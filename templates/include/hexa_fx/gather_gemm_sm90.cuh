@@ -114,22 +114,23 @@ CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) 
   const int group = __shfl_sync(~0u, int(threadIdx.x) >> 7, 0);  // warp-uniform for the compiler
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::Stages; ++i) {
-      Barrier::init(&sm.full[i], 1 + C::HandOvers);
-      Barrier::init(&sm.empty[i], C::PingPong ? 4 : kConsumerWarps);
+      Barrier::init(&sm.full[i], C::AnyGather ? 2 : 1);
+      Barrier::init(&sm.empty[i], (C::PingPong ? 4 : kConsumerWarps) * C::Cluster);
       Barrier::init(&sm.landed[i], kGatherThreads);
     }
     for (int i = 0; i < kTileSlots; ++i) {
       Barrier::init(&sm.tile_full[i], 1);
-      Barrier::init(&sm.tile_empty[i], kConsumerWarps + (C::AnyGather ? 4 : 1));  // + copier (+ gatherers + relay)
+      Barrier::init(&sm.tile_empty[i], (kConsumerWarps + (C::AnyGather ? 4 : 1)) * C::Cluster);  // + copier (+ gatherers + relay)
     }
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < 32) plan(sm, p);
-  __syncthreads();
+  if constexpr (C::Cluster > 1) cluster_sync();
+  else __syncthreads();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::ProducerRegisters>();
     const int warp = warp_in_group();
-    if (warp == 3) Copier<C>{sm, p, maps}.run();
+    if (warp == 3) Copier<C>{sm, p, maps, C::Cluster > 1 ? int(block_rank_in_cluster()) : 0}.run();
     if constexpr (C::AnyGather) {
       if (warp < 2) Gatherer<C>{sm, p}.run();
       if (warp == 2) RelayWarp<C>{sm}.run();
@@ -137,6 +138,10 @@ CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) 
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::ConsumerRegisters>();
     Consumer<C>{sm, p, group - 1}.run();
+  }
+  if constexpr (C::Cluster > 1) {  // the other CTA may still write to this one's shared memory
+    __syncwarp();
+    cluster_sync();
   }
 }
 

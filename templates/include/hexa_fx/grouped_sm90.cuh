@@ -6,8 +6,10 @@
 // One persistent CTA an SM: warpgroup 0 loads (warps 0 and 1 gather, 2 hands gathered stages over, 3 runs the copy engine and the
 // queue), warpgroups 1 and 2 multiply and store. (Four warpgroups do not fit: a 64x256 wgmma needs 154 registers.) Which rows belong to which tile follows
 // on the device from `offs`, so grids and sizes are static. `cooperative`: both consumers share a BM x BN tile, 64 rows each;
-// `pingpong`: each has its own tile, one's epilogue runs behind the other's main loop.
+// `pingpong`: each has its own tile, one's epilogue runs behind the other's main loop. A cluster of two CTAs takes two tiles of
+// one expert that share B and copies it once for both: reads from L2, not wgmma, bound these kernels.
 #pragma once
+#include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -55,12 +57,13 @@ struct GroupedParams {
 };
 
 // What a template states. See grouped_sm90.cu.j2.
-template <class Element, Schedule Sched_, int BM_, int BN_, int Stages_, int Ops_, bool GatherRows_, bool GatherWeight_>
+template <class Element, Schedule Sched_, int BM_, int BN_, int Stages_, int Ops_, bool GatherRows_, bool GatherWeight_,
+          int Cluster_>
 struct Shape_ {
   using T = Element;
   static constexpr Schedule Sched = Sched_;
   static constexpr bool PingPong = Sched_ == Schedule::pingpong;
-  static constexpr int BM = BM_, BN = BN_, BK = 64, Stages = Stages_;
+  static constexpr int BM = BM_, BN = BN_, BK = 64, Stages = Stages_, Cluster = Cluster_;
   static constexpr bool RowOp = Ops_ & 1, WeightOp = Ops_ & 2;
   static constexpr bool GatherRows = GatherRows_, GatherWeight = GatherWeight_;
   static constexpr bool AnyGather = (RowOp && GatherRows) || (WeightOp && GatherWeight);
@@ -74,6 +77,8 @@ struct alignas(16) Tile {
   int row0, rows;  // rows of this tile (row tile), of the expert (weight tile)
   int m0, n0;      // first feature of P and Q (weight tile); n0: first column (row tile)
   int k_tiles, n_tile;
+  int multicast;   // the cluster's two tiles share B: each CTA copies half of it to both
+  int pad[3];
 };
 
 template <class C>
@@ -88,7 +93,8 @@ struct alignas(1024) Smem {
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   Tile tile[kTileSlots];
   int offs[kMaxExperts + 4];
-  int m_tiles[kMaxExperts + 4];  // exclusive prefix sum of row tiles; entry E: rows of no expert
+  int m_tiles[kMaxExperts + 4];  // exclusive prefix sum of row tiles; entry E: rows of no expert. In a cluster of pairs << 11,
+                                 // plus tiles without a partner
 };
 
 struct Pipe {

@@ -36,6 +36,7 @@ struct Copier {
   Smem<C>& sm;
   const GroupedParams& p;
   const TmaDescriptor* maps;  // rows, weight, weight of up, P, Q
+  int rank;                   // in the cluster
   Pipe pipe;
 
   // Waits for room, announces the bytes to come. A stage without gathered part needs no relay: arrive in its place.
@@ -43,27 +44,37 @@ struct Copier {
   CUTE_DEVICE uint64_t* open() {
     Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
     uint64_t* bar = &sm.full[pipe.index];
-    if constexpr (C::AnyGather && !Gathered)
-      for (int i = 0; i < C::HandOvers; ++i) Barrier::arrive(bar);
+    if constexpr (C::AnyGather && !Gathered) Barrier::arrive(bar);
     TxBarrier::arrive_and_expect_tx(bar, kBBytes + (Gathered ? 0 : kABytes));
     return bar;
   }
 
+  // B in two halves. In a cluster that shares it each CTA copies one half to both.
+  template <class Copy>
+  CUTE_DEVICE void halves(const Tile& t, Copy copy) {
+    if (C::Cluster > 1 && t.multicast) copy(rank, true);
+    else {
+      copy(0, false);
+      copy(1, false);
+    }
+  }
+
   CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k) {
-    CUTE_UNROLL
-    for (int half = 0; half < C::WeightBoxes; ++half) {  // gate columns, then up columns
+    halves(t, [&](int half, bool shared) {
       const bool up_tensor = C::SplitWeight && half == 1;
       const TmaDescriptor* map = maps + (up_tensor ? 2 : 1);
-      const int n = t.n0 * C::WeightColumnScale + (up_tensor ? 0 : half * p.N);
-      uint8_t* dst = sm.b[pipe.index] + half * C::WeightBox * 128;
-      if constexpr (!C::WeightKN) {
-        SM90_TMA_LOAD_3D::copy(map, bar, kEvictNormal, dst, k * C::BK, n, t.expert);
-      } else {
+      const int n = t.n0 * C::WeightColumnScale + (up_tensor ? 0 : half * (C::PairedWeight ? p.N : C::BN / 2));
+      uint8_t* dst = sm.b[pipe.index] + half * (C::BN / 2) * 128;
+      if constexpr (!C::WeightKN) copy_3d(map, bar, dst, k * C::BK, n, t.expert, shared);
+      else {
         CUTE_UNROLL
-        for (int j = 0; j < C::WeightBox / 64; ++j)
-          SM90_TMA_LOAD_3D::copy(map, bar, kEvictNormal, dst + j * (C::BK * 128), n + 64 * j, k * C::BK, t.expert);
+        for (int j = 0; j < C::BN / 128; ++j) copy_3d(map, bar, dst + j * (C::BK * 128), n + 64 * j, k * C::BK, t.expert, shared);
       }
-    }
+    });
+  }
+  CUTE_DEVICE void copy_3d(const TmaDescriptor* map, uint64_t* bar, uint8_t* dst, int x, int y, int z, bool shared) {
+    if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_3D::copy(map, bar, 3, kEvictNormal, dst, x, y, z);
+    else SM90_TMA_LOAD_3D::copy(map, bar, kEvictNormal, dst, x, y, z);
   }
 
   CUTE_DEVICE void row_tile(const Tile& t) {
@@ -86,9 +97,15 @@ struct Copier {
         for (int j = 0; j < C::BM / 64; ++j)
           SM90_TMA_LOAD_2D::copy(maps + 3, bar, kEvictNormal, sm.a[pipe.index] + j * (C::BK * 128), t.m0 + 64 * j, row);
       }
-      CUTE_UNROLL
-      for (int j = 0; j < C::BN / 64; ++j)
-        SM90_TMA_LOAD_2D::copy(maps + 4, bar, kEvictNormal, sm.b[pipe.index] + j * (C::BK * 128), t.n0 + 64 * j, row);
+      halves(t, [&](int half, bool shared) {
+        CUTE_UNROLL
+        for (int i = 0; i < C::BN / 128; ++i) {
+          const int j = half * (C::BN / 128) + i;
+          uint8_t* dst = sm.b[pipe.index] + j * (C::BK * 128);
+          if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + 4, bar, 3, kEvictNormal, dst, t.n0 + 64 * j, row);
+          else SM90_TMA_LOAD_2D::copy(maps + 4, bar, kEvictNormal, dst, t.n0 + 64 * j, row);
+        }
+      });
       pipe.template next<C::Stages>();
     }
   }
@@ -97,20 +114,21 @@ struct Copier {
     TileReader<C> reader;
     TileWriter<C> writer;
     const Counts<C> counts(p);
-    const bool lead = lane_id() == 0;
-    if (lead) writer.publish(sm, decode(sm, p, counts, blockIdx.x));
+    const bool lead = lane_id() == 0, scheduler = lead && rank == 0;
+    if (scheduler) writer.publish(sm, p, counts, fetch_ticket(p));
     while (true) {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
+      int ticket = 0;
+      if (scheduler) ticket = fetch_ticket(p);
       if (lead) {
-        const int ticket = fetch_ticket(p);
         if (C::RowOp && t.kind == kRowTile) row_tile(t);
         if (C::WeightOp && t.kind == kWeightTile) weight_tile(t);
-        writer.publish(sm, decode(sm, p, counts, ticket));
       }
+      if (scheduler) writer.publish(sm, p, counts, ticket);
       __syncwarp();
     }
-    if (lead) retire(p);
+    if (scheduler) retire(p, gridDim.x / C::Cluster);
   }
 };
 
@@ -125,7 +143,7 @@ struct Gatherer {
   CUTE_DEVICE uint32_t token(int slot) const { return __umulhi(2u * uint32_t(slot), p.div_mul) >> p.div_shift; }
   CUTE_DEVICE void wait_for_room() { Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1); }
   CUTE_DEVICE void issued() {
-    cutlass::arch::cpasync_barrier_arrive_noinc(C::Relay ? &sm.landed[pipe.index] : &sm.full[pipe.index]);
+    cutlass::arch::cpasync_barrier_arrive_noinc(&sm.landed[pipe.index]);
     pipe.template next<C::Stages>();
   }
 
@@ -228,7 +246,7 @@ struct RelayWarp {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
       if (!gathered<C>(t)) { pipe.template skip<C::Stages>(t.k_tiles); continue; }
-      if (C::Relay && lane_id() == 0) {
+      if (lane_id() == 0) {
         for (int k = 0; k < t.k_tiles; ++k) {
           Barrier::wait(&sm.landed[pipe.index], pipe.phase);
           cutlass::arch::fence_view_async_shared();

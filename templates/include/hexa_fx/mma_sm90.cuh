@@ -62,6 +62,15 @@ struct MainLoop {
     return partition_fragment_C(typename M::Tiled{}, cute::Shape<Int<C::BM>, Int<C::BN>>{});
   }
 
+  // A stage that a cluster shares is free when both CTAs have read it.
+  static CUTE_DEVICE void release(Smem<C>& sm, int stage) {
+    if constexpr (C::Cluster == 1) {
+      if (lane_id() == 0) Barrier::arrive(&sm.empty[stage]);
+    } else {
+      if (lane_id() < C::Cluster) Barrier::arrive(&sm.empty[stage], lane_id(), 1);
+    }
+  }
+
   // `Active` of the warpgroup's 64-row blocks hold rows. `group` is the consumer warpgroup.
   template <int Active, bool Sum, class Acc>
   CUTE_DEVICE void run(Smem<C>& sm, Pipe& pipe, int k_tiles, int group, Acc& acc, ColumnSum<C>& sum) {
@@ -70,7 +79,6 @@ struct MainLoop {
     auto slice = mma.get_slice(C::PingPong ? 0 : group * 128);
     Tensor fa = slice.make_fragment_A(slice.partition_A(a));
     Tensor fb = slice.make_fragment_B(slice.partition_B(b));
-    const bool lead = lane_id() == 0;
     const int warp = (C::PingPong ? 0 : group * 4) + warp_in_group();
     int previous = -1;
     if constexpr (Active > 0) {
@@ -79,7 +87,6 @@ struct MainLoop {
     }
     for (int k = 0; k < k_tiles; ++k) {
       Barrier::wait(&sm.full[pipe.index], pipe.phase);
-      if constexpr (C::AnyGather && !C::Relay) cutlass::arch::fence_view_async_shared();
       if constexpr (Active > 0) {
         warpgroup_arrive();
         CUTE_UNROLL
@@ -92,7 +99,7 @@ struct MainLoop {
       }
       if constexpr (Sum) sum.add(sm, pipe.index, warp);
       if constexpr (Active > 0) warpgroup_wait<1>();
-      if (previous >= 0 && lead) Barrier::arrive(&sm.empty[previous]);
+      if (previous >= 0) release(sm, previous);
       previous = pipe.index;
       pipe.template next<C::Stages>();
     }
@@ -101,7 +108,7 @@ struct MainLoop {
       warpgroup_wait<0>();
       warpgroup_fence_operand(acc);
     }
-    if (previous >= 0 && lead) Barrier::arrive(&sm.empty[previous]);
+    if (previous >= 0) release(sm, previous);
   }
 };
 
