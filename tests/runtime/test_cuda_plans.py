@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -59,7 +60,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     for module in (cuda_rows, cuda_gemm.sm80):
         monkeypatch.setattr(module, "arch", lambda device: 90)
-    monkeypatch.setattr(cuda_gemm.sm80, "family_arch", lambda device: 80)
+    for module in (cuda_gemm, cuda_gemm.sm80):
+        monkeypatch.setattr(module, "family_arch", lambda device: 80)
     return recorder
 
 
@@ -175,3 +177,66 @@ def test_division_by_multiplication_is_exact(value: int) -> None:
         got = x if value == 1 else ((x * magic) >> 32) >> shift
         assert got == x // value
     assert magic < 2**32
+
+
+class Hopper:
+    """Stands where the Hopper launchers would be; says which operator came, and refuses what they refuse."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.unsupported = cuda_gemm.sm90.unsupported
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def operator(*args: object) -> object:
+            self.calls.append(name)
+            return (None, None, None) if name == "esfk" else None
+
+        return operator
+
+
+@pytest.fixture
+def hopper(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Hopper:
+    hopper = Hopper()
+    monkeypatch.setattr(cuda_gemm, "sm90", hopper)
+    for name in ("arch", "family_arch"):
+        monkeypatch.setattr(cuda_gemm, name, lambda device: 90)
+    return hopper
+
+
+def operands(dtype: torch.dtype = torch.bfloat16, tokens: int = 400, width: int = N) -> tuple[torch.Tensor, ...]:
+    return torch.randn(tokens, D, dtype=dtype), torch.randn(E, width, D, dtype=dtype), *routing(tokens * K)
+
+
+def test_hopper_takes_what_it_can(hopper: Hopper, recorder: Recorder) -> None:
+    x, w, v, offs = operands()
+    cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
+    cuda_gemm.esmm(x, w.mT.contiguous().mT, None, v, offs, K, "nk")
+    cuda_gemm.esmm_act(x, w, None, w, None, v, offs, K, "nk", "silu", "split")
+    cuda_gemm.estmm(x, torch.randn(800, N, dtype=x.dtype), v, None, offs, K, "nk")
+    cuda_gemm.esfk(x, torch.randn(800, N, dtype=x.dtype), w, v, offs, K, "nk", False)
+    assert hopper.calls == ["esmm", "esmm", "esmm_act", "estmm", "esfk"]
+    assert not recorder.launches
+
+
+@pytest.mark.parametrize(
+    "case", ["float32", "odd width", "odd stride", "few rows", "tanh", "one bias of two", "both gathered"]
+)
+def test_what_hopper_leaves_goes_to_the_other_family(hopper: Hopper, recorder: Recorder, case: str) -> None:
+    x, w, v, offs = operands(
+        torch.float32 if case == "float32" else torch.bfloat16,
+        4 if case == "few rows" else 400,
+        N + 1 if case == "odd width" else N,
+    )
+    if case == "odd stride":
+        x = torch.randn(400, D + 1, dtype=x.dtype)[:, :D]
+    if case == "tanh":
+        cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "tanh", "none")
+    elif case == "one bias of two":
+        bias = torch.zeros(E, N, dtype=x.dtype)
+        cuda_gemm.esmm_act(x, w, bias, w, None, v, offs, K, "nk", "silu", "split")
+    elif case == "both gathered":
+        cuda_gemm.estmm(x, torch.randn(400, N, dtype=x.dtype), v, v, offs, K, "nk")
+    else:
+        cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
+    assert not hopper.calls
+    assert recorder.launches or "bias" in cuda_launch.fallbacks["esmm_act"]
