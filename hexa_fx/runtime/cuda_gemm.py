@@ -53,12 +53,10 @@ def esmm_act(
     """See hexa_fx.ops.esmm_act."""
     columns = w1.shape[1] if layout == "nk" else w1.shape[2]
     inner = columns // 2 if glu in ("concat", "interleaved") else columns
-    one_bias = w3 is not None and (b1 is None) != (b3 is None)
-    if (
-        (activation in SM80_ONLY or one_bias or (activation, glu) == ("none", "none"))
-        or _few_rows(x, v, offs)
-        or not _hopper(offs, (inner,), x, w1, b1, w3, b3)
-    ):
+    if w3 is not None and (b1 is None) != (b3 is None):  # kernels have both biases or none
+        b1, b3 = (w1.new_zeros((w1.shape[0], inner)) if b is None else b for b in (b1, b3))
+    only_sm80 = activation in SM80_ONLY or (activation, glu) == ("none", "none")
+    if only_sm80 or _few_rows(x, v, offs) or not _hopper(offs, (inner,), x, w1, b1, w3, b3):
         return sm80.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, params, keep_h)
     return sm90.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, _full(activation, params), keep_h)
 

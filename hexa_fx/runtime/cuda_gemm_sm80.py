@@ -139,7 +139,7 @@ def _product(
         not (x_at | w_at | up_at | steps * x.element_size()) & 15,
         activation,
         glu,
-        (bias is not None, bias_up is not None),
+        bias is not None,
         d is not None,
     )
     pointers = (x_at, w_at, up_at, address(bias), address(bias_up), address(d), address(act), address(v), 0)
@@ -209,14 +209,12 @@ def _esmm_plan(
     fit: bool,
     activation: str,
     glu: Glu,
-    bias: tuple[bool, bool],
+    bias: bool,
     keep_h: bool,
 ) -> tuple[KernelHandle, int, int]:
     """The kernel, its tile's rows, and the columns of one glu half that a tile covers."""
-    if glu == "split" and bias[0] != bias[1]:
-        raise Unsupported("one of gate and up has a bias and the other has none")
     spec = _spec("esmm", device, DTYPES[dtype], math, bucket, inner if glu == "none" else 2 * inner)
-    spec = replace(spec, layout=layout, gather=gather, aligned=fit, activation=activation, glu=glu, bias=bias[0])
+    spec = replace(spec, layout=layout, gather=gather, aligned=fit, activation=activation, glu=glu, bias=bias)
     if activation != "none" or glu != "none":
         spec = spec.with_options(keep_h=keep_h)
     return kernel_of(spec), spec.bm, spec.bn if glu == "none" else spec.bn // 2

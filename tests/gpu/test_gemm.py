@@ -1,4 +1,7 @@
-"""The gemm_sm80 family, called directly: types x layouts x epilogues x bias x routings x sizes, against float64."""
+"""The products: types x layouts x epilogues x bias x routings x sizes, against float64.
+
+``sm80`` calls the gemm_sm80 family itself; ``op`` the operator, which on Hopper runs the sm_90a family where it can.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,18 @@ BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float6
 TOKENS, TOP_K, EXPERTS = 301, 3, 7
 
 
+class Operators:
+    """The dispatcher's operators under the launchers' names."""
+
+    esmm = staticmethod(lambda *args: torch.ops.hexa.esmm(*args))
+    esmm_act = staticmethod(lambda *args: torch.ops.hexa.esmm_act(*args))
+    estmm = staticmethod(lambda *args: torch.ops.hexa.estmm(*args))
+
+
+PATHS = {"sm80": sm80, "op": Operators}
+TYPES = [("sm80", BF16), ("sm80", F16), ("sm80", F32), ("sm80", F64), ("op", BF16), ("op", F16)]
+
+
 @pytest.fixture
 def tf32() -> Iterator[None]:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -36,29 +51,30 @@ def weight(n: int, k: int, layout: str, dtype: torch.dtype, experts: int = EXPER
     return randn(*((experts, n, k) if layout == "nk" else (experts, k, n)), dtype=dtype, scale=k**-0.5)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+@pytest.mark.parametrize(("path", "dtype"), TYPES)
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize(("k", "n"), [(200, 328), (129, 67)], ids=["aligned", "odd"])
-def test_esmm(dtype: torch.dtype, layout: str, k: int, n: int) -> None:
+def test_esmm(path: str, dtype: torch.dtype, layout: str, k: int, n: int) -> None:
+    esmm = PATHS[path].esmm
     w, bias = weight(n, k, layout, dtype), randn(EXPERTS, n, dtype=dtype)
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         x = randn(TOKENS, k, dtype=dtype)
-        y = sm80.esmm(x, w, bias, r.v, r.offs, TOP_K, layout)
+        y = esmm(x, w, bias, r.v, r.offs, TOP_K, layout)
         assert_close(y, reference_esmm(x, w, bias, r.v, r, layout), dtype)
     rows = randn(r.n, k, dtype=dtype)
     r = make_routing("sentinels", TOKENS, TOP_K, EXPERTS)
     rows[r.routed :] = float("nan")
-    y = sm80.esmm(rows, w, None, None, r.offs, 1, layout)
+    y = esmm(rows, w, None, None, r.offs, 1, layout)
     assert_close(y, reference_esmm(rows.nan_to_num(0), w, None, None, r, layout), dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40, 90, 3000])
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_esmm_at_every_tile_height(tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("path", "dtype"), [("sm80", BF16), ("sm80", F32), ("op", BF16)])
+def test_esmm_at_every_tile_height(tokens: int, path: str, dtype: torch.dtype) -> None:
     r = make_routing("random", tokens, 2, 4)
     x, w = randn(tokens, 256, dtype=dtype), weight(192, 256, "nk", dtype, 4)
-    y = sm80.esmm(x, w, None, r.v, r.offs, 2, "nk")
+    y = PATHS[path].esmm(x, w, None, r.v, r.offs, 2, "nk")
     assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), dtype)
 
 
@@ -74,11 +90,12 @@ def test_esmm_tf32(tf32: None) -> None:
         assert row_error(dw, reference_estmm(x, g, r.v, None, r, layout)) < TF32_TOLERANCE
 
 
-def test_esmm_reads_strided_and_transposed_operands_in_place() -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_esmm_reads_strided_and_transposed_operands_in_place(path: str) -> None:
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
     x = randn(TOKENS, 250, dtype=BF16)[:, 3:203]
     w = randn(EXPERTS, 200, 340, dtype=BF16)[:, :, 4:332].transpose(1, 2)
-    y = sm80.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
+    y = PATHS[path].esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
     assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), BF16)
 
 
@@ -107,16 +124,22 @@ EPILOGUES = [
 
 
 @pytest.mark.parametrize(("activation", "glu"), EPILOGUES)
-@pytest.mark.parametrize(("dtype", "layout", "inner"), [(BF16, "nk", 168), (F16, "kn", 168), (F32, "kn", 83)])
+@pytest.mark.parametrize(
+    ("path", "dtype", "layout", "inner"),
+    [("sm80", BF16, "nk", 168), ("sm80", F16, "kn", 168), ("sm80", F32, "kn", 83)]
+    + [("op", BF16, "nk", 168), ("op", F16, "kn", 168)],
+)
 @pytest.mark.parametrize("bias", [True, False])
-def test_esmm_act(activation: str, glu: str, dtype: torch.dtype, layout: str, inner: int, bias: bool) -> None:
+def test_esmm_act(
+    path: str, activation: str, glu: str, dtype: torch.dtype, layout: str, inner: int, bias: bool
+) -> None:
     r = make_routing("sentinels", TOKENS, TOP_K, EXPERTS)
     columns = 2 * inner if glu in ("concat", "interleaved") else inner
     x = randn(TOKENS, 136, dtype=dtype)
     w1, w3 = weight(columns, 136, layout, dtype), weight(inner, 136, layout, dtype) if glu == "split" else None
     b1 = randn(EXPERTS, columns, dtype=dtype) if bias else None
     b3 = randn(EXPERTS, inner, dtype=dtype) if bias and glu == "split" else None
-    h, a = sm80.esmm_act(x, w1, b1, w3, b3, r.v, r.offs, TOP_K, layout, activation, glu, (), bias)
+    h, a = PATHS[path].esmm_act(x, w1, b1, w3, b3, r.v, r.offs, TOP_K, layout, activation, glu, (), bias)
     want = reference_esmm(x, w1, b1, r.v, r, layout)
     if w3 is not None:
         want = torch.cat((want, reference_esmm(x, w3, b3, r.v, r, layout)), 1)
@@ -129,19 +152,36 @@ def test_esmm_act(activation: str, glu: str, dtype: torch.dtype, layout: str, in
     assert_close(a, want, dtype, 2)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32, F64])
+@pytest.mark.parametrize(("path", "dtype"), [("sm80", BF16), ("sm80", F32), ("sm80", F64), ("op", BF16)])
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize(("m", "n"), [(200, 328), (77, 45)], ids=["aligned", "odd"])
-def test_estmm(dtype: torch.dtype, layout: str, m: int, n: int) -> None:
+def test_estmm(path: str, dtype: torch.dtype, layout: str, m: int, n: int) -> None:
+    estmm = PATHS[path].estmm
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         x, g = randn(TOKENS, m, dtype=dtype), randn(r.n, n, dtype=dtype)
         g[r.routed :] = float("nan")
-        dw = sm80.estmm(x, g, r.v, None, r.offs, TOP_K, layout)
+        dw = estmm(x, g, r.v, None, r.offs, TOP_K, layout)
         assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), dtype)
     rows, dy = randn(r.n, m, dtype=dtype), randn(TOKENS, n, dtype=dtype)
-    dw = sm80.estmm(rows, dy, None, r.v, r.offs, TOP_K, layout)
+    dw = estmm(rows, dy, None, r.v, r.offs, TOP_K, layout)
     assert_close(dw, reference_estmm(rows, dy, None, r.v, r, layout), dtype)
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
-    dw = sm80.estmm(rows, g.nan_to_num(1), None, None, r.offs, 1, layout)
+    dw = estmm(rows, g.nan_to_num(1), None, None, r.offs, 1, layout)
     assert_close(dw, reference_estmm(rows, g.nan_to_num(1), None, None, r, layout), dtype)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_esfk_is_its_three_parts(layout: str, dtype: torch.dtype) -> None:
+    for kind in ROUTINGS:
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        x, g, w = randn(TOKENS, 200, dtype=dtype), randn(r.n, 328, dtype=dtype), weight(328, 200, layout, dtype)
+        g[r.routed :] = 0
+        dx, dw, db = torch.ops.hexa.esfk(x, g, w, r.v, r.offs, TOP_K, layout, True)
+        other = "kn" if layout == "nk" else "nk"
+        assert_close(dx, reference_esmm(g, w, None, None, r, other), dtype)
+        assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), dtype)
+        offs = r.offs.tolist()
+        want = torch.stack([g[offs[e] : offs[e + 1]].double().sum(0) for e in range(EXPERTS)])
+        assert_close(db, want, dtype)
