@@ -5,7 +5,8 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,9 @@ from cutlass_library import DataType, MathOperation
 from torch import Tensor
 
 from hexa_fx.codegen.families import get_family
-from hexa_fx.codegen.heuristics import choose_tile, row_bucket
+from hexa_fx.codegen.heuristics import Tile, candidates, choose_tile, row_bucket
 from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
+from hexa_fx.codegen.tuned import Problem
 from hexa_fx.jit.kernel import KernelHandle
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.runtime.cuda_launch import (
@@ -29,6 +31,7 @@ from hexa_fx.runtime.cuda_launch import (
     launch,
     plan,
 )
+from hexa_fx.runtime.cuda_tune import autotuning, tune, tuned_tile
 
 _ARGS = get_family("gemm_sm80").args
 _GROUP = 8
@@ -95,11 +98,19 @@ def estmm(
     rows = (a if a_index is None else a_index).shape[0]
     a_at, b_at, a_stride, b_stride = a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0)
     fit = not (a_at | b_at | (a_stride | b_stride) * a.element_size()) & 15
-    kernel, bm, bn = _estmm_plan(device, a.dtype, _math(a.dtype), n, a_index is not None, b_index is not None, fit)
+    bucket = row_bucket(rows, experts)
+    key = (device, a.dtype, _math(a.dtype), bucket, m, n, a_index is not None, b_index is not None, fit)
     pointers = (a_at, b_at, 0, 0, 0, d.data_ptr(), 0, address(a_index), address(b_index), offs.data_ptr())
     strides = (a_stride, b_stride, 0, n, m * n, 0)
     args = _ARGS.pack(*pointers, *strides, rows, m, n, 0, experts, *divisor(top_k), 0.0, 0.0)
-    launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
+
+    def run(tile: Tile | None = None) -> None:
+        kernel, bm, bn = _estmm_plan(*key, tile)
+        launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
+
+    if autotuning():
+        _tune("estmm", device, a.dtype, a_index is not None or b_index is not None, bucket, m, n, run)
+    run()
     return d
 
 
@@ -128,11 +139,13 @@ def _product(
     x_at, w_at, up_at = x.data_ptr(), first.tensor.data_ptr(), 0 if second is None else second.tensor.data_ptr()
     strides = (x.stride(0), first.stride, first.expert)
     steps = strides[0] | strides[1] | strides[2] | (inner if glu == "concat" and first.layout == "kn" else 0)
-    kernel, bm, step = _esmm_plan(
+    bucket = row_bucket(n, experts)
+    key = (
         device,
         x.dtype,
         _math(x.dtype),
-        row_bucket(n, experts),
+        bucket,
+        k,
         inner,
         first.layout,
         v is not None,
@@ -148,8 +161,16 @@ def _product(
     args = _ARGS.pack(
         *pointers, offs.data_ptr(), *strides, *results, *sizes, *divisor(top_k), *_constants(activation, tuple(params))
     )
-    row_tiles = ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP
-    launch(kernel, device, (row_tiles * ceil_div(inner, step), 1, 1), args)
+
+    def run(tile: Tile | None = None) -> None:
+        kernel, bm, step = _esmm_plan(*key, tile)
+        row_tiles = ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP
+        launch(kernel, device, (row_tiles * ceil_div(inner, step), 1, 1), args)
+
+    if autotuning():
+        columns = inner if glu == "none" else 2 * inner
+        _tune("esmm", device, x.dtype, v is not None, bucket, k, columns, run)
+    run()
 
 
 def _weights(weights: tuple[Tensor, Tensor | None], layout: Layout) -> tuple[_Weight, _Weight | None]:
@@ -203,6 +224,7 @@ def _esmm_plan(
     dtype: torch.dtype,
     math: str,
     bucket: int,
+    depth: int,
     inner: int,
     layout: Layout,
     gather: bool,
@@ -211,9 +233,12 @@ def _esmm_plan(
     glu: Glu,
     bias: bool,
     keep_h: bool,
+    tile: Tile | None,
 ) -> tuple[KernelHandle, int, int]:
     """The kernel, its tile's rows, and the columns of one glu half that a tile covers."""
-    spec = _spec("esmm", device, DTYPES[dtype], math, bucket, inner if glu == "none" else 2 * inner)
+    columns = inner if glu == "none" else 2 * inner
+    tile = tile or _tile("esmm", device, DTYPES[dtype], math, gather, bucket, depth, columns)
+    spec = _spec("esmm", device, DTYPES[dtype], math, tile)
     spec = replace(spec, layout=layout, gather=gather, aligned=fit, activation=activation, glu=glu, bias=bias)
     if activation != "none" or glu != "none":
         spec = spec.with_options(keep_h=keep_h)
@@ -222,18 +247,60 @@ def _esmm_plan(
 
 @plan
 def _estmm_plan(
-    device: int, dtype: torch.dtype, math: str, columns: int, gather_a: bool, gather_b: bool, fit: bool
+    device: int,
+    dtype: torch.dtype,
+    math: str,
+    bucket: int,
+    m: int,
+    n: int,
+    gather_a: bool,
+    gather_b: bool,
+    fit: bool,
+    tile: Tile | None,
 ) -> tuple[KernelHandle, int, int]:
     """The kernel and its tile's rows and columns."""
-    spec = _spec("estmm", device, DTYPES[dtype], math, 0, columns)
+    tile = tile or _tile("estmm", device, DTYPES[dtype], math, gather_a or gather_b, bucket, m, n)
+    spec = _spec("estmm", device, DTYPES[dtype], math, tile)
     spec = replace(spec, gather=gather_a, aligned=fit, store="weight").with_options(gather_b=gather_b)
     return kernel_of(spec), spec.bm, spec.bn
 
 
-def _spec(op: str, device: int, dtype: DataType, math: str, bucket: int, columns: int) -> KernelSpec:
+def _tile(
+    op: str, device: int, dtype: DataType, math: str, gather: bool, bucket: int, inner: int, columns: int
+) -> Tile:
+    """The measured tile where a table has one, else the rule's."""
+    found = tuned_tile(_problem(op, dtype, math, gather, bucket, inner, columns), device)
+    if found is not None:
+        return Tile(**found)
+    return choose_tile(op, family_arch(device), dtype, math, bucket, columns)
+
+
+def _problem(op: str, dtype: DataType, math: str, gather: bool, bucket: int, inner: int, columns: int) -> Problem:
+    return Problem("gemm_sm80", op, f"{dtype.name} {math}", gather, bucket, inner, columns)
+
+
+def _tune(
+    op: str,
+    device: int,
+    dtype: torch.dtype,
+    gather: bool,
+    bucket: int,
+    inner: int,
+    columns: int,
+    run: Callable[[Tile], None],
+) -> None:
+    """Measures the candidates of a bucket that this machine's table lacks."""
+    math = _math(dtype)
+    tiles = [asdict(tile) for tile in candidates(op, DTYPES[dtype], math, bucket)]
+    problem = _problem(op, DTYPES[dtype], math, gather, bucket, inner, columns)
+    if tune(problem, device, tiles, lambda tile: run(Tile(**tile))) is not None:
+        _esmm_plan.cache_clear()  # type: ignore[attr-defined]
+        _estmm_plan.cache_clear()  # type: ignore[attr-defined]
+
+
+def _spec(op: str, device: int, dtype: DataType, math: str, tile: Tile) -> KernelSpec:
     if arch(device) < 80:
         raise Unsupported(f"sm_{arch(device)}; the kernels need sm_80 or newer")
-    tile = choose_tile(op, family_arch(device), dtype, math, bucket, columns)
     spec = KernelSpec(
         family="gemm_sm80",
         op=op,
