@@ -8,13 +8,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from filelock import FileLock
 
+from hexa_fx.codegen.render import render
+from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tuned import Problem, Tile, TunedTable, shipped
 from hexa_fx.errors import KernelError
+from hexa_fx.jit.build import build_many
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.runtime.cuda_launch import plan
 
@@ -37,13 +41,20 @@ def tuned_tile(problem: Problem, device: int) -> Tile | None:
     return _read(_path(name)).find(problem) or shipped(name).find(problem)
 
 
-def tune(problem: Problem, device: int, candidates: Sequence[Tile], run: Callable[[Tile], None]) -> Tile | None:
+def tune(
+    problem: Problem,
+    device: int,
+    candidates: Sequence[Tile],
+    spec_of: Callable[[Tile], KernelSpec],
+    run: Callable[[Tile], None],
+) -> Tile | None:
     """Times `candidates` and keeps the best, unless this machine's table has the very problem, or a graph is captured.
 
     Args:
         problem: the bucket.
         device: current device.
         candidates: tiles to try. One that cannot be generated is passed over.
+        spec_of: the kernel of a tile, so that all are built at a time.
         run: launches one tile on the caller's operands.
 
     Returns:
@@ -55,6 +66,7 @@ def tune(problem: Problem, device: int, candidates: Sequence[Tile], run: Callabl
     path = _path(torch.cuda.get_device_name(device))
     if problem in _read(path).entries:
         return None
+    _prebuild([spec_of(tile) for tile in candidates])
     times = {index: ms for index, tile in enumerate(candidates) if (ms := _milliseconds(tile, run)) is not None}
     if not times:
         return None
@@ -63,6 +75,16 @@ def tune(problem: Problem, device: int, candidates: Sequence[Tile], run: Callabl
     _store(path, problem, candidates[best], times[best])
     tuned_tile.cache_clear()  # type: ignore[attr-defined]
     return candidates[best]
+
+
+def _prebuild(specs: Sequence[KernelSpec]) -> None:
+    """Builds what can be built, several at a time. What cannot is passed over when it is to run."""
+    sources = []
+    for spec in specs:
+        with suppress(KernelError):
+            sources.append(render(spec))
+    with suppress(KernelError):
+        build_many(sources)
 
 
 def _milliseconds(tile: Tile, run: Callable[[Tile], None]) -> float | None:

@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tuned import Problem, TunedTable
 from hexa_fx.errors import KernelError
 from hexa_fx.runtime import cuda_launch, cuda_tune
 
 PROBLEM = Problem("gemm_sm80", "esmm", "bf16 tensor", False, 8, 1024, 1024)
 TILES = [{"bm": 16}, {"bm": 64}, {"bm": 128}]
+
+
+def spec_of(tile: dict[str, int]) -> KernelSpec:
+    """Never valid: nothing is built here."""
+    return KernelSpec("gemm_sm80", "esmm", 80, bm=tile["bm"]).with_options(warps_m=3, warps_n=3)
 
 
 @pytest.fixture(autouse=True)
@@ -42,23 +48,23 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_the_best_tile_is_kept_on_disk_and_found(timed: list[int], card: Path) -> None:
     assert cuda_tune.tuned_tile(PROBLEM, 0) is None
-    assert cuda_tune.tune(PROBLEM, 0, TILES, lambda tile: None) == {"bm": 64}
+    assert cuda_tune.tune(PROBLEM, 0, TILES, spec_of, lambda tile: None) == {"bm": 64}
     assert cuda_tune.tuned_tile(PROBLEM, 0) == {"bm": 64}
     assert TunedTable.from_json(card.read_text()).find(PROBLEM) == {"bm": 64}
     assert timed == [16, 64, 128]
 
 
 def test_a_bucket_is_measured_once_even_over_processes(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda_tune.tune(PROBLEM, 0, TILES, lambda tile: None)
-    assert cuda_tune.tune(PROBLEM, 0, TILES, lambda tile: None) is None
+    cuda_tune.tune(PROBLEM, 0, TILES, spec_of, lambda tile: None)
+    assert cuda_tune.tune(PROBLEM, 0, TILES, spec_of, lambda tile: None) is None
     monkeypatch.setattr(cuda_tune, "_done", set())
-    assert cuda_tune.tune(PROBLEM, 0, TILES, lambda tile: None) is None
+    assert cuda_tune.tune(PROBLEM, 0, TILES, spec_of, lambda tile: None) is None
     assert len(timed) == 3
 
 
 def test_nothing_is_measured_inside_a_capture(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert cuda_tune.tune(PROBLEM, 0, TILES, lambda tile: None) is None
+    assert cuda_tune.tune(PROBLEM, 0, TILES, spec_of, lambda tile: None) is None
     assert timed == []
 
 
@@ -66,14 +72,14 @@ def test_a_damaged_table_is_as_none(timed: list[int], card: Path) -> None:
     card.parent.mkdir()
     card.write_text('[{"family": 1}]')
     assert cuda_tune.tuned_tile(PROBLEM, 0) is None
-    assert cuda_tune.tune(PROBLEM, 0, TILES, lambda tile: None) == {"bm": 64}
+    assert cuda_tune.tune(PROBLEM, 0, TILES, spec_of, lambda tile: None) == {"bm": 64}
 
 
 def test_a_tile_that_cannot_be_generated_is_passed_over() -> None:
     def refuse(tile: object) -> None:
         raise KernelError("no")
 
-    assert cuda_tune.tune(PROBLEM, 0, TILES, refuse) is None
+    assert cuda_tune.tune(PROBLEM, 0, TILES, spec_of, refuse) is None
 
 
 def test_off_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
