@@ -51,5 +51,5 @@ def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gath
         gather: a row operand is gathered.
     """
     if op == "esmm_act_backward":
-        return TileChoice(bn=128, stages=5, pingpong=True)
+        return TileChoice(bn=128, stages=4, pingpong=True)
     return COOPERATIVE

@@ -46,20 +46,18 @@ struct Rows {
       if (r < valid && n < columns) *reinterpret_cast<uint4*>(base + r * ld + n) = d;
     }
   }
-  CUTE_DEVICE void load(uint4 (&to)[4], int column, int columns) const {
+  // Starts copying columns `column` .. + 64 into `stage`; what does not exist becomes zero.
+  CUTE_DEVICE void fetch(const Stage& stage, int column, int columns) const {
     const int c = lane_id() & 7, n = column + c * 8;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int r = (lane_id() >> 3) + 4 * i;
-      to[i] = r < valid && n < columns ? __ldg(reinterpret_cast<const uint4*>(base + r * ld + n)) : uint4{};
+      const bool inside = r < valid && n < columns;
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(cast_smem_ptr_to_uint(stage.chunk(r, c))),
+                   "l"(inside ? base + r * ld + n : base), "r"(inside ? 16 : 0) : "memory");
     }
   }
 };
-
-CUTE_DEVICE void fill(const Stage& stage, const uint4 (&from)[4]) {
-  CUTE_UNROLL
-  for (int i = 0; i < 4; ++i) *stage.chunk((lane_id() >> 3) + 4 * i, lane_id() & 7) = from[i];
-}
 
 template <class C>
 struct RowEpilogue {
@@ -80,8 +78,7 @@ struct RowEpilogue {
 
   // A chunk of values through shared memory: `value(j, r)` packs the pair of 8-column group j and row half r.
   template <class Value>
-  CUTE_DEVICE void chunk(const Rows<T>& out, int column, int columns, Value value) const {
-    const Stage s = stage(0);
+  CUTE_DEVICE void chunk(const Stage& s, const Rows<T>& out, int column, int columns, Value value) const {
     const int l = lane_id();
     __syncwarp();
     CUTE_UNROLL
@@ -108,7 +105,7 @@ struct RowEpilogue {
     for (int q = 0; q < C::BN / 64; ++q) {
       const int first = t.n0 + q * 64;
       if (first >= p.N) break;
-      chunk(out, first, p.N, [&](int j, int r) {
+      chunk(stage(0), out, first, p.N, [&](int j, int r) {
         const float2 x = pair(acc, m, q, j, r, p.bias, 0, first, p.N);
         return pack<T>(x.x, x.y);
       });
@@ -123,7 +120,7 @@ struct RowEpilogue {
     for (int q = 0; q < C::BN / 64; ++q) {
       const int first = t.n0 + q * 64;
       if (first >= p.N) break;
-      chunk(act, first, p.N, [&](int j, int r) {
+      chunk(stage(0), act, first, p.N, [&](int j, int r) {
         const float2 x = pair(acc, m, q, j, r, p.bias, 0, first, p.N);
         float unused;
         return pack<T>(activate<C::Activation, false>(x.x, unused), activate<C::Activation, false>(x.y, unused));
@@ -147,10 +144,10 @@ struct RowEpilogue {
       auto gate = [&](int j, int r) { return pair(acc, m, q, j, r, p.bias, 0, first, p.N); };
       auto up = [&](int j, int r) { return pair(acc, m, q + kHalf, j, r, up_bias, up_at, first, p.N); };
       if constexpr (C::StoreH) {
-        chunk(out, first, p.N, [&](int j, int r) { const float2 g = gate(j, r); return pack<T>(g.x, g.y); });
-        chunk(out_up, first, p.N, [&](int j, int r) { const float2 u = up(j, r); return pack<T>(u.x, u.y); });
+        chunk(stage(0), out, first, p.N, [&](int j, int r) { const float2 g = gate(j, r); return pack<T>(g.x, g.y); });
+        chunk(stage(0), out_up, first, p.N, [&](int j, int r) { const float2 u = up(j, r); return pack<T>(u.x, u.y); });
       }
-      chunk(act, first, p.N, [&](int j, int r) {
+      chunk(stage(0), act, first, p.N, [&](int j, int r) {
         const float2 g = gate(j, r), u = up(j, r);
         return pack<T>(glu<C::Activation>(g.x, u.x, p.act_params), glu<C::Activation>(g.y, u.y, p.act_params));
       });
@@ -170,7 +167,7 @@ struct RowEpilogue {
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
           const int first = 2 * t.n0 + (q + i) * 64;
-          chunk(out, first, columns, [&](int j, int r) {
+          chunk(stage(0), out, first, columns, [&](int j, int r) {
             const float2 x = pair(acc, m, q + i, j, r, p.bias, 0, first, columns);
             return pack<T>(x.x, x.y);
           });
@@ -198,8 +195,8 @@ struct RowEpilogue {
 
   CUTE_DEVICE void zeros(int row) const {
     const int width = C::HColumns * p.N;
-    Stage s = stage(0);
-    fill(s, {});
+    const Stage s = stage(0);
+    for (int i = lane_id(); i < 128; i += 32) reinterpret_cast<uint4*>(s.base)[i] = uint4{};
     __syncwarp();
     const bool h = C::Kind == Epilogue::store || C::StoreH;
     if (h) {
@@ -217,13 +214,17 @@ struct RowEpilogue {
   }
 };
 
-// da -> dh = act'(h) (w da), scaled activation w a, and <da, a> a row. h is read one chunk ahead.
+// da -> dh = act'(h) (w da), scaled activation w a, and <da, a> a row. A warp's chunks of h come by cp.async into two buffers in
+// turn, the first two while the main loop runs.
 template <class C>
 struct GradEpilogue : RowEpilogue<C> {
   using T = typename C::T;
   using Base = RowEpilogue<C>;
   static constexpr int kParts = C::HColumns;  // matrices of h a chunk: 1, or gate and up
-  struct Ahead { uint4 x[kParts][4]; };
+  static constexpr int kChunks = C::BN / 64;  // of one 64-row block
+  static_assert(C::Kind != Epilogue::activate_backward || C::StageBytes >= 2 * kParts * 2048, "two buffers a warp");
+
+  CUTE_DEVICE Stage buffer(int index, int part) const { return this->stage((index & 1) * kParts + part); }
 
   CUTE_DEVICE int h_column(int part, int q) const {
     const int a = this->t.n0 + q * 64;
@@ -232,18 +233,24 @@ struct GradEpilogue : RowEpilogue<C> {
   CUTE_DEVICE int h_limit(int part) const {
     return C::GluMode == Glu::interleaved ? 2 * this->p.N : (part + 1) * this->p.N;
   }
-  CUTE_DEVICE void fetch(Ahead& to, int row, int q) const {
-    const Rows<T> h = this->rows(this->p.h, this->p.h_ld, row);
-    CUTE_UNROLL
-    for (int i = 0; i < kParts; ++i) h.load(to.x[i], h_column(i, q), h_limit(i));
+  // Chunk `index` of the tile's `blocks`; nothing past the last row or the last chunk, but always a group.
+  template <class BlockRow>
+  CUTE_DEVICE void fetch(int index, int blocks, BlockRow block_row) const {
+    const int m = index / kChunks, q = index % kChunks;
+    if (m < blocks && block_row(m) < this->t.rows) {
+      const Rows<T> h = this->rows(this->p.h, this->p.h_ld, block_row(m));
+      CUTE_UNROLL
+      for (int i = 0; i < kParts; ++i) h.fetch(buffer(index, i), h_column(i, q), h_limit(i));
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
   // The pairs of h that lane holds of 8-column group j and row `at`: one, or gate and up (interleaved: as they lie).
-  CUTE_DEVICE uint32_t* pair_of_h(int part, int at, int j) const {
+  CUTE_DEVICE uint32_t* pair_of_h(int index, int part, int at, int j) const {
     const int l = lane_id();
     if constexpr (C::GluMode == Glu::interleaved)
-      return this->stage(j >> 2).pair(at, 2 * (j & 3) + ((l & 3) >> 1), 2 * (l & 1)) + part;
-    else return this->stage(part).pair(at, j, l & 3);
+      return buffer(index, j >> 2).pair(at, 2 * (j & 3) + ((l & 3) >> 1), 2 * (l & 1)) + part;
+    else return buffer(index, part).pair(at, j, l & 3);
   }
 
   // One pair of columns: h becomes dh, a the activation. Returns <da, a> of the two.
@@ -266,9 +273,9 @@ struct GradEpilogue : RowEpilogue<C> {
     return d0 * a.x + d1 * a.y;
   }
 
-  // `next_row` and the first chunk of the following block, to be read ahead; -1 if there is none.
-  template <class Acc>
-  CUTE_DEVICE void block(const Acc& acc, int m, int row, int next_row, Ahead& ahead) const {
+  template <class Acc, class BlockRow>
+  CUTE_DEVICE void block(const Acc& acc, int m, int blocks, BlockRow block_row) const {
+    const int row = block_row(m);
     const GroupedParams& p = this->p;
     const int l = lane_id();
     const Rows<T> out = this->rows(p.out, p.out_ld, row), act = this->rows(p.act, p.act_ld, row);
@@ -281,13 +288,10 @@ struct GradEpilogue : RowEpilogue<C> {
       if (p.slot_scale && slot[r] >= 0) w[r] = __ldg(p.slot_scale + slot[r]);
     }
     CUTE_UNROLL
-    for (int q = 0; q < C::BN / 64; ++q) {
+    for (int q = 0; q < kChunks; ++q) {
+      const int index = m * kChunks + q;
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
       __syncwarp();
-      CUTE_UNROLL
-      for (int i = 0; i < kParts; ++i) fill(this->stage(i), ahead.x[i]);
-      __syncwarp();
-      if (q + 1 < C::BN / 64) fetch(ahead, row, q + 1);
-      else if (next_row >= 0) fetch(ahead, next_row, 0);
       uint32_t scaled[8][2];
       CUTE_UNROLL
       for (int half = 0; half < 8; half += 4) {  // all loads before the first store, so that the pairs overlap
@@ -297,7 +301,7 @@ struct GradEpilogue : RowEpilogue<C> {
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r)
             CUTE_UNROLL
-            for (int i = 0; i < kParts; ++i) h[j][r][i] = *pair_of_h(i, (l >> 2) + 8 * r, half + j);
+            for (int i = 0; i < kParts; ++i) h[j][r][i] = *pair_of_h(index, i, (l >> 2) + 8 * r, half + j);
         CUTE_UNROLL
         for (int j = 0; j < 4; ++j) {
           CUTE_UNROLL
@@ -313,12 +317,14 @@ struct GradEpilogue : RowEpilogue<C> {
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r)
             CUTE_UNROLL
-            for (int i = 0; i < kParts; ++i) *pair_of_h(i, (l >> 2) + 8 * r, half + j) = h[j][r][i];
+            for (int i = 0; i < kParts; ++i) *pair_of_h(index, i, (l >> 2) + 8 * r, half + j) = h[j][r][i];
       }
       __syncwarp();
       CUTE_UNROLL
-      for (int i = 0; i < kParts; ++i) out.store(this->stage(i), h_column(i, q), h_limit(i));
-      this->chunk(act, this->t.n0 + q * 64, p.N, [&](int j, int r) { return scaled[j][r]; });
+      for (int i = 0; i < kParts; ++i) out.store(buffer(index, i), h_column(i, q), h_limit(i));
+      this->chunk(buffer(index, 0), act, this->t.n0 + q * 64, p.N, [&](int j, int r) { return scaled[j][r]; });
+      __syncwarp();
+      fetch(index + 2, blocks, block_row);
     }
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
