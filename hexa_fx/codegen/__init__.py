@@ -1,4 +1,7 @@
-"""KernelSpec -> CUDA text. Knows nothing of graphs, compilers or devices; see `hexa_fx.codegen.family` to add a kernel."""
+"""KernelSpec -> CUDA text. Knows nothing of graphs, compilers or devices.
+
+`hexa_fx.codegen.family` says how a kernel is added.
+"""
 
 from __future__ import annotations
 

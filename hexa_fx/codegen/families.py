@@ -9,6 +9,10 @@ from hexa_fx.codegen.family import Family
 from hexa_fx.errors import KernelError
 
 _MODULES = {
+    "activate": "hexa_fx.codegen.family_rows",
+    "combine": "hexa_fx.codegen.family_rows",
+    "ess": "hexa_fx.codegen.family_rows",
+    "gemm_sm80": "hexa_fx.codegen.family_gemm_sm80",
     "gather_gemm_sm90": "hexa_fx.codegen.family_gemm_sm90",
     "reindex": "hexa_fx.codegen.family_reindex",
 }
@@ -26,7 +30,8 @@ def get_family(name: str) -> Family:
     if name not in _MODULES:
         raise KernelError(f"no kernel family {name!r}; there are {', '.join(sorted(_MODULES))}")
     module = importlib.import_module(_MODULES[name])
-    return next(family for family in module.FAMILIES if family.name == name)
+    families: tuple[Family, ...] = module.FAMILIES
+    return next(family for family in families if family.name == name)
 
 
 def family_names() -> tuple[str, ...]:

@@ -1,20 +1,20 @@
 """A kernel family: one template, the checks of the specs it accepts, and how its kernels are launched.
 
 How a kernel is added
-    1. The algorithm: a plain header ``templates/include/hexa_fx/NAME.cuh``. No host code, no ``<cuda_runtime.h>``, nothing
-       that NVRTC cannot compile. Kernels' argument structs live there too.
+    1. The algorithm: a plain header ``templates/include/hexa_fx/NAME.cuh``. No host code, no ``<cuda_runtime.h>``,
+       nothing that NVRTC cannot compile. Kernels' argument structs live there too.
     2. The entry: ``templates/NAME.cu.j2``. It includes the header, states the types and tiles and defines
-       ``extern "C" __global__ void hexa_kernel(const __grid_constant__ Params p)``. Names the template sees: ``spec`` (the
-       KernelSpec), ``launch`` (the LaunchShape), ``args_bytes``, filters ``cxx`` (C++ name of a DataType) and ``flag``
-       (true / false).
+       ``extern "C" __global__ void hexa_kernel(const __grid_constant__ Params p)``. Names the template sees: ``spec``
+       (the KernelSpec), ``launch`` (the LaunchShape), ``args_bytes``, what `Family.values` adds, and the filters ``cxx``
+       (CUTLASS's name of a DataType), ``cuda`` (CUDA's own) and ``flag`` (true / false).
     3. A `Family` in a module of its own, ``hexa_fx/codegen/family_NAME.py``, listed in ``families._MODULES``.
     4. Whoever launches it: ``handle = hexa_fx.jit.get_kernel(spec)``, then
        ``handle.launch(device_index, grid, (family.args.pack(...),), stream)``. Several blobs are several kernel
        parameters; a tensor map is one blob of 128 bytes (`hexa_fx.jit.tensormap.tensor_map`).
 
-`args` describes the argument struct as `struct` does, native alignment ("P" pointer, "q" int64, "i" int32, "f" float). Emit
-``static_assert(sizeof(Params) == {{ args_bytes }})`` in the template: a C++ struct is padded at its end, so end the format
-with ``0P`` where the struct's alignment is 8.
+`args` describes the argument struct as `struct` does, native alignment ("P" pointer, "q" int64, "i" int32, "f" float).
+Emit ``static_assert(sizeof(Params) == {{ args_bytes }})`` in the template: a C++ struct is padded at its end, so end the
+format with ``0P`` where the struct's alignment is 8.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REGISTERS_PER_SM = 65536
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """What of a launch is fixed by the spec: threads a block, dynamic shared memory in bytes, blocks a cluster (along x)."""
+    """What of a launch the spec fixes: threads a block, bytes of dynamic shared memory, blocks a cluster (along x)."""
 
     threads: int
     shared_bytes: int = 0
@@ -105,6 +105,6 @@ def _common(family: Family, spec: KernelSpec) -> Iterable[str]:
 def _limits(spec: KernelSpec, shape: LaunchShape) -> Iterable[str]:
     limit = shared_limit(spec.arch)
     if shape.shared_bytes > limit:
-        yield f"{shape.shared_bytes} bytes of shared memory asked, a block has {limit}: use a smaller tile or fewer stages"
+        yield f"{shape.shared_bytes} bytes of shared memory, a block has {limit}: use a smaller tile or fewer stages"
     if shape.threads > 1024 or shape.threads % 32:
         yield f"{shape.threads} threads a block: must be a multiple of 32 up to 1024"

@@ -1,4 +1,4 @@
-"""reindex: slots sorted by expert on the device. ``reindex_count`` then ``reindex_place``, or ``reindex_place`` in one block."""
+"""reindex: slots sorted by expert. ``reindex_count`` then ``reindex_place``, or ``reindex_place`` alone in one block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _check(spec: KernelSpec) -> Iterable[str]:
 
 
 def reindex_warps(experts: int, arch: int) -> int:
-    """Most warps a block (a power of two up to 16) whose tallies of `experts` fit in shared memory; 0 if not even one."""
+    """Most warps a block (a power of two up to 16) whose tallies fit in shared memory; 0 if not even one's."""
     for warps in (16, 8, 4, 2, 1):
         if 4 * (experts + 1) * (warps + 2) <= shared_limit(arch):
             return warps

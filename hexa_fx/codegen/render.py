@@ -22,6 +22,8 @@ ENTRY = "hexa_kernel"
 FLAGS = ("-std=c++17", "-O3", "-DNDEBUG", "--expt-relaxed-constexpr")
 """nvcc flags of every kernel. NDEBUG is not a nicety: device asserts make ptxas serialise wgmma."""
 
+_CUDA = {"bf16": "__nv_bfloat16", "f16": "__half", "f32": "float", "f64": "double"}
+
 _INCLUDE = re.compile(r"^\s*#\s*include\s*[<\"](hexa_fx/[^>\"]+)[>\"]", re.MULTILINE)
 
 _HEADER = """\
@@ -30,7 +32,7 @@ _HEADER = """\
 // key      {key}
 // spec     {spec}
 // node     {node}
-// build    nvcc -cubin -gencode=arch=compute_{cc},code={target} {flags} -I <hexa_fx/templates/include> -I <cutlass/include>
+// build    nvcc -cubin -gencode=arch=compute_{cc},code={target} {flags} -I <templates/include> -I <cutlass>
 //          {threads} threads, {shared} bytes of dynamic shared memory, cluster of {cluster}
 """
 
@@ -112,6 +114,12 @@ def cxx(dtype: DataType) -> str:
     return str(DataTypeTag[dtype])
 
 
+def cuda(dtype: DataType | str) -> str:
+    """CUDA's own name of an element type, given as a DataType or by its name."""
+    name = dtype if isinstance(dtype, str) else dtype.name
+    return _CUDA[name]
+
+
 def flag(value: object) -> str:
     """A C++ bool."""
     return "true" if value else "false"
@@ -128,6 +136,7 @@ def _environment() -> jinja2.Environment:
         autoescape=False,
     )
     environment.filters["cxx"] = cxx
+    environment.filters["cuda"] = cuda
     environment.filters["flag"] = flag
     return environment
 

@@ -1,6 +1,6 @@
 """What a kernel is: one frozen value that everything after it (text, key, cubin, launcher) is a function of.
 
-The vocabulary is CUTLASS Python's (`cutlass_library`): element types, math operations and kernel schedules are its enums.
+The vocabulary is CUTLASS Python's (`cutlass_library`): element types, math operations and schedules are its enums.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class KernelSpec:
         arch: compute capability the cubin is built for, 80 for 8.0.
         dtype: element type of the operands in memory.
         out_dtype: element type of the result; None is `dtype`.
-        math: ``multiply_add``: the tensor core's own type (tf32 for f32); ``multiply_add_fast_f32``: 3xTF32, exact to about
-            float32 rounding. Accumulation is float32 always (float64 for f64).
+        math: ``multiply_add``: the tensor core's own type (tf32 for f32); ``multiply_add_fast_f32``: 3xTF32, exact to
+            about float32 rounding. Accumulation is float32 always (float64 for f64).
         bm, bn, bk: tile; 0 where the family has none.
         stages: shared-memory stages of the main loop.
         schedule: `KernelScheduleType.Multistage` (mma.sync), or a warp-specialised one (wgmma).

@@ -1,7 +1,7 @@
 """CUDA text -> a kernel that can be launched.
 
-Compiler discovery (`toolchain`), disk cache (`cache`), build (`build`), loading and launch through the driver (`kernel`),
-tensor maps (`tensormap`), environment (`env`). Nothing here touches CUDA, disk or network at import.
+Compiler discovery (`toolchain`), disk cache (`cache`), build (`build`), loading and launch through the driver
+(`kernel`), tensor maps (`tensormap`), environment (`env`). Nothing here touches CUDA, disk or network at import.
 """
 
 from __future__ import annotations

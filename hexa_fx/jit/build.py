@@ -78,7 +78,12 @@ def _build(source: KernelSource, key: str, compiler: Compiler, cache: KernelCach
     output = _compile(source, compiler, command, workspace)
     if settings.verbose_build:
         log.info("%s\n%s", " ".join(command), output.strip())
-    meta = {"spec": source.spec.to_json(), "compiler": compiler.identity, "target": source.target, "log": output}
+    meta: dict[str, object] = {
+        "spec": source.spec.to_json(),
+        "compiler": compiler.identity,
+        "target": source.target,
+        "log": output,
+    }
     entry = cache.publish(key, workspace, meta)
     log.debug("built kernel %s (%s, %s)", key, source.spec.op, source.target)
     return entry

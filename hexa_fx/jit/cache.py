@@ -1,7 +1,7 @@
 """The disk cache of built kernels: safe for many processes, for kill -9 in a build, and for damaged files.
 
-``<cache>/kernels/<key>/`` holds ``kernel.cubin``, ``kernel.cu`` and ``meta.json`` with the cubin's SHA-256. A folder is built
-elsewhere and appears by one rename, so it is whole or absent. What does not match its checksum is a miss.
+``<cache>/kernels/<key>/`` holds ``kernel.cubin``, ``kernel.cu`` and ``meta.json`` with the cubin's SHA-256. A folder is
+built elsewhere and appears by one rename, so it is whole or absent. What does not match its checksum is a miss.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ class Driver:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self.launch_kernel = _prototype(library)
+        # No argtypes: converting eleven of them costs as much as the call. Pointers come as c_void_p, the rest are ints.
+        self.launch_kernel = library.cuLaunchKernel
 
     def check(self, call: str, result: int) -> None:
         """Raises DriverError with the driver's own words unless `result` is 0."""
@@ -47,7 +48,7 @@ class Driver:
         self.check("cuLibraryGetKernel", self.library.cuLibraryGetKernel(ctypes.byref(handle), library, name.encode()))
         return handle
 
-    def prepare(self, kernel: ctypes.c_void_p, device: int, shared_bytes: int) -> int:
+    def prepare(self, kernel: ctypes.c_void_p, device: int, shared_bytes: int) -> ctypes.c_void_p:
         """Loads `kernel` on `device` (whose context is current) and allows it its shared memory.
 
         Works inside a CUDA graph capture: loading is hidden from it.
@@ -67,23 +68,15 @@ class Driver:
             self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         if not function.value:
             raise DriverError("no function", call="cuKernelGetFunction")
-        return function.value
+        return function
 
-    def blocks_per_sm(self, function: int, threads: int, shared_bytes: int) -> int:
+    def blocks_per_sm(self, function: ctypes.c_void_p, threads: int, shared_bytes: int) -> int:
         """How many blocks of `function` one multiprocessor of the current device holds at a time."""
         count = ctypes.c_int()
         call = self.library.cuOccupancyMaxActiveBlocksPerMultiprocessor
-        result = call(ctypes.byref(count), ctypes.c_void_p(function), threads, ctypes.c_size_t(shared_bytes))
+        result = call(ctypes.byref(count), function, threads, ctypes.c_size_t(shared_bytes))
         self.check("cuOccupancyMaxActiveBlocksPerMultiprocessor", result)
         return count.value
-
-
-def _prototype(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
-    launch = library.cuLaunchKernel
-    unsigned, pointer = ctypes.c_uint, ctypes.c_void_p
-    launch.argtypes = [pointer, *(unsigned,) * 7, pointer, pointer, pointer]
-    launch.restype = ctypes.c_int
-    return launch
 
 
 @cache

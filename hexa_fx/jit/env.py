@@ -17,14 +17,14 @@ VARIABLES = {
     "HEXA_FX_CACHE_DIR": "Folder of built kernels and tuning results. Default: the user's cache folder.",
     "HEXA_FX_COMPILER": "`auto` (nvcc, else NVRTC), `nvcc` or `nvrtc`.",
     "HEXA_FX_NVCC": "Path of nvcc. Default: PATH, then CUDA_HOME, then the nvidia-cuda-nvcc wheel.",
-    "HEXA_FX_CUDA_INCLUDE": "Folder of the CUDA headers for NVRTC. Default: CUDA_HOME, then the nvidia-cuda-runtime wheel.",
+    "HEXA_FX_CUDA_INCLUDE": "Folder of CUDA's headers for NVRTC. Default: CUDA_HOME, then the nvidia-cuda-runtime wheel.",
     "HEXA_FX_CUTLASS_INCLUDE": "Folder of the CUTLASS headers. Default: the nvidia-cutlass wheel's.",
     "HEXA_FX_CUDA_ARCH": "Choose kernels as for this compute capability (80, 86, 89, 90); cubins still fit the device.",
     "HEXA_FX_DISABLE_JIT": "1: build nothing; kernels that are not in the cache fall back.",
     "HEXA_FX_BUILD_JOBS": "Kernels built at a time. Default: the number of cores, at most 16.",
     "HEXA_FX_VERBOSE_BUILD": "1: log the compile command and ptxas's resource report.",
     "HEXA_FX_KEEP": "1: keep the build folder, with intermediate files, beside the cubin.",
-    "HEXA_FX_AUTOTUNE": "1: time candidate tiles on the device for shapes the shipped table lacks, and remember the best.",
+    "HEXA_FX_AUTOTUNE": "1: time candidate tiles for shapes that the shipped table lacks, and remember the best.",
     "HEXA_FX_CHECKED": "1: raise for routing ids out of range on CUDA too (synchronises).",
 }
 
@@ -76,6 +76,11 @@ class JitSettings:
 def show_progress() -> bool:
     """Whether this process may draw a progress bar: rank 0 of its job (the caller checks for a terminal)."""
     return all(os.environ.get(name, "0") in ("", "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+
+
+def checked_mode() -> bool:
+    """HEXA_FX_CHECKED, alone: asked at every re-index."""
+    return _switch("HEXA_FX_CHECKED")
 
 
 def _text(name: str, default: str = "") -> str:

@@ -19,6 +19,10 @@ from hexa_fx.jit.env import JitSettings
 log = logging.getLogger(__name__)
 
 
+_ARRAYS = [ctypes.c_char_p * count for count in range(16)]
+_streams: dict[int, ctypes.c_void_p] = {}
+
+
 class KernelHandle:
     """One kernel. `launch` is the only hot function: it packs nothing and allocates nothing on the device.
 
@@ -34,7 +38,7 @@ class KernelHandle:
         self._api = api
         self._library = api.load(entry.cubin)
         self._kernel = api.kernel(self._library, ENTRY)
-        self._functions: dict[int, int] = {}
+        self._functions: dict[int, ctypes.c_void_p] = {}
         self._lock = Lock()
 
     def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None:
@@ -53,9 +57,10 @@ class KernelHandle:
         if not (gx and gy and gz):
             return
         function = self._functions.get(device) or self._prepare(device)
-        pointers = (ctypes.c_char_p * len(args))(*args)
+        raw = _streams.get(stream) or _streams.setdefault(stream, ctypes.c_void_p(stream))
+        pointers = _ARRAYS[len(args)](*args)
         result = self._api.launch_kernel(
-            function, gx, gy, gz, self.threads, 1, 1, self.shared_bytes, stream, pointers, None
+            function, gx, gy, gz, self.threads, 1, 1, self.shared_bytes, raw, pointers, None
         )
         if result:
             self._api.check(f"launch of {self.spec.op} with grid {grid}", result)
@@ -65,7 +70,7 @@ class KernelHandle:
         function = self._functions.get(device) or self._prepare(device)
         return self._api.blocks_per_sm(function, self.threads, self.shared_bytes)
 
-    def _prepare(self, device: int) -> int:
+    def _prepare(self, device: int) -> ctypes.c_void_p:
         with self._lock:
             if device not in self._functions:
                 self._functions[device] = self._api.prepare(self._kernel, device, self.shared_bytes)
