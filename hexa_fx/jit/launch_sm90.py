@@ -49,8 +49,38 @@ class _Launch:
 
     def __call__(self) -> None:
         queue = _queue(self.device)
-        pointers = ("v", "offs", "queue", "a", "out", "act", "bias", "bias_up", "h", "slot_scale", "row_dot", "p", "dw", "db")
-        sizes = ("n", "experts", "div_mul", "div_shift", "a_ld", "out_ld", "act_ld", "h_ld", "K", "N", "bias_ld", "p_ld", "R", "C")
+        pointers = (
+            "v",
+            "offs",
+            "queue",
+            "a",
+            "out",
+            "act",
+            "bias",
+            "bias_up",
+            "h",
+            "slot_scale",
+            "row_dot",
+            "p",
+            "dw",
+            "db",
+        )
+        sizes = (
+            "n",
+            "experts",
+            "div_mul",
+            "div_shift",
+            "a_ld",
+            "out_ld",
+            "act_ld",
+            "h_ld",
+            "K",
+            "N",
+            "bias_ld",
+            "p_ld",
+            "R",
+            "C",
+        )
         names = (*pointers, *sizes, "group_m", "act_a", "act_b")
         values = {**self.values, "queue": queue.data_ptr()}
         args = ARGS.pack(*(values.get(name, 0) for name in names))
@@ -94,7 +124,9 @@ def _rows_map(x: Tensor, rows: int) -> bytes:
 def _weight_map(w: Tensor, layout: str, box_n: int) -> bytes:
     """(E, N, K) in boxes of box_n x 64; (E, K, N) in boxes of 64 x 64."""
     box = (64, box_n, 1) if layout == "nk" else (64, 64, 1)
-    return tensor_map(w.data_ptr(), DTYPES[w.dtype], (w.shape[2], w.shape[1], w.shape[0]), (w.stride(1), w.stride(0)), box)
+    return tensor_map(
+        w.data_ptr(), DTYPES[w.dtype], (w.shape[2], w.shape[1], w.shape[0]), (w.stride(1), w.stride(0)), box
+    )
 
 
 def _ptr(t: Tensor | None) -> int:
@@ -109,7 +141,9 @@ def _row_spec(op: str, x: Tensor, layout: str, gather: bool, tile: TileChoice, *
     return spec.with_options(cluster=tile.cluster)
 
 
-def _row_launch(spec: KernelSpec, x: Tensor, w: Tensor, v: Tensor | None, offs: Tensor, top_k: int, n: int, tile: TileChoice) -> _Launch:
+def _row_launch(
+    spec: KernelSpec, x: Tensor, w: Tensor, v: Tensor | None, offs: Tensor, top_k: int, n: int, tile: TileChoice
+) -> _Launch:
     launch = _Launch(spec, x.device.index)
     K = w.shape[2] if spec.layout == "nk" else w.shape[1]
     launch.values |= {
@@ -173,22 +207,23 @@ def esmm_act_backward(
     dy: Tensor, w2: Tensor, h: Tensor, weights: Tensor | None, v: Tensor, offs: Tensor, top_k: int, layout: str, activation: str,
     glu: str, params: tuple[float, ...] = (), tile: TileChoice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``da = dy[row(p)] @ W2[e]^T`` and activate_backward in its epilogue; da itself is never stored.
+    """``da = esmm(dy, w2, v)`` and activate_backward in its epilogue; da itself is never stored.
 
     Args:
         dy: (T, D).
-        w2: the down projection in its own layout, ``nk`` (E, D, I) or ``kn`` (E, I, D).
+        w2: the down projection as the product reads it: ``kn`` is (E, D, I), ``nk`` is (E, I, D).
         h: (n, I) or (n, 2I).
         weights: float32 routing weight of every slot, or None for 1.
 
     Returns:
         dh like h, a_scaled (n, I), and d(weights) by slot (n,) in float32: <da, a>.
     """
-    flipped = "kn" if layout == "nk" else "nk"
-    n, inner = v.shape[0], _columns(w2, flipped)
+    n, inner = v.shape[0], _columns(w2, layout)
     dh, a = torch.empty_like(h), h.new_empty(n, inner)
     tile = tile or choose_tile("esmm_act_backward", n, w2.shape[0], dy.shape[1], inner, gather=True)
-    spec = _row_spec("esmm_act_backward", dy, flipped, True, tile, activation=activation, glu="concat" if glu == "split" else glu)
+    spec = _row_spec(
+        "esmm_act_backward", dy, layout, True, tile, activation=activation, glu="concat" if glu == "split" else glu
+    )
     launch = _row_launch(spec, dy, w2, v, offs, top_k, n, tile)
     dots = torch.empty(-(-inner // tile.bn), n, dtype=torch.float32, device=h.device)
     launch.values |= {
@@ -249,7 +284,15 @@ def esfk(
 
 
 def _weight_launch(
-    launch: _Launch, p: Tensor, q: Tensor, v: Tensor | None, dw: Tensor, db: Tensor | None, R: int, C: int, tile: TileChoice
+    launch: _Launch,
+    p: Tensor,
+    q: Tensor,
+    v: Tensor | None,
+    dw: Tensor,
+    db: Tensor | None,
+    R: int,
+    C: int,
+    tile: TileChoice,
 ) -> _Launch:
     launch.values |= {
         "v": _ptr(v), "p": p.data_ptr(), "p_ld": p.stride(0), "dw": dw.data_ptr(), "db": _ptr(db), "R": R, "C": C,
