@@ -242,9 +242,10 @@ def estmm(
     """``dW[e] = sum over rows of x[row]^T g[row]``, (E, N, K) for ``nk``, (E, K, N) for ``kn``. At most one index."""
     experts = offs.shape[0] - 1
     if g_index is not None:  # the gathered operand is P, dW's rows unless transposed
-        p, q, v, transpose = g, x, g_index, layout == "kn"
+        p, q, transpose = g, x, layout == "kn"
     else:
-        p, q, v, transpose = x, g, x_index, layout == "nk"
+        p, q, transpose = x, g, layout == "nk"
+    v = x_index if g_index is None else g_index
     if v is None and transpose:
         p, q, transpose = q, p, False
     R, C = p.shape[1], q.shape[1]

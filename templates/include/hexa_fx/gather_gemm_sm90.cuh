@@ -35,16 +35,8 @@ struct Consumer {
     if (kBlocks > 1 && block_row(kBlocks - 1) < t.rows) loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, none);
     else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none);
     else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none);
-    CUTE_UNROLL
-    for (int m = 0; m < kBlocks; ++m) {
-      const int row = warp_row(m);
-      if (row >= t.rows) break;
-      if constexpr (C::Kind == Epilogue::activate_backward) epilogue.block(acc, m, kBlocks, warp_row);
-      else if constexpr (C::Kind == Epilogue::store) epilogue.plain(acc, m, row);
-      else if constexpr (C::GluMode == Glu::none) epilogue.ungated(acc, m, row);
-      else if constexpr (C::GluMode == Glu::interleaved) epilogue.interleaved(acc, m, row);
-      else epilogue.gated(acc, m, row);
-    }
+    if constexpr (C::Kind == Epilogue::activate_backward) epilogue.run(acc, warp_row);
+    else epilogue.RowEpilogue<C>::run(acc, warp_row);
   }
 
   CUTE_DEVICE void zero_tile(const Tile& t) {
