@@ -59,8 +59,8 @@ struct Rows {
   }
 };
 
-// The accumulators of a thread as chunks of 32, in the order of the tile. A rolled loop works on the first and moves the rest
-// down: unrolled, an epilogue with an activation is longer than the instruction cache and runs at a fifth of its speed.
+// The accumulators of a thread as chunks of 32, in the order of the tile. A loop works on the first and moves the rest down, so
+// that it may be rolled: the gradient's is, which halves its text and ends its spills; the others run faster unrolled.
 template <int Chunks>
 struct Values {
   float x[Chunks][32];
@@ -191,7 +191,7 @@ struct RowEpilogue {
     constexpr int kStep = !kPairs ? 1 : (kBlocks > 1 || C::GluMode == Glu::interleaved ? 2 : 1);
     constexpr int kSecond = !kPairs ? 0 : (C::GluMode == Glu::interleaved ? 1 : kUnits);
     Values<kBlocks * kChunks> v(acc);
-#pragma unroll 1
+    CUTE_UNROLL
     for (int i = 0; i < kBlocks * kUnits; ++i) {
       const int row = block_row(i / kUnits), first = t.n0 + (i % kUnits) * 64;
       if (row < t.rows) {
