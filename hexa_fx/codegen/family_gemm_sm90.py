@@ -63,17 +63,15 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
         row_columns=spec.bn // 2 if paired or inter else spec.bn,
         transpose_weight=bool(spec.option("transpose", False)),
         column_sums=spec.op == "esfk",
-        stage_bytes=4096 if kind == "activate_backward" else 2048,
-        producer_registers=_registers(spec, kind)[0],
-        consumer_registers=_registers(spec, kind)[1],
+        stage_bytes=8192 if kind == "activate_backward" else 2048,
+        producer_registers=_registers(spec)[0],
+        consumer_registers=_registers(spec)[1],
     )
 
 
-def _registers(spec: KernelSpec, kind: str) -> tuple[int, int]:
+def _registers(spec: KernelSpec) -> tuple[int, int]:
     """Registers a thread of the loading and of the two consuming warpgroups; 504 fit. Gathering warps keep many addresses."""
-    if not spec.gather:
-        return 40, 232
-    return (56, 224) if kind == "activate_backward" else (72, 216)
+    return (72, 216) if spec.gather else (40, 232)
 
 
 def smem_bytes(spec: KernelSpec) -> int:

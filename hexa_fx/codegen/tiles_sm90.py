@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cutlass_library import KernelScheduleType
 
@@ -39,6 +39,10 @@ PINGPONG = TileChoice(bn=128, stages=6, pingpong=True)
 PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True)
 
 
+FEW_ROWS = 96
+"""Rows an expert up to which 64-row tiles waste least."""
+
+
 def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gather: bool) -> TileChoice:
     """The tile for `op`.
 
@@ -50,6 +54,8 @@ def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gath
         columns: columns of the weight (row tiles), second feature dimension (weight tiles).
         gather: a row operand is gathered.
     """
-    if op == "esmm_act_backward":
-        return TileChoice(bn=128, stages=5, pingpong=True)
-    return COOPERATIVE
+    few = rows <= FEW_ROWS * max(experts, 1) and op in ("esmm", "esmm_act", "esmm_act_backward")
+    tile = PINGPONG_LOW if few else COOPERATIVE
+    if op == "esmm_act_backward":  # h is staged in shared memory too
+        return replace(tile, stages=3)
+    return tile

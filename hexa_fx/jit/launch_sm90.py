@@ -207,23 +207,22 @@ def esmm_act_backward(
     dy: Tensor, w2: Tensor, h: Tensor, weights: Tensor | None, v: Tensor, offs: Tensor, top_k: int, layout: str, activation: str,
     glu: str, params: tuple[float, ...] = (), tile: TileChoice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``da = dy[row(p)] @ W2[e]^T`` and activate_backward in its epilogue; da itself is never stored.
+    """``da = esmm(dy, w2, v)`` and activate_backward in its epilogue; da itself is never stored.
 
     Args:
         dy: (T, D).
-        w2: the down projection in its own layout, ``nk`` (E, D, I) or ``kn`` (E, I, D).
+        w2: the down projection as the product reads it: ``kn`` is (E, D, I), ``nk`` is (E, I, D).
         h: (n, I) or (n, 2I).
         weights: float32 routing weight of every slot, or None for 1.
 
     Returns:
         dh like h, a_scaled (n, I), and d(weights) by slot (n,) in float32: <da, a>.
     """
-    flipped = "kn" if layout == "nk" else "nk"
-    n, inner = v.shape[0], _columns(w2, flipped)
+    n, inner = v.shape[0], _columns(w2, layout)
     dh, a = torch.empty_like(h), h.new_empty(n, inner)
     tile = tile or choose_tile("esmm_act_backward", n, w2.shape[0], dy.shape[1], inner, gather=True)
     spec = _row_spec(
-        "esmm_act_backward", dy, flipped, True, tile, activation=activation, glu="concat" if glu == "split" else glu
+        "esmm_act_backward", dy, layout, True, tile, activation=activation, glu="concat" if glu == "split" else glu
     )
     launch = _row_launch(spec, dy, w2, v, offs, top_k, n, tile)
     dots = torch.empty(-(-inner // tile.bn), n, dtype=torch.float32, device=h.device)
@@ -243,9 +242,10 @@ def estmm(
     """``dW[e] = sum over rows of x[row]^T g[row]``, (E, N, K) for ``nk``, (E, K, N) for ``kn``. At most one index."""
     experts = offs.shape[0] - 1
     if g_index is not None:  # the gathered operand is P, dW's rows unless transposed
-        p, q, v, transpose = g, x, g_index, layout == "kn"
+        p, q, transpose = g, x, layout == "kn"
     else:
-        p, q, v, transpose = x, g, x_index, layout == "nk"
+        p, q, transpose = x, g, layout == "nk"
+    v = x_index if g_index is None else g_index
     if v is None and transpose:
         p, q, transpose = q, p, False
     R, C = p.shape[1], q.shape[1]

@@ -13,7 +13,7 @@ from hexa_fx.jit import launch_sm90 as sm90
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.runtime import cuda_gemm_sm80 as sm80
 from hexa_fx.runtime.cuda_launch import arch, cuda_kernel, family_arch
-from hexa_fx.runtime.cuda_rows import ess
+from hexa_fx.runtime.cuda_rows import activate_backward, ess
 
 DECODE_BUCKET = 4
 """Up to 2^4 rows an expert a product only streams weights: the 16-row tiles of gemm_sm80 waste least there."""
@@ -59,6 +59,36 @@ def esmm_act(
     if only_sm80 or _few_rows(x, v, offs) or not _hopper(offs, (inner,), x, w1, b1, w3, b3):
         return sm80.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, params, keep_h)
     return sm90.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, _full(activation, params), keep_h)
+
+
+@cuda_kernel("esmm_act_backward")
+def esmm_act_backward(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    top_k_weights: Tensor | None,
+    v: Tensor,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    activation: str,
+    glu: Glu,
+    params: tuple[float, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See hexa_fx.ops.esmm_act_backward. One launch on Hopper, two elsewhere."""
+    stored, as_layout = as_stored(weight, layout)
+    inner = stored.shape[1] if as_layout == "nk" else stored.shape[2]
+    only_sm80 = activation in SM80_ONLY or (activation, glu) == ("none", "none")
+    if only_sm80 or _few_rows(dy, v, offs) or not _hopper(offs, (inner,), dy, stored, h):
+        da = sm80.esmm(dy, stored, None, v, offs, top_k, as_layout)
+        return activate_backward(da, h, top_k_weights, v, offs, activation, glu, params)  # type: ignore[no-any-return]
+    scale = None if top_k_weights is None else top_k_weights.reshape(-1).float()
+    dh, a_scaled, dots = sm90.esmm_act_backward(
+        dy, stored, h, scale, v, offs, top_k, as_layout, activation, glu, _full(activation, params)
+    )
+    if top_k_weights is None:
+        return dh, a_scaled, h.new_empty(0)
+    return dh, a_scaled, dots.view(top_k_weights.shape).to(top_k_weights.dtype)
 
 
 @cuda_kernel("estmm")

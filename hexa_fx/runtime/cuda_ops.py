@@ -17,6 +17,7 @@ from hexa_fx.ops.combine import check as check_combine
 from hexa_fx.ops.esfk import check as check_esfk
 from hexa_fx.ops.esmm import check as check_esmm
 from hexa_fx.ops.esmm_act import check as check_esmm_act
+from hexa_fx.ops.esmm_act_backward import check as check_esmm_act_backward
 from hexa_fx.ops.ess import check as check_ess
 from hexa_fx.ops.estmm import check as check_estmm
 from hexa_fx.ops.reindex import check as check_reindex
@@ -31,6 +32,7 @@ _KERNELS: dict[str, tuple[str, Callable[..., None]]] = {
     "activate_backward": (_ROWS, check_activate_backward),
     "esmm": (_GEMM, check_esmm),
     "esmm_act": (_GEMM, check_esmm_act),
+    "esmm_act_backward": (_GEMM, check_esmm_act_backward),
     "estmm": (_GEMM, check_estmm),
     "esfk": (_GEMM, check_esfk),
 }

@@ -46,20 +46,37 @@ struct Rows {
       if (r < valid && n < columns) *reinterpret_cast<uint4*>(base + r * ld + n) = d;
     }
   }
-  CUTE_DEVICE void load(uint4 (&to)[4], int column, int columns) const {
+  // Starts copying columns `column` .. + 64 into `stage`; what does not exist becomes zero.
+  CUTE_DEVICE void fetch(const Stage& stage, int column, int columns) const {
     const int c = lane_id() & 7, n = column + c * 8;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int r = (lane_id() >> 3) + 4 * i;
-      to[i] = r < valid && n < columns ? __ldg(reinterpret_cast<const uint4*>(base + r * ld + n)) : uint4{};
+      const bool inside = r < valid && n < columns;
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(cast_smem_ptr_to_uint(stage.chunk(r, c))),
+                   "l"(inside ? base + r * ld + n : base), "r"(inside ? 16 : 0) : "memory");
     }
   }
 };
 
-CUTE_DEVICE void fill(const Stage& stage, const uint4 (&from)[4]) {
-  CUTE_UNROLL
-  for (int i = 0; i < 4; ++i) *stage.chunk((lane_id() >> 3) + 4 * i, lane_id() & 7) = from[i];
-}
+// The accumulators of a thread as chunks of 32, in the order of the tile. A loop works on the first and moves the rest down, so
+// that it may be rolled: the gradient's is, which halves its text and ends its spills; the others run faster unrolled.
+template <int Chunks>
+struct Values {
+  float x[Chunks][32];
+  template <class Acc>
+  CUTE_DEVICE explicit Values(const Acc& acc) {
+    CUTE_UNROLL
+    for (int i = 0; i < Chunks * 32; ++i) x[i / 32][i % 32] = acc(i);
+  }
+  template <int By>
+  CUTE_DEVICE void advance() {
+    CUTE_UNROLL
+    for (int i = 0; i + By < Chunks; ++i)
+      CUTE_UNROLL
+      for (int j = 0; j < 32; ++j) x[i][j] = x[i + By][j];
+  }
+};
 
 template <class C>
 struct RowEpilogue {
@@ -80,8 +97,7 @@ struct RowEpilogue {
 
   // A chunk of values through shared memory: `value(j, r)` packs the pair of 8-column group j and row half r.
   template <class Value>
-  CUTE_DEVICE void chunk(const Rows<T>& out, int column, int columns, Value value) const {
-    const Stage s = stage(0);
+  CUTE_DEVICE void chunk(const Stage& s, const Rows<T>& out, int column, int columns, Value value) const {
     const int l = lane_id();
     __syncwarp();
     CUTE_UNROLL
@@ -92,114 +108,107 @@ struct RowEpilogue {
     out.store(s, column, columns);
   }
 
-  // Accumulator pair of chunk q (+ bias): columns `first` .. + 64 of a `columns` wide weight or half of it.
-  template <class Acc>
-  CUTE_DEVICE float2 pair(const Acc& acc, int m, int q, int j, int r, const void* bias, int64_t at, int first, int columns) const {
-    const int i = 2 * r + 4 * (8 * q + j), n = first + j * 8 + (lane_id() & 3) * 2;
+  // A pair of values (+ bias), columns `first` .. + 64 of a `columns` wide weight or half of it.
+  CUTE_DEVICE float2 pair(const float (&x)[32], int j, int r, const void* bias, int64_t at, int first, int columns) const {
+    const int i = 2 * r + 4 * j, n = first + j * 8 + (lane_id() & 3) * 2;
     float2 b{0.f, 0.f};
     if constexpr (C::Bias) b = bias2(bias, int64_t(t.expert) * p.bias_ld + at + n, n < columns);
-    return {acc(i, m, 0) + b.x, acc(i + 1, m, 0) + b.y};
+    return {x[i] + b.x, x[i + 1] + b.y};
   }
 
-  template <class Acc>
-  CUTE_DEVICE void plain(const Acc& acc, int m, int row) const {
-    const Rows<T> out = rows(p.out, p.out_ld, row);
-    CUTE_UNROLL
-    for (int q = 0; q < C::BN / 64; ++q) {
-      const int first = t.n0 + q * 64;
-      if (first >= p.N) break;
-      chunk(out, first, p.N, [&](int j, int r) {
-        const float2 x = pair(acc, m, q, j, r, p.bias, 0, first, p.N);
-        return pack<T>(x.x, x.y);
-      });
-    }
+  // Chunk of the plain result: columns `first` .. + 64.
+  CUTE_DEVICE void plain(const float (&x)[32], const Rows<T>& out, int first, int columns) const {
+    if (first >= columns) return;
+    chunk(stage(0), out, first, columns, [&](int j, int r) {
+      const float2 v = pair(x, j, r, p.bias, 0, first, columns);
+      return pack<T>(v.x, v.y);
+    });
   }
 
-  template <class Acc>
-  CUTE_DEVICE void ungated(const Acc& acc, int m, int row) const {
-    if constexpr (C::StoreH) plain(acc, m, row);
-    const Rows<T> act = rows(p.act, p.act_ld, row);
-    CUTE_UNROLL
-    for (int q = 0; q < C::BN / 64; ++q) {
-      const int first = t.n0 + q * 64;
-      if (first >= p.N) break;
-      chunk(act, first, p.N, [&](int j, int r) {
-        const float2 x = pair(acc, m, q, j, r, p.bias, 0, first, p.N);
-        float unused;
-        return pack<T>(activate<C::Activation, false>(x.x, unused), activate<C::Activation, false>(x.y, unused));
-      });
-    }
+  CUTE_DEVICE void ungated(const float (&x)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
+    if constexpr (C::StoreH) plain(x, out, first, p.N);
+    if (first >= p.N) return;
+    chunk(stage(0), act, first, p.N, [&](int j, int r) {
+      const float2 v = pair(x, j, r, p.bias, 0, first, p.N);
+      float unused;
+      return pack<T>(activate<C::Activation, false>(v.x, unused), activate<C::Activation, false>(v.y, unused));
+    });
   }
 
   // Gate columns in the tile's left half, up columns in its right half.
-  template <class Acc>
-  CUTE_DEVICE void gated(const Acc& acc, int m, int row) const {
-    const Rows<T> out = rows(p.out, p.out_ld, row), act = rows(p.act, p.act_ld, row);
-    Rows<T> out_up = out;
-    out_up.base += p.N;
-    constexpr int kHalf = C::BN / 128;  // chunks of gate in the tile
+  CUTE_DEVICE void gated(const float (&xg)[32], const float (&xu)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
+    if (first >= p.N) return;
     const void* up_bias = C::SplitWeight ? p.bias_up : p.bias;
     const int64_t up_at = C::SplitWeight ? 0 : p.N;
-    CUTE_UNROLL
-    for (int q = 0; q < kHalf; ++q) {
-      const int first = t.n0 + q * 64;
-      if (first >= p.N) break;
-      auto gate = [&](int j, int r) { return pair(acc, m, q, j, r, p.bias, 0, first, p.N); };
-      auto up = [&](int j, int r) { return pair(acc, m, q + kHalf, j, r, up_bias, up_at, first, p.N); };
-      if constexpr (C::StoreH) {
-        chunk(out, first, p.N, [&](int j, int r) { const float2 g = gate(j, r); return pack<T>(g.x, g.y); });
-        chunk(out_up, first, p.N, [&](int j, int r) { const float2 u = up(j, r); return pack<T>(u.x, u.y); });
-      }
-      chunk(act, first, p.N, [&](int j, int r) {
-        const float2 g = gate(j, r), u = up(j, r);
-        return pack<T>(glu<C::Activation>(g.x, u.x, p.act_params), glu<C::Activation>(g.y, u.y, p.act_params));
-      });
+    auto gate = [&](int j, int r) { return pair(xg, j, r, p.bias, 0, first, p.N); };
+    auto up = [&](int j, int r) { return pair(xu, j, r, up_bias, up_at, first, p.N); };
+    if constexpr (C::StoreH) {
+      const Rows<T> out_up{out.base + p.N, out.ld, out.valid};
+      chunk(stage(0), out, first, p.N, [&](int j, int r) { const float2 g = gate(j, r); return pack<T>(g.x, g.y); });
+      chunk(stage(0), out_up, first, p.N, [&](int j, int r) { const float2 u = up(j, r); return pack<T>(u.x, u.y); });
     }
+    chunk(stage(0), act, first, p.N, [&](int j, int r) {
+      const float2 g = gate(j, r), u = up(j, r);
+      return pack<T>(glu<C::Activation>(g.x, u.x, p.act_params), glu<C::Activation>(g.y, u.y, p.act_params));
+    });
   }
 
-  // Even columns are gate, odd ones up. Lane pairs trade groups so that each packs two neighbouring results.
-  template <class Acc>
-  CUTE_DEVICE void interleaved(const Acc& acc, int m, int row) const {
-    const Rows<T> out = rows(p.out, p.out_ld, row), act = rows(p.act, p.act_ld, row);
+  // Two chunks whose even columns are gate and odd ones up. Lane pairs trade groups so that each packs two neighbouring results.
+  CUTE_DEVICE void interleaved(const float (&x0)[32], const float (&x1)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
     const int l = lane_id(), odd = l & 1, columns = 2 * p.N;
+    if (2 * first >= columns) return;
+    if constexpr (C::StoreH) {
+      plain(x0, out, 2 * first, columns);
+      plain(x1, out, 2 * first + 64, columns);
+    }
     const Stage s = stage(0);
+    __syncwarp();
     CUTE_UNROLL
-    for (int q = 0; q < C::BN / 64; q += 2) {
-      if (2 * t.n0 + q * 64 >= columns) break;
-      if constexpr (C::StoreH) {
+    for (int j = 0; j < 16; j += 2) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float a[2];
         CUTE_UNROLL
         for (int i = 0; i < 2; ++i) {
-          const int first = 2 * t.n0 + (q + i) * 64;
-          chunk(out, first, columns, [&](int j, int r) {
-            const float2 x = pair(acc, m, q + i, j, r, p.bias, 0, first, columns);
-            return pack<T>(x.x, x.y);
-          });
+          const float2 x = pair(j < 8 ? x0 : x1, (j + i) % 8, r, p.bias, 0, 2 * first + j / 8 * 64, columns);
+          a[i] = glu<C::Activation>(x.x, x.y, p.act_params);
         }
+        const float theirs = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1);
+        *s.pair((l >> 2) + 8 * r, j / 2, odd * 2 + ((l & 3) >> 1)) = odd ? pack<T>(theirs, a[1]) : pack<T>(a[0], theirs);
       }
-      __syncwarp();
-      CUTE_UNROLL
-      for (int j = 0; j < 16; j += 2) {
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          float a[2];
-          CUTE_UNROLL
-          for (int i = 0; i < 2; ++i) {
-            const float2 x = pair(acc, m, q, j + i, r, p.bias, 0, 2 * t.n0 + q * 64, columns);
-            a[i] = glu<C::Activation>(x.x, x.y, p.act_params);
-          }
-          const float theirs = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1);
-          *s.pair((l >> 2) + 8 * r, j / 2, odd * 2 + ((l & 3) >> 1)) = odd ? pack<T>(theirs, a[1]) : pack<T>(a[0], theirs);
-        }
+    }
+    __syncwarp();
+    act.store(s, first, p.N);
+  }
+
+  // All of a warp's rows: block m starts at row `block_row(m)` of the tile.
+  template <class Acc, class BlockRow>
+  CUTE_DEVICE void run(const Acc& acc, BlockRow block_row) const {
+    constexpr int kBlocks = decltype(size<1>(acc))::value, kChunks = C::BN / 64;
+    constexpr bool kPairs = C::Kind == Epilogue::activate && C::GluMode != Glu::none;
+    constexpr int kUnits = kPairs ? kChunks / 2 : kChunks;  // of a block
+    static_assert(!kPairs || kBlocks == 1 || kUnits == 1, "units of two chunks lie a fixed distance apart");
+    constexpr int kStep = !kPairs ? 1 : (kBlocks > 1 || C::GluMode == Glu::interleaved ? 2 : 1);
+    constexpr int kSecond = !kPairs ? 0 : (C::GluMode == Glu::interleaved ? 1 : kUnits);
+    Values<kBlocks * kChunks> v(acc);
+    CUTE_UNROLL
+    for (int i = 0; i < kBlocks * kUnits; ++i) {
+      const int row = block_row(i / kUnits), first = t.n0 + (i % kUnits) * 64;
+      if (row < t.rows) {
+        const Rows<T> out = rows(p.out, p.out_ld, row), act = rows(p.act, p.act_ld, row);
+        if constexpr (C::Kind == Epilogue::store) plain(v.x[0], out, first, p.N);
+        else if constexpr (C::GluMode == Glu::none) ungated(v.x[0], out, act, first);
+        else if constexpr (C::GluMode == Glu::interleaved) interleaved(v.x[0], v.x[1], out, act, first);
+        else gated(v.x[0], v.x[kSecond], out, act, first);
       }
-      __syncwarp();
-      act.store(s, t.n0 + q * 32, p.N);
+      v.template advance<kStep>();
     }
   }
 
   CUTE_DEVICE void zeros(int row) const {
     const int width = C::HColumns * p.N;
-    Stage s = stage(0);
-    fill(s, {});
+    const Stage s = stage(0);
+    for (int i = lane_id(); i < 128; i += 32) reinterpret_cast<uint4*>(s.base)[i] = uint4{};
     __syncwarp();
     const bool h = C::Kind == Epilogue::store || C::StoreH;
     if (h) {
@@ -217,13 +226,17 @@ struct RowEpilogue {
   }
 };
 
-// da -> dh = act'(h) (w da), scaled activation w a, and <da, a> a row. h is read one chunk ahead.
+// da -> dh = act'(h) (w da), scaled activation w a, and <da, a> a row. A warp's chunks of h come by cp.async into two buffers in
+// turn, the first two while the main loop runs.
 template <class C>
 struct GradEpilogue : RowEpilogue<C> {
   using T = typename C::T;
   using Base = RowEpilogue<C>;
   static constexpr int kParts = C::HColumns;  // matrices of h a chunk: 1, or gate and up
-  struct Ahead { uint4 x[kParts][4]; };
+  static constexpr int kChunks = C::BN / 64;  // of one 64-row block
+  static_assert(C::Kind != Epilogue::activate_backward || C::StageBytes >= 2 * kParts * 2048, "two buffers a warp");
+
+  CUTE_DEVICE Stage buffer(int index, int part) const { return this->stage((index & 1) * kParts + part); }
 
   CUTE_DEVICE int h_column(int part, int q) const {
     const int a = this->t.n0 + q * 64;
@@ -232,18 +245,24 @@ struct GradEpilogue : RowEpilogue<C> {
   CUTE_DEVICE int h_limit(int part) const {
     return C::GluMode == Glu::interleaved ? 2 * this->p.N : (part + 1) * this->p.N;
   }
-  CUTE_DEVICE void fetch(Ahead& to, int row, int q) const {
-    const Rows<T> h = this->rows(this->p.h, this->p.h_ld, row);
-    CUTE_UNROLL
-    for (int i = 0; i < kParts; ++i) h.load(to.x[i], h_column(i, q), h_limit(i));
+  // Chunk `index` of the tile's `blocks`; nothing past the last row or the last chunk, but always a group.
+  template <class BlockRow>
+  CUTE_DEVICE void fetch(int index, int blocks, BlockRow block_row) const {
+    const int m = index / kChunks, q = index % kChunks;
+    if (m < blocks && block_row(m) < this->t.rows) {
+      const Rows<T> h = this->rows(this->p.h, this->p.h_ld, block_row(m));
+      CUTE_UNROLL
+      for (int i = 0; i < kParts; ++i) h.fetch(buffer(index, i), h_column(i, q), h_limit(i));
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
   // The pairs of h that lane holds of 8-column group j and row `at`: one, or gate and up (interleaved: as they lie).
-  CUTE_DEVICE uint32_t* pair_of_h(int part, int at, int j) const {
+  CUTE_DEVICE uint32_t* pair_of_h(int index, int part, int at, int j) const {
     const int l = lane_id();
     if constexpr (C::GluMode == Glu::interleaved)
-      return this->stage(j >> 2).pair(at, 2 * (j & 3) + ((l & 3) >> 1), 2 * (l & 1)) + part;
-    else return this->stage(part).pair(at, j, l & 3);
+      return buffer(index, j >> 2).pair(at, 2 * (j & 3) + ((l & 3) >> 1), 2 * (l & 1)) + part;
+    else return buffer(index, part).pair(at, j, l & 3);
   }
 
   // One pair of columns: h becomes dh, a the activation. Returns <da, a> of the two.
@@ -266,28 +285,29 @@ struct GradEpilogue : RowEpilogue<C> {
     return d0 * a.x + d1 * a.y;
   }
 
-  // `next_row` and the first chunk of the following block, to be read ahead; -1 if there is none.
-  template <class Acc>
-  CUTE_DEVICE void block(const Acc& acc, int m, int row, int next_row, Ahead& ahead) const {
+  template <class Acc, class BlockRow>
+  CUTE_DEVICE void run(const Acc& acc, BlockRow block_row) const {
+    constexpr int kBlocks = decltype(size<1>(acc))::value;
     const GroupedParams& p = this->p;
     const int l = lane_id();
-    const Rows<T> out = this->rows(p.out, p.out_ld, row), act = this->rows(p.act, p.act_ld, row);
-    int slot[2];
-    float w[2] = {1.f, 1.f}, dot[2] = {0.f, 0.f};
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      const int at = row + (l >> 2) + 8 * r;
-      slot[r] = at < this->t.rows ? __ldg(p.v + this->t.row0 + at) : -1;
-      if (p.slot_scale && slot[r] >= 0) w[r] = __ldg(p.slot_scale + slot[r]);
-    }
-    CUTE_UNROLL
-    for (int q = 0; q < C::BN / 64; ++q) {
+    Values<kBlocks * kChunks> v(acc);
+    int slot[2] = {-1, -1};
+    float w[2], dot[2];
+#pragma unroll 1
+    for (int index = 0; index < kBlocks * kChunks; ++index) {
+      const int q = index % kChunks, row = block_row(index / kChunks);
+      if (row >= this->t.rows) break;
+      if (q == 0) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          const int at = row + (l >> 2) + 8 * r;
+          slot[r] = at < this->t.rows ? __ldg(p.v + this->t.row0 + at) : -1;
+          w[r] = p.slot_scale && slot[r] >= 0 ? __ldg(p.slot_scale + slot[r]) : 1.f;
+          dot[r] = 0.f;
+        }
+      }
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
       __syncwarp();
-      CUTE_UNROLL
-      for (int i = 0; i < kParts; ++i) fill(this->stage(i), ahead.x[i]);
-      __syncwarp();
-      if (q + 1 < C::BN / 64) fetch(ahead, row, q + 1);
-      else if (next_row >= 0) fetch(ahead, next_row, 0);
       uint32_t scaled[8][2];
       CUTE_UNROLL
       for (int half = 0; half < 8; half += 4) {  // all loads before the first store, so that the pairs overlap
@@ -297,14 +317,14 @@ struct GradEpilogue : RowEpilogue<C> {
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r)
             CUTE_UNROLL
-            for (int i = 0; i < kParts; ++i) h[j][r][i] = *pair_of_h(i, (l >> 2) + 8 * r, half + j);
+            for (int i = 0; i < kParts; ++i) h[j][r][i] = *pair_of_h(index, i, (l >> 2) + 8 * r, half + j);
         CUTE_UNROLL
         for (int j = 0; j < 4; ++j) {
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r) {
-            const int at = 2 * r + 4 * (8 * q + half + j);
+            const int at = 2 * r + 4 * (half + j);
             float2 a;
-            dot[r] += grad(acc(at, m, 0), acc(at + 1, m, 0), w[r], h[j][r], a);
+            dot[r] += grad(v.x[0][at], v.x[0][at + 1], w[r], h[j][r], a);
             scaled[half + j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
           }
         }
@@ -313,18 +333,24 @@ struct GradEpilogue : RowEpilogue<C> {
           CUTE_UNROLL
           for (int r = 0; r < 2; ++r)
             CUTE_UNROLL
-            for (int i = 0; i < kParts; ++i) *pair_of_h(i, (l >> 2) + 8 * r, half + j) = h[j][r][i];
+            for (int i = 0; i < kParts; ++i) *pair_of_h(index, i, (l >> 2) + 8 * r, half + j) = h[j][r][i];
       }
       __syncwarp();
+      const Rows<T> out = this->rows(p.out, p.out_ld, row), act = this->rows(p.act, p.act_ld, row);
       CUTE_UNROLL
-      for (int i = 0; i < kParts; ++i) out.store(this->stage(i), h_column(i, q), h_limit(i));
-      this->chunk(act, this->t.n0 + q * 64, p.N, [&](int j, int r) { return scaled[j][r]; });
-    }
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      dot[r] += __shfl_xor_sync(~0u, dot[r], 1);
-      dot[r] += __shfl_xor_sync(~0u, dot[r], 2);
-      if (p.row_dot && (l & 3) == 0 && slot[r] >= 0) p.row_dot[int64_t(this->t.n_tile) * p.n + slot[r]] = dot[r];
+      for (int i = 0; i < kParts; ++i) out.store(buffer(index, i), h_column(i, q), h_limit(i));
+      this->chunk(buffer(index, 0), act, this->t.n0 + q * 64, p.N, [&](int j, int r) { return scaled[j][r]; });
+      __syncwarp();
+      fetch(index + 2, kBlocks, block_row);
+      if (q == kChunks - 1) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          dot[r] += __shfl_xor_sync(~0u, dot[r], 1);
+          dot[r] += __shfl_xor_sync(~0u, dot[r], 2);
+          if (p.row_dot && (l & 3) == 0 && slot[r] >= 0) p.row_dot[int64_t(this->t.n_tile) * p.n + slot[r]] = dot[r];
+        }
+      }
+      v.template advance<1>();
     }
   }
 };

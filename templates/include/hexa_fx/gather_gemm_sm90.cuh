@@ -24,25 +24,19 @@ struct Consumer {
     constexpr int kBlocks = decltype(size<1>(acc))::value;
     const int w16 = warp_in_group() * 16;
     ColumnSum<C> none;
-    typename GradEpilogue<C>::Ahead ahead;
-    GradEpilogue<C> grad{{sm, p, t, warp()}};
-    if constexpr (C::Kind == Epilogue::activate_backward) grad.fetch(ahead, block_row(0) + w16, 0);
+    const GradEpilogue<C> epilogue{{sm, p, t, warp()}};
+    auto warp_row = [&](int m) { return block_row(m) + w16; };
+    if constexpr (C::Kind == Epilogue::activate_backward) {
+      __syncwarp();
+      epilogue.fetch(0, kBlocks, warp_row);
+      epilogue.fetch(1, kBlocks, warp_row);
+    }
     wait_turn();
     if (kBlocks > 1 && block_row(kBlocks - 1) < t.rows) loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, none);
     else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none);
     else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none);
-    CUTE_UNROLL
-    for (int m = 0; m < kBlocks; ++m) {
-      const int row = block_row(m) + w16;
-      if (row >= t.rows) break;
-      if constexpr (C::Kind == Epilogue::activate_backward) {
-        const int next = m + 1 < kBlocks ? block_row(m + 1) + w16 : -1;
-        grad.block(acc, m, row, next < t.rows ? next : -1, ahead);
-      } else if constexpr (C::Kind == Epilogue::store) grad.plain(acc, m, row);
-      else if constexpr (C::GluMode == Glu::none) grad.ungated(acc, m, row);
-      else if constexpr (C::GluMode == Glu::interleaved) grad.interleaved(acc, m, row);
-      else grad.gated(acc, m, row);
-    }
+    if constexpr (C::Kind == Epilogue::activate_backward) epilogue.run(acc, warp_row);
+    else epilogue.RowEpilogue<C>::run(acc, warp_row);
   }
 
   CUTE_DEVICE void zero_tile(const Tile& t) {
