@@ -1,0 +1,119 @@
+"""One running plan: process groups, shared cache, and the modules bound to it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hexa_fx.errors import HexaError
+from hexa_fx.plan import Plan
+from hexa_fx.runtime.distributed import groups as groups_module
+from hexa_fx.runtime.distributed.geometry import Geometry
+from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, explain_failure, make_groups
+from hexa_fx.runtime.distributed.nodes import register_session
+from hexa_fx.runtime.distributed.shared_cache import CachedLayer, SharedCache
+
+_numbers = itertools.count()
+
+
+class PartitionSession:
+    """What partitioned graphs need while they run. Keep it alive as long as the model; `close` it before the job ends.
+
+    All ranks of the mesh create it at the same point. It raises there if a rank is missing or holds another plan.
+
+    Args:
+        plan: the same on every rank.
+        geometries: layout of every planned layer, by path.
+        mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
+        timeout: after which a rank that does not join a collective of this session is an error.
+    """
+
+    def __init__(
+        self, plan: Plan, geometries: Mapping[str, Geometry], mesh: Any = None, timeout: timedelta | None = None
+    ) -> None:
+        self.plan = plan
+        self.groups: Groups = make_groups(mesh, timeout)
+        check_same_plan(plan, self.groups)
+        self.name = f"hexa{next(_numbers)}"
+        self._geometries = dict(geometries)
+        layers = [
+            CachedLayer(layer.path, self._geometries[layer.path], layer.shards)
+            for layer in plan.layers
+            if layer.mode == "data_centric"
+        ]
+        self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch)
+        self._unbind: list[Callable[[], None]] = []
+        register_session(self.name, self)
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank
+
+    def geometry(self, layer: str) -> Geometry:
+        """Layout of a planned layer's experts."""
+        return self._geometries[layer]
+
+    def bind(self, module: nn.Module, where: str = "") -> nn.Module:
+        """Wraps the forward of a module that runs a partitioned graph. Returns the module.
+
+        Inside, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost ranks.
+        Binding an outer and an inner module is harmless.
+        """
+        forward = module.forward
+        label = where or type(module).__name__
+
+        @functools.wraps(forward)
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            with self.guard(f"forward of {label!r}"), self.cache.saved_tensor_hooks():
+                return forward(*args, **kwargs)
+
+        module.__dict__["forward"] = bound
+        self._unbind.append(functools.partial(module.__dict__.__setitem__, "forward", forward))
+        return module
+
+    @contextmanager
+    def guard(self, where: str) -> Iterator[None]:
+        """Turns the error of a failed collective into one that says where it failed and who is lost."""
+        try:
+            yield
+        except HexaError:
+            raise
+        except Exception as error:
+            if not groups_module.is_collective_failure(error):
+                raise
+            raise explain_failure(error, where, self.groups) from error
+
+    def exchange_counts(self, rows: int) -> list[int]:
+        """Every rank's ``rows``, over the host group."""
+        out = [torch.zeros(1, dtype=torch.int64) for _ in range(self.groups.world)]
+        dist.all_gather(out, torch.tensor([rows]), group=self.groups.host)
+        return [int(count) for count in out]
+
+    def invalidate(self) -> None:
+        """Forget gathered weights. Call on all ranks after changing expert weights other than by an optimizer's step."""
+        self.cache.invalidate()
+
+    def join(self, when: str = "at a barrier", timeout: timedelta | None = None) -> None:
+        """A barrier between hosts; raises `RankError` naming the ranks that do not come."""
+        groups_module.join(self.groups, when, timeout)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks, on all ranks."""
+        x = x.clone()
+        dist.all_reduce(x, group=self.groups.main)
+        return x
+
+    def close(self) -> None:
+        """Waits for collectives under way and gives bound modules their forward back."""
+        self.cache.drain()
+        for undo in reversed(self._unbind):
+            undo()
+        self._unbind.clear()
