@@ -1,0 +1,34 @@
+"""The expert-specific operators ``hexa::*`` (docs/operators.md), one file each, and their Python wrappers.
+
+Importing this defines the operators in torch.library. T tokens, k experts a token, n = T*k routed rows, E experts,
+D model size, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from hexa_fx.ops.activate import activate, activate_backward
+from hexa_fx.ops.activations import ACTIVATIONS, Activation
+from hexa_fx.ops.combine import combine
+from hexa_fx.ops.esfk import esfk
+from hexa_fx.ops.esmm import esmm
+from hexa_fx.ops.esmm_act import esmm_act
+from hexa_fx.ops.ess import ess
+from hexa_fx.ops.estmm import estmm
+from hexa_fx.ops.fallback import reindex_any as _fallback  # noqa: F401  (registers the generic kernels)
+from hexa_fx.ops.moe_ffn import moe_ffn
+from hexa_fx.ops.reindex import reindex
+
+__all__ = [
+    "ACTIVATIONS",
+    "Activation",
+    "activate",
+    "activate_backward",
+    "combine",
+    "esfk",
+    "esmm",
+    "esmm_act",
+    "ess",
+    "estmm",
+    "moe_ffn",
+    "reindex",
+]

@@ -1,0 +1,174 @@
+"""``hexa::activate`` and ``hexa::activate_backward``: the activation between the two projections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.errors import InputError
+from hexa_fx.ops import checks, library
+from hexa_fx.ops.activations import activation_backward, activation_forward, check_activation
+from hexa_fx.ops.rows import accumulate_dtype, invert, routed_rows
+
+library.define("activate(Tensor h, str activation, str glu, float[] params) -> Tensor")
+library.define(
+    "activate_backward(Tensor da, Tensor h, Tensor? top_k_weights, Tensor? v, Tensor? offs, str activation, str glu, "
+    "float[] params) -> (Tensor dh, Tensor a_scaled, Tensor dweights)"
+)
+
+
+def activate(h: Tensor, activation: str, glu: str, params: tuple[float, ...] = ()) -> Tensor:
+    """``a = act(h)`` row by row.
+
+    Args:
+        h: (n, I), or (n, 2I) for a gated expert: gate and up as two halves (``concat``, ``split``) or alternating
+            (``interleaved``).
+        activation: a name of `ACTIVATIONS`.
+        glu: ``none``, ``concat``, ``interleaved`` or ``split``.
+        params: the activation's constants; empty means its defaults.
+
+    Returns:
+        (n, I) in h's dtype, computed in float32 (float64 for float64).
+
+    Raises:
+        InputError: unknown activation or glu, or an odd width under a gated one.
+    """
+    a: Tensor = torch.ops.hexa.activate(h, activation, glu, params)
+    return a
+
+
+def activate_backward(
+    da: Tensor,
+    h: Tensor,
+    top_k_weights: Tensor | None,
+    v: Tensor | None,
+    offs: Tensor | None,
+    activation: str,
+    glu: str,
+    params: tuple[float, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward of the activation together with the routing weight's.
+
+    Args:
+        da: (n, I), gradient of a before the routing weight is applied.
+        h: (n, I) or (n, 2I), the pre-activation.
+        top_k_weights: (T, k) or None, which means 1.
+        v: (n,) int32 of `reindex`; needed with top_k_weights.
+        offs: (E+1,) int32 of `reindex`; needed with top_k_weights.
+
+    Returns:
+        dh: shaped as h, ``act'(h) (w da)``.
+        a_scaled: (n, I), ``w act(h)``.
+        dweights: shaped as top_k_weights and in its dtype, ``<da[p], a[p]>`` at slot ``v[p]``, zero at sentinel slots;
+            shape (0,) without weights.
+
+    Raises:
+        InputError: arguments that do not fit.
+    """
+    dh, a_scaled, dweights = torch.ops.hexa.activate_backward(da, h, top_k_weights, v, offs, activation, glu, params)
+    return dh, a_scaled, dweights
+
+
+def check(h: Tensor, activation: str, glu: str, params: list[float]) -> None:
+    """Arguments of activate."""
+    check_activation(activation, glu, params)
+    checks.check_floating("activate", h=h)
+    checks.require(h.ndim == 2, "activate", f"h is {checks.shape(h)}; expected a matrix")
+    checks.require(
+        glu == "none" or h.shape[1] % 2 == 0, "activate", f"h is {checks.shape(h)}: gate and up need an even width"
+    )
+
+
+def check_backward(
+    da: Tensor,
+    h: Tensor,
+    top_k_weights: Tensor | None,
+    v: Tensor | None,
+    offs: Tensor | None,
+    activation: str,
+    glu: str,
+    params: list[float],
+) -> None:
+    """Arguments of activate_backward."""
+    check(h, activation, glu, params)
+    checks.check_floating("activate_backward", h=h, da=da)
+    checks.check_index("activate_backward", h, v=v, offs=offs)
+    width = h.shape[1] if glu == "none" else h.shape[1] // 2
+    checks.check_rows("activate_backward", "da", da, width)
+    if top_k_weights is not None and (v is None or offs is None):
+        raise InputError("hexa::activate_backward: top_k_weights needs v and offs")
+
+
+def activate_generic(h: Tensor, activation: str, glu: str, params: list[float]) -> Tensor:
+    """Kernel of every device: torch's own operators."""
+    wide = h.to(accumulate_dtype(h.dtype))
+    return activation_forward(wide, activation, glu, params).to(h.dtype)
+
+
+def activate_backward_generic(
+    da: Tensor,
+    h: Tensor,
+    top_k_weights: Tensor | None,
+    v: Tensor | None,
+    offs: Tensor | None,
+    activation: str,
+    glu: str,
+    params: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Kernel of every device: torch's own operators."""
+    wide, da_wide = h.to(accumulate_dtype(h.dtype)), da.to(accumulate_dtype(h.dtype))
+    a = activation_forward(wide, activation, glu, params)
+    if top_k_weights is None:
+        dh = activation_backward(da_wide, wide, activation, glu, params)
+        return dh.to(h.dtype), a.to(h.dtype), h.new_empty(0)
+    assert v is not None
+    assert offs is not None
+    routed = routed_rows(offs, h.shape[0])
+    w = top_k_weights.reshape(-1).index_select(0, v).to(a.dtype).unsqueeze(1)
+    w = torch.where(routed, w, 0)
+    dots = (da_wide * a).sum(1, keepdim=True)
+    dweights = torch.where(routed, dots, 0).index_select(0, invert(v)).view(top_k_weights.shape)
+    dh = activation_backward(da_wide * w, wide, activation, glu, params)
+    return dh.to(h.dtype), (a * w).to(h.dtype), dweights.to(top_k_weights.dtype)
+
+
+def _fake(h: Tensor, activation: str, glu: str, params: list[float]) -> Tensor:
+    return h.new_empty((h.shape[0], h.shape[1] if glu == "none" else h.shape[1] // 2))
+
+
+def _fake_backward(
+    da: Tensor,
+    h: Tensor,
+    top_k_weights: Tensor | None,
+    v: Tensor | None,
+    offs: Tensor | None,
+    activation: str,
+    glu: str,
+    params: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    dweights = h.new_empty(0) if top_k_weights is None else torch.empty_like(top_k_weights).contiguous()
+    return h.new_empty(h.shape), da.new_empty(da.shape), dweights
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.static = inputs[1:]
+
+
+def _backward(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
+    (h,) = ctx.saved_tensors
+    dh, _, _ = torch.ops.hexa.activate_backward(da, h, None, None, None, *ctx.static)
+    return dh, None, None, None
+
+
+library.register_kernel("activate", "cpu", activate_generic, check)
+library.register_kernel("activate", "any", activate_generic, check)
+library.register_fake("activate", _fake, check)
+library.register_autograd("activate", _backward, _setup_context)
+
+library.register_kernel("activate_backward", "cpu", activate_backward_generic, check_backward)
+library.register_kernel("activate_backward", "any", activate_backward_generic, check_backward)
+library.register_fake("activate_backward", _fake_backward, check_backward)
+library.refuse_double_backward("activate_backward")

@@ -1,0 +1,136 @@
+"""The activations an expert may have, each with its derivative, and how gate and up lie in the pre-activation.
+
+An ungated expert has ``a = act(h)``. A gated one has gate and up in h and ``a = act(gate) * up``, unless the activation
+is itself a function of the two (`swiglu_oai`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hexa_fx.errors import InputError
+
+Params = Sequence[float]
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Activation:
+    """One activation function.
+
+    Args:
+        name: its name in a `FfnSpec`.
+        forward: ``(h, params) -> a``; for a pair activation ``(gate, up, params) -> a``.
+        backward: ``(da, h, params) -> dh``; for a pair activation ``(da, gate, up, params) -> (dgate, dup)``.
+        params: default constants.
+        pair: it is a function of gate and up together.
+    """
+
+    name: str
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor | tuple[Tensor, Tensor]]
+    params: tuple[float, ...] = ()
+    pair: bool = False
+
+
+def _swiglu_oai(gate: Tensor, up: Tensor, params: Params) -> Tensor:
+    """Clamped swiglu of gpt-oss: ``(clamp(up) + 1) * g * sigmoid(alpha g)``, g = min(gate, limit)."""
+    alpha, limit = params
+    g = gate.clamp(max=limit)
+    return (up.clamp(-limit, limit) + 1) * (g * torch.sigmoid(g * alpha))
+
+
+def _swiglu_oai_backward(da: Tensor, gate: Tensor, up: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+    alpha, limit = params
+    g = gate.clamp(max=limit)
+    s = torch.sigmoid(g * alpha)
+    swish = g * s
+    dswish = s + alpha * swish * (1 - s)
+    dgate = da * (up.clamp(-limit, limit) + 1) * dswish * (gate <= limit)
+    dup = da * swish * (up.abs() <= limit)
+    return dgate, dup
+
+
+def _quick_gelu_backward(da: Tensor, h: Tensor) -> Tensor:
+    s = torch.sigmoid(1.702 * h)
+    return da * (s + 1.702 * h * s * (1 - s))
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    a.name: a
+    for a in (
+        Activation("none", lambda h, p: h.clone(), lambda da, h, p: da.clone()),
+        Activation("relu", lambda h, p: aten.relu(h), lambda da, h, p: aten.threshold_backward(da, h, 0)),
+        Activation("relu2", lambda h, p: aten.relu(h).square(), lambda da, h, p: da * (2 * aten.relu(h))),
+        Activation("gelu", lambda h, p: aten.gelu(h), lambda da, h, p: aten.gelu_backward(da, h)),
+        Activation(
+            "gelu_tanh",
+            lambda h, p: aten.gelu(h, approximate="tanh"),
+            lambda da, h, p: aten.gelu_backward(da, h, approximate="tanh"),
+        ),
+        Activation("silu", lambda h, p: aten.silu(h), lambda da, h, p: aten.silu_backward(da, h)),
+        Activation(
+            "quick_gelu", lambda h, p: h * torch.sigmoid(1.702 * h), lambda da, h, p: _quick_gelu_backward(da, h)
+        ),
+        Activation(
+            "sigmoid",
+            lambda h, p: torch.sigmoid(h),
+            lambda da, h, p: aten.sigmoid_backward(da, torch.sigmoid(h)),
+        ),
+        Activation("tanh", lambda h, p: torch.tanh(h), lambda da, h, p: aten.tanh_backward(da, torch.tanh(h))),
+        Activation("swiglu_oai", _swiglu_oai, _swiglu_oai_backward, params=(1.702, 7.0), pair=True),
+    )
+}
+"""Every activation by its name. `hexa::activate` and its kernels know these and no others."""
+
+
+def check_activation(activation: str, glu: str, params: Params) -> None:
+    """Raises InputError unless the three name an activation that exists."""
+    found = ACTIVATIONS.get(activation)
+    if found is None:
+        raise InputError(f"unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+    if glu not in ("none", "concat", "interleaved", "split"):
+        raise InputError(f"unknown glu {glu!r}; expected none, concat, interleaved or split")
+    if found.pair and glu == "none":
+        raise InputError(f"activation {activation!r} is a function of gate and up, so glu cannot be 'none'")
+    if params and len(params) != len(found.params):
+        raise InputError(f"activation {activation!r} takes {len(found.params)} params, got {len(params)}")
+
+
+def gate_and_up(h: Tensor, glu: str) -> tuple[Tensor, Tensor]:
+    """Views (n, I) of gate and up in a gated pre-activation (n, 2I)."""
+    if glu == "interleaved":
+        return h[:, ::2], h[:, 1::2]
+    half = h.shape[1] // 2
+    return h[:, :half], h[:, half:]
+
+
+def activation_forward(h: Tensor, activation: str, glu: str, params: Params) -> Tensor:
+    """a (n, I) of a pre-activation h, in h's dtype, in torch operators that autograd can differentiate."""
+    act = ACTIVATIONS[activation]
+    if glu == "none":
+        return act.forward(h, params)
+    gate, up = gate_and_up(h, glu)
+    if act.pair:
+        return act.forward(gate, up, params or act.params)
+    return act.forward(gate, params) * up
+
+
+def activation_backward(da: Tensor, h: Tensor, activation: str, glu: str, params: Params) -> Tensor:
+    """dh, shaped as h, of the gradient da (n, I)."""
+    act = ACTIVATIONS[activation]
+    if glu == "none":
+        dh = act.backward(da, h, params)
+        assert isinstance(dh, Tensor)
+        return dh
+    gate, up = gate_and_up(h, glu)
+    if act.pair:
+        dgate, dup = act.backward(da, gate, up, params or act.params)
+    else:
+        dgate, dup = act.backward(da * up, gate, params), da * act.forward(gate, params)
+    assert isinstance(dgate, Tensor)
+    return torch.stack((dgate, dup), dim=2).flatten(1) if glu == "interleaved" else torch.cat((dgate, dup), dim=1)

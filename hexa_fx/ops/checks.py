@@ -1,0 +1,88 @@
+"""Argument checks of the operators: shapes, dtypes and devices, in one sentence each, before anything runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hexa_fx.errors import InputError
+
+FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGER = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
+
+def shape(t: Tensor) -> str:
+    """``torch.float32 (4, 8)`` for an error message."""
+    return f"{t.dtype} {tuple(t.shape)}"
+
+
+def require(condition: bool, op: str, message: str) -> None:
+    """Raises InputError ``hexa::<op>: <message>`` unless the condition holds."""
+    if not condition:
+        raise InputError(f"hexa::{op}: {message}")
+
+
+def check_floating(op: str, **tensors: Tensor | None) -> None:
+    """All given tensors have one supported floating-point dtype and lie on one device."""
+    first_name, first = next((n, t) for n, t in tensors.items() if t is not None)
+    if first.dtype not in FLOATING:
+        raise InputError(f"hexa::{op}: {first_name} has dtype {first.dtype}; expected one of {FLOATING}")
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if t.dtype != first.dtype:
+            raise InputError(
+                f"hexa::{op}: {first_name} is {first.dtype} but {name} is {t.dtype}; cast one of them, or run under "
+                "torch.autocast"
+            )
+        if t.device != first.device:
+            raise InputError(f"hexa::{op}: {first_name} is on {first.device} but {name} is on {t.device}")
+
+
+def check_index(op: str, like: Tensor, **tensors: Tensor | None) -> None:
+    """All given tensors are int32 vectors on the device of ``like``, as `hexa::reindex` makes them."""
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if t.dtype != torch.int32 or t.ndim != 1:
+            raise InputError(f"hexa::{op}: {name} is {shape(t)}; expected an int32 vector, as hexa::reindex returns it")
+        if t.device != like.device:
+            raise InputError(f"hexa::{op}: {name} is on {t.device}, the data on {like.device}")
+
+
+def check_layout(op: str, layout: str) -> None:
+    """The layout is ``nk`` or ``kn``."""
+    if layout not in ("nk", "kn"):
+        raise InputError(f"hexa::{op}: unknown layout {layout!r}; expected 'nk' (E, out, in) or 'kn' (E, in, out)")
+
+
+def check_rows(op: str, name: str, t: Tensor, width: int, index: Tensor | None = None, top_k: int = 1) -> None:
+    """t is a matrix of ``width`` columns; with an index vector of n rows it has n / top_k rows."""
+    if t.ndim != 2 or t.shape[1] != width:
+        raise InputError(f"hexa::{op}: {name} is {shape(t)}; expected (rows, {width})")
+    if top_k < 1:
+        raise InputError(f"hexa::{op}: top_k is {top_k}; expected 1 or more")
+    if index is not None and t.shape[0] * top_k != index.shape[0]:
+        raise InputError(
+            f"hexa::{op}: {name} is {shape(t)}, so with top_k = {top_k} its index needs {t.shape[0] * top_k} entries, "
+            f"not {index.shape[0]}"
+        )
+
+
+def check_weight(op: str, name: str, weight: Tensor, layout: str, offs: Tensor | None = None) -> tuple[int, int, int]:
+    """weight is (E, N, K) for ``nk`` or (E, K, N) for ``kn``. Returns (E, K, N)."""
+    check_layout(op, layout)
+    if weight.ndim != 3:
+        raise InputError(f"hexa::{op}: {name} is {shape(weight)}; expected 3 dimensions, experts first")
+    experts, rows, columns = weight.shape
+    if offs is not None and offs.shape[0] != experts + 1:
+        raise InputError(
+            f"hexa::{op}: {name} has {experts} experts, so offs needs {experts + 1} entries, not {offs.shape[0]}"
+        )
+    return (experts, columns, rows) if layout == "nk" else (experts, rows, columns)
+
+
+def check_bias(op: str, name: str, bias: Tensor | None, experts: int, width: int) -> None:
+    """bias is None or (E, width)."""
+    if bias is not None and tuple(bias.shape) != (experts, width):
+        raise InputError(f"hexa::{op}: {name} is {shape(bias)}; expected ({experts}, {width})")

@@ -1,0 +1,94 @@
+"""``hexa::combine``: the weighted sum of every token's slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import checks, library
+from hexa_fx.ops.rows import accumulate_dtype, invert, routed_rows
+
+library.define("combine(Tensor y, Tensor? top_k_weights, Tensor inv, Tensor offs, SymInt top_k) -> Tensor")
+
+
+def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
+    """``out[t] = sum over s of w[t, s] * y[inv[t*k + s]]``: gather and sum, in a fixed order, so deterministic.
+
+    Args:
+        y: (n, D) in expert order.
+        top_k_weights: (T, k) in any floating dtype, or None, which means 1.
+        inv: (n,) int32 of `reindex`.
+        offs: (E+1,) int32 of `reindex`. Slots whose row is at or after ``offs[E]`` are skipped.
+        top_k: k.
+
+    Returns:
+        (T, D) in y's dtype, summed in float32 (float64 for float64).
+
+    Raises:
+        InputError: arguments that do not fit.
+    """
+    out: Tensor = torch.ops.hexa.combine(y, top_k_weights, inv, offs, top_k)
+    return out
+
+
+def check(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> None:
+    """Arguments of combine."""
+    checks.check_floating("combine", y=y)
+    checks.check_index("combine", y, inv=inv, offs=offs)
+    checks.require(y.ndim == 2, "combine", f"y is {checks.shape(y)}; expected a matrix")
+    checks.check_rows("combine", "y", y, y.shape[1], inv)
+    checks.require(top_k >= 1, "combine", f"top_k is {top_k}; expected 1 or more")
+    if top_k_weights is None:
+        return
+    checks.require(
+        top_k_weights.ndim == 2 and top_k_weights.shape[1] == top_k and top_k_weights.numel() == inv.shape[0],
+        "combine",
+        f"top_k_weights is {checks.shape(top_k_weights)}; expected ({inv.shape[0] // top_k}, {top_k})",
+    )
+    checks.require(
+        top_k_weights.device == y.device, "combine", f"top_k_weights is on {top_k_weights.device}, y on {y.device}"
+    )
+
+
+def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
+    """Kernel of every device: torch's own operators."""
+    wide = accumulate_dtype(y.dtype)
+    slots = torch.where(routed_rows(offs, y.shape[0]), y, 0).to(wide).index_select(0, inv)
+    if top_k_weights is not None:
+        w = top_k_weights.to(wide).reshape(-1, 1)
+        slots = torch.where((inv < offs[-1]).unsqueeze(1), slots * w, 0)
+    return slots.view(-1, top_k, y.shape[1]).sum(1).to(y.dtype)
+
+
+def _fake(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
+    return y.new_empty((inv.shape[0] // top_k, y.shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, top_k_weights, inv, offs, top_k = inputs
+    ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, top_k_weights, inv, offs)
+    ctx.top_k = top_k
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    y, weights, inv, offs = ctx.saved_tensors
+    dy = dweights = None
+    wide = accumulate_dtype(grad.dtype)
+    v = invert(inv)
+    routed = routed_rows(offs, v.shape[0])
+    rows = grad.index_select(0, v.div(ctx.top_k, rounding_mode="floor")).to(wide)
+    if ctx.needs_input_grad[0]:
+        scaled = rows if weights is None else rows * weights.to(wide).reshape(-1).index_select(0, v).unsqueeze(1)
+        dy = torch.where(routed, scaled, 0).to(grad.dtype)
+    if y is not None:
+        dots = torch.where(routed.squeeze(1), (rows * y.to(wide)).sum(1), 0)
+        dweights = dots.index_select(0, inv).view(weights.shape).to(weights.dtype)
+    return dy, dweights, None, None, None
+
+
+library.register_kernel("combine", "cpu", combine_generic, check)
+library.register_kernel("combine", "any", combine_generic, check)
+library.register_fake("combine", _fake, check)
+library.register_autograd("combine", _backward, _setup_context)

@@ -1,0 +1,110 @@
+"""``hexa::esmm``: expert-specific matrix multiplication (paper, Algorithm 2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import checks, library
+from hexa_fx.ops.cpu import as_kn, gather_rows, grouped_mm
+from hexa_fx.ops.rows import flip, invert
+
+library.define(
+    "esmm(Tensor x, Tensor weight, Tensor? bias, Tensor? v, Tensor offs, SymInt top_k, str layout) -> Tensor"
+)
+
+
+def esmm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
+) -> Tensor:
+    """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]`` for every row p in expert order (paper, Algorithm 2).
+
+    Args:
+        x: (T, K) gathered by v, row p reads ``x[v[p] // top_k]``; or (n, K) in expert order when v is None.
+        weight: (E, N, K) for layout ``nk``, (E, K, N) for ``kn``; any strides.
+        bias: (E, N) or None.
+        v: (n,) int32 of `reindex`, or None.
+        offs: (E+1,) int32 of `reindex`.
+        top_k: slots a token; 1 when v is None.
+        layout: ``nk`` or ``kn``.
+
+    Returns:
+        (n, N) in x's dtype, accumulated in float32 (float64 for float64). Rows at and after ``offs[E]`` are zero.
+
+    Raises:
+        InputError: shapes, dtypes or devices that do not fit.
+    """
+    y: Tensor = torch.ops.hexa.esmm(x, weight, bias, v, offs, top_k, layout)
+    return y
+
+
+def check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
+) -> None:
+    """Shapes, dtypes and devices of the arguments."""
+    checks.check_floating("esmm", x=x, weight=weight, bias=bias)
+    checks.check_index("esmm", x, v=v, offs=offs)
+    experts, k, n = checks.check_weight("esmm", "weight", weight, layout, offs)
+    checks.check_rows("esmm", "x", x, k, v, top_k)
+    checks.check_bias("esmm", "bias", bias, experts, n)
+
+
+def esmm_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
+) -> Tensor:
+    """CPU kernel."""
+    return grouped_mm(gather_rows(x, v, top_k), as_kn(weight, layout), bias, offs.tolist())
+
+
+def _fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
+) -> Tensor:
+    rows = x.shape[0] if v is None else v.shape[0]
+    return x.new_empty((rows, weight.shape[1] if layout == "nk" else weight.shape[2]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, v, offs, top_k, layout = inputs
+    ctx.save_for_backward(x, weight, v, offs)
+    ctx.static = (top_k, layout, bias is not None)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, v, offs = ctx.saved_tensors
+    top_k, layout, _ = ctx.static
+    dx, dw, db = projection_backward(x, g, weight, v, offs, top_k, layout, ctx.needs_input_grad[:3])
+    return dx, dw, db, None, None, None, None
+
+
+def projection_backward(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    v: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: str,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients (dx, dW, db) of one esmm, in the operators; each where ``needs`` asks for it."""
+    ops = torch.ops.hexa
+    dx = dw = db = None
+    if needs[0] and needs[1]:
+        dx, dw, db = ops.esfk(x, g, weight, v, offs, top_k, layout, needs[2])
+    elif needs[0]:
+        dx = ops.esmm(g, weight, None, None, offs, 1, flip(layout))
+    elif needs[1]:
+        dw = ops.estmm(x, g, v, None, offs, top_k, layout)
+    if needs[2] and not (needs[0] and needs[1]):
+        db = ops.ess(g, None, offs, 1, None)
+    if dx is not None and v is not None:
+        dx = ops.combine(dx, None, invert(v), offs, top_k)
+    return dx, dw, db if needs[2] else None
+
+
+library.register_kernel("esmm", "cpu", esmm_cpu, check)
+library.register_fake("esmm", _fake, check)
+library.register_autograd("esmm", _backward, _setup_context)
+library.register_autocast("esmm", cast=(0, 1, 2))

@@ -1,0 +1,91 @@
+"""``hexa::ess``: expert-specific summation (paper, Algorithm 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import checks, library
+from hexa_fx.ops.cpu import gather_rows
+from hexa_fx.ops.rows import accumulate_dtype, expert_rows, invert
+
+library.define("ess(Tensor g, Tensor? v, Tensor offs, SymInt top_k, Tensor? scale) -> Tensor")
+
+
+def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None = None) -> Tensor:
+    """Sum of the rows of each expert: the gradient of its bias (paper, Algorithm 3).
+
+    Args:
+        g: (T, C) gathered by v, or (n, C) in expert order when v is None.
+        v: (n,) int32 of `reindex`, or None.
+        offs: (E+1,) int32 of `reindex`.
+        top_k: slots a token; 1 when v is None.
+        scale: (T, k) or (n,) by slot: row p counts ``scale[v[p]]`` times. Needs v.
+
+    Returns:
+        (E, C) in g's dtype, summed in float32 (float64 for float64); zero for an expert without rows.
+
+    Raises:
+        InputError: arguments that do not fit.
+    """
+    y: Tensor = torch.ops.hexa.ess(g, v, offs, top_k, scale)
+    return y
+
+
+def check(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
+    """Arguments of ess."""
+    checks.check_floating("ess", g=g)
+    checks.check_index("ess", g, v=v, offs=offs)
+    checks.require(g.ndim == 2, "ess", f"g is {checks.shape(g)}; expected a matrix")
+    checks.check_rows("ess", "g", g, g.shape[1], v, top_k)
+    if scale is None:
+        return
+    checks.require(v is not None, "ess", "scale is by slot, so it needs v")
+    checks.require(scale.device == g.device, "ess", f"scale is on {scale.device}, g on {g.device}")
+
+
+def ess_cpu(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:
+    """CPU kernel."""
+    rows = gather_rows(g, v, top_k).to(accumulate_dtype(g.dtype))
+    if scale is not None:
+        assert v is not None
+        rows = rows * scale.reshape(-1).index_select(0, v).to(rows.dtype).unsqueeze(1)
+    bounds = offs.tolist()
+    y = rows.new_zeros((len(bounds) - 1, g.shape[1]))
+    for e in range(len(bounds) - 1):
+        if bounds[e] < bounds[e + 1]:
+            torch.sum(rows[bounds[e] : bounds[e + 1]], 0, out=y[e])
+    return y.to(g.dtype)
+
+
+def _fake(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:
+    return g.new_empty((offs.shape[0] - 1, g.shape[1]))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    g, v, offs, top_k, scale = inputs
+    ctx.save_for_backward(g if ctx.needs_input_grad[4] else None, v, offs, scale)
+    ctx.static = (top_k, g.shape[0] if v is None else v.shape[0])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    g, v, offs, scale = ctx.saved_tensors
+    top_k, n = ctx.static
+    rows = expert_rows(grad, offs, n)
+    if v is None:
+        return rows, None, None, None, None
+    inv = invert(v)
+    weights = None if scale is None else scale.reshape(-1, top_k)
+    dg = torch.ops.hexa.combine(rows, weights, inv, offs, top_k) if ctx.needs_input_grad[0] else None
+    if g is None:
+        return dg, None, None, None, None
+    wide = accumulate_dtype(grad.dtype)
+    dots = (g.repeat_interleave(top_k, 0).to(wide) * rows.index_select(0, inv).to(wide)).sum(1)
+    return dg, None, None, None, dots.view(scale.shape).to(scale.dtype)
+
+
+library.register_kernel("ess", "cpu", ess_cpu, check)
+library.register_fake("ess", _fake, check)
+library.register_autograd("ess", _backward, _setup_context)

@@ -1,0 +1,94 @@
+"""``hexa::estmm``: expert-specific transposed matrix multiplication (paper, Algorithm 4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import checks, library
+from hexa_fx.ops.cpu import gather_rows, grouped_outer
+from hexa_fx.ops.rows import flip, invert
+
+library.define(
+    "estmm(Tensor x, Tensor g, Tensor? x_index, Tensor? g_index, Tensor offs, SymInt top_k, str layout) -> Tensor"
+)
+
+
+def estmm(
+    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
+) -> Tensor:
+    """``dW[e]``, the sum of ``x[row]^T g[row]`` over the rows of expert e: a weight's gradient (paper, Algorithm 4).
+
+    Args:
+        x: (T, K) gathered by x_index, or (n, K) in expert order when that is None.
+        g: (T, N) gathered by g_index, or (n, N) in expert order when that is None.
+        x_index, g_index: (n,) int32, the v of `reindex`, or None.
+        offs: (E+1,) int32 of `reindex`.
+        top_k: slots a token, for the gathered operands.
+        layout: of the result, that of the weight.
+
+    Returns:
+        (E, N, K) for ``nk``, (E, K, N) for ``kn``, contiguous, in x's dtype; zero for an expert without rows.
+
+    Raises:
+        InputError: arguments that do not fit.
+    """
+    y: Tensor = torch.ops.hexa.estmm(x, g, x_index, g_index, offs, top_k, layout)
+    return y
+
+
+def check(
+    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
+) -> None:
+    """Arguments of estmm."""
+    checks.check_floating("estmm", x=x, g=g)
+    checks.check_index("estmm", x, x_index=x_index, g_index=g_index, offs=offs)
+    checks.check_layout("estmm", layout)
+    checks.require(
+        x.ndim == 2 and g.ndim == 2, "estmm", f"x is {checks.shape(x)}, g {checks.shape(g)}; expected matrices"
+    )
+    checks.check_rows("estmm", "x", x, x.shape[1], x_index, top_k)
+    checks.check_rows("estmm", "g", g, g.shape[1], g_index, top_k)
+    rows = [(x if x_index is None else x_index).shape[0], (g if g_index is None else g_index).shape[0]]
+    checks.require(rows[0] == rows[1], "estmm", f"x gives {rows[0]} rows and g {rows[1]}")
+
+
+def estmm_cpu(
+    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
+) -> Tensor:
+    """CPU kernel."""
+    x, g = gather_rows(x, x_index, top_k), gather_rows(g, g_index, top_k)
+    return grouped_outer(g, x, offs.tolist()) if layout == "nk" else grouped_outer(x, g, offs.tolist())
+
+
+def _fake(
+    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
+) -> Tensor:
+    size = (g.shape[1], x.shape[1]) if layout == "nk" else (x.shape[1], g.shape[1])
+    return x.new_empty((offs.shape[0] - 1, *size))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.static = inputs[5:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, g, x_index, g_index, offs = ctx.saved_tensors
+    top_k, layout = ctx.static
+    dx = dg = None
+    if ctx.needs_input_grad[0]:
+        rows = torch.ops.hexa.esmm(g, grad, None, g_index, offs, top_k if g_index is not None else 1, flip(layout))
+        dx = rows if x_index is None else torch.ops.hexa.combine(rows, None, invert(x_index), offs, top_k)
+    if ctx.needs_input_grad[1]:
+        rows = torch.ops.hexa.esmm(x, grad, None, x_index, offs, top_k if x_index is not None else 1, layout)
+        dg = rows if g_index is None else torch.ops.hexa.combine(rows, None, invert(g_index), offs, top_k)
+    return dx, dg, None, None, None, None, None
+
+
+library.register_kernel("estmm", "cpu", estmm_cpu, check)
+library.register_fake("estmm", _fake, check)
+library.register_autograd("estmm", _backward, _setup_context)
+library.register_autocast("estmm", cast=(0, 1))

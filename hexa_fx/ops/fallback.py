@@ -1,0 +1,173 @@
+"""Implementations for devices that have no kernels of their own: plain torch, correct anywhere, logged once.
+
+Without a host synchronisation wherever torch offers a grouped matmul for the case (`torch._grouped_mm`), or while a
+CUDA graph is captured; otherwise the offsets are read on the host once an operator. A device's kernels, registered with
+``torch.library.impl("hexa::esmm", "CUDA")`` or `hexa_fx.ops.library.register_kernel`, replace these.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import library
+from hexa_fx.ops.esfk import check as check_esfk
+from hexa_fx.ops.esmm import check as check_esmm
+from hexa_fx.ops.esmm_act import check as check_esmm_act
+from hexa_fx.ops.ess import check as check_ess
+from hexa_fx.ops.estmm import check as check_estmm
+from hexa_fx.ops.reindex import check as check_reindex
+from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, flip, gather_rows, invert, routed_rows
+
+logger = logging.getLogger(__name__)
+
+
+@lru_cache(maxsize=64)
+def _log_once(op: str, device: str, how: str) -> None:
+    logger.warning("hexa::%s has no kernel for %s here; running %s", op, device, how)
+
+
+def reindex_any(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Stable sort; ids out of range are sentinels."""
+    ids = top_k_index.reshape(-1).to(torch.int32)
+    ids = torch.where((ids < 0) | (ids > num_experts), num_experts, ids)
+    ids, order = torch.sort(ids, stable=True)
+    experts = torch.arange(num_experts + 1, dtype=torch.int32, device=ids.device)
+    offs = torch.searchsorted(ids, experts, out_int32=True)
+    v = order.to(torch.int32)
+    return v, invert(v), offs
+
+
+def esmm_any(
+    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
+) -> Tensor:
+    """Gather, grouped matmul, bias."""
+    rows = gather_rows(x, v, top_k)
+    kn = weight.transpose(1, 2) if layout == "nk" else weight
+    y = _grouped_mm("esmm", rows, kn, offs)
+    if bias is not None:
+        padded = torch.cat((bias, bias.new_zeros((1, bias.shape[1]))))
+        y = y + padded.index_select(0, expert_of_row(offs, y.shape[0]))
+    return torch.where(routed_rows(offs, y.shape[0]), y, 0)
+
+
+def esmm_act_any(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w3: Tensor | None,
+    b3: Tensor | None,
+    v: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: str,
+    activation: str,
+    glu: str,
+    params: list[float],
+    keep_h: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """esmm (two for split), then the activation."""
+    ops = torch.ops.hexa
+    h = ops.esmm(x, w1, b1, v, offs, top_k, layout)
+    if w3 is not None:
+        h = torch.cat((h, ops.esmm(x, w3, b3, v, offs, top_k, layout)), dim=1)
+    a = ops.activate(h, activation, glu, params)
+    return (h if keep_h else h.new_empty((0, h.shape[1]))), a
+
+
+def ess_any(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:
+    """index_add over the experts of the rows (in float32; the order of the sum is not fixed on a GPU)."""
+    rows = gather_rows(g, v, top_k).to(accumulate_dtype(g.dtype))
+    if scale is not None and v is not None:
+        rows = rows * scale.reshape(-1).index_select(0, v).to(rows.dtype).unsqueeze(1)
+    experts = offs.shape[0] - 1
+    y = rows.new_zeros((experts + 1, g.shape[1]))
+    return y.index_add_(0, expert_of_row(offs, rows.shape[0]), rows)[:experts].to(g.dtype)
+
+
+def estmm_any(
+    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
+) -> Tensor:
+    """Gather, grouped outer product."""
+    x, g = gather_rows(x, x_index, top_k), gather_rows(g, g_index, top_k)
+    return _grouped_outer("estmm", g, x, offs) if layout == "nk" else _grouped_outer("estmm", x, g, offs)
+
+
+def esfk_any(
+    x: Tensor, g: Tensor, weight: Tensor, x_index: Tensor | None, offs: Tensor, top_k: int, layout: str, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its three parts."""
+    ops = torch.ops.hexa
+    dx = ops.esmm(g, weight, None, None, offs, 1, flip(layout))
+    dw = ops.estmm(x, g, x_index, None, offs, top_k, layout)
+    db = ops.ess(g, None, offs, 1, None) if has_bias else g.new_empty(0)
+    return dx, dw, db
+
+
+def _grouped_mm(op: str, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """(n, N) of x (n, K) and weight (E, K, N). Rows without an expert are unspecified."""
+    if _has_grouped_mm(x, weight):
+        _log_once(op, x.device.type, "torch's grouped matmul")
+        return torch._grouped_mm(x, weight, offs=offs[1:].contiguous())
+    if _capturing(x):
+        _log_once(op, x.device.type, "every expert on every row, as a CUDA graph is being captured")
+        expert = expert_of_row(offs, x.shape[0]).unsqueeze(1)
+        y = x.new_zeros((x.shape[0], weight.shape[2]))
+        for e in range(weight.shape[0]):
+            y = torch.where(expert == e, x @ weight[e], y)
+        return y
+    _log_once(op, x.device.type, f"one matmul an expert, which reads the offsets on the host ({x.dtype})")
+    y, bounds = x.new_zeros((x.shape[0], weight.shape[2])), offs.tolist()
+    for e, (start, end) in enumerate(pairwise(bounds)):
+        if start < end:
+            torch.mm(x[start:end], weight[e], out=y[start:end])
+    return y
+
+
+def _grouped_outer(op: str, x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+    """(E, K, N), the sum of ``x[p]^T g[p]`` over each expert's rows."""
+    experts = offs.shape[0] - 1
+    if _has_grouped_mm(x, g) and x.shape[0] > 0:
+        _log_once(op, x.device.type, "torch's grouped matmul")
+        return torch._grouped_mm(x.t(), g, offs=offs[1:].contiguous())
+    if _capturing(x):
+        _log_once(op, x.device.type, "every expert on every row, as a CUDA graph is being captured")
+        expert = expert_of_row(offs, x.shape[0]).unsqueeze(1)
+        return torch.stack([torch.where(expert == e, x, 0).t() @ g for e in range(experts)])
+    _log_once(op, x.device.type, f"one matmul an expert, which reads the offsets on the host ({x.dtype})")
+    y, bounds = x.new_zeros((experts, x.shape[1], g.shape[1])), offs.tolist()
+    for e, (start, end) in enumerate(pairwise(bounds)):
+        if start < end:
+            torch.mm(x[start:end].t(), g[start:end], out=y[e])
+    return y
+
+
+def _has_grouped_mm(a: Tensor, b: Tensor) -> bool:
+    """torch._grouped_mm without a host read: bfloat16 on Hopper and newer, all strides multiples of 16 bytes."""
+    if a.device.type != "cuda" or a.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
+        return False
+    if torch.cuda.get_device_capability(a.device) < (9, 0) or a.shape[0] == 0:
+        return False
+    return all(_aligned(t) for t in (a, b))
+
+
+def _aligned(t: Tensor) -> bool:
+    unit = 16 // t.element_size()
+    inner = [s for s in t.stride() if s != 1]
+    return t.data_ptr() % 16 == 0 and 1 in t.stride()[-2:] and all(s % unit == 0 for s in inner)
+
+
+def _capturing(t: Tensor) -> bool:
+    return t.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+library.register_kernel("reindex", "any", reindex_any, check_reindex)
+library.register_kernel("esmm", "any", esmm_any, check_esmm)
+library.register_kernel("esmm_act", "any", esmm_act_any, check_esmm_act)
+library.register_kernel("ess", "any", ess_any, check_ess)
+library.register_kernel("estmm", "any", estmm_any, check_estmm)
+library.register_kernel("esfk", "any", esfk_any, check_esfk)

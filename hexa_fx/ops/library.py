@@ -1,0 +1,144 @@
+"""Where the ``hexa::`` operators are defined and where their kernels are looked up.
+
+An operator has one schema, one fake, at most one autograd formula and one autocast rule, and a kernel per device:
+
+* CPU kernels are registered with `register_kernel` (dispatch key ``CPU``);
+* every other device runs the generic `fallback` (dispatch key ``CompositeExplicitAutograd``), which a device's own
+  kernels override simply by being registered, here or with ``torch.library.impl("hexa::esmm", "CUDA")``.
+
+A registered kernel is reached in two ways. ``torch.ops.hexa.esmm(...)`` goes through torch's dispatcher and checks its
+arguments. The programs that `hexa::moe_ffn` runs were checked as a whole, so they call `kernel_for` 's result directly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.errors import InputError
+
+NAMESPACE = "hexa"
+
+Kernel = Callable[..., Any]
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_KERNELS: dict[tuple[str, str], Kernel] = {}
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+kernel_generation = 0
+"""Grows with every `register_kernel`: what was bound to kernels before is bound again."""
+
+
+def define(schema: str) -> None:
+    """Defines ``hexa::<schema>``."""
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def overload(name: str) -> torch._ops.OpOverload:
+    """The operator ``hexa::<name>``."""
+    packet = getattr(torch.ops.hexa, name)
+    result: torch._ops.OpOverload = packet.default
+    return result
+
+
+def register_kernel(name: str, device: str, kernel: Kernel, check: Callable[..., None] | None = None) -> None:
+    """Makes ``kernel`` the implementation of ``hexa::<name>`` on one device type.
+
+    Args:
+        name: operator name without the namespace.
+        device: ``cpu``, ``cuda``, ... or ``any`` for the implementation of devices that have none of their own.
+        kernel: takes the schema's arguments in order. Runs below autograd and outside autocast.
+        check: takes the same arguments and raises on bad ones. Skipped when a checked program calls the kernel.
+    """
+    global kernel_generation
+    kernel_generation += 1
+    _KERNELS[name, device] = kernel
+
+    @functools.wraps(kernel)
+    def checked(*args: Any) -> Any:
+        if check is not None:
+            check(*args)
+        with without_autocast():
+            return kernel(*args)
+
+    key = "CompositeExplicitAutograd" if device == "any" else device.upper()
+    _LIBRARY.impl(name, checked, key)
+
+
+def kernel_for(name: str, device: str) -> Kernel:
+    """The kernel of ``hexa::<name>`` on a device type, or the operator itself where torch's dispatcher must choose."""
+    return _KERNELS.get((name, device)) or overload(name)
+
+
+def register_fake(name: str, fake: Kernel, check: Callable[..., None] | None = None) -> None:
+    """Registers the shape and dtype rule of ``hexa::<name>``, with the same argument checks as its kernels."""
+
+    @functools.wraps(fake)
+    def checked(*args: Any) -> Any:
+        if check is not None:
+            check(*args)
+        return fake(*args)
+
+    torch.library.register_fake(f"{NAMESPACE}::{name}", checked, lib=_LIBRARY)
+
+
+def register_autograd(name: str, backward: Kernel, setup_context: Kernel | None = None) -> None:
+    """Registers the autograd formula of ``hexa::<name>`` (see torch.library.register_autograd)."""
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+
+
+def refuse_double_backward(name: str) -> None:
+    """``hexa::<name>`` is itself a gradient: going through it once more raises instead of giving a wrong answer."""
+
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise InputError(
+            f"hexa::{name} has no second derivative: gradients of gradients (create_graph=True) do not reach through "
+            "an optimized MoE block; run the original module where you need them"
+        )
+
+    register_autograd(name, backward)
+
+
+def register_autograd_kernel(name: str, kernel: Kernel) -> None:
+    """Registers a kernel on the Autograd key itself. It receives the dispatch keyset first."""
+    _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def register_autocast(name: str, cast: Sequence[int]) -> None:
+    """Under autocast ``hexa::<name>`` behaves like torch.nn.functional.linear.
+
+    Its floating-point arguments at the positions ``cast`` are cast to the autocast dtype (float64 is left alone), and
+    the operator then runs with autocast off.
+    """
+    for device in _AUTOCAST_DEVICES:
+        _LIBRARY.impl(
+            name, _autocast_kernel(name, device, frozenset(cast)), f"Autocast{device.upper()}", with_keyset=True
+        )
+
+
+def without_autocast() -> torch._C._ExcludeDispatchKeyGuard:
+    """A context in which torch's operators ignore autocast."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+
+
+def _autocast_kernel(name: str, device: str, cast: frozenset[int]) -> Kernel:
+    def kernel(_keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        cast_args = [_autocast(a, dtype) if i in cast else a for i, a in enumerate(args)]
+        with without_autocast():
+            return overload(name)(*cast_args)
+
+    return kernel
+
+
+def _autocast(value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
+        return value
+    return value.to(dtype)

@@ -1,0 +1,253 @@
+"""``hexa::moe_ffn``: a whole MoE feed-forward in one node, the canonical form of the rewrite.
+
+It is one autograd unit, so that what is saved for backward is chosen here: x, h (not even that with ``recompute_h``),
+the routing and the weights. Below autograd it is three operators:
+
+* ``moe_ffn`` itself, where no gradient is asked for: h is never kept;
+* ``moe_ffn_forward``, which also returns what backward needs;
+* ``moe_ffn_backward``.
+
+All three run the programs that the lowering pass makes (see `hexa_fx.ops.program`).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.errors import InputError
+from hexa_fx.ir import FfnSpec
+from hexa_fx.ops import checks, library
+from hexa_fx.ops.esmm_act import check_first_projection
+from hexa_fx.ops.program import FfnRequest, programs
+
+_WEIGHTS = "Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor w2, Tensor? b2"
+_STATIC = "str activation, str glu, float[] params, str layout1, str layout2, bool recompute_h"
+
+library.define(f"moe_ffn(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {_WEIGHTS}, {_STATIC}) -> Tensor")
+library.define(
+    f"moe_ffn_forward(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {_WEIGHTS}, {_STATIC}) "
+    "-> (Tensor y, Tensor h, Tensor v, Tensor inv, Tensor offs)"
+)
+library.define(
+    "moe_ffn_backward(Tensor dy, Tensor? x, Tensor? h, Tensor v, Tensor inv, Tensor offs, Tensor? top_k_weights, "
+    f"{_WEIGHTS}, SymInt top_k, {_STATIC}, bool[] needs) -> Tensor[]"
+)
+
+
+def moe_ffn(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor | None,
+    w1: Tensor,
+    b1: Tensor | None,
+    w3: Tensor | None,
+    b3: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    spec: FfnSpec,
+) -> Tensor:
+    """``y[t] = sum over s of top_k_weights[t, s] * FFN_{e(t, s)}(x[t])`` (paper, section 3).
+
+    Args:
+        x: (T, D).
+        top_k_index: (T, k) integer in 0 .. E-1, or E for a slot that contributes nothing. A token may name an expert
+            twice.
+        top_k_weights: (T, k) in any floating dtype, or None, which means 1.
+        w1: first projection, (E, N, D) for ``spec.layout1 == "nk"``, (E, D, N) for ``kn``; N = I, or 2I for glu
+            ``concat`` and ``interleaved``.
+        b1: (E, N) or None.
+        w3, b3: the up projection of glu ``split``, shaped as w1 and b1.
+        w2: second projection, (E, D, I) or (E, I, D) as ``spec.layout2`` says.
+        b2: (E, D) or None.
+        spec: activation, glu, layouts, and whether to recompute h in backward.
+
+    Returns:
+        (T, D) in x's dtype (under autocast: in the autocast dtype, as torch.nn.functional.linear).
+
+    Saved for backward: x (not if W1 and W3 are frozen), h (not with ``recompute_h``), the routing and the weights.
+
+    Raises:
+        InputError: shapes, dtypes or devices that do not fit; an expert id out of range (CPU); a second derivative.
+    """
+    y: Tensor = torch.ops.hexa.moe_ffn(x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2, *_static_of(spec))
+    return y
+
+
+def _static_of(spec: FfnSpec) -> tuple[Any, ...]:
+    return spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h
+
+
+@lru_cache(maxsize=1024)
+def _spec(
+    activation: str, glu: Any, params: tuple[float, ...], layout1: Any, layout2: Any, recompute_h: bool
+) -> FfnSpec:
+    return FfnSpec(activation, glu, layout1, layout2, params, recompute_h)
+
+
+@lru_cache(maxsize=1024)
+def _request(static: tuple[Any, ...], given: tuple[bool, ...], needs: tuple[bool, ...], training: bool) -> FfnRequest:
+    names = ("x", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
+    present = frozenset(n for n, g in zip(names, given, strict=True) if g)
+    grads = frozenset(n for n, need in zip(names, needs, strict=True) if need)
+    return FfnRequest(_spec(*static), present, grads, training)
+
+
+def _static(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    activation, glu, params, layout1, layout2, recompute_h = args
+    return activation, glu, tuple(params), layout1, layout2, recompute_h
+
+
+def check(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor | None,
+    w1: Tensor,
+    b1: Tensor | None,
+    w3: Tensor | None,
+    b3: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    activation: str,
+    glu: str,
+    params: list[float],
+    layout1: str,
+    layout2: str,
+    recompute_h: bool,
+) -> None:
+    """Shapes, dtypes and devices of the arguments."""
+    op = "moe_ffn"
+    checks.check_floating(op, x=x, w1=w1, b1=b1, w3=w3, b3=b3, w2=w2, b2=b2)
+    experts, model_size, n = checks.check_weight(op, "w1", w1, layout1)
+    checks.check_rows(op, "x", x, model_size)
+    check_first_projection(op, experts, n, w1, b1, w3, b3, activation, glu, params)
+    experts2, k2, n2 = checks.check_weight(op, "w2", w2, layout2)
+    inner = n // 2 if glu in ("concat", "interleaved") else n
+    if (experts2, k2) != (experts, inner):
+        raise InputError(
+            f"hexa::{op}: w2 is {checks.shape(w2)}, {experts2} experts of {k2} inputs in layout {layout2}; "
+            f"w1 gives {experts} experts of intermediate size {inner}"
+        )
+    checks.check_bias(op, "b2", b2, experts, n2)
+    if top_k_index.dtype not in checks.INTEGER or top_k_index.ndim != 2 or top_k_index.shape[0] != x.shape[0]:
+        raise InputError(
+            f"hexa::{op}: top_k_index is {checks.shape(top_k_index)}; expected integer ({x.shape[0]}, experts a token)"
+        )
+    checks.require(top_k_index.shape[1] >= 1, op, "top_k_index names no expert; expected k of 1 or more")
+    checks.require(top_k_index.device == x.device, op, f"top_k_index is on {top_k_index.device}, x on {x.device}")
+    if top_k_weights is None:
+        return
+    if top_k_weights.shape != top_k_index.shape or not top_k_weights.is_floating_point():
+        raise InputError(
+            f"hexa::{op}: top_k_weights is {checks.shape(top_k_weights)}; expected floating {tuple(top_k_index.shape)}"
+        )
+    checks.require(top_k_weights.device == x.device, op, f"top_k_weights is on {top_k_weights.device}, x on {x.device}")
+
+
+def _given(tensors: tuple[Any, ...]) -> tuple[bool, ...]:
+    return tuple(t is not None for t in tensors)
+
+
+_NO_GRADS = (False,) * 8
+
+
+def _moe_ffn(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
+    """Kernel of every device: the forward program of inference."""
+    request = _request(_static(rest[7:]), _given((x, *rest[:7])), _NO_GRADS, False)
+    y: Tensor = programs(request, x.device.type).forward(x, top_k_index, *rest[:7])
+    return y
+
+
+def _moe_ffn_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Kernel of every device: the forward program of training."""
+    request = _request(_static(rest[7:]), _given((x, *rest[:7])), _NO_GRADS, True)
+    out: tuple[Tensor, ...] = programs(request, x.device.type).forward(x, top_k_index, *rest[:7])
+    if request.spec.recompute_h:
+        y, v, inv, offs = out
+        return y, x.new_empty((0, _h_width(rest[1], rest[8], rest[10]))), v, inv, offs
+    return out
+
+
+def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -> list[Tensor]:
+    """Kernel of every device: the backward program."""
+    weights, top_k, static, needs = rest[3:10], rest[10], rest[11:17], tuple(rest[17])
+    request = _request(_static(static), (True, *_given(weights)), needs, True)
+    out: tuple[Tensor, ...] = programs(request, dy.device.type).backward(dy, x, h, *rest[:3], *weights, top_k)
+    return list(out)
+
+
+def _h_width(w1: Tensor, glu: str, layout1: str) -> int:
+    width = w1.shape[1] if layout1 == "nk" else w1.shape[2]
+    return 2 * width if glu == "split" else width
+
+
+def _output_width(w2: Tensor, layout2: str) -> int:
+    width: int = w2.shape[1] if layout2 == "nk" else w2.shape[2]
+    return width
+
+
+def _fake(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty((x.shape[0], _output_width(rest[5], rest[11])))
+
+
+def _fake_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    w1, glu, layout1, recompute_h = rest[1], rest[8], rest[10], rest[12]
+    n = top_k_index.shape[0] * top_k_index.shape[1]
+    h = x.new_empty((0 if recompute_h else n, _h_width(w1, glu, layout1)))
+    index = torch.empty(n, dtype=torch.int32, device=x.device)
+    offs = torch.empty(w1.shape[0] + 1, dtype=torch.int32, device=x.device)
+    return _fake(x, top_k_index, *rest), h, index, torch.empty_like(index), offs
+
+
+def _fake_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -> list[Tensor]:
+    top_k_weights, w1, b1, w3, b3, w2, b2 = rest[3:10]
+    layout1, needs = rest[14], rest[17]
+    model_size = w1.shape[2] if layout1 == "nk" else w1.shape[1]
+    like = (dy.new_empty((dy.shape[0], model_size)), top_k_weights, w1, b1, w3, b3, w2, b2)
+    return [t.new_empty(t.shape) for t, need in zip(like, needs, strict=True) if need]
+
+
+class _MoeFfn(torch.autograd.Function):
+    """The autograd unit. Calls the operators below autograd so that a compiler sees them as nodes."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2 = args[:9]
+        with torch._C._AutoDispatchBelowAutograd():
+            y, h, v, inv, offs = torch.ops.hexa.moe_ffn_forward(*args)
+        needs = ctx.needs_input_grad
+        recompute_h = args[14]
+        keep_x = x if needs[3] or needs[5] or recompute_h else None
+        ctx.save_for_backward(keep_x, None if recompute_h else h, v, inv, offs, top_k_weights, w1, b1, w3, b3, w2, b2)
+        ctx.static = (top_k_index.shape[1], *args[9:])
+        ctx.needs = [needs[0], *needs[2:9]]
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = iter(torch.ops.hexa.moe_ffn_backward(grads[0], *ctx.saved_tensors, *ctx.static, ctx.needs))
+        first, *others = (next(found) if need else None for need in ctx.needs)
+        return first, None, *others, *(None,) * 6
+
+
+def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        return _MoeFfn.apply(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return library.overload("moe_ffn").redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+library.register_kernel("moe_ffn", "any", _moe_ffn, check)
+library.register_fake("moe_ffn", _fake, check)
+library.register_autograd_kernel("moe_ffn", _autograd)
+library.register_autocast("moe_ffn", cast=(0, 3, 4, 5, 6, 7, 8))
+
+library.register_kernel("moe_ffn_forward", "any", _moe_ffn_forward, check)
+library.register_fake("moe_ffn_forward", _fake_forward, check)
+
+library.register_kernel("moe_ffn_backward", "any", _moe_ffn_backward)
+library.register_fake("moe_ffn_backward", _fake_backward)
+library.refuse_double_backward("moe_ffn_backward")

@@ -1,0 +1,44 @@
+"""Index arithmetic that autograd formulas and the generic fallback share. Plain torch, any device, no host read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def flip(layout: str) -> str:
+    """The layout under which the same memory reads as the transposed weight."""
+    return "kn" if layout == "nk" else "nk"
+
+
+def invert(v: Tensor) -> Tensor:
+    """The permutation ``inv`` (n,) int32 with ``inv[v[p]] == p``."""
+    rows = torch.arange(v.shape[0], dtype=v.dtype, device=v.device)
+    return torch.empty_like(v).scatter_(0, v.long(), rows)
+
+
+def expert_of_row(offs: Tensor, n: int) -> Tensor:
+    """Expert (n,) int64 of every row; E for rows at and after ``offs[E]``."""
+    rows = torch.arange(n, dtype=offs.dtype, device=offs.device)
+    return torch.searchsorted(offs[1:].contiguous(), rows, right=True)
+
+
+def routed_rows(offs: Tensor, n: int) -> Tensor:
+    """Mask (n, 1) of the rows before ``offs[E]``."""
+    return (torch.arange(n, dtype=offs.dtype, device=offs.device) < offs[-1]).unsqueeze(1)
+
+
+def gather_rows(x: Tensor, v: Tensor | None, top_k: int) -> Tensor:
+    """The row operand (n, C): x itself, or ``x[v // top_k]``."""
+    return x if v is None else x.index_select(0, v.div(top_k, rounding_mode="floor"))
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for everything else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def expert_rows(table: Tensor, offs: Tensor, n: int) -> Tensor:
+    """(n, C): ``table[e(p)]`` of an (E, C) table, zero for rows without an expert."""
+    padded = torch.cat((table, table.new_zeros((1, table.shape[1]))))
+    return padded.index_select(0, expert_of_row(offs, n))

@@ -1,0 +1,95 @@
+"""From a request of `hexa::moe_ffn` to what runs: lower, fuse, and bind to the kernels of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule
+
+from hexa_fx.ops import library
+from hexa_fx.ops.program import OPERANDS, FfnRequest
+from hexa_fx.passes.base import Contract, GraphPass, Pipeline
+from hexa_fx.passes.fuse import FuseActivation
+from hexa_fx.passes.lower import LOWERED, Lowered, lower_request
+
+_FORWARD_OPERANDS = ("x", "top_k_index", *OPERANDS[1:])
+_BACKWARD_OPERANDS = ("dy", "x", "h", "v", "inv", "offs", *OPERANDS[1:], "top_k")
+
+
+@dataclass(frozen=True)
+class BindKernels(GraphPass):
+    """Calls to ``torch.ops.hexa.*`` become calls to the kernels themselves, past torch's dispatcher.
+
+    Args:
+        device: device type, ``cpu`` or ``cuda``.
+    """
+
+    device: str = "cpu"
+    name: ClassVar[str] = "bind_kernels"
+    contract: ClassVar[Contract] = Contract(
+        requires=frozenset({LOWERED}), provides=frozenset({"bound"}), removes=frozenset({LOWERED})
+    )
+
+    def apply(self, gm: GraphModule) -> int:
+        """Replaces the target of every hexa node for which the device has a kernel in Python."""
+        bound = 0
+        for node in gm.graph.nodes:
+            target = node.target
+            if isinstance(target, torch._ops.OpOverload) and target.namespace == library.NAMESPACE:
+                node.target = library.kernel_for(target._opname, self.device)
+                bound += node.target is not target
+        return bound
+
+
+@dataclass(frozen=True)
+class Program:
+    """The programs of one request on one device type, and the graphs they come from.
+
+    Args:
+        request: what was asked for.
+        lowered: the unfused graphs.
+        fused: the graphs that run, in terms of ``torch.ops.hexa``.
+        bound: the same graphs bound to kernels.
+    """
+
+    request: FfnRequest
+    lowered: Lowered
+    fused: Lowered
+    bound: Lowered
+
+    @cached_property
+    def forward(self) -> Callable[..., Any]:
+        """The forward program, over all operands of moe_ffn by position."""
+        return _pick(self.bound.forward, _FORWARD_OPERANDS)
+
+    @cached_property
+    def backward(self) -> Callable[..., Any]:
+        """The backward program, over dy, x, h, v, inv, offs, the other operands and top_k by position."""
+        return _pick(self.bound.backward, _BACKWARD_OPERANDS)
+
+
+def provide(request: FfnRequest, device: str) -> Program:
+    """The programs of a request on a device type (the provider of `hexa_fx.ops.program`)."""
+    fuse = Pipeline((FuseActivation(),), given=frozenset({LOWERED}))
+    bind = Pipeline((BindKernels(device),), given=frozenset({LOWERED}))
+    lowered, fused, bound = (lower_request(request) for _ in range(3))
+    for graphs in (fused, bound):
+        fuse(graphs.forward), fuse(graphs.backward)
+    bind(bound.forward), bind(bound.backward)
+    return Program(request, lowered, fused, bound)
+
+
+def _pick(gm: GraphModule, operands: tuple[str, ...]) -> Callable[..., Any]:
+    """A function over all operands by position that calls gm with those it takes."""
+    names = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
+    positions = [operands.index(str(n)) for n in names]
+    run = gm.forward
+
+    def picked(*args: Any) -> Any:
+        return run(*[args[i] for i in positions])
+
+    return picked
