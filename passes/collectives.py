@@ -158,7 +158,7 @@ def _insert_data_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan:
         gathered = graph.call_function(nodes.cache_gather, (*local, list(layer.shards), layer.path, at.session))
         gathered.meta["hexa_partition"] = {"layer": layer.path, "mode": layer.mode}
         gated = args["glu"] != "none"
-        bias = args["b1"] is not None
+        bias = args["b1"] is not None or args["b3"] is not None
         present = (True, bias, gated, bias and gated, True)
         for i, (name, there) in enumerate(zip(WEIGHT_ARGS, present)):
             args[name] = graph.call_function(operator.getitem, (gathered, i)) if there else None
@@ -168,4 +168,3 @@ def _insert_data_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan:
     with graph.inserting_after(node):
         released = graph.call_function(nodes.cache_release, (node, layer.path, at.session))
     node.replace_all_uses_with(released, delete_user_cb=lambda user: user is not released)
-

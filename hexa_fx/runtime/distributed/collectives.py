@@ -54,6 +54,11 @@ def wait(x: Tensor) -> Tensor:
     return result
 
 
+# torch 2.13 renames the two; 2.11 knows only the old names.
+_gather_even = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_even = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def _row_bytes(x: Tensor) -> int:
     numel = 1
     for size in x.shape[1:]:
@@ -74,7 +79,7 @@ def _start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: Any) -> l
     _count("all_gather_v", (sum(sizes) - sizes[rank]) * _row_bytes(x))
     x = x.contiguous()
     if _is_even(sizes):
-        return [dist.all_gather_into_tensor(out, x, group=group, async_op=True)]
+        return [_gather_even(out, x, group=group, async_op=True)]
     parts = list(out.split(list(sizes)))
     if _is_nccl(group):
         return [dist.all_gather(parts, x, group=group, async_op=True)]
@@ -89,9 +94,7 @@ def _check_rows(name: str, x: Tensor, rows: int, sizes: Sequence[int]) -> None:
         raise ValueError(f"hexa::{name}: this rank has {x.shape[0]} rows, sizes {list(sizes)} promise {rows}")
 
 
-@torch.library.custom_op(
-    "hexa::all_gather_v", mutates_args=(), schema="(Tensor x, int[] sizes, str group) -> Tensor"
-)
+@torch.library.custom_op("hexa::all_gather_v", mutates_args=(), schema="(Tensor x, int[] sizes, str group) -> Tensor")
 def all_gather_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
     """Rows of all ranks, in rank order: (sizes[rank], ...) -> (sum(sizes), ...). Pending until waited for."""
     pg = _resolve_process_group(group)
@@ -129,7 +132,7 @@ def reduce_scatter_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
     x = x.contiguous()
     out = x.new_empty((sizes[rank], *x.shape[1:]))
     if _is_even(sizes):
-        _register_work(out, dist.reduce_scatter_tensor(out, x, group=pg, async_op=True))
+        _register_work(out, _scatter_even(out, x, group=pg, async_op=True))
         return out
     if _is_nccl(pg):
         _register_work(out, dist.reduce_scatter(out, list(x.split(list(sizes))), group=pg, async_op=True))

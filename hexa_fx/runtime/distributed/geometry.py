@@ -116,8 +116,12 @@ class Geometry:
         w1 = first if self.layout1 == "nk" else first.transpose(1, 2)
         w3 = second if second is None or self.layout1 == "nk" else second.transpose(1, 2)
         w2 = down if self.layout2 == "kn" else down.transpose(1, 2)
-        return _contiguous(w1, dtype), _contiguous(bias, dtype), _contiguous(w3, dtype), _contiguous(bias2, dtype), (
-            _contiguous(w2, dtype)
+        return (
+            _contiguous(w1, dtype),
+            _contiguous(bias, dtype),
+            _contiguous(w3, dtype),
+            _contiguous(bias2, dtype),
+            (_contiguous(w2, dtype)),
         )
 
     def view_grads(self, grads: Weights, dtype: torch.dtype) -> Tensor:

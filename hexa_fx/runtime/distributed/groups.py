@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -16,6 +17,9 @@ from hexa_fx.plan import Plan
 logger = logging.getLogger(__name__)
 
 _incidents = 0
+
+# Communicators cost memory and sockets: one set a mesh. Weak, as torch's own table of groups owns them.
+_made: WeakKeyDictionary[Any, dict[timedelta | None, Groups]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,14 @@ def make_groups(mesh: Any = None, timeout: timedelta | None = None) -> Groups:
     if not dist.is_available() or not dist.is_initialized():
         raise PlanError("a partition needs torch.distributed: start with torchrun and call init_process_group first")
     main = _group_of(mesh)
+    known = _made.get(main, {})
+    if timeout not in known:
+        known = {**known, timeout: _new_groups(main, timeout)}
+        _made[main] = known
+    return known[timeout]
+
+
+def _new_groups(main: Any, timeout: timedelta | None) -> Groups:
     ranks = dist.get_process_group_ranks(main)
     backend = dist.get_backend(main)
     local = len(ranks) != dist.get_world_size()

@@ -19,6 +19,7 @@ from hexa_fx.runtime.distributed import groups as groups_module
 from hexa_fx.runtime.distributed.geometry import Geometry
 from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, explain_failure, make_groups
 from hexa_fx.runtime.distributed.nodes import register_session
+from hexa_fx.runtime.distributed.shards import ShardedParameter
 from hexa_fx.runtime.distributed.shared_cache import CachedLayer, SharedCache
 
 _numbers = itertools.count()
@@ -50,6 +51,7 @@ class PartitionSession:
             if layer.mode == "data_centric"
         ]
         self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch)
+        self.shards: tuple[ShardedParameter, ...] = ()
         self._unbind: list[Callable[[], None]] = []
         register_session(self.name, self)
 

@@ -246,7 +246,7 @@ class SharedCache:
         if not self.prefetch_enabled or index not in self._sources:
             return
         slot = self._slot(index)
-        if slot.busy or slot.index == index and (in_backward() or slot.epoch == self._epoch):
+        if slot.busy or (slot.index == index and (in_backward() or slot.epoch == self._epoch)):
             return
         self._fill(index)
         slot.prefetched = True
@@ -285,7 +285,11 @@ class SharedCache:
 
     def check_bound(self, weights: Weights) -> None:
         """Raises where autograd would save what lives in a slot, because nothing opened `saved_tensor_hooks`."""
-        if torch.is_grad_enabled() and not self._hooks_active and any(w is not None and w.requires_grad for w in weights):
+        if (
+            torch.is_grad_enabled()
+            and not self._hooks_active
+            and any(w is not None and w.requires_grad for w in weights)
+        ):
             raise PlanError(
                 "a data-centric layer runs outside its bound module, so autograd would save gathered weights: "
                 "bind the module that holds the graph (PartitionSession.bind)"

@@ -1,0 +1,124 @@
+"""Outputs and all gradients of a partitioned model equal those of one process on the global batch, in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run
+from models import I, Kind, Net, batch, install, loss_sum, own
+
+from hexa_fx.plan import ExpertShape, LayerPlan, Plan
+
+SPLITS = {
+    1: {"even": ((I,), (6,))},
+    2: {"even": ((12, 12), (3, 3)), "uneven": ((8, 16), (5, 2)), "h0": ((24, 0), (2, 3)), "b0": ((8, 16), (6, 0))},
+    4: {
+        "even": ((6, 6, 6, 6), (2, 2, 2, 2)),
+        "uneven": ((2, 10, 4, 8), (1, 5, 2, 4)),
+        "zeros": ((16, 0, 8, 0), (3, 4, 0, 2)),
+    },
+}
+KINDS = {
+    "mlp": Kind("none"),
+    "concat": Kind("concat", bias=False),
+    "concat-kn": Kind("concat", "kn", "kn"),
+    "interleaved": Kind("interleaved", "nk", "kn"),
+    "split": Kind("split", "kn", "nk"),
+    "top1": Kind("split", top_k=1, bias=False),
+}
+MODES = {
+    "model": ("model_centric",) * 3,
+    "data": ("data_centric",) * 3,
+    "mixed": ("data_centric", "model_centric", "data_centric"),
+}
+
+
+def make_plan(world, split, modes, kinds, slots=1, static=False, reduce="reduce_scatter", **extra):
+    shards, tokens = SPLITS[world][split]
+    owner = max(range(world), key=lambda r: shards[r])
+    layers = tuple(
+        LayerPlan(f"layers.{i}", mode, ExpertShape(4, 8, I, 2 if k.glu == "none" else 3), shards, reduce, owner)
+        for i, (mode, k) in enumerate(zip(modes, kinds))
+    )
+    return Plan(world, layers, tokens, tokens if static else None, slots, **extra)
+
+
+def errors(rank, plan, kinds, steps=1):
+    """Largest difference of outputs and gradients to one process."""
+    model = Net(kinds)
+    whole = Net(kinds)
+    installed = install(model, plan)
+    shards = {shard.name: shard for shard in installed.shards}
+    total = sum(plan.batch)
+    worst = 0.0
+    for step in range(steps):
+        x, target = batch(total, seed=step)
+        mine = own(plan.batch, rank)
+        x0, xr = x[mine].clone().requires_grad_(), x.clone().requires_grad_()
+        y, yr = model(x0), whole(xr)
+        (loss_sum(y, target[mine]) / total).backward()
+        (loss_sum(yr, target) / total).backward()
+        pairs = [(y, yr[mine]), (x0.grad, xr.grad[mine])]
+        for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters()):
+            if name in shards:
+                cut = torch.cat(
+                    [q.grad.narrow(c.dim, c.start, c.length) for c in shards[name].chunks], shards[name].chunks[0].dim
+                )
+                pairs.append((p.grad, cut))
+            else:
+                summed = p.grad.clone()
+                dist.all_reduce(summed)
+                pairs.append((summed, q.grad))
+        worst = max([worst, *(float((a - b).detach().abs().max()) for a, b in pairs if a.numel())])
+        assert all(a.shape == b.shape for a, b in pairs)
+        model.zero_grad(), whole.zero_grad()
+    cache = installed.session.cache
+    installed.session.close()
+    return worst, cache.gathers, cache.nbytes
+
+
+def many(rank, world, cases):
+    """Several cases in one launch. Each is (name, plan arguments, kinds)."""
+    out = {}
+    for name, arguments, kinds in cases:
+        out[name] = errors(rank, make_plan(world, kinds=kinds, **arguments), kinds, steps=2)
+    return out
+
+
+def cases(world, full):
+    splits, modes, kinds = list(SPLITS[world]), list(MODES), list(KINDS)
+    grid = itertools.product(splits, modes, kinds, (1, 2), (False, True), ("reduce_scatter", "all_reduce"))
+    if not full:  # every value of every dimension, and every split with every mode
+        grid = [
+            (
+                split,
+                mode,
+                kinds[(i * 3 + j) % len(kinds)],
+                1 + (i + j) % 2,
+                (i + j) % 2 == 0,
+                ("reduce_scatter", "all_reduce")[i % 2],
+            )
+            for i, split in enumerate(splits)
+            for j, mode in enumerate(modes)
+        ]
+    for split, mode, kind, slots, static, reduce in grid:
+        arguments = {"split": split, "modes": MODES[mode], "slots": slots, "static": static, "reduce": reduce}
+        yield f"{split}-{mode}-{kind}-{slots}-{static}-{reduce}", arguments, [KINDS[kind]] * 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_equals_one_process(world):
+    for result in run(world, many, list(cases(world, full=False)), timeout=60):
+        bad = {name: worst for name, (worst, _, _) in result.items() if not worst < 1e-10}
+        assert not bad
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_equals_one_process_full_matrix(world):
+    for result in run(world, many, list(cases(world, full=True)), timeout=600):
+        bad = {name: worst for name, (worst, _, _) in result.items() if not worst < 1e-10}
+        assert not bad
