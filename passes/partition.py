@@ -22,6 +22,7 @@ from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.collectives import Placement, ffn_arguments, is_moe_ffn, partition_graph
 from hexa_fx.passes.cost_model import Measured, layer_cost
+from hexa_fx.passes.overlap import overlap
 from hexa_fx.plan import ExpertShape, LayerCost, LayerPlan, Mode, Plan, Reduce
 from hexa_fx.runtime.distributed.geometry import ROLES, Geometry, shape_of
 from hexa_fx.runtime.distributed.groups import Groups, join, make_groups
@@ -254,7 +255,7 @@ def _scaled_caps(config: PartitionConfig, layers: Sequence[LayerWeights]) -> Par
 
 def _first_tensor(model: nn.Module, layer: LayerWeights) -> Tensor:
     name = layer.sources["w1"].parts[0][0]
-    return find_tensor(model, f"{layer.path}.{name}" if layer.path else name)
+    return find_tensor(model, f"{layer.root}.{name}" if layer.root else name)
 
 
 @dataclass(frozen=True)
@@ -303,13 +304,15 @@ def install_plan(
     shards: list[ShardedParameter] = []
     for (_, layer), planned in zip(layers, plan.layers):
         lo = sum(planned.shards[: session.rank])
-        owner = replace(layer, path=layer.path.partition("#")[0])
-        shards += cut_layer(model, owner, lo, lo + planned.shards[session.rank])
+        shards += cut_layer(model, layer, lo, lo + planned.shards[session.rank])
     placement = Placement(session.rank, session.name, session.groups.main_name)
     done = []
     for block in blocks:
         planned_here = [plan.layer(layer.path) for owner_block, layer in layers if owner_block is block]
-        done.append(replace(block, graph=partition_graph(_copy(block.graph), planned_here, plan, placement)))
+        graph = partition_graph(_copy(block.graph), planned_here, plan, placement)
+        if plan.prefetch:
+            overlap(graph, plan.slots)
+        done.append(replace(block, graph=graph))
     session.shards = tuple(shards)
     return Installed(session, tuple(done), session.shards)
 
@@ -323,19 +326,30 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 def read_layers(model: nn.Module, block: RewrittenBlock) -> list[LayerWeights]:
     """The expert layers of a rewritten block: which parameters they read and how those are laid out."""
     found = [node for node in block.graph.nodes if is_moe_ffn(node)]
-    return [
-        _read_layer(model, block, node, block.path if i == 0 else f"{block.path}#{i}") for i, node in enumerate(found)
-    ]
+    layers = [_read_layer(model, block, node) for node in found]
+    if len(layers) == 1:
+        return layers
+    # A graph of several layers (of a whole model): each is named after the module that owns its first weight.
+    named = [replace(layer, path=_owner(block, layer)) for layer in layers]
+    if len({layer.path for layer in named}) == len(named):
+        return named
+    return [replace(layer, path=f"{layer.path}#{i}") for i, layer in enumerate(named)]
 
 
-def _read_layer(model: nn.Module, block: RewrittenBlock, node: fx.Node, path: str) -> LayerWeights:
+def _owner(block: RewrittenBlock, layer: LayerWeights) -> str:
+    inside = layer.sources["w1"].parts[0][0].rpartition(".")[0]
+    return ".".join(part for part in (block.path, inside) if part)
+
+
+def _read_layer(model: nn.Module, block: RewrittenBlock, node: fx.Node) -> LayerWeights:
     args = ffn_arguments(node)
     sources = {role: _source(block, args[role], role) for role in ROLES if args[role] is not None}
     whole = {role: _meta(model, block.path, source) for role, source in sources.items()}
     top_k = _top_k(args["top_k_index"])
     shape = shape_of(whole["w1"], whole.get("w3"), whole["w2"], args["glu"], args["layout1"], top_k)
     bias = args["b1"] is not None or args["b3"] is not None
-    return LayerWeights(path, Geometry(shape, args["glu"], args["layout1"], args["layout2"], bias), sources)
+    geometry = Geometry(shape, args["glu"], args["layout1"], args["layout2"], bias)
+    return LayerWeights(block.path, block.path, geometry, sources)
 
 
 def _source(block: RewrittenBlock, value: Any, role: str) -> WeightSource:

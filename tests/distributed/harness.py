@@ -13,7 +13,18 @@ from typing import Any
 
 # A server that has imported torch forks the ranks: a launch costs tenths of a second instead of seconds.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "hexa_fx.passes.partition", "hexa_fx.ops"])
+_context.set_forkserver_preload(
+    [
+        "pytest",
+        "torch.distributed.fsdp",
+        "torch.optim",
+        "torch._dynamo",
+        "hexa_fx.passes.partition",
+        "hexa_fx.runtime.distributed.checkpoint",
+        "hexa_fx.runtime.distributed.gradients",
+        "models",
+    ]
+)
 
 
 class Failed(Exception):

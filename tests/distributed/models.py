@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
 
 import hexa_fx.ops  # noqa: F401
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.partition import Installed, install_plan
-from hexa_fx.plan import Plan
+from hexa_fx.plan import ExpertShape, LayerPlan, Plan
 
 E, D, I, K = 4, 8, 24, 2  # noqa: E741
 
@@ -27,6 +28,49 @@ class Kind:
     layout2: str = "nk"
     bias: bool = True
     top_k: int = K
+
+
+SPLITS = {
+    1: {"even": ((I,), (6,))},
+    2: {"even": ((12, 12), (3, 3)), "uneven": ((8, 16), (5, 2)), "h0": ((24, 0), (2, 3)), "b0": ((8, 16), (6, 0))},
+    4: {
+        "even": ((6, 6, 6, 6), (2, 2, 2, 2)),
+        "uneven": ((2, 10, 4, 8), (1, 5, 2, 4)),
+        "zeros": ((16, 0, 8, 0), (3, 4, 0, 2)),
+    },
+}
+KINDS = {
+    "mlp": Kind("none"),
+    "concat": Kind("concat", bias=False),
+    "concat-kn": Kind("concat", "kn", "kn"),
+    "interleaved": Kind("interleaved", "nk", "kn"),
+    "split": Kind("split", "kn", "nk"),
+    "top1": Kind("split", top_k=1, bias=False),
+}
+MODES = {
+    "model": ("model_centric",) * 3,
+    "data": ("data_centric",) * 3,
+    "mixed": ("data_centric", "model_centric", "data_centric"),
+}
+
+
+def make_plan(
+    world: int,
+    split: str,
+    modes: Any,
+    kinds: Any,
+    slots: int = 1,
+    static: bool = False,
+    reduce: str = "reduce_scatter",
+    **extra: Any,
+) -> Plan:
+    shards, tokens = SPLITS[world][split]
+    owner = max(range(world), key=lambda r: shards[r])
+    layers = tuple(
+        LayerPlan(f"layers.{i}", mode, ExpertShape(4, 8, I, 2 if k.glu == "none" else 3), shards, reduce, owner)
+        for i, (mode, k) in enumerate(zip(modes, kinds))
+    )
+    return Plan(world, layers, tokens, tokens if static else None, slots, **extra)
 
 
 class MoEBlock(nn.Module):
@@ -107,3 +151,32 @@ def loss_sum(y: Tensor, target: Tensor) -> Tensor:
 def own(sizes: tuple[int, ...], rank: int) -> slice:
     """A rank's slice of something split by sizes."""
     return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def cut(installed: Installed, name: str, whole: Tensor) -> Tensor:
+    """This rank's slice of a whole parameter (or gradient), or all of it if the plan did not cut it."""
+    for shard in installed.shards:
+        if shard.name == name:
+            parts = [whole.narrow(c.dim, c.start, c.length) for c in shard.chunks]
+            return torch.cat(parts, shard.chunks[0].dim)
+    return whole
+
+
+def gradient_pairs(
+    model: Net, whole: Net, installed: Installed, replicated: str = "sum"
+) -> list[tuple[Tensor, Tensor]]:
+    """(partitioned, one process) gradients of every parameter; replicated ones are summed over ranks first."""
+    experts = {shard.name for shard in installed.shards}
+    pairs = []
+    for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters()):
+        grad = p.grad.clone()
+        if name not in experts and replicated == "sum":
+            dist.all_reduce(grad)
+        pairs.append((grad, cut(installed, name, q.grad)))
+    return pairs
+
+
+def largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    """Largest difference of any pair."""
+    assert all(a.shape == b.shape for a, b in pairs)
+    return max((float((a - b).detach().abs().max()) for a, b in pairs if a.numel()), default=0.0)

@@ -5,45 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
-import torch.distributed as dist
 from harness import run
-from models import I, Kind, Net, batch, install, loss_sum, own
-
-from hexa_fx.plan import ExpertShape, LayerPlan, Plan
-
-SPLITS = {
-    1: {"even": ((I,), (6,))},
-    2: {"even": ((12, 12), (3, 3)), "uneven": ((8, 16), (5, 2)), "h0": ((24, 0), (2, 3)), "b0": ((8, 16), (6, 0))},
-    4: {
-        "even": ((6, 6, 6, 6), (2, 2, 2, 2)),
-        "uneven": ((2, 10, 4, 8), (1, 5, 2, 4)),
-        "zeros": ((16, 0, 8, 0), (3, 4, 0, 2)),
-    },
-}
-KINDS = {
-    "mlp": Kind("none"),
-    "concat": Kind("concat", bias=False),
-    "concat-kn": Kind("concat", "kn", "kn"),
-    "interleaved": Kind("interleaved", "nk", "kn"),
-    "split": Kind("split", "kn", "nk"),
-    "top1": Kind("split", top_k=1, bias=False),
-}
-MODES = {
-    "model": ("model_centric",) * 3,
-    "data": ("data_centric",) * 3,
-    "mixed": ("data_centric", "model_centric", "data_centric"),
-}
-
-
-def make_plan(world, split, modes, kinds, slots=1, static=False, reduce="reduce_scatter", **extra):
-    shards, tokens = SPLITS[world][split]
-    owner = max(range(world), key=lambda r: shards[r])
-    layers = tuple(
-        LayerPlan(f"layers.{i}", mode, ExpertShape(4, 8, I, 2 if k.glu == "none" else 3), shards, reduce, owner)
-        for i, (mode, k) in enumerate(zip(modes, kinds))
-    )
-    return Plan(world, layers, tokens, tokens if static else None, slots, **extra)
+from models import KINDS, MODES, SPLITS, Net, batch, gradient_pairs, install, loss_sum, make_plan, own
 
 
 def errors(rank, plan, kinds, steps=1):
@@ -51,7 +14,6 @@ def errors(rank, plan, kinds, steps=1):
     model = Net(kinds)
     whole = Net(kinds)
     installed = install(model, plan)
-    shards = {shard.name: shard for shard in installed.shards}
     total = sum(plan.batch)
     worst = 0.0
     for step in range(steps):
@@ -61,17 +23,7 @@ def errors(rank, plan, kinds, steps=1):
         y, yr = model(x0), whole(xr)
         (loss_sum(y, target[mine]) / total).backward()
         (loss_sum(yr, target) / total).backward()
-        pairs = [(y, yr[mine]), (x0.grad, xr.grad[mine])]
-        for (name, p), (_, q) in zip(model.named_parameters(), whole.named_parameters()):
-            if name in shards:
-                cut = torch.cat(
-                    [q.grad.narrow(c.dim, c.start, c.length) for c in shards[name].chunks], shards[name].chunks[0].dim
-                )
-                pairs.append((p.grad, cut))
-            else:
-                summed = p.grad.clone()
-                dist.all_reduce(summed)
-                pairs.append((summed, q.grad))
+        pairs = [(y, yr[mine]), (x0.grad, xr.grad[mine]), *gradient_pairs(model, whole, installed)]
         worst = max([worst, *(float((a - b).detach().abs().max()) for a, b in pairs if a.numel())])
         assert all(a.shape == b.shape for a, b in pairs)
         model.zero_grad(), whole.zero_grad()

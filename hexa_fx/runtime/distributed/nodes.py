@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.fx
 from torch import Tensor
 
 from hexa_fx.errors import PlanError
@@ -149,3 +150,7 @@ def cache_release(y: Tensor, layer: str, session: str) -> Tensor:
     if not in_backward():
         find_session(session).cache.release(layer)
     return y
+
+
+# Dead-code elimination must keep what fills a slot.
+torch.fx.node.has_side_effect(cache_prefetch)

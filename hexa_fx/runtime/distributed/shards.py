@@ -33,9 +33,15 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """The expert weights of one layer, by role (`geometry.ROLES`), with paths relative to ``path``."""
+    """The expert weights of one layer, by role (`geometry.ROLES`).
+
+    Args:
+        path: the layer's name in the plan.
+        root: the module that the sources' paths start from, as a path in the model.
+    """
 
     path: str
+    root: str
     geometry: Geometry
     sources: Mapping[str, WeightSource]
 
@@ -57,7 +63,7 @@ def cut_layer(model: nn.Module, weights: LayerWeights, lo: int, hi: int) -> list
         for part, paths in enumerate(source.parts):
             chunks = _chunks(weights.geometry, role, source, part, lo, hi)
             for path in paths:
-                name = f"{weights.path}.{path}" if weights.path else path
+                name = f"{weights.root}.{path}" if weights.root else path
                 if name in cut:
                     raise PlanError(f"{name!r} is used twice by the layer, so it cannot be cut")
                 cut[name] = _cut_parameter(model, name, chunks)

@@ -134,6 +134,12 @@ class SharedCache:
         """
         index = self._index[path]
         slot = self._slot(index)
+        if in_backward():  # recomputation of a checkpointed forward: its layers are fetched last to first
+            return
+        if index <= self._last:
+            self._new_pass()
+        if self._is_ready(slot, index, dtype):
+            return
         if slot.busy:
             raise PlanError(
                 f"the schedule gathers {path!r} while {self.layers[slot.index].path!r} still uses the slot: "
@@ -229,10 +235,14 @@ class SharedCache:
     def _enter(self, index: int) -> None:
         """A layer at or before the last one begins a new pass over the model."""
         if index <= self._last:
-            self._pass += 1
-            for slot in self._slots:  # frozen weights have no backward that would have released them
-                slot.busy = False
+            self._new_pass()
         self._last = index
+
+    def _new_pass(self) -> None:
+        self._pass += 1
+        self._last = -1
+        for slot in self._slots:  # frozen weights have no backward that would have released them
+            slot.busy = False
 
     def _is_ready(self, slot: _Slot, index: int, dtype: torch.dtype) -> bool:
         if slot.index != index or slot.dtype != dtype:
