@@ -1,8 +1,8 @@
 """Eq. 1 and Eq. 2 of the paper: shares of a whole by device speed, as exact integers.
 
-The paper rounds proportional shares. Rounding by largest remainder is not the best integer split; handing one tile after
-the other to the device that would finish it first is (it minimises the slowest device's time), also under tiles, caps and
-fixed costs a device.
+The paper rounds proportional shares. Rounding by largest remainder is not the best integer split; handing one tile
+after the other to the device that would finish it first is (it minimises the slowest device's time), also under tiles,
+caps and fixed costs a device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def allocate(
     """Split ``total`` units over devices so that the slowest device finishes as early as possible.
 
     Args:
-        seconds: t_i, time of the same task on every device (any unit, positive). Device i takes ``fixed_i + t_i * x_i``.
+        seconds: t_i, time of the same task on every device (any unit, positive). Device i takes ``fixed_i + t_i *
+            x_i``.
         total: units to hand out; B_global of Eq. 1 or the intermediate size H of Eq. 2.
         tile: every share is a multiple of it, except that one device takes the rest ``total % tile``.
         caps: most units a device can hold (memory).

@@ -1,4 +1,5 @@
-"""The partition plan: which rank keeps, computes and receives what. Frozen, JSON-able, fingerprinted; free of behaviour.
+"""The partition plan: which rank keeps, computes and receives what. Frozen, JSON-able, fingerprinted; free of
+behaviour.
 
 Every rank of a job must hold the same plan. `Plan.fingerprint` is compared before the first step, because collectives
 that disagree about sizes may finish silently with wrong data (docs/partition.md).

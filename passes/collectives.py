@@ -3,9 +3,9 @@
 model-centric   x, ids, weights -> all-gather -> moe_ffn on this rank's slice h_i -> reduce-scatter (paper: all-reduce)
 data-centric    w1 .. w2 -> cache_gather -> moe_ffn with all weights on this rank's tokens -> cache_release
 
-The backward collectives are the transposes and come with autograd. Expert weights of the graph must already be this rank's
-slices (`hexa_fx.runtime.distributed.shards`). The inserted nodes are the same on every rank, with different sizes, so all
-ranks issue the same collectives in the same order.
+The backward collectives are the transposes and come with autograd. Expert weights of the graph must already be this
+rank's slices (`hexa_fx.runtime.distributed.shards`). The inserted nodes are the same on every rank, with different
+sizes, so all ranks issue the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def _insert_data_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan:
         present = (True, bias, gated, bias and gated, True)
         for i, (name, there) in enumerate(zip(WEIGHT_ARGS, present)):
             args[name] = graph.call_function(operator.getitem, (gathered, i)) if there else None
-        # Rows of the cache hold gate, up and down of a channel side by side: whatever the user's layout was, the views are these.
+        # Rows of the cache hold gate, up and down of a channel side by side: whatever the user's layout was, the views
+        # are these.
         args.update(glu="split" if gated else "none", layout1="nk", layout2="kn")
     node.args, node.kwargs = tuple(args[name] for name in FFN_ARGS), {}
     with graph.inserting_after(node):

@@ -72,8 +72,8 @@ def layer_cost(
 ) -> tuple[Mode, LayerCost]:
     """The cheaper mode of one layer and the numbers behind it.
 
-    With `Measured` the time that compute does not hide decides, else the bytes. Ties go to model-centric, which needs no
-    cache.
+    With `Measured` the time that compute does not hide decides, else the bytes. Ties go to model-centric, which needs
+    no cache.
     """
     by_model = model_centric_bytes(shape, tokens, world, dtype_bytes=dtype_bytes, reduce=reduce)
     by_data = data_centric_bytes(shape, world, gather_bytes=dtype_bytes, reduce_bytes=reduce_bytes)

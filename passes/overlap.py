@@ -3,12 +3,13 @@
 Two rewrites, both safe for autograd because values stay the same:
 
 * a model-centric gather starts as soon as its input exists, so that tokens travel while the router runs;
-* a data-centric gather starts (`cache_prefetch`) as soon as its cache slot is free, so that weights travel while attention
-  and router of the layer run (one slot), and the experts of the layer before (two slots).
+* a data-centric gather starts (`cache_prefetch`) as soon as its cache slot is free, so that weights travel while
+  attention and router of the layer run (one slot), and the experts of the layer before (two slots).
 
-The graph's list order stays the source of truth; a networkx graph of it holds the dependencies (data, and "written after
-read" of a slot), finds cycles, and gives the critical path and every gather's slack. Nothing here looks at measured local
-times, so all ranks issue collectives in the same order. In backward the shared cache prefetches by itself.
+The graph's list order stays the source of truth; a networkx graph of it holds the dependencies (data, and "written
+after read" of a slot), finds cycles, and gives the critical path and every gather's slack. Nothing here looks at
+measured local times, so all ranks issue collectives in the same order. In backward the shared cache prefetches by
+itself.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ def _prefetch_at(graph: fx.Graph, gather: fx.Node, anchor: fx.Node | None, first
 def dependency_graph(graph: fx.Graph, slots: int) -> nx.DiGraph:
     """Nodes by name; edges say what must come before what, with ``kind`` data, read or slot.
 
-    ``slot``: a gather into a slot comes after the release of the slot's tenant before. ``read``: a layer's weights are read
-    after its gather started.
+    ``slot``: a gather into a slot comes after the release of the slot's tenant before. ``read``: a layer's weights are
+    read after its gather started.
     """
     dag = nx.DiGraph()
     for node in graph.nodes:

@@ -42,14 +42,16 @@ class PartitionConfig:
     Args:
         batch: samples of the global batch, split by Eq. 1. Default: the number of ranks.
         tokens: tokens of the global batch in one forward, for the cost model. Default: taken as ``batch``.
-        static_tokens: fix T_i in the graph (``tokens`` split as ``batch`` is). Token counts are then not exchanged at run time.
+        static_tokens: fix T_i in the graph (``tokens`` split as ``batch`` is). Token counts are then not exchanged at
+            run time.
         reduce: how model-centric outputs are summed; ``all_reduce`` is the paper's formulation.
         slots: slots of the shared cache, 1 or 2.
         prefetch: gather the next layer's weights ahead of their use.
         tile: h_i are multiples of it, where the intermediate size allows.
         memory_caps: most bytes of expert state each rank may hold, or None. Relative to ``bytes_per_element``.
         bytes_per_element: of an expert parameter with its gradient and optimizer state.
-        data_parallel: what averages the gradients of the other parameters: ``sum`` (nobody divides), ``mean`` (DDP, FSDP2).
+        data_parallel: what averages the gradients of the other parameters: ``sum`` (nobody divides), ``mean`` (DDP,
+            FSDP2).
         dtype_bytes, reduce_bytes: of what is gathered, and of reduced weight gradients.
         attention_seconds, expert_seconds: measured forward times of a layer, for ``auto``; without them bytes decide.
         measure: measure the bandwidth for ``auto``.
@@ -263,7 +265,8 @@ class Installed:
     """What `install_plan` gives back.
 
     Args:
-        session: run-time of the plan. Bind every patched block to it (`PartitionSession.bind`) and keep it with the model.
+        session: run-time of the plan. Bind every patched block to it (`PartitionSession.bind`) and keep it with the
+            model.
         blocks: the rewritten blocks with partitioned graphs, to be installed like any rewritten block.
         shards: every parameter that was cut.
     """

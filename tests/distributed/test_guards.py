@@ -1,4 +1,4 @@
-"""Each case that would be wrong without a sound: with its guard it raises or is exact, without it the test would fail."""
+"""Cases that would be wrong without a sound: with the guard they raise or are exact, without it the test fails."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_samplers_of_all_ranks_make_the_global_batch():
     order = torch.randperm(23, generator=torch.Generator().manual_seed(5)).tolist()
     steps = list(zip(*ranks))
     assert len(steps) == len(ranks[0]) == 5
-    assert [sum(step, []) for step in steps] == [order[i : i + 5] for i in range(0, 23, 5)]
+    assert [[i for part in step for i in part] for step in steps] == [order[i : i + 5] for i in range(0, 23, 5)]
     assert [len(part) for part in steps[0]] == [3, 0, 2]
     assert len(list(CapacityBatchSampler(23, plan, 0, drop_last=True))) == 4
 

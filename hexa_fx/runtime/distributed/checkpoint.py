@@ -1,7 +1,7 @@
 """Checkpoints in the shape of the original model, written and read under any plan.
 
-`save` writes with torch.distributed.checkpoint, each rank its slices, as chunks of whole tensors under the original names.
-So a checkpoint loads under another plan, another number of ranks, or into the unpartitioned model on one device.
+`save` writes with torch.distributed.checkpoint, each rank its slices, as chunks of whole tensors under the original
+names. So a checkpoint loads under another plan, another number of ranks, or into the unpartitioned model on one device.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Collectives over unequal shards, as operators.
 
-Shards are rows: rank i holds ``sizes[i]`` rows, and all ranks pass the same ``sizes``. A group is named by the string that
-torch's functional collectives use. Results are pending until ``_c10d_functional.wait_tensor``.
+Shards are rows: rank i holds ``sizes[i]`` rows, and all ranks pass the same ``sizes``. A group is named by the string
+that torch's functional collectives use. Results are pending until ``_c10d_functional.wait_tensor``.
 
-Equal sizes take torch's own tensor collectives. Unequal ones take what was measured to be fastest without padding: lists of
-views on NCCL (grouped broadcasts and reduces), on Gloo one broadcast an owner and an all-to-all with a local sum, which also
-adds in rank order.
+Equal sizes take torch's own tensor collectives. Unequal ones take what was measured to be fastest without padding:
+lists of views on NCCL (grouped broadcasts and reduces), on Gloo one broadcast an owner and an all-to-all with a local
+sum, which also adds in rank order.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ import torch.distributed._functional_collectives as _functional_collectives
 from torch import Tensor
 from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
+
+from hexa_fx.runtime.distributed.groups import guarded
 
 __all__ = ["all_gather_into", "count_traffic", "wait"]
 
@@ -111,8 +113,8 @@ def all_gather_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
 def all_gather_into(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> None:
     """`all_gather_v` into a given (sum(sizes), ...) tensor.
 
-    An operator of our own, because a write through ``.data`` or a plain broadcast does not tell autograd that saved views
-    of ``out`` became stale.
+    An operator of our own, because a write through ``.data`` or a plain broadcast does not tell autograd that saved
+    views of ``out`` became stale.
     """
     pg = _resolve_process_group(group)
     _check_rows("all_gather_v_", x, sizes[dist.get_rank(pg)], sizes)
@@ -162,11 +164,13 @@ def _keep_sizes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return wait(torch.ops.hexa.reduce_scatter_v(grad, ctx.sizes, ctx.group)), None, None
+    with guarded("the backward of an all-gather", ctx.group):
+        return wait(torch.ops.hexa.reduce_scatter_v(grad, ctx.sizes, ctx.group)), None, None
 
 
 def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return wait(torch.ops.hexa.all_gather_v(grad, ctx.sizes, ctx.group)), None, None
+    with guarded("the backward of a reduce-scatter", ctx.group):
+        return wait(torch.ops.hexa.all_gather_v(grad, ctx.sizes, ctx.group)), None, None
 
 
 all_gather_v.register_autograd(_gather_backward, setup_context=_keep_sizes)

@@ -22,7 +22,8 @@ def shares(plan: Plan, total: int) -> tuple[int, ...]:
 
 
 def split_batch(batch: Any, plan: Plan, rank: int) -> Any:
-    """This rank's samples of a global batch: every tensor, list or tuple of length B_global is cut along its first dimension.
+    """This rank's samples of a global batch: every tensor, list or tuple of length B_global is cut along its first
+    dimension.
 
     Args:
         batch: nested dicts, lists and tuples of tensors whose first dimension is the batch; other leaves pass through.
@@ -40,7 +41,8 @@ def split_batch(batch: Any, plan: Plan, rank: int) -> Any:
 class CapacityBatchSampler(Sampler[list[int]]):
     """A batch sampler that yields this rank's B_i indices of every global batch.
 
-    All ranks draw the same permutation, so the union over ranks at each step is the batch that one process would see. A rank
+    All ranks draw the same permutation, so the union over ranks at each step is the batch that one process would see.
+    A rank
     whose share is empty yields an empty list: give the loader a ``collate_fn`` that returns an empty batch for it.
 
     Args:

@@ -1,7 +1,7 @@
 """What slice of an expert weight a rank stores, and the packed rows that travel between ranks.
 
-A rank keeps channels ``lo .. hi`` of the intermediate size, of every expert, in the user's own layout: gate and up are cut
-alike, whether they are two halves of one weight, its even and odd rows, or two weights.
+A rank keeps channels ``lo .. hi`` of the intermediate size, of every expert, in the user's own layout: gate and up are
+cut alike, whether they are two halves of one weight, its even and odd rows, or two weights.
 
 For a gather each channel becomes one row, so that the shards of all ranks concatenate whatever their sizes:
 
@@ -105,7 +105,8 @@ class Geometry:
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Weights:
         """(channels, row) -> contiguous local slices in the user's layout."""
         gate, gate_bias, up, up_bias, down = self.views(rows)
-        assert gate is not None and down is not None
+        assert gate is not None
+        assert down is not None
         if self.glu in ("concat", "interleaved"):
             assert up is not None
             first, second = self._join(gate, up), None

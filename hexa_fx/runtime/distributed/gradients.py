@@ -1,9 +1,9 @@
 """What keeps the gradient that of the global batch, whatever the split.
 
 The gradient of the global mean loss is the sum over ranks of the gradients of ``sum of local losses / global count``. A
-rank's experts already receive the sum over all ranks; every other parameter must be summed: by `sync_gradients`, or by a
-wrapper that averages (DDP, FSDP2), in which case the plan is made with ``data_parallel="mean"`` and `loss_weight` is larger
-by the number of ranks. Averaging local means instead, as if batches were equal, is wrong by tens of percent.
+rank's experts already receive the sum over all ranks; every other parameter must be summed: by `sync_gradients`, or by
+a wrapper that averages (DDP, FSDP2), in which case the plan is made with ``data_parallel="mean"`` and `loss_weight` is
+larger by the number of ranks. Averaging local means instead, as if batches were equal, is wrong by tens of percent.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def _sum_flat(parameters: list[nn.Parameter], session: PartitionSession) -> None
 
 
 def clip_grad_norm_(model: nn.Module, session: PartitionSession, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` over the whole model: expert slices count once over ranks, other parameters once.
+    """`torch.nn.utils.clip_grad_norm_` over the whole model: expert slices count once over ranks, other parameters
+    once.
 
     Call after `sync_gradients` (or under DDP or FSDP2). Returns the norm before clipping, equal on all ranks.
     """

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
-from hexa_fx.errors import PlanError, RankError
+from hexa_fx.errors import HexaError, PlanError, RankError
 from hexa_fx.plan import Plan
 
 logger = logging.getLogger(__name__)
 
 _incidents = 0
 
+_LONGEST_GRACE = 30.0
+
 # Communicators cost memory and sockets: one set a mesh. Weak, as torch's own table of groups owns them.
 _made: WeakKeyDictionary[Any, dict[timedelta | None, Groups]] = WeakKeyDictionary()
+_by_name: WeakValueDictionary[str, Groups] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,10 @@ def _new_groups(main: Any, timeout: timedelta | None) -> Groups:
     local = len(ranks) != dist.get_world_size()
     gather = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local)
     host = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
-    return Groups(main, gather, host, dist.get_rank(main), len(ranks), timeout or timedelta(minutes=5))
+    made = Groups(main, gather, host, dist.get_rank(main), len(ranks), timeout or timedelta(minutes=5))
+    for name in (made.main_name, made.gather_name):
+        _by_name[name] = made
+    return made
 
 
 def _group_of(mesh: Any) -> Any:
@@ -125,22 +134,21 @@ def first_line(error: BaseException) -> str:
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether an exception comes from a communication backend (which raises plain RuntimeError on Gloo)."""
-    if isinstance(error, RankError):
-        return False
+    """Whether an exception is a communication backend's. Gloo raises plain RuntimeErrors, known by their words."""
     if isinstance(error, (dist.DistError, dist.DistBackendError)):
         return True
-    text = str(error)
-    marks = ("gloo", "Gloo", "NCCL", "nccl", "Connection closed", "Connection reset", "Timed out waiting")
-    return isinstance(error, RuntimeError) and any(mark in text for mark in marks)
+    words = ("gloo", "nccl", "connection", "timeout", "timed out", "socket", "pair closure", "broken pipe")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
 
 
-def explain_failure(error: BaseException, where: str, groups: Groups, grace: float = 3.0) -> RankError:
+def explain_failure(error: BaseException, where: str, groups: Groups) -> RankError:
     """The error to raise on a surviving rank: what failed, where, and which ranks no longer answer.
 
-    Every survivor leaves a mark in the job's store and waits ``grace`` seconds for the marks of the others.
+    Every survivor leaves a mark in the job's store and waits for the marks of the others. A survivor that was waiting
+    for another survivor only notices when its own collective times out, so the others wait as long (at most half a
+    minute).
     """
-    missing = _silent_ranks(groups, grace)
+    missing = _silent_ranks(groups, min(groups.timeout.total_seconds(), _LONGEST_GRACE) + 3.0)
     lost = f"ranks {missing} do not answer" if missing else "all ranks answer, so they issued different collectives"
     return RankError(f"a collective failed in {where} on rank {groups.rank}: {lost}. Backend: {first_line(error)}")
 
@@ -153,11 +161,31 @@ def _silent_ranks(groups: Groups, grace: float) -> list[int]:
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"{key}/{groups.rank}", "here")
+        end = time.monotonic() + grace
         for rank in range(groups.world):
+            left = max(0.05, end - time.monotonic())
             try:
-                store.wait([f"{key}/{rank}"], timedelta(seconds=grace))
+                store.wait([f"{key}/{rank}"], timedelta(seconds=left))
             except RuntimeError:
                 missing.append(rank)
     except RuntimeError as error:
         logger.warning("the job's store is gone too, so lost ranks cannot be named: %s", first_line(error))
     return missing
+
+
+@contextmanager
+def guarded(where: str, groups: Groups | str) -> Iterator[None]:
+    """Turns the error of a failed collective into one that says where it failed and who is lost.
+
+    Args:
+        groups: or the name of one of its process groups; a name that belongs to no plan leaves errors as they are.
+    """
+    try:
+        yield
+    except HexaError:
+        raise
+    except Exception as error:
+        known = _by_name.get(groups) if isinstance(groups, str) else groups
+        if known is None or not is_collective_failure(error):
+            raise
+        raise explain_failure(error, where, known) from error

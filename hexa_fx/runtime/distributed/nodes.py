@@ -1,7 +1,7 @@
 """The functions that partitioned graphs call. They print with their sizes and find their session by name.
 
-A graph holds no process group and no buffer, only the name of a `PartitionSession`, so that it can be printed, copied and
-compared between ranks.
+A graph holds no process group and no buffer, only the name of a `PartitionSession`, so that it can be printed, copied
+and compared between ranks.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def cache_gather(
 ) -> Weights:
     """Local slices -> all of the layer's weights, as views of a cache slot (w1 and w3 layout nk, w2 layout kn).
 
-    Backward: packs the weights' gradients, reduce-scatters them to their owners in the parameters' dtype, and gives the slot
+    Backward: packs the weights' gradients, reduce-scatters them to their owners in the parameters' dtype, and gives
+    the slot
     to the layer before.
     """
     weights = (w1, b1, w3, b3, w2)
@@ -146,7 +147,7 @@ class _CacheGather(torch.autograd.Function):
 
 
 def cache_release(y: Tensor, layer: str, session: str) -> Tensor:
-    """``y``, the experts' output: the layer's slot is free in forward. Recomputation keeps it for the backward to come."""
+    """``y``, the experts' output; frees the layer's slot, except in recomputation, where its backward follows."""
     if not in_backward():
         find_session(session).cache.release(layer)
     return y

@@ -27,8 +27,8 @@ def profile_devices(
 ) -> tuple[float, ...]:
     """t_i of every rank: median seconds of the layer's experts, forward and backward, on that rank's device.
 
-    The paper times large matrix products; this times the operator that will run, synchronised, after a warm-up. All ranks
-    measure at once, as they will run at once. A collective call.
+    The paper times large matrix products; this times the operator that will run, synchronised, after a warm-up. All
+    ranks measure at once, as they will run at once. A collective call.
 
     Args:
         shape: sizes of the layer. At most 8 experts and 64 MiB of weights are allocated.

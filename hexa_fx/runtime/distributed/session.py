@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hexa_fx.errors import HexaError
 from hexa_fx.plan import Plan
 from hexa_fx.runtime.distributed import groups as groups_module
 from hexa_fx.runtime.distributed.geometry import Geometry
-from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, explain_failure, make_groups
+from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, make_groups
 from hexa_fx.runtime.distributed.nodes import register_session
 from hexa_fx.runtime.distributed.shards import ShardedParameter
 from hexa_fx.runtime.distributed.shared_cache import CachedLayer, SharedCache
@@ -66,8 +65,8 @@ class PartitionSession:
     def bind(self, module: nn.Module, where: str = "") -> nn.Module:
         """Wraps the forward of a module that runs a partitioned graph. Returns the module.
 
-        Inside, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost ranks.
-        Binding an outer and an inner module is harmless.
+        Inside, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost
+        ranks. Binding an outer and an inner module is harmless.
         """
         forward = module.forward
         label = where or type(module).__name__
@@ -81,17 +80,13 @@ class PartitionSession:
         self._unbind.append(functools.partial(module.__dict__.__setitem__, "forward", forward))
         return module
 
-    @contextmanager
-    def guard(self, where: str) -> Iterator[None]:
-        """Turns the error of a failed collective into one that says where it failed and who is lost."""
-        try:
-            yield
-        except HexaError:
-            raise
-        except Exception as error:
-            if not groups_module.is_collective_failure(error):
-                raise
-            raise explain_failure(error, where, self.groups) from error
+    def guard(self, where: str) -> AbstractContextManager[None]:
+        """Turns the error of a failed collective into a `RankError` that says where it failed and who is lost.
+
+        Open in bound forwards and in hexa's own backward collectives; put it around ``loss.backward()`` to cover
+        torch's.
+        """
+        return groups_module.guarded(where, self.groups)
 
     def exchange_counts(self, rows: int) -> list[int]:
         """Every rank's ``rows``, over the host group."""
@@ -100,7 +95,7 @@ class PartitionSession:
         return [int(count) for count in out]
 
     def invalidate(self) -> None:
-        """Forget gathered weights. Call on all ranks after changing expert weights other than by an optimizer's step."""
+        """Forget gathered weights. Call on all ranks after changing expert weights otherwise than by an optimizer."""
         self.cache.invalidate()
 
     def join(self, when: str = "at a barrier", timeout: timedelta | None = None) -> None:

@@ -1,8 +1,8 @@
 """Cutting a layer's expert parameters down to a rank's slice, and remembering what was cut.
 
-Parameters stay the same objects under the same names; only their data shrinks. So hooks, parameter groups and optimizers
-without state stay valid, `named_parameters` has the same keys on every rank, and a record of each cut is enough to write
-and read checkpoints in the shape of the original model.
+Parameters stay the same objects under the same names; only their data shrinks. So hooks, parameter groups and
+optimizers without state stay valid, `named_parameters` has the same keys on every rank, and a record of each cut is
+enough to write and read checkpoints in the shape of the original model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class WeightSource:
     """The parameters behind one weight of the canonical node.
 
     Args:
-        parts: one path when the weight is stored stacked, (E, ...). Else, for each part that is concatenated along the first
-            dimension of an expert's matrix, one path an expert.
+        parts: one path when the weight is stored stacked, (E, ...). Else, for each part that is concatenated along the
+            first dimension of an expert's matrix, one path an expert.
         stacked: whether the parameter has the expert dimension itself.
     """
 
@@ -48,7 +48,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A parameter of which this rank holds ``chunks``; ``whole`` is its original shape, ``name`` its name in the model."""
+    """A parameter, named ``name`` in the model, of shape ``whole`` originally, of which this rank holds ``chunks``."""
 
     name: str
     parameter: Tensor

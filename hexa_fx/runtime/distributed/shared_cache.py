@@ -1,12 +1,13 @@
-"""The pipeline-shared cache of the paper: one or two slots in which all data-centric layers gather their weights in turn.
+"""The pipeline-shared cache of the paper: one or two slots in which all data-centric layers gather their weights in
+turn.
 
 A layer's weights are gathered before its experts run and gathered again in backward, so the memory for gathered weights
 does not grow with the number of layers. Three rules keep that exact:
 
 * What autograd saves never aliases a slot. While a bound module runs, saved tensors that live in a slot are replaced by
   where to find them again (`SavedSlot`), and fetched by a new gather when backward asks.
-* Gathered values are used for the weights they were gathered from. A forward gathers anew unless the slot was filled ahead
-  of time in the same pass; any optimizer step starts a new pass.
+* Gathered values are used for the weights they were gathered from. A forward gathers anew unless the slot was filled
+  ahead of time in the same pass; any optimizer step starts a new pass.
 * All ranks take the same decisions, since each gather is a collective: decisions depend on the order of layers and on
   passes, never on a rank's own tensors or clock. A rank's own parameter versions are only used to raise.
 """
@@ -25,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.distributed.collectives import wait
 from hexa_fx.runtime.distributed.geometry import Geometry, Weights
-from hexa_fx.runtime.distributed.groups import Groups
+from hexa_fx.runtime.distributed.groups import Groups, guarded
 
 _optimizer_steps = 0
 
@@ -85,7 +86,7 @@ def in_backward() -> bool:
 
 
 class SharedCache:
-    """Slots, and who lives in them. Layers use slot ``index % slots``, so neighbours never share one when there are two."""
+    """Slots, and who lives in them. Layers use slot ``index % slots``, so of two slots neighbours never share one."""
 
     def __init__(self, layers: Sequence[CachedLayer], slots: int, groups: Groups, prefetch: bool = True) -> None:
         self.layers = tuple(layers)
@@ -121,7 +122,7 @@ class SharedCache:
         return rows
 
     def release(self, path: str) -> None:
-        """The layer's experts have run (in backward: gave their gradients): its slot may be filled for the next layer."""
+        """The layer's experts have run (in backward: gave their gradients): the next layer may fill its slot."""
         index = self._index[path]
         self._slot(index).busy = False
         self._fill_ahead(self._neighbour(index))
@@ -166,7 +167,7 @@ class SharedCache:
         return slot.buffer.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     def invalidate(self) -> None:
-        """Forget everything gathered. Call on all ranks after changing expert weights by other means than an optimizer."""
+        """Forget everything gathered. Call on all ranks after changing weights by other means than an optimizer."""
         self.drain()
         self._pass += 1
         self._last = -1
@@ -209,7 +210,10 @@ class SharedCache:
     def _unpack(self, packed: Any) -> Any:
         if isinstance(packed, _Passed):
             return packed.unpack(packed.value)
-        return self.refetch(packed) if isinstance(packed, SavedSlot) else packed
+        if not isinstance(packed, SavedSlot):
+            return packed
+        with guarded(f"the gather for the backward of {self.layers[packed.index].path!r}", self.groups):
+            return self.refetch(packed)
 
     def _slot_of(self, tensor: Tensor) -> _Slot | None:
         if tensor.numel() == 0:
@@ -275,7 +279,8 @@ class SharedCache:
         self.gathers += 1
 
     def _await(self, slot: _Slot, index: int) -> Tensor:
-        assert slot.buffer is not None and slot.dtype is not None
+        assert slot.buffer is not None
+        assert slot.dtype is not None
         if slot.pending:
             wait(slot.buffer)
             slot.pending = False
@@ -310,7 +315,7 @@ class SharedCache:
         if _versions(weights) == slot.versions == versions:
             return
         raise PlanError(
-            f"the expert weights of {self.layers[index].path!r} changed after they were gathered and before they were used: "
+            f"the expert weights of {self.layers[index].path!r} changed after they were gathered and before use: "
             "step the optimizer after backward, and call PartitionSession.invalidate() after changing weights by hand"
         )
 
