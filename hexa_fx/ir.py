@@ -82,13 +82,17 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class InputGuard:
-    """What the trace assumed of one input of the block. Anything else runs the original forward."""
+    """What the trace assumed of one input of the block. Anything else runs the original forward.
+
+    ``exact_dtype``: the code was recorded with this dtype written into it, so another of its kind will not do.
+    """
 
     name: str
     kind: Literal["tensor", "constant"]
     value: Any = None
     dtype: torch.dtype | None = None
     ndim: int | None = None
+    exact_dtype: bool = False
 
 
 @dataclass(frozen=True)

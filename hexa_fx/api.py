@@ -1,0 +1,131 @@
+"""`optimize`, `optimize_` and `explain`: observe the model, take every candidate block through the passes, install."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hexa_fx.capture.observe import Candidate, Observation, observe
+from hexa_fx.config import HexaConfig
+from hexa_fx.errors import NothingRewritten, VerificationError
+from hexa_fx.graphs import BlockGraphs, Graphs
+from hexa_fx.passes import BlockAnalysis, analyse
+from hexa_fx.passes.structure import StructureCache, moved_to
+from hexa_fx.report import OptimizationReport, describe
+from hexa_fx.runtime.install import install
+from hexa_fx.runtime.preflight import check_model
+
+log = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
+ExampleInputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+def optimize(model: Model, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> Model:
+    """A new model whose MoE blocks run on expert-specific operators; ``model`` keeps its code.
+
+    The two share parameters and buffers. The result is of the same class, with the same state_dict and parameter names, and has
+    ``.report`` (`OptimizationReport`) and ``.graphs`` (`hexa_fx.graphs.Graphs`).
+
+    Args:
+        model: any module with MoE blocks in it, on its device, in any floating point type.
+        example_inputs: what to call it with once: a tensor, a tuple of positional arguments, or a mapping of keywords.
+        config: see `HexaConfig`; by default from the environment.
+
+    Raises:
+        InputError: the model cannot be worked on as it is (meta device, wrapped, quantised, already optimized).
+        NothingRewritten: under ``strict`` when no block was rewritten.
+        Exception: the model's own, when it rejects the inputs.
+    """
+    check_model(model)
+    return optimize_(_sharing_copy(model), example_inputs, config)
+
+
+def optimize_(model: Model, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> Model:
+    """As `optimize`, in place: returns ``model`` itself."""
+    check_model(model)
+    config = config or HexaConfig.from_environment()
+    analyses, report = _analyse_model(model, example_inputs, config)
+    for analysis in analyses:
+        if analysis.rewritten:
+            block = model.get_submodule(analysis.path)
+            install(block, analysis.rewritten.get("train"), analysis.rewritten.get("eval"))
+    _announce(report, config)
+    model.__dict__["report"] = report
+    model.__dict__["graphs"] = Graphs({a.path: BlockGraphs.of(a) for a in analyses if a.rewritten})
+    return model
+
+
+def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> OptimizationReport:
+    """What `optimize` would do. The model is not changed."""
+    check_model(model)
+    return _analyse_model(model, example_inputs, config or HexaConfig.from_environment())[1]
+
+
+def _sharing_copy(model: Model) -> Model:
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+
+
+def _analyse_model(
+    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig
+) -> tuple[list[BlockAnalysis], OptimizationReport]:
+    started = time.perf_counter()
+    args, kwargs = _call_arguments(example_inputs)
+    cache = StructureCache()
+    analyses, reports = [], []
+    for candidate in observe(model, args, kwargs):
+        analysis, same_as = _analyse_candidate(candidate, config, cache)
+        analyses.append(analysis)
+        reports.append(describe(analysis, same_as))
+    return analyses, OptimizationReport(tuple(reports), time.perf_counter() - started)
+
+
+def _analyse_candidate(
+    candidate: Candidate, config: HexaConfig, cache: StructureCache
+) -> tuple[BlockAnalysis, str | None]:
+    """The innermost level that can be rewritten; if none can, the first refusal."""
+    first: tuple[BlockAnalysis, str | None] | None = None
+    for observation in candidate.levels:
+        found = _analyse_level(observation, config, cache)
+        if found[0].rewritten:
+            return found
+        first = first or found
+    assert first is not None
+    return first
+
+
+def _analyse_level(
+    observation: Observation, config: HexaConfig, cache: StructureCache
+) -> tuple[BlockAnalysis, str | None]:
+    known = cache.find(observation)
+    if known is not None:
+        return moved_to(known, observation.path), known.path
+    analysis = analyse(observation, config)
+    cache.add(observation, analysis)
+    return analysis, None
+
+
+def _call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+def _announce(report: OptimizationReport, config: HexaConfig) -> None:
+    for block in report.refused:
+        if config.strict and "differs from the original" in block.reason:
+            raise VerificationError(block.reason, path=block.path)
+    if report.rewritten:
+        log.info("%s", report.summary())
+        return
+    if config.strict:
+        raise NothingRewritten(f"{report}")
+    log.warning("hexa_fx rewrote nothing: %s", report)

@@ -1,0 +1,18 @@
+"""Helpers that recorded graphs call where torch.fx has no expression for what happened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """``tensor[index] = value`` as an expression: the written tensor, so that later reads depend on the write."""
+    tensor[index] = value
+    return tensor
+
+
+def after(tensor: torch.Tensor, _write: Any) -> torch.Tensor:
+    """``tensor`` read after a write through another alias of its memory. Orders the two; changes nothing."""
+    return tensor

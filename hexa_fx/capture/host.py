@@ -1,0 +1,160 @@
+"""What a `TorchFunctionMode` cannot see, made visible while a block is recorded.
+
+``int(n)``, ``len(t)``, ``min(a, b)`` and ``max(a, b)`` strip a symbolic number in C; they are shimmed in the globals of the modules
+that define the block's classes. einops caches shapes, so its functions are recorded as one call each. Module calls are recorded
+with their arguments, so that a router can stay a router in the rewritten graph.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from hexa_fx.capture import recorder as recorder_module
+from hexa_fx.capture.recorder import ModuleCall, Recorder
+from hexa_fx.capture.symint import SYMBOLIC, plain, wrap
+
+_EINOPS = ("rearrange", "reduce", "repeat", "einsum")
+
+
+@contextmanager
+def visible_host(block: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Installs the shims for ``block`` and removes them at the end, whatever happens."""
+    undo: list[Callable[[], None]] = []
+    try:
+        for namespace in _namespaces(block):
+            _shim_builtins(namespace, recorder, undo)
+            _shim_einops(namespace, recorder, undo)
+        _record_module_calls(block, recorder, undo)
+        yield
+    finally:
+        for restore in reversed(undo):
+            restore()
+
+
+def _namespaces(block: nn.Module) -> list[dict[str, Any]]:
+    """Globals of the user modules whose functions run inside the block."""
+    found: dict[int, dict[str, Any]] = {}
+    for module in block.modules():
+        for cls in type(module).__mro__:
+            for member in vars(cls).values():
+                function = getattr(member, "__func__", member)
+                for candidate in (function, getattr(function, "__wrapped__", None)):
+                    namespace = getattr(candidate, "__globals__", None)
+                    if namespace is not None and not _is_torch(namespace):
+                        found[id(namespace)] = namespace
+    return list(found.values())
+
+
+def _is_torch(namespace: dict[str, Any]) -> bool:
+    return str(namespace.get("__name__", "")).split(".")[0] in ("torch", "builtins")
+
+
+def _replace(namespace: dict[str, Any], name: str, value: Any, undo: list[Callable[[], None]]) -> None:
+    if name in namespace:
+        original = namespace[name]
+        undo.append(lambda: namespace.__setitem__(name, original))
+    else:
+        undo.append(lambda: namespace.pop(name, None))
+    namespace[name] = value
+
+
+def _shim_builtins(namespace: dict[str, Any], recorder: Recorder, undo: list[Callable[[], None]]) -> None:
+    shims = {
+        "int": _int_shim(recorder),
+        "len": _len_shim,
+        "min": _extremum_shim(min, recorder),
+        "max": _extremum_shim(max, recorder),
+    }
+    for name, shim in shims.items():
+        if name not in namespace:  # a name the user defined for himself is his
+            _replace(namespace, name, shim, undo)
+
+
+def _int_shim(recorder: Recorder) -> type:
+    class IntMeta(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, (int, torch.SymInt))
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, int)
+
+    class Int(metaclass=IntMeta):
+        def __new__(cls, value: Any = 0, *base: Any) -> Any:
+            if isinstance(value, torch.SymInt):
+                return value
+            if isinstance(value, torch.SymFloat):
+                truncated = int(plain(value))
+                return wrap(truncated, recorder.record_call(builtins.int, (recorder.lift(value),), truncated), recorder)
+            if isinstance(value, torch.Tensor) and not value.is_floating_point():
+                return value.item()
+            return builtins.int(value, *base)
+
+        from_bytes = builtins.int.from_bytes
+
+    recorder_module.register_type_alias(Int, torch.int64)
+    return Int
+
+
+def _len_shim(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, torch.Tensor) else builtins.len(value)
+
+
+def _extremum_shim(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    def shim(*args: Any, **kwargs: Any) -> Any:
+        numbers = len(args) == 2 and not kwargs and all(isinstance(plain(item), (int, float)) for item in args)
+        if not numbers or not any(isinstance(item, SYMBOLIC) for item in args):
+            return function(*args, **kwargs)
+        value = function(*[plain(item) for item in args])
+        return wrap(value, recorder.record_call(function, tuple(recorder.lift(item) for item in args), value), recorder)
+
+    return shim
+
+
+def _shim_einops(namespace: dict[str, Any], recorder: Recorder, undo: list[Callable[[], None]]) -> None:
+    for name, value in list(namespace.items()):
+        from_einops = callable(value) and str(getattr(value, "__module__", "")).startswith("einops")
+        if from_einops and getattr(value, "__name__", "") in _EINOPS:
+            _replace(namespace, name, _recorded_leaf(value, recorder), undo)
+
+
+def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
+    def leaf(*args: Any, **kwargs: Any) -> Any:
+        return recorder.record_leaf(function, args, kwargs)
+
+    return leaf
+
+
+def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callable[[], None]]) -> None:
+    original = nn.Module.__call__
+    paths = {id(module): path for path, module in block.named_modules() if path}
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = paths.get(id(module))
+        if path is None:
+            return original(module, *args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            lifted_args, lifted_kwargs = recorder.lift(args), recorder.lift(kwargs)
+        start = recorder.count
+        recorder.scopes.append(path)
+        try:
+            result = original(module, *args, **kwargs)
+        finally:
+            recorder.scopes.pop()
+        with torch._C.DisableTorchFunction():
+            output = recorder.lift(result) if isinstance(result, (torch.Tensor, tuple, list)) else None
+        recorder.calls.append(ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output))
+        return result
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def restore() -> None:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    undo.append(restore)

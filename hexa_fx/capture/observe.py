@@ -1,0 +1,201 @@
+"""Runs a whole model once on example inputs and notes where MoE blocks may be.
+
+A block is worth recording if it holds parameters that could belong to experts and something is selected by index, inside it or
+in what it is given. Names only suggest where to look; what a block is, detection decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from hexa_fx.capture.copies import copied
+
+_SELECTIONS = frozenset("topk argmax sort argsort one_hot multinomial kthvalue max nonzero".split())
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A module's call during the run, with copies of its tensor arguments."""
+
+    path: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A place to look for a MoE block: the innermost module that can be one, then the modules around it, innermost first."""
+
+    levels: tuple[Observation, ...]
+
+
+@dataclass
+class _Selections(TorchFunctionMode):
+    """Notes in which modules the code selects by index."""
+
+    stack: list[str] = field(default_factory=list)
+    selecting: set[str] = field(default_factory=set)
+    chained: set[str] = field(default_factory=set)
+    """Lists in which a member was given another member's output."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _SELECTIONS and self.stack:
+            self.selecting.add(self.stack[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
+    """Runs ``model`` without gradients and returns candidates in the order of ``model.named_modules()``.
+
+    The model's own error passes through unchanged if it rejects the inputs. Buffers and the random state are put back.
+    """
+    suspects = {path for path, module in model.named_modules() if _may_hold_experts(path, module)}
+    if not suspects:
+        return []
+    recorded: dict[str, Observation] = {}
+    mode = _Selections()
+    with _restored(model), _hooks(model, suspects, mode, recorded), torch.no_grad(), mode:
+        model(*args, **kwargs)
+    return _candidates(model, suspects, mode, recorded)
+
+
+def _may_hold_experts(path: str, module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    if any(p.dim() >= 3 for p in own) and not isinstance(module, _CONVOLUTIONS):
+        return True
+    if "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower():
+        return any(True for _ in module.parameters())
+    return _is_list_of_alikes(module) or _lists_of_parameters(module)
+
+
+def _is_list_of_alikes(module: nn.Module) -> bool:
+    """Children 0, 1, 2, ... with the same parameters: experts, but layers too."""
+    children = list(module.named_children())
+    if len(children) < 2 or not all(name.isdigit() or name.rpartition("_")[2].isdigit() for name, _ in children):
+        return False
+    shapes = {tuple((n, tuple(p.shape)) for n, p in child.named_parameters()) for _, child in children}
+    return len(shapes) == 1 and shapes != {()}
+
+
+def _lists_of_parameters(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ParameterList, nn.ParameterDict)) and len(module) > 1
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    saved = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in saved and saved[name].shape == buffer.shape:
+                    buffer.copy_(saved[name])
+
+
+@contextmanager
+def _hooks(model: nn.Module, suspects: set[str], mode: _Selections, recorded: dict[str, Observation]) -> Iterator[None]:
+    """Keeps the arguments of suspects and of the modules around them; tracks which module is running."""
+    wanted = {ancestor for path in suspects for ancestor in _and_above(path)}
+    handles = []
+    produced_by: dict[int, str] = {}  # id of an output -> the list its module stands in
+    alive: list[torch.Tensor] = []  # keeps those ids unique
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            mode.stack.append(path)
+            owner = path.rpartition(".")[0]
+            if any(produced_by.get(id(item)) == owner for item in args if isinstance(item, torch.Tensor)):
+                mode.chained.add(owner)
+            if path in wanted and path not in recorded:
+                with torch._C.DisableTorchFunction():
+                    recorded[path] = Observation(path, module, copied(args), copied(kwargs))
+
+        return hook
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        owner, _, name = mode.stack.pop().rpartition(".")
+        if not _is_member(name):
+            return
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, torch.Tensor):
+            produced_by[id(first)] = owner
+            alive.append(first)
+
+    for path, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(enter(path), with_kwargs=True))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _and_above(path: str) -> Iterator[str]:
+    yield path
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+_LEVELS = 3
+
+
+def _candidates(
+    model: nn.Module, suspects: set[str], mode: _Selections, recorded: Mapping[str, Observation]
+) -> list[Candidate]:
+    found: dict[str, Candidate] = {}
+    for path in (path for path, _ in model.named_modules() if path in suspects):
+        if _is_list_of_layers(path, mode):
+            continue
+        around = [recorded[p] for p in _and_above(path) if p in recorded and _can_be_block(recorded[p], mode.selecting)]
+        if around:
+            found.setdefault(around[0].path, Candidate(tuple(around[:_LEVELS])))
+    innermost = {path: c for path, c in found.items() if not any(_is_inside(other, path) for other in found)}
+    return [_alone(path, candidate, innermost) for path, candidate in innermost.items()]
+
+
+def _alone(path: str, candidate: Candidate, others: Mapping[str, Candidate]) -> Candidate:
+    """Without the levels that hold another candidate too."""
+    levels = [o for o in candidate.levels if not any(other != path and _is_inside(other, o.path) for other in others)]
+    return Candidate(tuple(levels))
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return path != other and path.startswith(f"{other}." if other else "")
+
+
+def _is_list_of_layers(path: str, mode: _Selections) -> bool:
+    """Members that each do their own routing, or that feed each other without any routing beside them."""
+    inside = [s for s in mode.selecting if _is_inside(s, path)]
+    if path not in mode.selecting and inside and all(_is_member(s[len(path) :].lstrip(".")) for s in inside):
+        return True
+    owner = path.rpartition(".")[0]
+    return path in mode.chained and not mode.selecting & {owner, path}
+
+
+def _is_member(relative: str) -> bool:
+    return relative.split(".")[0].rpartition("_")[2].isdigit()
+
+
+def _can_be_block(observation: Observation, selecting: set[str]) -> bool:
+    """Selects by index itself or in a child, or is given indices along with tokens."""
+    path = observation.path
+    if any(s == path or _is_inside(s, path) or path == "" for s in selecting):
+        return True
+    tensors = [v for v in (*observation.args, *observation.kwargs.values()) if isinstance(v, torch.Tensor)]
+    return any(not t.is_floating_point() for t in tensors) and any(t.is_floating_point() for t in tensors)

@@ -1,0 +1,146 @@
+"""Records one block on given inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from hexa_fx.capture.copies import copied
+from hexa_fx.capture.host import visible_host
+from hexa_fx.capture.recorder import ModuleCall, NodeRecord, Recorder, record_of
+from hexa_fx.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class CapturedBlock:
+    """A block's run as a straight-line graph. Holds one routing: it is read, never executed in the block's place.
+
+    Args:
+        block: the recorded module; ``get_attr`` targets of the graph are relative to it.
+        path: where it stands in the model.
+        graph: nodes carry a `hexa_fx.capture.recorder.NodeRecord` in ``meta["hexa"]``.
+        constants: tensors that the code created outside torch's sight, by ``get_attr`` target.
+        calls: every submodule call, with its arguments and results as nodes.
+        arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
+        output: the result, with nodes for tensors.
+        stored: attributes that the run set on modules, as (module path, name).
+    """
+
+    block: nn.Module
+    path: str
+    graph: torch.fx.Graph
+    constants: dict[str, torch.Tensor]
+    calls: tuple[ModuleCall, ...]
+    arguments: tuple[tuple[str, Any], ...]
+    output: Any
+    stored: tuple[tuple[str, str], ...] = ()
+
+    def tensor_of(self, name: str) -> torch.Tensor:
+        """The parameter, buffer or constant behind a ``get_attr`` target."""
+        if name in self.constants:
+            return self.constants[name]
+        owner, _, leaf = name.rpartition(".")
+        tensor: torch.Tensor = getattr(self.block.get_submodule(owner), leaf)
+        return tensor
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The recorded run as a printable module."""
+        root = nn.Module()
+        for node in self.graph.find_nodes(op="get_attr"):
+            torch.fx.graph_module._assign_attr(self.tensor_of(str(node.target)).detach(), root, str(node.target))
+        return torch.fx.GraphModule(root, self.graph, class_name=f"Captured{type(self.block).__name__}")
+
+
+def capture(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = "", seed: int = 0
+) -> CapturedBlock:
+    """Runs ``block`` once, without gradients, and returns what it did.
+
+    Neither parameters nor buffers of the block are changed by the run, and the global random state is put back.
+
+    Raises:
+        CaptureError: the block does not run on these inputs; the message carries its own error.
+    """
+    parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
+        block.named_buffers(remove_duplicate=False)
+    )
+    recorder = Recorder(parameters)
+    bound = _bind_arguments(block, args, kwargs)
+    try:
+        with _restored_state(block) as stored, torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            result, arguments = _run(block, recorder, bound)
+            output = recorder.lift(result)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
+    recorder.graph.output(output).meta["hexa"] = NodeRecord(None)
+    calls = tuple(recorder.calls)
+    return CapturedBlock(block, path, recorder.graph, recorder.constants, calls, arguments, output, tuple(stored))
+
+
+@contextmanager
+def _restored_state(block: nn.Module) -> Iterator[list[tuple[str, str]]]:
+    """Puts buffers and attributes back; the list is filled with the attributes that were set."""
+    buffers = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
+    attributes = {path: dict(module.__dict__) for path, module in block.named_modules()}
+    stored: list[tuple[str, str]] = []
+    try:
+        yield stored
+    finally:
+        for path, module in block.named_modules():
+            stored += [(path, name) for name in _restore_attributes(module, attributes.get(path, {}))]
+        with torch.no_grad():
+            for name, buffer in block.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+
+
+def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    changed = [name for name, value in module.__dict__.items() if name not in before or value is not before[name]]
+    for name in changed:
+        del module.__dict__[name]
+    module.__dict__.update({name: before[name] for name in changed if name in before})
+    return changed
+
+
+def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    try:
+        return inspect.signature(block.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise CaptureError(str(error), path=type(block).__name__) from error
+
+
+def _run(
+    block: nn.Module, recorder: Recorder, bound: inspect.BoundArguments
+) -> tuple[Any, tuple[tuple[str, Any], ...]]:
+    """Calls the block's forward as it was called, with copies of the tensors. Returns the result and the named arguments."""
+    named: list[tuple[str, Any]] = []
+
+    def given(name: str, value: Any) -> Any:
+        fresh = copied(value)
+        named.append((name, recorder.placeholder(name, fresh) if isinstance(value, torch.Tensor) else value))
+        return fresh
+
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            bound.arguments[name] = tuple(given(f"{name}_{index}", item) for index, item in enumerate(value))
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            bound.arguments[name] = {key: given(key, item) for key, item in value.items()}
+        else:
+            bound.arguments[name] = given(name, value)
+    with visible_host(block, recorder), recorder:
+        return block.forward(*bound.args, **bound.kwargs), tuple(named)
+
+
+__all__ = ["CapturedBlock", "capture", "record_of"]

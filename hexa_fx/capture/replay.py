@@ -1,0 +1,143 @@
+"""Runs part of a recorded graph again with some values replaced: the experiment that detection asks its questions with.
+
+Only what depends on a replaced node is computed again; everything else keeps its recorded value, so host decisions stay as they
+were. Arithmetic is done in float64, whatever the model's dtype, so that answers are sharp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+from hexa_fx.capture.record import CapturedBlock
+from hexa_fx.capture.recorder import record_of
+
+_CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))
+_LOW = frozenset((torch.float32, torch.float16, torch.bfloat16))
+_NOT_IN_FLOAT64 = frozenset(("grouped_mm", "_grouped_mm"))
+
+
+class Replay:
+    """Reusable: float64 copies of parameters and recorded values are made once, when first needed."""
+
+    def __init__(self, captured: CapturedBlock) -> None:
+        self._captured = captured
+        self._nodes = [node for node in captured.graph.nodes if node.op != "output"]
+        self._position = {node: index for index, node in enumerate(self._nodes)}
+        self._frozen: dict[torch.fx.Node, Any] = {}
+        self._by_storage: dict[int, list[torch.fx.Node]] = {}
+        for node in self._nodes:
+            storage = record_of(node).storage
+            if storage is not None:
+                self._by_storage.setdefault(storage, []).append(node)
+
+    def value(self, node: torch.fx.Node) -> Any:
+        """The recorded value, floating point as float64."""
+        if node not in self._frozen:
+            value = record_of(node).value
+            self._frozen[node] = (
+                value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            )
+        return self._frozen[node]
+
+    def call(self, node: torch.fx.Node, replace: Mapping[torch.fx.Node, torch.Tensor]) -> torch.Tensor:
+        """What the one call of ``node`` returns with some operands replaced."""
+        result: torch.Tensor = self._execute(node, dict(replace))
+        return result
+
+    def run(
+        self, replace: Mapping[torch.fx.Node, torch.Tensor], wanted: Iterable[torch.fx.Node]
+    ) -> dict[torch.fx.Node, Any]:
+        """Values of ``wanted`` when the nodes in ``replace`` have the given values (same shapes, float64).
+
+        A replaced node keeps its place in the order of writes, but not its memory.
+        """
+        targets = list(wanted)
+        stale = self._stale(replace)
+        needed = self._needed(targets, stale, replace)
+        values: dict[torch.fx.Node, Any] = {node: tensor.clone() for node, tensor in replace.items()}
+        answers = {node: self._answer(replace[node]) for node in targets if node in replace}
+        open_targets = set(targets) - set(answers)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for node in needed:
+                values[node] = self._execute(node, values)
+                if node in open_targets:  # copied at once: a later write must not change the answer
+                    answers[node] = self._answer(values[node])
+        for node in open_targets - set(answers):
+            answers[node] = self.value(node)
+        return answers
+
+    @staticmethod
+    def _answer(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def _stale(self, replace: Mapping[torch.fx.Node, Any]) -> set[torch.fx.Node]:
+        """Nodes whose value may differ: downstream of a replacement, and all that share memory with a changed write."""
+        stale: set[torch.fx.Node] = set()
+        frontier = [user for node in replace for user in node.users]
+        while frontier:
+            node = frontier.pop()
+            if node in stale or node in replace or node.op == "output":
+                continue
+            stale.add(node)
+            frontier.extend(node.users)
+            record = record_of(node)
+            if record.writes and record.storage is not None:
+                frontier.extend(self._by_storage[record.storage])
+        return {node for node in stale if node.op not in ("placeholder", "get_attr")}
+
+    def _needed(
+        self, targets: list[torch.fx.Node], stale: set[torch.fx.Node], replace: Mapping[torch.fx.Node, Any]
+    ) -> list[torch.fx.Node]:
+        """The stale nodes that ``targets`` depend on, in order. Writes to memory that they share count as dependence."""
+        needed: set[torch.fx.Node] = set()
+        frontier = [node for node in targets if node in stale]
+        while frontier:
+            node = frontier.pop()
+            if node in needed or node not in stale:
+                continue
+            needed.add(node)
+            frontier.extend(node.all_input_nodes)
+            storage = record_of(node).storage
+            if storage is not None:
+                frontier.extend(other for other in self._by_storage[storage] if record_of(other).writes)
+        return sorted(needed - set(replace), key=self._position.__getitem__)
+
+    def _execute(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+        def load(argument: torch.fx.Node) -> Any:
+            if argument not in values:
+                frozen = self.value(argument)
+                written = record_of(node).writes and isinstance(frozen, torch.Tensor)
+                values[argument] = frozen.clone() if written else frozen
+            return values[argument]
+
+        args = _in_float64(torch.fx.map_arg(node.args, load))
+        kwargs = _in_float64(torch.fx.map_arg(node.kwargs, load))
+        if node.op == "call_method":
+            name = "double" if node.target in _CAST_METHODS else str(node.target)
+            return getattr(args[0], name)(*args[1:], **kwargs)
+        if getattr(node.target, "__name__", "") in _NOT_IN_FLOAT64:
+            return _through_float32(node.target, args, kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _in_float64(value: Any) -> Any:
+    """dtype literals in the arguments, raised to float64."""
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in _LOW else value
+    if isinstance(value, dict):
+        return {key: _in_float64(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_in_float64(item) for item in value)
+    return value
+
+
+def _through_float32(function: Any, args: Any, kwargs: Any) -> Any:
+    def lower(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.float64 else value
+
+    return function(*[lower(item) for item in args], **{key: lower(item) for key, item in kwargs.items()}).double()

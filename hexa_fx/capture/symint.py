@@ -1,0 +1,181 @@
+"""Python numbers that remember which recorded node they came from.
+
+A size or an ``.item()`` read during the recorded run must stay symbolic, or the graph would hold one batch size. An ``int``
+subclass does not do: ``1.0 * n`` is answered by ``float.__mul__`` and forgets the source. `torch.SymInt` over a SymNode of our
+own works everywhere torch takes an int, and its arithmetic arrives here.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+
+if TYPE_CHECKING:
+    from hexa_fx.capture.recorder import Recorder
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class RecordedNumber:
+    """The SymNode behind a recorded number: its value in this run and the graph node that computes it.
+
+    torch calls the methods of a SymNode by name (``torch/fx/experimental/sym_node.py``); the arithmetic ones are generated
+    below from `_ARITHMETIC`.
+    """
+
+    def __init__(self, value: float | bool, node: torch.fx.Node | None, recorder: Recorder) -> None:
+        self.value = value
+        self.node = node
+        self.recorder = recorder
+
+    def is_int(self) -> bool:
+        return isinstance(self.value, int) and not isinstance(self.value, bool)
+
+    def is_float(self) -> bool:
+        return isinstance(self.value, float)
+
+    def is_bool(self) -> bool:
+        return isinstance(self.value, bool)
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return True
+
+    def require_hint(self, *_: object) -> float | bool:
+        return self.value
+
+    @property
+    def hint(self) -> float | bool:
+        return self.value
+
+    @property
+    def expr(self) -> float | bool:
+        return self.value
+
+    def maybe_as_int(self) -> None:
+        return None
+
+    constant_int = constant_bool = nested_int = singleton_int = maybe_as_int
+
+    def guard_int(self, *_: object) -> int:
+        """The run turns the number into a plain one: from here on the trace holds for this value only."""
+        self.recorder.note_decision(self.node, int(self.value))
+        return int(self.value)
+
+    int_ = guard_int
+
+    def guard_float(self, *_: object) -> float:
+        self.recorder.note_decision(self.node, float(self.value))
+        return float(self.value)
+
+    def guard_bool(self, *_: object) -> bool:
+        self.recorder.note_decision(self.node, bool(self.value))
+        return bool(self.value)
+
+    bool_ = expect_true = guard_bool
+    guard_size_oblivious = guard_or_false = guard_or_true = statically_known_true = guard_bool
+
+    def expect_size(self, *_: object) -> bool:
+        return True
+
+    def wrap_int(self, value: float | bool) -> RecordedNumber:
+        return RecordedNumber(value, None, self.recorder)
+
+    wrap_float = wrap_bool = wrap_int
+
+    def clone(self) -> RecordedNumber:
+        return self
+
+    def str(self) -> str:
+        return repr(self.value)
+
+    _graph_repr = __str__ = str
+
+    def argument(self) -> Any:
+        """What a recorded call takes in place of this number."""
+        return self.value if self.node is None else self.node
+
+    def apply(self, function: Callable[..., Any], *others: RecordedNumber) -> RecordedNumber:
+        value = function(self.value, *[other.value for other in others])
+        args = tuple(number.argument() for number in (self, *others))
+        return RecordedNumber(value, self.recorder.record_call(function, args, value), self.recorder)
+
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow", "neg")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "lshift", "rshift")},
+    "int_floordiv": operator.floordiv,
+    "int_truediv": operator.truediv,
+    "float_truediv": operator.truediv,
+    "pow_by_natural": operator.pow,
+    "float_pow": operator.pow,
+    "and_": operator.and_,
+    "or_": operator.or_,
+    "sym_and": operator.and_,
+    "sym_or": operator.or_,
+    "sym_not": operator.not_,
+    "sym_max": max,
+    "sym_min": min,
+    "sym_float": float,
+    "sym_int": int,
+    "abs": abs,
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "trunc": math.trunc,
+    "round": round,
+    "sym_sqrt": math.sqrt,
+}
+
+
+def _arithmetic(function: Callable[..., Any]) -> Callable[..., RecordedNumber]:
+    def method(self: RecordedNumber, *others: RecordedNumber) -> RecordedNumber:
+        return self.apply(function, *others)
+
+    return method
+
+
+for _name, _function in _ARITHMETIC.items():
+    setattr(RecordedNumber, _name, _arithmetic(_function))
+
+
+def wrap(value: float | bool, node: torch.fx.Node | None, recorder: Recorder) -> Any:
+    """``value`` as a symbolic number that stands for ``node``."""
+    number = RecordedNumber(value, node, recorder)
+    if isinstance(value, bool):
+        return torch.SymBool(number)
+    return torch.SymInt(number) if isinstance(value, int) else torch.SymFloat(number)
+
+
+def plain(value: Any) -> Any:
+    """The Python number in a symbolic one; anything else unchanged."""
+    return value.node.value if isinstance(value, SYMBOLIC) else value
+
+
+class SymbolicSize(tuple[Any, ...]):
+    """What ``tensor.shape`` returns during recording: a tuple, as `torch.Size` only holds plain ints."""
+
+    def numel(self) -> Any:
+        total: Any = 1
+        for size in self:
+            total = total * size
+        return total
+
+    def __getitem__(self, index: Any) -> Any:
+        item = tuple.__getitem__(self, index)
+        return SymbolicSize(item) if isinstance(index, slice) else item
+
+    def __add__(self, other: Any) -> SymbolicSize:
+        return SymbolicSize(tuple(self) + tuple(other))

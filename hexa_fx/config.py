@@ -1,0 +1,53 @@
+"""Options of `hexa_fx.optimize`, with an overlay from the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hexa_fx.errors import InputError
+
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class HexaConfig:
+    """What `hexa_fx.optimize` may do.
+
+    Args:
+        verify: compare every rewritten block with its original before it is accepted, and leave it as it was if they differ.
+        strict: raise when nothing was rewritten or a block differs, instead of warning.
+        recompute_h: keep only the block's input for backward and compute the pre-activations again there.
+        probe_tokens: at most this many tokens of the example are used to understand a block.
+    """
+
+    verify: bool = True
+    strict: bool = False
+    recompute_h: bool = False
+    probe_tokens: int = 256
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ, **given: bool | int) -> HexaConfig:
+        """Defaults, then ``HEXA_FX_VERIFY``, ``HEXA_FX_STRICT``, ``HEXA_FX_RECOMPUTE_H``, ``HEXA_FX_PROBE_TOKENS``, then ``given``.
+
+        Raises:
+            InputError: a variable holds something else than its type; names the values it may have.
+        """
+        values: dict[str, bool | int] = {}
+        for field in dataclasses.fields(cls):
+            text = environment.get(f"HEXA_FX_{field.name.upper()}")
+            if text is not None:
+                values[field.name] = _parse(f"HEXA_FX_{field.name.upper()}", text, isinstance(field.default, bool))
+        return cls(**{**values, **given})  # type: ignore[arg-type]
+
+
+def _parse(name: str, text: str, boolean: bool) -> bool | int:
+    lowered = text.strip().lower()
+    if boolean and lowered in _TRUE + _FALSE:
+        return lowered in _TRUE
+    if not boolean and lowered.isdigit():
+        return int(lowered)
+    expected = "/".join(_TRUE + _FALSE) if boolean else "a whole number"
+    raise InputError(f"{name}={text!r}: expected {expected}")

@@ -1,0 +1,40 @@
+"""A real model, rewritten and compared: what ``hexa-fx demo`` runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hexa_fx.api import optimize
+from hexa_fx.integrations.transformers import tiny_model
+
+
+def run() -> None:
+    """Prints the report of a small Mixtral, one of its graphs, and its largest differences from the original."""
+    model, inputs = tiny_model("mixtral")
+    optimized = optimize(model, inputs)
+    path, graphs = next(iter(optimized.__dict__["graphs"].items()))
+    print(f"{path}, rewritten:\n{graphs.rewritten.code}")
+    optimized.__dict__["report"].print()
+    output, gradient = differences(model, optimized, inputs)
+    print(f"largest relative difference: logits {output:.1e}, gradients of {_count(model)} parameters {gradient:.1e}")
+
+
+def differences(original: nn.Module, optimized: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Largest relative difference of the logits, and over the gradients of all parameters."""
+    results = [_logits_and_gradients(model, inputs) for model in (original, optimized)]
+    gradients = max(_relative(a, b) for a, b in zip(results[0][1], results[1][1]))
+    return _relative(results[0][0], results[1][0]), gradients
+
+
+def _logits_and_gradients(model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    output = model(**inputs, labels=inputs["input_ids"])
+    return output.logits.detach(), list(torch.autograd.grad(output.loss, list(model.parameters())))
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / a.abs().max().clamp(min=1e-12))
+
+
+def _count(model: nn.Module) -> int:
+    return sum(1 for _ in model.parameters())

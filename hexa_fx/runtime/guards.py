@@ -1,0 +1,81 @@
+"""What a rewritten forward may assume, checked at every call. A miss is not an error: the original forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hexa_fx.ir import InputGuard
+
+
+class GuardMiss(Exception):
+    """A rewritten block met something it was not traced for. Caught by `hexa_fx.runtime.install.HexaForward`."""
+
+
+def require(condition: Any, expected: str) -> None:
+    """A guard node of a rewritten graph: raises `GuardMiss` unless ``condition`` holds.
+
+    The original forward then runs from its beginning, so a rewriter places these nodes before anything that has an
+    effect (submodule calls, random numbers, buffer updates).
+
+    Args:
+        condition: a bool, or something with a truth value (a symbolic bool under tracing).
+        expected: what was assumed, e.g. ``"more than one token"``.
+    """
+    if not condition:
+        raise GuardMiss(f"expected {expected}")
+
+
+def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> None:
+    """Raises `GuardMiss` for the first input that differs from what was traced.
+
+    Args:
+        guards: one per input. A tensor has the traced class of dtype (floating, complex, bool, integer) and the traced
+            number of dimensions; a constant has the traced type and value.
+        values: the inputs of this call by name, defaults filled in.
+    """
+    for guard in guards:
+        if guard.name not in values:
+            raise GuardMiss(f"the input {guard.name!r} is missing")
+        _check_input(guard, values[guard.name])
+
+
+def dtype_class(dtype: torch.dtype) -> str:
+    """``floating``, ``complex``, ``bool`` or ``integer``."""
+    if dtype.is_floating_point:
+        return "floating"
+    if dtype.is_complex:
+        return "complex"
+    return "bool" if dtype == torch.bool else "integer"
+
+
+def _check_input(guard: InputGuard, value: Any) -> None:
+    if guard.kind == "constant":
+        _check_constant(guard, value)
+        return
+    if not isinstance(value, torch.Tensor):
+        raise GuardMiss(f"the input {guard.name!r} is not a tensor")
+    if guard.dtype is not None and value.dtype != guard.dtype:
+        raise GuardMiss(f"the input {guard.name!r} is {value.dtype}, and the code was recorded with {guard.dtype}")
+    if guard.exact_dtype and value.dtype != guard.dtype:
+        raise GuardMiss(f"the input {guard.name!r} is {value.dtype}; the block was recorded with {guard.dtype}")
+    if guard.ndim is not None and value.dim() != guard.ndim:
+        raise GuardMiss(f"the input {guard.name!r} does not have {guard.ndim} dimensions")
+
+
+def _check_constant(guard: InputGuard, value: Any) -> None:
+    if value is guard.value:
+        return
+    if isinstance(value, torch.Tensor):
+        raise GuardMiss(f"the input {guard.name!r} was a constant and is now a tensor")
+    if type(value) is not type(guard.value) or not _equal(value, guard.value):
+        raise GuardMiss(f"the input {guard.name!r} has another value than the traced one")
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    try:
+        return bool(value == expected)
+    except (RuntimeError, ValueError):  # tensors or arrays inside
+        return False

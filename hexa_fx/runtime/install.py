@@ -1,0 +1,213 @@
+"""Putting a rewritten forward on the user's module, and taking it off again.
+
+The module keeps its class, parameters, buffers, submodules, hooks and ``state_dict``. Only ``forward`` is shadowed by
+an attribute of the instance. Everything that goes through ``Module.__call__`` (hooks, torch.compile, torch.export,
+checkpointing, functional_call) therefore works as before.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.errors import InputError
+from hexa_fx.ir import PackedWeight, RewrittenBlock
+from hexa_fx.runtime.guards import GuardMiss, check_inputs
+from hexa_fx.runtime.packing import PackedExperts
+from hexa_fx.runtime.program import Program
+from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
+
+logger = logging.getLogger(__name__)
+
+
+class HexaForward:
+    """A module's rewritten forward: callable as ``module.forward`` was, with the same signature.
+
+    Runs the generated code of the current mode (train or eval) with the original module as ``self``. Inputs that the
+    trace did not foresee run the original forward instead; each reason is logged once.
+
+    Args:
+        module: the user's module, referenced weakly (the module owns this object).
+        train: what runs while ``module.training``; None runs the original.
+        eval: what runs otherwise; None runs the original.
+        original: an instance-level forward that was there before, else None for the class's.
+    """
+
+    __signature__ = SignatureOfOriginal()
+
+    def __init__(
+        self,
+        module: nn.Module,
+        train: RewrittenBlock | None,
+        eval: RewrittenBlock | None,
+        original: Callable[..., Any] | None = None,
+    ) -> None:
+        self.programs = {True: _program(train), False: _program(eval)}
+        self.guards = {True: train.guards if train else (), False: eval.guards if eval else ()}
+        self.packed_names = {True: _packed_names(train), False: _packed_names(eval)}
+        self._own_original = original
+        self._logged: set[str] = set()
+        self._bind(module)
+
+    def _bind(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.__name__ = "forward"
+        self.__doc__ = type(module).forward.__doc__
+        self._covered = {training: self._coverage(training) for training in (True, False)}
+        self._arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
+
+    def _coverage(self, training: bool) -> tuple[tuple[str, ...], frozenset[str]]:
+        """Names that the graph reads, and those that it reads or guards."""
+        program = self.programs[training]
+        read = program.inputs if program else ()
+        return read, frozenset(read) | {guard.name for guard in self.guards[training]}
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this rewritten forward no longer exists; keep a reference to the model")
+        return module
+
+    @property
+    def __code__(self) -> CodeType:
+        """The original's code object: torch.export names its trace after it."""
+        code: CodeType = getattr(self._own_original or type(self.module).forward, "__code__", _NO_CODE)
+        return code
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was there before."""
+        if self._own_original is not None:
+            return self._own_original(*args, **kwargs)
+        module = self.module
+        return type(module).forward(module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.programs[bool(self.module.training)] is None:
+            return self.original(*args, **kwargs)
+        try:
+            return self.rewritten(*args, **kwargs)
+        except GuardMiss as miss:
+            reason = str(miss)
+        if not torch.compiler.is_compiling():
+            self._log(reason)
+        return self.original(*args, **kwargs)
+
+    def rewritten(self, *args: Any, **kwargs: Any) -> Any:
+        """The rewritten forward of the current mode, and nothing else.
+
+        Raises:
+            GuardMiss: there is none, or it was not made for these inputs.
+        """
+        module = self.module
+        training = bool(module.training)
+        program = self.programs[training]
+        if program is None:
+            raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
+        values = self._arguments.bind(args, kwargs)
+        check_inputs(self.guards[training], values)
+        self._check_coverage(values, training)
+        inputs = [values[name] for name in program.inputs]
+        for name in self.packed_names[training]:
+            getattr(module, name).refresh()
+        return program.function(module, *inputs)
+
+    def _check_coverage(self, values: dict[str, Any], training: bool) -> None:
+        """An argument that the graph neither reads nor guards must be as if it had not been given."""
+        defaults, covered = self._arguments.defaults, self._covered[training]
+        for name in covered[0]:
+            if name not in values:
+                raise GuardMiss(f"the input {name!r} is missing")
+        for name, value in values.items():
+            if name not in covered[1] and (name not in defaults or value is not defaults[name]):
+                raise GuardMiss(f"the input {name!r} was not given when the block was recorded")
+
+    def _log(self, reason: str) -> None:
+        if reason in self._logged:
+            return
+        self._logged.add(reason)
+        program = self.programs[True] or self.programs[False]
+        path = program.path if program else ""
+        logger.warning("%s runs its original forward: %s", path or type(self.module).__name__, reason)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {key: value for key, value in self.__dict__.items() if key not in _UNPICKLED}
+        return {**state, "module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        module = state.pop("module")
+        self.__dict__.update(state)
+        self._logged = set()
+        self._bind(module)
+
+
+_NO_CODE = HexaForward.__call__.__code__
+_UNPICKLED = frozenset({"_module", "_arguments", "_covered", "_logged", "__doc__", "__name__"})
+
+
+def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock | None) -> HexaForward:
+    """Replaces ``block.forward`` on this instance; the rest of the module is untouched.
+
+    Args:
+        block: the original module that the rewritten graphs' targets are relative to.
+        train: the rewritten block for training mode, None to leave training as it is.
+        eval: the same for eval mode.
+
+    Raises:
+        InputError: the block is installed already, or a packed weight's name is taken.
+    """
+    if is_installed(block):
+        raise InputError(f"{type(block).__name__} already has a rewritten forward; call uninstall() first")
+    weights = _packed_weights(block, train, eval)
+    forward = HexaForward(block, train, eval, block.__dict__.get("forward"))
+    experts = {name: PackedExperts(block, weight) for name, weight in weights.items()}
+    for packed in experts.values():
+        packed.refresh()
+    block.__dict__.update(experts)
+    block.__dict__["forward"] = forward
+    return forward
+
+
+def uninstall(block: nn.Module) -> None:
+    """Gives ``block`` its own forward back. Packed parameters stay side by side in memory; their values are theirs.
+
+    Raises:
+        InputError: nothing is installed.
+    """
+    forward = block.__dict__.get("forward")
+    if not isinstance(forward, HexaForward):
+        raise InputError(f"{type(block).__name__} has no rewritten forward to remove")
+    for name in {*forward.packed_names[True], *forward.packed_names[False]}:
+        del block.__dict__[name]
+    del block.__dict__["forward"]
+    if forward._own_original is not None:
+        block.__dict__["forward"] = forward._own_original
+
+
+def is_installed(block: nn.Module) -> bool:
+    """Whether ``block`` itself runs a rewritten forward."""
+    return isinstance(block.__dict__.get("forward"), HexaForward)
+
+
+def _program(rewritten: RewrittenBlock | None) -> Program | None:
+    return None if rewritten is None else Program.of(rewritten.graph, rewritten.path)
+
+
+def _packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:
+    return () if rewritten is None else tuple(weight.name for weight in rewritten.packed)
+
+
+def _packed_weights(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[str, PackedWeight]:
+    weights: dict[str, PackedWeight] = {}
+    for weight in (weight for rewritten in blocks if rewritten for weight in rewritten.packed):
+        if weights.setdefault(weight.name, weight) != weight:
+            raise InputError(f"two packed weights are both named {weight.name!r} but differ; name them apart")
+        if hasattr(block, weight.name):
+            raise InputError(f"{type(block).__name__} already has an attribute {weight.name!r}; name the weight apart")
+    return weights

@@ -1,0 +1,241 @@
+"""Everything that one call of a module's forward does that somebody could observe, and how two calls differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+SCALE_FLOOR = 1e-6
+"""A tensor is compared relative to its own scale, but to no less than this part of the largest scale among its like:
+gradients that are zero but for rounding (a router's, when weights are normalised over one expert) stay comparable."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call did. ``values`` and ``gradients`` are named tensors, ``facts`` is everything that must be equal."""
+
+    values: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor | None]
+    facts: Mapping[str, Any]
+    backward_error: str = ""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two outcomes lie apart.
+
+    Args:
+        forward: largest difference of an output, buffer or input afterwards, relative to the tensor's scale.
+        gradient: the same of the gradients.
+        worst: which tensor that is.
+        reason: set if the outcomes differ in more than numbers.
+        none_became_zero: parameters whose gradient was None in the original only.
+    """
+
+    forward: float = 0.0
+    gradient: float = 0.0
+    worst: str = ""
+    reason: str = ""
+    none_became_zero: tuple[str, ...] = ()
+
+
+class ModuleState:
+    """Buffers and plain attributes of a module tree, to start every call from the same state.
+
+    Parameters are left alone; that a forward changed one shows in `facts`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modules = list(module.modules())
+        self._buffers = [dict(child._buffers) for child in self._modules]
+        self._saved = [
+            {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
+            for buffers in self._buffers
+        ]
+        self._attributes = [_plain_attributes(child) for child in self._modules]
+
+    def restore(self) -> None:
+        """Puts the saved values back, into the same buffer objects."""
+        for child, buffers, saved, attributes in zip(self._modules, self._buffers, self._saved, self._attributes):
+            child._buffers.update(buffers)
+            for name, value in saved.items():
+                buffers[name].detach().copy_(value)  # type: ignore[union-attr]
+            for name in set(_plain_attributes(child)) - set(attributes):
+                del child.__dict__[name]
+            child.__dict__.update(attributes)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Copies of all buffers and tensor attributes, by dotted name."""
+        found = {f"buffer {name}": buffer for name, buffer in self._module.named_buffers()}
+        for path, name, value in self._listed():
+            if isinstance(value, torch.Tensor):
+                found[f"attribute {path}.{name}"] = value
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """Plain attributes by dotted name."""
+        return {f"attribute {path}.{name}": v for path, name, v in self._listed() if not isinstance(v, torch.Tensor)}
+
+    def _listed(self) -> Iterable[tuple[str, str, Any]]:
+        for path, child in self._module.named_modules():
+            for name, value in _plain_attributes(child).items():
+                yield path, name, value
+
+
+def observe(
+    call: Callable[..., Any], module: nn.Module, state: ModuleState, inputs: tuple[Any, Any], seed: int
+) -> Outcome:
+    """Runs ``call(*args, **kwargs)`` and its backward from a given random state and module state.
+
+    Args:
+        call: the forward to observe.
+        module: whose parameters' gradients are taken; ``.grad`` is not touched.
+        state: restored before the call, read after it.
+        inputs: (args, kwargs); floating tensors among them get gradients.
+        seed: of the random numbers.
+
+    Raises:
+        Exception: whatever ``call`` raises. An error of backward alone is recorded in the outcome.
+    """
+    leaves, spec = pytree.tree_flatten(inputs)
+    fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    roots = {f"input {i}": leaf.requires_grad_() for i, leaf in enumerate(fresh) if _is_floating(leaf)}
+    # Clones, so that a forward may write to its inputs as it may inside a model.
+    given = [leaf.clone() if _is_floating(leaf) else leaf for leaf in fresh]
+    args, kwargs = pytree.tree_unflatten(given, spec)
+    before = [parameter._version for parameter in module.parameters()]
+    devices = sorted({parameter.device.index or 0 for parameter in module.parameters() if parameter.is_cuda})
+    state.restore()
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        torch.manual_seed(seed)
+        result = call(*args, **kwargs)
+        streams = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+        values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
+        values.update({f"input {i}": leaf for i, leaf in enumerate(given) if _is_tensor(leaf)})
+        values = {name: tensor.detach().clone() for name, tensor in values.items()}
+        values.update(state.tensors())
+        facts = state.facts()
+        gradients, backward_error = _gradients(result, module, roots, seed)
+    after = [parameter._version for parameter in module.parameters()]
+    facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
+    facts["structure of the outputs"] = str(pytree.tree_structure(result))
+    facts["outputs that are no tensors"] = [leaf for leaf in pytree.tree_leaves(result) if not _is_tensor(leaf)]
+    facts["random numbers drawn"] = [stream.tolist() for stream in streams]
+    return Outcome(values, gradients, facts, backward_error)
+
+
+def difference(original: Outcome, other: Outcome) -> Difference:
+    """Compares two outcomes. NaN equals NaN and nothing else; a gradient that is None counts as zero."""
+    for name in sorted({*original.facts, *other.facts}):
+        if original.facts.get(name) != other.facts.get(name):
+            return Difference(reason=f"{name}: not what the original has")
+    if set(original.values) != set(other.values):
+        return Difference(reason=f"only one of the two has {', '.join(set(original.values) ^ set(other.values))}")
+    if other.backward_error and not original.backward_error:
+        return Difference(reason=f"backward raises {other.backward_error}")
+    forward, worst, reason = _furthest(original.values, other.values)
+    if reason:
+        return Difference(reason=reason)
+    if original.backward_error:
+        return Difference(forward, 0.0, worst)
+    first, second = _filled(original.gradients, other.gradients), _filled(other.gradients, original.gradients)
+    gradient, worst_gradient, reason = _furthest(first, second)
+    if reason:
+        return Difference(forward, worst=worst, reason=f"gradient of {reason}")
+    zeroed = tuple(name for name in first if original.gradients[name] is None)
+    if gradient > forward:
+        worst = f"gradient of {worst_gradient}"
+    return Difference(forward, gradient, worst, none_became_zero=zeroed)
+
+
+def _gradients(
+    result: Any, module: nn.Module, roots: Mapping[str, torch.Tensor], seed: int
+) -> tuple[dict[str, torch.Tensor | None], str]:
+    wanted = {**roots, **{name: p for name, p in module.named_parameters() if p.requires_grad}}
+    outputs = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf) and leaf.requires_grad]
+    if not outputs or not wanted:
+        return dict.fromkeys(wanted), ""
+    generator = torch.Generator().manual_seed(seed)
+    cotangents = [
+        torch.randn(leaf.shape, dtype=torch.float64, generator=generator).to(leaf.device, leaf.dtype)
+        for leaf in outputs
+    ]
+    try:
+        grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
+    except (RuntimeError, NotImplementedError) as error:
+        return dict.fromkeys(wanted), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return dict(zip(wanted, grads)), ""
+
+
+def _filled(
+    gradients: Mapping[str, torch.Tensor | None], others: Mapping[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """The gradients that one of two outcomes has, zeros where this one has none."""
+    found = {}
+    for name, gradient in gradients.items():
+        other = others[name]
+        if gradient is not None:
+            found[name] = gradient
+        elif other is not None:
+            found[name] = torch.zeros_like(other)
+    return found
+
+
+def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[float, str, str]:
+    """The largest relative difference, whose it is, and a sentence if two tensors cannot be compared."""
+    largest = max((_scale(_finite(_wide(tensor))) for tensor in first.values()), default=0.0)
+    furthest, worst = 0.0, ""
+    for name, one in first.items():
+        two = second[name]
+        if one.shape != two.shape or one.dtype != two.dtype:
+            return 0.0, name, f"{name}: {two.dtype} {tuple(two.shape)}, not {one.dtype} {tuple(one.shape)}"
+        one, two = _wide(one), _wide(two)
+        if not torch.equal(_oddities(one), _oddities(two)):
+            return 0.0, name, f"{name}: NaN or inf in other places"
+        one, two = _finite(one), _finite(two)
+        scale = max(_scale(one), SCALE_FLOOR * largest)
+        distance = _scale(one - two)
+        error = distance / scale if scale else distance
+        if error > furthest:
+            furthest, worst = error, name
+    return furthest, worst, ""
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _oddities(tensor: torch.Tensor) -> torch.Tensor:
+    """Zero where finite, a code each for NaN, inf and -inf."""
+    return torch.where(tensor.isfinite(), 0.0, tensor).nan_to_num(1.0, 2.0, 3.0)
+
+
+def _scale(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Tensors, numbers and texts that the module keeps beside its buffers, such as its last auxiliary loss."""
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if isinstance(value, (torch.Tensor, int, float, str)) and name != "training"
+    }

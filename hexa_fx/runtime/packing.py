@@ -1,0 +1,245 @@
+"""Per-expert parameters read as one stacked tensor, without copying them and without the user noticing.
+
+The parameters of the user's experts stay what they are: same objects, names, order, hooks and ``requires_grad``, so
+an optimizer built before or after, ``state_dict`` and ``load_state_dict`` work as before. Only their storage moves:
+``parameter.data`` becomes a view of one packed tensor. Whatever moves it away again (``model.to``, ``half``, deepcopy,
+``load_state_dict(assign=True)``, ...) is noticed at the next forward, and the parameters are packed again.
+
+Gradients: every expert's ``.grad`` is a slice of one (E, ...) gradient, also that of an expert without tokens, which is
+then zero. Code that skips such experts leaves None there. The difference shows in optimizers that act on zero
+gradients: AdamW decays the weight and its moments instead of leaving them alone. ``read(top_k_index)`` restores None
+at the price of one device-to-host copy in backward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.ir import PackedWeight
+from hexa_fx.runtime import sidebyside
+from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.paths import ParameterPaths
+
+logger = logging.getLogger(__name__)
+
+REPACK_LIMIT = 3
+"""Repackings in a row after which something else evidently owns the storage, and the weights are copied instead."""
+
+_version = attrgetter("_version")
+_requires_grad = attrgetter("requires_grad")
+
+
+class _ReadPacked(torch.autograd.Function):
+    """The packed tensor as a function of the parameters that lie in it. Backward hands out slices of one gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: torch.Tensor, shelf: sidebyside.Shelf, index: Any, *parameters: Any) -> torch.Tensor:
+        ctx.shelf, ctx.index, ctx.parameters = shelf, index, parameters
+        # Not save_for_backward: its hooks would offload or recompute every expert's weight.
+        ctx.versions = sum(map(_version, parameters))
+        return packed.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        if sum(map(_version, ctx.parameters)) != ctx.versions:
+            raise RuntimeError(
+                "an expert's weight was modified in place (by an optimizer step, say) between forward and backward; "
+                "run backward before modifying it"
+            )
+        slices = ctx.shelf.views(grads[0])
+        skipped = _experts_without_tokens(ctx.index, ctx.shelf.shape[0])
+        needed = ctx.needs_input_grad[3:]
+        kept = (
+            part if wanted and place % ctx.shelf.shape[0] not in skipped else None
+            for place, (part, wanted) in enumerate(zip(slices, needed))
+        )
+        return (None, None, None, *kept)
+
+
+def _experts_without_tokens(top_k_index: torch.Tensor | None, num_experts: int) -> frozenset[int]:
+    if top_k_index is None:
+        return frozenset()
+    return frozenset(range(num_experts)) - frozenset(top_k_index.reshape(-1).tolist())
+
+
+class PackedExperts:
+    """One stacked weight of a block: called without arguments it returns the (E, ...) tensor of this moment.
+
+    Not an nn.Module: it sits beside the block's submodules and appears in no ``state_dict`` or ``named_*`` listing.
+
+    Args:
+        block: the user's module. It is referenced weakly, as the block owns this object.
+        weight: the parameters' paths relative to the block.
+    """
+
+    def __init__(self, block: nn.Module, weight: PackedWeight) -> None:
+        self.weight = weight
+        self._bind(block)
+
+    def _bind(self, block: nn.Module) -> None:
+        self._paths = ParameterPaths(block, [path for part in self.weight.parts for path in part])
+        self._packed: torch.Tensor | None = None
+        self._shelf: sidebyside.Shelf | None = None
+        self._ids: list[int] = []
+        self._pointers: list[int] = []
+        self._repacked_in_a_row = 0
+        self._copy_reason = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"weight": self.weight, "block": self._paths.block}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"]
+        self._bind(state["block"])
+
+    def __repr__(self) -> str:
+        parts = self.weight.parts
+        state = f"copied: {self._copy_reason}" if self._copy_reason else "packed"
+        return f"PackedExperts({self.weight.name}: {len(parts[0])} experts, {len(parts)} part(s), {state})"
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the last read went without a copy."""
+        return self._packed is not None and not self._copy_reason
+
+    def __call__(self, top_k_index: torch.Tensor | None = None) -> torch.Tensor:
+        """The stacked weight, (E, N, K) or (E, N) for a bias.
+
+        Args:
+            top_k_index: experts chosen in this forward, any shape, int. If given, parameters of experts that do not
+                occur get no gradient (None) instead of a zero one.
+
+        Raises:
+            GuardMiss: an expert or parameter was exchanged for something that cannot be stacked.
+        """
+        if torch.compiler.is_compiling() or _traced():
+            return self._copy(self._paths.tensors_in_trace())
+        parameters = self._paths.tensors()
+        if not self._in_place(parameters) and not self._pack(parameters):
+            return self._copy(parameters)
+        packed = self._packed
+        assert packed is not None
+        if not torch.is_grad_enabled() or not any(map(_requires_grad, parameters)):
+            return packed.detach()
+        read: torch.Tensor = _ReadPacked.apply(packed, self._shelf, top_k_index, *parameters)
+        return read
+
+    def refresh(self) -> None:
+        """Checks the module tree and packs if the parameters were moved: before the block has had any effect.
+
+        Raises:
+            GuardMiss: an expert was exchanged or hooked, so that its original code has to run.
+        """
+        if torch.compiler.is_compiling():
+            return
+        self._paths.check()
+        if _traced():
+            return
+        parameters = self._paths.tensors()
+        if not self._ends_in_place(parameters):
+            self._pack(parameters)
+
+    def _ends_in_place(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """A quick look: things that move parameters move all of them. Every read looks at each."""
+        if self._packed is None:
+            return False
+        pointers = self._pointers
+        return parameters[0].data_ptr() == pointers[0] and parameters[-1].data_ptr() == pointers[-1]
+
+    def _in_place(self, parameters: Sequence[torch.Tensor]) -> bool:
+        packed = self._packed
+        if packed is None or list(map(id, parameters)) != self._ids:
+            return False
+        pointers = list(map(torch.Tensor.data_ptr, parameters))
+        if pointers != self._pointers:
+            # The whole storage may have moved as one, e.g. into shared memory.
+            places = self._shelf.byte_offsets(packed.element_size()) if self._shelf else []
+            if pointers != [packed.data_ptr() + place for place in places]:
+                return False
+            self._pointers = pointers
+        if packed.dtype != parameters[0].dtype or not all(map(torch.Tensor.is_contiguous, parameters)):
+            return False
+        self._repacked_in_a_row = 0
+        return True
+
+    def _pack(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Takes the parameters' storage over, or says in ``_copy_reason`` why that must not be."""
+        parts = self._in_parts(tensors)
+        if any(type(tensor).__name__ == "DTensor" for tensor in tensors):
+            raise GuardMiss("the experts' weights are distributed tensors")
+        reason = _why_not_packable(tensors)
+        if not reason and not sidebyside.same_kind(parts):
+            raise GuardMiss(f"the experts' parameters of {self.weight.name!r} differ in shape, dtype or device")
+        if not reason:
+            reason = self._why_not_move(tensors)
+        if reason:
+            self._note_copy(reason)
+            return False
+        # A repack may happen inside inference_mode or a device context; the parameters must stay ordinary tensors.
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+            packed = sidebyside.adopt(parts)
+            if packed is None:
+                self._repacked_in_a_row += 1
+                packed = sidebyside.move(parts)
+        self._packed, self._shelf = packed, sidebyside.Shelf.of(parts)
+        self._ids, self._pointers = list(map(id, tensors)), list(map(torch.Tensor.data_ptr, tensors))
+        self._copy_reason = ""
+        return True
+
+    def _why_not_move(self, tensors: Sequence[torch.Tensor]) -> str:
+        if self._repacked_in_a_row >= REPACK_LIMIT:
+            return "something else moves the experts' storage at every step"
+        exchanged = bool(self._ids) and list(map(id, tensors)) != self._ids
+        if not _distributed():
+            return ""
+        if exchanged:
+            return "the parameters were exchanged in a distributed job (FSDP, perhaps)"
+        if self._packed is not None and not all(map(_owns_its_storage, tensors)):
+            return "the parameters lie in a storage that something else manages (FSDP, perhaps)"
+        return ""
+
+    def _copy(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return sidebyside.stack(self._in_parts(tensors))
+
+    def _in_parts(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
+        count = len(self.weight.parts[0])
+        return [tensors[start : start + count] for start in range(0, len(tensors), count)]
+
+    def _note_copy(self, reason: str) -> None:
+        if reason != self._copy_reason:
+            logger.info("%s is stacked by copying at every forward: %s", self.weight.name, reason)
+        self._copy_reason = reason
+
+
+def _why_not_packable(tensors: Sequence[torch.Tensor]) -> str:
+    """Why the tensors' storage must be left alone; empty if it may be moved."""
+    if any(type(tensor) is not nn.Parameter for tensor in tensors):
+        return "the experts' weights are not plain parameters at the moment (functional_call, a parametrization, ...)"
+    if tensors[0].device.type == "meta":
+        return "the parameters are on the meta device"
+    if len(set(map(id, tensors))) != len(tensors):
+        return "experts share a parameter"
+    return ""
+
+
+def _traced() -> bool:
+    """Whether something records or transforms what runs: it has to see the parameters, and nothing may be moved."""
+    return bool(
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _owns_its_storage(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

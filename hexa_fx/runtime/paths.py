@@ -1,0 +1,106 @@
+"""Finding many parameters of a block again at every forward, quickly, and noticing when a module was exchanged."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.runtime.guards import GuardMiss
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class ParameterPaths:
+    """Parameters of ``block`` by dotted path.
+
+    The walk down the module tree is done once. `check` compares every module on the way with the one that was there:
+    an expert that was wrapped by an adapter (LoRA, say), or hooked, must not be read as if it were bare.
+
+    Args:
+        block: the module the paths start from; referenced weakly.
+        paths: e.g. ``experts.0.w1.weight``.
+    """
+
+    def __init__(self, block: nn.Module, paths: Sequence[str]) -> None:
+        self._block = weakref.ref(block)
+        self.paths = tuple(tuple(path.split(".")) for path in paths)
+        self._ready = False
+
+    @property
+    def block(self) -> nn.Module:
+        block = self._block()
+        if block is None:
+            raise ReferenceError("the module of this rewritten forward no longer exists; keep a reference to the model")
+        return block
+
+    def check(self) -> None:
+        """Raises `GuardMiss` if a module on the way was exchanged or has got a hook of its own."""
+        if not self._ready:
+            self._walk()
+        if list(map(dict.get, self._parents, self._keys)) != self._children:
+            raise GuardMiss(f"the submodule {self._first_exchanged()!r} was exchanged after the block was rewritten")
+        if any(self._hooks):
+            raise GuardMiss("an expert has hooks, which only its own code calls")
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every parameter of this moment, in the order of the paths.
+
+        Raises:
+            GuardMiss: a parameter is gone, e.g. replaced by a parametrization.
+        """
+        if not self._ready:
+            self._walk()
+        found: list[Any] = list(map(dict.get, self._owners, self._names))
+        if NoneType in map(type, found):
+            gone = self.paths[[value is None for value in found].index(True)]
+            raise GuardMiss(f"there is no longer a parameter {'.'.join(gone)!r}")
+        return found
+
+    def tensors_in_trace(self) -> list[torch.Tensor]:
+        """The same, walked anew by plain attribute access, which tracers follow."""
+        found = []
+        for *modules, name in self.paths:
+            owner: Any = self.block
+            for key in modules:
+                owner = getattr(owner, key)
+            if name not in owner._parameters and name not in owner._buffers:
+                raise GuardMiss("an expert's parameter is gone")
+            found.append(getattr(owner, name))
+        return found
+
+    def _walk(self) -> None:
+        edges: dict[tuple[int, str], tuple[dict[str, Any], str, nn.Module]] = {}
+        self._owners: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        for *modules, name in self.paths:
+            owner = self.block
+            for key in modules:
+                child = owner._modules.get(key)
+                if child is None:
+                    raise GuardMiss(f"there is no submodule {key!r} on the way to {'.'.join([*modules, name])!r}")
+                edges[id(owner), key] = (owner._modules, key, child)
+                owner = child
+            listed: Any = owner._parameters if name in owner._parameters else owner._buffers
+            self._owners.append(listed)
+            self._names.append(name)
+        self._parents = [parent for parent, _, _ in edges.values()]
+        self._keys = [key for _, key, _ in edges.values()]
+        self._children = [child for _, _, child in edges.values()]
+        # The container of the experts may be called by the rewritten graph; its hooks are then called as well.
+        owners = {id(owner): owner for owner in map(self._owner_of, self.paths)}
+        self._hooks = [
+            getattr(owner, hooks) for owner in owners.values() if owner is not self.block for hooks in _HOOKS
+        ]
+        self._ready = True
+
+    def _owner_of(self, path: tuple[str, ...]) -> nn.Module:
+        return self.block.get_submodule(".".join(path[:-1]))
+
+    def _first_exchanged(self) -> str:
+        pairs = zip(self._parents, self._keys, self._children)
+        return next(key for parent, key, child in pairs if parent.get(key) is not child)

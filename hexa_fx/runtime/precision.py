@@ -1,0 +1,46 @@
+"""Running code in float64 although it asks for float32 here and there, so that only its meaning is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_CASTS = frozenset({"float", "half", "bfloat16"})
+_GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
+
+
+class InFloat64(TorchFunctionMode):
+    """Raises every lower floating dtype that a call asks for to float64, and gives grouped_mm a float64 version."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = {key: _raised(value) for key, value in (kwargs or {}).items()}
+        args = tuple(_raised(value) for value in args)
+        if name in _CASTS and args and isinstance(args[0], torch.Tensor):
+            return args[0].double()
+        if name in _GROUPED and args[0].dtype == torch.float64 and args[1].dim() == 3:
+            return _grouped_mm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _raised(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in _LOWER else value
+    if type(value) in (tuple, list):
+        return type(value)(_raised(item) for item in value)
+    return value
+
+
+def _grouped_mm(
+    rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """(n, K) rows in expert order times (E, K, N); ``offs`` (E,) are the groups' ends. Rows past the last are zero."""
+    ends = [int(end) for end in offs]
+    parts = [rows[start:end] @ weight[number] for number, (start, end) in enumerate(zip([0, *ends[:-1]], ends))]
+    return torch.cat([*parts, rows.new_zeros(rows.shape[0] - ends[-1], weight.shape[-1])])

@@ -1,0 +1,96 @@
+"""Models that cannot be worked on as they are, each with a sentence that says what to do instead."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hexa_fx.errors import InputError
+from hexa_fx.runtime.install import is_installed
+
+_PARALLEL = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DataParallel": "DataParallel",
+    "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)",
+    "FSDPModule": "fully_shard (FSDP2)",
+}
+_QUANTISED_PACKAGES = (
+    "torchao",
+    "bitsandbytes",
+    "auto_gptq",
+    "gptqmodel",
+    "awq",
+    "hqq",
+    "quanto",
+    "compressed_tensors",
+)
+_QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises `InputError` for a model that has to be prepared differently; looks at types only, never at values.
+
+    Raises:
+        InputError: the model is none, already optimized, wrapped for data parallelism, sharded, on the meta device,
+            or quantised.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected an nn.Module, got {type(model).__name__}")
+    _check_compiled(model)
+    for path, module in model.named_modules():
+        _check_optimized(path, module)
+        _check_parallel(path, module)
+        _check_quantised_module(path, module)
+    _check_parameters(model)
+
+
+def _check_compiled(model: nn.Module) -> None:
+    if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
+        raise InputError("the model is wrapped by torch.compile; optimize the model first, then compile the result")
+
+
+def _check_optimized(path: str, module: nn.Module) -> None:
+    if is_installed(module):
+        raise InputError(
+            f"the model is already optimized ({path or 'the model itself'} has a rewritten forward); "
+            "use it as it is, or call hexa_fx.runtime.install.uninstall() on its blocks first"
+        )
+
+
+def _check_parallel(path: str, module: nn.Module) -> None:
+    for base in type(module).__mro__:
+        name = _PARALLEL.get(base.__name__)
+        if name and base.__module__.startswith("torch."):
+            raise InputError(
+                f"{path or 'the model'} is already wrapped by {name}; optimize the model first, then wrap the result"
+            )
+
+
+def _check_quantised_module(path: str, module: nn.Module) -> None:
+    home = type(module).__module__
+    if home.startswith(_QUANTISED_MODULES) or home.split(".")[0] in _QUANTISED_PACKAGES:
+        raise InputError(_quantised(path, f"is a {home}.{type(module).__name__}"))
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for path, parameter in (*model.named_parameters(), *model.named_buffers()):
+        home = type(parameter.data).__module__
+        if type(parameter.data).__name__ == "DTensor":
+            raise InputError(
+                f"{path} is a distributed tensor; optimize the model before it is sharded (fully_shard, tensor parallel)"
+            )
+        if parameter.device.type == "meta":
+            raise InputError(
+                f"{path} is on the meta device and has no values to run on; materialise the model first "
+                "(model.to_empty(device=...) and load its weights)"
+            )
+        if parameter.is_quantized or home.split(".")[0] in _QUANTISED_PACKAGES:
+            raise InputError(_quantised(path, f"is a {type(parameter.data).__name__} of dtype {parameter.dtype}"))
+        if isinstance(parameter, nn.Parameter) and not (parameter.is_floating_point() or parameter.is_complex()):
+            raise InputError(_quantised(path, f"is a parameter of dtype {parameter.dtype}"))
+
+
+def _quantised(path: str, what: str) -> str:
+    return (
+        f"{path or 'the model'} {what}: the model is quantised, and its experts cannot be read as matrices; "
+        "optimize the model before it is quantised, or dequantise it"
+    )

@@ -1,0 +1,77 @@
+"""The Python code of a graph as a value that runs, copies and pickles."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import importlib
+import linecache
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch.fx
+
+
+class _Import:
+    """Stands for an imported module in a pickle."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Program:
+    """A graph's forward, ``function(module, *inputs)``, from the code that torch.fx generates for it.
+
+    Pickling keeps the code and its globals (modules by name, functions by reference, constants by value); no graph
+    is needed to run it again.
+
+    Args:
+        source: Python source that defines ``forward(self, ...)``.
+        globals: every global name of the source.
+        inputs: names of the placeholders, in order.
+        path: the block's path in its model, shown in tracebacks.
+    """
+
+    def __init__(self, source: str, globals: Mapping[str, Any], inputs: tuple[str, ...], path: str) -> None:
+        self.source = source
+        self.inputs = inputs
+        self.path = path
+        self._globals = dict(globals)
+        self.function = self._compile()
+
+    @classmethod
+    def of(cls, graph: torch.fx.Graph, path: str) -> Program:
+        code = graph.python_code("self")
+        inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
+        return cls(code.src, code.globals, inputs, path)
+
+    def _compile(self) -> Callable[..., Any]:
+        digest = hashlib.sha256(self.source.encode()).hexdigest()[:12]
+        filename = f"<hexa_fx {self.path or 'block'} {digest}>"
+        lines = self.source.splitlines(keepends=True)
+        # A size without a modification time makes linecache keep the entry, so tracebacks show the generated lines.
+        linecache.cache[filename] = (len(self.source), None, lines, filename)
+        # No __name__: Dynamo would look the globals up in the module of that name.
+        namespace: dict[str, Any] = {"__builtins__": builtins, **self._globals}
+        exec(compile(self.source, filename, "exec"), namespace)
+        function: Callable[..., Any] = namespace["forward"]
+        return function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = {
+            name: _Import(value.__name__) if isinstance(value, ModuleType) else value
+            for name, value in self._globals.items()
+        }
+        return {"source": self.source, "inputs": self.inputs, "path": self.path, "globals": names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.source, self.inputs, self.path = state["source"], state["inputs"], state["path"]
+        self._globals = {
+            name: importlib.import_module(value.name) if isinstance(value, _Import) else value
+            for name, value in state["globals"].items()
+        }
+        self.function = self._compile()

@@ -1,0 +1,100 @@
+"""Per-expert tensors that lie side by side in one storage, read as one stacked tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Where every tensor lies in a stacked tensor of shape (E, sum of part sizes, ...).
+
+    Args:
+        shape: shape of the stacked tensor.
+        sizes: each part's size along dimension 1 of the stacked tensor.
+        offsets: for each part, where it starts along dimension 1.
+    """
+
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[Sequence[torch.Tensor]]) -> Shelf:
+        sizes = tuple(part[0].shape[0] for part in parts)
+        offsets = (0, *accumulate(sizes))[:-1]
+        return cls((len(parts[0]), sum(sizes), *parts[0][0].shape[1:]), sizes, offsets)
+
+    def views(self, stacked: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors' places in ``stacked``, part by part and within a part expert by expert: contiguous views."""
+        return [
+            row for offset, size in zip(self.offsets, self.sizes) for row in stacked.narrow(1, offset, size).unbind(0)
+        ]
+
+    def byte_offsets(self, itemsize: int) -> list[int]:
+        """Start of every place of `views` relative to the stacked tensor's first byte."""
+        inner = 1
+        for extent in self.shape[2:]:
+            inner *= extent
+        row = self.shape[1] * inner
+        return [
+            (expert * row + offset * inner) * itemsize for offset in self.offsets for expert in range(self.shape[0])
+        ]
+
+
+def same_kind(parts: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether all tensors share dtype and device, and the experts of a part their shape."""
+    first = parts[0][0]
+    return first.dim() > 0 and all(
+        tensor.dtype == first.dtype
+        and tensor.device == first.device
+        and tensor.shape == part[0].shape
+        and tensor.shape[1:] == first.shape[1:]
+        for part in parts
+        for tensor in part
+    )
+
+
+def adopt(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | None:
+    """The stacked tensor over parameters that already lie side by side (after unpickling, say), or None."""
+    flat = [tensor.detach() for part in parts for tensor in part]
+    first = flat[0]
+    storage, base = first.untyped_storage().data_ptr(), first.data_ptr()
+    shelf = Shelf.of(parts)
+    places = shelf.byte_offsets(first.element_size())
+    lie_side_by_side = all(
+        tensor.data_ptr() == base + place and tensor.is_contiguous() and tensor.untyped_storage().data_ptr() == storage
+        for tensor, place in zip(flat, places)
+    )
+    if not lie_side_by_side:
+        return None
+    stride = [1] * len(shelf.shape)
+    for dim in range(len(shelf.shape) - 2, -1, -1):
+        stride[dim] = stride[dim + 1] * shelf.shape[dim + 1]
+    return first.as_strided(shelf.shape, stride, first.storage_offset())
+
+
+def move(parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
+    """Moves the parameters' data into one new stacked tensor, bit for bit, and returns it.
+
+    The parameters stay the same objects; only their ``.data`` becomes a view. Parameters are moved one by one, so the
+    old storages are freed on the way.
+    """
+    flat = [parameter for part in parts for parameter in part]
+    shelf = Shelf.of(parts)
+    stacked = torch.empty(shelf.shape, dtype=flat[0].dtype, device=flat[0].device)
+    for parameter, place in zip(flat, shelf.views(stacked)):
+        place.copy_(parameter.detach())
+        parameter.data = place
+    return stacked
+
+
+def stack(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """The stacked tensor as a differentiable copy: what runs wherever storage must not be moved."""
+    stacked = [torch.stack(list(part)) for part in parts]
+    return stacked[0] if len(stacked) == 1 else torch.cat(stacked, dim=1)

@@ -1,0 +1,132 @@
+"""The way of one block through the passes. This module is the table of contents.
+
+1. `hexa_fx.capture.capture`      what the block did on example inputs, as a straight-line graph
+2. `hexa_fx.passes.detect`        the MoE region in it, or a refusal
+3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node, the rest for any size and routing
+4. `hexa_fx.passes.verify`        original against rewritten, forward and gradients, before anything is accepted
+5. `hexa_fx.passes.lower`, `fuse` the node as expert-specific operators, forward and backward; what runs
+
+Steps 1 to 3 are done for eval and for train mode, since code branches on ``self.training``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hexa_fx.capture import CapturedBlock, capture
+from hexa_fx.capture.observe import Observation
+from hexa_fx.capture.probes import probe_inputs
+from hexa_fx.config import HexaConfig
+from hexa_fx.errors import CaptureError
+from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.passes.detect import MoEMatch, detect
+from hexa_fx.passes.rewrite import rewrite
+from hexa_fx.passes.verify import VerificationResult, verify
+
+Mode = Literal["eval", "train"]
+MODES: tuple[Mode, ...] = ("eval", "train")
+
+
+@dataclass(frozen=True)
+class BlockAnalysis:
+    """What the passes made of one block.
+
+    Args:
+        path: the block's path. match: the region, from the first mode it was found in.
+        captured, rewritten, refusals: by mode; a mode is in exactly one of ``rewritten`` and ``refusals``.
+        checks: by mode, for the rewritten ones; empty if verification is off.
+        seconds: time of capture, detection and rewriting.
+    """
+
+    path: str
+    match: MoEMatch | None
+    captured: Mapping[Mode, CapturedBlock] = field(default_factory=dict)
+    rewritten: Mapping[Mode, RewrittenBlock] = field(default_factory=dict)
+    refusals: Mapping[Mode, Refusal] = field(default_factory=dict)
+    checks: Mapping[Mode, VerificationResult] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
+    """Takes one block through the passes. The block is not changed."""
+    best: BlockAnalysis | None = None
+    for scale in (1.0, 0.1, 10.0):  # a probe can be degenerate, e.g. routing weights of exactly 1
+        analysis = _analyse_on(observation, config, scale)
+        if best is None or len(analysis.rewritten) > len(best.rewritten):
+            best = analysis
+        if best.match is None or not any(not check.ok for check in analysis.checks.values()):
+            break
+    assert best is not None
+    return best
+
+
+def _analyse_on(observation: Observation, config: HexaConfig, scale: float) -> BlockAnalysis:
+    started = time.perf_counter()
+    args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens, scale)
+    captured: dict[Mode, CapturedBlock] = {}
+    rewritten: dict[Mode, RewrittenBlock] = {}
+    refusals: dict[Mode, Refusal] = {}
+    match: MoEMatch | None = None
+    for mode in MODES:
+        with _in_mode(observation.module, mode):
+            outcome = _rewrite_mode(observation, args, kwargs, config)
+        if isinstance(outcome, Refusal):
+            refusals[mode] = outcome
+            continue
+        found, rewritten[mode] = outcome
+        captured[mode], match = found.captured, match or found
+    seconds = time.perf_counter() - started
+    checks = _check(observation, rewritten, refusals, args, kwargs) if config.verify else {}
+    return BlockAnalysis(observation.path, match, captured, rewritten, refusals, checks, seconds)
+
+
+def _rewrite_mode(
+    observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig
+) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
+    try:
+        captured = capture(observation.module, args, kwargs, observation.path)
+    except CaptureError as error:
+        return Refusal(observation.path, str(error))
+    match = detect(captured)
+    if isinstance(match, Refusal):
+        return match
+    return match, rewrite(match, config.recompute_h)
+
+
+def _check(
+    observation: Observation,
+    rewritten: dict[Mode, RewrittenBlock],
+    refusals: dict[Mode, Refusal],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> dict[Mode, VerificationResult]:
+    """Compares every rewritten mode with the original; one that differs becomes a refusal."""
+    checks: dict[Mode, VerificationResult] = {}
+    for mode in list(rewritten):
+        with _in_mode(observation.module, mode):
+            checks[mode] = verify(observation.module, rewritten[mode], args, kwargs)
+        if not checks[mode].ok:
+            refusals[mode] = Refusal(
+                observation.path, f"the rewritten block differs from the original: {checks[mode].reason}"
+            )
+            del rewritten[mode]
+    return checks
+
+
+@contextmanager
+def _in_mode(block: nn.Module, mode: Mode) -> Iterator[None]:
+    before = {module: module.training for module in block.modules()}
+    block.train(mode == "train")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module, training in before.items():
+            module.training = training

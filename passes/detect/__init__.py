@@ -1,0 +1,131 @@
+"""Finds the MoE region of a captured block by dataflow and experiment, whatever idiom it is written in.
+
+tags -> which experts every value depends on
+projections -> the expert products, and the token behind each of their rows
+body -> the expert function between and after them
+combine -> where outputs become tokens again, with which weights
+routing -> the tensors that hold ids and weights
+rules -> what one run cannot show
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.replay import Replay
+from hexa_fx.ir import Refusal
+from hexa_fx.passes.detect.body import ExpertBody, identify_body
+from hexa_fx.passes.detect.combine import Combine, find_combine
+from hexa_fx.passes.detect.graph import ancestors, descendants, operation
+from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.projections import Contraction, Instance, find_contractions, group_instances, match_rows
+from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing
+from hexa_fx.passes.detect.rules import opaque_nodes, refuse_stored_state, shape_branches
+from hexa_fx.passes.detect.stacks import WeightTable
+from hexa_fx.passes.detect.tags import ALL, Tag, expert_groups, tag
+from hexa_fx.passes.detect.verdict import Refuse
+
+__all__ = ["MoEMatch", "detect"]
+
+
+def detect(captured: CapturedBlock) -> MoEMatch | Refusal:
+    """The block's MoE region, or the sentence that says why there is none to rewrite. Changes nothing."""
+    try:
+        return _detect(captured)
+    except Refuse as refusal:
+        location = (
+            record_of(refusal.node).location if refusal.node is not None and refusal.node.op != "output" else None
+        )
+        return Refusal(captured.path, refusal.reason, location)
+
+
+def _detect(captured: CapturedBlock) -> MoEMatch:
+    groups = expert_groups(_parameters(captured))
+    tags = tag(captured, groups)
+    contractions = find_contractions(captured, tags)
+    if not contractions:
+        raise Refuse("no product with per-expert weights was seen")
+    refuse_stored_state(captured, [contraction.node for contraction in contractions])
+    replay, weights = Replay(captured), WeightTable(captured, groups, tags)
+    source, instances = match_rows(group_instances(contractions), captured, tags, replay, weights)
+    tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
+    opaque = opaque_nodes(captured, [contraction.node for contraction in contractions])
+    combine = find_combine(captured.graph, instances, tokens, replay, opaque)
+    body = identify_body(instances, tags, replay, weights, _late_bias(instances, combine.node, tags))
+    experts = body.down.matrices.shape[0]
+    pairs = _pairs(instances, body, combine)
+    identity = _explain_offset(pairs, body, combine, replay.value(source), weights)
+    routing = find_routing(pairs, tokens, experts, captured, tags, combine.node)
+    if identity is not None:
+        check_identity(identity, routing, tokens, experts, combine.node)
+    branches = shape_branches(captured, tags, set(routing.index.nodes), opaque)
+    idiom = _idiom(contractions, captured)
+    return MoEMatch(captured, source, combine.node, experts, body, routing, identity is not None, branches, idiom)
+
+
+def _parameters(captured: CapturedBlock) -> dict[str, torch.Tensor]:
+    block = captured.block
+    return dict(block.named_parameters(remove_duplicate=False)) | dict(block.named_buffers(remove_duplicate=False))
+
+
+def _late_bias(instances: list[Instance], end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> str | None:
+    """The expert parameter added between the second product and the combine."""
+    region = descendants([instance.second.node for instance in instances]) & ancestors([end])
+    second = {instance.second.node for instance in instances}
+    bases: set[str] = set()
+    for node in region - second:
+        for operand in node.all_input_nodes:
+            if tags[operand].weight and tags[operand].experts and operation(node) not in ("linear", "matmul", "bmm"):
+                bases |= tags[operand].bases
+    if len(bases) > 1:
+        raise Refuse("several expert parameters act on the expert outputs before they are combined", end)
+    return next(iter(bases), None)
+
+
+def _pairs(instances: list[Instance], body: ExpertBody, combine: Combine) -> Pairs:
+    token = torch.cat([instance.token for instance in instances])
+    expert = torch.cat([instance.expert for instance in instances])
+    before = torch.cat([instance.scale for instance in instances])
+    after = torch.cat([a * b for a, b in zip(combine.coefficients, body.between)])
+    if body.down_bias is not None and any(bool((b != 1).any()) for b in body.between):
+        raise Refuse("a factor between the projections is followed by a bias, so it is no routing weight", combine.node)
+    real = token >= 0
+    return Pairs(token[real], expert[real], before[real], after[real])
+
+
+def _explain_offset(
+    pairs: Pairs, body: ExpertBody, combine: Combine, source: torch.Tensor, weights: WeightTable
+) -> torch.Tensor | None:
+    """What the combine holds without the products: the weighted biases, or the tokens themselves times a factor.
+
+    Returns:
+        None, or the factor (T,) with which identity ("zero-computation") experts add the token.
+    """
+    offset = combine.offset
+    expected = torch.zeros_like(offset)
+    if body.down_bias is not None and bool((offset != 0).any()):
+        vectors = weights.vectors(body.down_bias)
+        if vectors is None:
+            raise Refuse("an expert parameter after the second projection is not a bias vector", combine.node)
+        expected.index_add_(0, pairs.token, pairs.after[:, None] * vectors[pairs.expert])
+    if torch.allclose(offset, expected, rtol=1e-6, atol=1e-6):
+        return None
+    x = source.reshape(-1, source.shape[-1])
+    if x.shape == offset.shape:
+        factor = (offset * x).sum(1) / (x * x).sum(1).clamp(min=1e-300)
+        if torch.allclose(offset, factor[:, None] * x, rtol=1e-6, atol=1e-6):
+            return factor
+    raise Refuse("the combined output contains something besides the weighted expert outputs", combine.node)
+
+
+def _idiom(contractions: list[Contraction], captured: CapturedBlock) -> str:
+    operations = {operation(node) for node in captured.graph.nodes if node.op != "output"}
+    if any(contraction.expert == ALL for contraction in contractions):
+        batched = next(c for c in contractions if c.expert == ALL)
+        return f"batched {operation(batched.node)}"
+    sorted_first = operations & {"argsort", "sort"} and operations & {"split", "cat", "concat"}
+    return "sorted slices" if sorted_first else "loop over experts"

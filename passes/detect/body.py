@@ -1,0 +1,298 @@
+"""What an expert computes between and after its two projections, found by experiment.
+
+The recorded products are replaced by random numbers of a wide range and the run is repeated from there; what arrives at the
+second projection must be one of the known activations, row by row. Any operation that mixes rows, draws random numbers or
+differs between experts breaks the equality, so none needs a rule of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+import torch.fx
+
+from hexa_fx.capture.replay import Replay
+from hexa_fx.ops.activations import ACTIVATIONS
+from hexa_fx.passes.detect.graph import ancestors, literals, operation
+from hexa_fx.passes.detect.projections import Contraction, Instance, feature_size, linear_part
+from hexa_fx.passes.detect.rules import refuse_randomness
+from hexa_fx.passes.detect.stacks import Stack, WeightTable
+from hexa_fx.passes.detect.tags import Tag
+from hexa_fx.passes.detect.verdict import Refuse
+
+_TOLERANCE = 1e-7
+
+
+@dataclass(frozen=True)
+class ExpertBody:
+    """``y = act(x W1 + b1) W2 + b2``, with every weight named.
+
+    Args:
+        gate: the first projection, or its gate. up: the other first projection, where it is a product of its own.
+        gate_bias, up_bias, down_bias: bases of the biases, or None.
+        activation, params: see `hexa_fx.ops.activations`.
+        pairing: how gate and up lie in ``gate`` when there is no ``up``: ``concat`` or ``interleaved``, with the suffix
+            ``_up_first`` when up comes first; ``separate`` with ``up``; ``none`` for an ungated expert.
+        between: per instance, the factor (R,) every row is multiplied by between the projections.
+    """
+
+    gate: Stack
+    up: Stack | None
+    down: Stack
+    gate_bias: str | None
+    up_bias: str | None
+    down_bias: str | None
+    activation: str
+    params: tuple[float, ...]
+    pairing: str
+    between: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Hypothesis:
+    activation: str
+    params: tuple[float, ...]
+    pairing: str
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """The experiment: pre-activations put in (one tensor a product of the instance), activations read at the second product."""
+
+    hidden: list[list[torch.Tensor]]
+    activated: list[torch.Tensor]
+
+
+def identify_body(
+    instances: list[Instance],
+    tags: Mapping[torch.fx.Node, Tag],
+    replay: Replay,
+    weights: WeightTable,
+    down_bias: str | None,
+) -> ExpertBody:
+    """Names the expert function. ``down_bias`` is the base of a bias that is added after the second product, if any.
+
+    Raises:
+        Refuse: the experts compute something else; says what was seen.
+    """
+    segment = _segment(instances[0])
+    refuse_randomness(segment)
+    first = instances[0].first
+    probe = _experiment(instances, replay, _range(segment))
+    later_biases = _bias_bases(segment, tags)
+    for order in permutations(range(len(first))):
+        biases = _assign_biases([first[i] for i in order], later_biases)
+        for hypothesis in _hypotheses(instances[0], segment):
+            between = _explain(hypothesis, order, probe, instances, _bias_values(biases, weights, first[0].node))
+            if between is None:
+                continue
+            down, inner_bias = _second_projection(instances, replay, weights)
+            readings = [instances[0].readings[i] for i in order]
+            return ExpertBody(
+                gate=readings[0],
+                up=readings[1] if len(readings) > 1 else None,
+                down=down,
+                gate_bias=biases[0],
+                up_bias=biases[1] if len(biases) > 1 else None,
+                down_bias=inner_bias or down_bias,
+                activation=hypothesis.activation,
+                params=hypothesis.params,
+                pairing=hypothesis.pairing,
+                between=between,
+            )
+    names = ", ".join(dict.fromkeys(operation(node) for node in segment)) or "nothing"
+    raise Refuse(
+        f"no known activation is what experts compute between their projections ({names})", segment_end(instances)
+    )
+
+
+def segment_end(instances: list[Instance]) -> torch.fx.Node:
+    return instances[0].second.data
+
+
+def _segment(instance: Instance) -> list[torch.fx.Node]:
+    """Nodes between an instance's first products and its second."""
+    start = {contraction.node for contraction in instance.first}
+    reached: set[torch.fx.Node] = set()
+    behind = ancestors([instance.second.data])
+    in_order = [node for node in instance.second.node.graph.nodes if node in behind]
+    for node in in_order:
+        if any(source in start or source in reached for source in node.all_input_nodes):
+            reached.add(node)
+    return [node for node in in_order if node in reached]
+
+
+def _range(segment: Sequence[torch.fx.Node]) -> float:
+    """How far the probe must reach so that every clamp written in the code is met."""
+    return max([20.0, *(2 * abs(value) for value in literals(segment) if abs(value) < 1e6)])
+
+
+def _experiment(instances: list[Instance], replay: Replay, reach: float) -> _Probe:
+    """Rows of normal numbers, and some that go to the end of the range."""
+    generator = torch.Generator().manual_seed(11)
+    replace: dict[torch.fx.Node, torch.Tensor] = {}
+    for instance in instances:
+        for contraction in instance.first:
+            recorded = replay.value(contraction.node)
+            noise = torch.randn(recorded.shape, generator=generator, dtype=torch.float64)
+            wide = torch.rand(recorded.shape, generator=generator, dtype=torch.float64) < 0.3
+            spread = (torch.rand(recorded.shape, generator=generator, dtype=torch.float64) - 0.5) * 2 * reach
+            replace[contraction.node] = torch.where(wide, spread, 2 * noise).to(recorded.device)
+    answers = replay.run(replace, [instance.second.data for instance in instances])
+    hidden = [[_by_feature(replace[c.node], c.node) for c in instance.first] for instance in instances]
+    return _Probe(hidden, [_by_feature(answers[i.second.data], i.second.data) for i in instances])
+
+
+def _by_feature(value: torch.Tensor, node: torch.fx.Node) -> torch.Tensor:
+    return value.reshape(-1, feature_size(node))
+
+
+def _bias_bases(segment: Sequence[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> list[str]:
+    """Expert parameters that enter between the projections, in order."""
+    found: dict[str, None] = {}
+    for node in segment:
+        for operand in node.all_input_nodes:
+            if tags[operand].weight and tags[operand].experts:
+                found.update(dict.fromkeys(tags[operand].bases))
+    return list(found)
+
+
+def _assign_biases(ordered: Sequence[Contraction], later: list[str]) -> list[str | None]:
+    """Biases inside the product calls are replaced along with the products; those added later are part of the experiment."""
+    if not later:
+        return [None if c.bias is None else c.bias for c in ordered]
+    return [later[i] if i < len(later) else None for i in range(len(ordered))]
+
+
+def _bias_values(biases: list[str | None], weights: WeightTable, node: torch.fx.Node) -> list[torch.Tensor | None]:
+    values = [None if base is None else weights.vectors(base) for base in biases]
+    if any(base is not None and value is None for base, value in zip(biases, values)):
+        raise Refuse("an expert parameter between the projections is not a bias vector", node)
+    return values
+
+
+def _hypotheses(instance: Instance, segment: Sequence[torch.fx.Node]) -> Iterator[_Hypothesis]:
+    """Every activation with every way gate and up can lie in what the first projection gives."""
+    width = feature_size(instance.second.data)
+    if len(instance.first) == 2:
+        pairings = ["separate"]
+    elif len(instance.first) > 2:
+        pairings = []
+    elif feature_size(instance.first[0].node) == width:
+        pairings = ["none"]
+    elif feature_size(instance.first[0].node) == 2 * width:
+        pairings = ["concat", "interleaved", "concat_up_first", "interleaved_up_first"]
+    else:
+        pairings = []
+    for pairing in pairings:
+        for activation in ACTIVATIONS.values():
+            if activation.pair and pairing == "none":
+                continue
+            for params in _param_choices(activation.params, segment):
+                yield _Hypothesis(activation.name, params, pairing)
+
+
+def _param_choices(defaults: tuple[float, ...], segment: Sequence[torch.fx.Node]) -> Iterator[tuple[float, ...]]:
+    """The activation's own constants, then every choice among the numbers in the code."""
+    yield defaults
+    if defaults:
+        positive = [value for value in literals(segment) if value > 0]
+        yield from (choice for choice in permutations(positive, len(defaults)) if choice != defaults)
+
+
+def _explain(
+    hypothesis: _Hypothesis,
+    order: Sequence[int],
+    probe: _Probe,
+    instances: list[Instance],
+    biases: list[torch.Tensor | None],
+) -> tuple[torch.Tensor, ...] | None:
+    """The row factors under which the hypothesis is what was observed, or None."""
+    factors = []
+    for hidden, activated, instance in zip(probe.hidden, probe.activated, instances):
+        inputs = [hidden[i] for i in order]
+        outside = [c.bias is None for c in (instance.first[i] for i in order)]
+        shifted = [
+            h if bias is None or not added_later else h + bias[instance.expert]
+            for h, bias, added_later in zip(inputs, biases, outside)
+        ]
+        expected = _activate(hypothesis, shifted)
+        if expected.shape != activated.shape:
+            return None
+        factor = _row_factor(activated, expected)
+        if factor is None:
+            return None
+        factors.append(factor)
+    return tuple(factors)
+
+
+def _activate(hypothesis: _Hypothesis, inputs: list[torch.Tensor]) -> torch.Tensor:
+    activation = ACTIVATIONS[hypothesis.activation]
+    if hypothesis.pairing == "none":
+        value = activation.forward(inputs[0], hypothesis.params)
+        return value if isinstance(value, torch.Tensor) else value[0]
+    gate, up = inputs if hypothesis.pairing == "separate" else _halves(inputs[0], hypothesis.pairing)
+    if activation.pair:
+        return activation.forward(gate, up, hypothesis.params)
+    return activation.forward(gate, hypothesis.params) * up
+
+
+def _halves(hidden: torch.Tensor, pairing: str) -> tuple[torch.Tensor, torch.Tensor]:
+    interleaved = pairing.startswith("interleaved")
+    half = hidden.shape[1] // 2
+    first, second = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else (hidden[:, :half], hidden[:, half:])
+    return (second, first) if pairing.endswith("up_first") else (first, second)
+
+
+def _row_factor(observed: torch.Tensor, expected: torch.Tensor) -> torch.Tensor | None:
+    """m (R,) with ``observed == m[:, None] * expected``, or None."""
+    if observed.shape[0] == 0:
+        return observed.new_zeros(0)
+    column = expected.abs().argmax(1, keepdim=True)
+    factor = observed.gather(1, column) / expected.gather(1, column)
+    scale = observed.abs().amax(1, keepdim=True).clamp(min=1e-6)
+    if not bool(((observed - factor * expected).abs() <= _TOLERANCE * scale).all()):
+        return None
+    factor = factor[:, 0]
+    return torch.where((factor - 1).abs() < 1e-9, torch.ones_like(factor), factor)
+
+
+def _second_projection(instances: list[Instance], replay: Replay, weights: WeightTable) -> tuple[Stack, str | None]:
+    """The reading of the second weight, and the base of a bias inside the call."""
+    second = instances[0].second
+    for stack in weights.matrices(second.base, feature_size(second.node), feature_size(second.data)):
+        if all(_is_product(instance, stack, replay) for instance in instances):
+            _check_inner_bias(instances, replay, weights)
+            return stack, second.bias
+    raise Refuse("the second projection is not a product with one matrix an expert", second.node)
+
+
+def _is_product(instance: Instance, stack: Stack, replay: Replay) -> bool:
+    if instance.second.base != stack.base:
+        raise Refuse("experts use their weights in different ways", instance.second.node)
+    product, _ = linear_part(instance.second, replay)
+    product = product.reshape(-1, stack.matrices.shape[1])
+    data = replay.value(instance.second.data).reshape(-1, stack.matrices.shape[2])
+    if len(product) != len(data) or len(data) != len(instance.expert):
+        return False
+    expected = torch.empty_like(product)
+    for expert in instance.expert.unique().tolist():
+        chosen = instance.expert == expert
+        expected[chosen] = data[chosen] @ stack.matrices[expert].T
+    scale = product.abs().amax().clamp(min=1e-12) if product.numel() else 1.0
+    real = instance.token >= 0  # the expert of a padding row is arbitrary
+    return bool(((product - expected)[real].abs() <= 1e-5 * scale).all())
+
+
+def _check_inner_bias(instances: list[Instance], replay: Replay, weights: WeightTable) -> None:
+    for instance in instances:
+        for contraction in (*instance.first, instance.second):
+            _, constant = linear_part(contraction, replay)
+            constant = constant.reshape(-1, feature_size(contraction.node))[instance.token >= 0]
+            vectors = None if contraction.bias is None else weights.vectors(contraction.bias)
+            expected = torch.zeros_like(constant) if vectors is None else vectors[instance.expert[instance.token >= 0]]
+            if not torch.allclose(constant, expected, rtol=1e-5, atol=1e-6):
+                raise Refuse("an expert product adds something that is not the expert's bias", contraction.node)

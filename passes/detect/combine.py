@@ -1,0 +1,194 @@
+"""How expert outputs become token outputs, found by linear probing.
+
+The second products are replaced by zeros and by unit rows; the first later node that all of them pass through and that answers
+with one coefficient a row, on the row's own token, is the combine. Scatter, index_add, masks, einsum, sort and unsort: all of
+them are the same linear map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import record_of
+from hexa_fx.capture.replay import Replay
+from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes
+from hexa_fx.passes.detect.projections import Instance, feature_size
+from hexa_fx.passes.detect.rules import leaves_decision, refuse_randomness
+from hexa_fx.passes.detect.verdict import Refuse
+
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Combine:
+    """Args:
+    node: the recorded token output, (T, D) up to its leading shape.
+    coefficients: per instance, the weight (R,) with which every row enters its token.
+    offset: (T, D) what the node holds when every second product is zero (a later bias, or more).
+    """
+
+    node: torch.fx.Node
+    coefficients: tuple[torch.Tensor, ...]
+    offset: torch.Tensor
+
+
+def find_combine(
+    graph: torch.fx.Graph, instances: list[Instance], tokens: int, replay: Replay, opaque: set[torch.fx.Node]
+) -> Combine:
+    """Raises:
+    Refuse: no node is a token-wise weighted sum of the expert outputs.
+    """
+    seconds = [instance.second.node for instance in instances]
+    width = feature_size(seconds[0])
+    candidates = _gates(graph, instances, tokens * width, width)
+    if not candidates:
+        raise Refuse("expert outputs do not come together in one tensor with a row for every token", seconds[0])
+    probes = _Probes(instances, width, replay)
+    outputs = probes.run(replay, candidates)
+    decides_later = False
+    for node in candidates:
+        answers = [output[node].reshape(tokens, width) for output in outputs]
+        coefficients = probes.coefficients(answers)
+        if coefficients is not None and leaves_decision(node, opaque):
+            decides_later = True
+        elif coefficients is not None:
+            last = _last_alike(node, candidates, outputs)
+            return Combine(last, coefficients, answers[0])
+    refuse_randomness(descendants(seconds) & ancestors(candidates))
+    if decides_later:
+        raise Refuse("a host loop or branch on data is left after the experts are combined", candidates[-1])
+    raise Refuse("expert outputs are not combined as a weighted sum for each token", candidates[0])
+
+
+def _last_alike(
+    node: torch.fx.Node, candidates: Sequence[torch.fx.Node], outputs: list[dict[torch.fx.Node, torch.Tensor]]
+) -> torch.fx.Node:
+    """The last candidate that holds the same numbers: casts and views after the combine belong to it.
+
+    A shape whose leading sizes no input has could not be restored for other sizes, so such a view is left outside.
+    """
+    known = {record_of(n).value.shape[:-1] for n in node.graph.nodes if n.op == "placeholder" and is_float(n)}
+    last = node
+    for candidate in candidates[candidates.index(node) :]:
+        shape = record_of(candidate).value.shape
+        same = all(torch.equal(output[candidate].flatten(), output[node].flatten()) for output in outputs)
+        if same and (len(shape) == 2 or shape[:-1] in known):
+            last = candidate
+    return last
+
+
+def _gates(graph: torch.fx.Graph, instances: list[Instance], numel: int, width: int) -> list[torch.fx.Node]:
+    """Nodes of the tokens' size that every path from an expert's inside to the output goes through, in order."""
+    inside = [contraction.node for instance in instances for contraction in (*instance.first, instance.second)]
+    live = live_nodes(graph)
+    reached = descendants(inside)
+    seconds = {instance.second.node for instance in instances}
+    if not seconds & live:
+        raise Refuse("expert outputs are not used", instances[0].second.node)
+    gates = []
+    for node in _dominators(graph, reached & live, inside):
+        value = record_of(node).value
+        if node.op == "output" or not is_float(node) or (node in seconds and len(seconds) > 1):
+            continue
+        if value.numel() == numel and value.shape[-1] == width:
+            gates.append(node)
+    return gates
+
+
+def _dominators(
+    graph: torch.fx.Graph, region: set[torch.fx.Node], inside: Sequence[torch.fx.Node]
+) -> list[torch.fx.Node]:
+    """Nodes of ``region`` that no path from ``inside`` to the output avoids.
+
+    In the order of the graph a node is such a gate exactly when no edge from an earlier node of the region jumps over it.
+    A write into the block's state ends a path, so nothing after it is a gate.
+    """
+    order = [node for node in graph.nodes if node in region]
+    position = {node: index for index, node in enumerate(order)}
+    sinks = effects(graph)
+    furthest, gates = -1, []
+    last_inside = max(position[node] for node in inside if node in position)
+    for index, node in enumerate(order):
+        if furthest <= index and index >= last_inside:
+            gates.append(node)
+        if node in sinks:
+            break
+        furthest = max([furthest, *(position[user] for user in node.users if user in position)])
+    return gates
+
+
+class _Probes:
+    """Zeros, one-hot rows (each row of a token on its own feature), and one random run that checks linearity."""
+
+    def __init__(self, instances: list[Instance], width: int, replay: Replay) -> None:
+        self._instances = instances
+        self._width = width
+        self._tokens = torch.cat([instance.token for instance in instances])
+        self._sizes = [len(instance.token) for instance in instances]
+        self._real = self._tokens >= 0
+        self._slot = _position_in_token(self._tokens)
+        self._rounds = int(self._slot[self._real].max()) // width + 1 if bool(self._real.any()) else 1
+        generator = torch.Generator().manual_seed(5)
+        noise = torch.randn(len(self._tokens), width, generator=generator, dtype=torch.float64)
+        self._random = noise.to(self._tokens.device) * ~self._silent(replay)[:, None]
+
+    def _silent(self, replay: Replay) -> torch.Tensor:
+        """Padding rows that give exactly zero: they may enter any token with any weight."""
+        outputs = torch.cat([replay.value(i.second.node).reshape(-1, self._width) for i in self._instances])
+        silent: torch.Tensor = ~self._real & (outputs == 0).all(1)
+        return silent
+
+    def run(self, replay: Replay, wanted: Sequence[torch.fx.Node]) -> list[dict[torch.fx.Node, torch.Tensor]]:
+        zeros = torch.zeros_like(self._random)
+        settings = [zeros, *(self._one_hot(r) for r in range(self._rounds)), self._random]
+        return [self._set(replay, rows, wanted) for rows in settings]
+
+    def _one_hot(self, number: int) -> torch.Tensor:
+        rows = torch.zeros_like(self._random)
+        chosen = self._real & ((self._slot // self._width) == number)
+        rows[chosen, self._slot[chosen] % self._width] = 1.0
+        return rows
+
+    def _set(
+        self, replay: Replay, rows: torch.Tensor, wanted: Sequence[torch.fx.Node]
+    ) -> dict[torch.fx.Node, torch.Tensor]:
+        replace = {}
+        for instance, part in zip(self._instances, rows.split(self._sizes)):
+            replace[instance.second.node] = part.reshape(record_of(instance.second.node).value.shape)
+        return replay.run(replace, wanted)
+
+    def coefficients(self, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        """One coefficient a row, or None if the outputs are no token-wise weighted sum of the rows."""
+        zero, *one_hot, random = outputs
+        real = self._real
+        found = torch.zeros(len(self._tokens), dtype=torch.float64, device=zero.device)
+        expected = zero.clone()
+        for number, output in enumerate(one_hot):
+            chosen = real & ((self._slot // self._width) == number)
+            difference = output - zero
+            found[chosen] = difference[self._tokens[chosen], self._slot[chosen] % self._width]
+            difference[self._tokens[chosen], self._slot[chosen] % self._width] = 0
+            if not bool((difference.abs() <= _TOLERANCE).all()):
+                return None
+        expected.index_add_(0, self._tokens[real], found[real, None] * self._random[real])
+        scale = expected.abs().amax().clamp(min=1.0) if expected.numel() else 1.0
+        if not bool(((random - expected).abs() <= _TOLERANCE * scale).all()):
+            return None
+        return tuple(found.split(self._sizes))
+
+
+def _position_in_token(tokens: torch.Tensor) -> torch.Tensor:
+    """For every row, how many earlier rows have the same token."""
+    order = torch.argsort(tokens, stable=True)
+    ordered = tokens[order]
+    index = torch.arange(len(tokens), device=tokens.device)
+    first = torch.ones_like(index, dtype=torch.bool)
+    first[1:] = ordered[1:] != ordered[:-1]
+    start = torch.cummax(torch.where(first, index, torch.zeros_like(index)), 0).values
+    position = torch.empty_like(index)
+    position[order] = index - start
+    return position

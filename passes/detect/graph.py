@@ -1,0 +1,101 @@
+"""Small questions about recorded graphs that the detection steps share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import record_of
+
+CONTRACTIONS = frozenset(
+    "linear matmul mm bmm baddbmm addmm einsum addmv grouped_mm _grouped_mm grouped_mm_fallback __rmatmul__".split()
+)
+"""Operations that multiply matrices."""
+
+RANDOM = frozenset(
+    "dropout dropout_ alpha_dropout feature_dropout dropout1d dropout2d dropout3d feature_alpha_dropout "
+    "bernoulli bernoulli_ rand rand_like randn randn_like uniform_ normal_ multinomial rrelu".split()
+)
+"""Operations that draw random numbers."""
+
+
+def operation(node: torch.fx.Node) -> str:
+    """The bare name of what a node calls: ``linear``, ``topk``, ``getitem``."""
+    if node.op in ("call_method", "placeholder", "get_attr"):
+        return str(node.target)
+    name = getattr(node.target, "__name__", None) or str(node.target)
+    return str(getattr(node.target, "_opname", name)).split(".")[0]
+
+
+def is_tensor(node: torch.fx.Node) -> bool:
+    return isinstance(record_of(node).value, torch.Tensor)
+
+
+def is_float(node: torch.fx.Node) -> bool:
+    value = record_of(node).value
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def rows(value: torch.Tensor, width: int) -> torch.Tensor:
+    """The tensor as (number of rows, width)."""
+    return value.reshape(-1, width)
+
+
+def ancestors(
+    roots: Iterable[torch.fx.Node], stop: Callable[[torch.fx.Node], bool] = lambda node: False
+) -> set[torch.fx.Node]:
+    """``roots`` and everything they depend on; nodes for which ``stop`` holds are included but not looked behind."""
+    seen: set[torch.fx.Node] = set()
+    frontier = list(roots)
+    while frontier:
+        node = frontier.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if not stop(node):
+            frontier.extend(node.all_input_nodes)
+    return seen
+
+
+def descendants(roots: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
+    seen: set[torch.fx.Node] = set()
+    frontier = list(roots)
+    while frontier:
+        node = frontier.pop()
+        if node not in seen:
+            seen.add(node)
+            frontier.extend(node.users)
+    return seen
+
+
+def effects(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Writes into parameters, buffers or inputs of the block: they count as results."""
+    outside = {record_of(node).storage for node in graph.nodes if node.op in ("placeholder", "get_attr")}
+    return {n for n in graph.nodes if n.op != "output" and record_of(n).writes and record_of(n).storage in outside}
+
+
+def live_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Nodes that the output or an effect depends on."""
+    return ancestors([graph.output_node(), *effects(graph)])
+
+
+def literals(nodes: Iterable[torch.fx.Node]) -> list[float]:
+    """Plain numbers in the arguments of ``nodes``, in order of appearance, each once."""
+    found: dict[float, None] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, (tuple, list)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, dict):
+            visit(list(value.values()))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.setdefault(float(value))
+
+    for node in nodes:
+        visit(node.args)
+        visit(node.kwargs)
+    return list(found)

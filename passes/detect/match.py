@@ -1,0 +1,35 @@
+"""What detection found: everything the rewrite needs, as nodes of the captured graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock
+from hexa_fx.passes.detect.body import ExpertBody
+from hexa_fx.passes.detect.routing import Routing
+from hexa_fx.passes.detect.rules import ShapeBranch
+
+
+@dataclass(frozen=True)
+class MoEMatch:
+    """One MoE region of a captured block, in canonical form.
+
+    Args:
+        captured: the block. source: node whose rows are the tokens. output: node of the combined result.
+        num_experts: E. body: the expert function and its weights. routing: ids and factors.
+        identity: ids of E and above stand for experts that return the token itself.
+        branches: size conditions under which the region looks like this.
+        idiom: how the experts are run, in words, for reports.
+    """
+
+    captured: CapturedBlock
+    source: torch.fx.Node
+    output: torch.fx.Node
+    num_experts: int
+    body: ExpertBody
+    routing: Routing
+    identity: bool
+    branches: tuple[ShapeBranch, ...]
+    idiom: str

@@ -1,0 +1,285 @@
+"""The expert matrix products of a recorded block: which weights, which level, and which token each output row belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.replay import Replay
+from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, is_float, operation
+from hexa_fx.passes.detect.stacks import Stack, WeightTable
+from hexa_fx.passes.detect.tags import ALL, Tag
+from hexa_fx.passes.detect.verdict import Refuse
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """One recorded matrix product with expert weights.
+
+    Args:
+        node: the product. data: its token operand. weight: its weight operand (one expert's matrix, or all of them).
+        expert: which expert, `ALL` for a batched product. base: parameter or group the weight comes from.
+        bias: base of a bias inside the same call.
+        level: 1 for a product of tokens, 2 for a product of a level-1 product's result, ...
+    """
+
+    node: torch.fx.Node
+    data: torch.fx.Node
+    weight: torch.fx.Node
+    expert: int
+    base: str
+    bias: str | None
+    level: int
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One run of one expert (or of all of them at once): its first products, how their weights are read, and its second.
+
+    ``token``, ``expert`` and ``scale`` say for every row which token it is, -1 for padding, whose expert's it is, and the
+    factor the token was multiplied by before the first product.
+    """
+
+    first: tuple[Contraction, ...]
+    readings: tuple[Stack, ...]
+    second: Contraction
+    token: torch.Tensor
+    expert: torch.Tensor
+    scale: torch.Tensor
+
+
+def find_contractions(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> list[Contraction]:
+    """Every product of a token operand with expert weights, in order."""
+    found: dict[torch.fx.Node, Contraction] = {}
+    for node in captured.graph.nodes:
+        if node.op == "output" or operation(node) not in CONTRACTIONS or tags[node].weight:
+            continue
+        contraction = _read_contraction(node, tags, found)
+        if contraction is not None:
+            found[node] = contraction
+    return list(found.values())
+
+
+def _read_contraction(
+    node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], found: Mapping[torch.fx.Node, Contraction]
+) -> Contraction | None:
+    weights = [n for n in _operands(node) if tags[n].weight and _is_expert_weight(n, tags[n], node)]
+    if not weights:
+        return None
+    data = [n for n in _operands(node) if not tags[n].weight]
+    if len(data) != 1:
+        raise Refuse(f"an expert product takes {len(data)} token operands where one was expected", node)
+    matrices = [n for n in weights if record_of(n).value.dim() >= 2 and not _is_bias(n, node, weights)]
+    if len(matrices) != 1 or len(tags[matrices[0]].bases) != 1:
+        raise Refuse("an expert product mixes several parameters in its weight", node)
+    weight = matrices[0]
+    biases = [n for n in weights if n is not weight]
+    experts = tags[weight].experts or frozenset({ALL})
+    if len(experts) != 1:
+        raise Refuse("an expert product mixes the parameters of several experts", node)
+    behind = ancestors([data[0]])
+    level = 1 + max((c.level for n, c in found.items() if n in behind), default=0)
+    bias = next(iter(tags[biases[0]].bases)) if biases else None
+    (expert,), (base,) = experts, tags[weight].bases
+    return Contraction(node, data[0], weight, expert, base, bias, level)
+
+
+def _operands(node: torch.fx.Node) -> list[torch.fx.Node]:
+    return [n for n in node.all_input_nodes if is_float(n)]
+
+
+def _is_expert_weight(weight: torch.fx.Node, tag: Tag, product: torch.fx.Node) -> bool:
+    """One expert's parameter, all experts' gathered, or a whole stack in a batched product."""
+    return bool(tag.experts) or record_of(weight).value.dim() >= 3
+
+
+def _is_bias(weight: torch.fx.Node, node: torch.fx.Node, weights: list[torch.fx.Node]) -> bool:
+    """In ``addmm(b, x, W)`` and ``baddbmm(b, x, W)`` the first operand is the bias, whatever its rank."""
+    return operation(node) in ("addmm", "baddbmm") and node.args[0] is weight and len(weights) > 1
+
+
+def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contraction, ...], Contraction]]:
+    """Pairs every second-level product with the first-level products of the same expert that feed it."""
+    levels = {c.level for c in contractions}
+    if levels == {1}:
+        raise Refuse(
+            "every expert is a single projection; only experts of two projections are rewritten", contractions[0].node
+        )
+    if max(levels) > 2:
+        raise Refuse(f"experts have {max(levels)} projections in a row; only two are rewritten", contractions[-1].node)
+    pairs = []
+    for second in (c for c in contractions if c.level == 2):
+        behind = ancestors([second.data])
+        first = tuple(c for c in contractions if c.level == 1 and c.expert == second.expert and c.node in behind)
+        if not first:
+            raise Refuse("an expert's second projection does not read its first", second.node)
+        pairs.append((first, second))
+    used = {c.node for first, _ in pairs for c in first}
+    for contraction in contractions:
+        if contraction.level == 1 and contraction.node not in used:
+            raise Refuse("an expert projection is used outside a two-projection expert", contraction.node)
+    return pairs
+
+
+def linear_part(contraction: Contraction, replay: Replay) -> tuple[torch.Tensor, torch.Tensor]:
+    """(product, constant) of a recorded contraction: what depends on the data, and the bias inside the call."""
+    data = replay.value(contraction.data)
+    constant = replay.call(contraction.node, {contraction.data: torch.zeros_like(data)})
+    return replay.call(contraction.node, {contraction.data: data}) - constant, constant
+
+
+class RowMatch(NamedTuple):
+    """token (R,), expert (R,) and scale (R,) of the rows of a product."""
+
+    token: torch.Tensor
+    expert: torch.Tensor
+    scale: torch.Tensor
+
+
+class RowMatcher:
+    """Finds for rows of a first projection the token and expert they were computed from: ``row = s * x[t] @ W[e]``.
+
+    All tokens and experts are projected on a few random directions once; a row is looked up among them by its direction, so
+    that the factor s, if any, falls out. Idiom-free: loops, sorts, one-hot einsums and gathered weights all look alike here.
+    """
+
+    _DIRECTIONS = 8
+    _TOLERANCE = 1e-6
+
+    def __init__(self, tokens: torch.Tensor, matrices: torch.Tensor) -> None:
+        """tokens (T, K); matrices (E, N, K), the experts' weights."""
+        generator = torch.Generator().manual_seed(7)
+        probe = torch.randn(matrices.shape[1], self._DIRECTIONS, generator=generator, dtype=torch.float64)
+        self._probe = probe.to(matrices.device)
+        table = torch.einsum("tk,enk,nd->etd", tokens, matrices, self._probe)
+        self._experts, self._tokens = table.shape[:2]
+        self._table = table.reshape(-1, self._DIRECTIONS)
+        self._norms = self._table.norm(dim=1)
+
+    def match(self, product: torch.Tensor, expert: int) -> RowMatch | None:
+        """Looks up product (R, N); None when a row is not explained. Zero rows are token -1."""
+        wanted = product @ self._probe
+        norms = wanted.norm(dim=1)
+        low, high = (0, len(self._table)) if expert == ALL else (expert * self._tokens, (expert + 1) * self._tokens)
+        table, table_norms = self._table[low:high], self._norms[low:high].clamp(min=1e-300)
+        zero = norms <= 1e-12 * table_norms.max()
+        found = _nearest(wanted / norms[:, None].clamp(min=1e-300), table / table_norms[:, None])
+        scale = norms / table_norms[found]
+        error = (wanted - scale[:, None] * table[found]).norm(dim=1)
+        if bool(((error > self._TOLERANCE * norms) & ~zero).any()):
+            return None
+        scale = torch.where((scale - 1).abs() < self._TOLERANCE, torch.ones_like(scale), scale)
+        flat = found + low
+        token = torch.where(zero, -1, flat % self._tokens)
+        return RowMatch(token, flat // self._tokens, scale)
+
+
+def _nearest(wanted: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """Index of the most similar unit vector, in blocks so that the similarity matrix stays small."""
+    step = max(1, 4_000_000 // max(1, len(candidates)))
+    return torch.cat([(block @ candidates.T).argmax(1) for block in wanted.split(step)] or [wanted.new_zeros(0).long()])
+
+
+def match_rows(
+    pairs: list[tuple[tuple[Contraction, ...], Contraction]],
+    captured: CapturedBlock,
+    tags: Mapping[torch.fx.Node, Tag],
+    replay: Replay,
+    weights: WeightTable,
+) -> tuple[torch.fx.Node, list[Instance]]:
+    """Finds the token source (the node whose rows are the tokens) and every instance's rows."""
+    leader = max(pairs, key=lambda pair: replay.value(pair[0][0].data).numel())[0][0]
+    for source in _token_sources(leader, captured, tags):
+        tokens = replay.value(source).reshape(-1, feature_size(leader.data))
+        reader = _Reader(tokens, replay, weights)
+        if reader.read(leader) is None:
+            continue
+        instances = _read_instances(pairs, reader)
+        if instances is not None:
+            return source, instances
+    raise Refuse("the rows that experts read are not rows of one token tensor", leader.data)
+
+
+class _Reader:
+    """Reads first-level products as rows of one token tensor; matchers are kept per reading of a weight."""
+
+    def __init__(self, tokens: torch.Tensor, replay: Replay, weights: WeightTable) -> None:
+        self._tokens, self._replay, self._weights = tokens, replay, weights
+        self._matchers: dict[tuple[str, str, str], tuple[Stack, RowMatcher]] = {}
+
+    def read(self, contraction: Contraction) -> tuple[Stack, RowMatch] | None:
+        product, _ = linear_part(contraction, self._replay)
+        width = feature_size(contraction.node)
+        for stack, matcher in self._candidates(contraction):
+            match = matcher.match(product.reshape(-1, width), contraction.expert)
+            if match is not None:
+                return stack, match
+        return None
+
+    def _candidates(self, contraction: Contraction) -> Iterator[tuple[Stack, RowMatcher]]:
+        for stack in self._weights.matrices(contraction.base, *_feature_sizes(contraction)):
+            key = (stack.base, stack.layout, stack.part)
+            if key not in self._matchers:
+                self._matchers[key] = stack, RowMatcher(self._tokens, stack.matrices)
+            yield self._matchers[key]
+
+
+def _read_instances(pairs: list[tuple[tuple[Contraction, ...], Contraction]], reader: _Reader) -> list[Instance] | None:
+    instances: list[Instance] = []
+    for first, second in pairs:
+        readings = [reader.read(contraction) for contraction in first]
+        read = [reading for reading in readings if reading is not None]
+        if len(read) < len(first):
+            return None
+        token, expert, scale = read[0][1]
+        if any(not torch.equal(token, m.token) or not torch.equal(expert, m.expert) for _, m in read[1:]):
+            raise Refuse("the projections of one expert read different rows", first[0].node)
+        if any(not torch.allclose(scale, m.scale, rtol=1e-6) for _, m in read[1:]):
+            raise Refuse("the projections of one expert read differently scaled rows", first[0].node)
+        instances.append(Instance(first, tuple(stack for stack, _ in read), second, token, expert, scale))
+    _check_alike(instances)
+    return instances
+
+
+def _check_alike(instances: list[Instance]) -> None:
+    expected = [(s.base, s.layout, s.part) for s in instances[0].readings]
+    for instance in instances[1:]:
+        if [(s.base, s.layout, s.part) for s in instance.readings] != expected:
+            raise Refuse("experts use their weights in different ways", instance.second.node)
+
+
+def _feature_sizes(contraction: Contraction) -> tuple[int, int]:
+    """(out, in) features of a product."""
+    return feature_size(contraction.node), feature_size(contraction.data)
+
+
+def feature_size(node: torch.fx.Node) -> int:
+    """Size of the last dimension; a trailing 1 makes the value a column vector, whose features are the dimension before."""
+    shape = record_of(node).value.shape
+    return int(shape[-2] if shape[-1] == 1 and len(shape) >= 2 else shape[-1])
+
+
+def _token_sources(
+    leader: Contraction, captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]
+) -> Iterator[torch.fx.Node]:
+    """Untagged float tensors of the right width before the first product, earliest first, each distinct value once."""
+    width = feature_size(leader.data)
+    seen: set[tuple[int, bytes]] = set()
+    for node in captured.graph.nodes:
+        if node is leader.node:
+            return
+        if not is_float(node) or tags[node].experts or tags[node].weight:
+            continue
+        value = record_of(node).value
+        if value.dim() < 2 or value.shape[-1] != width or value.numel() == 0:
+            continue
+        flat = value.reshape(-1, width)
+        key = (len(flat), flat.double().sum(1).cpu().numpy().tobytes())
+        if key not in seen:
+            seen.add(key)
+            yield node

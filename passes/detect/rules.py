@@ -1,0 +1,124 @@
+"""Static rules: what numbers cannot tell, because the trace holds one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, effects, is_float, operation
+from hexa_fx.passes.detect.tags import Tag
+from hexa_fx.passes.detect.verdict import Refuse
+
+_COUNTING = frozenset(["nonzero", "where", "unique", "unique_consecutive", "masked_select", "argwhere"])
+_SIZES = frozenset(("size", "numel", "nelement", "dim"))
+_SELECTIONS = frozenset(
+    "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min "
+    "__eq__ multinomial isin searchsorted cumsum".split()
+)
+
+
+@dataclass(frozen=True)
+class ShapeBranch:
+    """A host decision on sizes: the rewritten graph holds only while ``condition`` keeps its recorded ``outcome``."""
+
+    condition: torch.fx.Node
+    outcome: bool
+
+
+def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
+    """Nodes inside submodule calls without expert products: such calls can stay calls and decide again at run time."""
+    order = [node for node in captured.graph.nodes if node.op != "output"]
+    position = {node: index for index, node in enumerate(order)}
+    taken = [position[node] for node in products]
+    inside: set[torch.fx.Node] = set()
+    for call in captured.calls:
+        if not any(call.start <= index < call.end for index in taken):
+            inside.update(order[call.start : call.end])
+    return inside
+
+
+def refuse_stored_state(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> None:
+    """Raises:
+    Refuse: the code keeps a result on a module that the rewritten block does not call.
+    """
+    opaque = opaque_nodes(captured, products)
+    order = [node for node in captured.graph.nodes if node.op != "output"]
+    live = [call.path for call in captured.calls if opaque.issuperset(order[call.start : call.end])]
+    for path, name in captured.stored:
+        if not any(path == kept or path.startswith(f"{kept}.") for kept in live):
+            owner = f"{path}.{name}" if path else f"self.{name}"
+            raise Refuse(f"the code keeps a result on the module ({owner}), which the rewritten block would not update")
+
+
+def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
+    """Raises:
+    Refuse: one of ``nodes`` draws random numbers.
+    """
+    for node in nodes:
+        if operation(node) not in RANDOM:
+            continue
+        probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
+        training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
+        if training and probability != 0:
+            raise Refuse(
+                "dropout is active inside the experts, and its random numbers depend on the order experts run in", node
+            )
+
+
+def leaves_decision(end: torch.fx.Node, opaque: set[torch.fx.Node]) -> bool:
+    """Whether code after ``end`` still holds a host loop or branch on data, which one run fixes."""
+    left = ancestors([end.graph.output_node(), *effects(end.graph)], stop=lambda node: node is end)
+    return any(record_of(n).decision and n not in opaque and _depends_on_data(n) for n in left)
+
+
+def _depends_on_data(decision: torch.fx.Node) -> bool:
+    """A size is data only where it counts what was found; unbinding a tensor asks for a size."""
+    if operation(decision) in (*_SIZES, "unbind"):
+        return any(operation(n) in _COUNTING for n in ancestors([decision]))
+    return True
+
+
+def shape_branches(
+    captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], routing: set[torch.fx.Node], opaque: set[torch.fx.Node]
+) -> tuple[ShapeBranch, ...]:
+    """Checks every host decision of the run.
+
+    A decision that follows from the routing is replaced by the expert-specific operators. One that follows from sizes alone
+    becomes a guard. Any other makes the trace valid for this input only.
+
+    Raises:
+        Refuse: a decision depends on data other than the routing, or turns a size into a plain number.
+    """
+    guards = []
+    for node in captured.graph.nodes:
+        if node.op == "output" or not record_of(node).decision or node in opaque:
+            continue
+        behind = ancestors([node])
+        if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
+            continue
+        if any(tags[n].experts and not tags[n].weight for n in behind):
+            raise Refuse("the code takes a decision on expert outputs", node)
+        if not any(n.op == "placeholder" for n in behind):
+            continue
+        if any(is_float(n) and n.op != "placeholder" and _read_by_value(n, behind) for n in behind):
+            raise Refuse("the code takes a decision that depends on the data and not on the routing", node)
+        guard = _guard(node)
+        if guard is not None:
+            guards.append(guard)
+    return tuple(guards)
+
+
+def _read_by_value(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:
+    """Whether a value (not just a size) of a float tensor reaches the decision."""
+    return any(user in behind and operation(user) not in _SIZES for user in node.users)
+
+
+def _guard(node: torch.fx.Node) -> ShapeBranch | None:
+    value = record_of(node).value
+    if operation(node) in _SIZES:
+        return None  # len(x), range(n): a loop over rows is only legitimate inside the experts, which verification sees
+    return ShapeBranch(node, bool(value)) if isinstance(value, bool) else None

@@ -1,0 +1,98 @@
+"""Expert weights as one (E, N, K) array, whatever form the user's parameters have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.ir import Layout
+from hexa_fx.passes.detect.graph import is_tensor, operation
+from hexa_fx.passes.detect.tags import ExpertGroups, Tag
+
+Form = Literal["listed", "stacked", "packed"]
+Part = Literal["whole", "first", "second", "even", "odd"]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A reading of a base as expert matrices.
+
+    Args:
+        base: parameter path, or group pattern.
+        form: one parameter an expert (``listed``), one (E, ., .) parameter (``stacked``), or one (E*., .) (``packed``).
+        layout: ``nk`` if a matrix lies as (out, in).
+        part: which output features of the stored matrix this is.
+        matrices: (E, N, K) float64 values.
+    """
+
+    base: str
+    form: Form
+    layout: Layout
+    part: Part
+    matrices: torch.Tensor
+
+
+@dataclass(frozen=True)
+class WeightTable:
+    """Looks up the values of bases."""
+
+    captured: CapturedBlock
+    groups: ExpertGroups
+    tags: Mapping[torch.fx.Node, Tag]
+
+    def stored(self, base: str) -> tuple[Form, torch.Tensor] | None:
+        """The base as a float64 tensor with experts first, or None if it holds no experts."""
+        if base in self.groups.members:
+            return "listed", torch.stack([self._parameter(name) for name in self.groups.members[base]])
+        parameter = self._parameter(base)
+        if parameter.dim() >= 3:
+            return "stacked", parameter
+        count = self._packed_experts(base)
+        if count is None:
+            return ("stacked", parameter) if parameter.dim() == 2 else None
+        return "packed", parameter.unflatten(0, (count, -1))
+
+    def matrices(self, base: str, out_features: int, in_features: int) -> Iterator[Stack]:
+        """Every way to read ``base`` as (E, out_features, in_features), most likely first."""
+        stored = self.stored(base)
+        if stored is None or stored[1].dim() != 3:
+            return
+        form, value = stored
+        layouts: tuple[tuple[Layout, torch.Tensor], ...] = (("nk", value), ("kn", value.transpose(1, 2)))
+        for layout, matrices in layouts:
+            if matrices.shape[1:] == (out_features, in_features):
+                yield Stack(base, form, layout, "whole", matrices)
+        for layout, matrices in layouts:
+            if matrices.shape[1:] == (2 * out_features, in_features):
+                yield Stack(base, form, layout, "first", matrices[:, :out_features])
+                yield Stack(base, form, layout, "second", matrices[:, out_features:])
+                yield Stack(base, form, layout, "even", matrices[:, ::2])
+                yield Stack(base, form, layout, "odd", matrices[:, 1::2])
+
+    def vectors(self, base: str) -> torch.Tensor | None:
+        """The base as (E, features), for a bias."""
+        stored = self.stored(base)
+        if stored is None:
+            return None
+        value = stored[1]
+        return value.flatten(1) if value.dim() == 2 or value.shape[1:].numel() == max(value.shape[1:]) else None
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        return self.captured.tensor_of(name).detach().double()
+
+    def _packed_experts(self, base: str) -> int | None:
+        """Experts in a two-dimensional parameter, told from how the code cuts it."""
+        for node in self.captured.graph.nodes:
+            if node.op == "output" or self.tags[node].bases != frozenset({base}) or self.tags[node].experts:
+                continue
+            value = record_of(node).value
+            if operation(node) == "chunk" and isinstance(value, (tuple, list)):
+                return len(value)
+            if is_tensor(node) and value.dim() == 3:
+                return int(value.shape[0])
+        return None

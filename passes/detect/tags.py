@@ -1,0 +1,171 @@
+"""Which experts' parameters every recorded value depends on. Dataflow only; no names of models, classes or idioms."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.passes.detect.graph import CONTRACTIONS, is_tensor, operation
+
+ALL = -1
+"""Stands for every expert at once, in a value computed from stacked weights."""
+
+
+@dataclass(frozen=True)
+class Tag:
+    """Args:
+    experts: the experts whose parameters the value depends on; `ALL` where they are used together.
+    weight: the value depends on nothing but parameters.
+    bases: for a weight, the parameter or the expert group it comes from.
+    """
+
+    experts: frozenset[int] = frozenset()
+    weight: bool = False
+    bases: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Per-expert parameters that differ in one number of their path, by a pattern with ``{}`` in its place."""
+
+    members: Mapping[str, tuple[str, ...]]
+
+    def of(self, name: str) -> tuple[str, int] | None:
+        for pattern, names in self.members.items():
+            if name in names:
+                return pattern, names.index(name)
+        return None
+
+
+_INDEX = re.compile(r"(?:(?<=^)|(?<=\.)|(?<=expert_)|(?<=experts_)|(?<=expert))\d+(?=\.|$)")
+
+
+def expert_groups(parameters: Mapping[str, torch.Tensor]) -> ExpertGroups:
+    """Finds lists of like-shaped parameters numbered 0, 1, 2, ... A parameter belongs to its longest list."""
+    found: dict[str, dict[int, str]] = defaultdict(dict)
+    for name in parameters:
+        for match in _INDEX.finditer(name):
+            found[name[: match.start()] + "{}" + name[match.end() :]][int(match.group())] = name
+    complete = {
+        pattern: tuple(by_index[i] for i in range(len(by_index)))
+        for pattern, by_index in found.items()
+        if len(by_index) > 1 and set(by_index) == set(range(len(by_index))) and _same_shape(by_index, parameters)
+    }
+    longest: dict[str, str] = {}
+    for pattern, names in complete.items():
+        for name in names:
+            if name not in longest or len(complete[longest[name]]) < len(names):
+                longest[name] = pattern
+    return ExpertGroups({p: names for p, names in complete.items() if all(longest[name] == p for name in names)})
+
+
+def _same_shape(by_index: Mapping[int, str], parameters: Mapping[str, torch.Tensor]) -> bool:
+    return len({parameters[name].shape for name in by_index.values()}) == 1
+
+
+def tag(captured: CapturedBlock, groups: ExpertGroups) -> dict[torch.fx.Node, Tag]:
+    """A tag for every node of the recorded graph."""
+    group_of = {name: (pattern, i) for pattern, names in groups.members.items() for i, name in enumerate(names)}
+    counts = {len(names) for names in groups.members.values()} | _stack_sizes(captured)
+    tags: dict[torch.fx.Node, Tag] = {}
+    for node in captured.graph.nodes:
+        if node.op == "output":
+            continue
+        tags[node] = _tag_node(node, tags, group_of, captured, counts)
+    return tags
+
+
+def _stack_sizes(captured: CapturedBlock) -> set[int]:
+    """Numbers of experts that the shapes of the weights allow."""
+    values = (record_of(node).value for node in captured.graph.nodes if node.op == "get_attr")
+    return {value.shape[0] for value in values if value.dim() >= 3}
+
+
+def _tag_node(
+    node: torch.fx.Node,
+    tags: Mapping[torch.fx.Node, Tag],
+    group_of: Mapping[str, tuple[str, int]],
+    captured: CapturedBlock,
+    counts: set[int],
+) -> Tag:
+    if node.op == "placeholder":
+        return Tag()
+    if node.op == "get_attr":
+        return _tag_parameter(str(node.target), group_of, captured)
+    inputs = node.all_input_nodes
+    weights = [n for n in inputs if tags[n].weight]
+    if node.target is operator.getitem and weights and node.args[0] is weights[0]:
+        return _tag_selection(node, tags, counts)
+    if weights and all(tags[n].weight or not is_tensor(n) for n in inputs):
+        return _tag_weight_operation(node, weights, tags)
+    experts = _union(tags[n].experts for n in inputs)
+    if operation(node) in CONTRACTIONS and any(not tags[n].experts and _is_stack(n) for n in weights):
+        experts |= {ALL}
+    return Tag(experts)
+
+
+def _tag_parameter(name: str, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:
+    if name in captured.constants:
+        return Tag()
+    if name in group_of:
+        pattern, expert = group_of[name]
+        return Tag(frozenset({expert}), weight=True, bases=frozenset({pattern}))
+    return Tag(weight=True, bases=frozenset({name}))
+
+
+def _tag_selection(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], counts: set[int]) -> Tag:
+    """``weight[index]``: picks one expert, gathers experts by a tensor of ids, or slices a matrix."""
+    base, index = node.args[0], node.args[1]
+    assert isinstance(base, torch.fx.Node)
+    tag = tags[base]
+    if tag.experts:
+        return tag
+    first = index[0] if isinstance(index, (tuple, list)) else index
+    value = record_of(first).value if isinstance(first, torch.fx.Node) else first
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return tag
+    if isinstance(value, bool) or (isinstance(value, torch.Tensor) and value.dtype == torch.bool):
+        return tag
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        return Tag(frozenset({ALL}), weight=True, bases=tag.bases)
+    if not isinstance(value, (int, torch.Tensor)) or not _selects_expert(base, counts):
+        return tag
+    return Tag(frozenset({int(value)}), weight=True, bases=tag.bases)
+
+
+def _selects_expert(base: torch.fx.Node, counts: set[int]) -> bool:
+    """A stack indexed on its first dimension, or the pieces that ``chunk``/``unbind`` cut along it."""
+    if operation(base) in ("chunk", "split", "unbind", "tensor_split"):
+        return _cut_dimension(base) == 0
+    if not is_tensor(base):
+        return False
+    shape = record_of(base).value.shape
+    return len(shape) >= 3 or (len(shape) >= 1 and shape[0] in counts)
+
+
+def _cut_dimension(node: torch.fx.Node) -> object:
+    position = 1 if operation(node) == "unbind" else 2
+    return node.kwargs.get("dim", node.args[position] if len(node.args) > position else 0)
+
+
+def _tag_weight_operation(node: torch.fx.Node, weights: list[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> Tag:
+    experts = _union(tags[n].experts for n in weights)
+    bases = frozenset().union(*(tags[n].bases for n in weights))
+    if operation(node) == "stack" and len(bases) == 1 and len(experts) > 1:
+        experts = frozenset({ALL})  # a list of per-expert parameters stacked on the fly
+    return Tag(experts, weight=True, bases=bases)
+
+
+def _is_stack(node: torch.fx.Node) -> bool:
+    return is_tensor(node) and record_of(node).value.dim() >= 3
+
+
+def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset().union(*sets)

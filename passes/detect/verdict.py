@@ -1,0 +1,17 @@
+"""How a detection step says no."""
+
+from __future__ import annotations
+
+import torch.fx
+
+
+class Refuse(Exception):
+    """Ends detection of one block with a sentence for the user and the node whose source line it is about.
+
+    Internal to the detect package: `hexa_fx.passes.detect.detect` returns it as a `hexa_fx.ir.Refusal` value.
+    """
+
+    def __init__(self, reason: str, node: torch.fx.Node | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.node = node

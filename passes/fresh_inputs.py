@@ -1,0 +1,169 @@
+"""Random inputs of the same kinds as an example call, at other sizes and under given routings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hexa_fx.passes.routing_override import Routing
+
+Kind = Literal["signed", "unsigned", "integer", "bool", "ids", "marks", "other"]
+"""What a tensor of the example looks like. ``ids`` are (..., k) experts of every token; ``marks`` is (..., E), non-zero
+at the experts of every token (one-hot or sparse weights)."""
+
+
+class FreshInputs:
+    """Random inputs for verification.
+
+    Args:
+        args, kwargs: the example call.
+        num_experts: if known.
+        seed: of the random values; equal calls of the methods give equal inputs.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_experts: int | None, seed: int) -> None:
+        self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._seed = seed
+        self._sizes = _sizes(self._leaves)
+        self.num_experts = num_experts
+        self._kinds = [self._kind(leaf) for leaf in self._leaves]
+        self.given_routing = any(kind in ("ids", "marks") for kind in self._kinds)
+
+    def example(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        """(args, kwargs) of the example itself; floating tensors in ``dtype``."""
+        args, kwargs = pytree.tree_unflatten([_cast(leaf, leaf, dtype) for leaf in self._leaves], self._spec)
+        return args, kwargs
+
+    def like_example(self, dtype: torch.dtype, routing: Routing | None = None) -> tuple[Any, Any]:
+        """(args, kwargs) of the example's shapes; floating tensors in ``dtype``."""
+        shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves]
+        return self._make(shapes, dtype, routing)
+
+    def at(self, batch: int, sequence: int, dtype: torch.dtype) -> tuple[Any, Any]:
+        """The same with dimensions that count batch, sequence or tokens in the example set to the given sizes."""
+        shapes = [
+            _resized(leaf.shape, self._sizes, (batch, sequence)) if isinstance(leaf, torch.Tensor) else ()
+            for leaf in self._leaves
+        ]
+        return self._make(shapes, dtype, None)
+
+    def _kind(self, leaf: Any) -> Kind:
+        if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0 or leaf.is_complex():
+            return "other"
+        if self._marked(leaf):
+            return "marks"
+        if leaf.dtype == torch.bool:
+            return "bool"
+        if leaf.is_floating_point():
+            return "unsigned" if leaf.min() >= 0 and leaf.max() <= 1 else "signed"
+        return "ids" if self._looks_like_ids(leaf) else "integer"
+
+    def _marked(self, leaf: torch.Tensor) -> bool:
+        if leaf.dim() < 2 or leaf.shape[-1] != self.num_experts:
+            return False
+        counts = leaf.ne(0).sum(-1)
+        return bool((counts == counts.flatten()[0]).all()) and 0 < int(counts.flatten()[0]) < leaf.shape[-1]
+
+    def _looks_like_ids(self, leaf: torch.Tensor) -> bool:
+        if self.num_experts is None or leaf.min() < 0:
+            return False
+        width = leaf.shape[-1] if leaf.dim() > 1 else 1
+        return width <= self.num_experts and int(leaf.max()) < 2 * self.num_experts
+
+    def _make(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, routing: Routing | None) -> tuple[Any, Any]:
+        generator = torch.Generator().manual_seed(self._seed)
+        chosen: dict[tuple[int, int, int], torch.Tensor] = {}
+        made = [
+            leaf if kind == "other" else self._fill(leaf, kind, shape, generator, routing, chosen)
+            for leaf, kind, shape in zip(self._leaves, self._kinds, shapes)
+        ]
+        fresh = [_cast(new, leaf, dtype) for new, leaf in zip(made, self._leaves)]
+        args, kwargs = pytree.tree_unflatten(fresh, self._spec)
+        return args, kwargs
+
+    def _fill(
+        self,
+        leaf: torch.Tensor,
+        kind: Kind,
+        shape: tuple[int, ...],
+        generator: torch.Generator,
+        routing: Routing | None,
+        chosen: dict[tuple[int, int, int], torch.Tensor],
+    ) -> torch.Tensor:
+        if kind == "signed":
+            example = leaf.double()
+            spread = float(example.std()) if leaf.numel() > 1 else 1.0
+            spread = spread if 0 < spread < float("inf") else 1.0
+            return torch.randn(shape, dtype=torch.float64, generator=generator) * spread + _finite(example.mean())
+        if kind == "unsigned":
+            return torch.rand(shape, dtype=torch.float64, generator=generator) * _finite(leaf.max()) + 1e-3
+        if kind == "bool":
+            return torch.rand(shape, generator=generator) < leaf.double().mean()
+        if kind == "integer":
+            return torch.randint(int(leaf.min()), int(leaf.max()) + 1, shape, generator=generator)
+        return self._routed(leaf, kind, shape, generator, routing, chosen)
+
+    def _routed(
+        self,
+        leaf: torch.Tensor,
+        kind: Kind,
+        shape: tuple[int, ...],
+        generator: torch.Generator,
+        routing: Routing | None,
+        chosen: dict[tuple[int, int, int], torch.Tensor],
+    ) -> torch.Tensor:
+        """Ids or marks. All tensors of a call that describe the same tokens describe the same choice."""
+        experts = self.num_experts or 1
+        if kind == "marks":
+            rows, k = shape[:-1], int(leaf.ne(0).sum(-1).flatten()[0])
+        else:
+            experts = max(experts, int(leaf.max()) + 1)
+            rows, k = (shape[:-1], shape[-1]) if len(shape) > 1 else (shape, 1)
+        count = torch.Size(rows).numel()
+        key = (count, experts, k)
+        if key not in chosen:
+            random = torch.rand(count, experts, generator=generator).argsort(-1)[:, :k]
+            chosen[key] = random if routing is None else routing.choose(count, experts, k)
+        if kind == "ids":
+            return chosen[key].reshape(shape)
+        values = torch.ones(count, k, dtype=torch.float64)
+        if leaf.is_floating_point() and leaf[leaf != 0].unique().numel() > 1:
+            values = torch.rand(count, k, dtype=torch.float64, generator=generator) + 0.1
+        elif leaf.dtype != torch.bool:
+            values = values * leaf[leaf != 0].flatten()[0].double().cpu()
+        return torch.zeros(count, experts, dtype=torch.float64).scatter(1, chosen[key], values).reshape(shape)
+
+
+def _cast(new: Any, leaf: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return new
+    return new.to(device=leaf.device, dtype=dtype if leaf.is_floating_point() else leaf.dtype)
+
+
+def _finite(value: torch.Tensor) -> float:
+    return float(value) if bool(value.isfinite()) else 0.0
+
+
+def _sizes(leaves: Sequence[Any]) -> tuple[int, int]:
+    """(batch, sequence) of the example; batch times sequence is its number of tokens."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    floating = [leaf for leaf in tensors if leaf.is_floating_point()] or tensors
+    for leaf in floating:
+        if leaf.dim() == 3:
+            return leaf.shape[0], leaf.shape[1]
+    return (floating[0].shape[0], 1) if floating else (1, 1)
+
+
+def _resized(shape: torch.Size, old: tuple[int, int], new: tuple[int, int]) -> tuple[int, ...]:
+    """Leading sizes that are the example's batch, sequence or number of tokens, exchanged."""
+    if len(shape) >= 2 and tuple(shape[:2]) == old and old[1] != 1:
+        return (*new, *shape[2:])
+    exchanged = {old[1]: new[1], old[0]: new[0], old[0] * old[1]: new[0] * new[1]}
+    if len(shape) <= 2 and shape and shape[0] in exchanged:
+        return (exchanged[shape[0]], *shape[1:])
+    if len(shape) == 3 and tuple(shape[:2]) == old:
+        return (*new, *shape[2:])
+    return tuple(shape)

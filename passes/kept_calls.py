@@ -1,0 +1,119 @@
+"""Which recorded nodes the rewritten graph keeps, and which submodule calls stay calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, ModuleCall, record_of
+from hexa_fx.passes.detect.graph import RANDOM, effects, operation
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Args:
+    order: nodes to emit, in recorded order; a call is emitted where its first result stands.
+    calls: result node -> the submodule call that gives it.
+    """
+
+    order: tuple[torch.fx.Node, ...]
+    calls: Mapping[torch.fx.Node, ModuleCall]
+
+
+def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], region_output: torch.fx.Node) -> Kept:
+    """What is needed for ``roots``, the block's results and its effects, without looking behind the region's output.
+
+    A submodule call stays a call, so that its hooks run (a model may collect its router logits that way) and its own control
+    flow is taken anew. A value inside it that is needed by name is computed again beside it, from the call's results as far
+    as they lead to it; where that would draw random numbers or write twice, the call is opened instead.
+    """
+    order = [node for node in captured.graph.nodes if node.op != "output"]
+    position = {node: index for index, node in enumerate(order)}
+    wanted = [*roots, *_nodes(captured.output)]
+    calls = _candidates(captured, position[region_output])
+    while True:
+        by_result = {node: call for call in calls for node in _nodes(call.output)}
+        needed = _needed([*wanted, *_effects(captured, calls, position)], by_result, region_output)
+        opened = [call for call in calls if _inner_needed(call, order, needed, by_result)]
+        torn = [call for call in opened if not _repeatable(_inner_needed(call, order, needed, by_result))]
+        if torn:
+            calls = [c for c in calls if c not in torn] + _inner_calls(torn, captured, position[region_output])
+            continue
+        unseen = [_nodes(call.output)[0] for call in opened if not needed & set(_nodes(call.output))]
+        if not unseen:
+            return Kept(tuple(sorted(needed, key=position.__getitem__)), by_result)
+        wanted += unseen
+
+
+def _nodes(value: Any) -> list[torch.fx.Node]:
+    found: list[torch.fx.Node] = []
+    torch.fx.map_arg(value, found.append)
+    return found
+
+
+def _covers(outer: ModuleCall, inner: ModuleCall) -> bool:
+    return outer is not inner and outer.start <= inner.start and inner.end <= outer.end
+
+
+def _usable(call: ModuleCall, region_output: int) -> bool:
+    outputs = _nodes(call.output)
+    return bool(outputs) and call.end > call.start and not call.start <= region_output < call.end
+
+
+def _candidates(captured: CapturedBlock, region_output: int) -> list[ModuleCall]:
+    """The outermost calls that do not run the region."""
+    usable = [call for call in captured.calls if _usable(call, region_output)]
+    return [call for call in usable if not any(_covers(other, call) for other in usable)]
+
+
+def _inner_calls(torn: Sequence[ModuleCall], captured: CapturedBlock, region_output: int) -> list[ModuleCall]:
+    """The next level of calls inside calls that cannot stay."""
+    inner = [c for c in captured.calls if _usable(c, region_output) and any(_covers(t, c) for t in torn)]
+    return [c for c in inner if not any(_covers(other, c) for other in inner)]
+
+
+def _needed(
+    wanted: Sequence[torch.fx.Node], by_result: Mapping[torch.fx.Node, ModuleCall], region_output: torch.fx.Node
+) -> set[torch.fx.Node]:
+    needed: set[torch.fx.Node] = {region_output}
+    frontier = list(wanted)
+    while frontier:
+        node = frontier.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        if node in by_result:
+            call = by_result[node]
+            frontier.extend((*_nodes(call.output), *_nodes(call.args), *_nodes(call.kwargs)))
+        else:
+            frontier.extend(node.all_input_nodes)
+    return needed
+
+
+def _inner_needed(
+    call: ModuleCall,
+    order: Sequence[torch.fx.Node],
+    needed: set[torch.fx.Node],
+    by_result: Mapping[torch.fx.Node, ModuleCall],
+) -> list[torch.fx.Node]:
+    """Nodes inside a call, not its results, that are needed by name."""
+    return [node for node in order[call.start : call.end] if node in needed and by_result.get(node) is not call]
+
+
+def _repeatable(nodes: Sequence[torch.fx.Node]) -> bool:
+    """Neither random numbers nor writes, which a second run would change."""
+    return not any(operation(node) in RANDOM or record_of(node).writes for node in nodes)
+
+
+def _effects(
+    captured: CapturedBlock, calls: Sequence[ModuleCall], position: Mapping[torch.fx.Node, int]
+) -> list[torch.fx.Node]:
+    """Writes to the block's state. One inside a call that stays a call is made by that call."""
+    found = []
+    for node in effects(captured.graph):
+        holder = [call for call in calls if call.start <= position[node] < call.end]
+        found.extend(_nodes(holder[0].output)[:1] if holder else [node])
+    return found

@@ -1,0 +1,238 @@
+"""Original against rewritten block, before the rewrite is accepted: what static rules cannot see, numbers do.
+
+Both run on the same float64 copy of the block, on fresh random inputs at several sizes and under forced routings. Outputs,
+gradients of every input and parameter, buffers, other values that the modules keep, and the random numbers drawn have
+to agree. Inputs are small, so the cost is that of a few forward and backward passes over a few tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.fx
+from torch import nn
+
+from hexa_fx.ir import RewrittenBlock
+from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.routing_override import ROUTINGS, Routing, RoutingOverride
+from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.install import HexaForward, install, uninstall
+from hexa_fx.runtime.outcome import Difference, ModuleState, Outcome, difference, observe
+from hexa_fx.runtime.precision import InFloat64
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """How a block is verified.
+
+    Args:
+        sizes: (batch, sequence) of the inputs beside the example's own size. Flat inputs get batch times sequence rows.
+        seed: of inputs, cotangents and the random numbers that the block draws.
+        max_copy_bytes: a block whose float64 copy would be larger is compared in place, in its own dtype.
+        tolerance: largest difference relative to the tensor's scale, by dtype of the comparison.
+    """
+
+    sizes: tuple[tuple[int, int], ...] = ((2, 5), (3, 7), (1, 1), (0, 4))
+    seed: int = 0
+    max_copy_bytes: int = 4 << 30
+    tolerance: Mapping[torch.dtype, float] = field(default_factory=lambda: dict(_TOLERANCE))
+
+
+@dataclass(frozen=True)
+class VerificationCase:
+    """One comparison.
+
+    Args:
+        name: which inputs or routing. outcome: skipped if the original raises or a guard keeps the rewritten from it.
+        forward_error, gradient_error: largest difference relative to the tensor's scale. detail: why, or where.
+        none_became_zero: parameters whose gradient is None in the original and zero in the rewritten block.
+    """
+
+    name: str
+    outcome: Literal["equal", "different", "skipped"]
+    forward_error: float = 0.0
+    gradient_error: float = 0.0
+    detail: str = ""
+    none_became_zero: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """Whether a rewritten block may replace its original, and the cases that say so."""
+
+    ok: bool
+    cases: tuple[VerificationCase, ...] = ()
+    seconds: float = 0.0
+    reason: str = ""
+    dtype: torch.dtype = torch.float64
+
+
+def verify(
+    block: nn.Module,
+    rewritten: RewrittenBlock,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    settings: VerifySettings | None = None,
+) -> VerificationResult:
+    """Compares ``rewritten`` with the forward of ``block`` in the block's present mode (train or eval).
+
+    Args:
+        block: the original; unchanged afterwards, but that per-expert weights may lie side by side.
+        rewritten: its rewritten forward.
+        args, kwargs: an example call. Only kinds, sizes and ranges of its tensors are used.
+        settings: see `VerifySettings`.
+    """
+    started = time.perf_counter()
+    settings = settings or VerifySettings()
+    inputs = FreshInputs(args, dict(kwargs or {}), _num_experts(block, rewritten), settings.seed)
+    cases: tuple[VerificationCase, ...] = ()
+    dtype = torch.float64
+    for subject in _subjects(block, settings):
+        dtype = subject.dtype
+        with _installed(subject.module, rewritten) as forward:
+            cases = tuple(_Comparison(subject, forward, inputs, settings).cases())
+        if any(case.outcome != "skipped" for case in cases):
+            break  # else the block cannot run in float64: once more in its own dtype
+    reason = _reason(cases)
+    return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype)
+
+
+@dataclass(frozen=True)
+class _Subject:
+    module: nn.Module
+    dtype: torch.dtype
+
+
+def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[_Subject]:
+    """What to compare on: a float64 copy, or the block itself if there can be none."""
+    floating = [tensor for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point()]
+    if 8 * sum(tensor.numel() for tensor in floating) <= settings.max_copy_bytes:
+        try:
+            yield _Subject(_float64_copy(block), torch.float64)
+        except (TypeError, RuntimeError, AttributeError):
+            pass  # it holds something that cannot be copied, a process group or a lock
+    yield _Subject(block, floating[0].dtype if floating else torch.get_default_dtype())
+
+
+def _float64_copy(block: nn.Module) -> nn.Module:
+    """A copy in float64 in which every parameter wants a gradient; tensors are converted while they are copied."""
+    memo: dict[int, Any] = {}
+    for parameter in block.parameters():
+        if parameter.is_floating_point():
+            memo[id(parameter)] = nn.Parameter(parameter.detach().to(torch.float64, copy=True))
+    for child in block.modules():
+        for value in (*child._buffers.values(), *child.__dict__.values()):
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = value.detach().to(_raised(value.dtype), copy=True)
+    return copy.deepcopy(block, memo)
+
+
+def _raised(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+@contextmanager
+def _installed(module: nn.Module, rewritten: RewrittenBlock) -> Iterator[HexaForward]:
+    forward = install(module, *((rewritten, None) if module.training else (None, rewritten)))
+    try:
+        yield forward
+    finally:
+        uninstall(module)
+
+
+class _Comparison:
+    def __init__(self, subject: _Subject, forward: HexaForward, inputs: FreshInputs, settings: VerifySettings) -> None:
+        self.subject, self.forward, self.inputs, self.settings = subject, forward, inputs, settings
+        self.state = ModuleState(subject.module)
+        self.tolerance = settings.tolerance.get(subject.dtype, _TOLERANCE[torch.float16])
+
+    def cases(self) -> Iterator[VerificationCase]:
+        yield self._case("the example", self.inputs.example(self.subject.dtype))
+        for batch, sequence in self.settings.sizes:
+            given = self.inputs.at(batch, sequence, self.subject.dtype)
+            yield self._case(f"batch {batch}, sequence {sequence}", given)
+        for routing in ROUTINGS:
+            yield self._forced(routing)
+        self.state.restore()
+
+    def _forced(self, routing: Routing) -> VerificationCase:
+        """As input where the block is given its routing, else in the router inside."""
+        if self.inputs.given_routing:
+            return self._case(routing.name, self.inputs.like_example(self.subject.dtype, routing))
+        override = RoutingOverride(routing, self.inputs.num_experts)
+        case = self._case(routing.name, self.inputs.like_example(self.subject.dtype), override)
+        if case.outcome == "equal" and not override.forced:
+            return VerificationCase(routing.name, "skipped", detail="there is no top-k to override")
+        return case
+
+    def _case(self, name: str, inputs: tuple[Any, Any], override: RoutingOverride | None = None) -> VerificationCase:
+        try:
+            original = self._run(self.forward.original, inputs, override)
+        except Exception as error:
+            return VerificationCase(name, "skipped", detail=f"the original raises {_first_line(error)}")
+        try:
+            other = self._run(self.forward.rewritten, inputs, override)
+        except GuardMiss as miss:
+            return VerificationCase(name, "skipped", detail=f"left to the original: {miss}")
+        except Exception as error:
+            return VerificationCase(name, "different", detail=f"the rewritten block raises {_first_line(error)}")
+        found = difference(original, other)
+        if self._agree(found):
+            return VerificationCase(name, "equal", found.forward, found.gradient, "", found.none_became_zero)
+        again = difference(original, self._run(self.forward.original, inputs, override))
+        detail = self._describe(found)
+        if not self._agree(again):
+            detail = f"the original does not repeat itself on equal inputs and random numbers ({self._describe(again)})"
+        return VerificationCase(name, "different", found.forward, found.gradient, detail)
+
+    def _run(self, call: Callable[..., Any], inputs: tuple[Any, Any], override: RoutingOverride | None) -> Outcome:
+        with ExitStack() as modes:
+            if self.subject.dtype == torch.float64:
+                modes.enter_context(InFloat64())
+            if override is not None:
+                modes.enter_context(override)
+            return observe(call, self.subject.module, self.state, inputs, self.settings.seed)
+
+    def _agree(self, found: Difference) -> bool:
+        return not found.reason and max(found.forward, found.gradient) <= self.tolerance
+
+    def _describe(self, found: Difference) -> str:
+        if found.reason:
+            return found.reason
+        return f"{found.worst} is off by {max(found.forward, found.gradient):.1e} of its scale"
+
+
+def _reason(cases: tuple[VerificationCase, ...]) -> str:
+    for case in cases:
+        if case.outcome == "different":
+            return f"{case.name}: {case.detail}"
+    if all(case.outcome == "skipped" for case in cases):
+        return f"nothing could be compared; {cases[0].name}: {cases[0].detail}"
+    return ""
+
+
+def _num_experts(block: nn.Module, rewritten: RewrittenBlock) -> int | None:
+    """Length of the packed lists, or of the stacked weights that the graph reads."""
+    if rewritten.packed:
+        return len(rewritten.packed[0].parts[0])
+    lengths = []
+    for node in rewritten.graph.nodes:
+        if node.op == "get_attr":
+            value: Any = block
+            for key in str(node.target).split("."):
+                value = getattr(value, key, None)
+            if isinstance(value, torch.Tensor) and value.dim() == 3:
+                lengths.append(value.shape[0])
+    return max(set(lengths), key=lengths.count) if lengths else None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -1,0 +1,144 @@
+"""Expert weights as nodes of the rewritten graph, in the user's own storage."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock
+from hexa_fx.ir import Glu, Layout, PackedWeight
+from hexa_fx.passes.detect.body import ExpertBody
+from hexa_fx.passes.detect.stacks import Stack
+from hexa_fx.passes.detect.tags import expert_groups
+
+
+@dataclass(frozen=True)
+class WeightNodes:
+    """Operands of `hexa::moe_ffn`: gate (or first), up where it is a tensor of its own, down, and their biases."""
+
+    w1: torch.fx.Node
+    b1: torch.fx.Node | None
+    w3: torch.fx.Node | None
+    b3: torch.fx.Node | None
+    w2: torch.fx.Node
+    b2: torch.fx.Node | None
+    glu: Glu
+    layout1: Layout
+    layout2: Layout
+
+
+@dataclass
+class WeightEmitter:
+    """Adds the nodes that read expert weights to a graph. ``packed`` collects what has to be stored side by side."""
+
+    graph: torch.fx.Graph
+    captured: CapturedBlock
+    packed: list[PackedWeight] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        block = self.captured.block
+        self._groups = expert_groups(
+            dict(block.named_parameters(remove_duplicate=False)) | dict(block.named_buffers(remove_duplicate=False))
+        ).members
+
+    def emit(self, body: ExpertBody) -> WeightNodes:
+        w1, b1, w3, b3, glu = self._first(body)
+        w2 = self._read("hexa_w2", [body.down.base], body.down.matrices.shape[0])
+        if (
+            body.gate.matrices.shape[0] > body.down.matrices.shape[0]
+        ):  # storage for experts that have no second projection
+            experts = slice(None, body.down.matrices.shape[0])
+            w1, w3 = self._cut(w1, 0, experts), None if w3 is None else self._cut(w3, 0, experts)
+        b2 = None if body.down_bias is None else self._bias("hexa_b2", [body.down_bias])
+        return WeightNodes(w1, b1, w3, b3, w2, b2, glu, body.gate.layout, body.down.layout)
+
+    def _first(
+        self, body: ExpertBody
+    ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
+        gate, up = body.gate, body.up
+        if up is None:
+            return self._one_product(body)
+        if gate.base == up.base:
+            return self._two_parts_of_one(body, gate, up)
+        biases = (body.gate_bias, body.up_bias)
+        if self._packable(gate, up) and (biases[0] is None) == (biases[1] is None):
+            w1 = self._read("hexa_w1", [gate.base, up.base], gate.matrices.shape[0])
+            b1 = None if biases[0] is None or biases[1] is None else self._bias("hexa_b1", [biases[0], biases[1]])
+            return w1, b1, None, None, "concat"
+        experts = gate.matrices.shape[0]
+        w1, w3 = self._read("hexa_w1", [gate.base], experts), self._read("hexa_w3", [up.base], experts)
+        b1 = None if biases[0] is None else self._bias("hexa_b1", [biases[0]])
+        b3 = None if biases[1] is None else self._bias("hexa_b3", [biases[1]])
+        return w1, b1, w3, b3, "split"
+
+    def _packable(self, gate: Stack, up: Stack) -> bool:
+        """Two per-expert lists of nn.Linear-like matrices become one tensor with gate above up."""
+        return gate.form == up.form == "listed" and gate.layout == up.layout == "nk"
+
+    def _one_product(
+        self, body: ExpertBody
+    ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
+        w1 = self._read("hexa_w1", [body.gate.base], body.gate.matrices.shape[0])
+        b1 = None if body.gate_bias is None else self._bias("hexa_b1", [body.gate_bias])
+        if body.pairing == "none":
+            return w1, b1, None, None, "none"
+        if body.pairing in ("concat", "interleaved"):
+            return w1, b1, None, None, "concat" if body.pairing == "concat" else "interleaved"
+        return self._up_first(body, w1, b1)
+
+    def _up_first(
+        self, body: ExpertBody, w1: torch.fx.Node, b1: torch.fx.Node | None
+    ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
+        """The user stores up before gate: two views of the weight, gate taken second."""
+        half = body.gate.matrices.shape[1] // 2
+        if body.pairing.startswith("interleaved"):
+            up, gate = slice(None, None, 2), slice(1, None, 2)
+        else:
+            up, gate = slice(None, half), slice(half, None)
+        dim = 1 if body.gate.layout == "nk" else 2
+        w_gate, w_up = self._cut(w1, dim, gate), self._cut(w1, dim, up)
+        if b1 is None:
+            return w_gate, None, w_up, None, "split"
+        return w_gate, self._cut(b1, 1, gate), w_up, self._cut(b1, 1, up), "split"
+
+    def _two_parts_of_one(
+        self, body: ExpertBody, gate: Stack, up: Stack
+    ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
+        whole = self._read("hexa_w1", [gate.base], gate.matrices.shape[0])
+        size, dim = gate.matrices.shape[1], 1 if gate.layout == "nk" else 2
+        b1 = None if body.gate_bias is None else self._bias("hexa_b1", [body.gate_bias])
+        b3 = None if body.up_bias is None else self._bias("hexa_b3", [body.up_bias])
+        return self._cut(whole, dim, _part(gate, size)), b1, self._cut(whole, dim, _part(up, size)), b3, "split"
+
+    def _cut(self, node: torch.fx.Node, dim: int, piece: slice) -> torch.fx.Node:
+        index = (*[slice(None)] * dim, piece)
+        return self.graph.call_function(operator.getitem, (node, index))
+
+    def _bias(self, name: str, bases: list[str]) -> torch.fx.Node:
+        node = self._read(name, bases, 0)
+        if bases[0] in self._groups:
+            return node
+        shape = self.captured.tensor_of(bases[0]).shape
+        return node if len(shape) == 2 else self.graph.call_method("flatten", (node, 1))
+
+    def _read(self, name: str, bases: list[str], experts: int) -> torch.fx.Node:
+        """One tensor for ``bases``: the user's own if it is stacked, packed storage if there is one parameter an expert."""
+        if bases[0] in self._groups:
+            self.packed.append(PackedWeight(name, tuple(self._groups[base] for base in bases)))
+            return self.graph.call_module(name)
+        node = self.graph.get_attr(bases[0])
+        if experts and self.captured.tensor_of(bases[0]).dim() == 2:
+            return self.graph.call_method("unflatten", (node, 0, (experts, -1)))
+        return node
+
+
+def _part(stack: Stack, size: int) -> slice:
+    return {
+        "whole": slice(None),
+        "first": slice(None, size),
+        "second": slice(size, None),
+        "even": slice(None, None, 2),
+        "odd": slice(1, None, 2),
+    }[stack.part]

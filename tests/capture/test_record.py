@@ -1,0 +1,153 @@
+"""Recording: the graph says what the code did, sizes stay symbolic, and nothing of the block is changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hexa_fx.capture import capture, record_of
+from hexa_fx.capture.replay import Replay
+from hexa_fx.errors import CaptureError
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 3)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        tokens = x.view(-1, x.shape[-1])
+        choice = self.router(tokens).argmax(-1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            chosen = (choice == number).nonzero().squeeze(1)
+            if chosen.numel() == 0:
+                continue
+            out[chosen] += expert(tokens[chosen])
+        return out.view(x.shape)
+
+
+@pytest.fixture
+def block() -> Block:
+    torch.manual_seed(0)
+    return Block()
+
+
+def run_graph(block: nn.Module, captured, *inputs: torch.Tensor) -> torch.Tensor:
+    return captured.graph_module(*inputs)
+
+
+def test_recorded_graph_computes_what_the_block_computed(block):
+    x = torch.randn(2, 5, 6)
+    captured = capture(block, (x,), {})
+    torch.testing.assert_close(run_graph(block, captured, x), block(x))
+
+
+def test_recording_leaves_buffers_random_state_and_gradients_alone(block):
+    x = torch.randn(2, 5, 6, requires_grad=True)
+    state = torch.get_rng_state()
+    capture(block, (x,), {})
+    assert block.calls == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert x.grad is None
+    assert not x.grad_fn
+
+
+def test_sizes_are_nodes_not_numbers(block):
+    captured = capture(block, (torch.randn(2, 5, 6),), {})
+    view = next(node for node in captured.graph.nodes if node.target == "view")
+    assert any(isinstance(argument, torch.fx.Node) and argument.target == "size" for argument in view.args)
+
+
+def test_every_node_knows_module_line_and_value(block):
+    captured = capture(block, (torch.randn(2, 5, 6),), {})
+    products = [node for node in captured.graph.nodes if "linear" in str(node.target)]
+    assert record_of(products[0]).scope == "router"
+    assert record_of(products[1]).scope.startswith("experts.")
+    choice = next(node for node in captured.graph.nodes if node.target == "argmax")
+    assert record_of(choice).location.file == __file__
+    assert record_of(choice).value.shape == (10,)
+
+
+def test_a_host_branch_is_a_decision(block):
+    captured = capture(block, (torch.randn(2, 5, 6),), {})
+    decisions = [node for node in captured.graph.nodes if record_of(node).decision]
+    assert any("eq" in str(node.target) for node in decisions)
+
+
+def test_submodule_calls_are_recorded_with_arguments(block):
+    captured = capture(block, (torch.randn(2, 5, 6),), {})
+    router = next(call for call in captured.calls if call.path == "router")
+    assert router.args[0].target == "view"
+    assert router.output.meta["hexa"].value.shape == (10, 3)
+
+
+def test_a_write_through_a_view_is_seen_by_later_reads():
+    class Writes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = torch.zeros_like(x)
+            row = out[0]
+            row += x[1]
+            return out * 2
+
+    x = torch.randn(3, 4)
+    captured = capture(Writes(), (x,), {})
+    product = next(
+        node for node in captured.graph.nodes if node.target in ("mul", torch.mul) or "mul" in str(node.target)
+    )
+    assert any("after" in str(node.target) for node in product.all_input_nodes)
+    torch.testing.assert_close(captured.graph_module(x), Writes()(x))
+
+
+def test_the_blocks_own_error_is_in_the_message(block):
+    with pytest.raises(CaptureError, match=r"could not record 'here'.*RuntimeError"):
+        capture(block, (torch.randn(2, 5, 7),), {}, path="here")
+
+
+def test_wrong_arguments_are_named(block):
+    with pytest.raises(CaptureError, match="missing a required argument"):
+        capture(block, (), {})
+
+
+def test_builtins_are_put_back(block):
+    capture(block, (torch.randn(1, 2, 6),), {})
+    assert "int" not in globals()
+    assert "len" not in globals()
+    assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
+
+
+def test_int_min_and_len_keep_sizes_symbolic():
+    class Capacity(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            capacity = min(int(1.25 * len(x) / 2), x.shape[0])
+            return torch.zeros(capacity, x.shape[1]) + x[:1]
+
+    captured = capture(Capacity(), (torch.randn(8, 3),), {})
+    larger = torch.randn(32, 3)
+    assert captured.graph_module(larger).shape == Capacity()(larger).shape == (20, 3)
+
+
+def test_replay_recomputes_only_downstream_in_float64(block):
+    x = torch.randn(2, 5, 6)
+    captured = capture(block, (x,), {})
+    replay = Replay(captured)
+    product = next(n for n in captured.graph.nodes if "linear" in str(n.target) and record_of(n).scope == "experts.0")
+    replaced = torch.zeros_like(replay.value(product))
+    (result,) = captured.graph.output_node().all_input_nodes
+    answer = replay.run({product: replaced}, [result])[result]
+    expected = block(x)
+    chosen = (block.router(x.view(-1, 6)).argmax(-1) == 0).view(2, 5)
+    expected[chosen] = 0
+    assert answer.dtype == torch.float64
+    torch.testing.assert_close(answer.float(), expected.detach())
+
+
+def test_replay_of_nothing_returns_recorded_values(block):
+    captured = capture(block, (torch.randn(2, 5, 6),), {})
+    replay = Replay(captured)
+    (result,) = captured.graph.output_node().all_input_nodes
+    torch.testing.assert_close(replay.run({}, [result])[result].float(), record_of(result).value)

@@ -1,0 +1,355 @@
+"""The rewritten forward on the user's module: what stays as it was, and what must survive."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import io
+import logging
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hexa_fx.errors import InputError
+from hexa_fx.runtime.install import HexaForward, install, is_installed, uninstall
+from tests.runtime.handmade import D, ListMoE, StackedExperts, list_rewritten, routing, stacked_rewritten
+
+
+@pytest.fixture
+def pair() -> tuple[ListMoE, ListMoE]:
+    """An original and a rewritten copy with the same weights."""
+    torch.manual_seed(0)
+    original = ListMoE()
+    rewritten = copy.deepcopy(original)
+    install(rewritten, list_rewritten(train=True), list_rewritten(train=False))
+    return original, rewritten
+
+
+def hidden(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, D, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(original: nn.Module, rewritten: nn.Module, x: torch.Tensor, tolerance: float = 1e-5) -> None:
+    x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y1, y2 = original(x1), rewritten(x2)
+    torch.testing.assert_close(y2, y1, atol=tolerance, rtol=tolerance)
+    original.zero_grad()
+    rewritten.zero_grad()
+    y1.square().sum().backward()
+    y2.square().sum().backward()
+    torch.testing.assert_close(x2.grad, x1.grad, atol=tolerance, rtol=tolerance)
+    for (name, p1), p2 in zip(original.named_parameters(), rewritten.parameters()):
+        g1 = torch.zeros_like(p1) if p1.grad is None else p1.grad
+        g2 = torch.zeros_like(p2) if p2.grad is None else p2.grad
+        torch.testing.assert_close(
+            g2, g1, atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def ran_rewritten(module: nn.Module) -> bool:
+    """Whether the last words about this module's forward are not 'runs its original'."""
+    return not module.__dict__["forward"]._logged
+
+
+def test_forward_and_gradients_in_both_modes(pair):
+    original, rewritten = pair
+    for training in (True, False):
+        assert_same(original.train(training), rewritten.train(training), hidden(2, 5))
+    torch.testing.assert_close(rewritten.seen, original.seen)
+    assert ran_rewritten(rewritten)
+
+
+def test_nothing_but_forward_changes(pair):
+    original, rewritten = pair
+    assert list(original.state_dict()) == list(rewritten.state_dict())
+    assert [name for name, _ in original.named_modules()] == [name for name, _ in rewritten.named_modules()]
+    assert [name for name, _ in original.named_parameters()] == [name for name, _ in rewritten.named_parameters()]
+    assert type(rewritten) is ListMoE
+    for name, tensor in original.state_dict().items():
+        assert torch.equal(tensor, rewritten.state_dict()[name])
+    assert set(rewritten.__dict__) - set(original.__dict__) == {"forward", "_hexa_w1", "_hexa_w2"}
+
+
+def test_signature_and_doc(pair):
+    original, rewritten = pair
+    assert inspect.signature(rewritten.forward) == inspect.signature(original.forward)
+    assert rewritten.forward.__doc__ == "The list's forward."
+    assert rewritten.forward.__name__ == "forward"
+    inspect.signature(HexaForward)
+
+
+def test_uninstall_and_errors(pair):
+    original, rewritten = pair
+    with pytest.raises(InputError, match="already has"):
+        install(rewritten, None, list_rewritten())
+    uninstall(rewritten)
+    assert not is_installed(rewritten)
+    assert set(rewritten.__dict__) == set(original.__dict__)
+    assert_same(original, rewritten, hidden(2, 5), 0)
+    with pytest.raises(InputError, match="no rewritten forward"):
+        uninstall(rewritten)
+
+
+def test_a_taken_name_is_refused():
+    block = ListMoE()
+    block._hexa_w2 = 3
+    with pytest.raises(InputError, match="already has an attribute '_hexa_w2'"):
+        install(block, list_rewritten(), None)
+    assert not is_installed(block)
+    assert "_hexa_w1" not in block.__dict__
+
+
+@pytest.mark.parametrize("case", ["dtype", "ndim", "constant", "extra", "tensor-for-constant"])
+def test_a_guard_miss_runs_the_original_and_says_why_once(pair, caplog, case):
+    original, rewritten = pair
+    x = hidden(2, 5)
+    args, kwargs, sentence = {
+        "dtype": ((x.to(torch.complex64),), {}, "not floating"),
+        "ndim": ((x[0],), {}, "3 dimensions"),
+        "constant": ((x,), {"scale": 2.0}, "another value"),
+        "extra": ((x, None, 1), {}, "more positional"),
+        "tensor-for-constant": ((x, torch.tensor(2.0)), {}, "now a tensor"),
+    }[case]
+
+    def outcome(module):
+        try:
+            return module(*args, **kwargs)
+        except Exception as error:
+            return type(error), str(error)
+
+    with caplog.at_level(logging.WARNING, logger="hexa_fx"):
+        first, second, expected = outcome(rewritten), outcome(rewritten), outcome(original)
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(first, expected)
+        assert torch.equal(second, expected)
+    else:
+        assert first == second == expected
+    assert [sentence in record.message for record in caplog.records] == [True]
+
+
+def test_one_mode_only(pair):
+    original, _ = pair
+    rewritten = copy.deepcopy(original)
+    install(rewritten, None, list_rewritten(train=False))
+    calls = []
+    rewritten.experts[0].register_forward_hook(lambda *_: calls.append(1))
+    rewritten.train()
+    assert_same(original.train(), rewritten, hidden(2, 16))
+    assert calls
+
+
+def test_forward_hooks_and_hooks_of_kept_submodules(pair):
+    _, rewritten = pair
+    seen = []
+    rewritten.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    rewritten.register_forward_hook(lambda *_: seen.append("post"))
+    rewritten.router.register_forward_hook(lambda *_: seen.append("router"))
+    rewritten(hidden(1, 3))
+    assert seen == ["pre", "router", "post"]
+    assert ran_rewritten(rewritten)
+
+
+def test_a_hooked_expert_is_run_by_the_original(pair):
+    original, rewritten = pair
+    seen = []
+    handle = rewritten.experts[1].w1.register_forward_hook(lambda *_: seen.append(1))
+    assert_same(original, rewritten, hidden(2, 16))
+    assert seen == [1]
+    handle.remove()
+    assert_same(original, rewritten, hidden(2, 16))
+    assert seen == [1]
+
+
+def test_an_exchanged_expert_is_run_by_the_original(pair):
+    original, rewritten = pair
+
+    class Adapter(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+
+        @property
+        def weight(self) -> torch.Tensor:
+            return self.base.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + 1
+
+    for block in pair:
+        block.experts[2].w1 = Adapter(block.experts[2].w1)
+    assert_same(original, rewritten, hidden(2, 16))
+    assert not ran_rewritten(rewritten)
+    copied = copy.deepcopy(rewritten)
+    assert_same(original, copied, hidden(2, 16))
+
+
+def test_deepcopy_is_bound_to_the_copy(pair):
+    original, rewritten = pair
+    copied = copy.deepcopy(rewritten)
+    with torch.no_grad():
+        for parameter in rewritten.parameters():
+            parameter.zero_()
+    assert copied.forward.module is copied
+    assert_same(original, copied, hidden(2, 5))
+    assert copied._hexa_w1.is_packed
+    assert copied._hexa_w1._packed.data_ptr() != rewritten._hexa_w1._packed.data_ptr()
+
+
+def _through_pickle(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def _through_torch(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("through", [_through_pickle, _through_torch])
+def test_pickle_keeps_the_binding(pair, through):
+    original, rewritten = pair
+    loaded = through(nn.Sequential(rewritten))[0]
+    assert is_installed(loaded)
+    assert loaded.forward.module is loaded
+    assert_same(original, loaded, hidden(2, 5))
+    assert_same(original.eval(), loaded.eval(), hidden(2, 5))
+    assert ran_rewritten(loaded)
+
+
+@pytest.mark.parametrize("convert", [nn.Module.double, nn.Module.bfloat16, lambda m: m.to(torch.float64)])
+def test_dtype_conversion(pair, convert):
+    original, rewritten = map(convert, pair)
+    x = hidden(2, 5).to(original.router.proj.weight.dtype)
+    assert_same(original, rewritten, x, 1e-9 if x.dtype == torch.float64 else 0.05)
+    assert rewritten._hexa_w1.is_packed
+    assert ran_rewritten(rewritten)
+
+
+def test_the_module_is_freed_at_once():
+    block = ListMoE()
+    install(block, list_rewritten(), list_rewritten(False))
+    block(hidden(1, 2)).sum().backward()
+    alive = weakref.ref(block)
+    gc.disable()
+    try:
+        del block
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_an_instance_level_forward_is_kept_as_the_original():
+    block = ListMoE()
+    plain = block.forward
+    block.forward = functools.wraps(plain)(lambda *args, **kwargs: plain(*args, **kwargs) + 1)
+    mine = block.__dict__["forward"]
+    install(block, None, list_rewritten(False))
+    assert str(inspect.signature(block.forward)) == str(inspect.signature(plain))
+    torch.testing.assert_close(block.train()(hidden(1, 3)), plain(hidden(1, 3)) + 1)
+    uninstall(block)
+    assert block.__dict__["forward"] is mine
+
+
+def test_fullgraph_compile(pair):
+    original, rewritten = pair
+    for training in (True, False):
+        compiled = torch.compile(rewritten.train(training), fullgraph=True, backend="aot_eager")
+        assert_same(original.train(training), compiled, hidden(2, 5))
+        assert_same(original, compiled, hidden(3, 4))
+
+
+def test_fullgraph_compile_with_guard_miss_inside(pair):
+    _, rewritten = pair
+    compiled = torch.compile(rewritten.eval(), backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(hidden(2, 5), scale=2.0), rewritten(hidden(2, 5), scale=2.0))
+
+
+def test_export_non_strict(pair):
+    original, rewritten = pair
+    program = torch.export.export(
+        rewritten.eval(), (hidden(2, 5),), dynamic_shapes={"hidden": {0: torch.export.Dim.AUTO}}
+    )
+    torch.testing.assert_close(program.module()(hidden(4, 5)), original.eval()(hidden(4, 5)))
+    assert rewritten._hexa_w1.is_packed
+    assert_same(original, rewritten, hidden(2, 5))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(pair, reentrant):
+    original, rewritten = pair
+    assert_same(original.eval(), lambda_module(rewritten.eval(), reentrant), hidden(2, 5))
+
+
+def lambda_module(block: nn.Module, reentrant: bool) -> nn.Module:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.block, x, use_reentrant=reentrant)
+
+    return Checkpointed()
+
+
+def test_functional_call(pair):
+    original, rewritten = pair
+    weights = {name: (parameter.detach() * 2).requires_grad_() for name, parameter in original.named_parameters()}
+    for training in (False, True):
+        y1 = torch.func.functional_call(original.train(training), weights, (hidden(2, 5),))
+        y2 = torch.func.functional_call(rewritten.train(training), weights, (hidden(2, 5),))
+        torch.testing.assert_close(y2, y1)
+    wanted = [weights[name] for name, _ in original.named_parameters()]
+    for g1, g2 in zip(*(torch.autograd.grad(y.sum(), wanted, allow_unused=True) for y in (y1, y2))):
+        torch.testing.assert_close(g2, torch.zeros_like(g2) if g1 is None else g1)
+    assert_same(original, rewritten, hidden(2, 5))
+
+
+def test_per_sample_gradients_through_functorch(pair):
+    original, rewritten = pair
+    rewritten.eval()
+
+    def loss(weights, x):
+        return torch.func.functional_call(rewritten, weights, (x,)).square().sum()
+
+    weights = {name: p.detach() for name, p in rewritten.named_parameters()}
+    grads = torch.func.grad(loss)(weights, hidden(1, 5))
+    original.eval()(hidden(1, 5)).square().sum().backward()
+    for name, p in original.named_parameters():
+        torch.testing.assert_close(grads[name], torch.zeros_like(p) if p.grad is None else p.grad)
+
+
+def test_stacked_weights_with_routing_inputs():
+    torch.manual_seed(0)
+    original = StackedExperts()
+    rewritten = copy.deepcopy(original)
+    install(rewritten, stacked_rewritten(), stacked_rewritten())
+    for tokens in (0, 1, 7):
+        x, index, weights = routing(tokens)
+        torch.testing.assert_close(rewritten(x, index, weights=weights), original(x, index, weights))
+    assert ran_rewritten(rewritten)
+
+
+def test_autocast(pair):
+    original, rewritten = pair
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(original.eval(), rewritten.eval(), hidden(2, 5), 0.05)
+    assert rewritten.experts[0].w1.weight.grad.dtype == torch.float32
+
+
+def test_inference_mode_then_training(pair):
+    original, _ = pair
+    rewritten = copy.deepcopy(original)
+    with torch.inference_mode():
+        install(rewritten, list_rewritten(), list_rewritten(False))
+        rewritten.eval()(hidden(2, 5))
+    assert not rewritten.experts[0].w1.weight.is_inference()
+    assert_same(original.train(), rewritten.train(), hidden(2, 5))
