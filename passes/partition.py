@@ -29,6 +29,10 @@ from hexa_fx.runtime.distributed.groups import Groups, join, make_groups
 from hexa_fx.runtime.distributed.profile import measure_bandwidth, profile_devices
 from hexa_fx.runtime.distributed.session import PartitionSession
 from hexa_fx.runtime.distributed.shards import LayerWeights, ShardedParameter, WeightSource, cut_layer, find_tensor
+from hexa_fx.runtime.install import install
+
+Modes = Mapping[Any, RewrittenBlock]
+"""One block's rewritten forms by mode (train, eval). They read the same weights."""
 
 Strategy = Literal["auto", "data", "model"] | Mapping[str, Literal["auto", "data", "model"]]
 
@@ -188,7 +192,7 @@ def _static_tokens(config: PartitionConfig, batch: tuple[int, ...]) -> tuple[int
 
 def partition_model(
     model: nn.Module,
-    blocks: Sequence[RewrittenBlock],
+    blocks: Sequence[RewrittenBlock | Modes],
     mesh: Any = None,
     strategy: Strategy = "auto",
     capacities: Literal["measure"] | Sequence[float] | None = "measure",
@@ -198,7 +202,7 @@ def partition_model(
 
     Args:
         model: the user's model, with whole expert weights on every rank.
-        blocks: its rewritten blocks in execution order; their graphs hold the canonical nodes.
+        blocks: its rewritten blocks in execution order, each alone or by mode; their graphs hold the canonical nodes.
         mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
         strategy: ``auto``, ``data``, ``model``, or one of them by block path.
         capacities: ``measure`` (`profile_devices` on the first layer), t_i by rank, or None for equal devices.
@@ -208,7 +212,7 @@ def partition_model(
         PlanError: no process group, no canonical node, or an impossible split.
     """
     config = config or PartitionConfig()
-    layers = [layer for block in blocks for layer in read_layers(model, block)]
+    layers = [layer for block in blocks for layer in read_layers(model, _any_mode(block))]
     if not layers:
         raise PlanError("nothing to partition: no block holds the canonical operator")
     groups = make_groups(mesh)
@@ -267,18 +271,18 @@ class Installed:
     Args:
         session: run-time of the plan. Bind every patched block to it (`PartitionSession.bind`) and keep it with the
             model.
-        blocks: the rewritten blocks with partitioned graphs, to be installed like any rewritten block.
+        blocks: the rewritten blocks with partitioned graphs, by mode, to be installed like any rewritten block.
         shards: every parameter that was cut.
     """
 
     session: PartitionSession
-    blocks: tuple[RewrittenBlock, ...]
+    blocks: tuple[dict[Any, RewrittenBlock], ...]
     shards: tuple[ShardedParameter, ...]
 
 
 def install_plan(
     model: nn.Module,
-    blocks: Sequence[RewrittenBlock],
+    blocks: Sequence[RewrittenBlock | Modes],
     plan: Plan,
     mesh: Any = None,
     timeout: timedelta | None = None,
@@ -294,7 +298,7 @@ def install_plan(
         PlanError: ranks hold different plans, or the plan is for another model.
         RankError: a rank did not arrive.
     """
-    layers = [(block, layer) for block in blocks for layer in read_layers(model, block)]
+    layers = [(block, layer) for block in blocks for layer in _same_in_all_modes(model, block)]
     if [layer.path for _, layer in layers] != [layer.path for layer in plan.layers]:
         raise PlanError(
             f"the plan is for layers {[layer.path for layer in plan.layers]}, "
@@ -311,13 +315,64 @@ def install_plan(
     placement = Placement(session.rank, session.name, session.groups.main_name)
     done = []
     for block in blocks:
-        planned_here = [plan.layer(layer.path) for owner_block, layer in layers if owner_block is block]
-        graph = partition_graph(_copy(block.graph), planned_here, plan, placement)
-        if plan.prefetch:
-            overlap(graph, plan.slots)
-        done.append(replace(block, graph=graph))
+        planned_here = [plan.layer(layer.path) for owner, layer in layers if owner is block]
+        done.append(
+            {mode: _partition_block(form, planned_here, plan, placement) for mode, form in _modes(block).items()}
+        )
     session.shards = tuple(shards)
     return Installed(session, tuple(done), session.shards)
+
+
+def apply_partition(
+    model: nn.Module,
+    blocks: Sequence[Modes],
+    mesh: Any = None,
+    strategy: Strategy = "auto",
+    capacities: Literal["measure"] | Sequence[float] | None = "measure",
+    config: PartitionConfig | None = None,
+    plan: Plan | None = None,
+    timeout: timedelta | None = None,
+) -> PartitionSession:
+    """Plans (unless ``plan`` is given), cuts, rewrites and patches the model's blocks. What `hexa_fx.optimize` calls.
+
+    Args:
+        blocks: the rewritten forms of every block, by mode (``train``, ``eval``), not yet installed.
+
+    Returns:
+        The session, which the model must keep; see `partition_model` and `install_plan` for the rest.
+    """
+    plan = plan or partition_model(model, blocks, mesh, strategy, capacities, config)
+    installed = install_plan(model, blocks, plan, mesh, timeout)
+    for forms in installed.blocks:
+        path = _any_mode(forms).path
+        module = model.get_submodule(path)
+        install(module, forms.get("train"), forms.get("eval"))
+        installed.session.bind(module, path)
+    return installed.session
+
+
+def _modes(block: RewrittenBlock | Modes) -> Modes:
+    return {"any": block} if isinstance(block, RewrittenBlock) else block
+
+
+def _any_mode(block: RewrittenBlock | Modes) -> RewrittenBlock:
+    return next(iter(_modes(block).values()))
+
+
+def _same_in_all_modes(model: nn.Module, block: RewrittenBlock | Modes) -> list[LayerWeights]:
+    found = [read_layers(model, form) for form in _modes(block).values()]
+    if any(other != found[0] for other in found[1:]):
+        raise PlanError(f"{_any_mode(block).path!r} reads other expert weights in training than in evaluation")
+    return found[0]
+
+
+def _partition_block(
+    block: RewrittenBlock, layers: Sequence[LayerPlan], plan: Plan, placement: Placement
+) -> RewrittenBlock:
+    graph = partition_graph(_copy(block.graph), layers, plan, placement)
+    if plan.prefetch:
+        overlap(graph, plan.slots)
+    return replace(block, graph=graph)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

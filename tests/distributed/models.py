@@ -132,7 +132,7 @@ def run_graph(block: nn.Module, graph: fx.Graph) -> None:
 def install(model: Net, plan: Plan, **kwargs: Any) -> Installed:
     """Partitions the model in place."""
     installed = install_plan(model, rewritten(model), plan, **kwargs)
-    for block in installed.blocks:
+    for (block,) in (forms.values() for forms in installed.blocks):
         run_graph(model.get_submodule(block.path), block.graph)
         installed.session.bind(model.get_submodule(block.path), block.path)
     return installed

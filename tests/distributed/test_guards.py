@@ -86,7 +86,7 @@ def unbound_graph(rank, world, plan, guarded):
 
     model = Net(TWO)
     installed = install_plan(model, rewritten(model), plan)
-    for block in installed.blocks:
+    for (block,) in (forms.values() for forms in installed.blocks):
         models.run_graph(model.get_submodule(block.path), block.graph)
     if not guarded:
         installed.session.cache.check_bound = lambda *_: None
@@ -235,7 +235,7 @@ def test_gathered_memory_does_not_grow_with_layers(slots):
 def routing_is_gathered(rank, world, plan):
     model = Net(TWO)
     installed = install_plan(model, rewritten(model), plan)
-    return [str(block.graph) for block in installed.blocks]
+    return [str(form.graph) for forms in installed.blocks for form in forms.values()]
 
 
 def test_graphs_show_collectives_and_sizes_and_agree():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hexa_fx.errors import PlanError
 from hexa_fx.plan import Plan
 from hexa_fx.runtime.distributed import groups as groups_module
 from hexa_fx.runtime.distributed.geometry import Geometry
@@ -20,6 +21,7 @@ from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, make_gro
 from hexa_fx.runtime.distributed.nodes import register_session
 from hexa_fx.runtime.distributed.shards import ShardedParameter
 from hexa_fx.runtime.distributed.shared_cache import CachedLayer, SharedCache
+from hexa_fx.runtime.install import HexaForward
 
 _numbers = itertools.count()
 
@@ -68,17 +70,38 @@ class PartitionSession:
         Inside, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost
         ranks. Binding an outer and an inner module is harmless.
         """
-        forward = module.forward
         label = where or type(module).__name__
+        forward = module.forward
+        if isinstance(forward, HexaForward):
+            self._bind_programs(forward, label)
+        else:
+            self._set(module.__dict__, "forward", self._wrapped(forward, label))
+        return module
 
-        @functools.wraps(forward)
+    def _bind_programs(self, forward: HexaForward, label: str) -> None:
+        """Inside the patched forward, so that its guards, copies and signature stay as they are."""
+        for program in {id(p): p for p in forward.programs.values() if p is not None}.values():
+            self._set(program.__dict__, "function", self._wrapped(program.function, label))
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise PlanError(
+                f"{label!r} was called in a way it was not recorded for (see the log). Its expert weights are cut, so its "
+                "original forward cannot run: record with such inputs, in both train and eval mode"
+            )
+
+        self._set(forward.__dict__, "_own_original", refuse)
+
+    def _wrapped(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
+        @functools.wraps(function)
         def bound(*args: Any, **kwargs: Any) -> Any:
             with self.guard(f"forward of {label!r}"), self.cache.saved_tensor_hooks():
-                return forward(*args, **kwargs)
+                return function(*args, **kwargs)
 
-        module.__dict__["forward"] = bound
-        self._unbind.append(functools.partial(module.__dict__.__setitem__, "forward", forward))
-        return module
+        return bound
+
+    def _set(self, owner: dict[str, Any], name: str, value: Any) -> None:
+        self._unbind.append(functools.partial(owner.__setitem__, name, owner.get(name)))
+        owner[name] = value
 
     def guard(self, where: str) -> AbstractContextManager[None]:
         """Turns the error of a failed collective into a `RankError` that says where it failed and who is lost.
