@@ -116,7 +116,8 @@ class Plan:
         if data.get("version") != PLAN_VERSION:
             raise PlanError(f"plan version {data.get('version')!r} is not {PLAN_VERSION}: plan again with this release")
         data["layers"] = tuple(_layer_from(entry) for entry in data["layers"])
-        return _build(cls, data)
+        plan: Plan = _build(cls, data)
+        return plan
 
     @property
     def fingerprint(self) -> str:
@@ -145,7 +146,9 @@ def _describe_layer(layer: LayerPlan) -> str:
 def _layer_from(entry: dict[str, Any]) -> LayerPlan:
     cost = entry["cost"]
     shape = _build(ExpertShape, entry["shape"])
-    return _build(LayerPlan, {**entry, "shape": shape, "cost": None if cost is None else _build(LayerCost, cost)})
+    cost = None if cost is None else _build(LayerCost, cost)
+    layer: LayerPlan = _build(LayerPlan, {**entry, "shape": shape, "cost": cost})
+    return layer
 
 
 def _build(cls: type[Any], data: dict[str, Any]) -> Any:

@@ -22,6 +22,9 @@ _context.set_forkserver_preload(
         "hexa_fx.passes.partition",
         "hexa_fx.runtime.distributed.checkpoint",
         "hexa_fx.runtime.distributed.gradients",
+        "hexa_fx.api",
+        "transformers.models.mixtral.modeling_mixtral",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
         "models",
     ]
 )

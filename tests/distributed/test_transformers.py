@@ -88,8 +88,20 @@ def five_steps(rank, world, name, strategy, capacities):
     return largest(pairs), session.plan.describe()
 
 
-@pytest.mark.parametrize("strategy", ["data", "model", "auto"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3"])
+_slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("mixtral", "data"),
+        ("qwen3", "model"),
+        pytest.param("mixtral", "model", marks=_slow),
+        pytest.param("mixtral", "auto", marks=_slow),
+        pytest.param("qwen3", "data", marks=_slow),
+        pytest.param("qwen3", "auto", marks=_slow),
+    ],
+)
 def test_five_training_steps(name, strategy):
     for worst, text in run(2, five_steps, name, strategy, (1.0, 2.0), timeout=60):
         assert worst < 1e-9

@@ -11,10 +11,11 @@ import shutil
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load as _dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as _dcp_save
 
 from hexa_fx.errors import InputError
 from hexa_fx.runtime.distributed.geometry import Chunk
@@ -69,13 +70,15 @@ class PlanShard(Tensor):
         raise ValueError(f"no chunk at {index.offset} of {index.fqn!r}")
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             held = args[0]
             return cls(held._local.detach(), tuple(held.shape), held._chunks)
         raise NotImplementedError(f"{func} on a checkpoint handle")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PlanShard({tuple(self.shape)}, chunks {self._chunks})"
 
 
@@ -136,10 +139,10 @@ def save(
     _together(session, "before writing a checkpoint")
     contents = state_dict(model, session, optimizer)
     if session is None:
-        dcp.save(contents, checkpoint_id=partial, no_dist=True)
+        _dcp_save(contents, checkpoint_id=partial, no_dist=True)
     else:
         with session.guard("writing a checkpoint"):
-            dcp.save(contents, checkpoint_id=partial, process_group=session.groups.host)
+            _dcp_save(contents, checkpoint_id=partial, process_group=session.groups.host)
     _together(session, "after writing a checkpoint")
     if session is None or session.rank == 0:
         _publish(partial, target)
@@ -172,7 +175,7 @@ def load(
     contents = state_dict(model, session, optimizer)
     alone = session is None
     with torch.no_grad():
-        dcp.load(
+        _dcp_load(
             contents,
             checkpoint_id=os.fspath(path),
             no_dist=alone,

@@ -23,13 +23,14 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as _functional_collectives
 from torch import Tensor
 from torch._C._distributed_c10d import _register_work
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from hexa_fx.runtime.distributed.groups import guarded
 
 __all__ = ["all_gather_into", "count_traffic", "wait"]
 
 assert _functional_collectives is not None
+
+_resolve_process_group: Any = dist.distributed_c10d._resolve_process_group
 
 _traffic: list[Counter[str]] = []
 
@@ -72,8 +73,9 @@ def _is_even(sizes: Sequence[int]) -> bool:
     return sizes[0] > 0 and all(size == sizes[0] for size in sizes)
 
 
-def _is_nccl(group: Any) -> bool:
-    return "nccl" in dist.get_backend(group)
+def _is_nccl(group: Any, device: torch.device) -> bool:
+    # A group may have one backend a device type, so the group's own name does not tell.
+    return device.type == "cuda" and "nccl" in group._get_backend(device).name().lower()
 
 
 def _start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: Any) -> list[Any]:
@@ -83,7 +85,7 @@ def _start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: Any) -> l
     if _is_even(sizes):
         return [_gather_even(out, x, group=group, async_op=True)]
     parts = list(out.split(list(sizes)))
-    if _is_nccl(group):
+    if _is_nccl(group, x.device):
         return [dist.all_gather(parts, x, group=group, async_op=True)]
     parts[rank].copy_(x)
     owners = [dist.get_global_rank(group, i) for i in range(len(sizes))]
@@ -136,7 +138,7 @@ def reduce_scatter_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
     if _is_even(sizes):
         _register_work(out, _scatter_even(out, x, group=pg, async_op=True))
         return out
-    if _is_nccl(pg):
+    if _is_nccl(pg, x.device):
         _register_work(out, dist.reduce_scatter(out, list(x.split(list(sizes))), group=pg, async_op=True))
         return out
     pieces = x.new_empty((world * sizes[rank], *x.shape[1:]))

@@ -116,7 +116,8 @@ def _norm(grad: Tensor, norm_type: float, device: torch.device) -> Tensor:
     if grad.numel() == 0:
         return torch.zeros((), device=device, dtype=_norm_dtype(grad))
     norm = torch.linalg.vector_norm(grad.to(_norm_dtype(grad)), norm_type)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole
 
 
 def _norm_dtype(grad: Tensor) -> torch.dtype:

@@ -76,9 +76,8 @@ def make_groups(mesh: Any = None, timeout: timedelta | None = None) -> Groups:
 
 def _new_groups(main: Any, timeout: timedelta | None) -> Groups:
     ranks = dist.get_process_group_ranks(main)
-    backend = dist.get_backend(main)
     local = len(ranks) != dist.get_world_size()
-    gather = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=local)
+    gather = dist.new_group(ranks, timeout=timeout, use_local_synchronization=local)
     host = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
     made = Groups(main, gather, host, dist.get_rank(main), len(ranks), timeout or timedelta(minutes=5))
     for name in (made.main_name, made.gather_name):

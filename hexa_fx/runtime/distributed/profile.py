@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def _proxy(
 
     x, w1, w2 = rand(tokens, hidden), rand(experts, (2 if gated else 1) * inner, hidden), rand(experts, hidden, inner)
     index = (torch.arange(tokens, device=device) % experts).unsqueeze(1)
-    static = ("silu", "concat" if gated else "none", [], "nk", "nk", False)
+    static: tuple[Any, ...] = ("silu", "concat" if gated else "none", [], "nk", "nk", False)
 
     def run() -> None:
         y = torch.ops.hexa.moe_ffn(x, index, None, w1, None, None, None, w2, None, *static)
