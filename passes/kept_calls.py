@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.fx
 
-from hexa_fx.capture import CapturedBlock, ModuleCall, record_of
+from hexa_fx.capture import CapturedBlock, ModuleCall, functional, record_of
 from hexa_fx.passes.detect.graph import RANDOM, effects, operation
 
 
@@ -17,10 +17,22 @@ class Kept:
     """Args:
     order: nodes to emit, in recorded order; a call is emitted where its first result stands.
     calls: result node -> the submodule call that gives it.
+    rereads: a write by such a call into its own argument -> how to read the argument afterwards.
+    stand_ins: a write inside a call that stays a call -> a result of that call, which later reads are ordered after.
     """
 
     order: tuple[torch.fx.Node, ...]
     calls: Mapping[torch.fx.Node, ModuleCall]
+    stand_ins: Mapping[torch.fx.Node, torch.fx.Node]
+    rereads: Mapping[torch.fx.Node, Reread]
+
+
+@dataclass(frozen=True)
+class Reread:
+    """The value of an argument after a kept call wrote into it: ``argument`` read again once ``result`` is there."""
+
+    argument: torch.fx.Node
+    result: torch.fx.Node
 
 
 def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], region_output: torch.fx.Node) -> Kept:
@@ -36,15 +48,21 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], region_output:
     calls = _candidates(captured, position[region_output])
     while True:
         by_result = {node: call for call in calls for node in _nodes(call.output)}
-        needed = _needed([*wanted, *_effects(captured, calls, position)], by_result, region_output)
-        opened = [call for call in calls if _inner_needed(call, order, needed, by_result)]
-        torn = [call for call in opened if not _repeatable(_inner_needed(call, order, needed, by_result))]
+        stand_ins, rereads = _writes_of_calls(calls, order, by_result)
+        needed = _needed([*wanted, *_effects(captured, calls, position)], by_result, stand_ins, rereads, region_output)
+        outside = needed - rereads.keys()
+        opened = [call for call in calls if _inner_needed(call, order, outside, by_result)]
+        torn = [call for call in opened if not _repeatable(_inner_needed(call, order, outside, by_result))]
         if torn:
             calls = [c for c in calls if c not in torn] + _inner_calls(torn, captured, position[region_output])
             continue
         unseen = [_nodes(call.output)[0] for call in opened if not needed & set(_nodes(call.output))]
         if not unseen:
-            return Kept(tuple(sorted(needed, key=position.__getitem__)), by_result)
+            place = position | {
+                node: max(position[n] for n in _nodes(by_result[reread.result].output)) + 0.5
+                for node, reread in rereads.items()
+            }
+            return Kept(tuple(sorted(needed, key=place.__getitem__)), by_result, stand_ins, rereads)
         wanted += unseen
 
 
@@ -75,8 +93,41 @@ def _inner_calls(torn: Sequence[ModuleCall], captured: CapturedBlock, region_out
     return [c for c in inner if not any(_covers(other, c) for other in inner)]
 
 
+def _writes_of_calls(
+    calls: Sequence[ModuleCall], order: Sequence[torch.fx.Node], by_result: Mapping[torch.fx.Node, ModuleCall]
+) -> tuple[dict[torch.fx.Node, torch.fx.Node], dict[torch.fx.Node, Reread]]:
+    stand_ins, rereads = {}, {}
+    for call in calls:
+        inside, result = set(order[call.start : call.end]), _nodes(call.output)[0]
+        for node in order[call.start : call.end]:
+            if node in by_result or not record_of(node).writes:
+                continue
+            stand_ins[node] = result
+            argument = _written_argument(node, inside)
+            if argument is not None:
+                rereads[node] = Reread(argument, result)
+    return stand_ins, rereads
+
+
+def _written_argument(write: torch.fx.Node, inside: set[torch.fx.Node]) -> torch.fx.Node | None:
+    """The node outside the call that is the written tensor itself; None if the tensor is the call's own or a view."""
+    record, node = record_of(write), write
+    while node in inside:
+        if not node.args or not isinstance(node.args[0], torch.fx.Node):
+            return None
+        node = node.args[0]
+        same_memory = record_of(node).storage == record.storage
+        if not same_memory or record_of(node).value.shape != record.value.shape:
+            return None
+    return node
+
+
 def _needed(
-    wanted: Sequence[torch.fx.Node], by_result: Mapping[torch.fx.Node, ModuleCall], region_output: torch.fx.Node
+    wanted: Sequence[torch.fx.Node],
+    by_result: Mapping[torch.fx.Node, ModuleCall],
+    stand_ins: Mapping[torch.fx.Node, torch.fx.Node],
+    rereads: Mapping[torch.fx.Node, Reread],
+    region_output: torch.fx.Node,
 ) -> set[torch.fx.Node]:
     needed: set[torch.fx.Node] = {region_output}
     frontier = list(wanted)
@@ -88,6 +139,11 @@ def _needed(
         if node in by_result:
             call = by_result[node]
             frontier.extend((*_nodes(call.output), *_nodes(call.args), *_nodes(call.kwargs)))
+        elif node in rereads:
+            frontier.extend((rereads[node].argument, rereads[node].result))
+        elif node.target is functional.after:
+            read, write = node.all_input_nodes
+            frontier.extend((read, stand_ins.get(write, write)))
         else:
             frontier.extend(node.all_input_nodes)
     return needed

@@ -11,7 +11,7 @@ import torch
 import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture import CapturedBlock, functional, record_of
 from hexa_fx.ir import FfnSpec, InputGuard, RewrittenBlock
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing import Source
@@ -43,7 +43,7 @@ class _Rewriter:
             elif node in kept.calls:
                 self._call(node, kept)
             else:
-                self._copy(node)
+                self._copy(node, kept)
         self.graph.output(self._map(captured.output))
         self._drop_unused()
         self.graph.lint()
@@ -75,16 +75,27 @@ class _Rewriter:
     def _map(self, value: Any) -> Any:
         return torch.fx.map_arg(value, self.new.__getitem__)
 
-    def _copy(self, node: torch.fx.Node) -> None:
+    def _copy(self, node: torch.fx.Node, kept: Kept) -> None:
         if node in self.new:
             return
-        copy = self.graph.node_copy(node, self.new.__getitem__)
+        if node in kept.rereads:
+            reread = kept.rereads[node]
+            self.new[node] = self.graph.call_function(
+                functional.after, (self.new[reread.argument], self.new[reread.result])
+            )
+            return
+        copy = self.graph.node_copy(node, lambda argument: self._input_of(node, argument, kept))
         copy.meta = {"from": node.name, "location": record_of(node).location}
         self.new[node] = copy
         for branch in self.match.branches:
             if branch.condition is node:
                 holds = copy if branch.outcome else self.graph.call_function(operator.not_, (copy,))
                 self.graph.call_function(guards.require, (holds, _as_recorded(node)))
+
+    def _input_of(self, node: torch.fx.Node, argument: torch.fx.Node, kept: Kept) -> torch.fx.Node:
+        """The new node for an argument; a read after a kept call's write is ordered after the call."""
+        after_call = node.target is functional.after and argument not in self.new
+        return self.new[kept.stand_ins[argument] if after_call else argument]
 
     def _call(self, node: torch.fx.Node, kept: Kept) -> None:
         """A submodule call, emitted once for all of its results."""
@@ -130,8 +141,7 @@ class _Rewriter:
         if before is not None:
             tokens, index, factor = self._scale_rows(tokens, index, factor, before)
         past_experts = self._identity(tokens, index, factor) if match.identity and factor is not None else None
-        if match.identity:
-            index = self.graph.call_method("clamp", (index,), {"max": match.num_experts})
+        index = self._within_sentinel(index)
         operands = weights.emit(match.body)
         body = match.body
         spec = FfnSpec(body.activation, operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h)
@@ -148,6 +158,17 @@ class _Rewriter:
         if past_experts is not None:
             result = self.graph.call_function(operator.add, (result, past_experts))
         return self._restore(result)
+
+    def _within_sentinel(self, index: torch.fx.Node) -> torch.fx.Node:
+        """Ids that no stored expert has become the one id that contributes nothing, E."""
+        nodes, experts = self.match.routing.index.nodes, self.match.num_experts
+        recorded = torch.cat([record_of(node).value.flatten() for node in nodes])
+        if int(recorded.max()) > experts:
+            index = self.graph.call_method("clamp", (index,), {"max": experts})
+        if int(recorded.min()) < 0:
+            negative = self.graph.call_function(operator.lt, (index, 0))
+            index = self.graph.call_method("masked_fill", (index, negative, experts))
+        return index
 
     def _identity(self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node) -> torch.fx.Node:
         """What the experts that return the token itself add: ids of E and above."""

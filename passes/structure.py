@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Hashable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -97,6 +97,4 @@ def _shape(value: Any) -> Hashable:
         return tuple(_shape(item) for item in value)
     if isinstance(value, Mapping):
         return tuple((key, _shape(item)) for key, item in value.items())
-    if isinstance(value, _PLAIN):
-        return cast(Hashable, value)
-    return type(value)
+    return repr(value) if isinstance(value, _PLAIN) else type(value).__name__

@@ -353,18 +353,14 @@ def _fx_target(func: Any, name: str) -> tuple[str, Any]:
 def _written_tensor(name: str, args: Any, kwargs: Any, result: Any) -> torch.Tensor | None:
     """The tensor a call wrote into, if it is one of the in-place forms."""
     if isinstance(kwargs.get("out"), torch.Tensor):
-        out: torch.Tensor = kwargs["out"]
-        return out
+        return kwargs["out"]  # type: ignore[no-any-return]
     if not args or not isinstance(args[0], torch.Tensor):
         return None
     target: torch.Tensor = args[0]
-    if name == "__setitem__":
-        return target
     in_place_name = name.endswith("_") and not name.endswith("__")
     in_place_operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    if result is target and (in_place_name or in_place_operator or kwargs.get("inplace")):
-        return target
-    return None
+    returns_target = result is target and (in_place_name or in_place_operator or bool(kwargs.get("inplace")))
+    return target if name == "__setitem__" or returns_target else None
 
 
 _OWN_PACKAGES = ("torch.", "hexa_fx.capture", "contextlib")

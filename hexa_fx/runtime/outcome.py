@@ -32,14 +32,15 @@ class Difference:
     Args:
         forward: largest difference of an output, buffer or input afterwards, relative to the tensor's scale.
         gradient: the same of the gradients.
-        worst: which tensor that is.
+        worst_value, worst_gradient: which tensors these are.
         reason: set if the outcomes differ in more than numbers.
         none_became_zero: parameters whose gradient was None in the original only.
     """
 
     forward: float = 0.0
     gradient: float = 0.0
-    worst: str = ""
+    worst_value: str = ""
+    worst_gradient: str = ""
     reason: str = ""
     none_became_zero: tuple[str, ...] = ()
 
@@ -139,19 +140,17 @@ def difference(original: Outcome, other: Outcome) -> Difference:
         return Difference(reason=f"only one of the two has {', '.join(set(original.values) ^ set(other.values))}")
     if other.backward_error and not original.backward_error:
         return Difference(reason=f"backward raises {other.backward_error}")
-    forward, worst, reason = _furthest(original.values, other.values)
+    forward, value, reason = _furthest(original.values, other.values)
     if reason:
         return Difference(reason=reason)
     if original.backward_error:
-        return Difference(forward, 0.0, worst)
+        return Difference(forward, worst_value=value)
     first, second = _filled(original.gradients, other.gradients), _filled(other.gradients, original.gradients)
-    gradient, worst_gradient, reason = _furthest(first, second)
+    gradient, of, reason = _furthest(first, second)
     if reason:
-        return Difference(forward, worst=worst, reason=f"gradient of {reason}")
+        return Difference(forward, reason=f"gradient of {reason}")
     zeroed = tuple(name for name in first if original.gradients[name] is None)
-    if gradient > forward:
-        worst = f"gradient of {worst_gradient}"
-    return Difference(forward, gradient, worst, none_became_zero=zeroed)
+    return Difference(forward, gradient, value, of, none_became_zero=zeroed)
 
 
 def _gradients(

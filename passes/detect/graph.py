@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from hexa_fx.capture import record_of
+from hexa_fx.capture import CapturedBlock, record_of
 
 CONTRACTIONS = frozenset(
     "linear matmul mm bmm baddbmm addmm einsum addmv grouped_mm _grouped_mm grouped_mm_fallback __rmatmul__".split()
@@ -69,6 +69,17 @@ def descendants(roots: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
             seen.add(node)
             frontier.extend(node.users)
     return seen
+
+
+def inside_calls(captured: CapturedBlock) -> frozenset[torch.fx.Node]:
+    """Values internal to a submodule's call: not its results, nor arguments."""
+    order = [node for node in captured.graph.nodes if node.op != "output"]
+    inside: set[torch.fx.Node] = set()
+    for call in captured.calls:
+        outputs: set[torch.fx.Node] = set()
+        torch.fx.map_arg(call.output, outputs.add)
+        inside.update(node for node in order[call.start : call.end] if node not in outputs)
+    return frozenset(inside)
 
 
 def effects(graph: torch.fx.Graph) -> set[torch.fx.Node]:

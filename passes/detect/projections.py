@@ -11,7 +11,7 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
-from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, is_float, operation
+from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, inside_calls, is_float, operation
 from hexa_fx.passes.detect.stacks import Stack, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -267,12 +267,15 @@ def feature_size(node: torch.fx.Node) -> int:
 def _token_sources(
     leader: Contraction, captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]
 ) -> Iterator[torch.fx.Node]:
-    """Untagged float tensors of the right width before the first product, earliest first, each distinct value once."""
-    width = feature_size(leader.data)
+    """Untagged float tensors of the right width before the first product, each distinct value once.
+
+    Earliest first, but values inside submodule calls last: using one would compute it a second time.
+    """
+    width, inner = feature_size(leader.data), inside_calls(captured)
+    before = list(captured.graph.nodes)
+    before = before[: before.index(leader.node)]
     seen: set[tuple[int, bytes]] = set()
-    for node in captured.graph.nodes:
-        if node is leader.node:
-            return
+    for node in sorted(before, key=lambda node: node in inner):
         if not is_float(node) or tags[node].experts or tags[node].weight:
             continue
         value = record_of(node).value

@@ -1,0 +1,450 @@
+"""Blocks whose experts, or what stands around them, are unusual."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.variant import D, E, I, K, variant, weight
+
+
+class Mixture(nn.Module):
+    """Base: a softmax gate and a loop; `expert(e, x)` is what differs."""
+
+    def __init__(self, make_expert: type[nn.Module] | None = SwiGLU) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        if make_expert is not None:
+            self.experts = experts(make_expert)
+
+    def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[e](x)
+
+    def mix(self, flat: torch.Tensor) -> torch.Tensor:
+        weights, indices = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e in range(E):
+            token, slot = torch.where(indices == e)
+            out.index_add_(0, token, self.expert(e, flat[token]) * weights[token, slot, None])
+        return out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x.reshape(-1, x.shape[-1])).view(x.shape)
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear with a low-rank addition."""
+
+    def __init__(self, inp: int, out: int, rank: int = 3, alpha: float = 6.0) -> None:
+        super().__init__()
+        self.base = nn.Linear(inp, out, bias=False).requires_grad_(False)
+        self.lora_A = nn.Linear(inp, rank, bias=False)
+        self.lora_B = nn.Linear(rank, out, bias=False)
+        self.scaling = alpha / rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.lora_B(self.lora_A(x)) * self.scaling
+
+
+class LoRAExpert(nn.Module):
+    """SwiGLU with LoRA on every projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = LoRALinear(D, I), LoRALinear(D, I), LoRALinear(I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PreNormExpert(nn.Module):
+    """Each expert normalises its input with its own LayerNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+        with torch.no_grad():
+            self.norm.weight.add_(0.3 * torch.randn(D))
+            self.norm.bias.add_(0.3 * torch.randn(D))
+        self.mlp = MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(self.norm(x))
+
+
+class RMSNorm(nn.Module):
+    """Root mean square over the last dimension."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.3 * torch.randn(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class PostNormExpert(nn.Module):
+    """Each expert normalises its output with its own RMSNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.norm = SwiGLU(), RMSNorm(D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.mlp(x))
+
+
+class ScaledExpert(nn.Module):
+    """A learned scalar and a learned vector per expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP(act=nn.SiLU)
+        self.gain = nn.Parameter(torch.randn(()) + 1)
+        self.gamma = nn.Parameter(torch.randn(D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * self.mlp(x) * self.gamma
+
+
+class ResidualExpert(nn.Module):
+    """x + f(x) inside the expert, so that the routing weights scale x too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(x)
+
+
+class ThreeLayers(nn.Module):
+    """An expert of three linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.Linear(I, 16), nn.Tanh(), nn.Linear(16, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class OneLinear(nn.Module):
+    """An expert is one linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x)
+
+
+class GeGLU(nn.Module):
+    """One projection to 2I, split; gelu gate; biases; the up half first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj_in, self.proj_out = nn.Linear(D, 2 * I), nn.Linear(I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, gate = self.proj_in(x).split(I, dim=-1)
+        return self.proj_out(up * F.gelu(gate))
+
+
+class LearnedActivation(nn.Module):
+    """PReLU with a slope per expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(D, I), nn.PReLU(init=float(torch.rand(()))), nn.Linear(I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class DropoutZero(nn.Module):
+    """Dropout with p = 0, which people leave in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(D, I), nn.GELU(), nn.Dropout(0.0), nn.Linear(I, D), nn.Dropout(0.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+class HalfFrozen(nn.Module):
+    """The first projection is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP(act=nn.ReLU)
+        self.mlp.fc1.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
+
+
+class SharedExpert(Mixture):
+    """An expert that every token visits is added, optionally behind a sigmoid gate."""
+
+    def __init__(self, gated: bool = False) -> None:
+        super().__init__()
+        self.shared_expert = SwiGLU(hidden=2 * I)
+        self.shared_expert_gate = nn.Linear(D, 1, bias=False) if gated else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        shared = self.shared_expert(flat)
+        if self.shared_expert_gate is not None:
+            shared = torch.sigmoid(self.shared_expert_gate(flat)) * shared
+        return (self.mix(flat) + shared).view(x.shape)
+
+
+class SharedSameShape(Mixture):
+    """The shared expert has the same shape as a routed one, and stands in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(MLP)
+        self.shared = nn.ModuleList([MLP(), MLP()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + sum(expert(x) for expert in self.shared)
+
+
+class ZeroAndIdentityExperts(nn.Module):
+    """Expert ids past the real ones: the token itself, or nothing."""
+
+    def __init__(self, identity: bool = True) -> None:
+        super().__init__()
+        self.identity = identity
+        self.gate = TopKGate(num_experts=E + 2)
+        self.experts = experts(SwiGLU)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(indices == e)
+            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+        if self.identity:
+            token, slot = torch.where(indices >= E)
+            out.index_add_(0, token, flat[token] * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+class ResidualMoE(Mixture):
+    """DeepSpeed's residual MoE: a dense MLP beside it and a learned mixing coefficient."""
+
+    def __init__(self) -> None:
+        super().__init__(MLP)
+        self.mlp, self.coefficient = MLP(), nn.Linear(D, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        coef = F.softmax(self.coefficient(x), dim=-1)
+        return super().forward(x) * coef[..., 0:1] + self.mlp(x) * coef[..., 1:]
+
+
+class Latent(Mixture):
+    """Experts live in a smaller space between two shared projections; the router sees the full one."""
+
+    def __init__(self, latent: int = 8) -> None:
+        super().__init__(None)
+        self.down, self.up = nn.Linear(D, latent, bias=False), nn.Linear(latent, D, bias=False)
+        self.experts = experts(SwiGLU, dim=latent, hidden=I)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        latent = self.down(flat)
+        out = torch.zeros_like(latent)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(indices == e)
+            out.index_add_(0, token, expert(latent[token]) * weights[token, slot, None])
+        return self.up(out).view(x.shape)
+
+
+class SharedPostNorm(Mixture):
+    """One RMSNorm for all experts' outputs, before the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm(D)
+
+    def expert(self, e: int, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.experts[e](x))
+
+
+class NormAround(Mixture):
+    """Pre-norm and residual of the whole block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(self.norm(x))
+
+
+class WeightBefore(Mixture):
+    """The routing weight scales the expert's input."""
+
+    def mix(self, flat: torch.Tensor) -> torch.Tensor:
+        weights, indices = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e in range(E):
+            token, slot = torch.where(indices == e)
+            out.index_add_(0, token, self.experts[e](flat[token] * weights[token, slot, None]))
+        return out
+
+
+class WeightBetween(nn.Module):
+    """The routing weight scales the activation between the two projections; the second bias is not scaled."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.up = nn.ModuleList(nn.Linear(D, I, bias=bias) for _ in range(E))
+        self.down = nn.ModuleList(nn.Linear(I, D, bias=bias) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e in range(E):
+            token, slot = torch.where(indices == e)
+            hidden = F.gelu(self.up[e](flat[token])) * weights[token, slot, None]
+            out.index_add_(0, token, self.down[e](hidden))
+        return out.view(x.shape)
+
+
+class TiedUp(nn.Module):
+    """All experts share the up projection and own their down projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.up = nn.Linear(D, I)
+        self.down = nn.ModuleList(nn.Linear(I, D) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e, down in enumerate(self.down):
+            token, slot = torch.where(indices == e)
+            out.index_add_(0, token, down(F.relu(self.up(flat[token]))) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+class SameExpertTwice(Mixture):
+    """Two entries of the list are one and the same module."""
+
+    def __init__(self) -> None:
+        super().__init__(MLP)
+        self.experts[3] = self.experts[1]
+
+
+class ClampedInterleaved(nn.Module):
+    """gpt-oss: gate and up interleaved, clamped, alpha, up + 1, biases, (E, in, out)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.limit = 1.702, 1.5
+        self.router = nn.Linear(D, E)
+        self.gate_up_proj, self.gate_up_proj_bias = weight(E, D, 2 * I), weight(E, 2 * I)
+        self.down_proj, self.down_proj_bias = weight(E, I, D), weight(E, D)
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = hidden_states.reshape(-1, D)
+        top_value, indices = torch.topk(self.router(flat), K, dim=-1)
+        scores = F.softmax(top_value, dim=1, dtype=top_value.dtype)
+        out = torch.zeros_like(flat)
+        for e in range(E):
+            token, slot = torch.where(indices == e)
+            gate_up = flat[token] @ self.gate_up_proj[e] + self.gate_up_proj_bias[e]
+            gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+            gate = gate.clamp(min=None, max=self.limit)
+            up = up.clamp(min=-self.limit, max=self.limit)
+            hidden = (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+            y = hidden @ self.down_proj[e] + self.down_proj_bias[e]
+            out.index_add_(0, token, y * scores[token, slot, None])
+        return out.view(hidden_states.shape), scores
+
+
+class WiderOutput(nn.Module):
+    """The experts' output is wider than their input."""
+
+    def __init__(self, out: int = 28) -> None:
+        super().__init__()
+        self.gate, self.out = TopKGate(), out
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.Linear(I, out)) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        result = flat.new_zeros(flat.shape[0], self.out)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(indices == e)
+            result[token] += expert(flat[token]) * weights[token, slot, None]
+        return result.view(*x.shape[:-1], self.out)
+
+
+class TwoMixtures(nn.Module):
+    """Two mixtures, one after the other, in one module with separate lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Mixture(MLP), Mixture(SwiGLU)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.first(x)
+        return x + self.second(x)
+
+
+class Conv1x1Expert(nn.Module):
+    """Vision style: an expert is two 1x1 convolutions over tokens seen as pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv1d(D, I, 1), nn.Conv1d(I, D, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv2(F.relu(self.conv1(x.unsqueeze(-1)))).squeeze(-1)
+
+
+VARIANTS = (
+    variant("body_lora", Mixture, "LoRA with frozen bases in every projection", make_expert=LoRAExpert),
+    variant("body_pre_layernorm", Mixture, "LayerNorm per expert before its MLP", make_expert=PreNormExpert),
+    variant("body_post_rmsnorm", Mixture, "RMSNorm per expert after its MLP", make_expert=PostNormExpert),
+    variant("body_scale", Mixture, "scalar and vector scale per expert", make_expert=ScaledExpert),
+    variant("body_residual", Mixture, "x + f(x) inside the expert", make_expert=ResidualExpert),
+    variant("body_three_layers", Mixture, "three linear layers", make_expert=ThreeLayers),
+    variant("body_one_linear", Mixture, "one linear layer", make_expert=OneLinear),
+    variant("body_geglu", Mixture, "gelu-gated, up half first, biases", make_expert=GeGLU),
+    variant("body_prelu", Mixture, "activation with a parameter per expert", make_expert=LearnedActivation),
+    variant("body_dropout_zero", Mixture, "dropout with p = 0", make_expert=DropoutZero),
+    variant("body_half_frozen", Mixture, "first projection frozen", make_expert=HalfFrozen),
+    variant("body_conv1x1", Mixture, "experts are 1x1 convolutions", "either", make_expert=Conv1x1Expert),
+    variant("around_shared_expert", SharedExpert, "a shared expert is added"),
+    variant("around_shared_expert_gated", SharedExpert, "a shared expert behind a sigmoid gate", gated=True),
+    variant("around_shared_same_shape", SharedSameShape, "shared experts of the routed ones' shape"),
+    variant("around_identity_expert", ZeroAndIdentityExperts, "ids past the experts return the token"),
+    variant("around_zero_experts", ZeroAndIdentityExperts, "ids past the experts give zero", identity=False),
+    variant("around_residual_moe", ResidualMoE, "dense MLP and a learned coefficient"),
+    variant("around_latent", Latent, "shared projections into and out of a latent space"),
+    variant("around_post_norm", SharedPostNorm, "one norm for all experts' outputs, before the weights"),
+    variant("around_norm_residual", NormAround, "pre-norm and residual of the block"),
+    variant("around_two_mixtures", TwoMixtures, "two mixtures in one module"),
+    variant("weight_before", WeightBefore, "routing weight on the input"),
+    variant("weight_between", WeightBetween, "routing weight between the projections, second bias unscaled"),
+    variant("weight_between_no_bias", WeightBetween, "routing weight between the projections", bias=False),
+    variant("tied_up_projection", TiedUp, "one up projection shared by all experts", "either"),
+    variant("tied_same_expert_twice", SameExpertTwice, "one module twice in the list", "either"),
+    variant("body_clamped_interleaved", ClampedInterleaved, "clamped swiglu, interleaved, biases (gpt-oss)"),
+    variant("body_wider_output", WiderOutput, "output wider than the input"),
+)

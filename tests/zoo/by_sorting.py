@@ -1,0 +1,347 @@
+"""Blocks that bring the tokens into expert order first, or gather each token's weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.variant import D, E, I, K, variant, weight
+
+
+class SplitByCounts(nn.Module):
+    """Granite of transformers 4: sort, `split(counts.tolist())`, one linear per expert, cat; twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.input_linear, self.output_linear = weight(E, 2 * I, D), weight(E, D, I)
+
+    def parallel_linear(self, inputs: torch.Tensor, weights: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        pieces = inputs.split(sizes, dim=0)
+        return torch.cat([F.linear(piece, weights[i]) for i, piece in enumerate(pieces)], dim=0)
+
+    def forward(self, layer_input: torch.Tensor) -> torch.Tensor:
+        bsz, length, emb_size = layer_input.size()
+        layer_input = layer_input.reshape(-1, emb_size)
+        logits = self.router(layer_input)
+        top_k_logits, top_k_indices = logits.topk(K, dim=1)
+        top_k_gates = torch.softmax(top_k_logits, dim=1).type_as(layer_input)
+        gates = torch.zeros([top_k_gates.size(0), E], dtype=torch.long).scatter(1, top_k_indices, 1)
+        expert_size = gates.sum(0).tolist()
+        _, index_sorted_experts = top_k_indices.flatten().sort(0)
+        batch_index = index_sorted_experts.div(K, rounding_mode="trunc")
+        batch_gates = top_k_gates.flatten()[index_sorted_experts]
+        hidden = self.parallel_linear(layer_input[batch_index], self.input_linear, expert_size)
+        gate, up = hidden.chunk(2, dim=-1)
+        outputs = self.parallel_linear(F.silu(gate) * up, self.output_linear, expert_size)
+        outputs = outputs * batch_gates[:, None]
+        zeros = torch.zeros((bsz * length, emb_size), dtype=outputs.dtype, device=outputs.device)
+        return zeros.index_add(0, batch_index, outputs).view(bsz, length, emb_size)
+
+
+class ArgsortSplitUnsort(nn.Module):
+    """argsort, split, cat, inverse permutation, weighted sum over k."""
+
+    def __init__(self, kind: type[nn.Module] = MLP) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.experts = experts(kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        order = torch.argsort(indices.reshape(-1), stable=True)
+        counts = torch.bincount(indices.reshape(-1), minlength=E)
+        permuted = flat[order // K]
+        chunks = permuted.split(counts.tolist())
+        out = torch.cat([expert(chunk) for expert, chunk in zip(self.experts, chunks, strict=True)])
+        unsorted = out[torch.argsort(order)].view(-1, K, D)
+        return (unsorted * weights.unsqueeze(-1)).sum(1).view(x.shape)
+
+
+class CumsumSlices(nn.Module):
+    """bincount, cumsum, and slices of the permuted tokens; results written into slices of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.experts = experts(SwiGLU)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        flat_indices = indices.flatten()
+        order = flat_indices.argsort()
+        ends = torch.bincount(flat_indices, minlength=E).cumsum(0).tolist()
+        sorted_tokens = flat.repeat_interleave(K, dim=0)[order]
+        sorted_out = torch.empty_like(sorted_tokens)
+        start = 0
+        for e, end in enumerate(ends):
+            if end > start:
+                sorted_out[start:end] = self.experts[e](sorted_tokens[start:end])
+            start = end
+        out = torch.zeros_like(sorted_out)
+        out[order] = sorted_out
+        return (out.view(-1, K, D) * weights[..., None]).sum(dim=1).view_as(x)
+
+
+class NumpyCounts(nn.Module):
+    """DeepSeek remote code, `moe_infer`: counts as numpy, outputs concatenated, `new_x[idxs] = outs`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.experts = experts(SwiGLU)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        orig_shape = x.shape
+        x = x.view(-1, x.shape[-1])
+        topk_weight, topk_ids = self.gate(x)
+        cnts = topk_ids.new_zeros((topk_ids.shape[0], len(self.experts)))
+        cnts.scatter_(1, topk_ids, 1)
+        tokens_per_expert = cnts.sum(dim=0)
+        idxs = topk_ids.view(-1).argsort()
+        sorted_tokens = x[idxs // topk_ids.shape[1]]
+        tokens_per_expert = tokens_per_expert.cpu().numpy()
+        outputs = []
+        start_idx = 0
+        for i, num_tokens in enumerate(tokens_per_expert):
+            end_idx = start_idx + num_tokens
+            if num_tokens == 0:
+                continue
+            outputs.append(self.experts[i](sorted_tokens[start_idx:end_idx]))
+            start_idx = end_idx
+        outs = torch.cat(outputs, dim=0) if len(outputs) else sorted_tokens.new_empty(0)
+        new_x = torch.empty_like(outs)
+        new_x[idxs] = outs
+        y = new_x.view(*topk_ids.shape, -1).type(topk_weight.dtype).mul_(topk_weight.unsqueeze(dim=-1)).sum(dim=1)
+        return y.type(new_x.dtype).view(*orig_shape)
+
+
+class RepeatInterleaveMasks(nn.Module):
+    """DeepSeek remote code in training: every token repeated k times, one flat boolean mask an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate(normalize=False)
+        self.experts = experts(SwiGLU)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        orig_shape = hidden_states.shape
+        flat = hidden_states.view(-1, D)
+        topk_weight, topk_idx = self.gate(flat)
+        flat_topk_idx = topk_idx.view(-1)
+        flat = flat.repeat_interleave(K, dim=0)
+        y = torch.empty_like(flat)
+        for i, expert in enumerate(self.experts):
+            y[flat_topk_idx == i] = expert(flat[flat_topk_idx == i]).to(flat.dtype)
+        return (y.view(*topk_weight.shape, -1) * topk_weight.unsqueeze(-1)).sum(dim=1).view(*orig_shape)
+
+
+class GroupedMM(nn.Module):
+    """Sort, offsets by histogram and cumsum, `grouped_mm` on stacked weights, inverse permutation."""
+
+    def __init__(self, function: str = "torch._grouped_mm", gated: bool = True) -> None:
+        super().__init__()
+        self.grouped_mm = torch._grouped_mm if function == "torch._grouped_mm" else F.grouped_mm
+        self.gated = gated
+        self.gate = TopKGate()
+        self.w1, self.w2 = weight(E, (2 if gated else 1) * I, D), weight(E, D, I)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        ids = indices.reshape(-1)
+        order = torch.argsort(ids)
+        counts = torch.histc(ids.float(), bins=E, min=0, max=E - 1)
+        offs = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        h = self.grouped_mm(flat[order // K], self.w1.transpose(-2, -1), offs=offs)
+        if self.gated:
+            gate, up = h.chunk(2, dim=-1)
+            h = F.silu(gate) * up
+        else:
+            h = F.relu(h)
+        y = self.grouped_mm(h, self.w2.transpose(-2, -1), offs=offs)
+        y = y * weights.reshape(-1)[order].unsqueeze(-1)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.numel())
+        return y[inverse].view(-1, K, D).sum(dim=1).view(x.shape)
+
+
+class GatheredBmm(nn.Module):
+    """Every routed token multiplies its own copy of the weights: `bmm` on `w[ids]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.up, self.down = weight(E, D, I), weight(E, I, D)
+        self.up_bias, self.down_bias = weight(E, I), weight(E, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        ids = indices.reshape(-1)
+        rows = flat.repeat_interleave(K, dim=0).unsqueeze(1)
+        h = F.gelu(torch.bmm(rows, self.up[ids]).squeeze(1) + self.up_bias[ids])
+        y = torch.bmm(h.unsqueeze(1), self.down[ids]).squeeze(1) + self.down_bias[ids]
+        return (y * weights.reshape(-1, 1)).view(-1, K, D).sum(1).view(x.shape)
+
+
+class GatheredEinsum(nn.Module):
+    """gpt-fast Mixtral: weights gathered per token (T, k, I, D) and einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.w1, self.w2, self.w3 = weight(E, I, D), weight(E, D, I), weight(E, I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.view(-1, D)
+        expert_weights, expert_indices = torch.topk(F.softmax(self.gate(flat), dim=-1), K, dim=-1)
+        expert_weights = expert_weights / expert_weights.sum(dim=-1, keepdim=True)
+        w1, w2, w3 = self.w1[expert_indices], self.w2[expert_indices], self.w3[expert_indices]
+        x1 = F.silu(torch.einsum("ti,taoi->tao", flat, w1))
+        x3 = torch.einsum("ti,taoi->tao", flat, w3)
+        expert_outs = torch.einsum("tao,taio->tai", x1 * x3, w2)
+        return torch.einsum("tai,ta->ti", expert_outs, expert_weights).view(x.shape)
+
+
+class SortedIndexAdd(nn.Module):
+    """Sorted tokens in slices, outputs times sorted weights, `index_add_` back without an inverse permutation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.experts = experts(MLP, act=nn.SiLU)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        sorted_experts, order = torch.sort(indices.flatten())
+        token = torch.div(order, K, rounding_mode="floor")
+        sorted_weights = weights.flatten()[order]
+        boundaries = torch.searchsorted(sorted_experts, torch.arange(E + 1)).tolist()
+        out = torch.zeros_like(flat)
+        for e in range(E):
+            begin, end = boundaries[e], boundaries[e + 1]
+            if begin == end:
+                continue
+            rows = token[begin:end]
+            out.index_add_(0, rows, self.experts[e](flat[rows]) * sorted_weights[begin:end, None])
+        return out.view(x.shape)
+
+
+class SliceWrites(nn.Module):
+    """Aria of transformers 4: one linear helper that writes `output[start:end]`, with 0-d tensor bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.fc1, self.fc2 = weight(E, D, 2 * I), weight(E, I, D)
+
+    @staticmethod
+    def sequential_experts_gemm(tokens: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros(tokens.shape[0], weights.shape[-1], dtype=tokens.dtype, device=tokens.device)
+        cumsum = torch.cumsum(counts, dim=0)
+        cumsum = torch.cat((torch.zeros(1, dtype=torch.long), cumsum))
+        for expert_num in range(weights.shape[0]):
+            start, end = cumsum[expert_num], cumsum[expert_num + 1]
+            output[start:end] = torch.matmul(tokens[start:end], weights[expert_num])
+        return output
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        flat = hidden_states.view(-1, D)
+        scores, top_indices = self.gate(flat)
+        counts = torch.histc(top_indices.flatten().to(torch.float32), bins=E, min=0, max=E - 1).to(torch.long)
+        sorted_indices = torch.argsort(top_indices.flatten())
+        permuted = flat.index_select(0, sorted_indices // K)
+        gate, up = torch.chunk(self.sequential_experts_gemm(permuted, self.fc1, counts), 2, dim=-1)
+        expert_output = self.sequential_experts_gemm(F.silu(gate) * up, self.fc2, counts)
+        unpermuted = torch.zeros((scores.numel(), D), dtype=expert_output.dtype)
+        unpermuted.index_copy_(0, sorted_indices, expert_output)
+        unpermuted = unpermuted.view(-1, K, D) * scores.unsqueeze(-1)
+        return unpermuted.sum(dim=1).to(hidden_states.dtype).view(hidden_states.shape)
+
+
+class SparseDispatcher:
+    """Tensor2tensor's helper object: splits the inputs by expert and puts the outputs together."""
+
+    def __init__(self, num_experts: int, gates: torch.Tensor) -> None:
+        self.gates, self.num_experts = gates, num_experts
+        sorted_experts, index_sorted_experts = torch.nonzero(gates).sort(0)
+        _, self.expert_index = sorted_experts.split(1, dim=1)
+        self.batch_index = torch.nonzero(gates)[index_sorted_experts[:, 1], 0]
+        self.part_sizes = (gates > 0).sum(0).tolist()
+        gates_exp = gates[self.batch_index.flatten()]
+        self.nonzero_gates = torch.gather(gates_exp, 1, self.expert_index)
+
+    def dispatch(self, inp: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.split(inp[self.batch_index], self.part_sizes, dim=0)
+
+    def combine(self, expert_out: list[torch.Tensor]) -> torch.Tensor:
+        stitched = torch.cat(expert_out, 0).mul(self.nonzero_gates)
+        zeros = torch.zeros(self.gates.size(0), expert_out[-1].size(1), dtype=stitched.dtype)
+        return zeros.index_add(0, self.batch_index, stitched)
+
+
+class WithSparseDispatcher(nn.Module):
+    """The Shazeer mixture of many PyTorch ports."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_gate = weight(D, E)
+        self.experts = experts(MLP, act=nn.ReLU)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        logits = flat @ self.w_gate
+        top_logits, top_indices = logits.topk(K, dim=1)
+        gates = torch.zeros_like(logits).scatter(1, top_indices, top_logits.softmax(1))
+        dispatcher = SparseDispatcher(E, gates)
+        outputs = [self.experts[i](part) for i, part in enumerate(dispatcher.dispatch(flat))]
+        return dispatcher.combine(outputs).view(x.shape)
+
+
+class TwoProjectionsPerLoop(nn.Module):
+    """Megablocks-like reference: bins from a histogram, first all up projections, then all down projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.w1, self.w2 = weight(E, D, I), weight(E, I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, top_experts = self.gate(flat)
+        bin_ids, indices = torch.sort(top_experts.flatten(), stable=True)
+        bins = torch.bincount(bin_ids, minlength=E).cumsum(0)
+        rows = flat[indices // K]
+        starts = [0, *bins[:-1].tolist()]
+        hidden = [rows[s:e] @ self.w1[i] for i, (s, e) in enumerate(zip(starts, bins.tolist(), strict=True))]
+        hidden = F.gelu(torch.cat(hidden))
+        out = [hidden[s:e] @ self.w2[i] for i, (s, e) in enumerate(zip(starts, bins.tolist(), strict=True))]
+        out = torch.cat(out) * weights.flatten()[indices, None]
+        return torch.zeros_like(flat).index_add_(0, indices // K, out).view(x.shape)
+
+
+GROUPED = (torch.float32,)
+
+VARIANTS = (
+    variant("sorted_split_counts", SplitByCounts, "split(counts.tolist()) twice, shared elementwise code between"),
+    variant("sorted_argsort_unsort", ArgsortSplitUnsort, "argsort, split, cat, inverse permutation"),
+    variant("sorted_argsort_unsort_gated", ArgsortSplitUnsort, "the same with gated experts", kind=SwiGLU),
+    variant("sorted_cumsum_slices", CumsumSlices, "bincount and cumsum slices, slice writes into empty_like"),
+    variant("sorted_numpy_counts", NumpyCounts, "counts as a numpy array (moe_infer)"),
+    variant("sorted_repeat_masks", RepeatInterleaveMasks, "repeat_interleave and flat boolean masks"),
+    variant("sorted_torch_grouped_mm", GroupedMM, "torch._grouped_mm (no float64)", dtypes=GROUPED),
+    variant("sorted_f_grouped_mm", GroupedMM, "nn.functional.grouped_mm", dtypes=GROUPED, function="F.grouped_mm"),
+    variant("sorted_grouped_mm_ungated", GroupedMM, "grouped_mm, ungated relu experts", dtypes=GROUPED, gated=False),
+    variant("sorted_gathered_bmm", GatheredBmm, "bmm over gathered per-token weights and biases"),
+    variant("sorted_gathered_einsum", GatheredEinsum, "einsum over gathered per-token weights (gpt-fast)"),
+    variant("sorted_index_add", SortedIndexAdd, "searchsorted bounds, index_add_ of sorted outputs"),
+    variant("sorted_slice_writes", SliceWrites, "0-d tensor bounds, writes into slices of a zero buffer"),
+    variant("sorted_sparse_dispatcher", WithSparseDispatcher, "the SparseDispatcher helper object of Shazeer ports"),
+    variant("sorted_two_loops", TwoProjectionsPerLoop, "up projections in one loop, down projections in another"),
+)

@@ -1,0 +1,203 @@
+"""Blocks that run every expert on every token and pick afterwards, with zeros or by gathering."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.variant import D, E, I, K, variant, weight
+
+
+class ZeroGateMatrix(nn.Module):
+    """Every expert on every token, weighted by a gate matrix with zeros, summed one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.experts = experts(SwiGLU)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, indices = self.gate(x)
+        gates = torch.zeros(*x.shape[:-1], E, dtype=x.dtype).scatter_(-1, indices, weights)
+        out = 0
+        for e, expert in enumerate(self.experts):
+            out = out + gates[..., e : e + 1] * expert(x)
+        return out
+
+
+class StackEinsum(nn.Module):
+    """Outputs stacked and contracted with the gates."""
+
+    def __init__(self, threshold: bool = True) -> None:
+        super().__init__()
+        self.threshold = threshold
+        self.router = nn.Linear(D, E)
+        self.experts = experts(MLP)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.router(x)
+        top, indices = logits.topk(K, dim=-1)
+        if self.threshold:
+            masked = logits.masked_fill(logits < top[..., -1:], float("-inf"))
+        else:
+            masked = torch.full_like(logits, float("-inf")).scatter(-1, indices, top)
+        gates = masked.softmax(dim=-1)
+        outputs = torch.stack([expert(x) for expert in self.experts], dim=-2)
+        return torch.einsum("bse,bsed->bsd", gates, outputs)
+
+
+class ComputeAllGather(nn.Module):
+    """Outputs stacked, the k chosen ones gathered, weighted, summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.experts = experts(MLP, act=nn.ReLU)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, indices = self.gate(x)
+        outputs = torch.stack([expert(x) for expert in self.experts], dim=2)
+        picked = torch.gather(outputs, 2, indices.unsqueeze(-1).expand(-1, -1, -1, D))
+        return (picked * weights.unsqueeze(-1)).sum(dim=2)
+
+
+class StackedEinsum(nn.Module):
+    """einsum with stacked weights, dense combine with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.w_in, self.w_out = weight(E, D, I), weight(E, I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, indices = self.gate(x)
+        combine = (F.one_hot(indices, E).to(x.dtype) * weights.unsqueeze(-1)).sum(dim=-2)
+        hidden = F.gelu(torch.einsum("bsd,edi->bsei", x, self.w_in))
+        outputs = torch.einsum("bsei,eid->bsed", hidden, self.w_out)
+        return torch.einsum("bsed,bse->bsd", outputs, combine)
+
+
+class StackedEinsumFused(nn.Module):
+    """The same with gated experts and the combine folded into the last einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.w_gate, self.w_up, self.w_down = weight(E, I, D), weight(E, I, D), weight(E, D, I)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        combine = torch.zeros(flat.shape[0], E, dtype=x.dtype).scatter(1, indices, weights)
+        hidden = F.silu(torch.einsum("td,eid->tei", flat, self.w_gate)) * torch.einsum("td,eid->tei", flat, self.w_up)
+        return torch.einsum("tei,edi,te->td", hidden, self.w_down, combine).view(x.shape)
+
+
+class ScaledInputBmm(nn.Module):
+    """Llama 4: tokens repeated for every expert, scaled by a sigmoid score that is 0 where not chosen, bmm, sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.gate_up_proj, self.down_proj = weight(E, D, 2 * I), weight(E, I, D)
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states = hidden_states.reshape(-1, D)
+        router_logits = self.router(hidden_states)
+        top_value, indices = torch.topk(router_logits, K, dim=1)
+        scores = torch.full_like(router_logits, float("-inf")).scatter_(1, indices, top_value)
+        scores = torch.sigmoid(scores.float()).to(scores.dtype)
+        routed_in = hidden_states.repeat(E, 1) * scores.transpose(0, 1).reshape(-1, 1)
+        gate, up = torch.bmm(routed_in.view(E, -1, D), self.gate_up_proj).chunk(2, dim=-1)
+        routed_out = torch.bmm(up * F.silu(gate), self.down_proj)
+        return routed_out.sum(dim=0), router_logits
+
+
+class MaskTimesExpert(nn.Module):
+    """ViTPose: every expert's output times (indices == e)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.experts = experts(MLP, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, indices = self.gate(x)
+        out = torch.zeros_like(x)
+        for i in range(E):
+            share = (weights * (indices == i).to(x.dtype)).sum(-1, keepdim=True)
+            out = out + self.experts[i](x) * share
+        return out
+
+
+class HardPickTop1(nn.Module):
+    """Top-1 without a weight: `torch.where` over the experts, so the router gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.experts = experts(MLP)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        choice = self.router(x).argmax(dim=-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            out = torch.where(choice == e, expert(x), out)
+        return out
+
+
+class RepeatBmmDenseWeights(nn.Module):
+    """gpt-oss of transformers 4 in eval: tokens repeated for all experts, baddbmm-like biases, dense (T, E) weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.gate_up_proj, self.gate_up_proj_bias = weight(E, D, 2 * I), weight(E, 2 * I)
+        self.down_proj, self.down_proj_bias = weight(E, I, D), weight(E, D)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        batch_size = hidden_states.shape[0]
+        flat = hidden_states.reshape(-1, D)
+        top_value, indices = torch.topk(self.router(flat), K, dim=-1)
+        top_value = F.softmax(top_value, dim=1, dtype=top_value.dtype)
+        scores = torch.zeros(flat.shape[0], E, dtype=flat.dtype).scatter_(1, indices, top_value)
+        repeated = flat.repeat(E, 1).view(E, -1, D)
+        gate_up = torch.bmm(repeated, self.gate_up_proj) + self.gate_up_proj_bias[..., None, :]
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+        glu = gate * torch.sigmoid(gate * 1.702)
+        next_states = torch.bmm((up + 1) * glu, self.down_proj) + self.down_proj_bias[..., None, :]
+        next_states = next_states.view(E, batch_size, -1, D)
+        next_states = next_states * scores.transpose(0, 1).view(E, batch_size, -1)[..., None]
+        return next_states.sum(dim=0)
+
+
+class AllExpertsSoftmax(nn.Module):
+    """The classic mixture: softmax over all experts, no top-k; the same as k = E."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+        self.experts = experts(MLP, act=nn.Tanh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = self.gate(x).softmax(dim=-1)
+        outputs = torch.stack([expert(x) for expert in self.experts], dim=-1)
+        return (outputs * gates.unsqueeze(-2)).sum(dim=-1)
+
+
+VARIANTS = (
+    variant("dense_zero_gate_matrix", ZeroGateMatrix, "every expert on every token, gate matrix with zeros"),
+    variant("dense_stack_einsum", StackEinsum, "stack and einsum, a threshold keeps more than k on ties", "either"),
+    variant("dense_stack_einsum_scatter", StackEinsum, "stack and einsum with a masked softmax", threshold=False),
+    variant("dense_compute_all_gather", ComputeAllGather, "compute all, gather the top k"),
+    variant("dense_stacked_einsum", StackedEinsum, "einsum with stacked weights, one-hot combine"),
+    variant("dense_stacked_einsum_fused", StackedEinsumFused, "combine folded into a three-operand einsum"),
+    variant("dense_scaled_input_bmm", ScaledInputBmm, "bmm over all experts of scaled inputs (llama 4)"),
+    variant("dense_mask_times_expert", MaskTimesExpert, "output times (indices == e)"),
+    variant("dense_hard_pick_top1", HardPickTop1, "torch.where over the experts, no routing weight"),
+    variant("dense_repeat_bmm_interleaved", RepeatBmmDenseWeights, "repeat, bmm, interleaved gate and up, biases"),
+    variant("dense_softmax_all", AllExpertsSoftmax, "no top-k: dense by nature, the same as k = E", "either"),
+)

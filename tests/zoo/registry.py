@@ -1,0 +1,21 @@
+"""Every model of the zoo, in one tuple."""
+
+from __future__ import annotations
+
+from tests.zoo import bodies, by_sorting, capacity, dense, loops, refusals, routers
+from tests.zoo.variant import Variant
+
+VARIANTS: tuple[Variant, ...] = (
+    *loops.VARIANTS,
+    *by_sorting.VARIANTS,
+    *dense.VARIANTS,
+    *capacity.VARIANTS,
+    *routers.VARIANTS,
+    *bodies.VARIANTS,
+    *refusals.VARIANTS,
+)
+
+
+def by_name(name: str) -> Variant:
+    """The variant of that name."""
+    return next(v for v in VARIANTS if v.name == name)
