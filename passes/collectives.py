@@ -85,7 +85,6 @@ def _insert_model_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan
         tokens: Any = list(plan.tokens) if plan.tokens is not None else None
         if tokens is None:
             tokens = graph.call_function(nodes.token_counts, (args["x"], at.session))
-            tokens.name = "tokens"
             x = args["x"]
         else:
             x = graph.call_function(nodes.check_tokens, (args["x"], tokens, at.session))

@@ -30,7 +30,7 @@ __all__ = ["all_gather_into", "count_traffic", "wait"]
 
 assert _functional_collectives is not None
 
-_resolve_process_group: Any = dist.distributed_c10d._resolve_process_group
+_resolve_process_group: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009
 
 _traffic: list[Counter[str]] = []
 

@@ -105,7 +105,7 @@ def clip_grad_norm_(model: nn.Module, session: PartitionSession, max_norm: float
     device = next(model.parameters()).device
     norms = [_norm(grad, norm_type, device) for grad in shared]
     norms.append(_summed_norm([_norm(grad, norm_type, device) for grad in cut], norm_type, session, device))
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for grad in (*shared, *cut):
         grad.mul_(factor.to(grad.dtype))
