@@ -190,6 +190,17 @@ def test_without_a_copy_it_is_compared_in_its_own_dtype(dtype):
     assert not verify(block, list_rewritten(True, weights_without_gradient), example(), settings=settings).ok
 
 
+def test_a_large_block_is_compared_in_fewer_cases():
+    result = verify(ListMoE(), list_rewritten(), example(), settings=VerifySettings(many_bytes=100))
+    assert [case.name for case in result.cases] == [
+        "the example",
+        "one expert without tokens",
+    ]
+    assert not verify(
+        ListMoE(), list_rewritten(True, knows_one_routing), example(), settings=VerifySettings(many_bytes=100)
+    ).ok
+
+
 def test_a_block_that_cannot_be_copied_is_compared_in_place():
     block = ListMoE()
     block.lock = threading.Lock()

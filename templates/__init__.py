@@ -1,0 +1,1 @@
+"""CUDA templates; the algorithms are plain headers in ``include/hexa_fx``."""
