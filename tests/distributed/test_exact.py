@@ -69,8 +69,9 @@ def test_equals_one_process(world):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("world", [2, 4])
 def test_equals_one_process_full_matrix(world):
-    for result in run(world, many, list(cases(world, full=True)), timeout=600):
+    for result in run(world, many, list(cases(world, full=True)), timeout=1400):
         bad = {name: worst for name, (worst, _, _) in result.items() if not worst < 1e-10}
         assert not bad
