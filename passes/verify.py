@@ -219,13 +219,15 @@ class _Comparison:
                 return case
         return VerificationCase(routing.name, "skipped", detail="there is no router inside that could be overridden")
 
-    def _case(self, name: str, inputs: tuple[Any, Any], override: TorchFunctionMode | None = None) -> VerificationCase:
+    def _case(
+        self, name: str, inputs: tuple[Any, Any], override: TorchFunctionMode | None = None, calls: int = 1
+    ) -> VerificationCase:
         try:
-            original = self._run(self.forward.original, inputs, override)
+            original = self._run(_repeated(self.forward.original, calls), inputs, override)
         except Exception as error:
             return VerificationCase(name, "skipped", detail=f"the original raises {_first_line(error)}")
         try:
-            other = self._run(self.forward.rewritten, inputs, override)
+            other = self._run(_repeated(self.forward.rewritten, calls), inputs, override)
         except GuardMiss as miss:
             return VerificationCase(name, "skipped", detail=f"left to the original: {miss}")
         except Exception as error:
@@ -233,7 +235,7 @@ class _Comparison:
         found = difference(original, other)
         if self._agree(found):
             return VerificationCase(name, "equal", found.forward, found.gradient, "", found.none_became_zero)
-        again = difference(original, self._run(self.forward.original, inputs, override))
+        again = difference(original, self._run(_repeated(self.forward.original, calls), inputs, override))
         detail = self._describe(found)
         if not self._agree(again):
             detail = f"the original does not repeat itself on equal inputs and random numbers ({self._describe(again)})"
@@ -256,6 +258,17 @@ class _Comparison:
         if found.forward > self.tolerance:
             return f"{found.worst_value} is off by {found.forward:.1e} of its scale"
         return f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
+
+
+def _repeated(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """A function that calls ``call`` so many times and gives the last result."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(calls - 1):
+            call(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return run
 
 
 def _reason(cases: tuple[VerificationCase, ...]) -> str:
