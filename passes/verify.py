@@ -202,6 +202,9 @@ class _Comparison:
         spy = ChoiceSpy(self.inputs.num_experts)
         large = _float64_bytes(self.subject.module) > self.settings.many_bytes
         yield self._case("the example", self.inputs.example(self.subject.dtype), spy)
+        if self.forward.stored[bool(self.subject.module.training)]:
+            example = self.inputs.example(self.subject.dtype)
+            yield self._case("a second call, which sees what the first one stored", example, calls=2)
         for batch, sequence in () if large else self.settings.sizes:
             given = self.inputs.at(batch, sequence, self.subject.dtype)
             yield self._case(f"batch {batch}, sequence {sequence}", given)

@@ -92,9 +92,10 @@ def capture(
     try:
         with _restored_state(block) as attributes, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            result, arguments = _run(block, recorder, bound)
+            with _emptied() as emptied:
+                result, arguments = _run(block, recorder, bound)
             output = recorder.lift(result)
-            stored = tuple(_stored_values(block, attributes, recorder))
+            stored = tuple(_stored_values(block, attributes, emptied, recorder))
     except CaptureError:
         raise
     except Exception as error:
@@ -124,15 +125,37 @@ def _restored_state(block: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
                     buffer.copy_(buffers[name])
 
 
+@contextmanager
+def _emptied() -> Iterator[set[tuple[int, str]]]:
+    """Notes which attributes are set to None, by the module's id. That is a result too, though it may have been None before."""
+    noted: set[tuple[int, str]] = set()
+    plain = nn.Module.__setattr__
+
+    def noting(module: nn.Module, name: str, value: Any) -> None:
+        plain(module, name, value)
+        if value is None:
+            noted.add((id(module), name))
+        else:
+            noted.discard((id(module), name))
+
+    nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
+    try:
+        yield noted
+    finally:
+        nn.Module.__setattr__ = plain  # type: ignore[method-assign]
+
+
 def _changed(module: nn.Module, before: dict[str, Any]) -> list[str]:
     return [name for name, value in module.__dict__.items() if name not in before or value is not before[name]]
 
 
 def _stored_values(
-    block: nn.Module, attributes: dict[str, dict[str, Any]], recorder: Recorder
+    block: nn.Module, attributes: dict[str, dict[str, Any]], emptied: set[tuple[int, str]], recorder: Recorder
 ) -> Iterator[StoredValue]:
     for path, module in block.named_modules():
-        for name in _changed(module, attributes.get(path, {})):
+        changed = _changed(module, attributes.get(path, {}))
+        emptied_here = (name for owner, name in sorted(emptied) if owner == id(module) and name in module.__dict__)
+        for name in dict.fromkeys((*changed, *emptied_here)):
             value = module.__dict__[name]
             yield StoredValue(path, name, recorder.lift(value) if _is_liftable(value) else UNKNOWN)
 
