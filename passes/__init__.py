@@ -1,8 +1,10 @@
 """The way of one block through the passes. This module is the table of contents.
 
 1. `hexa_fx.capture.capture`      what the block did on example inputs, as a straight-line graph
-2. `hexa_fx.passes.detect`        the MoE region in it, or a refusal
-3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node, the rest for any size and routing
+2. `hexa_fx.passes.canonicalize`  fused ways of writing, taken apart;
+   `hexa_fx.passes.detect`        the MoE region in it, or a refusal
+3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node (or, for an unusual expert, as expert-specific
+                                  operators at once), the rest for any size and routing
 4. `hexa_fx.passes.verify`        original against rewritten, forward and gradients, before anything is accepted
 5. `hexa_fx.passes.lower`, `fuse` the node as expert-specific operators, forward and backward; what runs
 
@@ -26,6 +28,7 @@ from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, VerifySettings, verify
@@ -111,7 +114,7 @@ def _rewrite_mode(
     observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, prefer_latest: bool
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     try:
-        captured = capture(observation.module, args, kwargs, observation.path)
+        captured = canonicalize(capture(observation.module, args, kwargs, observation.path))
     except CaptureError as error:
         return Refusal(observation.path, str(error))
     match = detect(captured, prefer_latest)
@@ -132,7 +135,8 @@ def _check(
     checks: dict[Mode, VerificationResult] = {}
     for mode in list(rewritten):
         with _in_mode(observation.module, mode):
-            settings = VerifySettings(crowd=crowd_of(captured[mode].graph))
+            brief = any(other in checks and _does_the_same(captured[mode], captured[other]) for other in MODES)
+            settings = VerifySettings(crowd=crowd_of(captured[mode].graph), brief=brief)
             checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
         if not checks[mode].ok:
             refusals[mode] = Refusal(
@@ -140,6 +144,11 @@ def _check(
             )
             del rewritten[mode]
     return checks
+
+
+def _does_the_same(first: CapturedBlock, second: CapturedBlock) -> bool:
+    """Whether the recorded runs are the same calls with the same arguments."""
+    return first.graph.python_code("self").src == second.graph.python_code("self").src
 
 
 @contextmanager
