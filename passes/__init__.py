@@ -54,20 +54,24 @@ class BlockAnalysis:
     seconds: float = 0.0
 
 
+_ATTEMPTS = ((1.0, False), (1.0, True), (0.1, False), (10.0, False))
+"""(scale of the probe, which of equal readings to take). A probe can be degenerate, e.g. give routing weights of exactly 1."""
+
+
 def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
-    """Takes one block through the passes. The block is not changed."""
+    """Takes one block through the passes, again with other settings if what comes out differs. The block is not changed."""
     best: BlockAnalysis | None = None
-    for scale in (1.0, 0.1, 10.0):  # a probe can be degenerate, e.g. routing weights of exactly 1
-        analysis = _analyse_on(observation, config, scale)
+    for scale, prefer_latest in _ATTEMPTS:
+        analysis = _analyse_on(observation, config, scale, prefer_latest)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis
-        if best.match is None or not any(not check.ok for check in analysis.checks.values()):
+        if best.match is None or all(check.ok for check in best.checks.values()):
             break
     assert best is not None
     return best
 
 
-def _analyse_on(observation: Observation, config: HexaConfig, scale: float) -> BlockAnalysis:
+def _analyse_on(observation: Observation, config: HexaConfig, scale: float, prefer_latest: bool) -> BlockAnalysis:
     started = time.perf_counter()
     args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens, scale)
     captured: dict[Mode, CapturedBlock] = {}
@@ -76,7 +80,7 @@ def _analyse_on(observation: Observation, config: HexaConfig, scale: float) -> B
     match: MoEMatch | None = None
     for mode in MODES:
         with _in_mode(observation.module, mode):
-            outcome = _rewrite_mode(observation, args, kwargs, config)
+            outcome = _rewrite_mode(observation, args, kwargs, config, prefer_latest)
         if isinstance(outcome, Refusal):
             refusals[mode] = outcome
             continue
@@ -88,13 +92,13 @@ def _analyse_on(observation: Observation, config: HexaConfig, scale: float) -> B
 
 
 def _rewrite_mode(
-    observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig
+    observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, prefer_latest: bool
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     try:
         captured = capture(observation.module, args, kwargs, observation.path)
     except CaptureError as error:
         return Refusal(observation.path, str(error))
-    match = detect(captured)
+    match = detect(captured, prefer_latest)
     if isinstance(match, Refusal):
         return match
     return match, rewrite(match, config.recompute_h)

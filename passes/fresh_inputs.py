@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-from hexa_fx.passes.routing_override import Routing
+from hexa_fx.passes.routing_override import Routing, raised
 
-Kind = Literal["signed", "unsigned", "integer", "bool", "ids", "marks", "other"]
-"""What a tensor of the example looks like. ``ids`` are (..., k) experts of every token; ``marks`` is (..., E), non-zero
-at the experts of every token (one-hot or sparse weights)."""
+Kind = Literal["signed", "unsigned", "scores", "integer", "bool", "ids", "marks", "other"]
+"""What a tensor of the example looks like. ``scores`` are (..., E) logits; ``ids`` are (..., k) experts of every token;
+``marks`` are (..., E), non-zero at the experts of every token (one-hot or sparse weights)."""
 
 
 class FreshInputs:
@@ -30,7 +30,7 @@ class FreshInputs:
         self._sizes = _sizes(self._leaves)
         self.num_experts = num_experts
         self._kinds = [self._kind(leaf) for leaf in self._leaves]
-        self.given_routing = any(kind in ("ids", "marks") for kind in self._kinds)
+        self.given_routing = any(kind in ("ids", "marks", "scores") for kind in self._kinds)
 
     def example(self, dtype: torch.dtype) -> tuple[Any, Any]:
         """(args, kwargs) of the example itself; floating tensors in ``dtype``."""
@@ -57,6 +57,8 @@ class FreshInputs:
             return "marks"
         if leaf.dtype == torch.bool:
             return "bool"
+        if leaf.is_floating_point() and leaf.dim() >= 2 and leaf.shape[-1] == self.num_experts:
+            return "scores"
         if leaf.is_floating_point():
             return "unsigned" if leaf.min() >= 0 and leaf.max() <= 1 else "signed"
         return "ids" if self._looks_like_ids(leaf) else "integer"
@@ -93,6 +95,9 @@ class FreshInputs:
         routing: Routing | None,
         chosen: dict[tuple[int, int, int], torch.Tensor],
     ) -> torch.Tensor:
+        if kind == "scores":
+            scores = torch.randn(shape, dtype=torch.float64, generator=generator)
+            return scores if routing is None else raised(scores, routing, min(2, shape[-1]))
         if kind == "signed":
             example = leaf.double()
             spread = float(example.std()) if leaf.numel() > 1 else 1.0

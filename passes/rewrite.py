@@ -141,8 +141,7 @@ class _Rewriter:
         if before is not None:
             tokens, index, factor = self._scale_rows(tokens, index, factor, before)
         past_experts = self._identity(tokens, index, factor) if match.identity and factor is not None else None
-        if match.identity:
-            index = self.graph.call_method("clamp", (index,), {"max": match.num_experts})
+        index = self._within_sentinel(index)
         operands = weights.emit(match.body)
         body = match.body
         spec = FfnSpec(body.activation, operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h)
@@ -159,6 +158,17 @@ class _Rewriter:
         if past_experts is not None:
             result = self.graph.call_function(operator.add, (result, past_experts))
         return self._restore(result)
+
+    def _within_sentinel(self, index: torch.fx.Node) -> torch.fx.Node:
+        """Ids that no stored expert has become the one id that contributes nothing, E."""
+        nodes, experts = self.match.routing.index.nodes, self.match.num_experts
+        recorded = torch.cat([record_of(node).value.flatten() for node in nodes])
+        if int(recorded.max()) > experts:
+            index = self.graph.call_method("clamp", (index,), {"max": experts})
+        if int(recorded.min()) < 0:
+            negative = self.graph.call_function(operator.lt, (index, 0))
+            index = self.graph.call_method("masked_fill", (index, negative, experts))
+        return index
 
     def _identity(self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node) -> torch.fx.Node:
         """What the experts that return the token itself add: ids of E and above."""

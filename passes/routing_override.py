@@ -1,4 +1,9 @@
-"""Forced routings: which experts a case sends every token to, and making a router inside a block choose them."""
+"""Forced routings: which experts a case sends every token to, and making a router inside a block choose them.
+
+Two ways. `LogitsOverride` raises the logits of the wanted experts where the router's weight produces them, so that all that
+follows (softmax, groups, thresholds, second choices, auxiliary losses) sees a routing that can occur. Where no such
+product is found, `RoutingOverride` replaces the results of top-k and its like.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -45,6 +51,81 @@ ROUTINGS = (
 )
 
 
+class ChoiceSpy(TorchFunctionMode):
+    """Notes how many experts a router picks for a token: the largest top-k, or the number of argmax calls."""
+
+    def __init__(self, num_experts: int | None) -> None:
+        super().__init__()
+        self._num_experts = num_experts
+        self._largest, self._single = 0, 0
+
+    @property
+    def top_k(self) -> int:
+        return max(self._largest, self._single, 1)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name not in ("topk", "argmax") or not args or self._num_experts not in args[0].shape:
+            return result
+        if name == "argmax":
+            self._single += 1
+        else:
+            self._largest = max(self._largest, result[1].numel() // max(1, args[0].numel() // args[0].shape[-1]))
+        return result
+
+
+class LogitsOverride(TorchFunctionMode):
+    """While active, the product of a router's weight is raised at the wanted experts, by more than logits differ.
+
+    Args:
+        routing: what to choose.
+        num_experts: size of the dimension that holds logits, the last one.
+        top_k: how many experts a token is to prefer.
+    """
+
+    def __init__(self, routing: Routing, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.routing, self.num_experts, self.top_k = routing, num_experts, min(top_k, num_experts)
+        self.forced = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if getattr(func, "__name__", "") not in _PRODUCTS or not self._are_logits(result, (*args, *kwargs.values())):
+            return result
+        self.forced += 1
+        return raised(result, self.routing, self.top_k)
+
+    def _are_logits(self, result: Any, operands: tuple[Any, ...]) -> bool:
+        if not isinstance(result, torch.Tensor) or result.dim() < 2 or result.shape[-1] != self.num_experts:
+            return False
+        return any(self._is_router_weight(operand) for operand in operands)
+
+    def _is_router_weight(self, operand: Any) -> bool:
+        if not isinstance(operand, torch.Tensor):
+            return False
+        owner = operand if operand._base is None else operand._base
+        return isinstance(owner, nn.Parameter) and operand.dim() == 2 and self.num_experts in operand.shape
+
+
+def raised(logits: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
+    """(..., E) logits, the wanted experts' far above the others'; gradients as before."""
+    rows = logits.shape[:-1].numel()
+    if rows == 0:
+        return logits
+    with torch.no_grad():
+        finite = logits.nan_to_num(0.0, 0.0, 0.0)
+        distance = 2 * torch.ceil(finite.max() - finite.min()) + 4
+        chosen = routing.choose(rows, logits.shape[-1], top_k).to(logits.device)
+        wanted = logits.new_zeros(rows, logits.shape[-1]).scatter_(1, chosen, 1.0).reshape(logits.shape)
+    return logits + distance * wanted
+
+
 class RoutingOverride(TorchFunctionMode):
     """While active, top-k, argmax, max and sort along experts return a given routing instead of the best scores.
 
@@ -77,16 +158,32 @@ class RoutingOverride(TorchFunctionMode):
         return result
 
     def choice(self, scores: torch.Tensor, k: int, dim: int) -> torch.Tensor:
-        """The forced places along ``dim``, in the shape of ``scores`` but k long there."""
+        """The forced places along ``dim``, in the shape of ``scores`` but k long there.
+
+        A place that the router has masked out, such as the first choice when it looks for the second, is passed over.
+        """
         size = scores.shape[dim]
-        moved = scores.movedim(dim, -1)
+        moved = scores.detach().movedim(dim, -1)
         chosen = self.routing.choose(moved.shape[:-1].numel(), size, k).to(scores.device)
+        if k == 1:
+            chosen = _first_open(chosen, moved.reshape(-1, size))
         return chosen.reshape(*moved.shape[:-1], k).movedim(-1, dim)
 
     def along_experts(self, scores: torch.Tensor, dim: Any) -> bool:
         if not isinstance(dim, int) or scores.dim() == 0:
             return False
         return self.num_experts in (None, scores.shape[dim])
+
+
+def _first_open(wanted: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """wanted (rows, 1) or the next place after it, cyclically, that is not masked in scores (rows, candidates)."""
+    size = scores.shape[1]
+    order = (wanted + torch.arange(size, device=scores.device)) % size
+    probabilities = (scores >= 0).all(1, keepdim=True)
+    masked = (scores < -1e30) | (probabilities & (scores == 0))
+    opened = (~masked).gather(1, order).int()
+    first = opened.argmax(1, keepdim=True)  # 0 if everything is masked: the wanted place after all
+    return order.gather(1, first)
 
 
 def _topk(
@@ -134,6 +231,7 @@ def _argsort(
     return _order(override, scores, dim, descending)
 
 
+_PRODUCTS = frozenset({"linear", "matmul", "__matmul__", "mm", "addmm", "einsum"})
 _FORCED: dict[str, Callable[..., Any]] = {
     "topk": _topk,
     "argmax": _argmax,

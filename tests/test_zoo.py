@@ -46,7 +46,9 @@ def reasons(model: torch.nn.Module) -> str:
 def test_as_intended_and_exact(v: Variant) -> None:
     dtype = torch.float64 if torch.float64 in v.dtypes else torch.float32
     model, opt = optimized(v, dtype)
-    if v.expect == "rewritten":
+    if v.gap:
+        assert not rewritten(opt), f"the gap is closed: take the note away ({v.gap})"
+    elif v.expect == "rewritten":
         assert rewritten(opt), reasons(opt)
     if v.expect == "refused":
         assert not rewritten(opt), "rewritten, though " + v.why
@@ -64,7 +66,7 @@ def test_as_intended_and_exact(v: Variant) -> None:
             assert found.within(TOLERANCE[dtype]), f"batch {batch}, seq {seq}, train {train}: {found}"
 
 
-@pytest.mark.parametrize("v", [v for v in VARIANTS if v.expect == "rewritten"], ids=lambda v: v.name)
+@pytest.mark.parametrize("v", [v for v in VARIANTS if v.expect == "rewritten" and not v.gap], ids=lambda v: v.name)
 def test_float32(v: Variant) -> None:
     model, opt = optimized(v, torch.float32, seed=1)
     for batch, seq in OTHERS[:2]:

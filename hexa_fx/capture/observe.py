@@ -77,6 +77,8 @@ def _may_hold_experts(path: str, module: nn.Module) -> bool:
         return True
     if "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower():
         return any(True for _ in module.parameters())
+    if sum(p.dim() == 2 for p in own) >= 2 and not type(module).__module__.startswith("torch."):
+        return True  # matrices held raw, possibly of all experts in one
     return _is_list_of_alikes(module) or _lists_of_parameters(module)
 
 

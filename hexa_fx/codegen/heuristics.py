@@ -56,6 +56,20 @@ def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, col
     return tile
 
 
+def candidates(op: str, dtype: DataType, math: str, bucket: int) -> list[Tile]:
+    """Tiles worth timing for a product; some may not fit a card."""
+    if math == "simt":
+        return [Tile(64, 64, 16 if dtype == DataType.f32 else 8, 3, 2, 4)]
+    k = 16 if dtype == DataType.f32 else 32
+    square = [Tile(64, 64, k, 4, 2, 2), Tile(64, 128, k, 4, 2, 2), Tile(128, 64, k, 4, 2, 2)]
+    large = [Tile(128, 128, k, s, *warps) for s in (3, 4) for warps in ((2, 2), (2, 4))]
+    large += [Tile(128, 128, 2 * k, 3, 2, 4), Tile(128, 256, k, 3, 2, 4), Tile(256, 128, k, 3, 4, 2)]
+    low = [Tile(16, 64, 2 * k, 4, 1, 4), Tile(16, 128, 2 * k, 4, 1, 4), Tile(32, 128, k, 4, 1, 4)]
+    if op == "estmm":
+        return square + large
+    return low + square[:2] if bucket <= 4 else low[2:] + square if bucket <= 6 else square + large
+
+
 def _lower(tile: Tile) -> Tile:
     """Half the rows, for experts of 17 to 64 rows."""
     return tile if tile.bm == 64 else Tile(tile.bm // 2, tile.bn, tile.bk, tile.stages, tile.warps_m, tile.warps_n)

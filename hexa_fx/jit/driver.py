@@ -10,6 +10,9 @@ from functools import cache
 
 from hexa_fx.jit.errors import DriverError
 
+NO_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: the calling thread has not touched CUDA yet, as autograd's own threads at first."""
+
 MAX_DYNAMIC_SHARED_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
@@ -35,6 +38,12 @@ class Driver:
             self.library.cuGetErrorString(result, ctypes.byref(text))
             raise DriverError(f"error {result}, {(text.value or b'unknown').decode()}", call=call)
 
+    def bind(self, device: int) -> None:
+        """Makes the primary context of `device`, which is torch's too, current in this thread."""
+        context = ctypes.c_void_p()
+        self.check("cuDevicePrimaryCtxRetain", self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        self.check("cuCtxSetCurrent", self.library.cuCtxSetCurrent(context))
+
     def load(self, image: bytes) -> ctypes.c_void_p:
         """A CUlibrary of a cubin. `image` is copied by the driver."""
         handle = ctypes.c_void_p()
@@ -49,13 +58,14 @@ class Driver:
         return handle
 
     def prepare(self, kernel: ctypes.c_void_p, device: int, shared_bytes: int) -> ctypes.c_void_p:
-        """Loads `kernel` on `device` (whose context is current) and allows it its shared memory.
+        """Loads `kernel` on `device` and allows it its shared memory. Makes the device's context current.
 
         Works inside a CUDA graph capture: loading is hidden from it.
 
         Returns:
             The CUfunction to launch there.
         """
+        self.bind(device)
         mode = ctypes.c_int(_CAPTURE_RELAXED)
         self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         try:

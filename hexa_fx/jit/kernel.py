@@ -13,7 +13,7 @@ from hexa_fx.codegen.render import ENTRY, KernelSource, render
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.jit.build import build, build_many
 from hexa_fx.jit.cache import Entry
-from hexa_fx.jit.driver import Driver, driver
+from hexa_fx.jit.driver import NO_CONTEXT, Driver, driver
 from hexa_fx.jit.env import JitSettings
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class KernelHandle:
         """Queues the kernel.
 
         Args:
-            device: CUDA device index; its context must be current.
+            device: CUDA device index, torch's current one.
             grid: blocks. A grid without blocks launches nothing.
             args: one `bytes` per kernel parameter, as the kernel's structs lie in memory.
             stream: the raw stream, ``torch._C._cuda_getCurrentRawStream(device)``.
@@ -59,9 +59,11 @@ class KernelHandle:
         function = self._functions.get(device) or self._prepare(device)
         raw = _streams.get(stream) or _streams.setdefault(stream, ctypes.c_void_p(stream))
         pointers = _ARRAYS[len(args)](*args)
-        result = self._api.launch_kernel(
-            function, gx, gy, gz, self.threads, 1, 1, self.shared_bytes, raw, pointers, None
-        )
+        shape = (gx, gy, gz, self.threads, 1, 1, self.shared_bytes)
+        result = self._api.launch_kernel(function, *shape, raw, pointers, None)
+        if result == NO_CONTEXT:
+            self._api.bind(device)
+            result = self._api.launch_kernel(function, *shape, raw, pointers, None)
         if result:
             self._api.check(f"launch of {self.spec.op} with grid {grid}", result)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 from functools import lru_cache
 
+import torch
 from cutlass_library import DataType
 
-from hexa_fx.jit.driver import driver
+from hexa_fx.jit.driver import NO_CONTEXT, driver
 from hexa_fx.jit.errors import DriverError
 
 TENSOR_MAP_BYTES = 128
@@ -47,7 +48,7 @@ def tensor_map(
     size = _SIZE[dtype]
     raw = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _ALIGNMENT)
     address = -(-ctypes.addressof(raw) // _ALIGNMENT) * _ALIGNMENT
-    result = driver().library.cuTensorMapEncodeTiled(
+    arguments = (
         ctypes.c_void_p(address),
         _TYPE[dtype],
         rank,
@@ -61,6 +62,11 @@ def tensor_map(
         _PROMOTE[promote],
         0,
     )
+    api = driver()
+    result = api.library.cuTensorMapEncodeTiled(*arguments)
+    if result == NO_CONTEXT:
+        api.bind(torch.cuda.current_device())
+        result = api.library.cuTensorMapEncodeTiled(*arguments)
     if result:
         what = f"error {result} for {dtype.name} shape {shape} strides {strides} box {box} at {pointer:#x}"
         raise DriverError(f"{what}: address and strides must be multiples of 16 bytes", call="cuTensorMapEncodeTiled")

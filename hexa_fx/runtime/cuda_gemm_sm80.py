@@ -5,30 +5,18 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from cutlass_library import DataType, MathOperation
 from torch import Tensor
 
 from hexa_fx.codegen.families import get_family
-from hexa_fx.codegen.heuristics import choose_tile, row_bucket
-from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
-from hexa_fx.jit.kernel import KernelHandle
+from hexa_fx.codegen.heuristics import Tile, row_bucket
+from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.ops.activations import ACTIVATIONS
-from hexa_fx.runtime.cuda_launch import (
-    DTYPES,
-    Unsupported,
-    address,
-    arch,
-    ceil_div,
-    dense_rows,
-    family_arch,
-    kernel_of,
-    launch,
-    plan,
-)
+from hexa_fx.runtime.cuda_launch import address, ceil_div, dense_rows, launch, plan
+from hexa_fx.runtime.cuda_plans_sm80 import EsmmKey, EstmmKey, kernel_for, tune_key
+from hexa_fx.runtime.cuda_tune import autotuning
 
 _ARGS = get_family("gemm_sm80").args
 _GROUP = 8
@@ -95,11 +83,20 @@ def estmm(
     rows = (a if a_index is None else a_index).shape[0]
     a_at, b_at, a_stride, b_stride = a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0)
     fit = not (a_at | b_at | (a_stride | b_stride) * a.element_size()) & 15
-    kernel, bm, bn = _estmm_plan(device, a.dtype, _math(a.dtype), n, a_index is not None, b_index is not None, fit)
+    bucket = row_bucket(rows, experts)
+    gathered = (a_index is not None, b_index is not None)
+    key = EstmmKey(device, a.dtype, _math(a.dtype), bucket, m, n, *gathered, fit)
     pointers = (a_at, b_at, 0, 0, 0, d.data_ptr(), 0, address(a_index), address(b_index), offs.data_ptr())
     strides = (a_stride, b_stride, 0, n, m * n, 0)
     args = _ARGS.pack(*pointers, *strides, rows, m, n, 0, experts, *divisor(top_k), 0.0, 0.0)
-    launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
+
+    def run(tile: Tile | None = None) -> None:
+        kernel, bm, bn = kernel_for(key, tile)
+        launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
+
+    if autotuning():
+        tune_key(key, run)
+    run()
     return d
 
 
@@ -128,11 +125,12 @@ def _product(
     x_at, w_at, up_at = x.data_ptr(), first.tensor.data_ptr(), 0 if second is None else second.tensor.data_ptr()
     strides = (x.stride(0), first.stride, first.expert)
     steps = strides[0] | strides[1] | strides[2] | (inner if glu == "concat" and first.layout == "kn" else 0)
-    kernel, bm, step = _esmm_plan(
+    key = EsmmKey(
         device,
         x.dtype,
         _math(x.dtype),
         row_bucket(n, experts),
+        k,
         inner,
         first.layout,
         v is not None,
@@ -148,8 +146,15 @@ def _product(
     args = _ARGS.pack(
         *pointers, offs.data_ptr(), *strides, *results, *sizes, *divisor(top_k), *_constants(activation, tuple(params))
     )
-    row_tiles = ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP
-    launch(kernel, device, (row_tiles * ceil_div(inner, step), 1, 1), args)
+
+    def run(tile: Tile | None = None) -> None:
+        kernel, bm, step = kernel_for(key, tile)
+        row_tiles = ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP
+        launch(kernel, device, (row_tiles * ceil_div(inner, step), 1, 1), args)
+
+    if autotuning():
+        tune_key(key, run)
+    run()
 
 
 def _weights(weights: tuple[Tensor, Tensor | None], layout: Layout) -> tuple[_Weight, _Weight | None]:
@@ -195,54 +200,3 @@ def divisor(value: int) -> tuple[int, int, int]:
 def _constants(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
     alpha, limit = (*(params or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
     return alpha, limit
-
-
-@plan
-def _esmm_plan(
-    device: int,
-    dtype: torch.dtype,
-    math: str,
-    bucket: int,
-    inner: int,
-    layout: Layout,
-    gather: bool,
-    fit: bool,
-    activation: str,
-    glu: Glu,
-    bias: bool,
-    keep_h: bool,
-) -> tuple[KernelHandle, int, int]:
-    """The kernel, its tile's rows, and the columns of one glu half that a tile covers."""
-    spec = _spec("esmm", device, DTYPES[dtype], math, bucket, inner if glu == "none" else 2 * inner)
-    spec = replace(spec, layout=layout, gather=gather, aligned=fit, activation=activation, glu=glu, bias=bias)
-    if activation != "none" or glu != "none":
-        spec = spec.with_options(keep_h=keep_h)
-    return kernel_of(spec), spec.bm, spec.bn if glu == "none" else spec.bn // 2
-
-
-@plan
-def _estmm_plan(
-    device: int, dtype: torch.dtype, math: str, columns: int, gather_a: bool, gather_b: bool, fit: bool
-) -> tuple[KernelHandle, int, int]:
-    """The kernel and its tile's rows and columns."""
-    spec = _spec("estmm", device, DTYPES[dtype], math, 0, columns)
-    spec = replace(spec, gather=gather_a, aligned=fit, store="weight").with_options(gather_b=gather_b)
-    return kernel_of(spec), spec.bm, spec.bn
-
-
-def _spec(op: str, device: int, dtype: DataType, math: str, bucket: int, columns: int) -> KernelSpec:
-    if arch(device) < 80:
-        raise Unsupported(f"sm_{arch(device)}; the kernels need sm_80 or newer")
-    tile = choose_tile(op, family_arch(device), dtype, math, bucket, columns)
-    spec = KernelSpec(
-        family="gemm_sm80",
-        op=op,
-        arch=arch(device),
-        dtype=dtype,
-        math=MathOperation.multiply_add_fast_f32 if math == "fast_f32" else MathOperation.multiply_add,
-        bm=tile.bm,
-        bn=tile.bn,
-        bk=tile.bk,
-        stages=tile.stages,
-    )
-    return spec.with_options(warps_m=tile.warps_m, warps_n=tile.warps_n, **({"simt": True} if math == "simt" else {}))

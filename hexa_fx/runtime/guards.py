@@ -32,8 +32,8 @@ def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> Non
     """Raises `GuardMiss` for the first input that differs from what was traced.
 
     Args:
-        guards: one per input. A tensor has the traced class of dtype (floating, complex, bool, integer) and the traced
-            number of dimensions; a constant has the traced type and value.
+        guards: one per input. A tensor has the traced class of dtype (floating, complex, bool, integer), or the very
+            dtype if the guard says so, and the traced number of dimensions; a constant has the traced type and value.
         values: the inputs of this call by name, defaults filled in.
     """
     for guard in guards:
@@ -57,8 +57,8 @@ def _check_input(guard: InputGuard, value: Any) -> None:
         return
     if not isinstance(value, torch.Tensor):
         raise GuardMiss(f"the input {guard.name!r} is not a tensor")
-    if guard.dtype is not None and value.dtype != guard.dtype:
-        raise GuardMiss(f"the input {guard.name!r} is {value.dtype}, and the code was recorded with {guard.dtype}")
+    if guard.dtype is not None and dtype_class(value.dtype) != dtype_class(guard.dtype):
+        raise GuardMiss(f"the input {guard.name!r} is not {dtype_class(guard.dtype)}")
     if guard.exact_dtype and value.dtype != guard.dtype:
         raise GuardMiss(f"the input {guard.name!r} is {value.dtype}; the block was recorded with {guard.dtype}")
     if guard.ndim is not None and value.dim() != guard.ndim:

@@ -15,6 +15,9 @@ SCALE_FLOOR = 1e-6
 gradients that are zero but for rounding (a router's, when weights are normalised over one expert) stay comparable."""
 
 
+_PLAIN = (torch.Tensor, int, float, str)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a call did. ``values`` and ``gradients`` are named tensors, ``facts`` is everything that must be equal."""
@@ -32,14 +35,15 @@ class Difference:
     Args:
         forward: largest difference of an output, buffer or input afterwards, relative to the tensor's scale.
         gradient: the same of the gradients.
-        worst: which tensor that is.
+        worst_value, worst_gradient: which tensors these are.
         reason: set if the outcomes differ in more than numbers.
         none_became_zero: parameters whose gradient was None in the original only.
     """
 
     forward: float = 0.0
     gradient: float = 0.0
-    worst: str = ""
+    worst_value: str = ""
+    worst_gradient: str = ""
     reason: str = ""
     none_became_zero: tuple[str, ...] = ()
 
@@ -52,7 +56,13 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._modules = list(module.modules())
+        # torch's own layers keep nothing but their sizes beside buffers
+        self._named = [
+            (path, child)
+            for path, child in module.named_modules()
+            if child._buffers or not type(child).__module__.startswith("torch.nn.")
+        ]
+        self._modules = [child for _, child in self._named]
         self._buffers = [dict(child._buffers) for child in self._modules]
         self._saved = [
             {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
@@ -83,7 +93,7 @@ class ModuleState:
         return {f"attribute {path}.{name}": v for path, name, v in self._listed() if not isinstance(v, torch.Tensor)}
 
     def _listed(self) -> Iterable[tuple[str, str, Any]]:
-        for path, child in self._module.named_modules():
+        for path, child in self._named:
             for name, value in _plain_attributes(child).items():
                 yield path, name, value
 
@@ -109,8 +119,9 @@ def observe(
     # Clones, so that a forward may write to its inputs as it may inside a model.
     given = [leaf.clone() if _is_floating(leaf) else leaf for leaf in fresh]
     args, kwargs = pytree.tree_unflatten(given, spec)
-    before = [parameter._version for parameter in module.parameters()]
-    devices = sorted({parameter.device.index or 0 for parameter in module.parameters() if parameter.is_cuda})
+    parameters = dict(module.named_parameters())
+    before = [parameter._version for parameter in parameters.values()]
+    devices = sorted({parameter.device.index or 0 for parameter in parameters.values() if parameter.is_cuda})
     state.restore()
     with torch.random.fork_rng(devices), torch.enable_grad():
         torch.manual_seed(seed)
@@ -121,8 +132,8 @@ def observe(
         values = {name: tensor.detach().clone() for name, tensor in values.items()}
         values.update(state.tensors())
         facts = state.facts()
-        gradients, backward_error = _gradients(result, module, roots, seed)
-    after = [parameter._version for parameter in module.parameters()]
+        gradients, backward_error = _gradients(result, {**roots, **parameters}, seed)
+    after = [parameter._version for parameter in parameters.values()]
     facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
     facts["structure of the outputs"] = str(pytree.tree_structure(result))
     facts["outputs that are no tensors"] = [leaf for leaf in pytree.tree_leaves(result) if not _is_tensor(leaf)]
@@ -139,25 +150,23 @@ def difference(original: Outcome, other: Outcome) -> Difference:
         return Difference(reason=f"only one of the two has {', '.join(set(original.values) ^ set(other.values))}")
     if other.backward_error and not original.backward_error:
         return Difference(reason=f"backward raises {other.backward_error}")
-    forward, worst, reason = _furthest(original.values, other.values)
+    forward, value, reason = _furthest(original.values, other.values)
     if reason:
         return Difference(reason=reason)
     if original.backward_error:
-        return Difference(forward, 0.0, worst)
+        return Difference(forward, worst_value=value)
     first, second = _filled(original.gradients, other.gradients), _filled(other.gradients, original.gradients)
-    gradient, worst_gradient, reason = _furthest(first, second)
+    gradient, of, reason = _furthest(first, second)
     if reason:
-        return Difference(forward, worst=worst, reason=f"gradient of {reason}")
+        return Difference(forward, reason=f"gradient of {reason}")
     zeroed = tuple(name for name in first if original.gradients[name] is None)
-    if gradient > forward:
-        worst = f"gradient of {worst_gradient}"
-    return Difference(forward, gradient, worst, none_became_zero=zeroed)
+    return Difference(forward, gradient, value, of, none_became_zero=zeroed)
 
 
 def _gradients(
-    result: Any, module: nn.Module, roots: Mapping[str, torch.Tensor], seed: int
+    result: Any, leaves: Mapping[str, torch.Tensor], seed: int
 ) -> tuple[dict[str, torch.Tensor | None], str]:
-    wanted = {**roots, **{name: p for name, p in module.named_parameters() if p.requires_grad}}
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     outputs = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf) and leaf.requires_grad]
     if not outputs or not wanted:
         return dict.fromkeys(wanted), ""
@@ -196,9 +205,10 @@ def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
         if one.shape != two.shape or one.dtype != two.dtype:
             return 0.0, name, f"{name}: {two.dtype} {tuple(two.shape)}, not {one.dtype} {tuple(one.shape)}"
         one, two = _wide(one), _wide(two)
-        if not torch.equal(_oddities(one), _oddities(two)):
-            return 0.0, name, f"{name}: NaN or inf in other places"
-        one, two = _finite(one), _finite(two)
+        if not (one.isfinite().all() and two.isfinite().all()):
+            if not torch.equal(_oddities(one), _oddities(two)):
+                return 0.0, name, f"{name}: NaN or inf in other places"
+            one, two = _finite(one), _finite(two)
         scale = max(_scale(one), SCALE_FLOOR * largest)
         distance = _scale(one - two)
         error = distance / scale if scale else distance
@@ -234,8 +244,4 @@ def _is_floating(leaf: Any) -> bool:
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     """Tensors, numbers and texts that the module keeps beside its buffers, such as its last auxiliary loss."""
-    return {
-        name: value
-        for name, value in module.__dict__.items()
-        if isinstance(value, (torch.Tensor, int, float, str)) and name != "training"
-    }
+    return {name: value for name, value in module.__dict__.items() if name != "training" and isinstance(value, _PLAIN)}

@@ -73,18 +73,16 @@ def _check_quantised_module(path: str, module: nn.Module) -> None:
 
 def _check_parameters(model: nn.Module) -> None:
     for path, parameter in (*model.named_parameters(), *model.named_buffers()):
-        home = type(parameter.data).__module__
+        homes = {type(value).__module__.split(".")[0] for value in (parameter, parameter.data)}
         if type(parameter.data).__name__ == "DTensor":
-            raise InputError(
-                f"{path} is a distributed tensor; optimize the model before it is sharded (fully_shard, tensor parallel)"
-            )
+            raise InputError(f"{path} is a distributed tensor; optimize the model before sharding it (fully_shard, TP)")
         if parameter.device.type == "meta":
             raise InputError(
                 f"{path} is on the meta device and has no values to run on; materialise the model first "
                 "(model.to_empty(device=...) and load its weights)"
             )
-        if parameter.is_quantized or home.split(".")[0] in _QUANTISED_PACKAGES:
-            raise InputError(_quantised(path, f"is a {type(parameter.data).__name__} of dtype {parameter.dtype}"))
+        if parameter.is_quantized or not homes.isdisjoint(_QUANTISED_PACKAGES):
+            raise InputError(_quantised(path, f"is a {type(parameter).__name__} of dtype {parameter.dtype}"))
         if isinstance(parameter, nn.Parameter) and not (parameter.is_floating_point() or parameter.is_complex()):
             raise InputError(_quantised(path, f"is a parameter of dtype {parameter.dtype}"))
 

@@ -18,7 +18,7 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
-from hexa_fx.passes.detect.body import ExpertBody, identify_body
+from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
 from hexa_fx.passes.detect.combine import Combine, find_combine
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
@@ -26,16 +26,20 @@ from hexa_fx.passes.detect.projections import Contraction, Instance, find_contra
 from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing
 from hexa_fx.passes.detect.rules import opaque_nodes, refuse_stored_state, shape_branches
 from hexa_fx.passes.detect.stacks import WeightTable
-from hexa_fx.passes.detect.tags import ALL, Tag, expert_groups, tag
+from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 __all__ = ["MoEMatch", "detect"]
 
 
-def detect(captured: CapturedBlock) -> MoEMatch | Refusal:
-    """The block's MoE region, or the sentence that says why there is none to rewrite. Changes nothing."""
+def detect(captured: CapturedBlock, prefer_latest: bool = False) -> MoEMatch | Refusal:
+    """The block's MoE region, or the sentence that says why there is none to rewrite. Changes nothing.
+
+    ``prefer_latest``: of several tensors with the routing weights in them take the last, not the first. They differ where the
+    code detaches in between, which values do not show.
+    """
     try:
-        return _detect(captured)
+        return _detect(captured, prefer_latest)
     except Refuse as refusal:
         location = (
             record_of(refusal.node).location if refusal.node is not None and refusal.node.op != "output" else None
@@ -43,23 +47,59 @@ def detect(captured: CapturedBlock) -> MoEMatch | Refusal:
         return Refusal(captured.path, refusal.reason, location)
 
 
-def _detect(captured: CapturedBlock) -> MoEMatch:
+def _detect(captured: CapturedBlock, prefer_latest: bool) -> MoEMatch:
+    """Tries every family of expert weights: shared experts in a list look like experts until their routing is asked for."""
     groups = expert_groups(_parameters(captured))
-    tags = tag(captured, groups)
+    first: Refuse | None = None
+    for family in _families(captured, groups):
+        try:
+            return _detect_family(captured, groups, family, prefer_latest)
+        except Refuse as refusal:
+            first = first or refusal
+    raise first or Refuse("no product with per-expert weights was seen")
+
+
+def _families(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[str] | None]:
+    """Sets of weights that work together in one kind of expert, the ones with most experts first; None for all as one."""
+    try:
+        contractions = find_contractions(captured, tag(captured, groups))
+        pairs = group_instances(contractions) if contractions else []
+    except Refuse:
+        return [None]
+    runs: dict[frozenset[str], int] = {}
+    for first, second in pairs:
+        bases = frozenset(base for c in (*first, second) for base in (c.base, c.bias) if base)
+        runs[bases] = runs.get(bases, 0) + 1
+    if len(runs) < 2:
+        return [None]
+    return [family | _companions(family, groups) for family in sorted(runs, key=lambda bases: -runs[bases])]
+
+
+def _companions(family: frozenset[str], groups: ExpertGroups) -> frozenset[str]:
+    """Parameters that stand beside a family's in the same modules, such as biases that are added later."""
+    owners = {base.rpartition(".")[0].rpartition(".")[0] for base in family if base in groups.members}
+    return frozenset(base for base in groups.members if base.rpartition(".")[0].rpartition(".")[0] in owners)
+
+
+def _detect_family(
+    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_latest: bool
+) -> MoEMatch:
+    tags = tag(captured, groups, family)
     contractions = find_contractions(captured, tags)
     if not contractions:
         raise Refuse("no product with per-expert weights was seen")
-    refuse_stored_state(captured, [contraction.node for contraction in contractions])
+    products = [contraction.node for contraction in contractions]
+    refuse_stored_state(captured, products)
     replay, weights = Replay(captured), WeightTable(captured, groups, tags)
     source, instances = match_rows(group_instances(contractions), captured, tags, replay, weights)
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
-    opaque = opaque_nodes(captured, [contraction.node for contraction in contractions])
+    opaque = opaque_nodes(captured, products)
     combine = find_combine(captured.graph, instances, tokens, replay, opaque)
     body = identify_body(instances, tags, replay, weights, _late_bias(instances, combine.node, tags))
     experts = body.down.matrices.shape[0]
     pairs = _pairs(instances, body, combine)
     identity = _explain_offset(pairs, body, combine, replay.value(source), weights)
-    routing = find_routing(pairs, tokens, experts, captured, tags, combine.node)
+    routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, prefer_latest)
     if identity is not None:
         check_identity(identity, routing, tokens, experts, combine.node)
     branches = shape_branches(captured, tags, set(routing.index.nodes), opaque)
@@ -75,15 +115,11 @@ def _parameters(captured: CapturedBlock) -> dict[str, torch.Tensor]:
 def _late_bias(instances: list[Instance], end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> str | None:
     """The expert parameter added between the second product and the combine."""
     region = descendants([instance.second.node for instance in instances]) & ancestors([end])
-    second = {instance.second.node for instance in instances}
-    bases: set[str] = set()
-    for node in region - second:
-        for operand in node.all_input_nodes:
-            if tags[operand].weight and tags[operand].experts and operation(node) not in ("linear", "matmul", "bmm"):
-                bases |= tags[operand].bases
+    between = region - {instance.second.node for instance in instances}
+    bases = bias_bases(between, tags, instances[0].readings[0].matrices.shape[0])
     if len(bases) > 1:
         raise Refuse("several expert parameters act on the expert outputs before they are combined", end)
-    return next(iter(bases), None)
+    return bases[0] if bases else None
 
 
 def _pairs(instances: list[Instance], body: ExpertBody, combine: Combine) -> Pairs:

@@ -7,13 +7,14 @@ differs between experts breaks the equality, so none needs a rule of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
 import torch
 import torch.fx
 
+from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.passes.detect.graph import ancestors, literals, operation
@@ -82,7 +83,7 @@ def identify_body(
     refuse_randomness(segment)
     first = instances[0].first
     probe = _experiment(instances, replay, _range(segment))
-    later_biases = _bias_bases(segment, tags)
+    later_biases = bias_bases(segment, tags, instances[0].readings[0].matrices.shape[0])
     for order in permutations(range(len(first))):
         biases = _assign_biases([first[i] for i in order], later_biases)
         for hypothesis in _hypotheses(instances[0], segment):
@@ -150,12 +151,14 @@ def _by_feature(value: torch.Tensor, node: torch.fx.Node) -> torch.Tensor:
     return value.reshape(-1, feature_size(node))
 
 
-def _bias_bases(segment: Sequence[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> list[str]:
-    """Expert parameters that enter between the projections, in order."""
+def bias_bases(nodes: Iterable[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag], experts: int) -> list[str]:
+    """Expert parameters that enter at ``nodes``, in order: one expert's, gathered ones, or a whole stack broadcast over rows."""
     found: dict[str, None] = {}
-    for node in segment:
+    for node in nodes:
         for operand in node.all_input_nodes:
-            if tags[operand].weight and tags[operand].experts:
+            value = record_of(operand).value
+            stacked = tags[operand].weight and value.dim() >= 2 and value.shape[0] == experts
+            if tags[operand].weight and (tags[operand].experts or stacked):
                 found.update(dict.fromkeys(tags[operand].bases))
     return list(found)
 
@@ -222,9 +225,12 @@ def _explain(
         expected = _activate(hypothesis, shifted)
         if expected.shape != activated.shape:
             return None
-        factor = _row_factor(activated, expected)
-        if factor is None:
+        real = instance.token >= 0  # whose bias a padding row gets is arbitrary
+        found = _row_factor(activated[real], expected[real])
+        if found is None:
             return None
+        factor = torch.ones(len(real), dtype=found.dtype, device=found.device)
+        factor[real] = found
         factors.append(factor)
     return tuple(factors)
 

@@ -68,20 +68,22 @@ def find_routing(
     captured: CapturedBlock,
     tags: Mapping[torch.fx.Node, Tag],
     end: torch.fx.Node,
+    prefer_latest: bool = False,
 ) -> Routing:
-    """Raises:
+    """Of equal readings of a factor the earliest is taken, or the latest.
+
+    Raises:
     Refuse: the ids or a factor are not among the tensors computed before ``end``.
     """
     known = _candidates(captured, tags, end)
     inner = inside_calls(captured)
     effective = (pairs.before * pairs.after).abs() > 0
     active = Pairs(*(field[effective] for field in (pairs.token, pairs.expert, pairs.before, pairs.after)))
-    if experts > 1 and len(active.token) == tokens * experts:
-        raise Refuse("every token is given to every expert with a weight of its own: a dense (soft) mixture", end)
     flat = active.token * experts + active.expert
     if len(flat.unique()) != len(flat):
         raise Refuse("a token reaches the same expert twice in one pass, so its routing cannot be read off", end)
     index, ids = _find_index(active, tokens, experts, known, inner, end)
+    known = known[::-1] if prefer_latest else known
     slots = _Slots(ids, active, tokens, experts)
     before = _find_factor(active.before, slots, known, inner, end, covers_dropped=False)
     after = _find_factor(active.after, slots, known, inner, end, covers_dropped=not _covered(before, slots))
@@ -140,6 +142,8 @@ def _find_index(
                 best = key, Source((node,), reading), ids
     if best is not None:
         return best[1], best[2]
+    if experts > 1 and bool(wanted.all()):
+        raise Refuse("every token is given to every expert with a weight of its own: a dense (soft) mixture", end)
     return _index_from_columns(wanted, tokens, experts, known, end)
 
 

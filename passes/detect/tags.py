@@ -70,15 +70,20 @@ def _same_shape(by_index: Mapping[int, str], parameters: Mapping[str, torch.Tens
     return len({parameters[name].shape for name in by_index.values()}) == 1
 
 
-def tag(captured: CapturedBlock, groups: ExpertGroups) -> dict[torch.fx.Node, Tag]:
-    """A tag for every node of the recorded graph."""
+def tag(captured: CapturedBlock, groups: ExpertGroups, only: frozenset[str] | None = None) -> dict[torch.fx.Node, Tag]:
+    """A tag for every node of the recorded graph.
+
+    ``only``: parameters and groups that count as experts'; others are ordinary weights, such as a list of shared experts.
+    """
     group_of = {name: (pattern, i) for pattern, names in groups.members.items() for i, name in enumerate(names)}
     counts = {len(names) for names in groups.members.values()} | _stack_sizes(captured)
     tags: dict[torch.fx.Node, Tag] = {}
     for node in captured.graph.nodes:
         if node.op == "output":
             continue
-        tags[node] = _tag_node(node, tags, group_of, captured, counts)
+        found = _tag_node(node, tags, group_of, captured, counts)
+        ordinary = only is not None and found.weight and not found.bases & only
+        tags[node] = Tag(weight=True, bases=found.bases) if ordinary else found
     return tags
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -88,7 +90,7 @@ class Expert:
 def assert_equal_to(results: list[Tensor], references: list[Tensor], tolerance: float) -> None:
     for got, want in zip(results, references, strict=True):
         assert got.shape == want.shape
-        error = float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
+        error = float((got.detach().double() - want.detach()).norm() / want.detach().norm().clamp_min(1e-30))
         assert error < tolerance
 
 
@@ -142,6 +144,18 @@ def test_a_training_step_replays_in_a_cuda_graph_with_fresh_inputs_and_routing()
         torch.cuda.synchronize()
         for got, want in zip(captured, expert.step(), strict=True):
             assert torch.equal(got, want)
+
+
+def test_a_thread_that_never_touched_cuda_can_run_the_operators() -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    expert = Expert(SPECS[0], torch.bfloat16, True)
+    want = expert.run().detach()
+    found: list[Tensor] = []
+    with torch.no_grad():
+        thread = threading.Thread(target=lambda: found.append(expert.run().detach()))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], want)
 
 
 def test_streams_do_not_meet() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, render
@@ -22,10 +23,15 @@ class FakeLibrary:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.fail: set[str] = set()
+        self.bound = True
 
     def __getattr__(self, name: str) -> Any:
         def call(*args: Any) -> int:
             self.calls.append((name, args))
+            if name == "cuCtxSetCurrent":
+                self.bound = True
+            elif name in ("cuLaunchKernel", "cuTensorMapEncodeTiled") and not self.bound:
+                return 201
             if name == "cuGetErrorString":
                 args[1]._obj.value = b"out of luck"
             elif name in ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"):
@@ -81,6 +87,21 @@ def test_a_refused_launch_says_what_and_in_the_drivers_words(library: FakeLibrar
     library.fail.add("cuLaunchKernel")
     with pytest.raises(DriverError, match=r"launch of esmm with grid \(3, 1, 1\) failed: error 9, out of luck"):
         handle.launch(0, (3, 1, 1), (b"x",), 0)
+
+
+def test_a_thread_that_never_touched_cuda_is_given_the_devices_context(
+    library: FakeLibrary, handle: KernelHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle.launch(1, (1, 1, 1), (b"x",), 0)
+    library.bound = False
+    handle.launch(1, (1, 1, 1), (b"x",), 0)
+    assert library.named("cuDevicePrimaryCtxRetain")[-1][1] == 1
+    library.bound = False
+    monkeypatch.setattr(tensormap, "driver", lambda: Driver(library))  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    tensormap.tensor_map.cache_clear()
+    assert tensormap.tensor_map(0x2000, DataType.bf16, (256, 64), (256,), (64, 64))
+    assert library.named("cuDevicePrimaryCtxRetain")[-1][1] == 3
 
 
 def test_a_refused_image_is_an_error(library: FakeLibrary) -> None:

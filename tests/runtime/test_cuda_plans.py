@@ -5,12 +5,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from hexa_fx.codegen import KernelSpec, get_family, render
-from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_rows
+from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_plans_sm80, cuda_rows
 from hexa_fx.runtime.cuda_gemm_sm80 import divisor
 
 T, K, E, D, N = 40, 2, 5, 48, 72
@@ -51,16 +52,18 @@ class Handle:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(cuda_launch, "get_kernel", recorder.get_kernel)
     monkeypatch.setattr(cuda_launch, "fallbacks", {})
     cuda_launch.forget_plans()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    for module in (cuda_rows, cuda_gemm.sm80):
+    for module in (cuda_rows, cuda_plans_sm80):
         monkeypatch.setattr(module, "arch", lambda device: 90)
-    for module in (cuda_gemm, cuda_gemm.sm80):
+    for module in (cuda_gemm, cuda_plans_sm80):
         monkeypatch.setattr(module, "family_arch", lambda device: 80)
     return recorder
 
@@ -172,7 +175,7 @@ def test_what_no_kernel_takes_falls_back_and_says_so_once(
     recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     v, offs = routing()
-    monkeypatch.setattr(cuda_gemm.sm80, "arch", lambda device: 75)
+    monkeypatch.setattr(cuda_plans_sm80, "arch", lambda device: 75)
     for _ in range(2):
         cuda_gemm.esmm(torch.randn(T, D), torch.randn(E, N, D), None, v, offs, K, "nk")
     assert sum("falls back" in r.message for r in caplog.records) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import inspect
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hexa_fx.errors import InputError
+from hexa_fx.passes.verify import verify
 from hexa_fx.runtime.install import HexaForward, install, is_installed, uninstall
 from tests.runtime.handmade import D, ListMoE, StackedExperts, list_rewritten, routing, stacked_rewritten
 
@@ -353,3 +355,38 @@ def test_inference_mode_then_training(pair):
         rewritten.eval()(hidden(2, 5))
     assert not rewritten.experts[0].w1.weight.is_inference()
     assert_same(original.train(), rewritten.train(), hidden(2, 5))
+
+
+def test_fully_sharded_after_installation(pair):
+    from torch.distributed.fsdp import fully_shard
+
+    original, rewritten = pair
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        for block in pair:
+            fully_shard(block, mesh=mesh)
+        x = hidden(2, 16)
+        losses = [block(x).square().sum() for block in pair]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss in losses:
+            loss.backward()
+        for p1, p2 in zip(original.parameters(), rewritten.parameters()):
+            torch.testing.assert_close(p2.grad.full_tensor(), p1.grad.full_tensor())
+        assert ran_rewritten(rewritten)
+        assert not rewritten._hexa_w1.is_packed
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_recorded_dtype_that_must_be_exact(pair):
+    original, _ = pair
+    block = copy.deepcopy(original)
+    made = list_rewritten(False)
+    made = dataclasses.replace(made, guards=(dataclasses.replace(made.guards[0], exact_dtype=True), made.guards[1]))
+    install(block, None, made)
+    block.eval()(hidden(2, 5))
+    assert ran_rewritten(block)
+    block.double()(hidden(2, 5).double())
+    assert "recorded with torch.float32" in next(iter(block.forward._logged))
+    assert verify(original.eval(), made, (hidden(2, 5),)).dtype == torch.float64

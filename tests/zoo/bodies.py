@@ -216,7 +216,7 @@ class SharedSameShape(Mixture):
 
 
 class ZeroAndIdentityExperts(nn.Module):
-    """Expert ids past the real ones: identity for one, zero for the other."""
+    """Expert ids past the real ones: the token itself, or nothing."""
 
     def __init__(self, identity: bool = True) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class ZeroAndIdentityExperts(nn.Module):
             token, slot = torch.where(indices == e)
             out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
         if self.identity:
-            token, slot = torch.where(indices == E)
+            token, slot = torch.where(indices >= E)
             out.index_add_(0, token, flat[token] * weights[token, slot, None])
         return out.view(x.shape)
 
@@ -433,7 +433,7 @@ VARIANTS = (
     variant("around_shared_expert", SharedExpert, "a shared expert is added"),
     variant("around_shared_expert_gated", SharedExpert, "a shared expert behind a sigmoid gate", gated=True),
     variant("around_shared_same_shape", SharedSameShape, "shared experts of the routed ones' shape"),
-    variant("around_identity_expert", ZeroAndIdentityExperts, "ids past the experts: identity and zero"),
+    variant("around_identity_expert", ZeroAndIdentityExperts, "ids past the experts return the token"),
     variant("around_zero_experts", ZeroAndIdentityExperts, "ids past the experts give zero", identity=False),
     variant("around_residual_moe", ResidualMoE, "dense MLP and a learned coefficient"),
     variant("around_latent", Latent, "shared projections into and out of a latent space"),

@@ -30,15 +30,20 @@ class ZeroGateMatrix(nn.Module):
 class StackEinsum(nn.Module):
     """Outputs stacked and contracted with the gates."""
 
-    def __init__(self) -> None:
+    def __init__(self, threshold: bool = True) -> None:
         super().__init__()
+        self.threshold = threshold
         self.router = nn.Linear(D, E)
         self.experts = experts(MLP)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.router(x)
-        kth = logits.topk(K, dim=-1).values[..., -1:]
-        gates = logits.masked_fill(logits < kth, float("-inf")).softmax(dim=-1)
+        top, indices = logits.topk(K, dim=-1)
+        if self.threshold:
+            masked = logits.masked_fill(logits < top[..., -1:], float("-inf"))
+        else:
+            masked = torch.full_like(logits, float("-inf")).scatter(-1, indices, top)
+        gates = masked.softmax(dim=-1)
         outputs = torch.stack([expert(x) for expert in self.experts], dim=-2)
         return torch.einsum("bse,bsed->bsd", gates, outputs)
 
@@ -185,7 +190,8 @@ class AllExpertsSoftmax(nn.Module):
 
 VARIANTS = (
     variant("dense_zero_gate_matrix", ZeroGateMatrix, "every expert on every token, gate matrix with zeros"),
-    variant("dense_stack_einsum", StackEinsum, "stack and einsum with a masked softmax"),
+    variant("dense_stack_einsum", StackEinsum, "stack and einsum, a threshold keeps more than k on ties", "either"),
+    variant("dense_stack_einsum_scatter", StackEinsum, "stack and einsum with a masked softmax", threshold=False),
     variant("dense_compute_all_gather", ComputeAllGather, "compute all, gather the top k"),
     variant("dense_stacked_einsum", StackedEinsum, "einsum with stacked weights, one-hot combine"),
     variant("dense_stacked_einsum_fused", StackedEinsumFused, "combine folded into a three-operand einsum"),

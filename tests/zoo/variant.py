@@ -31,6 +31,8 @@ class Variant:
             could only be right by luck; ``either`` that both are honest, as long as a rewrite is exact.
         why: one sentence on what is special.
         dtypes: in which the unmodified block runs.
+        gap: where ``expect`` is ``rewritten``, what is missing today: the block is refused although it need not be. Closing
+            the gap makes its test fail, so that this note cannot go stale.
         train: whether the block can be run in train mode (False: its own code cannot do backward there).
     """
 
@@ -41,6 +43,7 @@ class Variant:
     why: str
     dtypes: tuple[torch.dtype, ...] = BOTH
     train: bool = True
+    gap: str = ""
 
 
 def hidden_states(batch: int, seq: int, dtype: torch.dtype, seed: int, width: int = D) -> tuple[tuple[Any, ...], dict]:
@@ -67,6 +70,7 @@ def variant(
     inputs: Inputs = hidden_states,
     dtypes: tuple[torch.dtype, ...] = BOTH,
     train: bool = True,
+    gap: str = "",
     **options: Any,
 ) -> Variant:
     """A `Variant` whose `make` calls `block(**options)` from a seeded random state."""
@@ -76,7 +80,7 @@ def variant(
             torch.manual_seed(seed)
             return block(**options)
 
-    return Variant(name, make, inputs, expect, why, dtypes, train)
+    return Variant(name, make, inputs, expect, why, dtypes, train, gap)
 
 
 def weight(*shape: int) -> nn.Parameter:

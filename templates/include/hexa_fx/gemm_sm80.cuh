@@ -152,35 +152,46 @@ struct LinesAlongK {
   }
 };
 
-// The same for an operand whose lines run across k: line_of(k) is line k's start, count columns are valid there.
-template <class T, class Layout, int X, int BK, int kThreads, bool kAligned, class LineOf>
+// The same for an operand whose lines run across k; `count` columns from this thread's on are valid in each.
+template <class T, class Layout, int X, int BK, int kThreads, bool kAligned, class Lines>
 struct LinesAcrossK {
   static constexpr int kVec = 16 / int(sizeof(T)), kPerLine = X / kVec, kStep = kThreads / kPerLine;
   static constexpr int kCount = (BK + kStep - 1) / kStep;
   static_assert(kThreads % kPerLine == 0, "a thread keeps its column");
-  LineOf line_of;
-  const T* base;
-  int count;           // of this thread's chunk
-  const T* next[kCount];  // lines of the stage that is loaded next: indices are read a stage ahead
+  Lines lines;
+  int count;
+  int next[kCount];  // of the stage that is loaded next: indices are read a stage ahead and used when they have arrived
 
-  __device__ LinesAcrossK(const T* base_, int count_, LineOf line_of_) : line_of(line_of_), base(base_), count(count_) {
-    fetch(0);
-  }
+  __device__ LinesAcrossK(Lines lines_, int count_) : lines(lines_), count(count_) { fetch(0); }
   static __device__ int column() { return threadIdx.x % kPerLine * kVec; }
   __device__ void fetch(int k0) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) next[i] = line_of(k0 + int(threadIdx.x) / kPerLine + i * kStep);
+    for (int i = 0; i < kCount; ++i) next[i] = lines.index(k0 + int(threadIdx.x) / kPerLine + i * kStep);
   }
   __device__ void load(T* shared, int stage, int k0) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int r = threadIdx.x / kPerLine + i * kStep;
       if (BK % kStep != 0 && r >= BK) continue;
-      const bool valid = next[i] != nullptr && count > 0;
-      copy16<kAligned>(shared + Layout{}(column(), r, stage), valid ? next[i] : base, valid ? count : 0);
+      const bool valid = next[i] >= 0 && count > 0;
+      copy16<kAligned>(shared + Layout{}(column(), r, stage), valid ? lines.at(next[i]) : lines.base, valid ? count : 0);
     }
     fetch(k0 + BK);
   }
+};
+
+// Lines of a matrix: `base` is element (0, 0), `from` the column that this thread reads, n lines of which line i of the tile
+// is number first + i, or index[first + i] / divisor.
+template <class T, bool kGather>
+struct Lines {
+  const T* base;
+  const T* from;
+  const int* indices;
+  long long stride;
+  int first, end;
+  Divisor divisor;
+  __device__ int index(int i) const { return first + i >= end ? -1 : kGather ? __ldg(indices + first + i) : first + i; }
+  __device__ const T* at(int index) const { return from + (kGather ? static_cast<long long>(divisor(index)) : index) * stride; }
 };
 
 template <class T_, Math kMath_, Op kOp_, int BM_, int BN_, int BK_, int kStages_, int kWarpsM_, int kWarpsN_, bool kBAlongK_,
@@ -302,11 +313,8 @@ struct Gemm {
       mainloop(load_a, load_b, p.k, sa, sb, acc);
     } else {
       const int column = threadIdx.x % (BN / (16 / int(sizeof(T)))) * (16 / int(sizeof(T))), n = n0 + column % kHalf;
-      const T* from = (kHalves && column >= kHalf ? up : gate) + n;
-      const int k = p.k;
-      const long long stride = p.b_stride;
-      auto line_of = [=](int i) -> const T* { return i < k ? from + i * stride : nullptr; };
-      LinesAcrossK<T, LayoutB, BN, BK, kThreads, C::kAligned, decltype(line_of)> load_b(gate, width - n, line_of);
+      const Lines<T, false> lines{gate, (kHalves && column >= kHalf ? up : gate) + n, nullptr, p.b_stride, 0, p.k, {}};
+      LinesAcrossK<T, LayoutB, BN, BK, kThreads, C::kAligned, Lines<T, false>> load_b(lines, width - n);
       mainloop(load_a, load_b, p.k, sa, sb, acc);
     }
   }
@@ -316,21 +324,16 @@ struct Gemm {
     const int rows = t.end - t.row;
     if (rows <= 0) return;
     constexpr int kVec = 16 / int(sizeof(T));
+    using LinesA = Lines<T, C::kGatherA>;
+    using LinesB = Lines<T, C::kGatherB>;
     const int i0 = t.m0 + threadIdx.x % (BM / kVec) * kVec, j0 = t.n0 + threadIdx.x % (BN / kVec) * kVec;
-    auto a_line = lines<C::kGatherA>(static_cast<const T*>(p.a) + i0, p.a_index, p.a_stride, t, p.top_k);
-    auto b_line = lines<C::kGatherB>(static_cast<const T*>(p.b) + j0, p.b_index, p.b_stride, t, p.top_k);
-    LinesAcrossK<T, LayoutA, BM, BK, kThreads, C::kAligned, decltype(a_line)> load_a(static_cast<const T*>(p.a), p.m - i0, a_line);
-    LinesAcrossK<T, LayoutB, BN, BK, kThreads, C::kAligned, decltype(b_line)> load_b(static_cast<const T*>(p.b), p.n - j0, b_line);
+    const T* a = static_cast<const T*>(p.a);
+    const T* b = static_cast<const T*>(p.b);
+    const LinesA a_lines{a, a + i0, p.a_index, p.a_stride, t.row, t.end, p.top_k};
+    const LinesB b_lines{b, b + j0, p.b_index, p.b_stride, t.row, t.end, p.top_k};
+    LinesAcrossK<T, LayoutA, BM, BK, kThreads, C::kAligned, LinesA> load_a(a_lines, p.m - i0);
+    LinesAcrossK<T, LayoutB, BN, BK, kThreads, C::kAligned, LinesB> load_b(b_lines, p.n - j0);
     mainloop(load_a, load_b, rows, sa, sb, acc);
-  }
-  template <bool kGather>
-  static __device__ auto lines(const T* from, const int* index, long long stride, const Tile& t, Divisor top_k) {
-    const int begin = t.row, end = t.end;
-    return [=](int i) -> const T* {
-      const int row = begin + i;
-      if (row >= end) return nullptr;
-      return from + (kGather ? static_cast<long long>(top_k(__ldg(index + row))) : row) * stride;
-    };
   }
 
   template <class LoadA, class LoadB, class Acc>

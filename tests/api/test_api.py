@@ -1,0 +1,186 @@
+"""`optimize`, `optimize_`, `explain`: what a user sees, and what happens to bad input."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.errors import InputError, NothingRewritten
+from hexa_fx.ir import FfnSpec
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(Expert(width, 12) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = torch.softmax(self.router(tokens), -1).topk(2, -1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            out.index_add_(0, token, expert(tokens[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+INPUT = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_optimize_returns_a_new_model_that_shares_parameters(model):
+    opt = hexa_fx.optimize(model, INPUT)
+    assert opt is not model
+    assert type(opt) is Model
+    assert all(a is b for a, b in zip(opt.parameters(), model.parameters()))
+    assert "forward" not in model.layers[0].__dict__
+    torch.testing.assert_close(opt(INPUT), model(INPUT))
+
+
+def test_optimize_in_place(model):
+    expected = model(INPUT)
+    assert hexa_fx.optimize_(model, INPUT) is model
+    torch.testing.assert_close(model(INPUT), expected)
+    assert len(model.report.rewritten) == 2
+
+
+def test_explain_changes_nothing(model):
+    report = hexa_fx.explain(model, INPUT)
+    assert [block.path for block in report.rewritten] == ["layers.0", "layers.1"]
+    assert "forward" not in model.layers[0].__dict__
+
+
+@pytest.mark.parametrize("inputs", [INPUT, (INPUT,), [INPUT], {"x": INPUT}], ids=["tensor", "tuple", "list", "mapping"])
+def test_forms_of_example_inputs(model, inputs):
+    assert len(hexa_fx.explain(model, inputs).rewritten) == 2
+
+
+def test_identical_blocks_are_analysed_once(model):
+    first, second = hexa_fx.explain(model, INPUT).blocks
+    assert first.same_as is None
+    assert second.same_as == "layers.0"
+
+
+def test_report_says_what_was_found(model):
+    report = hexa_fx.optimize(model, INPUT).report
+    block = report.blocks[0]
+    assert (block.num_experts, block.top_k, block.hidden_size, block.intermediate_size) == (4, 2, 8, 12)
+    assert block.weights == "listed"
+    assert "relu" in block.expert
+    assert block.check.gradient_error < 1e-9
+    assert json.loads(report.to_json())["blocks"][0]["path"] == "layers.0"
+    assert "2 of 2 MoE blocks rewritten" in str(report)
+
+
+def test_graphs_show_the_canonical_node_and_the_operators(model):
+    graphs = hexa_fx.optimize(model, INPUT).graphs["layers.0"]
+    nodes = list(graphs.rewritten.graph.nodes)
+    assert sum(isinstance(node.meta.get("hexa"), FfnSpec) for node in nodes) == 1
+    forward = [str(node.target) for node in graphs.lowered.forward.graph.nodes]
+    assert sum("esmm" in name for name in forward) == 2
+    assert any("esfk" in str(node.target) for node in graphs.lowered.backward.graph.nodes)
+    assert "moe_ffn" in str(graphs)
+
+
+def test_rewritten_graph_does_not_grow_with_experts():
+    torch.manual_seed(0)
+    sizes = [len(hexa_fx.optimize(Block(experts=n), INPUT).graphs[""].rewritten.graph.nodes) for n in (4, 16)]
+    assert sizes[0] == sizes[1]
+
+
+def test_model_without_moe_works_and_says_so(caplog):
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with caplog.at_level(logging.WARNING, logger="hexa_fx"):
+        opt = hexa_fx.optimize(plain, INPUT)
+    assert "no MoE block was found" in caplog.text
+    torch.testing.assert_close(opt(INPUT), plain(INPUT))
+
+
+def test_strict_raises_when_nothing_is_rewritten():
+    with pytest.raises(NothingRewritten, match="no MoE block was found"):
+        hexa_fx.optimize(nn.Linear(8, 8), INPUT, hexa_fx.HexaConfig(strict=True))
+
+
+def test_the_models_own_error_is_shown(model):
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        hexa_fx.optimize(model, torch.randn(2, 7, 9))
+
+
+def test_already_optimized_is_a_clear_sentence(model):
+    opt = hexa_fx.optimize(model, INPUT)
+    with pytest.raises(InputError, match="already optimized"):
+        hexa_fx.optimize(opt, INPUT)
+
+
+def test_meta_device_is_a_clear_sentence():
+    with torch.device("meta"):
+        model = Model()
+    with pytest.raises(InputError, match="meta"):
+        hexa_fx.optimize(model, INPUT)
+
+
+def test_verification_can_be_switched_off(model):
+    report = hexa_fx.explain(model, INPUT, hexa_fx.HexaConfig(verify=False))
+    assert len(report.rewritten) == 2
+    assert report.blocks[0].check is None
+
+
+def test_configuration_from_the_environment():
+    config = hexa_fx.HexaConfig.from_environment({"HEXA_FX_VERIFY": "off", "HEXA_FX_PROBE_TOKENS": "64"})
+    assert config == hexa_fx.HexaConfig(verify=False, probe_tokens=64)
+    with pytest.raises(InputError, match="HEXA_FX_STRICT='perhaps': expected 1/true"):
+        hexa_fx.HexaConfig.from_environment({"HEXA_FX_STRICT": "perhaps"})
+
+
+def test_a_block_that_is_refused_keeps_running_beside_a_rewritten_one(model):
+    class Softened(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            tokens = x.reshape(-1, x.shape[-1])
+            weights = torch.softmax(self.router(tokens), -1)
+            outputs = torch.stack([expert(tokens) for expert in self.experts], 1)
+            return (outputs * weights.unsqueeze(-1)).sum(1).view(x.shape)
+
+    model.layers.append(Softened())
+    opt = hexa_fx.optimize(model, INPUT)
+    assert [block.status for block in opt.report.blocks] == ["rewritten", "rewritten", "refused"]
+    assert "dense (soft) mixture" in opt.report.refused[0].reason
+    torch.testing.assert_close(opt(INPUT), model(INPUT))
+    opt(INPUT).sum().backward()
+
+
+def test_import_is_light():
+    code = "import sys, hexa_fx; assert not {'transformers', 'jinja2', 'hexa_fx.api'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

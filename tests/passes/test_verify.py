@@ -1,0 +1,463 @@
+"""Verification accepts what is equal and finds what is not, however it differs."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.fx
+from torch import nn
+from torch.nn import functional as F
+
+from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, RoutingOverride
+from hexa_fx.passes.verify import VerificationResult, VerifySettings, verify
+from hexa_fx.runtime.install import is_installed
+from tests.runtime.handmade import (
+    D,
+    E,
+    ListMoE,
+    StackedExperts,
+    dense_moe,
+    list_packed,
+    list_rewritten,
+    routing,
+    stacked_rewritten,
+)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def example() -> tuple[torch.Tensor, ...]:
+    return (torch.randn(2, 6, D),)
+
+
+def failing(result: VerificationResult) -> set[str]:
+    assert not result.ok
+    assert result.reason
+    return {case.name for case in result.cases if case.outcome == "different"}
+
+
+# -- wrong stand-ins for the operator. Module level, so that the graphs' code can name them ---------------------------
+
+
+def straight_through(x, index, weights, w1, w2):
+    y = dense_moe(x, index, weights, w1, w2)
+    return y.detach() + x - x.detach()
+
+
+def weights_without_gradient(x, index, weights, w1, w2):
+    return dense_moe(x, index, weights.detach(), w1, w2)
+
+
+def one_expert_weight_without_gradient(x, index, weights, w1, w2):
+    return dense_moe(x, index, weights, w1, torch.cat([w2[:-1], w2[-1:].detach()]))
+
+
+def slightly_off(x, index, weights, w1, w2):
+    return dense_moe(x, index, weights, w1, w2) * (1 + 1e-7)
+
+
+def nan_for_an_unused_expert(x, index, weights, w1, w2):
+    share = F.one_hot(index, E).sum((0, 1)).to(x.dtype)
+    return dense_moe(x, index, weights, w1, w2) + 0 * (share / share).sum()
+
+
+def drops_beyond_a_capacity(x, index, weights, w1, w2):
+    place = F.one_hot(index.reshape(-1), E).cumsum(0).gather(1, index.reshape(-1, 1)).reshape(index.shape)
+    return dense_moe(x, index, weights * (place <= 11), w1, w2)
+
+
+def knows_one_routing(x, index, weights, w1, w2):
+    return dense_moe(x, index.clamp(max=E - 2), weights, w1, w2)
+
+
+def draws_random_numbers(x, index, weights, w1, w2):
+    return dense_moe(x, index, weights, w1, w2) + 0 * torch.rand(())
+
+
+def writes_to_its_input(x, index, weights, w1, w2):
+    y = dense_moe(x.clone(), index, weights, w1, w2)
+    x.mul_(2)
+    return y
+
+
+def half_the_width(x, index, weights, w1, w2):
+    return dense_moe(x, index, weights, w1, w2)[:, : D // 2]
+
+
+def breaks(x, index, weights, w1, w2):
+    if x.shape[0] == 1:
+        raise IndexError("one token")
+    return dense_moe(x, index, weights, w1, w2)
+
+
+WRONG = {
+    straight_through: "gradient",
+    weights_without_gradient: "gradient of router.proj.weight",
+    one_expert_weight_without_gradient: "gradient of experts.3.w2.weight",
+    slightly_off: "output 0 is off by 1.0e-07",
+    nan_for_an_unused_expert: "NaN or inf in other places",
+    drops_beyond_a_capacity: "output 0",
+    knows_one_routing: "output 0",
+    draws_random_numbers: "random numbers drawn",
+    half_the_width: "raises RuntimeError",
+    breaks: "the rewritten block raises IndexError: one token",
+}
+
+
+def test_equal_blocks_pass_in_both_modes():
+    block = ListMoE()
+    for training in (True, False):
+        result = verify(block.train(training), list_rewritten(training), example())
+        assert result.ok, result.reason
+        assert result.dtype == torch.float64
+        assert [case.outcome for case in result.cases] == ["equal"] * 9
+        assert max(max(case.forward_error, case.gradient_error) for case in result.cases) < 1e-13
+        assert 0 < result.seconds < 10
+
+
+def test_stacked_weights_with_routing_given():
+    result = verify(StackedExperts(), stacked_rewritten(), routing(6))
+    assert result.ok, result.reason
+    assert [case.outcome for case in result.cases] == ["equal"] * 9
+
+
+@pytest.mark.parametrize("moe", WRONG, ids=lambda moe: moe.__name__)
+@pytest.mark.parametrize("make", ["list", "stacked"])
+def test_wrong_blocks_are_found(moe, make):
+    if make == "list":
+        result = verify(ListMoE(), list_rewritten(True, moe), example())
+        assert WRONG[moe] in result.reason
+    else:
+        result = verify(StackedExperts(), stacked_rewritten(moe), routing(6))
+    assert failing(result)
+
+
+def test_what_only_a_forced_routing_shows():
+    names = failing(verify(ListMoE(), list_rewritten(True, drops_beyond_a_capacity), example()))
+    assert "all tokens to the first experts" in names
+    assert "batch 1, sequence 1" not in names
+
+
+def test_a_wrong_buffer_update_is_found_in_each_mode():
+    block = ListMoE()
+    result = verify(block.train(), list_rewritten(True, count_twice=True), example())
+    assert "buffer seen" in result.reason
+    assert verify(block.eval(), list_rewritten(False, count_twice=True), example()).ok
+    result = verify(block.eval(), list_rewritten(True, count_twice=True), example())
+    assert "buffer seen" in result.reason
+
+
+def test_a_changed_input_is_found():
+    result = verify(StackedExperts(), stacked_rewritten(writes_to_its_input), routing(6))
+    assert "input 0" in result.reason
+
+
+def test_experts_without_tokens_are_noted_as_none_became_zero():
+    result = verify(ListMoE(), list_rewritten(), example())
+    cases = {case.name: case for case in result.cases}
+    assert cases["one expert without tokens"].none_became_zero == tuple(f"experts.0.w{i}.weight" for i in (1, 3, 2))
+    assert cases["first and last experts alternating"].none_became_zero == ()
+
+
+def test_the_block_is_left_as_it_was():
+    block = ListMoE()
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    given = example()
+    state = torch.get_rng_state()
+    for settings in (VerifySettings(), VerifySettings(max_copy_bytes=0)):
+        assert verify(block, list_rewritten(), given, settings=settings).ok
+        assert torch.equal(state, torch.get_rng_state())
+        assert not is_installed(block)
+        assert all(parameter.grad is None for parameter in block.parameters())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
+        assert not {"forward", "_hexa_w1", "_hexa_w2"} & set(block.__dict__)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_copy_it_is_compared_in_its_own_dtype(dtype):
+    block = ListMoE().to(dtype)
+    settings = VerifySettings(max_copy_bytes=0)
+    result = verify(block, list_rewritten(), (example()[0].to(dtype),), settings=settings)
+    assert result.ok, result.reason
+    assert result.dtype == dtype
+    assert not verify(block, list_rewritten(True, weights_without_gradient), example(), settings=settings).ok
+
+
+def test_a_large_block_is_compared_in_fewer_cases():
+    result = verify(ListMoE(), list_rewritten(), example(), settings=VerifySettings(many_bytes=100))
+    assert [case.name for case in result.cases] == [
+        "the example",
+        "one expert without tokens",
+    ]
+    assert not verify(
+        ListMoE(), list_rewritten(True, knows_one_routing), example(), settings=VerifySettings(many_bytes=100)
+    ).ok
+
+
+def test_a_block_that_cannot_be_copied_is_compared_in_place():
+    block = ListMoE()
+    block.lock = threading.Lock()
+    result = verify(block, list_rewritten(), example())
+    assert result.ok
+    assert result.dtype == torch.float32
+
+
+def test_cases_that_the_original_rejects_are_skipped():
+    class Picky(ListMoE):
+        def forward(self, hidden: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+            if hidden.shape[0] * hidden.shape[1] < 2:
+                raise ValueError("at least two tokens")
+            return super().forward(hidden, scale)
+
+    result = verify(Picky(), list_rewritten(), example())
+    assert result.ok
+    skipped = {case.name: case.detail for case in result.cases if case.outcome == "skipped"}
+    assert skipped == dict.fromkeys(
+        ["batch 1, sequence 1", "batch 0, sequence 4"], "the original raises ValueError: at least two tokens"
+    )
+
+
+def test_nothing_compared_is_not_accepted():
+    result = verify(ListMoE(), list_rewritten(), (torch.randn(2, D),))
+    assert not result.ok
+    assert "nothing could be compared" in result.reason
+    assert "3 dimensions" in result.reason
+
+
+def test_an_original_that_raises_is_not_accepted():
+    result = verify(ListMoE(), list_rewritten(), (torch.randn(2, 6, D + 1),))
+    assert not result.ok
+    assert "the original raises RuntimeError" in result.reason
+
+
+class Dice(ListMoE):
+    rolls = 0
+
+    def forward(self, hidden: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        Dice.rolls += 1
+        return super().forward(hidden, scale) * Dice.rolls
+
+
+def test_an_original_that_does_not_repeat_itself_is_named():
+    assert "does not repeat itself" in verify(Dice(), list_rewritten(), example()).reason
+
+
+class Biased(StackedExperts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(D))
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, index, weights) + self.bias
+
+
+def test_a_lost_term_that_is_zero_at_first_is_found():
+    assert "output 0" in verify(Biased(), stacked_rewritten(), routing(6)).reason
+
+
+# -- outputs and state beside the main one --------------------------------------------------------------------------
+
+
+class Chatty(nn.Module):
+    """Returns its logits too, keeps the last load, asks for float32 in the middle, draws jitter in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts = StackedExperts()
+        self.load = None
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self.calls += 1
+        if self.training:
+            x = x * torch.empty_like(x).uniform_(0.9, 1.1)
+        logits = self.gate(x)
+        weights, index = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), 2)
+        weights = weights.float().to(x.dtype)
+        self.load = weights.sum(0)
+        return self.experts(x, index, weights), {"logits": logits}
+
+
+def chatty_rewritten(flaw: str = "") -> RewrittenBlock:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    like = graph.call_function(torch.empty_like, (x,))
+    jitter = graph.call_method("uniform_", (like, 0.9, 1.1))
+    jittered = graph.call_function(torch.mul, (x, jitter))
+    logits = graph.call_module("gate", (jittered,))
+    scores = graph.call_function(F.softmax, (logits,), {"dim": -1, "dtype": torch.float32})
+    top = graph.call_function(torch.topk, (scores, 2))
+    weights = graph.call_method(
+        "to", (graph.call_function(getattr, (top, "values")), graph.call_function(getattr, (x, "dtype")))
+    )
+    index = graph.call_function(getattr, (top, "indices"))
+    stacked = [graph.get_attr(f"experts.{name}") for name in ("gate_up", "down")]
+    y = graph.call_function(dense_moe, (jittered, index, weights, *stacked))
+    if flaw == "aux gradient":
+        logits = graph.call_method("detach", (logits,))
+    if flaw == "aux value":
+        logits = graph.call_method("mul", (logits, 1.5))
+    graph.output({"a": y} if flaw == "structure" else (y, {"logits": logits}))
+    return RewrittenBlock("chatty", graph, (), (InputGuard("x", "tensor", dtype=torch.float32, ndim=2),))
+
+
+class Quiet(Chatty):
+    """The part of `Chatty` that a graph can hold."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        result = super().forward(x)
+        self.load, self.calls = None, 0
+        return result
+
+
+def test_float32_inside_does_not_hide_in_the_tolerance():
+    result = verify(Quiet(), chatty_rewritten(), (torch.randn(5, D),))
+    assert result.ok, result.reason
+    assert max(max(case.forward_error, case.gradient_error) for case in result.cases) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("flaw", "sentence"),
+    [
+        ("aux gradient", "gradient of gate.weight"),
+        ("aux value", "output 1"),
+        ("structure", "structure of the outputs"),
+    ],
+)
+def test_auxiliary_outputs_are_compared(flaw, sentence):
+    assert sentence in verify(Quiet(), chatty_rewritten(flaw), (torch.randn(5, D),)).reason
+
+
+def test_values_kept_on_the_module_are_compared():
+    assert "attribute .calls" in verify(Chatty(), chatty_rewritten(), (torch.randn(5, D),)).reason
+
+
+def test_another_random_stream_is_found():
+    block = Quiet().eval()
+    assert "random numbers drawn" in verify(block, chatty_rewritten(), (torch.randn(5, D),)).reason
+
+
+# -- inputs and overrides -------------------------------------------------------------------------------------------
+
+
+def test_fresh_inputs_keep_tokens_and_routing_consistent():
+    x, index, weights = routing(6)
+    inputs = FreshInputs((x.reshape(2, 3, D), index), {"weights": weights, "mask": F.one_hot(index, E).sum(1)}, E, 0)
+    assert inputs.given_routing
+    args, kwargs = inputs.at(3, 7, torch.float64)
+    assert args[0].shape == (3, 7, D)
+    assert args[0].dtype == torch.float64
+    assert args[1].shape == (21, 2)
+    assert kwargs["weights"].shape == (21, 2)
+    assert torch.equal(F.one_hot(args[1], E).sum(1), kwargs["mask"])
+    args, kwargs = inputs.like_example(torch.float64, ROUTINGS[3])
+    assert args[1].min() == 1
+    assert kwargs["mask"][:, 0].sum() == 0
+    assert inputs.at(0, 4, torch.float32)[0][1].shape == (0, 2)
+
+
+def test_sparse_weights_keep_their_pattern():
+    scores = torch.rand(6, E) * F.one_hot(torch.arange(6) % E, E)
+    inputs = FreshInputs((torch.randn(6, D), scores), {}, E, 0)
+    fresh = inputs.at(3, 4, torch.float32)[0][1]
+    assert fresh.shape == (12, E)
+    assert (fresh.ne(0).sum(-1) == 1).all()
+    assert torch.equal(inputs.like_example(torch.float32, ROUTINGS[1])[0][1].argmax(-1), torch.full((6,), E - 1))
+
+
+@pytest.mark.parametrize("routed", ROUTINGS, ids=lambda routed: routed.name)
+@pytest.mark.parametrize(("rows", "candidates", "k"), [(5, 4, 2), (3, 4, 4), (1, 1, 1), (0, 4, 2)])
+def test_routings_are_distinct_ids_in_range(routed, rows, candidates, k):
+    ids = routed.choose(rows, candidates, k)
+    assert ids.shape == (rows, k)
+    assert ((ids >= 0) & (ids < candidates)).all()
+    assert all(len(set(row)) == k for row in ids.tolist())
+
+
+def test_the_override_forces_every_way_to_choose_an_expert():
+    scores = torch.randn(2, 3, E, requires_grad=True)
+    override = RoutingOverride(ROUTINGS[1], E)
+    with override:
+        values, index = torch.topk(scores, 2, dim=-1)
+        assert torch.equal(index, torch.tensor([3, 2]).expand(2, 3, 2))
+        assert torch.equal(values, scores.gather(-1, index))
+        assert torch.equal(scores.topk(k=2).indices, index)
+        assert (scores.argmax(-1) == 3).all()
+        assert (scores.max(dim=-1).indices == 3).all()
+        assert (scores.transpose(1, 2).max(1, keepdim=True)[1] == 3).all()
+        assert scores.sort(-1, descending=True).indices[0, 0].tolist() == [3, 0, 1, 2]
+        assert scores.argsort(-1)[0, 0].tolist() == [2, 1, 0, 3]
+        values.sum().backward()
+        assert override.forced == 7
+        assert torch.equal(scores.max(), scores.detach().max())
+        assert torch.equal(torch.arange(4).flip(0).sort().values, torch.arange(4))
+    assert scores.grad[..., 2:].eq(1).all()
+    assert scores.grad[..., :2].eq(0).all()
+
+
+def test_raised_logits_give_routings_that_can_occur():
+    router = nn.Linear(D, E)
+    x = torch.randn(6, D, requires_grad=True)
+    for routed in ROUTINGS:
+        with LogitsOverride(routed, E, 2) as override:
+            logits = router(x)
+            kth = logits.topk(2, dim=-1).values[..., -1:]
+            second = logits.scatter(1, logits.argmax(-1, keepdim=True), float("-inf")).argmax(-1)
+        assert override.forced == 1
+        wanted = routed.choose(6, E, 2).sort(-1).values
+        assert torch.equal(logits.topk(2).indices.sort(-1).values, wanted)
+        assert torch.equal((logits >= kth).nonzero()[:, 1].reshape(6, 2), wanted)
+        assert (second[:, None] == wanted).any(-1).all()
+    assert torch.autograd.grad(logits.sum(), x)[0].ne(0).any()
+    with LogitsOverride(ROUTINGS[0], E, 2) as override:
+        F.linear(x, torch.randn(E, D))
+        F.linear(x, nn.Parameter(torch.randn(E + 1, D)))
+        torch.randn(3, E) @ torch.randn(E, E)
+        assert override.forced == 0
+        assert (x @ router.weight.t()).argmax(-1).lt(2).all()
+
+
+def test_the_spy_counts_choices():
+    scores = torch.randn(3, E)
+    with ChoiceSpy(E) as spy:
+        assert spy.top_k == 1
+        scores.argmax(-1), torch.argmax(scores, dim=-1)
+        assert spy.top_k == 2
+        torch.topk(scores, 3, dim=-1)
+        torch.randn(3, E + 1).topk(5)
+    assert spy.top_k == 3
+
+
+class Thresholded(ListMoE):
+    """Gates by comparison with the k-th logit, which a replaced top-k result would contradict."""
+
+    def forward(self, hidden: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        x = hidden.reshape(-1, D)
+        logits = self.router.proj(x)
+        gates = logits.masked_fill(logits < logits.topk(2).values[:, -1:], float("-inf")).softmax(-1)
+        return sum(gates[:, [i]] * expert(x) for i, expert in enumerate(self.experts)).reshape(hidden.shape)
+
+
+def thresholded(x, logits, w1, w2):
+    top, index = logits.topk(2)
+    return dense_moe(x, index, top.softmax(-1), w1, w2)
+
+
+def test_a_router_that_compares_with_the_kth_logit_passes():
+    graph = torch.fx.Graph()
+    hidden = graph.placeholder("hidden")
+    x = graph.call_method("reshape", (hidden, -1, D))
+    logits = graph.call_module("router.proj", (x,))
+    y = graph.call_function(thresholded, (x, logits, graph.call_module("_hexa_w1"), graph.call_module("_hexa_w2")))
+    graph.output(graph.call_method("reshape", (y, graph.call_method("size", (hidden,)))))
+    result = verify(Thresholded(), RewrittenBlock("", graph, list_packed(), ()), example())
+    assert result.ok, result.reason
+    assert [case.outcome for case in result.cases] == ["equal"] * 9

@@ -1,0 +1,161 @@
+"""Whole transformers models of every family: all blocks rewritten but for stated reasons, and equal to the original."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import hexa_fx
+from tests.zoo import families, family_table
+from tests.zoo.families import FAMILIES
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("family", "implementation"), family_table.cases())
+def test_family(family: str, implementation: str) -> None:
+    row = family_table.judge(family, implementation)
+    expected = FAMILIES[family]
+    if expected.expect == "rewritten":
+        assert row.refused == 0, row.reasons
+        assert row.rewritten == expected.blocks
+    elif row.refused:
+        assert all(len(reason.split()) > 3 for reason in row.reasons)
+    for dtype, errors in row.errors.items():
+        assert errors.forward <= (1e-4 if dtype == torch.float32 else 1e-9), (dtype, errors)
+        assert errors.gradient <= (2e-3 if dtype == torch.float32 else 1e-9), (dtype, errors)
+    assert row.errors, "ran in no dtype"
+
+
+def test_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The table of all families (rows that other tests of this run have judged are not judged again)."""
+    rows = [family_table.judge(*case) for case in family_table.cases() if case[1] == "eager"]
+    with capsys.disabled():
+        print("\n" + family_table.render(rows))
+    assert len(rows) == len(FAMILIES)
+    assert sum(row.rewritten for row in rows) >= 2 * (len(FAMILIES) - 2)
+
+
+def pair(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Two models with equal but separate weights, the second optimized in place."""
+    original = families.make(family, dtype=dtype, seed=seed)
+    optimized = hexa_fx.optimize_(families.make(family, dtype=dtype, seed=seed), families.inputs(2, 7))
+    assert optimized.report.rewritten
+    return original, optimized
+
+
+def same(original: torch.nn.Module, optimized: torch.nn.Module, tolerance: float = 1e-9, train: bool = True) -> None:
+    batch = families.inputs(3, 5, seed=2)
+    reference = families.logits_and_gradients(original, batch, train)
+    errors = family_table.errors_of(reference, families.logits_and_gradients(optimized, batch, train))
+    assert errors.forward <= tolerance, errors
+    assert errors.gradient <= tolerance, errors
+
+
+ROUTERS = {"mixtral": "gate.weight", "olmoe": "gate.weight", "deepseek_v3": "gate.weight", "gpt_oss": "router.weight"}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss", "olmoe"])
+def test_router_sends_all_to_the_first_experts(family: str) -> None:
+    """After the rewrite the router is mutated so that every token picks the same experts: the others stay empty."""
+    models = pair(family)
+    for model in models:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(ROUTERS[family]):
+                    parameter.zero_()  # every score is equal: top-k takes the same experts for every token
+    same(*models)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_bf16_autocast(family: str) -> None:
+    original, optimized = pair(family, torch.float32)
+    batch = families.inputs(3, 5)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        reference, value = original(**batch).logits, optimized(**batch).logits
+    plain = original(**batch).logits.detach()
+    assert value.dtype == reference.dtype
+    rounding = (reference.float() - plain).abs().max()
+    assert (value.float() - plain).abs().max() <= 2 * rounding, (
+        "autocast of the optimized model loses more than the original's"
+    )
+    original.train(), optimized.train()
+    for model in (original, optimized):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(**batch).loss.backward()
+    for (name, a), b in zip(original.named_parameters(), optimized.parameters()):
+        if a.grad is not None:
+            assert b.grad is not None, name
+            assert b.grad.dtype == a.grad.dtype, name
+            assert torch.isfinite(b.grad).all(), name
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_zero_token_batches(family: str) -> None:
+    """A sequence of no tokens goes through the blocks as it does in the original."""
+    original, optimized = pair(family)
+    for (name, block), other in zip(original.named_modules(), optimized.modules()):
+        if type(block).__name__.endswith("SparseMoeBlock"):
+            empty = torch.zeros(2, 0, 24, dtype=torch.float64)
+            a, b = block(empty), other(empty)
+            assert a.shape == b.shape, name
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
+def test_gradient_accumulation(family: str) -> None:
+    original, optimized = pair(family)
+    for model in (original, optimized):
+        model.train()
+        for step in range(3):
+            (model(**families.inputs(2, 5, seed=step)).loss / 3).backward()
+    for (name, a), b in zip(original.named_parameters(), optimized.parameters()):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            torch.testing.assert_close(b.grad, a.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False], ids=["optimizer before", "optimizer after"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_three_adamw_steps(family: str, optimizer_first: bool) -> None:
+    """Three steps with weight decay follow the original, whether the optimizer was built before or after the rewrite."""
+    original = families.make(family, dtype=torch.float64)
+    other = families.make(family, dtype=torch.float64)
+    steps = [torch.optim.AdamW(original.parameters(), lr=1e-2, weight_decay=0.1)]
+    if optimizer_first:
+        steps.append(torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.1))
+    hexa_fx.optimize_(other, families.inputs(2, 7))
+    if not optimizer_first:
+        steps.append(torch.optim.AdamW(other.parameters(), lr=1e-2, weight_decay=0.1))
+    losses = []
+    for model, optimizer in zip((original, other), steps):
+        model.train()
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(**families.inputs(2, 7, seed=step)).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    torch.testing.assert_close(losses[3:], losses[:3], rtol=1e-8, atol=1e-9)
+    for (name, a), b in zip(original.named_parameters(), other.named_parameters()):
+        torch.testing.assert_close(b[1], a, rtol=1e-7, atol=1e-9, msg=name)
+
+
+def test_state_dict_is_the_originals() -> None:
+    for family in ("mixtral", "switch_transformers", "dbrx"):
+        original, optimized = pair(family)
+        ours, theirs = original.state_dict(), optimized.state_dict()
+        assert list(ours) == list(theirs)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+        optimized.load_state_dict(copy.deepcopy(ours))
+
+
+def test_generation_follows_the_original() -> None:
+    """Greedy decoding with a cache: one token at a time is another batch size for the blocks."""
+    original, optimized = pair("mixtral")
+    ids = families.inputs(2, 5)["input_ids"]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(original.generate(ids, **options), optimized.generate(ids, **options))
