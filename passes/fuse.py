@@ -1,4 +1,4 @@
-"""Folds the activation into the epilogue of the projection before it: ``esmm + activate -> esmm_act``."""
+"""Folds the activation, and its gradient, into the epilogue of the product before it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ class FuseActivation(GraphPass):
     """``h = esmm(x, W1, b1); a = activate(h)`` becomes ``h, a = esmm_act(...)``.
 
     Gate and up of a ``split`` expert, two esmm and a concatenation, become one esmm_act too. h is kept only where
-    something other than the activation reads it.
+    something other than the activation reads it. ``activate_backward(esmm(dy, W2))`` becomes ``esmm_act_backward``.
     """
 
     name: ClassVar[str] = "fuse_activation"
     contract: ClassVar[Contract] = Contract(requires=frozenset({LOWERED}), provides=frozenset({"fused"}))
 
     def apply(self, gm: GraphModule) -> int:
-        """Fuses every activation that follows a projection."""
-        nodes = [n for n in gm.graph.nodes if n.target is hexa.activate.default]
-        return sum(_fuse(gm, n) for n in nodes)
+        """Fuses every activation that follows a projection, and every gradient of one."""
+        forward = [n for n in gm.graph.nodes if n.target is hexa.activate.default]
+        backward = [n for n in gm.graph.nodes if n.target is hexa.activate_backward.default]
+        return sum(_fuse(gm, n) for n in forward) + sum(_fuse_backward(gm, n) for n in backward)
 
 
 def _fuse(gm: GraphModule, activate: Node) -> bool:
@@ -49,6 +50,19 @@ def _fuse(gm: GraphModule, activate: Node) -> bool:
     for dead in (h, *(p for p in projections if p is not h)):
         if not dead.users:
             gm.graph.erase_node(dead)
+    return True
+
+
+def _fuse_backward(gm: GraphModule, gradient: Node) -> bool:
+    da, h, weights, v, offs, *static = gradient.args
+    if not isinstance(da, Node) or da.target is not hexa.esmm.default or len(da.users) != 1:
+        return False
+    dy, weight, bias, esmm_v, esmm_offs, top_k, layout = da.args
+    if bias is not None or esmm_v is None or (esmm_v, esmm_offs) != (v, offs):
+        return False
+    gradient.target = hexa.esmm_act_backward.default
+    gradient.args = (dy, weight, h, weights, v, offs, top_k, layout, *static)
+    gm.graph.erase_node(da)
     return True
 
 

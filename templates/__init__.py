@@ -1,1 +1,8 @@
-"""CUDA templates; the algorithms are plain headers in ``include/hexa_fx``."""
+"""CUDA sources: ``*.cu.j2`` choose types and tiles and instantiate, ``include/hexa_fx/*.cuh`` are the algorithms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TEMPLATE_DIR = Path(__file__).resolve().parent
+INCLUDE_DIR = TEMPLATE_DIR / "include"

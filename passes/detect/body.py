@@ -20,7 +20,7 @@ from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.passes.detect.graph import ancestors, literals, operation
 from hexa_fx.passes.detect.projections import Contraction, Instance, feature_size, linear_part
 from hexa_fx.passes.detect.rules import refuse_randomness
-from hexa_fx.passes.detect.stacks import Stack, WeightTable
+from hexa_fx.passes.detect.stacks import Form, Stack, WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -50,6 +50,19 @@ class ExpertBody:
     params: tuple[float, ...]
     pairing: str
     between: tuple[torch.Tensor, ...]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.gate.matrices.shape[2]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down.matrices.shape[2]
+
+    @property
+    def form(self) -> Form:
+        """How the user stores the weights."""
+        return self.gate.form
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,33 @@ def find_routing(
     return Routing(ids.shape[1], index, before, after)
 
 
+def find_row_factor(
+    wanted: torch.Tensor,
+    pairs: Pairs,
+    routing: Routing,
+    tokens: int,
+    experts: int,
+    captured: CapturedBlock,
+    tags: Mapping[torch.fx.Node, Tag],
+    end: torch.fx.Node,
+) -> tuple[Source, ...]:
+    """Where a number for every pair (P,) stands that the experts compute with; () if it is always 1.
+
+    Raises:
+        Refuse: it is not among the tensors computed before ``end``.
+    """
+    effective = (pairs.before * pairs.after).abs() > 0
+    active = Pairs(*(field[effective] for field in (pairs.token, pairs.expert, pairs.before, pairs.after)))
+    values = [record_of(node).value for node in routing.index.nodes]
+    if routing.index.reading == "columns":
+        ids = torch.stack([value.reshape(-1) for value in values], 1)
+    else:
+        ids = dict(_read_ids(values[0], tokens, experts))[routing.index.reading]
+    slots = _Slots(ids, active, tokens, experts)
+    known = _candidates(captured, tags, end)
+    return _find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
+
+
 def check_identity(factor: torch.Tensor, routing: Routing, tokens: int, experts: int, end: torch.fx.Node) -> None:
     """Identity experts must add the token with the routing weights of the ids at and above ``experts``.
 

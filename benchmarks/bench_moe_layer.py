@@ -1,0 +1,285 @@
+"""One MoE layer (experts and combine, no router) on one GPU, implementation by implementation.
+
+    python benchmarks/bench_moe_layer.py [--shapes mixtral,...] [--routing balanced,skewed,one] [--impls hexa,...] [--json FILE]
+
+Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is hexa::moe_ffn, ``hf-grouped``
+and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the eager loop over experts
+written here. Times are medians, taken in turns over the implementations, random data. ``saved`` is memory allocated by a
+training forward that is still there after it, output included; ``peak`` the maximum of forward + backward above what was
+there before, less the gradients. Errors are ||out - ref|| / ||ref|| against a float32 loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import LARGE, SHAPES, MoeShape, environment, load, medians, routing
+from torch import Tensor
+
+from hexa_fx.ir import FfnSpec
+from hexa_fx.ops import moe_ffn
+from hexa_fx.runtime import cuda_ops
+
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+MIB = 2.0**20
+
+
+@dataclass
+class Weights:
+    """Parameters and inputs of one layer, all with gradients."""
+
+    x: Tensor
+    ids: Tensor
+    gates: Tensor
+    w1: Tensor
+    b1: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        named = {"x": self.x, "gates": self.gates, "w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
+        return {name: t for name, t in named.items() if t is not None}
+
+
+def make_weights(shape: MoeShape, kind: str) -> Weights:
+    def random(*size: int, scale: float = 1.0) -> Tensor:
+        return torch.empty(*size, device="cuda", dtype=shape.dtype).normal_(0, scale).requires_grad_()
+
+    ids = routing(kind, shape)
+    gates = torch.rand(ids.shape, device="cuda").softmax(-1).to(shape.dtype).requires_grad_()
+    e, d, i, width = shape.experts, shape.model, shape.inner, shape.width
+    w1, w2 = random(e, width, d, scale=d**-0.5), random(e, d, i, scale=i**-0.5)
+    b1, b2 = (random(e, width), random(e, d)) if shape.bias else (None, None)
+    return Weights(random(shape.tokens, d), ids, gates, w1, b1, w2, b2)
+
+
+def activate(h: Tensor, gated: bool) -> Tensor:
+    if not gated:
+        return F.gelu(h)
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def hexa_layer(shape: MoeShape, p: Weights) -> Callable[[], Tensor]:
+    spec = FfnSpec("silu", "concat") if shape.gated else FfnSpec("gelu", "none")
+    return lambda: moe_ffn(p.x, p.ids, p.gates, p.w1, p.b1, None, None, p.w2, p.b2, spec)
+
+
+def loop_layer(shape: MoeShape, p: Weights) -> Callable[[], Tensor]:
+    """The eager loop of model code: nonzero, gather, two linears, weighted index_add."""
+
+    def run() -> Tensor:
+        out = torch.zeros_like(p.x)
+        hit = torch.bincount(p.ids.reshape(-1), minlength=shape.experts).nonzero().flatten().tolist()
+        for e in hit:
+            token, slot = (p.ids == e).nonzero(as_tuple=True)
+            h = F.linear(p.x[token], p.w1[e], None if p.b1 is None else p.b1[e])
+            y = F.linear(activate(h, shape.gated), p.w2[e], None if p.b2 is None else p.b2[e])
+            out = out.index_add(0, token, y * p.gates[token, slot, None])
+        return out
+
+    return run
+
+
+def transformers_layer(shape: MoeShape, p: Weights, implementation: str) -> Callable[[], Tensor]:
+    """transformers' Qwen3-MoE experts on the same parameters."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    if not shape.gated or shape.bias:
+        raise NotImplementedError("gated experts without bias only")
+    config = Qwen3MoeConfig(
+        hidden_size=shape.model,
+        moe_intermediate_size=shape.inner,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+        num_hidden_layers=1,
+    )
+    config._experts_implementation = implementation
+    with torch.device("meta"):
+        experts = Qwen3MoeExperts(config)
+    experts.gate_up_proj, experts.down_proj = torch.nn.Parameter(p.w1), torch.nn.Parameter(p.w2)
+    p.w1, p.w2 = experts.gate_up_proj, experts.down_proj
+    return lambda: experts(p.x, p.ids, p.gates)
+
+
+def dense_layer(shape: MoeShape, p: Weights) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The same FLOPs as plain matmuls: forward, forward + backward."""
+    rows = torch.randn(shape.rows, shape.model, device="cuda", dtype=shape.dtype)
+    h = torch.randn(shape.rows, shape.width, device="cuda", dtype=shape.dtype)
+    a = torch.randn(shape.rows, shape.inner, device="cuda", dtype=shape.dtype)
+    w1, w2 = p.w1.detach()[0], p.w2.detach()[0]
+
+    def forward() -> None:
+        rows @ w1.t()
+        a @ w2.t()
+
+    def both() -> None:
+        forward()
+        rows @ w2  # d activation
+        rows.t() @ a  # dW2
+        h @ w1  # dX
+        h.t() @ rows  # dW1
+
+    return forward, both
+
+
+def training(run: Callable[[], Tensor], p: Weights, dy: Tensor) -> Callable[[], None]:
+    def step() -> None:
+        torch.autograd.grad(run(), list(p.leaves.values()), dy)
+
+    return step
+
+
+def inference(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        with torch.no_grad():
+            return run()
+
+    return step
+
+
+def memory(run: Callable[[], Tensor], p: Weights, dy: Tensor) -> dict[str, float]:
+    """MiB saved by a training forward, and peak of forward + backward without the gradients."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = run()
+    saved = torch.cuda.memory_allocated() - before
+    grads = torch.autograd.grad(out, list(p.leaves.values()), dy)
+    torch.cuda.synchronize()
+    own = sum(g.numel() * g.element_size() for g in grads)
+    return {"saved_mib": saved / MIB, "peak_mib": (torch.cuda.max_memory_allocated() - before - own) / MIB}
+
+
+def errors(shape: MoeShape, run: Callable[[], Tensor], p: Weights, dy: Tensor) -> dict[str, float]:
+    """Relative errors against a float32 loop; the weights' gradients are compared expert by expert."""
+    out = run()
+    names = list(p.leaves)
+    grads = dict(zip(names, torch.autograd.grad(out, list(p.leaves.values()), dy)))
+    ref_out, ref_dx = torch.zeros_like(p.x, dtype=torch.float32), torch.zeros_like(p.x, dtype=torch.float32)
+    ref_gates = torch.zeros_like(p.gates, dtype=torch.float32)
+    sums = {name: [0.0, 0.0] for name in ("w1", "w2")}
+    for e in range(shape.experts):
+        token, slot = (p.ids == e).nonzero(as_tuple=True)
+        leaf = [t.detach()[e].float().requires_grad_() for t in (p.w1, p.w2)]
+        rows = p.x.detach()[token].float().requires_grad_()
+        gate = p.gates.detach()[token, slot].float().requires_grad_()
+        h = F.linear(rows, leaf[0], None if p.b1 is None else p.b1.detach()[e].float())
+        y = (
+            F.linear(activate(h, shape.gated), leaf[1], None if p.b2 is None else p.b2.detach()[e].float())
+            * gate[:, None]
+        )
+        ref = torch.autograd.grad(y, [rows, gate, *leaf], dy[token].float())
+        ref_out.index_add_(0, token, y.detach())
+        ref_dx.index_add_(0, token, ref[0])
+        ref_gates[token, slot] = ref[1]
+        for name, value in zip(("w1", "w2"), ref[2:]):
+            sums[name][0] += float((grads[name][e].float() - value).square().sum())
+            sums[name][1] += float(value.square().sum())
+    result = {
+        "out": relative(out, ref_out),
+        "dx": relative(grads["x"], ref_dx),
+        "dgates": relative(grads["gates"], ref_gates),
+    }
+    return result | {f"d{name}": (wrong / max(norm, 1e-30)) ** 0.5 for name, (wrong, norm) in sums.items()}
+
+
+def relative(value: Tensor, reference: Tensor) -> float:
+    return float((value.detach().float() - reference).norm() / reference.norm())
+
+
+def implementations(shape: MoeShape, p: Weights, names: list[str]) -> dict[str, Callable[[], Tensor]]:
+    makers: dict[str, Callable[[], Callable[[], Tensor]]] = {
+        "hexa": lambda: hexa_layer(shape, p),
+        "hf-grouped": lambda: transformers_layer(shape, p, "grouped_mm"),
+        "hf-eager": lambda: transformers_layer(shape, p, "eager"),
+        "loop": lambda: loop_layer(shape, p),
+    }
+    found = {}
+    for name in names:
+        try:
+            run = makers[name]()
+            run()
+        except Exception as error:  # a peer that is not there, or that cannot do this shape, leaves a line
+            print(f"   {name}: left out, {type(error).__name__}: {str(error)[:150]}", flush=True)
+            continue
+        found[name] = run
+    return found
+
+
+def bench(name: str, kind: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    shape = SHAPES[name]
+    torch.manual_seed(0)
+    p = make_weights(shape, kind)
+    dy = torch.randn_like(p.x)
+    size = f"{shape.tokens},{shape.top_k},{shape.experts},{shape.model},{shape.inner}"
+    print(f"-- {name} {kind} T,k,E,D,I={size} load max/mean,empty {load(p.ids, shape.experts)}", flush=True)
+    runs = implementations(shape, p, options.impls.split(","))
+    forward, both = dense_layer(shape, p)
+    steps = {"dense": forward, **{n: inference(r) for n, r in runs.items()}}
+    trains = {"dense": both, **{n: training(r, p, dy) for n, r in runs.items()}}
+    rounds = options.rounds
+    ms_f, ms_b = medians(steps, rounds), medians(trains, rounds)
+    rows = []
+    for impl in steps:
+        row: dict[str, Any] = {
+            "shape": name,
+            "routing": kind,
+            "impl": impl,
+            "forward_ms": ms_f[impl],
+            "train_ms": ms_b[impl],
+        }
+        row["forward_tflops"] = shape.forward_flops / ms_f[impl] / 1e9
+        row["train_tflops"] = 3 * shape.forward_flops / ms_b[impl] / 1e9
+        row["forward_ratio"], row["train_ratio"] = ms_f[impl] / ms_f["dense"], ms_b[impl] / ms_b["dense"]
+        if impl in runs:
+            row |= memory(runs[impl], p, dy)
+            if options.errors:
+                row["errors"] = errors(shape, runs[impl], p, dy)
+        rows.append(row)
+        print(line(row), flush=True)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    text = f"   {row['impl']:11s} fwd {row['forward_ms']:8.3f} ms {row['forward_tflops']:6.1f} TF x{row['forward_ratio']:.2f}"
+    text += f"   f+b {row['train_ms']:8.3f} ms {row['train_tflops']:6.1f} TF x{row['train_ratio']:.2f}"
+    if "saved_mib" in row:
+        text += f"   saved {row['saved_mib']:7.0f} peak {row['peak_mib']:7.0f} MiB"
+    if "errors" in row:
+        text += "   err*1e3 " + " ".join(f"{k} {v * 1e3:.1f}" for k, v in row["errors"].items())
+    return text
+
+
+def main() -> None:
+    """Prints the table, writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(LARGE))
+    parser.add_argument("--routing", default="balanced")
+    parser.add_argument("--impls", default="hexa,hf-grouped")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--errors", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    cuda_ops.register()
+    rows: list[dict[str, Any]] = []
+    for name in options.shapes.split(","):
+        for kind in options.routing.split(","):
+            rows += bench(name, kind, options)
+            torch.cuda.empty_cache()
+            if options.json:  # after every shape: what was measured stays if a later one fails
+                options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

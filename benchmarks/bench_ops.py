@@ -1,0 +1,117 @@
+"""Each operator alone on one GPU: ms, GB/s or TFLOP/s, and the host's microseconds a call.
+
+    python benchmarks/bench_ops.py [--shapes qwen3-30b,mixtral] [--json FILE]
+
+Medians over CUDA events on random data; the dense row is one matmul of the same FLOPs. TFLOP/s count routed rows only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hexa_fx.runtime import cuda_gemm_sm80 as sm80
+from hexa_fx.runtime import cuda_ops
+
+SHAPES = {  # T, k, E, D, I
+    "mixtral": (8192, 2, 8, 4096, 14336),
+    "qwen3-30b": (16384, 8, 128, 2048, 768),
+    "dsv3": (8192, 8, 256, 7168, 2048),
+    "decode-64": (64, 8, 128, 2048, 768),
+    "decode-1": (1, 8, 128, 2048, 768),
+}
+
+
+def median_ms(run: Callable[[], object], repeats: int = 15) -> float:
+    """Median milliseconds of `run` on the device."""
+    for _ in range(3):
+        run()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
+
+
+def host_us(run: Callable[[], object], repeats: int = 200) -> float:
+    """Microseconds the host spends queueing `run`."""
+    for _ in range(5):
+        run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return spent / repeats * 1e6
+
+
+def operators(shape: str) -> dict[str, tuple[Callable[[], object], float, float]]:
+    """Name -> (call, bytes moved at least, FLOPs)."""
+    tokens, k, experts, d, i = SHAPES[shape]
+    n, ops = tokens * k, torch.ops.hexa
+    bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
+    index = torch.rand(tokens, experts, device="cuda").topk(k, 1).indices
+    v, inv, offs = ops.reindex(index, experts)
+    weights = torch.rand(tokens, k, device="cuda")
+    x, h, a = torch.randn(tokens, d, **bf16), torch.randn(n, 2 * i, **bf16), torch.randn(n, i, **bf16)
+    y, w1 = torch.randn(n, d, **bf16), torch.randn(experts, 2 * i, d, **bf16) / d**0.5
+    w2 = torch.randn(experts, d, i, **bf16) / i**0.5
+    dense = torch.randn(n, d, **bf16)
+    flops = 2.0 * n * d * i
+    return {
+        "reindex": (lambda: ops.reindex(index, experts), 24.0 * n, 0.0),
+        "combine": (lambda: ops.combine(y, weights, inv, offs, k), 2.0 * (n + tokens) * d, 0.0),
+        "ess": (lambda: ops.ess(h, None, offs, 1, None), 4.0 * n * i, 0.0),
+        "activate": (lambda: ops.activate(h, "silu", "concat", []), 6.0 * n * i, 0.0),
+        "activate_backward": (
+            lambda: ops.activate_backward(a, h, weights, v, offs, "silu", "concat", []),
+            12.0 * n * i,
+            0.0,
+        ),
+        "dense": (lambda: dense @ w1[0].t(), 0.0, 2 * flops),
+        "esmm_act sm80": (
+            lambda: sm80.esmm_act(x, w1, None, None, None, v, offs, k, "nk", "silu", "concat", (), True),
+            0.0,
+            2 * flops,
+        ),
+        "esmm_act": (
+            lambda: ops.esmm_act(x, w1, None, None, None, v, offs, k, "nk", "silu", "concat", [], True),
+            0.0,
+            2 * flops,
+        ),
+        "esmm sm80": (lambda: sm80.esmm(a, w2, None, None, offs, 1, "nk"), 0.0, flops),
+        "esmm": (lambda: ops.esmm(a, w2, None, None, offs, 1, "nk"), 0.0, flops),
+        "estmm sm80": (lambda: sm80.estmm(x, h, v, None, offs, k, "nk"), 0.0, 2 * flops),
+        "estmm": (lambda: ops.estmm(x, h, v, None, offs, k, "nk"), 0.0, 2 * flops),
+    }
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", default="qwen3-30b,mixtral,decode-64")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    cuda_ops.register()
+    rows = []
+    for shape in options.shapes.split(","):
+        print(f"-- {shape} T, k, E, D, I = {SHAPES[shape]}", flush=True)
+        for name, (run, size, flops) in operators(shape).items():
+            ms, us = median_ms(run), host_us(run)
+            rate = f"{flops / ms / 1e9:8.1f} TFLOP/s" if flops else f"{size / ms / 1e6:8.1f} GB/s"
+            print(f"{name:18s} {ms:9.4f} ms {rate}   host {us:6.1f} us", flush=True)
+            rows.append({"shape": shape, "operator": name, "ms": ms, "flops": flops, "bytes": size, "host_us": us})
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""The table of kernel families. Modules are imported on first use, so a family may import what it likes."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+from hexa_fx.codegen.family import Family
+from hexa_fx.errors import KernelError
+
+_MODULES = {
+    "activate": "hexa_fx.codegen.family_rows",
+    "combine": "hexa_fx.codegen.family_rows",
+    "ess": "hexa_fx.codegen.family_rows",
+    "gemm_sm80": "hexa_fx.codegen.family_gemm_sm80",
+    "gather_gemm_sm90": "hexa_fx.codegen.family_gemm_sm90",
+    "reindex": "hexa_fx.codegen.family_reindex",
+}
+
+
+@cache
+def get_family(name: str) -> Family:
+    """The family called `name`.
+
+    A family's module holds it in ``FAMILIES``, a tuple of `Family`.
+
+    Raises:
+        KernelError: no family of that name.
+    """
+    if name not in _MODULES:
+        raise KernelError(f"no kernel family {name!r}; there are {', '.join(sorted(_MODULES))}")
+    module = importlib.import_module(_MODULES[name])
+    families: tuple[Family, ...] = module.FAMILIES
+    return next(family for family in families if family.name == name)
+
+
+def family_names() -> tuple[str, ...]:
+    """Names of all families, sorted."""
+    return tuple(sorted(_MODULES))

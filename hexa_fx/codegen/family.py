@@ -1,0 +1,110 @@
+"""A kernel family: one template, the checks of the specs it accepts, and how its kernels are launched.
+
+How a kernel is added
+    1. The algorithm: a plain header ``templates/include/hexa_fx/NAME.cuh``. No host code, no ``<cuda_runtime.h>``,
+       nothing that NVRTC cannot compile. Kernels' argument structs live there too.
+    2. The entry: ``templates/NAME.cu.j2``. It includes the header, states the types and tiles and defines
+       ``extern "C" __global__ void hexa_kernel(const __grid_constant__ Params p)``. Names the template sees: ``spec``
+       (the KernelSpec), ``launch`` (the LaunchShape), ``args_bytes``, what `Family.values` adds, and the filters ``cxx``
+       (CUTLASS's name of a DataType), ``cuda`` (CUDA's own) and ``flag`` (true / false).
+    3. A `Family` in a module of its own, ``hexa_fx/codegen/family_NAME.py``, listed in ``families._MODULES``.
+    4. Whoever launches it: ``handle = hexa_fx.jit.get_kernel(spec)``, then
+       ``handle.launch(device_index, grid, (family.args.pack(...),), stream)``. Several blobs are several kernel
+       parameters; a tensor map is one blob of 128 bytes (`hexa_fx.jit.tensormap.tensor_map`).
+
+`args` describes the argument struct as `struct` does, native alignment ("P" pointer, "q" int64, "i" int32, "f" float).
+Emit ``static_assert(sizeof(Params) == {{ args_bytes }})`` in the template: a C++ struct is padded at its end, so end the
+format with ``0P`` where the struct's alignment is 8.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from cutlass_library import SharedMemPerCC
+
+from hexa_fx.codegen.spec import KernelSpec, SpecError
+
+REGISTERS_PER_SM = 65536
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """What of a launch the spec fixes: threads a block, bytes of dynamic shared memory, blocks a cluster (along x)."""
+
+    threads: int
+    shared_bytes: int = 0
+    cluster: int = 1
+
+
+@dataclass(frozen=True)
+class Family:
+    """One template and everything Python must know about it.
+
+    Args:
+        name: `KernelSpec.family`.
+        template: file name under templates/.
+        ops: the operators it serves.
+        min_arch, max_arch: compute capabilities it runs on, inclusive.
+        args: layout of the (last) by-value argument struct.
+        shape: KernelSpec -> LaunchShape.
+        values: KernelSpec -> what else the template sees.
+        check: KernelSpec -> reasons why it cannot be generated; empty when it can.
+        arch_specific: needs the ``a`` target (wgmma, setmaxnreg): sm_90a.
+    """
+
+    name: str
+    template: str
+    ops: tuple[str, ...]
+    args: struct.Struct
+    shape: Callable[[KernelSpec], LaunchShape]
+    values: Callable[[KernelSpec], Mapping[str, object]] = lambda spec: {}
+    check: Callable[[KernelSpec], Iterable[str]] = lambda spec: ()
+    min_arch: int = 80
+    max_arch: int = 129
+    arch_specific: bool = False
+
+    def target(self, spec: KernelSpec) -> str:
+        """The compiler's name of the architecture, e.g. ``sm_90a``."""
+        return f"sm_{spec.arch}{'a' if self.arch_specific else ''}"
+
+
+def shared_limit(arch: int) -> int:
+    """Bytes of shared memory one block may ask for on `arch` (CUTLASS's table; 99 KiB where it has no entry)."""
+    return int(SharedMemPerCC.get(arch, 99)) * 1024
+
+
+def validate(family: Family, spec: KernelSpec) -> LaunchShape:
+    """Checks `spec` against its family and the hardware's limits.
+
+    Returns:
+        The launch shape.
+
+    Raises:
+        SpecError: with every reason at once.
+    """
+    reasons = list(_common(family, spec))
+    if not reasons:
+        reasons = list(family.check(spec))
+    if not reasons:
+        reasons = list(_limits(spec, family.shape(spec)))
+    if reasons:
+        raise SpecError("; ".join(reasons), op=spec.op, family=spec.family, arch=spec.arch)
+    return family.shape(spec)
+
+
+def _common(family: Family, spec: KernelSpec) -> Iterable[str]:
+    if spec.op not in family.ops:
+        yield f"family {family.name} serves {', '.join(family.ops)}, not {spec.op}"
+    if not family.min_arch <= spec.arch <= family.max_arch:
+        yield f"needs sm_{family.min_arch} to sm_{family.max_arch}"
+
+
+def _limits(spec: KernelSpec, shape: LaunchShape) -> Iterable[str]:
+    limit = shared_limit(spec.arch)
+    if shape.shared_bytes > limit:
+        yield f"{shape.shared_bytes} bytes of shared memory, a block has {limit}: use a smaller tile or fewer stages"
+    if shape.threads > 1024 or shape.threads % 32:
+        yield f"{shape.threads} threads a block: must be a multiple of 32 up to 1024"

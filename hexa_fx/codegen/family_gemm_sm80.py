@@ -1,0 +1,107 @@
+"""gemm_sm80: grouped matrix products with mma.sync, cp.async and ldmatrix; sm_80 and everything after it.
+
+Serves esmm (with or without an activation in its epilogue) and estmm in bf16, fp16, fp32 (tf32, 3xTF32 or FMA) and
+fp64 (FMA), any size, any row stride.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+from cutlass_library import DataType, DataTypeSize, KernelScheduleType, MathOperation
+
+from hexa_fx.codegen.family import Family, LaunchShape
+from hexa_fx.codegen.family_rows import FLOATS, check_activation
+from hexa_fx.codegen.spec import KernelSpec
+
+
+def _bytes(spec: KernelSpec) -> int:
+    return int(DataTypeSize[spec.dtype]) // 8
+
+
+def _warps(spec: KernelSpec) -> tuple[int, int]:
+    return int(spec.option("warps_m")), int(spec.option("warps_n"))
+
+
+def _shape(spec: KernelSpec) -> LaunchShape:
+    warps_m, warps_n = _warps(spec)
+    a_along_k = spec.op == "esmm"
+    b_along_k = a_along_k and spec.layout == "nk"
+    pipeline = _operand_bytes(spec, spec.bm, a_along_k) + _operand_bytes(spec, spec.bn, b_along_k)
+    rows = 8 * warps_m if spec.option("simt") else 16 * warps_m
+    staged = rows * (spec.bn + 8) * (8 if spec.dtype == DataType.f64 else 4)
+    return LaunchShape(threads=32 * warps_m * warps_n, shared_bytes=max(pipeline, staged))
+
+
+def _operand_bytes(spec: KernelSpec, extent: int, along_k: bool) -> int:
+    size = _bytes(spec)
+    if not spec.option("simt"):
+        return spec.stages * extent * spec.bk * size
+    vector = 16 // size
+    line, lines = (spec.bk, extent) if along_k else (extent, spec.bk)
+    return (spec.stages * lines * (line + vector) - vector) * size
+
+
+def _check(spec: KernelSpec) -> Iterable[str]:
+    if spec.dtype not in FLOATS:
+        yield f"element type {spec.dtype.name}; expected bf16, f16, f32 or f64"
+        return
+    yield from _check_math(spec)
+    yield from _check_tile(spec)
+    yield from _check_registers(spec)
+    yield from check_activation(spec)
+    if spec.schedule != KernelScheduleType.Multistage:
+        yield f"schedule {spec.schedule.name}; expected Multistage"
+    if spec.op == "estmm" and (spec.activation != "none" or spec.glu != "none" or spec.bias):
+        yield "estmm has no epilogue"
+
+
+def _check_math(spec: KernelSpec) -> Iterable[str]:
+    if spec.dtype == DataType.f64 and not spec.option("simt"):
+        yield "f64 needs option simt"
+    if spec.option("simt") and spec.dtype in (DataType.bf16, DataType.f16):
+        yield "option simt is for f32 and f64"
+    if spec.math == MathOperation.multiply_add_fast_f32 and spec.dtype != DataType.f32:
+        yield "multiply_add_fast_f32 (3xTF32) is for f32"
+
+
+def _check_tile(spec: KernelSpec) -> Iterable[str]:
+    warps_m, warps_n = _warps(spec)
+    if warps_m not in (1, 2, 4, 8) or warps_n not in (1, 2, 4, 8) or not 2 <= spec.stages <= 8:
+        yield f"{warps_m}x{warps_n} warps, {spec.stages} stages; expected powers of two up to 8, and 2 to 8 stages"
+        return
+    m, n = (8 * warps_m, 4 * warps_n) if spec.option("simt") else (16 * warps_m, 16 * warps_n)
+    if spec.bm % m or spec.bn % n or not spec.bm or not spec.bn:
+        yield f"tile {spec.bm}x{spec.bn} is not a multiple of the warps' {m}x{n}"
+    vector = 16 // _bytes(spec)
+    if spec.bk not in (4 * vector, 8 * vector):
+        yield f"BK {spec.bk}; expected {4 * vector} or {8 * vector}: 64 or 128 bytes of {spec.dtype.name}"
+    if spec.bn % 32 or (spec.op == "estmm" and spec.bm % 32):
+        yield f"tile {spec.bm}x{spec.bn}: operands that run across k need multiples of 32"
+    threads = 32 * warps_m * warps_n
+    if any(threads % (extent // vector) for extent in (spec.bn, *((spec.bm,) if spec.op == "estmm" else ()))):
+        yield f"tile {spec.bm}x{spec.bn}: {threads} threads do not divide into its columns"
+
+
+def _check_registers(spec: KernelSpec) -> Iterable[str]:
+    warps_m, warps_n = _warps(spec)
+    accumulators = spec.bm * spec.bn // (32 * warps_m * warps_n)
+    if spec.dtype == DataType.f64 or spec.math == MathOperation.multiply_add_fast_f32:  # 3xTF32 sums in two steps
+        accumulators *= 2
+    if accumulators > 128:
+        yield f"{accumulators} accumulators a thread, more than 128 would spill: use more warps or a smaller tile"
+
+
+FAMILIES = (
+    Family(
+        name="gemm_sm80",
+        template="gemm_sm80.cu.j2",
+        ops=("esmm", "estmm"),
+        # a, b, b2, bias, bias2, d, act, a_index, b_index, offs, a_stride, b_stride, b_expert, d_stride, d_expert,
+        # act_stride, rows, m, n, k, experts, top_k (value, magic, shift), alpha, limit
+        args=struct.Struct("PPPPPPPPPPqqqqqqiiiiiIIIff0P"),
+        shape=_shape,
+        check=_check,
+    ),
+)

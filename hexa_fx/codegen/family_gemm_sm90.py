@@ -1,0 +1,127 @@
+"""gather_gemm_sm90: ESMM, ESTMM and ESFK for Hopper. Persistent, warp-specialised wgmma; see the header for the algorithm."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cutlass_library import DataType, KernelScheduleType
+
+from hexa_fx.codegen.family import Family, LaunchShape
+from hexa_fx.codegen.spec import KernelSpec
+
+ROW_OPS = ("esmm", "esmm_act", "esmm_act_backward")
+"""Operators made of row tiles. ``esmm_act_backward`` is esmm with activate_backward folded into its epilogue."""
+
+SCHEDULES = {
+    KernelScheduleType.TmaWarpSpecializedCooperative: "cooperative",
+    KernelScheduleType.TmaWarpSpecializedPingpong: "pingpong",
+}
+MAX_EXPERTS = 1024
+ARGS = struct.Struct("14P2i2I11i2f0P")
+"""hexa::sm90::GroupedParams, in its order."""
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """What the template states beyond the spec. Everything here follows from the spec."""
+
+    schedule: str
+    ops: int
+    gather_rows: bool
+    gather_weight: bool
+    epilogue: str
+    store_h: bool
+    split_weight: bool
+    paired_weight: bool
+    weight_column_scale: int
+    row_columns: int
+    transpose_weight: bool
+    column_sums: bool
+    stage_bytes: int
+    producer_registers: int
+    consumer_registers: int
+
+
+def gemm_shape(spec: KernelSpec) -> GemmShape:
+    """Template values of `spec`. Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``."""
+    row, weight = spec.op != "estmm", spec.op in ("estmm", "esfk")
+    kind = {"esmm_act": "activate", "esmm_act_backward": "activate_backward"}.get(spec.op, "store")
+    paired = kind == "activate" and spec.glu in ("concat", "split")
+    inter = kind == "activate" and spec.glu == "interleaved"
+    return GemmShape(
+        schedule=SCHEDULES[spec.schedule],
+        ops=row + 2 * weight,
+        gather_rows=spec.gather and spec.op in ROW_OPS,
+        gather_weight=spec.gather and weight,
+        epilogue=kind,
+        store_h=bool(spec.option("store_h", True)),
+        split_weight=paired and spec.glu == "split",
+        paired_weight=paired,
+        weight_column_scale=2 if inter else 1,
+        row_columns=spec.bn // 2 if paired or inter else spec.bn,
+        transpose_weight=bool(spec.option("transpose", False)),
+        column_sums=spec.op == "esfk",
+        stage_bytes=8192 if kind == "activate_backward" else 2048,
+        producer_registers=_registers(spec)[0],
+        consumer_registers=_registers(spec)[1],
+    )
+
+
+def _registers(spec: KernelSpec) -> tuple[int, int]:
+    """Registers a thread of the loading and of the two consuming warpgroups; 504 fit. Gathering warps keep many addresses."""
+    return (72, 216) if spec.gather else (40, 232)
+
+
+def smem_bytes(spec: KernelSpec) -> int:
+    """sizeof(Smem): stages, epilogue staging, barriers, the ring of tiles and the expert tables."""
+    tiles = spec.stages * (spec.bm + spec.bn) * spec.bk * 2 + 8 * gemm_shape(spec).stage_bytes
+    small = 24 * spec.stages + 16 * 4 + 48 * 4 + 2 * 4 * (MAX_EXPERTS + 4)
+    return -(-(tiles + small) // 1024) * 1024
+
+
+def _shape(spec: KernelSpec) -> LaunchShape:
+    return LaunchShape(threads=384, shared_bytes=smem_bytes(spec), cluster=_cluster(spec))
+
+
+def _cluster(spec: KernelSpec) -> int:
+    return int(spec.option("cluster", 1))
+
+
+def _check(spec: KernelSpec) -> Iterable[str]:
+    if spec.schedule not in SCHEDULES:
+        yield f"schedule {spec.schedule.name}; expected {' or '.join(s.name for s in SCHEDULES)}"
+    if spec.dtype not in (DataType.bf16, DataType.f16) or spec.out is not spec.dtype:
+        yield f"{spec.dtype.name} -> {spec.out.name}: wgmma here multiplies bf16 and f16 and stores the same type"
+    if not spec.aligned:
+        yield "the copy engine needs 16-byte aligned addresses and strides"
+    if spec.bm not in (64, 128) or spec.bn not in (128, 256) or spec.bk != 64:
+        yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 128 or 256 x 64"
+    if spec.glu in ("concat", "split") and spec.op == "esmm_act" and spec.bn % 128:
+        yield f"gate and up halves of {spec.bn // 2} columns; each must be a multiple of 64"
+    accumulators = spec.bm * spec.bn // (128 if _pingpong(spec) else 256)
+    if accumulators > 192:
+        yield f"{accumulators} accumulator registers a thread; 192 fit"
+    if spec.bm == 64 and not _pingpong(spec):
+        yield "a cooperative tile has 128 rows"
+
+
+def _pingpong(spec: KernelSpec) -> bool:
+    return spec.schedule is KernelScheduleType.TmaWarpSpecializedPingpong
+
+
+FAMILIES = (
+    Family(
+        name="gather_gemm_sm90",
+        template="gather_gemm_sm90.cu.j2",
+        ops=(*ROW_OPS, "estmm", "esfk"),
+        args=ARGS,
+        shape=_shape,
+        values=lambda spec: {"shape": gemm_shape(spec)},
+        check=_check,
+        min_arch=90,
+        max_arch=90,
+        arch_specific=True,
+    ),
+)

@@ -1,0 +1,101 @@
+"""The bandwidth-bound row operators: combine, ess, activate and activate_backward."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+from cutlass_library import DataType
+
+from hexa_fx.codegen.family import Family, LaunchShape
+from hexa_fx.codegen.spec import KernelSpec
+
+FLOATS = (DataType.bf16, DataType.f16, DataType.f32, DataType.f64)
+ACTIVATIONS = (
+    "none",
+    "relu",
+    "relu2",
+    "gelu",
+    "gelu_tanh",
+    "silu",
+    "quick_gelu",
+    "sigmoid",
+    "tanh",
+    "swiglu_oai",
+)
+"""Names that templates/include/hexa_fx/activations.cuh knows: those of hexa_fx.ops.activations."""
+
+UNROLLED_TOP_K = (1, 2, 4, 6, 8, 10)
+"""Values of combine's option ``top_k`` whose loads are all in flight at once; any other k is 0, a loop."""
+
+COMBINE_THREADS = (32, 64, 128, 256)
+
+
+def _check_types(spec: KernelSpec) -> Iterable[str]:
+    if spec.dtype not in FLOATS:
+        yield f"element type {spec.dtype.name}; expected bf16, f16, f32 or f64"
+    if spec.option("weights", "f32") not in {t.name for t in FLOATS}:
+        yield f"weights are {spec.option('weights')}; expected bf16, f16, f32 or f64"
+
+
+def _check_combine(spec: KernelSpec) -> Iterable[str]:
+    yield from _check_types(spec)
+    if spec.option("top_k") not in (0, *UNROLLED_TOP_K):
+        yield f"top_k {spec.option('top_k')} is not unrolled; use 0"
+    if spec.option("threads") not in COMBINE_THREADS:
+        yield f"{spec.option('threads')} threads; expected one of {COMBINE_THREADS}"
+
+
+def _check_ess(spec: KernelSpec) -> Iterable[str]:
+    yield from _check_types(spec)
+    if spec.bm < 8:
+        yield f"segments of {spec.bm} rows; expected 8 or more"
+    if spec.scale and not spec.gather:
+        yield "a scale is by slot, so rows must be gathered by v"
+
+
+def check_activation(spec: KernelSpec) -> Iterable[str]:
+    """Reasons why the activation of `spec` cannot be generated."""
+    if spec.activation not in ACTIVATIONS:
+        yield f"activation {spec.activation!r}; expected one of {', '.join(ACTIVATIONS)}"
+    if spec.activation == "swiglu_oai" and spec.glu == "none":
+        yield "swiglu_oai is a function of gate and up, so glu cannot be none"
+
+
+def _check_activate(spec: KernelSpec) -> Iterable[str]:
+    yield from _check_types(spec)
+    yield from check_activation(spec)
+    if spec.option("warps_per_row") not in (1, 2, 4):
+        yield f"{spec.option('warps_per_row')} warps a row; expected 1, 2 or 4"
+
+
+FAMILIES = (
+    Family(
+        name="combine",
+        template="combine.cu.j2",
+        ops=("combine",),
+        args=struct.Struct("PPPPPqqii"),  # y, weights, inv, routed, out, y_stride, out_stride, width, top_k
+        shape=lambda spec: LaunchShape(threads=int(spec.option("threads"))),
+        check=_check_combine,
+        min_arch=70,
+    ),
+    Family(
+        name="ess",
+        template="ess.cu.j2",
+        ops=("ess_partial", "ess_finish"),
+        args=struct.Struct("PPPPPPqiiii"),  # g, v, offs, scale, partial, out, g_stride, experts, width, top_k, pad
+        shape=lambda spec: LaunchShape(threads=256),
+        check=_check_ess,
+        min_arch=70,
+    ),
+    Family(
+        name="activate",
+        template="activate.cu.j2",
+        ops=("activate", "activate_backward"),
+        # h, da, weights, v, routed, a, dh, dweights, h_stride, da_stride, rows, width, alpha, limit
+        args=struct.Struct("PPPPPPPPqqiiff"),
+        shape=lambda spec: LaunchShape(threads=128),
+        check=_check_activate,
+        min_arch=70,
+    ),
+)

@@ -1,0 +1,75 @@
+"""Which tile a grouped product of the gemm_sm80 family takes: a function of shapes, of nothing read back.
+
+Tile M follows the rows an expert gets on average: a tile much taller than that multiplies padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass_library import DataType
+
+from hexa_fx.codegen.family import shared_limit
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile, stages and warps of one kernel of gemm_sm80."""
+
+    bm: int
+    bn: int
+    bk: int
+    stages: int
+    warps_m: int
+    warps_n: int
+
+
+def row_bucket(rows: int, experts: int) -> int:
+    """log2 of the rows an expert gets on average, rounded up; 0 for one row or none. The only thing tiles know of T."""
+    return max(0, (max(rows, 1) - 1) // max(experts, 1)).bit_length()
+
+
+def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, columns: int) -> Tile:
+    """The tile of one product.
+
+    Args:
+        op: ``esmm`` or ``estmm``.
+        arch: compute capability, 80 for 8.0.
+        dtype: element type.
+        math: ``tensor``, ``fast_f32`` (3xTF32) or ``simt``.
+        bucket: `row_bucket` of the launch; the height of esmm's tile.
+        columns: columns of the result.
+    """
+    if math == "simt":
+        return Tile(64, 64, 16 if dtype == DataType.f32 else 8, 3, 2, 4)
+    narrow = columns <= 64
+    if dtype == DataType.f32:
+        tile = Tile(64, 64, 16, 4, 2, 2) if narrow or math == "fast_f32" else Tile(128, 128, 16, 4, 2, 2)
+        low = Tile(16, 64, 16, 4, 1, 4)
+    else:
+        tile = Tile(64, 64, 64, 3, 2, 2) if narrow else Tile(128, 128, 32, 4, 2, 2)
+        low = Tile(16, 64, 64, 4, 1, 4)
+    if op == "esmm":
+        tile = low if bucket <= 4 else _lower(tile) if bucket <= 6 else tile
+    if shared_limit(arch) < 163 * 1024 and tile.stages > 3:  # two blocks a multiprocessor with 100 KiB
+        tile = Tile(tile.bm, tile.bn, tile.bk, 3, tile.warps_m, tile.warps_n)
+    return tile
+
+
+def candidates(op: str, dtype: DataType, math: str, bucket: int) -> list[Tile]:
+    """Tiles worth timing for a product; some may not fit a card."""
+    if math == "simt":
+        return [Tile(64, 64, 16 if dtype == DataType.f32 else 8, 3, 2, 4)]
+    k = 16 if dtype == DataType.f32 else 32
+    square = [Tile(64, 64, k, 4, 2, 2), Tile(64, 128, k, 4, 2, 2), Tile(128, 64, k, 4, 2, 2)]
+    large = [Tile(128, 128, k, s, *warps) for s in (3, 4) for warps in ((2, 2), (2, 4))]
+    large += [Tile(128, 128, 2 * k, 3, 2, 4), Tile(128, 256, k, 3, 2, 4), Tile(256, 128, k, 3, 4, 2)]
+    low = [Tile(16, 64, 2 * k, 4, 1, 4), Tile(16, 128, 2 * k, 4, 1, 4), Tile(32, 128, k, 4, 1, 4)]
+    if op == "estmm":
+        return square + large
+    return low + square[:2] if bucket <= 4 else low[2:] + square if bucket <= 6 else square + large
+
+
+def _lower(tile: Tile) -> Tile:
+    """Half the rows, for experts of 17 to 64 rows."""
+    return tile if tile.bm == 64 else Tile(tile.bm // 2, tile.bn, tile.bk, tile.stages, tile.warps_m, tile.warps_n)

@@ -1,0 +1,61 @@
+"""Which tile and schedule a Hopper kernel takes, by operator and shape. Rules, from the measurements in docs/kernels.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cutlass_library import KernelScheduleType
+
+
+@dataclass(frozen=True)
+class TileChoice:
+    """Tile of one launch.
+
+    Args:
+        bm, bn: rows and columns a tile.
+        stages: shared-memory stages.
+        pingpong: each consumer warpgroup has its own tile; else they share one.
+        cluster: CTAs that share a weight tile, 1 or 2.
+        group_m: tiles along M that take one weight tile together (no part of the kernel's identity).
+    """
+
+    bm: int = 128
+    bn: int = 256
+    stages: int = 4
+    pingpong: bool = False
+    cluster: int = 1
+    group_m: int = 8
+
+    @property
+    def kernel_schedule(self) -> KernelScheduleType:
+        """CUTLASS's name of the schedule."""
+        if self.pingpong:
+            return KernelScheduleType.TmaWarpSpecializedPingpong
+        return KernelScheduleType.TmaWarpSpecializedCooperative
+
+
+COOPERATIVE = TileChoice()
+PINGPONG = TileChoice(bn=128, stages=6, pingpong=True)
+PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True)
+
+
+FEW_ROWS = 96
+"""Rows an expert up to which 64-row tiles waste least."""
+
+
+def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gather: bool) -> TileChoice:
+    """The tile for `op`.
+
+    Args:
+        op: esmm, esmm_act, esmm_act_backward, estmm, esfk.
+        rows: n, routed rows (a shape, never a count read from the device).
+        experts: E.
+        inner: contraction of row tiles; first feature dimension of weight tiles.
+        columns: columns of the weight (row tiles), second feature dimension (weight tiles).
+        gather: a row operand is gathered.
+    """
+    few = rows <= FEW_ROWS * max(experts, 1) and op in ("esmm", "esmm_act", "esmm_act_backward")
+    tile = PINGPONG_LOW if few else COOPERATIVE
+    if op == "esmm_act_backward":  # h is staged in shared memory too
+        return replace(tile, stages=3)
+    return tile

@@ -1,0 +1,143 @@
+"""KernelSource -> cubin: from the disk cache, or built once under a lock."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from hexa_fx.codegen.render import FLAGS, KernelSource
+from hexa_fx.jit import nvrtc
+from hexa_fx.jit.cache import Entry, KernelCache, cache_key
+from hexa_fx.jit.env import JitSettings, show_progress
+from hexa_fx.jit.errors import BuildError, ToolchainError
+from hexa_fx.jit.toolchain import Compiler, find_compiler
+from hexa_fx.templates import INCLUDE_DIR
+
+log = logging.getLogger(__name__)
+
+_LOG_TAIL = 4000
+
+
+def build(source: KernelSource, settings: JitSettings | None = None) -> Entry:
+    """The cubin of `source`, built if the cache has none.
+
+    Raises:
+        ToolchainError: no compiler, or HEXA_FX_DISABLE_JIT is set and the cache has no such kernel.
+        BuildError: the compiler refused it.
+    """
+    settings = settings or JitSettings.from_env()
+    compiler = find_compiler(settings)
+    cache = KernelCache(settings.cache_dir)
+    key = build_key(source, compiler)
+    entry = cache.get(key)
+    if entry is not None:
+        return entry
+    if settings.disable_jit:
+        raise ToolchainError("HEXA_FX_DISABLE_JIT is set")
+    with cache.lock(key):
+        return cache.get(key) or _build(source, key, compiler, cache, settings)
+
+
+def build_many(sources: Sequence[KernelSource], settings: JitSettings | None = None) -> list[Entry]:
+    """`build` for several sources at a time, with a progress bar on rank 0's terminal.
+
+    Raises:
+        ToolchainError, BuildError: of the first source that fails; the others are still built.
+    """
+    settings = settings or JitSettings.from_env()
+    find_compiler(settings)
+    with ThreadPoolExecutor(max(1, settings.build_jobs)) as pool, _progress(len(sources)) as progress:
+        futures = [pool.submit(build, source, settings) for source in sources]
+        for future in futures:
+            if progress is not None:
+                future.add_done_callback(lambda _: progress.advance(progress.task_ids[0]))
+    return [future.result() for future in futures]
+
+
+def build_key(source: KernelSource, compiler: Compiler) -> str:
+    """The cache key of `source` under `compiler`."""
+    return cache_key(source.key, compiler.identity, " ".join(_flags(compiler)), source.target)
+
+
+def _flags(compiler: Compiler) -> tuple[str, ...]:
+    return FLAGS if compiler.kind == "nvcc" else nvrtc.NVRTC_FLAGS
+
+
+def _build(source: KernelSource, key: str, compiler: Compiler, cache: KernelCache, settings: JitSettings) -> Entry:
+    workspace = cache.workspace(key)
+    text = workspace / "kernel.cu"
+    text.write_text(source.text)
+    command = _command(source, compiler, workspace, settings)
+    output = _compile(source, compiler, command, workspace)
+    if settings.verbose_build:
+        log.info("%s\n%s", " ".join(command), output.strip())
+    meta: dict[str, object] = {
+        "spec": source.spec.to_json(),
+        "compiler": compiler.identity,
+        "target": source.target,
+        "log": output,
+    }
+    entry = cache.publish(key, workspace, meta)
+    log.debug("built kernel %s (%s, %s)", key, source.spec.op, source.target)
+    return entry
+
+
+def _command(source: KernelSource, compiler: Compiler, workspace: Path, settings: JitSettings) -> list[str]:
+    includes = [f"-I{folder}" for folder in (INCLUDE_DIR, *compiler.includes)]
+    if compiler.kind == "nvrtc":
+        return [str(compiler.path), f"--gpu-architecture={source.target}", *nvrtc.NVRTC_FLAGS, *includes]
+    code = f"-gencode=arch={source.target.replace('sm_', 'compute_')},code={source.target}"
+    extra = ["--keep", f"--keep-dir={workspace}"] if settings.keep else []
+    output = ["-cubin", str(workspace / "kernel.cu"), "-o", str(workspace / "kernel.cubin")]
+    return [str(compiler.path), *FLAGS, code, "-Xptxas=-v", *extra, *includes, *output]
+
+
+def _compile(source: KernelSource, compiler: Compiler, command: list[str], workspace: Path) -> str:
+    """Writes ``kernel.cubin``; returns the compiler's output."""
+    try:
+        if compiler.kind == "nvrtc":
+            cubin, output = nvrtc.compile_cubin(compiler.path, source.text, command[1:])
+            (workspace / "kernel.cubin").write_bytes(cubin)
+            return output
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        output = done.stdout + done.stderr
+        if done.returncode:
+            raise nvrtc.NvrtcError(output)
+        return output
+    except nvrtc.NvrtcError as error:
+        raise BuildError(
+            str(error)[-_LOG_TAIL:],
+            key=source.key,
+            compiler=compiler.identity,
+            source=_keep_failed(workspace, source),
+            command=" ".join(command),
+        ) from None
+
+
+def _keep_failed(workspace: Path, source: KernelSource) -> Path:
+    """Moves the source of a failed build where the next build of the same key does not remove it."""
+    folder = workspace.parent.parent / "failed"
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / f"{source.key}.cu"
+    shutil.move(workspace / "kernel.cu", kept)
+    shutil.rmtree(workspace, ignore_errors=True)
+    return kept
+
+
+def _progress(count: int) -> Any:
+    if count < 2 or not show_progress() or not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress.add_task("building kernels", total=count)
+    return progress

@@ -1,0 +1,103 @@
+"""The few functions of the CUDA driver that loading and launching need, through ctypes.
+
+Kernels are loaded as libraries (`cuLibraryLoadData`): one image serves every device of the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+from hexa_fx.jit.errors import DriverError
+
+NO_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: the calling thread has not touched CUDA yet, as autograd's own threads at first."""
+
+MAX_DYNAMIC_SHARED_BYTES = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+
+_CAPTURE_RELAXED = 2
+
+
+class Driver:
+    """libcuda with checked calls.
+
+    Args:
+        library: of the driver; tests pass a stand-in.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        # No argtypes: converting eleven of them costs as much as the call. Pointers come as c_void_p, the rest are ints.
+        self.launch_kernel = library.cuLaunchKernel
+
+    def check(self, call: str, result: int) -> None:
+        """Raises DriverError with the driver's own words unless `result` is 0."""
+        if result:
+            text = ctypes.c_char_p()
+            self.library.cuGetErrorString(result, ctypes.byref(text))
+            raise DriverError(f"error {result}, {(text.value or b'unknown').decode()}", call=call)
+
+    def bind(self, device: int) -> None:
+        """Makes the primary context of `device`, which is torch's too, current in this thread."""
+        context = ctypes.c_void_p()
+        self.check("cuDevicePrimaryCtxRetain", self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        self.check("cuCtxSetCurrent", self.library.cuCtxSetCurrent(context))
+
+    def load(self, image: bytes) -> ctypes.c_void_p:
+        """A CUlibrary of a cubin. `image` is copied by the driver."""
+        handle = ctypes.c_void_p()
+        result = self.library.cuLibraryLoadData(ctypes.byref(handle), image, None, None, 0, None, None, 0)
+        self.check("cuLibraryLoadData", result)
+        return handle
+
+    def kernel(self, library: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
+        """The CUkernel called `name`."""
+        handle = ctypes.c_void_p()
+        self.check("cuLibraryGetKernel", self.library.cuLibraryGetKernel(ctypes.byref(handle), library, name.encode()))
+        return handle
+
+    def prepare(self, kernel: ctypes.c_void_p, device: int, shared_bytes: int) -> ctypes.c_void_p:
+        """Loads `kernel` on `device` and allows it its shared memory. Makes the device's context current.
+
+        Works inside a CUDA graph capture: loading is hidden from it.
+
+        Returns:
+            The CUfunction to launch there.
+        """
+        self.bind(device)
+        mode = ctypes.c_int(_CAPTURE_RELAXED)
+        self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        try:
+            if shared_bytes > 48 * 1024:
+                result = self.library.cuKernelSetAttribute(MAX_DYNAMIC_SHARED_BYTES, shared_bytes, kernel, device)
+                self.check("cuKernelSetAttribute", result)
+            function = ctypes.c_void_p()
+            self.check("cuKernelGetFunction", self.library.cuKernelGetFunction(ctypes.byref(function), kernel))
+        finally:
+            self.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        if not function.value:
+            raise DriverError("no function", call="cuKernelGetFunction")
+        return function
+
+    def blocks_per_sm(self, function: ctypes.c_void_p, threads: int, shared_bytes: int) -> int:
+        """How many blocks of `function` one multiprocessor of the current device holds at a time."""
+        count = ctypes.c_int()
+        call = self.library.cuOccupancyMaxActiveBlocksPerMultiprocessor
+        result = call(ctypes.byref(count), function, threads, ctypes.c_size_t(shared_bytes))
+        self.check("cuOccupancyMaxActiveBlocksPerMultiprocessor", result)
+        return count.value
+
+
+@cache
+def driver() -> Driver:
+    """The process's driver.
+
+    Raises:
+        DriverError: there is no libcuda.
+    """
+    try:
+        # PyDLL keeps the GIL over a call: calls are short, and letting go of it and taking it again costs more.
+        return Driver(ctypes.PyDLL("libcuda.so.1"))
+    except OSError as error:
+        raise DriverError(str(error), call="loading libcuda.so.1") from None

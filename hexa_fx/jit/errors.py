@@ -1,0 +1,26 @@
+"""What can go wrong between CUDA text and a launched kernel."""
+
+from __future__ import annotations
+
+from hexa_fx.errors import KernelError
+
+
+class ToolchainError(KernelError):
+    """No compiler can be used. One sentence: what was looked for, why each was refused, what to do."""
+
+    message = (
+        "no CUDA compiler: {detail}. Install one with `pip install 'hexa-fx[cuda]'` or set HEXA_FX_NVCC; "
+        "until then other implementations are used"
+    )
+
+
+class BuildError(KernelError):
+    """The compiler refused a source. Shows where the source is and the end of the log."""
+
+    message = "kernel {key} did not compile ({compiler}).\nsource: {source}\ncommand: {command}\n{detail}"
+
+
+class DriverError(KernelError):
+    """The CUDA driver refused a call."""
+
+    message = "{call} failed: {detail}"

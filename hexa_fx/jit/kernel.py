@@ -1,0 +1,110 @@
+"""A built kernel that can be launched, on any device of the process."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from threading import Lock
+
+import torch
+
+from hexa_fx.codegen.render import ENTRY, KernelSource, render
+from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.jit.build import build, build_many
+from hexa_fx.jit.cache import Entry
+from hexa_fx.jit.driver import NO_CONTEXT, Driver, driver
+from hexa_fx.jit.env import JitSettings
+
+log = logging.getLogger(__name__)
+
+
+_ARRAYS = [ctypes.c_char_p * count for count in range(16)]
+_streams: dict[int, ctypes.c_void_p] = {}
+
+
+class KernelHandle:
+    """One kernel. `launch` is the only hot function: it packs nothing and allocates nothing on the device.
+
+    Args:
+        source: what it was rendered from.
+        entry: what it was built into.
+        api: the driver.
+    """
+
+    def __init__(self, source: KernelSource, entry: Entry, api: Driver) -> None:
+        self.source, self.entry, self.spec = source, entry, source.spec
+        self.threads, self.shared_bytes = source.launch.threads, source.launch.shared_bytes
+        self._api = api
+        self._library = api.load(entry.cubin)
+        self._kernel = api.kernel(self._library, ENTRY)
+        self._functions: dict[int, ctypes.c_void_p] = {}
+        self._lock = Lock()
+
+    def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None:
+        """Queues the kernel.
+
+        Args:
+            device: CUDA device index, torch's current one.
+            grid: blocks. A grid without blocks launches nothing.
+            args: one `bytes` per kernel parameter, as the kernel's structs lie in memory.
+            stream: the raw stream, ``torch._C._cuda_getCurrentRawStream(device)``.
+
+        Raises:
+            DriverError: the driver refused the launch.
+        """
+        gx, gy, gz = grid
+        if not (gx and gy and gz):
+            return
+        function = self._functions.get(device) or self._prepare(device)
+        raw = _streams.get(stream) or _streams.setdefault(stream, ctypes.c_void_p(stream))
+        pointers = _ARRAYS[len(args)](*args)
+        shape = (gx, gy, gz, self.threads, 1, 1, self.shared_bytes)
+        result = self._api.launch_kernel(function, *shape, raw, pointers, None)
+        if result == NO_CONTEXT:
+            self._api.bind(device)
+            result = self._api.launch_kernel(function, *shape, raw, pointers, None)
+        if result:
+            self._api.check(f"launch of {self.spec.op} with grid {grid}", result)
+
+    def blocks_per_sm(self, device: int) -> int:
+        """Blocks that one multiprocessor of `device` holds at a time: a persistent grid's factor."""
+        function = self._functions.get(device) or self._prepare(device)
+        return self._api.blocks_per_sm(function, self.threads, self.shared_bytes)
+
+    def _prepare(self, device: int) -> ctypes.c_void_p:
+        with self._lock:
+            if device not in self._functions:
+                self._functions[device] = self._api.prepare(self._kernel, device, self.shared_bytes)
+            return self._functions[device]
+
+
+@cache
+def get_kernel(spec: KernelSpec, node: str = "") -> KernelHandle:
+    """The kernel of `spec`: rendered, built (or read from the cache) and loaded once a process.
+
+    Args:
+        spec: what to get.
+        node: the graph node it is for; goes into the source's comment.
+
+    Raises:
+        SpecError, ToolchainError, BuildError, DriverError.
+    """
+    source = render(spec, node)
+    return KernelHandle(source, build(source), driver())
+
+
+def prebuild(specs: list[KernelSpec]) -> list[Entry]:
+    """Builds several kernels at a time into the cache, without loading them. No device is needed."""
+    return build_many([render(spec) for spec in specs])
+
+
+def device_arch(device: int) -> int:
+    """Compute capability to build for on `device`: 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def kernel_arch(device: int) -> int:
+    """Compute capability to choose kernels for: HEXA_FX_CUDA_ARCH if set, else the device's."""
+    return JitSettings.from_env().cuda_arch or device_arch(device)

@@ -1,0 +1,73 @@
+"""Tensor maps for the bulk tensor copy engine (TMA), encoded from Python and kept per (address, shape, strides)."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from cutlass_library import DataType
+
+from hexa_fx.jit.driver import NO_CONTEXT, driver
+from hexa_fx.jit.errors import DriverError
+
+TENSOR_MAP_BYTES = 128
+_ALIGNMENT = 64
+
+_TYPE = {DataType.f16: 6, DataType.f32: 7, DataType.f64: 8, DataType.bf16: 9, DataType.tf32: 11}
+_SIZE = {DataType.f16: 2, DataType.bf16: 2, DataType.f32: 4, DataType.tf32: 4, DataType.f64: 8}
+_SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
+_PROMOTE = {0: 0, 64: 1, 128: 2, 256: 3}
+
+
+@lru_cache(maxsize=8192)
+def tensor_map(
+    pointer: int,
+    dtype: DataType,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int = 128,
+    promote: int = 128,
+) -> bytes:
+    """A CUtensorMap as bytes, ready to be one parameter of a launch. Out-of-bounds elements read as zero.
+
+    Args:
+        pointer: device address, a multiple of 16.
+        dtype: element type.
+        shape: innermost dimension first, up to 5.
+        strides: of ``shape[1:]``, in elements; multiples of 16 bytes. The innermost stride is 1.
+        box: extent of one copy, as `shape`. Each up to 256; the innermost no wider than the swizzle.
+        swizzle: bytes of the shared-memory swizzle: 0, 32, 64, 128.
+        promote: bytes that a fetch is widened to in L2: 0, 64, 128, 256.
+
+    Raises:
+        DriverError: the driver refuses the arguments, which are shown.
+    """
+    rank = len(shape)
+    size = _SIZE[dtype]
+    raw = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _ALIGNMENT)
+    address = -(-ctypes.addressof(raw) // _ALIGNMENT) * _ALIGNMENT
+    arguments = (
+        ctypes.c_void_p(address),
+        _TYPE[dtype],
+        rank,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * rank)(*shape),
+        (ctypes.c_uint64 * max(rank - 1, 1))(*(stride * size for stride in strides)),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        0,
+        _SWIZZLE[swizzle],
+        _PROMOTE[promote],
+        0,
+    )
+    api = driver()
+    result = api.library.cuTensorMapEncodeTiled(*arguments)
+    if result == NO_CONTEXT:
+        api.bind(torch.cuda.current_device())
+        result = api.library.cuTensorMapEncodeTiled(*arguments)
+    if result:
+        what = f"error {result} for {dtype.name} shape {shape} strides {strides} box {box} at {pointer:#x}"
+        raise DriverError(f"{what}: address and strides must be multiples of 16 bytes", call="cuTensorMapEncodeTiled")
+    return ctypes.string_at(address, TENSOR_MAP_BYTES)

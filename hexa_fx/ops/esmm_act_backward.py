@@ -1,0 +1,103 @@
+"""``hexa::esmm_act_backward``: the gradient of the second projection with that of the activation folded into its epilogue."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import checks, library
+from hexa_fx.ops.activate import check_backward
+
+library.define(
+    "esmm_act_backward(Tensor dy, Tensor weight, Tensor h, Tensor? top_k_weights, Tensor v, Tensor offs, SymInt top_k, "
+    "str layout, str activation, str glu, float[] params) -> (Tensor dh, Tensor a_scaled, Tensor dweights)"
+)
+
+
+def esmm_act_backward(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    top_k_weights: Tensor | None,
+    v: Tensor,
+    offs: Tensor,
+    top_k: int,
+    layout: str,
+    activation: str,
+    glu: str,
+    params: tuple[float, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``activate_backward(esmm(dy, weight, None, v, offs, top_k, layout), h, ...)``; the gradient of a is not stored.
+
+    Args:
+        dy: (T, D), gradient of the layer's output.
+        weight: the second projection as the product reads it: `layout` is the opposite of its forward one.
+        h: (n, I) or (n, 2I), the pre-activation.
+        top_k_weights: (T, k) or None, which means 1.
+        v, offs: of `reindex`.
+
+    Returns:
+        dh, a_scaled and dweights, as `activate_backward`.
+
+    Raises:
+        InputError: arguments that do not fit.
+    """
+    dh, a_scaled, dweights = torch.ops.hexa.esmm_act_backward(
+        dy, weight, h, top_k_weights, v, offs, top_k, layout, activation, glu, params
+    )
+    return dh, a_scaled, dweights
+
+
+def check(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    top_k_weights: Tensor | None,
+    v: Tensor,
+    offs: Tensor,
+    top_k: int,
+    layout: str,
+    activation: str,
+    glu: str,
+    params: list[float],
+) -> None:
+    """Arguments of esmm_act_backward."""
+    op = "esmm_act_backward"
+    _, inner, model_size = checks.check_weight(op, "weight", weight, layout)
+    checks.check_rows(op, "dy", dy, model_size)
+    da = h[:, :inner] if h.ndim == 2 else h
+    check_backward(da, h, top_k_weights, v, offs, activation, glu, params)
+
+
+def _composed(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    top_k_weights: Tensor | None,
+    v: Tensor,
+    offs: Tensor,
+    top_k: int,
+    layout: str,
+    activation: str,
+    glu: str,
+    params: list[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Kernel of every device: the two operators it stands for."""
+    device = dy.device.type
+    da = library.kernel_for("esmm", device)(dy, weight, None, v, offs, top_k, layout)
+    out: tuple[Tensor, Tensor, Tensor] = library.kernel_for("activate_backward", device)(
+        da, h, top_k_weights, v, offs, activation, glu, params
+    )
+    return out
+
+
+def _fake(dy: Tensor, weight: Tensor, h: Tensor, top_k_weights: Tensor | None, *rest: object) -> tuple[Tensor, ...]:
+    inner = weight.shape[1] if rest[3] == "nk" else weight.shape[2]
+    dweights = h.new_empty(0) if top_k_weights is None else torch.empty_like(top_k_weights).contiguous()
+    return h.new_empty(h.shape), h.new_empty((h.shape[0], inner)), dweights
+
+
+library.register_kernel("esmm_act_backward", "cpu", _composed, check)
+library.register_kernel("esmm_act_backward", "any", _composed, check)
+library.register_fake("esmm_act_backward", _fake, check)
+library.refuse_double_backward("esmm_act_backward")

@@ -1,0 +1,146 @@
+"""esmm, esmm_act, estmm and esfk on CUDA: the Hopper family where it takes the operands, gemm_sm80 everywhere else.
+
+The choice looks at shapes, strides and types only. Arguments and results are those of the operators' own docstrings.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hexa_fx.codegen.heuristics import row_bucket
+from hexa_fx.codegen.spec import Glu, Layout
+from hexa_fx.jit import launch_sm90 as sm90
+from hexa_fx.ops.activations import ACTIVATIONS
+from hexa_fx.runtime import cuda_gemm_sm80 as sm80
+from hexa_fx.runtime.cuda_launch import arch, cuda_kernel, family_arch
+from hexa_fx.runtime.cuda_rows import activate_backward, ess
+
+DECODE_BUCKET = 4
+"""Up to 2^4 rows an expert a product only streams weights: the 16-row tiles of gemm_sm80 waste least there."""
+
+SM80_ONLY = ("tanh",)
+"""Activations without a Hopper epilogue."""
+
+
+@cuda_kernel("esmm")
+def esmm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: Layout
+) -> Tensor:
+    """See hexa_fx.ops.esmm."""
+    weight, layout = as_stored(weight, layout)
+    columns = weight.shape[1] if layout == "nk" else weight.shape[2]
+    if _few_rows(x, v, offs) or not _hopper(offs, (columns,), x, weight, bias):
+        return sm80.esmm(x, weight, bias, v, offs, top_k, layout)
+    return sm90.esmm(x, weight, bias, v, offs, top_k, layout)
+
+
+@cuda_kernel("esmm_act")
+def esmm_act(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w3: Tensor | None,
+    b3: Tensor | None,
+    v: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    activation: str,
+    glu: Glu,
+    params: tuple[float, ...] = (),
+    keep_h: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.esmm_act."""
+    columns = w1.shape[1] if layout == "nk" else w1.shape[2]
+    inner = columns // 2 if glu in ("concat", "interleaved") else columns
+    if w3 is not None and (b1 is None) != (b3 is None):  # kernels have both biases or none
+        b1, b3 = (w1.new_zeros((w1.shape[0], inner)) if b is None else b for b in (b1, b3))
+    only_sm80 = activation in SM80_ONLY or (activation, glu) == ("none", "none")
+    if only_sm80 or _few_rows(x, v, offs) or not _hopper(offs, (inner,), x, w1, b1, w3, b3):
+        return sm80.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, params, keep_h)
+    return sm90.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, _full(activation, params), keep_h)
+
+
+@cuda_kernel("esmm_act_backward")
+def esmm_act_backward(
+    dy: Tensor,
+    weight: Tensor,
+    h: Tensor,
+    top_k_weights: Tensor | None,
+    v: Tensor,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    activation: str,
+    glu: Glu,
+    params: tuple[float, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See hexa_fx.ops.esmm_act_backward. One launch on Hopper, two elsewhere."""
+    stored, as_layout = as_stored(weight, layout)
+    inner = stored.shape[1] if as_layout == "nk" else stored.shape[2]
+    only_sm80 = activation in SM80_ONLY or (activation, glu) == ("none", "none")
+    if only_sm80 or _few_rows(dy, v, offs) or not _hopper(offs, (inner,), dy, stored, h):
+        da = sm80.esmm(dy, stored, None, v, offs, top_k, as_layout)
+        return activate_backward(da, h, top_k_weights, v, offs, activation, glu, params)  # type: ignore[no-any-return]
+    scale = None if top_k_weights is None else top_k_weights.reshape(-1).float()
+    dh, a_scaled, dots = sm90.esmm_act_backward(
+        dy, stored, h, scale, v, offs, top_k, as_layout, activation, glu, _full(activation, params)
+    )
+    if top_k_weights is None:
+        return dh, a_scaled, h.new_empty(0)
+    return dh, a_scaled, dots.view(top_k_weights.shape).to(top_k_weights.dtype)
+
+
+@cuda_kernel("estmm")
+def estmm(
+    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: Layout
+) -> Tensor:
+    """See hexa_fx.ops.estmm."""
+    both = x_index is not None and g_index is not None
+    if both or not _hopper(offs, (x.shape[1], g.shape[1]), x, g):
+        return sm80.estmm(x, g, x_index, g_index, offs, top_k, layout)
+    return sm90.estmm(x, g, x_index, g_index, offs, top_k, layout)
+
+
+@cuda_kernel("esfk")
+def esfk(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    x_index: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See hexa_fx.ops.esfk. One launch on Hopper, three elsewhere."""
+    if g.shape[0] and _hopper(offs, (x.shape[1], g.shape[1]), x, g, weight):
+        dx, dw, db = sm90.esfk(x, g, weight, x_index, offs, top_k, layout, has_bias)
+        return dx, dw, g.new_empty(0) if db is None else db
+    stored, transposed = as_stored(weight, "kn" if layout == "nk" else "nk")
+    dx = sm80.esmm(g, stored, None, None, offs, 1, transposed)
+    dw = sm80.estmm(x, g, x_index, None, offs, top_k, layout)
+    return dx, dw, ess(g, None, offs, 1, None) if has_bias else g.new_empty(0)
+
+
+def as_stored(weight: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    """The weight with its contiguous dimension last, and the layout that this is: a view, never a copy."""
+    if weight.stride(2) != 1 and weight.stride(1) == 1:
+        return weight.transpose(1, 2), "kn" if layout == "nk" else "nk"
+    return weight, layout
+
+
+def _few_rows(x: Tensor, v: Tensor | None, offs: Tensor) -> bool:
+    return row_bucket((x if v is None else v).shape[0], offs.shape[0] - 1) <= DECODE_BUCKET
+
+
+def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:
+    """Whether the Hopper family takes these operands and stores results of these widths."""
+    device = offs.device.index
+    if family_arch(device) != 90 or arch(device) != 90 or any(width % 8 for width in widths):
+        return False
+    return not sm90.unsupported(*operands, experts=offs.shape[0] - 1)
+
+
+def _full(activation: str, params: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(params) or ACTIVATIONS[activation].params

@@ -1,0 +1,202 @@
+"""esmm, esmm_act and estmm through the gemm_sm80 family: every element type, every stride, sm_80 and newer.
+
+Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.heuristics import Tile, row_bucket
+from hexa_fx.codegen.spec import Glu, Layout
+from hexa_fx.ops.activations import ACTIVATIONS
+from hexa_fx.runtime.cuda_launch import address, ceil_div, dense_rows, launch, plan
+from hexa_fx.runtime.cuda_plans_sm80 import EsmmKey, EstmmKey, kernel_for, tune_key
+from hexa_fx.runtime.cuda_tune import autotuning
+
+_ARGS = get_family("gemm_sm80").args
+_GROUP = 8
+"""Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""
+
+
+class _Weight(NamedTuple):
+    """A stacked weight as the kernel reads it: lines of `stride` elements, an expert every `expert` elements."""
+
+    tensor: Tensor
+    layout: Layout
+    stride: int
+    expert: int
+
+
+def esmm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: Layout
+) -> Tensor:
+    """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
+    columns = weight.shape[1] if layout == "nk" else weight.shape[2]
+    y = x.new_empty((x.shape[0] if v is None else v.shape[0], columns))
+    _product(x, (weight, None), (bias, None), v, offs, top_k, layout, y, None, columns, "none", "none", ())
+    return y
+
+
+def esmm_act(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w3: Tensor | None,
+    b3: Tensor | None,
+    v: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    activation: str,
+    glu: Glu,
+    params: tuple[float, ...] = (),
+    keep_h: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), and (n, I)."""
+    n, columns = x.shape[0] if v is None else v.shape[0], w1.shape[1] if layout == "nk" else w1.shape[2]
+    inner = columns // 2 if glu in ("concat", "interleaved") else columns
+    h = x.new_empty((n if keep_h else 0, inner if glu == "none" else 2 * inner))
+    if glu == "none" and activation == "none":
+        y = esmm(x, w1, b1, v, offs, top_k, layout)
+        return (y.clone() if keep_h else h), y
+    a = x.new_empty((n, inner))
+    kept = h if keep_h else None
+    _product(x, (w1, w3), (b1, b3), v, offs, top_k, layout, kept, a, inner, activation, glu, params)
+    return h, a
+
+
+def estmm(
+    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: Layout
+) -> Tensor:
+    """``dW[e]``, the sum of ``x[row]^T g[row]``: (E, N, K) for ``nk``, (E, K, N) for ``kn``."""
+    a, a_index, b, b_index = (x, x_index, g, g_index) if layout == "kn" else (g, g_index, x, x_index)
+    a, b = dense_rows(a), dense_rows(b)
+    experts, m, n, device = offs.shape[0] - 1, a.shape[1], b.shape[1], a.device.index
+    d = a.new_empty((experts, m, n))
+    if not (experts and m and n):
+        return d
+    rows = (a if a_index is None else a_index).shape[0]
+    a_at, b_at, a_stride, b_stride = a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0)
+    fit = not (a_at | b_at | (a_stride | b_stride) * a.element_size()) & 15
+    bucket = row_bucket(rows, experts)
+    gathered = (a_index is not None, b_index is not None)
+    key = EstmmKey(device, a.dtype, _math(a.dtype), bucket, m, n, *gathered, fit)
+    pointers = (a_at, b_at, 0, 0, 0, d.data_ptr(), 0, address(a_index), address(b_index), offs.data_ptr())
+    strides = (a_stride, b_stride, 0, n, m * n, 0)
+    args = _ARGS.pack(*pointers, *strides, rows, m, n, 0, experts, *divisor(top_k), 0.0, 0.0)
+
+    def run(tile: Tile | None = None) -> None:
+        kernel, bm, bn = kernel_for(key, tile)
+        launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
+
+    if autotuning():
+        tune_key(key, run)
+    run()
+    return d
+
+
+def _product(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor | None],
+    biases: tuple[Tensor | None, Tensor | None],
+    v: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    d: Tensor | None,
+    act: Tensor | None,
+    inner: int,
+    activation: str,
+    glu: Glu,
+    params: tuple[float, ...],
+) -> None:
+    """One launch of esmm. `inner` is the width of one glu half."""
+    x = dense_rows(x)
+    first, second = _weights(weights, layout)
+    bias, bias_up = (None if b is None else b.contiguous() for b in biases)
+    n, k, experts, device = x.shape[0] if v is None else v.shape[0], x.shape[1], offs.shape[0] - 1, x.device.index
+    if n == 0 or inner == 0:
+        return
+    x_at, w_at, up_at = x.data_ptr(), first.tensor.data_ptr(), 0 if second is None else second.tensor.data_ptr()
+    strides = (x.stride(0), first.stride, first.expert)
+    steps = strides[0] | strides[1] | strides[2] | (inner if glu == "concat" and first.layout == "kn" else 0)
+    key = EsmmKey(
+        device,
+        x.dtype,
+        _math(x.dtype),
+        row_bucket(n, experts),
+        k,
+        inner,
+        first.layout,
+        v is not None,
+        not (x_at | w_at | up_at | steps * x.element_size()) & 15,
+        activation,
+        glu,
+        bias is not None,
+        d is not None,
+    )
+    pointers = (x_at, w_at, up_at, address(bias), address(bias_up), address(d), address(act), address(v), 0)
+    results = (0 if d is None else d.shape[1], 0, inner)
+    sizes = (n, 0, inner, k, experts)
+    args = _ARGS.pack(
+        *pointers, offs.data_ptr(), *strides, *results, *sizes, *divisor(top_k), *_constants(activation, tuple(params))
+    )
+
+    def run(tile: Tile | None = None) -> None:
+        kernel, bm, step = kernel_for(key, tile)
+        row_tiles = ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP
+        launch(kernel, device, (row_tiles * ceil_div(inner, step), 1, 1), args)
+
+    if autotuning():
+        tune_key(key, run)
+    run()
+
+
+def _weights(weights: tuple[Tensor, Tensor | None], layout: Layout) -> tuple[_Weight, _Weight | None]:
+    """Both weights in one layout and with the same strides, without a copy wherever the strides allow."""
+    first = _weight(weights[0], layout)
+    if weights[1] is None:
+        return first, None
+    second = _weight(weights[1], layout)
+    if first[1:] != second[1:]:
+        first, second = _weight(weights[0].contiguous(), layout), _weight(weights[1].contiguous(), layout)
+    return first, second
+
+
+def _weight(weight: Tensor, layout: Layout) -> _Weight:
+    _, rows, columns = weight.shape
+    expert, row, column = weight.stride()
+    if column == 1 or columns == 1:
+        return _Weight(weight, layout, row, expert)
+    if row == 1 or rows == 1:  # stored transposed: the other layout, as it lies
+        return _Weight(weight, "kn" if layout == "nk" else "nk", column, expert)
+    weight = weight.contiguous()
+    return _Weight(weight, layout, weight.stride(1), weight.stride(0))
+
+
+def _math(dtype: torch.dtype) -> str:
+    if dtype == torch.float64:
+        return "simt"
+    if dtype != torch.float32:
+        return "tensor"
+    return "tensor" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fast_f32"
+
+
+@plan
+def divisor(value: int) -> tuple[int, int, int]:
+    """hexa::Divisor of a number from 1 to 2^31 - 1: (value, magic, shift)."""
+    if value == 1:
+        return 1, 0, 0
+    log = 31 + (value - 1).bit_length()
+    return value, ceil_div(1 << log, value), log - 32
+
+
+@plan
+def _constants(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
+    alpha, limit = (*(params or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
+    return alpha, limit

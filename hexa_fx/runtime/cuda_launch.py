@@ -1,0 +1,151 @@
+"""What every CUDA operator needs around its launches: device, stream, element types, fallback.
+
+Imported only once a CUDA tensor reaches an operator.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from cutlass_library import DataType
+from torch import Tensor
+
+from hexa_fx.codegen.spec import KernelSpec, SpecError
+from hexa_fx.errors import KernelError
+from hexa_fx.jit.kernel import KernelHandle, get_kernel, kernel_arch
+from hexa_fx.ops import library
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_plans: list[Any] = []
+
+DTYPES = {
+    torch.bfloat16: DataType.bf16,
+    torch.float16: DataType.f16,
+    torch.float32: DataType.f32,
+    torch.float64: DataType.f64,
+}
+
+fallbacks: dict[str, str] = {}
+"""Operators that ran another implementation in this process, and why. Each was logged once."""
+
+
+class Unsupported(KernelError):
+    """These operands have no kernel of ours; the operator's generic implementation takes them."""
+
+
+def cuda_kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function the CUDA kernel of ``hexa::<name>``: runs it on its first tensor's device, or falls back.
+
+    Falls back to the generic implementation, logged once an operator with the reason, when there is no compiler, when a
+    kernel does not build, or when the operands have no kernel.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def kernel(*args: Any) -> Any:
+            if name in fallbacks and fallbacks[name] in _permanent:
+                return generic(name)(*args)
+            try:
+                index = args[0].device.index
+                if index == torch._C._cuda_getDevice():
+                    return function(*args)
+                with torch.cuda.device(index):
+                    return function(*args)
+            except KernelError as error:
+                _record(name, error)
+                return generic(name)(*args)
+
+        return kernel
+
+    return decorate
+
+
+_permanent: set[str] = set()
+
+
+def _record(name: str, error: KernelError) -> None:
+    reason = str(error)
+    if not isinstance(error, Unsupported | SpecError):
+        _permanent.add(reason)
+    if name not in fallbacks:
+        log.warning("hexa::%s falls back to torch's own operators: %s", name, reason)
+    fallbacks[name] = reason
+
+
+def generic(name: str) -> Callable[..., Any]:
+    """The implementation of ``hexa::<name>`` that runs on any device."""
+    return library.kernel_for(name, "any")
+
+
+def plan(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps what a function of a call's static properties returns: which kernel, which tile. `forget_plans` empties it."""
+    cached = functools.cache(function)
+    _plans.append(cached)
+    return cached  # type: ignore[return-value]
+
+
+def forget_plans() -> None:
+    """Makes every operator choose its kernels anew, e.g. after the environment changed."""
+    for cached in _plans:
+        cached.cache_clear()
+
+
+def kernel_of(spec: KernelSpec) -> KernelHandle:
+    """The loaded kernel of `spec`. Call it from a `plan`."""
+    return get_kernel(spec)
+
+
+def launch(kernel: KernelHandle, device: int, grid: tuple[int, int, int], *args: bytes) -> None:
+    """Queues a kernel on the current stream of `device`, which is current."""
+    kernel.launch(device, grid, args, torch._C._cuda_getCurrentRawStream(device))
+
+
+@cache
+def arch(device: int) -> int:
+    """Compute capability that kernels of `device` are built for: 90 for 9.0."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@plan
+def family_arch(device: int) -> int:
+    """Compute capability that kernels are chosen for: HEXA_FX_CUDA_ARCH when it is set, else the device's."""
+    return kernel_arch(device)
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """Multiprocessors of `device`."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def address(tensor: Tensor | None) -> int:
+    """Data pointer, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """A matrix whose rows are contiguous: `tensor` itself wherever its row stride alone tells where its rows are."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Whether every row of every matrix starts at a multiple of 16 bytes."""
+    for t in tensors:
+        if t is not None and (t.data_ptr() % 16 or any(s * t.element_size() % 16 for s in t.stride()[:-1])):
+            return False
+    return True
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Smallest whole number not below a / b."""
+    return -(-a // b)

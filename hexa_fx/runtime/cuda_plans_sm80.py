@@ -1,0 +1,130 @@
+"""Which kernel of gemm_sm80 a product takes: what a launch's static properties are, and the tile that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import NamedTuple
+
+import torch
+from cutlass_library import MathOperation
+
+from hexa_fx.codegen.heuristics import Tile, candidates, choose_tile
+from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
+from hexa_fx.codegen.tuned import Problem
+from hexa_fx.jit.kernel import KernelHandle
+from hexa_fx.runtime.cuda_launch import DTYPES, Unsupported, arch, family_arch, kernel_of, plan
+from hexa_fx.runtime.cuda_tune import tune, tuned_tile
+
+
+class EsmmKey(NamedTuple):
+    """Everything that decides the kernel of one esmm.
+
+    Args:
+        math: ``tensor``, ``fast_f32`` or ``simt``.
+        bucket: `row_bucket` of the launch.
+        depth: K.
+        inner: columns of one glu half.
+        fit: addresses and strides are multiples of 16 bytes.
+    """
+
+    device: int
+    dtype: torch.dtype
+    math: str
+    bucket: int
+    depth: int
+    inner: int
+    layout: Layout
+    gather: bool
+    fit: bool
+    activation: str
+    glu: Glu
+    bias: bool
+    keep_h: bool
+
+    def spec(self, tile: Tile | None = None) -> KernelSpec:
+        """The kernel with this tile, or with the one its bucket has."""
+        spec = _spec("esmm", self, tile or _tile(self.problem(), self, self.problem().columns))
+        spec = replace(spec, layout=self.layout, gather=self.gather, activation=self.activation, glu=self.glu)
+        spec = replace(spec, bias=self.bias)
+        return spec.with_options(keep_h=self.keep_h) if (self.activation, self.glu) != ("none", "none") else spec
+
+    def problem(self) -> Problem:
+        """What tuning knows of it."""
+        columns = self.inner if self.glu == "none" else 2 * self.inner
+        return Problem("gemm_sm80", "esmm", _math_name(self), self.gather, self.bucket, self.depth, columns)
+
+
+class EstmmKey(NamedTuple):
+    """Everything that decides the kernel of one estmm: D (m, n), operands gathered or not."""
+
+    device: int
+    dtype: torch.dtype
+    math: str
+    bucket: int
+    m: int
+    n: int
+    gather_a: bool
+    gather_b: bool
+    fit: bool
+
+    def spec(self, tile: Tile | None = None) -> KernelSpec:
+        """The kernel with this tile, or with the one its bucket has."""
+        spec = _spec("estmm", self, tile or _tile(self.problem(), self, self.n))
+        return replace(spec, gather=self.gather_a, store="weight").with_options(gather_b=self.gather_b)
+
+    def problem(self) -> Problem:
+        """What tuning knows of it."""
+        gather = self.gather_a or self.gather_b
+        return Problem("gemm_sm80", "estmm", _math_name(self), gather, self.bucket, self.m, self.n)
+
+
+Key = EsmmKey | EstmmKey
+
+
+@plan
+def kernel_for(key: Key, tile: Tile | None) -> tuple[KernelHandle, int, int]:
+    """The kernel, its tile's rows, and the columns (of one glu half) that a tile covers."""
+    spec = key.spec(tile)
+    return kernel_of(spec), spec.bm, spec.bn if spec.glu == "none" else spec.bn // 2
+
+
+def tune_key(key: Key, run: Callable[[Tile], None]) -> None:
+    """Measures the candidates of a bucket that this machine's table lacks; `run` launches one on the caller's operands."""
+    problem = key.problem()
+    tiles = [asdict(tile) for tile in candidates(problem.op, DTYPES[key.dtype], key.math, key.bucket)]
+    found = tune(problem, key.device, tiles, lambda tile: key.spec(Tile(**tile)), lambda tile: run(Tile(**tile)))
+    if found is not None:
+        kernel_for.cache_clear()  # type: ignore[attr-defined]
+
+
+def _tile(problem: Problem, key: Key, columns: int) -> Tile:
+    """The measured tile where a table has one, else the rule's."""
+    found = tuned_tile(problem, key.device)
+    if found is not None:
+        return Tile(**found)
+    return choose_tile(problem.op, family_arch(key.device), DTYPES[key.dtype], key.math, key.bucket, columns)
+
+
+def _spec(op: str, key: Key, tile: Tile) -> KernelSpec:
+    if arch(key.device) < 80:
+        raise Unsupported(f"sm_{arch(key.device)}; the kernels need sm_80 or newer")
+    exact = key.math == "fast_f32"
+    spec = KernelSpec(
+        family="gemm_sm80",
+        op=op,
+        arch=arch(key.device),
+        dtype=DTYPES[key.dtype],
+        math=MathOperation.multiply_add_fast_f32 if exact else MathOperation.multiply_add,
+        bm=tile.bm,
+        bn=tile.bn,
+        bk=tile.bk,
+        stages=tile.stages,
+        aligned=key.fit,
+    )
+    simt = {"simt": True} if key.math == "simt" else {}
+    return spec.with_options(warps_m=tile.warps_m, warps_n=tile.warps_n, **simt)
+
+
+def _math_name(key: Key) -> str:
+    return f"{DTYPES[key.dtype].name} {key.math}"

@@ -1,0 +1,233 @@
+"""reindex, combine, ess, activate and activate_backward on CUDA: bandwidth-bound kernels, static grids, no host read.
+
+Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family_reindex import reindex_warps
+from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
+from hexa_fx.codegen.spec import Glu, KernelSpec
+from hexa_fx.errors import InputError
+from hexa_fx.jit.env import checked_mode
+from hexa_fx.jit.kernel import KernelHandle
+from hexa_fx.ops.activations import ACTIVATIONS
+from hexa_fx.runtime.cuda_launch import (
+    DTYPES,
+    Unsupported,
+    address,
+    aligned,
+    arch,
+    ceil_div,
+    cuda_kernel,
+    dense_rows,
+    kernel_of,
+    launch,
+    plan,
+)
+
+ID_TYPES = {
+    torch.int64: "long long",
+    torch.int32: "int",
+    torch.int16: "short",
+    torch.int8: "signed char",
+    torch.uint8: "unsigned char",
+}
+SEGMENT_ROWS = 256
+"""Rows of one expert that one block of ess sums."""
+
+_REINDEX_ARGS, _COMBINE_ARGS = get_family("reindex").args, get_family("combine").args
+_ESS_ARGS, _ACTIVATE_ARGS = get_family("ess").args, get_family("activate").args
+_ONE_BLOCK_SLOTS = 4096
+_BLOCK_SLOTS = 2048
+_MAX_BLOCKS = 64
+
+
+@cuda_kernel("reindex")
+def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A stable counting sort: one launch up to 4096 slots, two beyond."""
+    if checked_mode():
+        _check_ids(top_k_index, num_experts)
+    ids = top_k_index.contiguous()
+    device, n = ids.device.index, ids.numel()
+    warps = reindex_warps(num_experts, arch(device))
+    if not warps:
+        raise Unsupported(f"{num_experts} experts: the tallies of one warp do not fit in shared memory")
+    rows = torch.empty((2, n), dtype=torch.int32, device=ids.device)
+    offs = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+    blocks = 1 if n <= _ONE_BLOCK_SLOTS else min(_MAX_BLOCKS, ceil_div(n, _BLOCK_SLOTS))
+    chunk = ceil_div(ceil_div(max(n, 1), blocks * warps), 32) * 32
+    counts = torch.empty((blocks, num_experts + 1), dtype=torch.int32, device=ids.device) if blocks > 1 else None
+    pointers = (ids.data_ptr(), address(counts), rows[0].data_ptr(), rows[1].data_ptr(), offs.data_ptr())
+    args = _REINDEX_ARGS.pack(*pointers, n, num_experts, chunk, 0)
+    kernel = _reindex_kernel("reindex_place", arch(device), ID_TYPES[ids.dtype], warps, num_experts)
+    if blocks > 1:
+        count = _reindex_kernel("reindex_count", arch(device), ID_TYPES[ids.dtype], warps, num_experts)
+        launch(count, device, (blocks, 1, 1), args)
+    launch(kernel, device, (blocks, 1, 1), args)
+    return rows[0], rows[1], offs
+
+
+def _check_ids(top_k_index: Tensor, num_experts: int) -> None:
+    if not top_k_index.numel() or torch.cuda.is_current_stream_capturing():
+        return
+    low, high = (int(v) for v in torch.aminmax(top_k_index))
+    if low < 0 or high > num_experts:
+        raise InputError(
+            f"hexa::reindex: expert ids run from {low} to {high}; expected 0 to {num_experts - 1}, or {num_experts} for "
+            "a slot that contributes nothing"
+        )
+
+
+@cuda_kernel("combine")
+def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
+    """One block a token, sixteen bytes a thread; all k rows of a chunk are in flight at once."""
+    y = dense_rows(y)
+    tokens, width, device = inv.shape[0] // top_k, y.shape[1], y.device.index
+    out = y.new_empty((tokens, width))
+    weights = None if top_k_weights is None else top_k_weights.contiguous()
+    w_name = "f32" if weights is None else DTYPES[weights.dtype].name
+    fit = aligned(y, out) and out.data_ptr() % 16 == 0
+    kernel = _combine_kernel(arch(device), y.dtype, w_name, weights is not None, top_k, width, fit)
+    pointers = (
+        y.data_ptr(),
+        address(weights),
+        inv.data_ptr(),
+        offs.data_ptr() + 4 * (offs.shape[0] - 1),
+        out.data_ptr(),
+    )
+    args = _COMBINE_ARGS.pack(*pointers, y.stride(0), width, width, top_k)
+    launch(kernel, device, (tokens if width else 0, 1, 1), args)
+    return out
+
+
+@cuda_kernel("ess")
+def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:
+    """Partial sums of segments of rows, then of every expert's segments: deterministic."""
+    g = dense_rows(g)
+    scale = None if scale is None else scale.contiguous()
+    n = g.shape[0] if v is None else v.shape[0]
+    experts, width, device = offs.shape[0] - 1, g.shape[1], g.device.index
+    out = g.new_empty((experts, width))
+    wide = torch.float64 if g.dtype == torch.float64 else torch.float32
+    segments = n // SEGMENT_ROWS + min(experts, n)
+    partial = torch.empty((segments, width), dtype=wide, device=g.device)
+    w_name = "f32" if scale is None else DTYPES[scale.dtype].name
+    pointers = (g.data_ptr(), address(v), offs.data_ptr(), address(scale), partial.data_ptr(), out.data_ptr())
+    args = _ESS_ARGS.pack(*pointers, g.stride(0), experts, width, top_k, 0)
+    kernel = _ess_kernel("ess_partial", arch(device), g.dtype, w_name, scale is not None, v is not None, aligned(g))
+    columns = ceil_div(width, 256)
+    launch(kernel, device, (columns, segments, 1), args)
+    finish = _ess_kernel("ess_finish", arch(device), g.dtype, "f32", False, False, True)
+    launch(finish, device, (columns, experts, 1), args)
+    return out
+
+
+@cuda_kernel("activate")
+def activate(h: Tensor, activation: str, glu: Glu, params: tuple[float, ...] = ()) -> Tensor:
+    """Eight columns a thread."""
+    h = dense_rows(h)
+    n, width = h.shape[0], h.shape[1] if glu == "none" else h.shape[1] // 2
+    a = h.new_empty((n, width))
+    alpha, limit = _constants(activation, params)
+    kernel = _activate_kernel(
+        "activate", arch(h.device.index), h.dtype, "f32", False, activation, glu, width, aligned(h, a)
+    )
+    args = _ACTIVATE_ARGS.pack(h.data_ptr(), 0, 0, 0, 0, a.data_ptr(), 0, 0, h.stride(0), 0, n, width, alpha, limit)
+    launch(kernel, h.device.index, (_row_blocks(n, kernel) if width else 0, 1, 1), args)
+    return a
+
+
+@cuda_kernel("activate_backward")
+def activate_backward(
+    da: Tensor,
+    h: Tensor,
+    top_k_weights: Tensor | None,
+    v: Tensor | None,
+    offs: Tensor | None,
+    activation: str,
+    glu: Glu,
+    params: tuple[float, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One pass over da and h: dh, the scaled a, and the routing weight's gradient as a reduction over the row."""
+    h, da = dense_rows(h), dense_rows(da)
+    n, width, device = h.shape[0], da.shape[1], h.device.index
+    dh, a = torch.empty(h.shape, dtype=h.dtype, device=h.device), torch.empty(da.shape, dtype=h.dtype, device=h.device)
+    weights = None if top_k_weights is None else top_k_weights.contiguous()
+    dweights = h.new_empty(0) if weights is None else torch.empty_like(weights)
+    routed = 0
+    if weights is not None:
+        assert v is not None
+        assert offs is not None
+        routed = offs.data_ptr() + 4 * (offs.shape[0] - 1)
+    alpha, limit = _constants(activation, params)
+    w_name = "f32" if weights is None else DTYPES[weights.dtype].name
+    fit = aligned(h, da, a, dh)
+    kernel = _activate_kernel(
+        "activate_backward", arch(device), h.dtype, w_name, weights is not None, activation, glu, width, fit
+    )
+    pointers = (h.data_ptr(), da.data_ptr(), address(weights), address(v), routed, a.data_ptr(), dh.data_ptr())
+    strides = (h.stride(0), da.stride(0), n, width)
+    args = _ACTIVATE_ARGS.pack(*pointers, dweights.data_ptr(), *strides, alpha, limit)
+    launch(kernel, device, (_row_blocks(n, kernel), 1, 1), args)
+    return dh, a, dweights
+
+
+@plan
+def _reindex_kernel(op: str, arch: int, id_type: str, warps: int, experts: int) -> KernelHandle:
+    return kernel_of(KernelSpec("reindex", op, arch).with_options(id=id_type, warps=warps, experts=experts))
+
+
+@plan
+def _combine_kernel(
+    arch: int, dtype: torch.dtype, weights: str, weighted: bool, top_k: int, width: int, fit: bool
+) -> KernelHandle:
+    unrolled = top_k if top_k in UNROLLED_TOP_K and dtype != torch.float64 else 0
+    chunks = max(1, ceil_div(width, 8))
+    # the block that wastes the fewest threads; the largest of those that waste the same
+    threads = min(COMBINE_THREADS, key=lambda t: (ceil_div(chunks, t) * t, -t))
+    spec = KernelSpec("combine", "combine", arch, dtype=DTYPES[dtype], scale=weighted, aligned=fit)
+    return kernel_of(spec.with_options(weights=weights, top_k=unrolled, threads=threads))
+
+
+@plan
+def _ess_kernel(
+    op: str, arch: int, dtype: torch.dtype, weights: str, scaled: bool, gather: bool, fit: bool
+) -> KernelHandle:
+    spec = KernelSpec("ess", op, arch, dtype=DTYPES[dtype], bm=SEGMENT_ROWS, scale=scaled, gather=gather, aligned=fit)
+    return kernel_of(spec.with_options(weights=weights))
+
+
+@plan
+def _activate_kernel(
+    op: str,
+    arch: int,
+    dtype: torch.dtype,
+    weights: str,
+    weighted: bool,
+    activation: str,
+    glu: Glu,
+    width: int,
+    fit: bool,
+) -> KernelHandle:
+    chunks = ceil_div(width, 8)
+    # the warps that leave the fewest lanes idle; the most of those that waste the same
+    warps = min((1, 2, 4), key=lambda w: (ceil_div(chunks, 32 * w) * w, -w))
+    glu = "concat" if glu == "split" else glu  # the same h
+    spec = KernelSpec(
+        "activate", op, arch, dtype=DTYPES[dtype], activation=activation, glu=glu, scale=weighted, aligned=fit
+    )
+    return kernel_of(spec.with_options(weights=weights, warps_per_row=warps))
+
+
+def _constants(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
+    alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
+    return alpha, limit
+
+
+def _row_blocks(n: int, kernel: KernelHandle) -> int:
+    return ceil_div(n, 4 // int(kernel.spec.option("warps_per_row")))

@@ -1,0 +1,437 @@
+// Epilogues: accumulators -> (bias, activation, its gradient) -> memory. A warp handles chunks of 16 rows x 64 columns that go
+// through its own shared memory, so that every global access is 16 bytes and 8 lanes cover 128 contiguous bytes.
+//
+// Accumulator map: lane l holds, of 8-column group j and row half r, row l / 4 + 8 r and columns 8 j + 2 (l % 4) + {0, 1}.
+#pragma once
+#include <cute/arch/copy_sm90.hpp>
+
+#include <hexa_fx/mma_sm90.cuh>
+
+namespace hexa::sm90 {
+
+template <class T>
+CUTE_DEVICE uint32_t pack(float lo, float hi) {
+  uint32_t r;
+  if constexpr (is_same_v<T, cutlass::bfloat16_t>) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+template <class T>
+CUTE_DEVICE float2 unpack(uint32_t two) {
+  if constexpr (is_same_v<T, cutlass::bfloat16_t>) return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000u)};
+  else return __half22float2(*reinterpret_cast<const __half2*>(&two));
+}
+
+// One 16 x 64 chunk in shared memory: rows of 128 bytes, 16-byte chunks XORed by row.
+struct Stage {
+  uint8_t* base;
+  CUTE_DEVICE uint32_t* pair(int row, int group, int word) const {
+    return reinterpret_cast<uint32_t*>(base + row * 128 + (((group ^ row) & 7) << 4) + word * 4);
+  }
+  CUTE_DEVICE uint4* chunk(int row, int c) const { return reinterpret_cast<uint4*>(base + row * 128 + (((c ^ row) & 7) << 4)); }
+};
+
+// Where a warp's 16 rows of a result lie.
+template <class T>
+struct Rows {
+  T* base;       // row 0 of the chunk
+  int64_t ld;
+  int valid;     // rows of the 16 that exist
+  CUTE_DEVICE void store(const Stage& stage, int column, int columns) const {  // columns `column` .. + 64 of `columns`
+    const int c = lane_id() & 7, n = column + c * 8;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int r = (lane_id() >> 3) + 4 * i;
+      const uint4 d = *stage.chunk(r, c);
+      if (r < valid && n < columns) *reinterpret_cast<uint4*>(base + r * ld + n) = d;
+    }
+  }
+  // Starts copying columns `column` .. + 64 into `stage`; what does not exist becomes zero.
+  CUTE_DEVICE void fetch(const Stage& stage, int column, int columns) const {
+    const int c = lane_id() & 7, n = column + c * 8;
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const int r = (lane_id() >> 3) + 4 * i;
+      const bool inside = r < valid && n < columns;
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(cast_smem_ptr_to_uint(stage.chunk(r, c))),
+                   "l"(inside ? base + r * ld + n : base), "r"(inside ? 16 : 0) : "memory");
+    }
+  }
+};
+
+// The accumulators of a thread as chunks of 32, in the order of the tile. A loop works on the first and moves the rest down, so
+// that it may be rolled: the gradient's is, which halves its text and ends its spills; the others run faster unrolled.
+template <int Chunks>
+struct Values {
+  float x[Chunks][32];
+  template <class Acc>
+  CUTE_DEVICE explicit Values(const Acc& acc) {
+    CUTE_UNROLL
+    for (int i = 0; i < Chunks * 32; ++i) x[i / 32][i % 32] = acc(i);
+  }
+  template <int By>
+  CUTE_DEVICE void advance() {
+    CUTE_UNROLL
+    for (int i = 0; i + By < Chunks; ++i)
+      CUTE_UNROLL
+      for (int j = 0; j < 32; ++j) x[i][j] = x[i + By][j];
+  }
+};
+
+template <class C>
+struct RowEpilogue {
+  using T = typename C::T;
+  Smem<C>& sm;
+  const GroupedParams& p;
+  const Tile& t;
+  int warp;  // consumer warp, 0..7
+
+  CUTE_DEVICE Stage stage(int i) const { return {sm.stage[warp] + i * 2048}; }
+  CUTE_DEVICE Rows<T> rows(const void* base, int ld, int row) const {
+    T* first = static_cast<T*>(const_cast<void*>(base));
+    return {first + (int64_t(t.row0) + row) * ld, ld, t.rows - row};
+  }
+  CUTE_DEVICE float2 bias2(const void* bias, int64_t at, bool inside) const {
+    return inside ? unpack<T>(__ldg(reinterpret_cast<const uint32_t*>(static_cast<const T*>(bias) + at))) : float2{0.f, 0.f};
+  }
+
+  // A chunk of values through shared memory: `value(j, r)` packs the pair of 8-column group j and row half r.
+  template <class Value>
+  CUTE_DEVICE void chunk(const Stage& s, const Rows<T>& out, int column, int columns, Value value) const {
+    const int l = lane_id();
+    __syncwarp();
+    CUTE_UNROLL
+    for (int j = 0; j < 8; ++j)
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) *s.pair((l >> 2) + 8 * r, j, l & 3) = value(j, r);
+    __syncwarp();
+    out.store(s, column, columns);
+  }
+
+  // A pair of values (+ bias), columns `first` .. + 64 of a `columns` wide weight or half of it.
+  CUTE_DEVICE float2 pair(const float (&x)[32], int j, int r, const void* bias, int64_t at, int first, int columns) const {
+    const int i = 2 * r + 4 * j, n = first + j * 8 + (lane_id() & 3) * 2;
+    float2 b{0.f, 0.f};
+    if constexpr (C::Bias) b = bias2(bias, int64_t(t.expert) * p.bias_ld + at + n, n < columns);
+    return {x[i] + b.x, x[i + 1] + b.y};
+  }
+
+  // Chunk of the plain result: columns `first` .. + 64.
+  CUTE_DEVICE void plain(const float (&x)[32], const Rows<T>& out, int first, int columns) const {
+    if (first >= columns) return;
+    chunk(stage(0), out, first, columns, [&](int j, int r) {
+      const float2 v = pair(x, j, r, p.bias, 0, first, columns);
+      return pack<T>(v.x, v.y);
+    });
+  }
+
+  CUTE_DEVICE void ungated(const float (&x)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
+    if constexpr (C::StoreH) plain(x, out, first, p.N);
+    if (first >= p.N) return;
+    chunk(stage(0), act, first, p.N, [&](int j, int r) {
+      const float2 v = pair(x, j, r, p.bias, 0, first, p.N);
+      float unused;
+      return pack<T>(activate<C::Activation, false>(v.x, unused), activate<C::Activation, false>(v.y, unused));
+    });
+  }
+
+  // Gate columns in the tile's left half, up columns in its right half.
+  CUTE_DEVICE void gated(const float (&xg)[32], const float (&xu)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
+    if (first >= p.N) return;
+    const void* up_bias = C::SplitWeight ? p.bias_up : p.bias;
+    const int64_t up_at = C::SplitWeight ? 0 : p.N;
+    auto gate = [&](int j, int r) { return pair(xg, j, r, p.bias, 0, first, p.N); };
+    auto up = [&](int j, int r) { return pair(xu, j, r, up_bias, up_at, first, p.N); };
+    if constexpr (C::StoreH) {
+      const Rows<T> out_up{out.base + p.N, out.ld, out.valid};
+      chunk(stage(0), out, first, p.N, [&](int j, int r) { const float2 g = gate(j, r); return pack<T>(g.x, g.y); });
+      chunk(stage(0), out_up, first, p.N, [&](int j, int r) { const float2 u = up(j, r); return pack<T>(u.x, u.y); });
+    }
+    chunk(stage(0), act, first, p.N, [&](int j, int r) {
+      const float2 g = gate(j, r), u = up(j, r);
+      return pack<T>(glu<C::Activation>(g.x, u.x, p.act_params), glu<C::Activation>(g.y, u.y, p.act_params));
+    });
+  }
+
+  // Two chunks whose even columns are gate and odd ones up. Lane pairs trade groups so that each packs two neighbouring results.
+  CUTE_DEVICE void interleaved(const float (&x0)[32], const float (&x1)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
+    const int l = lane_id(), odd = l & 1, columns = 2 * p.N;
+    if (2 * first >= columns) return;
+    if constexpr (C::StoreH) {
+      plain(x0, out, 2 * first, columns);
+      plain(x1, out, 2 * first + 64, columns);
+    }
+    const Stage s = stage(0);
+    __syncwarp();
+    CUTE_UNROLL
+    for (int j = 0; j < 16; j += 2) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        float a[2];
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          const float2 x = pair(j < 8 ? x0 : x1, (j + i) % 8, r, p.bias, 0, 2 * first + j / 8 * 64, columns);
+          a[i] = glu<C::Activation>(x.x, x.y, p.act_params);
+        }
+        const float theirs = __shfl_xor_sync(~0u, odd ? a[0] : a[1], 1);
+        *s.pair((l >> 2) + 8 * r, j / 2, odd * 2 + ((l & 3) >> 1)) = odd ? pack<T>(theirs, a[1]) : pack<T>(a[0], theirs);
+      }
+    }
+    __syncwarp();
+    act.store(s, first, p.N);
+  }
+
+  // All of a warp's rows: block m starts at row `block_row(m)` of the tile.
+  template <class Acc, class BlockRow>
+  CUTE_DEVICE void run(const Acc& acc, BlockRow block_row) const {
+    constexpr int kBlocks = decltype(size<1>(acc))::value, kChunks = C::BN / 64;
+    constexpr bool kPairs = C::Kind == Epilogue::activate && C::GluMode != Glu::none;
+    constexpr int kUnits = kPairs ? kChunks / 2 : kChunks;  // of a block
+    static_assert(!kPairs || kBlocks == 1 || kUnits == 1, "units of two chunks lie a fixed distance apart");
+    constexpr int kStep = !kPairs ? 1 : (kBlocks > 1 || C::GluMode == Glu::interleaved ? 2 : 1);
+    constexpr int kSecond = !kPairs ? 0 : (C::GluMode == Glu::interleaved ? 1 : kUnits);
+    Values<kBlocks * kChunks> v(acc);
+    CUTE_UNROLL
+    for (int i = 0; i < kBlocks * kUnits; ++i) {
+      const int row = block_row(i / kUnits), first = t.n0 + (i % kUnits) * 64;
+      if (row < t.rows) {
+        const Rows<T> out = rows(p.out, p.out_ld, row), act = rows(p.act, p.act_ld, row);
+        if constexpr (C::Kind == Epilogue::store) plain(v.x[0], out, first, p.N);
+        else if constexpr (C::GluMode == Glu::none) ungated(v.x[0], out, act, first);
+        else if constexpr (C::GluMode == Glu::interleaved) interleaved(v.x[0], v.x[1], out, act, first);
+        else gated(v.x[0], v.x[kSecond], out, act, first);
+      }
+      v.template advance<kStep>();
+    }
+  }
+
+  CUTE_DEVICE void zeros(int row) const {
+    const int width = C::HColumns * p.N;
+    const Stage s = stage(0);
+    for (int i = lane_id(); i < 128; i += 32) reinterpret_cast<uint4*>(s.base)[i] = uint4{};
+    __syncwarp();
+    const bool h = C::Kind == Epilogue::store || C::StoreH;
+    if (h) {
+      const Rows<T> out = rows(p.out, p.out_ld, row);
+      for (int f = 0; f < C::RowColumns * C::HColumns; f += 64) out.store(s, t.n0 * C::HColumns + f, width);
+    }
+    if constexpr (C::Kind != Epilogue::store) {
+      const Rows<T> act = rows(p.act, p.act_ld, row);
+      for (int f = 0; f < C::RowColumns; f += 64) act.store(s, t.n0 + f, p.N);
+    }
+    if constexpr (C::Kind == Epilogue::activate_backward) {
+      if (p.row_dot && lane_id() < 16 && row + lane_id() < t.rows)
+        p.row_dot[int64_t(t.n_tile) * p.n + __ldg(p.v + t.row0 + row + lane_id())] = 0.f;
+    }
+  }
+};
+
+// da -> dh = act'(h) (w da), scaled activation w a, and <da, a> a row. A warp's chunks of h come by cp.async into two buffers in
+// turn, the first two while the main loop runs.
+template <class C>
+struct GradEpilogue : RowEpilogue<C> {
+  using T = typename C::T;
+  using Base = RowEpilogue<C>;
+  static constexpr int kParts = C::HColumns;  // matrices of h a chunk: 1, or gate and up
+  static constexpr int kChunks = C::BN / 64;  // of one 64-row block
+  static_assert(C::Kind != Epilogue::activate_backward || C::StageBytes >= 2 * kParts * 2048, "two buffers a warp");
+
+  CUTE_DEVICE Stage buffer(int index, int part) const { return this->stage((index & 1) * kParts + part); }
+
+  CUTE_DEVICE int h_column(int part, int q) const {
+    const int a = this->t.n0 + q * 64;
+    return C::GluMode == Glu::interleaved ? 2 * a + part * 64 : a + part * this->p.N;
+  }
+  CUTE_DEVICE int h_limit(int part) const {
+    return C::GluMode == Glu::interleaved ? 2 * this->p.N : (part + 1) * this->p.N;
+  }
+  // Chunk `index` of the tile's `blocks`; nothing past the last row or the last chunk, but always a group.
+  template <class BlockRow>
+  CUTE_DEVICE void fetch(int index, int blocks, BlockRow block_row) const {
+    const int m = index / kChunks, q = index % kChunks;
+    if (m < blocks && block_row(m) < this->t.rows) {
+      const Rows<T> h = this->rows(this->p.h, this->p.h_ld, block_row(m));
+      CUTE_UNROLL
+      for (int i = 0; i < kParts; ++i) h.fetch(buffer(index, i), h_column(i, q), h_limit(i));
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // The pairs of h that lane holds of 8-column group j and row `at`: one, or gate and up (interleaved: as they lie).
+  CUTE_DEVICE uint32_t* pair_of_h(int index, int part, int at, int j) const {
+    const int l = lane_id();
+    if constexpr (C::GluMode == Glu::interleaved)
+      return buffer(index, j >> 2).pair(at, 2 * (j & 3) + ((l & 3) >> 1), 2 * (l & 1)) + part;
+    else return buffer(index, part).pair(at, j, l & 3);
+  }
+
+  // One pair of columns: h becomes dh, a the activation. Returns <da, a> of the two.
+  CUTE_DEVICE float grad(float d0, float d1, float w, uint32_t (&h)[kParts], float2& a) const {
+    const ActParams& ap = this->p.act_params;
+    if constexpr (C::GluMode == Glu::none) {
+      const float2 x = unpack<T>(h[0]);
+      float s0, s1;
+      a = {activate<C::Activation, true>(x.x, s0), activate<C::Activation, true>(x.y, s1)};
+      h[0] = pack<T>(w * d0 * s0, w * d1 * s1);
+    } else {
+      constexpr bool kMixed = C::GluMode == Glu::interleaved;
+      float2 g = unpack<T>(h[0]), u = unpack<T>(h[1]), dg, du;
+      if (kMixed) { const float s = g.y; g.y = u.x; u.x = s; }
+      a = {glu_slopes<C::Activation>(g.x, u.x, ap, dg.x, du.x), glu_slopes<C::Activation>(g.y, u.y, ap, dg.y, du.y)};
+      const float w0 = w * d0, w1 = w * d1;
+      h[0] = kMixed ? pack<T>(w0 * dg.x, w0 * du.x) : pack<T>(w0 * dg.x, w1 * dg.y);
+      h[1] = kMixed ? pack<T>(w1 * dg.y, w1 * du.y) : pack<T>(w0 * du.x, w1 * du.y);
+    }
+    return d0 * a.x + d1 * a.y;
+  }
+
+  template <class Acc, class BlockRow>
+  CUTE_DEVICE void run(const Acc& acc, BlockRow block_row) const {
+    constexpr int kBlocks = decltype(size<1>(acc))::value;
+    const GroupedParams& p = this->p;
+    const int l = lane_id();
+    Values<kBlocks * kChunks> v(acc);
+    int slot[2] = {-1, -1};
+    float w[2], dot[2];
+#pragma unroll 1
+    for (int index = 0; index < kBlocks * kChunks; ++index) {
+      const int q = index % kChunks, row = block_row(index / kChunks);
+      if (row >= this->t.rows) break;
+      if (q == 0) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          const int at = row + (l >> 2) + 8 * r;
+          slot[r] = at < this->t.rows ? __ldg(p.v + this->t.row0 + at) : -1;
+          w[r] = p.slot_scale && slot[r] >= 0 ? __ldg(p.slot_scale + slot[r]) : 1.f;
+          dot[r] = 0.f;
+        }
+      }
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      __syncwarp();
+      uint32_t scaled[8][2];
+      CUTE_UNROLL
+      for (int half = 0; half < 8; half += 4) {  // all loads before the first store, so that the pairs overlap
+        uint32_t h[4][2][kParts];
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j)
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r)
+            CUTE_UNROLL
+            for (int i = 0; i < kParts; ++i) h[j][r][i] = *pair_of_h(index, i, (l >> 2) + 8 * r, half + j);
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j) {
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r) {
+            const int at = 2 * r + 4 * (half + j);
+            float2 a;
+            dot[r] += grad(v.x[0][at], v.x[0][at + 1], w[r], h[j][r], a);
+            scaled[half + j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
+          }
+        }
+        CUTE_UNROLL
+        for (int j = 0; j < 4; ++j)
+          CUTE_UNROLL
+          for (int r = 0; r < 2; ++r)
+            CUTE_UNROLL
+            for (int i = 0; i < kParts; ++i) *pair_of_h(index, i, (l >> 2) + 8 * r, half + j) = h[j][r][i];
+      }
+      __syncwarp();
+      const Rows<T> out = this->rows(p.out, p.out_ld, row), act = this->rows(p.act, p.act_ld, row);
+      CUTE_UNROLL
+      for (int i = 0; i < kParts; ++i) out.store(buffer(index, i), h_column(i, q), h_limit(i));
+      this->chunk(buffer(index, 0), act, this->t.n0 + q * 64, p.N, [&](int j, int r) { return scaled[j][r]; });
+      __syncwarp();
+      fetch(index + 2, kBlocks, block_row);
+      if (q == kChunks - 1) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          dot[r] += __shfl_xor_sync(~0u, dot[r], 1);
+          dot[r] += __shfl_xor_sync(~0u, dot[r], 2);
+          if (p.row_dot && (l & 3) == 0 && slot[r] >= 0) p.row_dot[int64_t(this->t.n_tile) * p.n + slot[r]] = dot[r];
+        }
+      }
+      v.template advance<1>();
+    }
+  }
+};
+
+template <class C>
+struct WeightEpilogue {
+  using T = typename C::T;
+  Smem<C>& sm;
+  const GroupedParams& p;
+  const Tile& t;
+  int warp, group;
+
+  // rows m0 + row .. + 16 of dW[e]
+  template <class Acc>
+  CUTE_DEVICE void plain(const Acc& acc, int m, int row) const {
+    const Stage s{sm.stage[warp]};
+    const int l = lane_id(), f = t.m0 + row;
+    const Rows<T> out{static_cast<T*>(p.dw) + (int64_t(t.expert) * p.R + f) * p.C, p.C, p.R - f};
+    CUTE_UNROLL
+    for (int q = 0; q < C::BN / 64; ++q) {
+      if (t.n0 + q * 64 >= p.C) break;
+      __syncwarp();
+      CUTE_UNROLL
+      for (int j = 0; j < 8; ++j)
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r)
+          *s.pair((l >> 2) + 8 * r, j, l & 3) = pack<T>(acc(2 * r + 4 * (8 * q + j), m, 0), acc(2 * r + 1 + 4 * (8 * q + j), m, 0));
+      __syncwarp();
+      out.store(s, t.n0 + q * 64, p.C);
+    }
+  }
+
+  // dW[e] is (C, R): the warpgroup turns 64 x 64 blocks round in its four warps' shared memory.
+  template <class Acc>
+  CUTE_DEVICE void transposed(const Acc& acc, int m, int row64) const {
+    uint8_t* s = sm.stage[group * 4];
+    const int l = lane_id(), w = warp_in_group(), f = t.m0 + row64;
+    static_assert(!C::TransposeWeight || C::StageBytes == 2048, "a warpgroup's stages are one 8 KB block");
+    CUTE_UNROLL
+    for (int q = 0; q < C::BN / 64; ++q) {
+      if (t.n0 + q * 64 >= p.C) break;
+      cutlass::arch::NamedBarrier::sync(128, kStageBarrier + group);
+      CUTE_UNROLL
+      for (int j = 0; j < 8; j += 2) {
+        uint32_t x[4];  // (group j, rows 0-7), (j, 8-15), (j + 1, 0-7), (j + 1, 8-15)
+        CUTE_UNROLL
+        for (int z = 0; z < 4; ++z) {
+          const int at = 2 * (z & 1) + 4 * (8 * q + j + (z >> 1));
+          x[z] = pack<T>(acc(at, m, 0), acc(at + 1, m, 0));
+        }
+        const int z = l >> 3, n = (j + (z >> 1)) * 8 + (l & 7), c = 2 * w + (z & 1);
+        SM90_U16x8_STSM_T::copy(x[0], x[1], x[2], x[3], *reinterpret_cast<uint128_t*>(s + n * 128 + (((c ^ n) & 7) << 4)));
+      }
+      cutlass::arch::NamedBarrier::sync(128, kStageBarrier + group);
+      const Stage mine{s + w * 2048};
+      const int first = t.n0 + q * 64 + w * 16;
+      const Rows<T> out{static_cast<T*>(p.dw) + (int64_t(t.expert) * p.C + first) * p.R, p.R, p.C - first};
+      out.store(mine, f, p.R);
+    }
+  }
+
+  CUTE_DEVICE void column_sum(const ColumnSum<C>& sum) const {
+    using S = ColumnSum<C>;
+    const int w = C::PingPong ? warp_in_group() : warp, l = lane_id();
+    float2* mine = reinterpret_cast<float2*>(sm.stage[warp]);
+    __syncwarp();
+    mine[l] = {sum.x, sum.y};
+    cutlass::arch::NamedBarrier::sync(C::PingPong ? 128 : 256, kTailBarrier + (C::PingPong ? group : 0));
+    if (w % S::kParts == 0) {
+      float2 total = mine[l];
+      CUTE_UNROLL
+      for (int i = 1; i < S::kParts; ++i) {
+        const float2 other = reinterpret_cast<float2*>(sm.stage[warp + i])[l];
+        total.x += other.x;
+        total.y += other.y;
+      }
+      const int n = t.n0 + (w / S::kParts) * 64 + 2 * l;
+      if (n < p.C) *reinterpret_cast<uint32_t*>(static_cast<T*>(p.db) + int64_t(t.expert) * p.C + n) = pack<T>(total.x, total.y);
+    }
+    cutlass::arch::NamedBarrier::sync(C::PingPong ? 128 : 256, kTailBarrier + (C::PingPong ? group : 0));
+  }
+};
+
+}  // namespace hexa::sm90

@@ -1,0 +1,142 @@
+// The persistent kernel: roles, and what a consumer warpgroup does with one tile. See grouped_sm90.cuh.
+#pragma once
+#include <hexa_fx/epilogue_sm90.cuh>
+#include <hexa_fx/load_sm90.cuh>
+
+namespace hexa::sm90 {
+
+template <class C>
+struct Consumer {
+  Smem<C>& sm;
+  const GroupedParams& p;
+  int group;  // consumer warpgroup, 0 or 1
+  Pipe pipe;
+
+  CUTE_DEVICE int warp() const { return group * 4 + warp_in_group(); }
+  CUTE_DEVICE int block_row(int m) const { return C::PingPong ? m * 64 : m * 128 + group * 64; }  // first row of block m
+  CUTE_DEVICE void wait_turn() const {
+    if constexpr (C::PingPong) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + group);
+  }
+
+  CUTE_DEVICE void row_tile(const Tile& t) {
+    MainLoop<C, false> loop;
+    auto acc = loop.make_accumulators();
+    constexpr int kBlocks = decltype(size<1>(acc))::value;
+    const int w16 = warp_in_group() * 16;
+    ColumnSum<C> none;
+    const GradEpilogue<C> epilogue{{sm, p, t, warp()}};
+    auto warp_row = [&](int m) { return block_row(m) + w16; };
+    if constexpr (C::Kind == Epilogue::activate_backward) {
+      __syncwarp();
+      epilogue.fetch(0, kBlocks, warp_row);
+      epilogue.fetch(1, kBlocks, warp_row);
+    }
+    wait_turn();
+    if (kBlocks > 1 && block_row(kBlocks - 1) < t.rows) loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, none);
+    else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none);
+    else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none);
+    if constexpr (C::Kind == Epilogue::activate_backward) epilogue.run(acc, warp_row);
+    else epilogue.RowEpilogue<C>::run(acc, warp_row);
+  }
+
+  CUTE_DEVICE void zero_tile(const Tile& t) {
+    if constexpr (C::PingPong) {  // keep the turns: no k steps to wait for
+      wait_turn();
+      cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (group ^ 1));
+    }
+    constexpr int kBlocks = C::PingPong ? C::BM / 64 : C::BM / 128;
+    const RowEpilogue<C> epilogue{sm, p, t, warp()};
+    for (int m = 0; m < kBlocks; ++m) {
+      __syncwarp();
+      const int row = block_row(m) + warp_in_group() * 16;
+      if (row < t.rows) epilogue.zeros(row);
+    }
+  }
+
+  CUTE_DEVICE void weight_tile(const Tile& t) {
+    MainLoop<C, true> loop;
+    auto acc = loop.make_accumulators();
+    constexpr int kBlocks = decltype(size<1>(acc))::value;
+    const bool sums = p.db && t.m0 == 0;
+    ColumnSum<C> sum;
+    if (t.k_tiles == 0) clear(acc);
+    clear_tail(sm, pipe, t, group);
+    wait_turn();
+    if (C::ColumnSums && sums) loop.template run<kBlocks, true>(sm, pipe, t.k_tiles, group, acc, sum);
+    else loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, sum);
+    const WeightEpilogue<C> epilogue{sm, p, t, warp(), group};
+    CUTE_UNROLL
+    for (int m = 0; m < kBlocks; ++m) {
+      if constexpr (C::TransposeWeight) {
+        if (t.m0 + block_row(m) < p.R) epilogue.transposed(acc, m, block_row(m));
+      } else {
+        const int row = block_row(m) + warp_in_group() * 16;
+        if (t.m0 + row < p.R) epilogue.plain(acc, m, row);
+      }
+    }
+    if constexpr (C::ColumnSums) {
+      if (C::TransposeWeight) cutlass::arch::NamedBarrier::sync(128, kStageBarrier + group);
+      if (sums) epilogue.column_sum(sum);
+    }
+  }
+
+  CUTE_DEVICE void run() {
+    TileReader<C> reader;
+    if (C::PingPong && group == 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);  // group 0 goes first
+    for (int turn = 0;; turn ^= 1) {
+      const Tile t = reader.next(sm);
+      if (t.kind == kEnd) break;
+      if (C::PingPong && turn != group) {
+        pipe.template skip<C::Stages>(t.k_tiles);
+        continue;
+      }
+      if constexpr (C::RowOp) {
+        if (t.kind == kRowTile) row_tile(t);
+        if (t.kind == kZeroTile) zero_tile(t);
+      }
+      if constexpr (C::WeightOp) {
+        if (t.kind == kWeightTile) weight_tile(t);
+      }
+    }
+  }
+};
+
+template <class C>
+CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  Smem<C>& sm = *reinterpret_cast<Smem<C>*>(raw);
+  const int group = __shfl_sync(~0u, int(threadIdx.x) >> 7, 0);  // warp-uniform for the compiler
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::Stages; ++i) {
+      Barrier::init(&sm.full[i], C::AnyGather ? 2 : 1);
+      Barrier::init(&sm.empty[i], (C::PingPong ? 4 : kConsumerWarps) * C::Cluster);
+      Barrier::init(&sm.landed[i], kGatherThreads);
+    }
+    for (int i = 0; i < kTileSlots; ++i) {
+      Barrier::init(&sm.tile_full[i], 1);
+      Barrier::init(&sm.tile_empty[i], (kConsumerWarps + (C::AnyGather ? 4 : 1)) * C::Cluster);  // + copier (+ gatherers + relay)
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  if (threadIdx.x < 32) plan(sm, p);
+  if constexpr (C::Cluster > 1) cluster_sync();
+  else __syncthreads();
+  if (group == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<C::ProducerRegisters>();
+    const int warp = warp_in_group();
+    if (warp == 3) Copier<C>{sm, p, maps, C::Cluster > 1 ? int(block_rank_in_cluster()) : 0}.run();
+    if constexpr (C::AnyGather) {
+      if (warp < 2) Gatherer<C>{sm, p}.run();
+      if (warp == 2) RelayWarp<C>{sm}.run();
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<C::ConsumerRegisters>();
+    Consumer<C>{sm, p, group - 1}.run();
+  }
+  if constexpr (C::Cluster > 1) {  // the other CTA may still write to this one's shared memory
+    __syncwarp();
+    cluster_sync();
+  }
+}
+
+}  // namespace hexa::sm90

@@ -1,0 +1,262 @@
+// Loading side. One thread copies tiles of weights and of contiguous rows with the copy engine and fetches tiles from the queue;
+// gathered rows come by 16-byte cp.async from two warps of their own.
+//
+// cp.async writes through the generic proxy and wgmma reads through the async one. A relay warp waits until a gathered stage
+// has landed, fences and hands it on, so that neither the gathering threads (which would have to wait for their own loads) nor
+// the consumers (whose next wgmma waits behind the fence) do it.
+#pragma once
+#include <hexa_fx/schedule_sm90.cuh>
+
+namespace hexa::sm90 {
+
+CUTE_DEVICE void cp_async_16(uint32_t dst, const char* src, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+
+// Hides where an address came from, so that constant offsets to it stay immediates of the instruction. A gathering warp issues
+// 16 loads a step; with an address computed for each it is bound by its own instruction latency.
+CUTE_DEVICE uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+CUTE_DEVICE const char* opaque(const char* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
+template <class C>
+CUTE_DEVICE bool gathered(const Tile& t) {
+  return (t.kind == kRowTile && C::GatherRows) || (t.kind == kWeightTile && C::GatherWeight);
+}
+
+// One warp; its lane 0 works.
+template <class C>
+struct Copier {
+  static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
+  Smem<C>& sm;
+  const GroupedParams& p;
+  const TmaDescriptor* maps;  // rows, weight, weight of up, P, Q
+  int rank;                   // in the cluster
+  Pipe pipe;
+
+  // Waits for room, announces the bytes to come. A stage without gathered part needs no relay: arrive in its place.
+  template <bool Gathered>
+  CUTE_DEVICE uint64_t* open() {
+    Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
+    uint64_t* bar = &sm.full[pipe.index];
+    if constexpr (C::AnyGather && !Gathered) Barrier::arrive(bar);
+    TxBarrier::arrive_and_expect_tx(bar, kBBytes + (Gathered ? 0 : kABytes));
+    return bar;
+  }
+
+  // B in two halves. In a cluster that shares it each CTA copies one half to both.
+  template <class Copy>
+  CUTE_DEVICE void halves(const Tile& t, Copy copy) {
+    if (C::Cluster > 1 && t.multicast) copy(rank, true);
+    else {
+      copy(0, false);
+      copy(1, false);
+    }
+  }
+
+  CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k) {
+    halves(t, [&](int half, bool shared) {
+      const bool up_tensor = C::SplitWeight && half == 1;
+      const TmaDescriptor* map = maps + (up_tensor ? 2 : 1);
+      const int n = t.n0 * C::WeightColumnScale + (up_tensor ? 0 : half * (C::PairedWeight ? p.N : C::BN / 2));
+      uint8_t* dst = sm.b[pipe.index] + half * (C::BN / 2) * 128;
+      if constexpr (!C::WeightKN) copy_3d(map, bar, dst, k * C::BK, n, t.expert, shared);
+      else {
+        CUTE_UNROLL
+        for (int j = 0; j < C::BN / 128; ++j) copy_3d(map, bar, dst + j * (C::BK * 128), n + 64 * j, k * C::BK, t.expert, shared);
+      }
+    });
+  }
+  CUTE_DEVICE void copy_3d(const TmaDescriptor* map, uint64_t* bar, uint8_t* dst, int x, int y, int z, bool shared) {
+    if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_3D::copy(map, bar, 3, kEvictNormal, dst, x, y, z);
+    else SM90_TMA_LOAD_3D::copy(map, bar, kEvictNormal, dst, x, y, z);
+  }
+
+  CUTE_DEVICE void row_tile(const Tile& t) {
+    for (int k = 0; k < t.k_tiles; ++k) {
+      uint64_t* bar = open<C::GatherRows>();
+      if constexpr (!C::GatherRows) SM90_TMA_LOAD_2D::copy(maps, bar, kEvictNormal, sm.a[pipe.index], k * C::BK, t.row0);
+      load_weight(bar, t, k);
+      pipe.template next<C::Stages>();
+    }
+  }
+
+  // Step 0 holds the odd rows, so that only it needs zeros (see clear_tail).
+  CUTE_DEVICE void weight_tile(const Tile& t) {
+    const int odd = t.rows - (t.k_tiles - 1) * C::BK;
+    for (int k = 0; k < t.k_tiles; ++k) {
+      uint64_t* bar = open<C::GatherWeight>();
+      const int row = t.row0 + (k == 0 ? 0 : odd + (k - 1) * C::BK);
+      if constexpr (!C::GatherWeight) {
+        CUTE_UNROLL
+        for (int j = 0; j < C::BM / 64; ++j)
+          SM90_TMA_LOAD_2D::copy(maps + 3, bar, kEvictNormal, sm.a[pipe.index] + j * (C::BK * 128), t.m0 + 64 * j, row);
+      }
+      halves(t, [&](int half, bool shared) {
+        CUTE_UNROLL
+        for (int i = 0; i < C::BN / 128; ++i) {
+          const int j = half * (C::BN / 128) + i;
+          uint8_t* dst = sm.b[pipe.index] + j * (C::BK * 128);
+          if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + 4, bar, 3, kEvictNormal, dst, t.n0 + 64 * j, row);
+          else SM90_TMA_LOAD_2D::copy(maps + 4, bar, kEvictNormal, dst, t.n0 + 64 * j, row);
+        }
+      });
+      pipe.template next<C::Stages>();
+    }
+  }
+
+  CUTE_DEVICE void run() {
+    TileReader<C> reader;
+    TileWriter<C> writer;
+    const Counts<C> counts(p);
+    const bool lead = lane_id() == 0, scheduler = lead && rank == 0;
+    if (scheduler) writer.publish(sm, p, counts, fetch_ticket(p));
+    while (true) {
+      const Tile t = reader.next(sm);
+      if (t.kind == kEnd) break;
+      int ticket = 0;
+      if (scheduler) ticket = fetch_ticket(p);
+      if (lead) {
+        if (C::RowOp && t.kind == kRowTile) row_tile(t);
+        if (C::WeightOp && t.kind == kWeightTile) weight_tile(t);
+      }
+      if (scheduler) writer.publish(sm, p, counts, ticket);
+      __syncwarp();
+    }
+    if (scheduler) retire(p, gridDim.x / C::Cluster);
+  }
+};
+
+// Two warps.
+template <class C>
+struct Gatherer {
+  Smem<C>& sm;
+  const GroupedParams& p;
+  Pipe pipe;
+
+  CUTE_DEVICE int thread() const { return threadIdx.x & 63; }
+  CUTE_DEVICE uint32_t token(int slot) const { return __umulhi(2u * uint32_t(slot), p.div_mul) >> p.div_shift; }
+  CUTE_DEVICE void wait_for_room() { Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1); }
+  CUTE_DEVICE void issued() {
+    cutlass::arch::cpasync_barrier_arrive_noinc(&sm.landed[pipe.index]);
+    pipe.template next<C::Stages>();
+  }
+
+  CUTE_DEVICE uint32_t stage_address() const { return cast_smem_ptr_to_uint(sm.a[0]) + pipe.index * Smem<C>::ABytes; }
+
+  // 8 threads a row of 64 columns; a thread keeps offsets of its BM / 8 rows for the whole tile. Rows past the end repeat the
+  // last one: their results are never stored.
+  CUTE_DEVICE void rows(const Tile& t) {
+    constexpr int kRows = C::BM / 8;
+    const int r = thread() >> 3, c = thread() & 7;
+    uint32_t from[kRows];  // 16-byte chunks from p.a
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const int slot = __ldg(p.v + t.row0 + min(r + 8 * i, t.rows - 1));
+      from[i] = token(slot) * (uint32_t(p.a_ld) / 8) + c;
+    }
+    const uint32_t offset = r * 128 + ((c ^ r) << 4);
+    const int blocks = t.rows > 64 ? kRows / 8 : 1;
+    const char* base = opaque(static_cast<const char*>(p.a));
+    for (int k = 0; k < t.k_tiles; ++k, base += 128) {
+      wait_for_room();
+      const uint32_t dst = opaque(stage_address() + offset);
+      const int bytes = k * C::BK + c * 8 < p.K ? 16 : 0;
+      CUTE_UNROLL
+      for (int h = 0; h < kRows / 8; ++h) {
+        if (h < blocks) {
+          const char* row[8];
+          CUTE_UNROLL
+          for (int i = 0; i < 8; ++i) row[i] = base + size_t(from[8 * h + i]) * 16;
+          CUTE_UNROLL
+          for (int i = 0; i < 8; ++i) cp_async_16(dst + (8 * h + i) * 1024, row[i], bytes);
+        }
+      }
+      issued();
+    }
+  }
+
+  // A warp loads 32 of a step's 64 rows, BM features of each. A lane keeps one row's offset, two steps ahead.
+  CUTE_DEVICE void features(const Tile& t) {
+    static_assert(C::BM == 128 || C::BM == 64, "a warp covers whole rows of P");
+    constexpr int kLanesARow = C::BM / 8, kRowsAPass = 32 / kLanesARow, kPasses = 32 / kRowsAPass, kPeriod = 8 / kRowsAPass;
+    const int lane = lane_id(), w = warp_in_group() & 1, sub = lane / kLanesARow, c = lane % kLanesARow;
+    const int bytes = t.m0 + c * 8 < p.R ? 16 : 0;
+    const char* base = opaque(static_cast<const char*>(p.p) + size_t(bytes ? t.m0 + c * 8 : 0) * 2);
+    const uint32_t chunks = uint32_t(p.p_ld) / 8;
+    const int odd = t.rows - (t.k_tiles - 1) * C::BK;
+    uint32_t offset[kPeriod];  // the swizzle repeats every 8 rows
+    CUTE_UNROLL
+    for (int i = 0; i < kPeriod; ++i) {
+      const int row = w * 32 + i * kRowsAPass + sub;
+      offset[i] = (c >> 3) * (C::BK * 128) + row * 128 + (((c ^ row) & 7) << 4);
+    }
+    auto row_offset = [&](int k) -> uint32_t {  // 16-byte chunks; rows past the odd ones of step 0 repeat the last
+      const int r = w * 32 + lane, row = k == 0 ? min(r, odd - 1) : odd + (k - 1) * C::BK + r;
+      return k < t.k_tiles ? token(__ldg(p.v + t.row0 + row)) * chunks : 0u;
+    };
+    uint32_t now = row_offset(0), soon = row_offset(1);
+    for (int k = 0; k < t.k_tiles; ++k) {
+      uint32_t at[kPasses];
+      CUTE_UNROLL
+      for (int i = 0; i < kPasses; ++i) at[i] = __shfl_sync(~0u, now, i * kRowsAPass + sub);
+      now = soon;
+      soon = row_offset(k + 2);
+      wait_for_room();
+      const uint32_t stage = stage_address();
+      uint32_t dst[kPeriod];
+      CUTE_UNROLL
+      for (int i = 0; i < kPeriod; ++i) dst[i] = opaque(stage + offset[i]);
+      const int last = k == 0 ? odd - w * 32 - sub : C::BK;  // rows of no interest become zeros
+      CUTE_UNROLL
+      for (int i = 0; i < kPasses; ++i)
+        cp_async_16(dst[i % kPeriod] + (i / kPeriod) * 1024, base + size_t(at[i]) * 16, i * kRowsAPass < last ? bytes : 0);
+      issued();
+      __syncwarp();
+    }
+  }
+
+  CUTE_DEVICE void run() {
+    TileReader<C> reader;
+    while (true) {
+      const Tile t = reader.next(sm);
+      if (t.kind == kEnd) break;
+      if (!gathered<C>(t)) { pipe.template skip<C::Stages>(t.k_tiles); continue; }
+      if (C::RowOp && t.kind == kRowTile) rows(t);
+      if (C::WeightOp && t.kind == kWeightTile) features(t);
+      __syncwarp();
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+};
+
+// One warp; its lane 0 works.
+template <class C>
+struct RelayWarp {
+  Smem<C>& sm;
+  Pipe pipe;
+  CUTE_DEVICE void run() {
+    TileReader<C> reader;
+    while (true) {
+      const Tile t = reader.next(sm);
+      if (t.kind == kEnd) break;
+      if (!gathered<C>(t)) { pipe.template skip<C::Stages>(t.k_tiles); continue; }
+      if (lane_id() == 0) {
+        for (int k = 0; k < t.k_tiles; ++k) {
+          Barrier::wait(&sm.landed[pipe.index], pipe.phase);
+          cutlass::arch::fence_view_async_shared();
+          Barrier::arrive(&sm.full[pipe.index]);
+          pipe.template next<C::Stages>();
+        }
+      }
+      __syncwarp();
+    }
+  }
+};
+
+}  // namespace hexa::sm90

@@ -1,0 +1,180 @@
+// Which tile comes next: a queue in global memory, so that tiles that share weights start together whatever the tiles before
+// them cost. Per expert first its row tiles, then its weight tiles, so that both read the expert's rows from L2.
+#pragma once
+#include <hexa_fx/grouped_sm90.cuh>
+
+namespace hexa::sm90 {
+
+// Tiles are counted in units that one cluster takes at a time: two tiles one above the other, or, in an odd last row of tiles,
+// two side by side. Without clusters a unit is a tile.
+template <class C>
+struct Counts {
+  int n_tiles, n_pairs;  // row tiles along N; units of an odd row
+  int w_m, w_n, weight;  // weight tiles of one expert; units
+  CUTE_DEVICE explicit Counts(const GroupedParams& p) {
+    n_tiles = C::RowOp ? ceil_div(p.N, C::RowColumns) : 0;
+    n_pairs = ceil_div(n_tiles, C::Cluster);
+    w_m = C::WeightOp ? ceil_div(p.R, C::BM) : 0;
+    w_n = C::WeightOp ? ceil_div(p.C, C::BN) : 0;
+    weight = units(w_m, w_n);
+  }
+  static CUTE_DEVICE int units(int mb, int nb) { return mb / C::Cluster * nb + mb % C::Cluster * ceil_div(nb, C::Cluster); }
+  CUTE_DEVICE int before(const Smem<C>& sm, int e) const {
+    const int tiles = sm.m_tiles[e];
+    return (C::Cluster == 1 ? tiles * n_tiles : (tiles >> 11) * n_tiles + (tiles & 2047) * n_pairs) + e * weight;
+  }
+};
+
+// Every CTA: offsets and the prefix sums of row tiles into shared memory. Called by warp 0.
+template <class C>
+CUTE_DEVICE void plan(Smem<C>& sm, const GroupedParams& p) {
+  const int lane = lane_id();
+  int done = 0;
+  for (int base = 0; base <= p.experts; base += 32) {
+    const int e = base + lane;
+    const int from = e <= p.experts ? __ldg(p.offs + e) : 0;
+    const int to = e < p.experts ? __ldg(p.offs + e + 1) : p.n;
+    const int tiles = e <= p.experts ? ceil_div(to - from, C::BM) : 0;
+    const int own = C::Cluster == 1 ? tiles : (tiles >> 1 << 11) + (tiles & 1);
+    int sum = own;
+    CUTE_UNROLL
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += other;
+    }
+    if (e <= p.experts) {
+      sm.offs[e] = from;
+      sm.m_tiles[e] = done + sum - own;
+    }
+    if (e == p.experts) sm.m_tiles[e + 1] = done + sum;
+    done += __shfl_sync(~0u, sum, 31);
+  }
+}
+
+// Unit t of an mb x nb grid of tiles, `group` rows at a time, for CTA `rank` of the cluster. A unit without a second tile gives
+// both CTAs the same one.
+template <class C>
+CUTE_DEVICE void raster(int t, int mb, int nb, int group, int rank, int& m, int& n, int& multicast) {
+  const int paired = mb / C::Cluster;
+  if (t >= paired * nb) {
+    m = mb - 1;
+    n = min((t - paired * nb) * C::Cluster + rank, nb - 1);
+    multicast = 0;
+    return;
+  }
+  group = max(group / C::Cluster, 1);
+  const int size = group * nb, g = t / size, within = t - g * size;
+  const int rows = min(group, paired - g * group);
+  n = within / rows;
+  m = (g * group + (within - n * rows)) * C::Cluster + rank;
+  multicast = C::Cluster > 1;
+}
+
+template <class C>
+CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<C>& c, int q, int rank) {
+  Tile t{};
+  if (q >= c.before(sm, p.experts + 1) - c.weight) { t.kind = kEnd; return t; }
+  int lo = 0, hi = p.experts + 1;  // group `experts`: rows of no expert
+  while (hi - lo > 1) {
+    const int mid = (lo + hi) >> 1;
+    if (c.before(sm, mid) <= q) lo = mid; else hi = mid;
+  }
+  q -= c.before(sm, lo);
+  t.expert = lo;
+  const int first = sm.offs[lo], end = lo < p.experts ? sm.offs[lo + 1] : p.n;
+  const int mb = ceil_div(end - first, C::BM), row_units = C::RowOp ? Counts<C>::units(mb, c.n_tiles) : 0;
+  int m, n;
+  if (q < row_units) {
+    raster<C>(q, mb, c.n_tiles, p.group_m, rank, m, n, t.multicast);
+    t.kind = lo < p.experts ? kRowTile : kZeroTile;
+    t.row0 = first + m * C::BM;
+    t.rows = min(C::BM, end - t.row0);
+    t.n0 = n * C::RowColumns;
+    t.n_tile = n;
+    t.k_tiles = lo < p.experts ? ceil_div(p.K, C::BK) : 0;
+  } else {
+    raster<C>(q - row_units, c.w_m, c.w_n, p.group_m, rank, m, n, t.multicast);
+    t.kind = kWeightTile;
+    t.row0 = first;
+    t.rows = end - first;
+    t.m0 = m * C::BM;
+    t.n0 = n * C::BN;
+    t.k_tiles = ceil_div(t.rows, C::BK);
+  }
+  return t;
+}
+
+// Address of a shared variable in CTA `rank` of the cluster.
+CUTE_DEVICE uint32_t in_cta(const void* local, int rank) {
+  uint32_t r;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(cast_smem_ptr_to_uint(local)), "r"(rank));
+  return r;
+}
+
+// A reader's view of the ring of tiles.
+template <class C>
+struct TileReader {
+  Pipe at;
+  CUTE_DEVICE Tile next(Smem<C>& sm) {
+    uint64_t* full = &sm.tile_full[at.index];
+    if constexpr (C::Cluster == 1) Barrier::wait(full, at.phase);
+    else wait_cluster(full);
+    const Tile t = sm.tile[at.index];
+    __syncwarp();
+    if (lane_id() == 0) {
+      if constexpr (C::Cluster == 1) Barrier::arrive(&sm.tile_empty[at.index]);
+      else Barrier::arrive(&sm.tile_empty[at.index], 0, 1);  // CTA 0 writes for both
+    }
+    at.template next<kTileSlots>();
+    return t;
+  }
+  CUTE_DEVICE void wait_cluster(uint64_t* full) const {
+    asm volatile(
+        "{\n\t.reg .pred done;\n\t"
+        "again:\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+        "@done bra stop;\n\t"
+        "bra again;\n\t"
+        "stop:\n\t}" ::"r"(cast_smem_ptr_to_uint(full)), "r"(at.phase) : "memory");
+  }
+};
+
+// The one thread of a cluster that fills it, for every CTA.
+template <class C>
+struct TileWriter {
+  Pipe at;
+  CUTE_DEVICE void publish(Smem<C>& sm, const GroupedParams& p, const Counts<C>& c, int ticket) {
+    if constexpr (C::Cluster == 1) {
+      const Tile t = decode(sm, p, c, ticket, 0);
+      Barrier::wait(&sm.tile_empty[at.index], at.phase ^ 1);
+      sm.tile[at.index] = t;
+      Barrier::arrive(&sm.tile_full[at.index]);
+    } else {
+      for (int rank = 0; rank < C::Cluster; ++rank) {
+        const Tile t = decode(sm, p, c, ticket, rank);
+        if (rank == 0) Barrier::wait(&sm.tile_empty[at.index], at.phase ^ 1);
+        const uint32_t to = in_cta(&sm.tile[at.index], rank);
+        const int4* from = reinterpret_cast<const int4*>(&t);
+        CUTE_UNROLL
+        for (int i = 0; i < int(sizeof(Tile) / 16); ++i)
+          asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to + 16 * i), "r"(from[i].x), "r"(from[i].y),
+                       "r"(from[i].z), "r"(from[i].w) : "memory");
+        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_cta(&sm.tile_full[at.index], rank))
+                     : "memory");
+      }
+    }
+    at.template next<kTileSlots>();
+  }
+};
+
+CUTE_DEVICE int fetch_ticket(const GroupedParams& p) { return atomicAdd(p.queue, 1); }
+
+// The last one to see the end leaves the queue as it found it.
+CUTE_DEVICE void retire(const GroupedParams& p, int clusters) {
+  if (atomicAdd(p.queue + 1, 1) == clusters - 1) {
+    p.queue[0] = 0;
+    p.queue[1] = 0;
+  }
+}
+
+}  // namespace hexa::sm90

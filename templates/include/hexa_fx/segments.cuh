@@ -1,0 +1,49 @@
+// The rows of every expert cut into segments of at most kRows: the tile map, made on the device from offs.
+#pragma once
+
+namespace hexa {
+
+struct Segment {
+  int expert;  // -1: there is no such segment
+  int begin;   // first row
+  int end;     // one past the last row, inside the expert
+};
+
+// Sum over experts before `lane_base + lane` etc. is done 32 experts at a time by every warp for itself: no shared memory.
+template <int kRows>
+__device__ Segment find_segment(const int* offs, int experts, int index) {
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+  for (int e0 = 0; e0 < experts; e0 += 32) {
+    const int e = e0 + lane;
+    const int begin = e < experts ? __ldg(offs + e) : 0, end = e < experts ? __ldg(offs + e + 1) : 0;
+    int upto = (end - begin + kRows - 1) / kRows;
+    const int own = upto;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, upto, d);
+      upto += lane >= d ? other : 0;
+    }
+    const unsigned past = __ballot_sync(0xffffffffu, before + upto > index);
+    if (past) {
+      const int owner = __ffs(past) - 1;
+      const int first = index - (before + __shfl_sync(0xffffffffu, upto - own, owner));
+      const int row = __shfl_sync(0xffffffffu, begin, owner) + first * kRows;
+      return {e0 + owner, row, min(row + kRows, __shfl_sync(0xffffffffu, end, owner))};
+    }
+    before += __shfl_sync(0xffffffffu, upto, 31);
+  }
+  return {-1, 0, 0};
+}
+
+// Index of the first segment of `expert`.
+template <int kRows>
+__device__ int first_segment(const int* offs, int expert) {
+  int sum = 0;
+  for (int e = threadIdx.x % 32; e < expert; e += 32) sum += (__ldg(offs + e + 1) - __ldg(offs + e) + kRows - 1) / kRows;
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+  return sum;
+}
+
+}  // namespace hexa

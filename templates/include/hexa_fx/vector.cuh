@@ -1,0 +1,91 @@
+// Chunks of eight elements: what one thread moves at a time. Arithmetic is in float, in double for double.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace hexa {
+
+constexpr int kChunk = 8;
+
+template <class T> struct Wide { using type = float; };
+template <> struct Wide<double> { using type = double; };
+template <class T> using wide_t = typename Wide<T>::type;
+
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+__device__ inline float widen(__half x) { return __half2float(x); }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class T> __device__ T narrow(wide_t<T> x);
+template <> __device__ inline float narrow<float>(float x) { return x; }
+template <> __device__ inline double narrow<double>(double x) { return x; }
+template <> __device__ inline __half narrow<__half>(float x) { return __float2half_rn(x); }
+template <> __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+template <class T> struct alignas(16) Packed { T value[kChunk]; };
+
+template <class T> __device__ bool aligned16(const T* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
+
+// A chunk as it lies in memory. Fetching several before unpacking any keeps their loads in flight together.
+template <class T> struct alignas(16) Raw { uint4 word[kChunk * int(sizeof(T)) / 16]; };
+
+// p is a multiple of 16 bytes; zeros if not wanted. Volatile: the compiler would otherwise move loads down to their uses,
+// to save registers, and leave two or three in flight.
+template <class T>
+__device__ Raw<T> fetch(const T* p, bool wanted = true) {
+  Raw<T> raw;
+#pragma unroll
+  for (int i = 0; i < int(sizeof(raw) / 16); ++i) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+        "@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+        : "=r"(raw.word[i].x), "=r"(raw.word[i].y), "=r"(raw.word[i].z), "=r"(raw.word[i].w)
+        : "l"(reinterpret_cast<const uint4*>(p) + i), "r"(int(wanted)));
+  }
+  return raw;
+}
+
+template <class T>
+__device__ void unpack(wide_t<T> (&out)[kChunk], const Raw<T>& raw) {
+  const Packed<T>& packed = reinterpret_cast<const Packed<T>&>(raw);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) out[i] = widen(packed.value[i]);
+}
+
+// out[i] = p[i] for i < count, 0 beyond. kAligned: p is known to be a multiple of 16 bytes. kFull: count is known to be 8 or
+// more; with both there is no branch, so neighbouring loads overlap.
+template <bool kAligned = false, bool kFull = false, class T>
+__device__ void load_chunk(wide_t<T> (&out)[kChunk], const T* p, int count = kChunk) {
+  if ((kFull || count >= kChunk) && (kAligned || aligned16(p))) {
+    unpack<T>(out, fetch(p));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) out[i] = i < count ? widen(p[i]) : wide_t<T>(0);
+  }
+}
+
+// p[i] = in[i] for i < count
+template <bool kAligned = false, bool kFull = false, class T>
+__device__ void store_chunk(T* p, const wide_t<T> (&in)[kChunk], int count = kChunk) {
+  if ((kFull || count >= kChunk) && (kAligned || aligned16(p))) {
+    Packed<T> packed;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) packed.value[i] = narrow<T>(in[i]);
+    const Raw<T>& raw = reinterpret_cast<const Raw<T>&>(packed);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(raw) / 16); ++i) reinterpret_cast<uint4*>(p)[i] = raw.word[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i)
+      if (i < count) p[i] = narrow<T>(in[i]);
+  }
+}
+
+template <class F>
+__device__ F warp_sum(F x) {
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(0xffffffffu, x, d);
+  return x;
+}
+
+}  // namespace hexa

@@ -1,0 +1,131 @@
+"""KernelSpec as a value, and the reasons for which a spec is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cutlass_library import DataType, KernelScheduleType, LayoutType, MathOperation
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hexa_fx.codegen import KernelSpec, SpecError, get_family, validate
+from hexa_fx.codegen.family import shared_limit
+from hexa_fx.codegen.heuristics import choose_tile, row_bucket
+from hexa_fx.errors import KernelError
+
+GEMM = KernelSpec("gemm_sm80", "esmm", 80, bm=128, bn=128, bk=32, stages=4).with_options(warps_m=2, warps_n=2)
+COMBINE = KernelSpec("combine", "combine", 80).with_options(weights="f32", top_k=2, threads=64)
+ACTIVATE = KernelSpec("activate", "activate", 80, activation="silu").with_options(weights="f32", warps_per_row=1)
+REINDEX = KernelSpec("reindex", "reindex_place", 90).with_options(id="int", warps=16, experts=8)
+
+
+@pytest.mark.parametrize("spec", [GEMM, COMBINE, ACTIVATE, REINDEX])
+def test_json_round_trip_keeps_the_spec_its_hash_and_its_key(spec: KernelSpec) -> None:
+    again = KernelSpec.from_json(spec.to_json())
+    assert (again, hash(again), again.key) == (spec, hash(spec), spec.key)
+
+
+def test_options_are_sorted_so_that_equal_specs_are_equal() -> None:
+    a = KernelSpec("f", "o", 80).with_options(x=1, a=2)
+    assert a == KernelSpec("f", "o", 80).with_options(a=2).with_options(x=1)
+    assert (a.option("x"), a.option("missing", 7)) == (1, 7)
+
+
+def test_unknown_fields_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="has no field colour"):
+        KernelSpec.from_json('{"family":"f","op":"o","arch":80,"colour":1}')
+
+
+def test_layouts_in_the_words_of_cutlass() -> None:
+    assert GEMM.weight_layout == LayoutType.ColumnMajor
+    assert replace(GEMM, layout="kn").weight_layout == LayoutType.RowMajor
+
+
+def test_every_field_changes_the_key() -> None:
+    others = [
+        replace(GEMM, arch=90),
+        replace(GEMM, bias=True),
+        replace(GEMM, gather=True),
+        replace(GEMM, layout="kn"),
+        replace(GEMM, dtype=DataType.f16),
+        replace(GEMM, aligned=False),
+        GEMM.with_options(warps_m=4),
+    ]
+    assert len({spec.key for spec in (GEMM, *others)}) == len(others) + 1
+
+
+REFUSALS = [
+    (replace(GEMM, stages=8, bk=64), "bytes of shared memory"),
+    (replace(GEMM, arch=75), "needs sm_80"),
+    (replace(GEMM, op="ess"), "serves esmm, estmm, not ess"),
+    (replace(GEMM, bm=256, bn=128), "accumulators a thread"),
+    (replace(GEMM, bm=24), "not a multiple of the warps'"),
+    (replace(GEMM, bk=48), "BK 48; expected 32 or 64"),
+    (replace(GEMM, dtype=DataType.s8), "element type s8"),
+    (replace(GEMM, dtype=DataType.f64, bk=8, bm=64, bn=64), "f64 needs option simt"),
+    (GEMM.with_options(simt=True), "option simt is for f32 and f64"),
+    (replace(GEMM, math=MathOperation.multiply_add_fast_f32), "is for f32"),
+    (replace(GEMM, schedule=KernelScheduleType.TmaWarpSpecializedPingpong), "expected Multistage"),
+    (replace(GEMM, activation="softmax"), "activation 'softmax'"),
+    (replace(GEMM, activation="swiglu_oai"), "function of gate and up"),
+    (replace(GEMM, op="estmm", bias=True), "estmm has no epilogue"),
+    (GEMM.with_options(warps_m=3), "powers of two"),
+    (COMBINE.with_options(top_k=7), "not unrolled"),
+    (COMBINE.with_options(weights="s8"), "weights are s8"),
+    (ACTIVATE.with_options(warps_per_row=3), "3 warps a row"),
+    (REINDEX.with_options(id="float"), "routing ids are 'float'"),
+    (REINDEX.with_options(experts=5000), "bytes of shared memory"),
+]
+
+
+@pytest.mark.parametrize(("spec", "reason"), REFUSALS, ids=[reason for _, reason in REFUSALS])
+def test_a_spec_that_cannot_work_is_refused_with_the_reason(spec: KernelSpec, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        validate(get_family(spec.family), spec)
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    with pytest.raises(SpecError, match=r"activation 'x'.*expected Multistage"):
+        validate(get_family("gemm_sm80"), replace(GEMM, activation="x", schedule=KernelScheduleType.TmaWarpSpecialized))
+
+
+def test_an_unknown_family_is_refused_with_the_names_of_all() -> None:
+    with pytest.raises(KernelError, match=r"no kernel family 'nope'; there are .*combine.*reindex"):
+        get_family("nope")
+
+
+@given(
+    op=st.sampled_from(["esmm", "estmm"]),
+    arch=st.sampled_from([80, 86, 89, 90, 100, 120]),
+    dtype=st.sampled_from([DataType.bf16, DataType.f16, DataType.f32, DataType.f64]),
+    exact=st.booleans(),
+    rows=st.integers(0, 10**6),
+    experts=st.integers(1, 512),
+    columns=st.integers(1, 20000),
+    layout=st.sampled_from(["nk", "kn"]),
+)
+def test_every_tile_that_the_heuristics_choose_can_be_built(
+    op: str, arch: int, dtype: DataType, exact: bool, rows: int, experts: int, columns: int, layout: str
+) -> None:
+    math = "simt" if dtype == DataType.f64 else "fast_f32" if exact and dtype == DataType.f32 else "tensor"
+    tile = choose_tile(op, arch, dtype, math, row_bucket(rows, experts), columns)
+    spec = KernelSpec(
+        *("gemm_sm80", op, arch),
+        dtype=dtype,
+        math=MathOperation.multiply_add_fast_f32 if math == "fast_f32" else MathOperation.multiply_add,
+        bm=tile.bm,
+        bn=tile.bn,
+        bk=tile.bk,
+        stages=tile.stages,
+        layout=layout,
+    ).with_options(warps_m=tile.warps_m, warps_n=tile.warps_n, simt=math == "simt")
+    assert validate(get_family("gemm_sm80"), spec).shared_bytes <= shared_limit(arch)
+
+
+def test_tile_height_follows_rows_per_expert_and_no_token_count() -> None:
+    heights = [
+        choose_tile("esmm", 80, DataType.bf16, "tensor", row_bucket(n, 8), 1024).bm for n in (0, 8, 128, 512, 10**6)
+    ]
+    assert heights == [16, 16, 16, 64, 128]
+    assert {row_bucket(n, 8) for n in range(8 * 65, 8 * 128)} == {7}

@@ -1,0 +1,36 @@
+"""GPU tests: skipped without a device, outputs poisoned, and no operator may quietly run something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/gpu" in item.path.as_posix():
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """torch.empty gives NaN (and the largest integer): what a kernel leaves unwritten is seen."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def no_fallback() -> Iterator[None]:
+    from hexa_fx.runtime import cuda_launch, cuda_ops
+
+    cuda_ops.register()
+    cuda_launch.fallbacks.clear()
+    yield
+    assert not cuda_launch.fallbacks

@@ -1,0 +1,188 @@
+"""The products: types x layouts x epilogues x bias x routings x sizes, against float64.
+
+``sm80`` calls the gemm_sm80 family itself; ``op`` the operator, which on Hopper runs the sm_90a family where it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hexa_fx.ops.activations import activation_forward
+from hexa_fx.runtime import cuda_gemm_sm80 as sm80
+from tests.gpu.cases import (
+    ROUTINGS,
+    TF32_TOLERANCE,
+    TOLERANCE,
+    assert_close,
+    make_routing,
+    randn,
+    reference_esmm,
+    reference_estmm,
+    row_error,
+)
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+TOKENS, TOP_K, EXPERTS = 301, 3, 7
+
+
+class Operators:
+    """The dispatcher's operators under the launchers' names."""
+
+    esmm = staticmethod(lambda *args: torch.ops.hexa.esmm(*args))
+    esmm_act = staticmethod(lambda *args: torch.ops.hexa.esmm_act(*args))
+    estmm = staticmethod(lambda *args: torch.ops.hexa.estmm(*args))
+
+
+PATHS = {"sm80": sm80, "op": Operators}
+TYPES = [("sm80", BF16), ("sm80", F16), ("sm80", F32), ("sm80", F64), ("op", BF16), ("op", F16)]
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+def weight(n: int, k: int, layout: str, dtype: torch.dtype, experts: int = EXPERTS) -> torch.Tensor:
+    return randn(*((experts, n, k) if layout == "nk" else (experts, k, n)), dtype=dtype, scale=k**-0.5)
+
+
+@pytest.mark.parametrize(("path", "dtype"), TYPES)
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize(("k", "n"), [(200, 328), (129, 67)], ids=["aligned", "odd"])
+def test_esmm(path: str, dtype: torch.dtype, layout: str, k: int, n: int) -> None:
+    esmm = PATHS[path].esmm
+    w, bias = weight(n, k, layout, dtype), randn(EXPERTS, n, dtype=dtype)
+    for kind in ROUTINGS:
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        x = randn(TOKENS, k, dtype=dtype)
+        y = esmm(x, w, bias, r.v, r.offs, TOP_K, layout)
+        assert_close(y, reference_esmm(x, w, bias, r.v, r, layout), dtype)
+    rows = randn(r.n, k, dtype=dtype)
+    r = make_routing("sentinels", TOKENS, TOP_K, EXPERTS)
+    rows[r.routed :] = float("nan")
+    y = esmm(rows, w, None, None, r.offs, 1, layout)
+    assert_close(y, reference_esmm(rows.nan_to_num(0), w, None, None, r, layout), dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 90, 3000])
+@pytest.mark.parametrize(("path", "dtype"), [("sm80", BF16), ("sm80", F32), ("op", BF16)])
+def test_esmm_at_every_tile_height(tokens: int, path: str, dtype: torch.dtype) -> None:
+    r = make_routing("random", tokens, 2, 4)
+    x, w = randn(tokens, 256, dtype=dtype), weight(192, 256, "nk", dtype, 4)
+    y = PATHS[path].esmm(x, w, None, r.v, r.offs, 2, "nk")
+    assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), dtype)
+
+
+def test_esmm_tf32(tf32: None) -> None:
+    r = make_routing("random", TOKENS, TOP_K, EXPERTS)
+    for layout in ("nk", "kn"):
+        x, w = randn(TOKENS, 200, dtype=F32), weight(328, 200, layout, F32)
+        y = sm80.esmm(x, w, None, r.v, r.offs, TOP_K, layout)
+        error = row_error(y, reference_esmm(x, w, None, r.v, r, layout))
+        assert TOLERANCE[F32] < error < TF32_TOLERANCE
+        g = randn(r.n, 328, dtype=F32)
+        dw = sm80.estmm(x, g, r.v, None, r.offs, TOP_K, layout)
+        assert row_error(dw, reference_estmm(x, g, r.v, None, r, layout)) < TF32_TOLERANCE
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_esmm_reads_strided_and_transposed_operands_in_place(path: str) -> None:
+    r = make_routing("random", TOKENS, TOP_K, EXPERTS)
+    x = randn(TOKENS, 250, dtype=BF16)[:, 3:203]
+    w = randn(EXPERTS, 200, 340, dtype=BF16)[:, :, 4:332].transpose(1, 2)
+    y = PATHS[path].esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
+    assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), BF16)
+
+
+def test_infinities_and_nan_stay_where_they_are() -> None:
+    r = make_routing("random", 40, 1, 3)
+    for dtype in (BF16, F32):
+        x, w = torch.rand(40, 64, device="cuda").to(dtype), torch.rand(3, 32, 64, device="cuda").to(dtype)
+        x[5, 7], x[9, 1] = float("inf"), float("nan")
+        y = sm80.esmm(x, w, None, None, r.offs, 1, "nk")
+        assert bool(y[5].isinf().all())
+        assert bool(y[9].isnan().all())
+        rest = torch.ones(40, dtype=torch.bool, device="cuda")
+        rest[[5, 9]] = False
+        assert bool(y[rest].isfinite().all())
+
+
+EPILOGUES = [
+    ("relu", "none"),
+    ("gelu", "none"),
+    ("gelu_tanh", "none"),
+    ("silu", "concat"),
+    ("gelu", "split"),
+    ("relu", "interleaved"),
+    ("swiglu_oai", "interleaved"),
+]
+
+
+@pytest.mark.parametrize(("activation", "glu"), EPILOGUES)
+@pytest.mark.parametrize(
+    ("path", "dtype", "layout", "inner"),
+    [("sm80", BF16, "nk", 168), ("sm80", F16, "kn", 168), ("sm80", F32, "kn", 83)]
+    + [("op", BF16, "nk", 168), ("op", F16, "kn", 168)],
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_esmm_act(
+    path: str, activation: str, glu: str, dtype: torch.dtype, layout: str, inner: int, bias: bool
+) -> None:
+    r = make_routing("sentinels", TOKENS, TOP_K, EXPERTS)
+    columns = 2 * inner if glu in ("concat", "interleaved") else inner
+    x = randn(TOKENS, 136, dtype=dtype)
+    w1, w3 = weight(columns, 136, layout, dtype), weight(inner, 136, layout, dtype) if glu == "split" else None
+    b1 = randn(EXPERTS, columns, dtype=dtype) if bias else None
+    b3 = randn(EXPERTS, inner, dtype=dtype) if bias and glu == "split" else None
+    h, a = PATHS[path].esmm_act(x, w1, b1, w3, b3, r.v, r.offs, TOP_K, layout, activation, glu, (), bias)
+    want = reference_esmm(x, w1, b1, r.v, r, layout)
+    if w3 is not None:
+        want = torch.cat((want, reference_esmm(x, w3, b3, r.v, r, layout)), 1)
+    if bias:
+        assert_close(h, want, dtype)
+    else:
+        assert h.shape[0] == 0
+    want = activation_forward(want, activation, glu, ())
+    want[r.routed :] = 0
+    assert_close(a, want, dtype, 2)
+
+
+@pytest.mark.parametrize(("path", "dtype"), [("sm80", BF16), ("sm80", F32), ("sm80", F64), ("op", BF16)])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize(("m", "n"), [(200, 328), (77, 45)], ids=["aligned", "odd"])
+def test_estmm(path: str, dtype: torch.dtype, layout: str, m: int, n: int) -> None:
+    estmm = PATHS[path].estmm
+    for kind in ROUTINGS:
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        x, g = randn(TOKENS, m, dtype=dtype), randn(r.n, n, dtype=dtype)
+        g[r.routed :] = float("nan")
+        dw = estmm(x, g, r.v, None, r.offs, TOP_K, layout)
+        assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), dtype)
+    rows, dy = randn(r.n, m, dtype=dtype), randn(TOKENS, n, dtype=dtype)
+    dw = estmm(rows, dy, None, r.v, r.offs, TOP_K, layout)
+    assert_close(dw, reference_estmm(rows, dy, None, r.v, r, layout), dtype)
+    r = make_routing("random", TOKENS, TOP_K, EXPERTS)
+    g = randn(r.n, n, dtype=dtype)
+    dw = estmm(rows, g, None, None, r.offs, 1, layout)
+    assert_close(dw, reference_estmm(rows, g, None, None, r, layout), dtype)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_esfk_is_its_three_parts(layout: str, dtype: torch.dtype) -> None:
+    for kind in ROUTINGS:
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        x, g, w = randn(TOKENS, 200, dtype=dtype), randn(r.n, 328, dtype=dtype), weight(328, 200, layout, dtype)
+        g[r.routed :] = 0
+        dx, dw, db = torch.ops.hexa.esfk(x, g, w, r.v, r.offs, TOP_K, layout, True)
+        other = "kn" if layout == "nk" else "nk"
+        assert_close(dx, reference_esmm(g, w, None, None, r, other), dtype)
+        assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), dtype)
+        offs = r.offs.tolist()
+        want = torch.stack([g[offs[e] : offs[e + 1]].double().sum(0) for e in range(EXPERTS)])
+        assert_close(db, want, dtype)

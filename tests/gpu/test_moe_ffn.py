@@ -1,0 +1,203 @@
+"""hexa::moe_ffn on a device: values and gradients, no host read, CUDA graphs, streams, two devices, the fallback."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from hexa_fx.ir import FfnSpec
+from hexa_fx.ops import moe_ffn
+from hexa_fx.ops.activations import activation_forward
+from hexa_fx.runtime import cuda_launch
+from tests.gpu.cases import make_routing, randn
+
+T, K, E, D, H = 250, 2, 6, 128, 96
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
+
+
+class Expert:
+    """Operands of one moe_ffn and its float64 loop."""
+
+    def __init__(self, spec: FfnSpec, dtype: torch.dtype, bias: bool, device: str = "cuda") -> None:
+        self.spec = spec
+        n = 2 * H if spec.glu in ("concat", "interleaved") else H
+        shapes = {
+            "x": (T, D),
+            "w1": (E, n, D) if spec.layout1 == "nk" else (E, D, n),
+            "w2": (E, D, H) if spec.layout2 == "nk" else (E, H, D),
+        }
+        if bias:
+            shapes |= {"b1": (E, n), "b2": (E, D)}
+        if spec.glu == "split":
+            shapes |= {"w3": shapes["w1"]} | ({"b3": (E, n)} if bias else {})
+        self.operands = {
+            name: randn(*shape, dtype=dtype, scale=shape[-1] ** -0.5 if name[0] == "w" else 1).to(device)
+            for name, shape in shapes.items()
+        }
+        self.weights = torch.rand(T, K, device=device)
+        self.index = make_routing("sentinels", T, K, E).index.to(device)
+        self.dy = randn(T, D, dtype=dtype).to(device)
+        for t in (*self.operands.values(), self.weights):
+            t.requires_grad_()
+
+    def leaves(self) -> list[Tensor]:
+        return [*self.operands.values(), self.weights]
+
+    def run(self) -> Tensor:
+        get = self.operands.get
+        return moe_ffn(
+            get("x"),
+            self.index,
+            self.weights,
+            get("w1"),
+            get("b1"),
+            get("w3"),
+            get("b3"),
+            get("w2"),
+            get("b2"),
+            self.spec,
+        )
+
+    def step(self) -> list[Tensor]:
+        y = self.run()
+        return [y, *torch.autograd.grad(y, self.leaves(), self.dy)]
+
+    def reference(self) -> list[Tensor]:
+        wide = {name: t.detach().double().requires_grad_() for name, t in self.operands.items()}
+        weights = self.weights.detach().double().requires_grad_()
+        x, spec = wide["x"], self.spec
+        y = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = (self.index == e).nonzero(as_tuple=True)
+            h = self._project(x[token], wide, "1", e, spec.layout1)
+            if spec.glu == "split":
+                h = torch.cat((h, self._project(x[token], wide, "3", e, spec.layout1)), 1)
+            a = activation_forward(h, spec.activation, spec.glu, spec.params)
+            out = self._project(a, wide, "2", e, spec.layout2)
+            y = y.index_add(0, token, out * weights[token, slot][:, None])
+        return [y, *torch.autograd.grad(y, [*wide.values(), weights], self.dy.double())]
+
+    @staticmethod
+    def _project(x: Tensor, wide: dict[str, Tensor], which: str, e: int, layout: str) -> Tensor:
+        w = wide["w" + which][e]
+        y = x @ (w.t() if layout == "nk" else w)
+        return y + wide["b" + which][e] if "b" + which in wide else y
+
+
+def assert_equal_to(results: list[Tensor], references: list[Tensor], tolerance: float) -> None:
+    for got, want in zip(results, references, strict=True):
+        assert got.shape == want.shape
+        error = float((got.detach().double() - want.detach()).norm() / want.detach().norm().clamp_min(1e-30))
+        assert error < tolerance
+
+
+SPECS = [
+    FfnSpec("silu", "concat"),
+    FfnSpec("silu", "split", "kn", "kn"),
+    FfnSpec("swiglu_oai", "interleaved", "kn", "kn"),
+    FfnSpec("gelu", "none", "nk", "nk"),
+    FfnSpec("relu", "none", "nk", "kn", recompute_h=True),
+]
+
+
+CASES = [(spec, torch.bfloat16, True) for spec in SPECS]
+CASES += [(SPECS[0], torch.float32, True), (SPECS[3], torch.float32, True), (SPECS[1], torch.bfloat16, False)]
+
+
+@pytest.mark.parametrize(("spec", "dtype", "bias"), CASES, ids=str)
+def test_values_and_gradients(spec: FfnSpec, dtype: torch.dtype, bias: bool) -> None:
+    expert = Expert(spec, dtype, bias)
+    assert_equal_to(expert.step(), expert.reference(), TOLERANCE[dtype])
+
+
+def test_no_host_synchronisation() -> None:
+    expert = Expert(SPECS[0], torch.bfloat16, True)
+    expert.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expert.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_training_step_replays_in_a_cuda_graph_with_fresh_inputs_and_routing() -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    expert = Expert(SPECS[0], torch.bfloat16, True)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            expert.step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = expert.step()
+    for kind in ("random", "all_to_one", "none_routed", "sentinels"):
+        with torch.no_grad():
+            expert.operands["x"].copy_(torch.randn(T, D, device="cuda"))
+            expert.weights.copy_(torch.rand(T, K, device="cuda"))
+            expert.index.copy_(make_routing(kind, T, K, E).index)
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, want in zip(captured, expert.step(), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_a_thread_that_never_touched_cuda_can_run_the_operators() -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    expert = Expert(SPECS[0], torch.bfloat16, True)
+    want = expert.run().detach()
+    found: list[Tensor] = []
+    with torch.no_grad():
+        thread = threading.Thread(target=lambda: found.append(expert.run().detach()))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], want)
+
+
+def test_streams_do_not_meet() -> None:
+    experts = [Expert(SPECS[0], torch.bfloat16, True) for _ in range(3)]
+    want = [e.step() for e in experts]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in experts]
+    got = []
+    for _ in range(5):
+        got = []
+        for expert, stream in zip(experts, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(expert.step())
+    torch.cuda.synchronize()
+    for g, w in zip(got, want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(g, w, strict=True))
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_two_devices_in_one_process() -> None:
+    expert = Expert(SPECS[0], torch.bfloat16, True, "cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert_equal_to(expert.step(), expert.reference(), TOLERANCE[torch.bfloat16])
+
+
+def test_without_a_compiler_torch_takes_over_and_one_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: object
+) -> None:
+    from hexa_fx.jit import kernel
+
+    expert = Expert(SPECS[0], torch.float32, True)
+    want = expert.reference()
+    monkeypatch.setenv("HEXA_FX_DISABLE_JIT", "1")
+    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda_launch, "get_kernel", kernel.get_kernel.__wrapped__)
+    cuda_launch.forget_plans()
+    expert.step()
+    results = expert.step()
+    assert_equal_to(results, want, TOLERANCE[torch.float32])
+    said = [r.message for r in caplog.records if "falls back" in r.message]
+    assert len(said) == len({m.split()[0] for m in said}) > 0
+    assert all("HEXA_FX_DISABLE_JIT" in m for m in said)
+    cuda_launch.fallbacks.clear()
+    cuda_launch.forget_plans()

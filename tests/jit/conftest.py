@@ -1,0 +1,67 @@
+"""A compiler that is a script: it takes a moment, counts its runs, and fails when the source says so."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPT = (
+    f"#!{sys.executable}\n"
+    + """
+import pathlib, sys, time
+here = pathlib.Path(__file__).parent
+if "--version" in sys.argv:
+    print("Cuda compilation tools, release 13.0, V13.0.88")
+    sys.exit(0)
+output = pathlib.Path(sys.argv[sys.argv.index("-o") + 1])
+text = pathlib.Path(sys.argv[sys.argv.index("-cubin") + 1]).read_text()
+with open(here / "runs", "a") as runs:
+    runs.write("run\\n")
+output.write_bytes(b"half")
+time.sleep(float((here / "seconds").read_text()))
+if (here / "broken").exists():
+    print("ptxas noise\\n" * 2000 + "kernel.cu(7): error: this is the reason", file=sys.stderr)
+    sys.exit(2)
+output.write_bytes(b"cubin of " + str(len(text)).encode())
+"""
+)
+
+
+@dataclass(frozen=True)
+class FakeCompiler:
+    """The script's folder and the cache it builds into."""
+
+    folder: Path
+    cache: Path
+
+    @property
+    def runs(self) -> int:
+        """How often something was compiled."""
+        log = self.folder / "runs"
+        return len(log.read_text().splitlines()) if log.exists() else 0
+
+    def take(self, seconds: float) -> None:
+        """Makes each compilation last."""
+        (self.folder / "seconds").write_text(str(seconds))
+
+    def breaks(self) -> None:
+        """Makes each compilation fail."""
+        (self.folder / "broken").touch()
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    folder = tmp_path / "toolkit"
+    folder.mkdir()
+    script = folder / "nvcc"
+    script.write_text(SCRIPT)
+    script.chmod(0o755)
+    fake = FakeCompiler(folder, tmp_path / "cache")
+    fake.take(0)
+    monkeypatch.setenv("HEXA_FX_NVCC", str(script))
+    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(fake.cache))
+    monkeypatch.setenv("HEXA_FX_COMPILER", "nvcc")
+    return fake

@@ -1,0 +1,250 @@
+"""What the CUDA operators would launch, seen on a CPU: every spec renders, arguments and grids fit."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from hexa_fx.codegen import KernelSpec, get_family, render
+from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_plans_sm80, cuda_rows
+from hexa_fx.runtime.cuda_gemm_sm80 import divisor
+
+T, K, E, D, N = 40, 2, 5, 48, 72
+
+
+@dataclass(frozen=True)
+class Launch:
+    spec: KernelSpec
+    grid: tuple[int, int, int]
+    values: tuple
+
+
+class Recorder:
+    """Stands where the driver would be."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+
+    def get_kernel(self, spec: KernelSpec, node: str = "") -> Handle:
+        render(spec)
+        return Handle(self, spec)
+
+    def __getitem__(self, index: int) -> Launch:
+        return self.launches[index]
+
+
+@dataclass
+class Handle:
+    """Stands where a built kernel would be."""
+
+    recorder: Recorder
+    spec: KernelSpec
+
+    def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None:
+        layout: struct.Struct = get_family(self.spec.family).args
+        assert [len(a) for a in args] == [layout.size]
+        self.recorder.launches.append(Launch(self.spec, grid, layout.unpack(args[0])))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(cuda_launch, "get_kernel", recorder.get_kernel)
+    monkeypatch.setattr(cuda_launch, "fallbacks", {})
+    cuda_launch.forget_plans()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    for module in (cuda_rows, cuda_plans_sm80):
+        monkeypatch.setattr(module, "arch", lambda device: 90)
+    for module in (cuda_gemm, cuda_plans_sm80):
+        monkeypatch.setattr(module, "family_arch", lambda device: 80)
+    return recorder
+
+
+def routing(n: int = T * K) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(n, dtype=torch.int32), torch.linspace(0, n, E + 1).to(torch.int32)
+
+
+def test_reindex_takes_one_launch_when_small_and_two_when_large(recorder: Recorder) -> None:
+    v, inv, offs = cuda_rows.reindex(torch.zeros(T, K, dtype=torch.int64), E)
+    assert (v.shape, inv.shape, offs.shape) == ((T * K,), (T * K,), (E + 1,))
+    assert [launch.spec.op for launch in recorder.launches] == ["reindex_place"]
+    cuda_rows.reindex(torch.zeros(9000, 3, dtype=torch.int32), E)
+    count, place = recorder.launches[1:]
+    assert (count.spec.op, place.spec.op, count.grid) == ("reindex_count", "reindex_place", place.grid)
+    blocks, chunk, warps = count.grid[0], count.values[7], count.spec.option("warps")
+    assert blocks * chunk * warps >= 27000
+    assert chunk % 32 == 0
+
+
+def test_reindex_of_nothing_still_writes_offsets(recorder: Recorder) -> None:
+    cuda_rows.reindex(torch.zeros(0, 2, dtype=torch.int64), E)
+    assert recorder[0].grid == (1, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_esmm(recorder: Recorder, dtype: torch.dtype, layout: str) -> None:
+    v, offs = routing()
+    x = torch.randn(T, D, dtype=dtype)
+    w = torch.randn((E, N, D) if layout == "nk" else (E, D, N), dtype=dtype)
+    y = cuda_gemm.esmm(x, w, torch.randn(E, N, dtype=dtype), v, offs, K, layout)
+    (launch,) = recorder.launches
+    assert (y.shape, y.dtype) == ((T * K, N), dtype)
+    assert (launch.spec.layout, launch.spec.gather, launch.spec.bias) == (layout, True, True)
+    assert launch.values[16:21] == (T * K, 0, N, D, E)
+    assert launch.spec.aligned
+    assert not cuda_launch.fallbacks
+
+
+def test_a_weight_stored_transposed_is_the_other_layout_and_not_a_copy(recorder: Recorder) -> None:
+    v, offs = routing()
+    w = torch.randn(E, D, N, dtype=torch.bfloat16)
+    cuda_gemm.esmm(torch.randn(T, D, dtype=torch.bfloat16), w.transpose(1, 2), None, v, offs, K, "nk")
+    assert recorder[0].spec.layout == "kn"
+    assert recorder[0].values[1] == w.data_ptr()
+    assert recorder[0].values[11:13] == (N, D * N)
+
+
+def test_unaligned_strides_take_the_slow_path(recorder: Recorder) -> None:
+    v, offs = routing()
+    x, w = torch.randn(T, D + 1, dtype=torch.bfloat16)[:, :D], torch.randn(E, N, D, dtype=torch.bfloat16)
+    cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
+    assert not recorder[0].spec.aligned
+    assert recorder[0].values[10] == D + 1
+
+
+@pytest.mark.parametrize("glu", ["none", "concat", "interleaved", "split"])
+@pytest.mark.parametrize("keep_h", [True, False])
+def test_esmm_act(recorder: Recorder, glu: str, keep_h: bool) -> None:
+    v, offs = routing()
+    columns = 2 * N if glu in ("concat", "interleaved") else N
+    w1, b1 = torch.randn(E, columns, D), torch.randn(E, columns)
+    w3, b3 = (torch.randn(E, N, D), torch.randn(E, N)) if glu == "split" else (None, None)
+    h, a = cuda_gemm.esmm_act(torch.randn(T, D), w1, b1, w3, b3, v, offs, K, "nk", "silu", glu, (), keep_h)
+    assert a.shape == (T * K, N)
+    assert h.shape == (T * K if keep_h else 0, N if glu == "none" else 2 * N)
+    (launch,) = recorder.launches
+    assert (launch.spec.glu, launch.values[18]) == (glu, N)
+    assert bool(launch.values[5]) == keep_h
+    assert not cuda_launch.fallbacks
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_esfk_is_three_products_where_nothing_fuses_them(recorder: Recorder, layout: str) -> None:
+    v, offs = routing()
+    w = torch.randn((E, N, D) if layout == "nk" else (E, D, N), dtype=torch.bfloat16)
+    x, g = torch.randn(T, D, dtype=torch.bfloat16), torch.randn(T * K, N, dtype=torch.bfloat16)
+    dx, dw, db = cuda_gemm.esfk(x, g, w, v, offs, K, layout, True)
+    assert (dx.shape, dw.shape, db.shape) == ((T * K, D), w.shape, (E, N))
+    assert [launch.spec.op for launch in recorder.launches] == ["esmm", "estmm", "ess_partial", "ess_finish"]
+    assert recorder[1].spec.gather == (layout == "kn")
+    assert recorder[1].spec.option("gather_b") == (layout == "nk")
+
+
+def test_row_operators(recorder: Recorder) -> None:
+    v, offs = routing()
+    weights = torch.rand(T, K)
+    h = torch.randn(T * K, 2 * N, dtype=torch.bfloat16)
+    assert cuda_rows.combine(h, weights, v, offs, K).shape == (T, 2 * N)
+    assert cuda_rows.ess(h[:T], v, offs, K, weights).shape == (E, 2 * N)
+    a = cuda_rows.activate(h, "silu", "concat")
+    dh, scaled, dweights = cuda_rows.activate_backward(a, h, weights, v, offs, "swiglu_oai", "interleaved", ())
+    assert (dh.shape, scaled.shape, dweights.shape) == (h.shape, a.shape, weights.shape)
+    assert recorder[-1].values[-2:] == pytest.approx((1.702, 7.0))
+    assert not cuda_launch.fallbacks
+
+
+def test_a_missing_bias_beside_a_given_one_is_zero(recorder: Recorder) -> None:
+    v, offs = routing()
+    w, x = torch.randn(E, N, D), torch.randn(T, D)
+    cuda_gemm.esmm_act(x, w, torch.ones(E, N), w, None, v, offs, K, "nk", "silu", "split")
+    (launch,) = recorder.launches
+    assert launch.spec.bias
+    assert 0 not in launch.values[3:5]
+
+
+def test_what_no_kernel_takes_falls_back_and_says_so_once(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v, offs = routing()
+    monkeypatch.setattr(cuda_plans_sm80, "arch", lambda device: 75)
+    for _ in range(2):
+        cuda_gemm.esmm(torch.randn(T, D), torch.randn(E, N, D), None, v, offs, K, "nk")
+    assert sum("falls back" in r.message for r in caplog.records) == 1
+    assert "sm_75" in cuda_launch.fallbacks["esmm"]
+    assert not recorder.launches
+
+
+@pytest.mark.parametrize("value", [1, 2, 3, 5, 6, 7, 8, 10, 127, 128, 1000003])
+def test_division_by_multiplication_is_exact(value: int) -> None:
+    _, magic, shift = divisor(value)
+    for x in (0, 1, value - 1, value, value + 1, 7 * value - 1, 2**30 + 1, 2**31 - 1, (2**31 - 1) // value * value - 1):
+        got = x if value == 1 else ((x * magic) >> 32) >> shift
+        assert got == x // value
+    assert magic < 2**32
+
+
+class Hopper:
+    """Stands where the Hopper launchers would be; says which operator came, and refuses what they refuse."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.unsupported = cuda_gemm.sm90.unsupported
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        def operator(*args: object) -> object:
+            self.calls.append(name)
+            return (None, None, None) if name == "esfk" else None
+
+        return operator
+
+
+@pytest.fixture
+def hopper(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Hopper:
+    hopper = Hopper()
+    monkeypatch.setattr(cuda_gemm, "sm90", hopper)
+    for name in ("arch", "family_arch"):
+        monkeypatch.setattr(cuda_gemm, name, lambda device: 90)
+    return hopper
+
+
+def operands(dtype: torch.dtype = torch.bfloat16, tokens: int = 400, width: int = N) -> tuple[torch.Tensor, ...]:
+    return torch.randn(tokens, D, dtype=dtype), torch.randn(E, width, D, dtype=dtype), *routing(tokens * K)
+
+
+def test_hopper_takes_what_it_can(hopper: Hopper, recorder: Recorder) -> None:
+    x, w, v, offs = operands()
+    cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
+    cuda_gemm.esmm(x, w.mT.contiguous().mT, None, v, offs, K, "nk")
+    cuda_gemm.esmm_act(x, w, None, w, None, v, offs, K, "nk", "silu", "split")
+    cuda_gemm.estmm(x, torch.randn(800, N, dtype=x.dtype), v, None, offs, K, "nk")
+    cuda_gemm.esfk(x, torch.randn(800, N, dtype=x.dtype), w, v, offs, K, "nk", False)
+    assert hopper.calls == ["esmm", "esmm", "esmm_act", "estmm", "esfk"]
+    assert not recorder.launches
+
+
+@pytest.mark.parametrize("case", ["float32", "odd width", "odd stride", "few rows", "tanh", "both gathered"])
+def test_what_hopper_leaves_goes_to_the_other_family(hopper: Hopper, recorder: Recorder, case: str) -> None:
+    x, w, v, offs = operands(
+        torch.float32 if case == "float32" else torch.bfloat16,
+        4 if case == "few rows" else 400,
+        N + 1 if case == "odd width" else N,
+    )
+    if case == "odd stride":
+        x = torch.randn(400, D + 1, dtype=x.dtype)[:, :D]
+    if case == "tanh":
+        cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "tanh", "none")
+    elif case == "both gathered":
+        cuda_gemm.estmm(x, torch.randn(400, N, dtype=x.dtype), v, v, offs, K, "nk")
+    else:
+        cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
+    assert not hopper.calls
+    assert recorder.launches
