@@ -1,8 +1,10 @@
 """The way of one block through the passes. This module is the table of contents.
 
 1. `hexa_fx.capture.capture`      what the block did on example inputs, as a straight-line graph
-2. `hexa_fx.passes.detect`        the MoE region in it, or a refusal
-3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node, the rest for any size and routing
+2. `hexa_fx.passes.canonicalize`  fused ways of writing, taken apart;
+   `hexa_fx.passes.detect`        the MoE region in it, or a refusal
+3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node (or, for an unusual expert, as expert-specific
+                                  operators at once), the rest for any size and routing
 4. `hexa_fx.passes.verify`        original against rewritten, forward and gradients, before anything is accepted
 5. `hexa_fx.passes.lower`, `fuse` the node as expert-specific operators, forward and backward; what runs
 
@@ -26,6 +28,7 @@ from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, VerifySettings, verify
@@ -111,7 +114,7 @@ def _rewrite_mode(
     observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, prefer_latest: bool
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     try:
-        captured = capture(observation.module, args, kwargs, observation.path)
+        captured = canonicalize(capture(observation.module, args, kwargs, observation.path))
     except CaptureError as error:
         return Refusal(observation.path, str(error))
     match = detect(captured, prefer_latest)

@@ -246,9 +246,19 @@ class _Rewriter:
             return node if value.dim() == 2 and value.shape[1] == k else call("reshape", (node, -1, k))
         if source.reading == "slot_token":
             return call("t", (call("reshape", (node, k, -1)),))
+        if source.reading == "one_hot":
+            return self._ids_of_marks(node)
         if source.reading == "token":
             return call("expand", (call("reshape", (node, -1, 1)), -1, k))
         return call("gather", (self._by_expert(node, source, value), 1, index))
+
+    def _ids_of_marks(self, node: torch.fx.Node) -> torch.fx.Node:
+        """(T, k, E) zeros and ones as (T, k) ids; E where no expert is marked."""
+        call, experts = self.graph.call_method, self.match.num_experts
+        marks = call("reshape", (node, -1, self.match.routing.top_k, experts))
+        ids = call("argmax", (call("int", (marks,)), -1))
+        unmarked = self.graph.call_function(operator.eq, (call("sum", (marks, -1)), 0))
+        return call("masked_fill", (ids, unmarked, experts))
 
     def _by_expert(self, node: torch.fx.Node, source: Source, value: torch.Tensor) -> torch.fx.Node:
         """A routing quantity as (T, E)."""

@@ -154,7 +154,11 @@ def _experiment(instances: list[Instance], replay: Replay, reach: float) -> _Pro
             noise = torch.randn(recorded.shape, generator=generator, dtype=torch.float64)
             wide = torch.rand(recorded.shape, generator=generator, dtype=torch.float64) < 0.3
             spread = (torch.rand(recorded.shape, generator=generator, dtype=torch.float64) - 0.5) * 2 * reach
-            replace[contraction.node] = torch.where(wide, spread, 2 * noise).to(recorded.device)
+            values = _by_feature(torch.where(wide, spread, 2 * noise), contraction.node)
+            half = values.shape[1] // 2
+            for column in {0, min(1, values.shape[1] - 1), half, min(half + 1, values.shape[1] - 1)}:
+                values[:, column] = values[:, column].abs() + 0.5  # no activation makes the whole row zero
+            replace[contraction.node] = values.reshape(recorded.shape).to(recorded.device)
     answers = replay.run(replace, [instance.second.data for instance in instances])
     hidden = [[_by_feature(replace[c.node], c.node) for c in instance.first] for instance in instances]
     return _Probe(hidden, [_by_feature(answers[i.second.data], i.second.data) for i in instances])

@@ -178,7 +178,9 @@ class _Search:
         values = [self.replay.value(n) for n in column]
         if not all(is_float(n) for n in column) or any(v.dim() < 2 for v in values):
             return None
-        if any(len(value) != length for value, length in zip(values, lengths)) or values[0].dim() != 2:
+        if any(len(value) != length for value, length in zip(values, lengths)):
+            return None
+        if values[0].dim() != 2 or len({value.shape[1] for value in values}) != 1:
             return None
         for source in token_sources(self.runs.readers[0], values[0].shape[1], self.captured, self.tags):
             whole = self.replay.value(source)

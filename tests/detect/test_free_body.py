@@ -103,7 +103,7 @@ class Residual(Expert):
 class InPlace(Expert):
     def between(self, h: torch.Tensor) -> torch.Tensor:
         rows = h.shape[0]
-        return h.mul_(0.5).tanh_().view(rows, 2, -1).flip(2).reshape(rows, h.shape[1])
+        return h.mul_(0.5).tanh_().view(rows, 2, I // 2).flip(2).reshape(rows, h.shape[1])
 
 
 FORMS = (Tanhs, NoEpsilon, Residual, InPlace)
