@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -41,12 +42,14 @@ class VerifySettings:
         sizes: (batch, sequence) of the inputs beside the example's own size. Flat inputs get batch times sequence rows.
         many_bytes: a block whose float64 copy is larger is compared in two cases instead of nine:
             comparing the gradients of its weights is what takes long.
+        crowd: so many tokens in a row are sent to the same experts, more than the block's capacity if it has one.
         seed: of inputs, cotangents and the random numbers that the block draws.
         max_copy_bytes: a block whose float64 copy would be larger is compared in place, in its own dtype.
         tolerance: largest difference relative to the tensor's scale, by dtype of the comparison.
     """
 
     sizes: tuple[tuple[int, int], ...] = ((2, 5), (3, 7), (1, 1), (0, 4))
+    crowd: int = 160
     seed: int = 0
     many_bytes: int = 256 << 20
     max_copy_bytes: int = 4 << 30
@@ -203,21 +206,25 @@ class _Comparison:
             given = self.inputs.at(batch, sequence, self.subject.dtype)
             yield self._case(f"batch {batch}, sequence {sequence}", given)
         for routing in ROUTINGS[3:] if large else ROUTINGS:
-            yield self._forced(routing, spy.top_k)
+            yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example)
+        many = partial(self.inputs.at, 1, self.settings.crowd)
+        yield self._forced(f"{self.settings.crowd} tokens to the first experts", ROUTINGS[0], spy.top_k, many)
 
-    def _forced(self, routing: Routing, top_k: int) -> VerificationCase:
+    def _forced(
+        self, name: str, routing: Routing, top_k: int, make: Callable[..., tuple[Any, Any]]
+    ) -> VerificationCase:
         """Through the inputs where the block is given its routing, else in the router inside."""
         if self.inputs.given_routing:
-            return self._case(routing.name, self.inputs.like_example(self.subject.dtype, routing))
-        inputs = self.inputs.like_example(self.subject.dtype)
+            return self._case(name, make(self.subject.dtype, routing=routing))
+        inputs = make(self.subject.dtype)
         overrides: list[LogitsOverride | RoutingOverride] = [RoutingOverride(routing, self.inputs.num_experts)]
         if self.inputs.num_experts is not None:
             overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k))
         for override in overrides:
-            case = self._case(routing.name, inputs, override)
+            case = self._case(name, inputs, override)
             if override.forced:
                 return case
-        return VerificationCase(routing.name, "skipped", detail="there is no router inside that could be overridden")
+        return VerificationCase(name, "skipped", detail="there is no router inside that could be overridden")
 
     def _case(self, name: str, inputs: tuple[Any, Any], override: TorchFunctionMode | None = None) -> VerificationCase:
         try:

@@ -8,6 +8,7 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.passes.detect.body import ExpertBody
+from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.routing import Routing
 from hexa_fx.passes.detect.rules import ShapeBranch
 
@@ -28,7 +29,7 @@ class MoEMatch:
     source: torch.fx.Node
     output: torch.fx.Node
     num_experts: int
-    body: ExpertBody
+    body: ExpertBody | FreeBody
     routing: Routing
     identity: bool
     branches: tuple[ShapeBranch, ...]

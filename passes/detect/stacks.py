@@ -80,7 +80,18 @@ class WeightTable:
         if stored is None:
             return None
         value = stored[1]
+        if value.dim() < 2:
+            return None
         return value.flatten(1) if value.dim() == 2 or value.shape[1:].numel() == max(value.shape[1:]) else None
+
+    def table(self, base: str) -> tuple[Form, torch.Tensor] | None:
+        """The base as (E, numbers an expert), whatever shape an expert's parameter has."""
+        stored = self.stored(base)
+        if stored is None:
+            parameter = self._parameter(base)
+            return ("stacked", parameter[:, None]) if parameter.dim() == 1 else None
+        form, value = stored
+        return form, value.flatten(1) if value.dim() > 1 else value[:, None]
 
     def _parameter(self, name: str) -> torch.Tensor:
         return self.captured.tensor_of(name).detach().double()
