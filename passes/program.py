@@ -74,7 +74,7 @@ class Program:
 
 def provide(request: FfnRequest, device: str) -> Program:
     """The programs of a request on a device type (the provider of `hexa_fx.ops.program`)."""
-    fuse = Pipeline((FuseActivation(),), given=frozenset({LOWERED}))
+    fuse = Pipeline((FuseActivation(gradients=device == "cuda"),), given=frozenset({LOWERED}))
     bind = Pipeline((BindKernels(device),), given=frozenset({LOWERED}))
     lowered, fused, bound = (lower_request(request) for _ in range(3))
     for graphs in (fused, bound):
