@@ -49,10 +49,13 @@ class _Rewriter:
                 self._call(node, kept)
             else:
                 self._copy(node, kept)
-        self.graph.output(self._map(captured.output))
+        kept_values = tuple(self._map(item.value) for item in self.match.stored)
+        output = self._map(captured.output)
+        self.graph.output((output, kept_values) if kept_values else output)
         self._drop_unused()
         self.graph.lint()
-        return RewrittenBlock(captured.path, self.graph, tuple(weights.packed), self._guards(captured))
+        stored = tuple((item.path, item.name) for item in self.match.stored)
+        return RewrittenBlock(captured.path, self.graph, tuple(weights.packed), self._guards(captured), stored)
 
     def _roots(self) -> list[torch.fx.Node]:
         routing = self.match.routing
@@ -62,7 +65,13 @@ class _Rewriter:
             *(self.match.body.roots if isinstance(self.match.body, FreeBody) else ()),
             *(node for source in sources for node in source.nodes),
             *(b.condition for b in self.match.branches),
+            *self._stored_nodes(),
         ]
+
+    def _stored_nodes(self) -> list[torch.fx.Node]:
+        found: list[torch.fx.Node] = []
+        torch.fx.map_arg([item.value for item in self.match.stored], found.append)
+        return found
 
     def _drop_unused(self) -> None:
         """Sizes and results that only the removed code read."""

@@ -204,6 +204,9 @@ class _Comparison:
         spy = ChoiceSpy(self.inputs.num_experts)
         large = _float64_bytes(self.subject.module) > self.settings.many_bytes
         yield self._case("the example", self.inputs.example(self.subject.dtype), spy)
+        if self.forward.stored[bool(self.subject.module.training)]:
+            example = self.inputs.example(self.subject.dtype)
+            yield self._case("a second call, which sees what the first one stored", example, calls=2)
         if self.settings.brief:
             return
         for number, (batch, sequence) in enumerate(self.settings.sizes):
@@ -233,14 +236,20 @@ class _Comparison:
         return VerificationCase(name, "skipped", detail="there is no router inside that could be overridden")
 
     def _case(
-        self, name: str, inputs: tuple[Any, Any], override: TorchFunctionMode | None = None, gradients: bool = True
+        self,
+        name: str,
+        inputs: tuple[Any, Any],
+        override: TorchFunctionMode | None = None,
+        gradients: bool = True,
+        calls: int = 1,
     ) -> VerificationCase:
+        reference = _repeated(self.forward.original, calls)
         try:
-            original = self._run(self.forward.original, inputs, override, gradients)
+            original = self._run(reference, inputs, override, gradients)
         except Exception as error:
             return VerificationCase(name, "skipped", detail=f"the original raises {_first_line(error)}")
         try:
-            other = self._run(self.forward.rewritten, inputs, override, gradients)
+            other = self._run(_repeated(self.forward.rewritten, calls), inputs, override, gradients)
         except GuardMiss as miss:
             return VerificationCase(name, "skipped", detail=f"left to the original: {miss}")
         except Exception as error:
@@ -248,7 +257,7 @@ class _Comparison:
         found = difference(original, other)
         if self._agree(found):
             return VerificationCase(name, "equal", found.forward, found.gradient, "", found.none_became_zero)
-        again = difference(original, self._run(self.forward.original, inputs, override, gradients))
+        again = difference(original, self._run(reference, inputs, override, gradients))
         detail = self._describe(found)
         if not self._agree(again):
             detail = f"the original does not repeat itself on equal inputs and random numbers ({self._describe(again)})"
@@ -273,6 +282,17 @@ class _Comparison:
         if found.forward > self.tolerance:
             return f"{found.worst_value} is off by {found.forward:.1e} of its scale"
         return f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
+
+
+def _repeated(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """A function that calls ``call`` so many times and gives the last result."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(calls - 1):
+            call(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return run
 
 
 def _reason(cases: tuple[VerificationCase, ...]) -> str:

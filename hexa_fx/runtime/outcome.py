@@ -68,7 +68,7 @@ class ModuleState:
             {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
             for buffers in self._buffers
         ]
-        self._attributes = [_plain_attributes(child) for child in self._modules]
+        self._attributes = [dict(child.__dict__) for child in self._modules]
 
     def restore(self) -> None:
         """Puts the saved values back, into the same buffer objects."""
@@ -76,7 +76,7 @@ class ModuleState:
             child._buffers.update(buffers)
             for name, value in saved.items():
                 buffers[name].detach().copy_(value)  # type: ignore[union-attr]
-            for name in set(_plain_attributes(child)) - set(attributes):
+            for name in child.__dict__.keys() - attributes.keys():
                 del child.__dict__[name]
             child.__dict__.update(attributes)
 
@@ -91,6 +91,12 @@ class ModuleState:
     def facts(self) -> dict[str, Any]:
         """Plain attributes by dotted name."""
         return {f"attribute {path}.{name}": v for path, name, v in self._listed() if not isinstance(v, torch.Tensor)}
+
+    def fresh_tensors(self) -> list[torch.Tensor]:
+        """Tensor attributes that were set since `restore`, in the order of their names."""
+        before = {id(value) for attributes in self._attributes for value in attributes.values()}
+        found = [item for item in self._listed() if isinstance(item[2], torch.Tensor)]
+        return [value for _, _, value in sorted(found, key=lambda item: item[:2]) if id(value) not in before]
 
     def _listed(self) -> Iterable[tuple[str, str, Any]]:
         for path, child in self._named:
@@ -138,7 +144,8 @@ def observe(
         values = {name: tensor.detach().clone() for name, tensor in values.items()}
         values.update(state.tensors())
         facts = state.facts()
-        taken, backward_error = _gradients(result, {**roots, **parameters}, seed) if gradients else ({}, "")
+        results = [result, state.fresh_tensors()]
+        taken, backward_error = _gradients(results, {**roots, **parameters}, seed) if gradients else ({}, "")
     after = [parameter._version for parameter in parameters.values()]
     facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
     facts["structure of the outputs"] = str(pytree.tree_structure(result))

@@ -26,7 +26,7 @@ from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
 from hexa_fx.passes.detect.projections import Contraction, Instance, find_contractions, group_instances, match_rows
 from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing
-from hexa_fx.passes.detect.rules import opaque_nodes, refuse_stored_state, shape_branches
+from hexa_fx.passes.detect.rules import opaque_nodes, refuse_stored_intermediates, shape_branches, stored_outside_calls
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -105,7 +105,7 @@ def _detect_standard(
     if not contractions:
         raise Refuse("no product with per-expert weights was seen")
     products = [contraction.node for contraction in contractions]
-    refuse_stored_state(captured, products)
+    stored = stored_outside_calls(captured, products)
     replay, weights = Replay(captured), WeightTable(captured, groups, tags)
     source, instances = match_rows(group_instances(contractions), captured, tags, replay, weights)
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
@@ -119,8 +119,11 @@ def _detect_standard(
     if identity is not None:
         check_identity(identity, routing, tokens, experts, combine.node)
     branches = shape_branches(captured, tags, set(routing.index.nodes), opaque)
+    refuse_stored_intermediates(stored, tags, combine.node)
     idiom = _idiom(contractions, captured)
-    return MoEMatch(captured, source, combine.node, experts, body, routing, identity is not None, branches, idiom)
+    return MoEMatch(
+        captured, source, combine.node, experts, body, routing, identity is not None, branches, idiom, stored
+    )
 
 
 def _parameters(captured: CapturedBlock) -> dict[str, torch.Tensor]:

@@ -21,7 +21,13 @@ from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
 from hexa_fx.passes.detect.projections import Contraction, Instance, token_sources
 from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing, find_row_factor
-from hexa_fx.passes.detect.rules import opaque_nodes, refuse_randomness, refuse_stored_state, shape_branches
+from hexa_fx.passes.detect.rules import (
+    opaque_nodes,
+    refuse_randomness,
+    refuse_stored_intermediates,
+    shape_branches,
+    stored_outside_calls,
+)
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.steps import StepReader, refuse_mixing
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
@@ -81,7 +87,7 @@ class _Search:
 
     def match(self) -> MoEMatch:
         """The match at the earliest end from which on the code is linear in the expert outputs."""
-        refuse_stored_state(self.captured, self.runs.readers)
+        self.stored = stored_outside_calls(self.captured, self.runs.readers)
         first: Refuse | None = None
         for end in self.runs.ends:
             try:
@@ -126,9 +132,19 @@ class _Search:
         refuse_mixing(reader)
         body = self._body(roles, end[reader.run], total)
         branches = shape_branches(captured, self.tags, set(routing.index.nodes), opaque)
+        refuse_stored_intermediates(self.stored, self.tags, combine.node)
         idiom = "loop over experts, unusual expert"
         return MoEMatch(
-            captured, tokens.node, combine.node, total, body, routing, identity is not None, branches, idiom
+            captured,
+            tokens.node,
+            combine.node,
+            total,
+            body,
+            routing,
+            identity is not None,
+            branches,
+            idiom,
+            self.stored,
         )
 
     def _experts(self) -> int:
