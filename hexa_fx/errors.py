@@ -43,3 +43,7 @@ class KernelError(HexaError):
 
 class PlanError(HexaError):
     """A partition plan that cannot work, or that differs between ranks."""
+
+
+class RankError(HexaError, RuntimeError):
+    """A collective failed: a rank is lost, hangs, or issued something else."""

@@ -21,12 +21,13 @@ class BlockGraphs:
     Args:
         captured: code of the recorded run (one routing, one size).
         rewritten: the block's new forward, with `hexa::moe_ffn` in it.
-        lowered: that node as expert-specific operators, forward and backward.
+        lowered: that node as expert-specific operators, forward and backward. None for an unusual expert, which stands in
+            ``rewritten`` in these operators already.
     """
 
     captured: str
     rewritten: torch.fx.GraphModule | str
-    lowered: Lowered | tuple[str, str]
+    lowered: Lowered | tuple[str, str] | None
 
     @classmethod
     def of(cls, analysis: BlockAnalysis) -> BlockGraphs:
@@ -36,17 +37,23 @@ class BlockGraphs:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickled as text: graphs are for reading, and operators do not pickle."""
-        if isinstance(self.rewritten, str) or not isinstance(self.lowered, Lowered):
-            return BlockGraphs, (self.captured, self.rewritten, self.lowered)
-        texts = (self.lowered.forward.code, self.lowered.backward.code)
-        return BlockGraphs, (self.captured, self.rewritten.code, texts)
+        return BlockGraphs, (self.captured, self._rewritten_code, self._lowered_code)
 
     def __str__(self) -> str:
-        rewritten = self.rewritten if isinstance(self.rewritten, str) else self.rewritten.code
-        parts = (
-            self.lowered if isinstance(self.lowered, tuple) else (self.lowered.forward.code, self.lowered.backward.code)
-        )
-        return f"# rewritten\n{rewritten}\n# lowered forward\n{parts[0]}\n# lowered backward\n{parts[1]}"
+        text = f"# rewritten\n{self._rewritten_code}"
+        if self._lowered_code is not None:
+            text += "\n# lowered forward\n{}\n# lowered backward\n{}".format(*self._lowered_code)
+        return text
+
+    @property
+    def _rewritten_code(self) -> str:
+        return self.rewritten if isinstance(self.rewritten, str) else self.rewritten.code
+
+    @property
+    def _lowered_code(self) -> tuple[str, str] | None:
+        if isinstance(self.lowered, Lowered):
+            return self.lowered.forward.code, self.lowered.backward.code
+        return self.lowered
 
 
 class Graphs(Mapping[str, BlockGraphs]):
@@ -92,8 +99,10 @@ def _readable(rewritten: RewrittenBlock, block: nn.Module) -> torch.fx.GraphModu
     return torch.fx.GraphModule(root, rewritten.graph, class_name=f"Rewritten{type(block).__name__}")  # type: ignore[arg-type]
 
 
-def _lowered(rewritten: RewrittenBlock) -> Lowered:
-    (node,) = [n for n in rewritten.graph.nodes if isinstance(n.meta.get("hexa"), FfnSpec)]
+def _lowered(rewritten: RewrittenBlock) -> Lowered | None:
+    node = next((n for n in rewritten.graph.nodes if isinstance(n.meta.get("hexa"), FfnSpec)), None)
+    if node is None:
+        return None
     _, _, weights, _, b1, _, b3, _, b2 = node.args[:9]
     given = [operand is not None for operand in (weights, b1, b3, b2)]
     return lower(node.meta["hexa"], top_k_weights=given[0], b1=given[1], b3=given[2], b2=given[3])

@@ -104,6 +104,8 @@ class RewrittenBlock:
             (or name a `PackedWeight`).
         packed: weights that the graph reads through packed storage.
         guards: one per input, in signature order.
+        stored: attributes that every run sets, as (module path relative to the block, name). If there are any, the graph
+            returns the block's output and a tuple of their values.
         path: the block's path in the model.
     """
 
@@ -111,3 +113,4 @@ class RewrittenBlock:
     graph: torch.fx.Graph
     packed: tuple[PackedWeight, ...] = ()
     guards: tuple[InputGuard, ...] = ()
+    stored: tuple[tuple[str, str], ...] = ()

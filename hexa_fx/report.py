@@ -13,6 +13,7 @@ from rich.table import Table
 from hexa_fx.ir import SourceLocation
 from hexa_fx.passes import BlockAnalysis
 from hexa_fx.passes.detect.body import ExpertBody
+from hexa_fx.passes.detect.free_body import FreeBody
 
 Status = Literal["rewritten", "refused"]
 
@@ -42,7 +43,7 @@ class BlockReport:
         modes: for ``eval`` and ``train``, ``rewritten`` or the reason why that mode runs the original code.
         reason, location: why it was left as it is, and the line of the user's code that says so.
         idiom: how the user's code runs the experts. The sizes are E, k, D and I.
-        expert: the expert function, e.g. ``silu(x Wg) * (x Wu) Wd``.
+        expert: the expert function, e.g. ``silu(x Wg) * (x Wu) Wd``; of an unusual one the operations in order.
         weights: how the user stores them.
         same_as: path of the identical block whose analysis was reused.
         check: result of the comparison, None if it was switched off or the block refused.
@@ -141,10 +142,10 @@ def describe(analysis: BlockAnalysis, same_as: str | None = None) -> BlockReport
         idiom=match.idiom,
         num_experts=match.num_experts,
         top_k=match.routing.top_k,
-        hidden_size=body.gate.matrices.shape[2],
-        intermediate_size=body.down.matrices.shape[2],
-        expert=_formula(body),
-        weights=body.gate.form,
+        hidden_size=body.hidden_size,
+        intermediate_size=body.intermediate_size,
+        expert=", ".join(body.operations) if isinstance(body, FreeBody) else _formula(body),
+        weights=body.form,
         same_as=same_as,
         check=_check_report(analysis),
         seconds=analysis.seconds,

@@ -1,8 +1,10 @@
 """The way of one block through the passes. This module is the table of contents.
 
 1. `hexa_fx.capture.capture`      what the block did on example inputs, as a straight-line graph
-2. `hexa_fx.passes.detect`        the MoE region in it, or a refusal
-3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node, the rest for any size and routing
+2. `hexa_fx.passes.canonicalize`  fused ways of writing, taken apart;
+   `hexa_fx.passes.detect`        the MoE region in it, or a refusal
+3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node (or, for an unusual expert, as expert-specific
+                                  operators at once), the rest for any size and routing
 4. `hexa_fx.passes.verify`        original against rewritten, forward and gradients, before anything is accepted
 5. `hexa_fx.passes.lower`, `fuse` the node as expert-specific operators, forward and backward; what runs
 
@@ -22,16 +24,32 @@ from torch import nn
 
 from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.observe import Observation
-from hexa_fx.capture.probes import probe_inputs
+from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.rewrite import rewrite
-from hexa_fx.passes.verify import VerificationResult, verify
+from hexa_fx.passes.verify import VerificationResult, VerifySettings, verify
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = ("eval", "train")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way to probe a block. The first one nearly always does; the others are for when what comes out differs.
+
+    Args:
+        scale: of the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
+        crowded: many tokens that are nearly alike, so that an expert's capacity is exceeded.
+        prefer_latest: see `hexa_fx.passes.detect.detect`.
+    """
+
+    scale: float = 1.0
+    crowded: bool = False
+    prefer_latest: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,15 +72,14 @@ class BlockAnalysis:
     seconds: float = 0.0
 
 
-_ATTEMPTS = ((1.0, False), (1.0, True), (0.1, False), (10.0, False))
-"""(scale of the probe, which of equal readings to take). A probe can be degenerate, e.g. give routing weights of exactly 1."""
+_ATTEMPTS = (Attempt(), Attempt(crowded=True), Attempt(prefer_latest=True), Attempt(scale=0.1), Attempt(scale=10.0))
 
 
 def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     """Takes one block through the passes, again with other settings if what comes out differs. The block is not changed."""
     best: BlockAnalysis | None = None
-    for scale, prefer_latest in _ATTEMPTS:
-        analysis = _analyse_on(observation, config, scale, prefer_latest)
+    for attempt in _ATTEMPTS:
+        analysis = _analyse_on(observation, config, attempt)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis
         if best.match is None or all(check.ok for check in best.checks.values()):
@@ -71,23 +88,25 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     return best
 
 
-def _analyse_on(observation: Observation, config: HexaConfig, scale: float, prefer_latest: bool) -> BlockAnalysis:
+def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) -> BlockAnalysis:
     started = time.perf_counter()
-    args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens, scale)
+    args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens, attempt.scale)
+    if attempt.crowded:
+        args, kwargs = crowded_inputs(args, kwargs, CROWD)
     captured: dict[Mode, CapturedBlock] = {}
     rewritten: dict[Mode, RewrittenBlock] = {}
     refusals: dict[Mode, Refusal] = {}
     match: MoEMatch | None = None
     for mode in MODES:
         with _in_mode(observation.module, mode):
-            outcome = _rewrite_mode(observation, args, kwargs, config, prefer_latest)
+            outcome = _rewrite_mode(observation, args, kwargs, config, attempt.prefer_latest)
         if isinstance(outcome, Refusal):
             refusals[mode] = outcome
             continue
         found, rewritten[mode] = outcome
         captured[mode], match = found.captured, match or found
     seconds = time.perf_counter() - started
-    checks = _check(observation, rewritten, refusals, args, kwargs) if config.verify else {}
+    checks = _check(observation, captured, rewritten, refusals, args, kwargs) if config.verify else {}
     return BlockAnalysis(observation.path, match, captured, rewritten, refusals, checks, seconds)
 
 
@@ -95,7 +114,7 @@ def _rewrite_mode(
     observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, prefer_latest: bool
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     try:
-        captured = capture(observation.module, args, kwargs, observation.path)
+        captured = canonicalize(capture(observation.module, args, kwargs, observation.path))
     except CaptureError as error:
         return Refusal(observation.path, str(error))
     match = detect(captured, prefer_latest)
@@ -106,6 +125,7 @@ def _rewrite_mode(
 
 def _check(
     observation: Observation,
+    captured: Mapping[Mode, CapturedBlock],
     rewritten: dict[Mode, RewrittenBlock],
     refusals: dict[Mode, Refusal],
     args: tuple[Any, ...],
@@ -115,13 +135,20 @@ def _check(
     checks: dict[Mode, VerificationResult] = {}
     for mode in list(rewritten):
         with _in_mode(observation.module, mode):
-            checks[mode] = verify(observation.module, rewritten[mode], args, kwargs)
+            brief = any(other in checks and _does_the_same(captured[mode], captured[other]) for other in MODES)
+            settings = VerifySettings(crowd=crowd_of(captured[mode].graph), brief=brief)
+            checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
         if not checks[mode].ok:
             refusals[mode] = Refusal(
                 observation.path, f"the rewritten block differs from the original: {checks[mode].reason}"
             )
             del rewritten[mode]
     return checks
+
+
+def _does_the_same(first: CapturedBlock, second: CapturedBlock) -> bool:
+    """Whether the recorded runs are the same calls with the same arguments."""
+    return first.graph.python_code("self").src == second.graph.python_code("self").src
 
 
 @contextmanager

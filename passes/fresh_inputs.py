@@ -42,13 +42,13 @@ class FreshInputs:
         shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves]
         return self._make(shapes, dtype, routing)
 
-    def at(self, batch: int, sequence: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    def at(self, batch: int, sequence: int, dtype: torch.dtype, routing: Routing | None = None) -> tuple[Any, Any]:
         """The same with dimensions that count batch, sequence or tokens in the example set to the given sizes."""
         shapes = [
             _resized(leaf.shape, self._sizes, (batch, sequence)) if isinstance(leaf, torch.Tensor) else ()
             for leaf in self._leaves
         ]
-        return self._make(shapes, dtype, None)
+        return self._make(shapes, dtype, routing)
 
     def _kind(self, leaf: Any) -> Kind:
         if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0 or leaf.is_complex():

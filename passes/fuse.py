@@ -14,6 +14,9 @@ from hexa_fx.passes.lower import LOWERED
 
 hexa = torch.ops.hexa
 
+FUSED = "fused"
+"""The fact that activations are folded into the projections before them."""
+
 
 @dataclass(frozen=True)
 class FuseActivation(GraphPass):
@@ -24,7 +27,7 @@ class FuseActivation(GraphPass):
     """
 
     name: ClassVar[str] = "fuse_activation"
-    contract: ClassVar[Contract] = Contract(requires=frozenset({LOWERED}), provides=frozenset({"fused"}))
+    contract: ClassVar[Contract] = Contract(requires=frozenset({LOWERED}), provides=frozenset({FUSED}))
 
     def apply(self, gm: GraphModule) -> int:
         """Fuses every activation that follows a projection, and every gradient of one."""

@@ -13,11 +13,16 @@ import torch.fx
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import CapturedBlock, functional, record_of
 from hexa_fx.ir import FfnSpec, InputGuard, RewrittenBlock
+from hexa_fx.passes.detect.body import ExpertBody
+from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing import Source
+from hexa_fx.passes.emit_rows import RowEmitter
 from hexa_fx.passes.kept_calls import Kept, keep
 from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
+
+_FREE_OF_EFFECTS = ("size", "flatten", "index_select", "clamp", "view", "reshape", operator.getitem, operator.lt)
 
 
 def rewrite(match: MoEMatch, recompute_h: bool = False) -> RewrittenBlock:
@@ -44,24 +49,34 @@ class _Rewriter:
                 self._call(node, kept)
             else:
                 self._copy(node, kept)
-        self.graph.output(self._map(captured.output))
+        kept_values = tuple(self._map(item.value) for item in self.match.stored)
+        output = self._map(captured.output)
+        self.graph.output((output, kept_values) if kept_values else output)
         self._drop_unused()
         self.graph.lint()
-        return RewrittenBlock(captured.path, self.graph, tuple(weights.packed), self._guards(captured))
+        stored = tuple((item.path, item.name) for item in self.match.stored)
+        return RewrittenBlock(captured.path, self.graph, tuple(weights.packed), self._guards(captured), stored)
 
     def _roots(self) -> list[torch.fx.Node]:
         routing = self.match.routing
         sources = (routing.index, *routing.before, *routing.after)
         return [
             self.match.source,
+            *(self.match.body.roots if isinstance(self.match.body, FreeBody) else ()),
             *(node for source in sources for node in source.nodes),
             *(b.condition for b in self.match.branches),
+            *self._stored_nodes(),
         ]
+
+    def _stored_nodes(self) -> list[torch.fx.Node]:
+        found: list[torch.fx.Node] = []
+        torch.fx.map_arg([item.value for item in self.match.stored], found.append)
+        return found
 
     def _drop_unused(self) -> None:
         """Sizes and results that only the removed code read."""
         for node in reversed(self.graph.nodes):
-            if not node.users and (node.target in ("size", operator.getitem) or node.op == "get_attr"):
+            if not node.users and (node.target in _FREE_OF_EFFECTS or node.op == "get_attr"):
                 self.graph.erase_node(node)
 
     # -- around the region ---------------------------------------------------------------------------------------------
@@ -142,15 +157,10 @@ class _Rewriter:
             tokens, index, factor = self._scale_rows(tokens, index, factor, before)
         past_experts = self._identity(tokens, index, factor) if match.identity and factor is not None else None
         index = self._within_sentinel(index)
-        operands = weights.emit(match.body)
-        body = match.body
-        spec = FfnSpec(body.activation, operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h)
-        result = self.graph.call_function(
-            torch.ops.hexa.moe_ffn.default,
-            (tokens, index, factor, operands.w1, operands.b1, operands.w3, operands.b3, operands.w2, operands.b2)
-            + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h),
-        )
-        result.meta["hexa"] = spec
+        if isinstance(match.body, FreeBody):
+            result = self._free(match.body, weights, index, factor)
+        else:
+            result = self._canonical(match.body, weights, tokens, index, factor)
         if before is not None and routing.top_k > 1:
             result = self.graph.call_method(
                 "sum", (self.graph.call_method("unflatten", (result, 0, (-1, routing.top_k))), 1)
@@ -158,6 +168,37 @@ class _Rewriter:
         if past_experts is not None:
             result = self.graph.call_function(operator.add, (result, past_experts))
         return self._restore(result)
+
+    def _canonical(
+        self,
+        body: ExpertBody,
+        weights: WeightEmitter,
+        tokens: torch.fx.Node,
+        index: torch.fx.Node,
+        factor: torch.fx.Node | None,
+    ) -> torch.fx.Node:
+        operands = weights.emit(body)
+        spec = FfnSpec(body.activation, operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h)
+        result = self.graph.call_function(
+            torch.ops.hexa.moe_ffn.default,
+            (tokens, index, factor, operands.w1, operands.b1, operands.w3, operands.b3, operands.w2, operands.b2)
+            + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h),
+        )
+        result.meta["hexa"] = spec
+        return result
+
+    def _free(
+        self, body: FreeBody, weights: WeightEmitter, index: torch.fx.Node, factor: torch.fx.Node | None
+    ) -> torch.fx.Node:
+        emitter = RowEmitter(
+            graph=self.graph,
+            weights=weights,
+            body=body,
+            outside=self.new.__getitem__,
+            as_rows=lambda node: self._as_rows(self.new[node], record_of(node).value),
+            factor=lambda sources: self._product(sources, index),
+        )
+        return emitter.emit(index, factor, self.match.routing.top_k)
 
     def _within_sentinel(self, index: torch.fx.Node) -> torch.fx.Node:
         """Ids that no stored expert has become the one id that contributes nothing, E."""
@@ -214,9 +255,19 @@ class _Rewriter:
             return node if value.dim() == 2 and value.shape[1] == k else call("reshape", (node, -1, k))
         if source.reading == "slot_token":
             return call("t", (call("reshape", (node, k, -1)),))
+        if source.reading == "one_hot":
+            return self._ids_of_marks(node)
         if source.reading == "token":
             return call("expand", (call("reshape", (node, -1, 1)), -1, k))
         return call("gather", (self._by_expert(node, source, value), 1, index))
+
+    def _ids_of_marks(self, node: torch.fx.Node) -> torch.fx.Node:
+        """(T, k, E) zeros and ones as (T, k) ids; E where no expert is marked."""
+        call, experts = self.graph.call_method, self.match.num_experts
+        marks = call("reshape", (node, -1, self.match.routing.top_k, experts))
+        ids = call("argmax", (call("int", (marks,)), -1))
+        unmarked = self.graph.call_function(operator.eq, (call("sum", (marks, -1)), 0))
+        return call("masked_fill", (ids, unmarked, experts))
 
     def _by_expert(self, node: torch.fx.Node, source: Source, value: torch.Tensor) -> torch.fx.Node:
         """A routing quantity as (T, E)."""

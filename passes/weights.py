@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+import re
 from dataclasses import dataclass, field
 
+import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock
@@ -42,6 +44,25 @@ class WeightEmitter:
         self._groups = expert_groups(
             dict(block.named_parameters(remove_duplicate=False)) | dict(block.named_buffers(remove_duplicate=False))
         ).members
+        self._by_base: dict[str, torch.fx.Node] = {}
+
+    def matrices(self, base: str, experts: int) -> torch.fx.Node:
+        """(E, ., .) of one base, read once."""
+        if base not in self._by_base:
+            self._by_base[base] = self._read(_name_of(base), [base], experts)
+        return self._by_base[base]
+
+    def vectors(self, base: str) -> torch.fx.Node:
+        """(E, C) of one base, a bias or a scale; (E,) where it is one number an expert. Read once."""
+        if base not in self._by_base:
+            listed = base in self._groups
+            dims = self.captured.tensor_of(self._groups[base][0] if listed else base).dim() + listed
+            node = self._stacked(base) if listed and dims == 1 else self._read(_name_of(base), [base], 0)
+            self._by_base[base] = node if dims <= 2 else self.graph.call_method("flatten", (node, 1))
+        return self._by_base[base]
+
+    def _stacked(self, base: str) -> torch.fx.Node:
+        return self.graph.call_function(torch.stack, ([self.graph.get_attr(name) for name in self._groups[base]],))
 
     def emit(self, body: ExpertBody) -> WeightNodes:
         w1, b1, w3, b3, glu = self._first(body)
@@ -132,6 +153,11 @@ class WeightEmitter:
         if experts and self.captured.tensor_of(bases[0]).dim() == 2:
             return self.graph.call_method("unflatten", (node, 0, (experts, -1)))
         return node
+
+
+def _name_of(base: str) -> str:
+    """An attribute name for packed storage: the path with the expert's number left open."""
+    return "hexa_" + re.sub(r"\W+", "_", base.replace("{}", "each"))
 
 
 def _part(stack: Stack, size: int) -> slice:

@@ -59,7 +59,7 @@ class _Selections(TorchFunctionMode):
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
     """Runs ``model`` without gradients and returns candidates in the order of ``model.named_modules()``.
 
-    The model's own error passes through unchanged if it rejects the inputs. Buffers and the random state are put back.
+    The model's own error passes through unchanged if it rejects the inputs. Buffers, attributes and the random state are put back.
     """
     suspects = {path for path, module in model.named_modules() if _may_hold_experts(path, module)}
     if not suspects:
@@ -98,10 +98,15 @@ def _lists_of_parameters(module: nn.Module) -> bool:
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
     saved = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
+        for module, before in attributes:
+            for name in module.__dict__.keys() - before.keys():
+                del module.__dict__[name]
+            module.__dict__.update(before)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if name in saved and saved[name].shape == buffer.shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.fx
 
 
 def probe_inputs(
@@ -45,3 +46,41 @@ def _cut(tensors: dict[Any, torch.Tensor], max_tokens: int) -> dict[Any, torch.T
 def _rows(tensor: torch.Tensor) -> int:
     """Rows of a float tensor; an index tensor has a row for each first index."""
     return tensor.shape[:-1].numel() if tensor.is_floating_point() else tensor.shape[0]
+
+
+CROWD = 160
+"""Tokens in a crowded probe, unless the code names a larger capacity."""
+
+_COMPARISONS = frozenset("le lt ge gt clamp clamp_ clip min minimum".split())
+
+
+def crowd_of(graph: torch.fx.Graph) -> int:
+    """A number of tokens above any limit that the code compares with: twice the largest whole number below 2048 in one."""
+    limits = [
+        item
+        for node in graph.nodes
+        if str(getattr(node.target, "__name__", node.target)) in _COMPARISONS
+        for item in (*node.args, *node.kwargs.values())
+        if isinstance(item, int) and not isinstance(item, bool) and 1 < item < 2048
+    ]
+    return max([CROWD, *(2 * limit for limit in limits)])
+
+
+def crowded_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Half of the tokens nearly alike, half random, if the block takes one float tensor of tokens; else the same inputs."""
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
+    if len(tensors) != 1:
+        return args, kwargs
+    ((key, example),) = tensors.items()
+    if not example.is_floating_point() or example.dim() not in (2, 3) or not example.numel():
+        return args, kwargs
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(tokens, example.shape[-1], generator=generator).to(example) * example.std()
+    one = example.reshape(-1, example.shape[-1])[0]
+    alike = torch.arange(tokens, device=example.device)[:, None] % 2 == 0
+    crowd = torch.where(alike, one + 0.01 * noise, noise)
+    named[key] = crowd if example.dim() == 2 else crowd.unsqueeze(0)
+    return tuple(named[i] for i in range(len(args))), {name: named[name] for name in kwargs}

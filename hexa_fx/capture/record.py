@@ -17,6 +17,21 @@ from hexa_fx.capture.host import visible_host
 from hexa_fx.capture.recorder import ModuleCall, NodeRecord, Recorder, record_of
 from hexa_fx.errors import CaptureError
 
+UNKNOWN = object()
+"""Stands for a stored value that is neither None nor made of tensors of the run."""
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """An attribute that the run set on a module: ``value`` with nodes for tensors, or `UNKNOWN`."""
+
+    path: str
+    name: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else f"self.{self.name}"
+
 
 @dataclass(frozen=True)
 class CapturedBlock:
@@ -30,7 +45,7 @@ class CapturedBlock:
         calls: every submodule call, with its arguments and results as nodes.
         arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
         output: the result, with nodes for tensors.
-        stored: attributes that the run set on modules, as (module path, name).
+        stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
     """
 
     block: nn.Module
@@ -40,7 +55,7 @@ class CapturedBlock:
     calls: tuple[ModuleCall, ...]
     arguments: tuple[tuple[str, Any], ...]
     output: Any
-    stored: tuple[tuple[str, str], ...] = ()
+    stored: tuple[StoredValue, ...] = ()
 
     def tensor_of(self, name: str) -> torch.Tensor:
         """The parameter, buffer or constant behind a ``get_attr`` target."""
@@ -75,42 +90,81 @@ def capture(
     recorder = Recorder(parameters)
     bound = _bind_arguments(block, args, kwargs)
     try:
-        with _restored_state(block) as stored, torch.random.fork_rng(devices=[]), torch.no_grad():
+        with _restored_state(block) as attributes, torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(seed)
-            result, arguments = _run(block, recorder, bound)
+            with _emptied() as emptied:
+                result, arguments = _run(block, recorder, bound)
             output = recorder.lift(result)
+            stored = tuple(_stored_values(block, attributes, emptied, recorder))
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
-    recorder.graph.output(output).meta["hexa"] = NodeRecord(None)
+    kept = [item.value for item in stored if item.value is not UNKNOWN]
+    recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
     calls = tuple(recorder.calls)
-    return CapturedBlock(block, path, recorder.graph, recorder.constants, calls, arguments, output, tuple(stored))
+    return CapturedBlock(block, path, recorder.graph, recorder.constants, calls, arguments, output, stored)
 
 
 @contextmanager
-def _restored_state(block: nn.Module) -> Iterator[list[tuple[str, str]]]:
-    """Puts buffers and attributes back; the list is filled with the attributes that were set."""
+def _restored_state(block: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
+    """Puts buffers and attributes back afterwards. Gives every module's attributes as they were before, by its path."""
     buffers = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
     attributes = {path: dict(module.__dict__) for path, module in block.named_modules()}
-    stored: list[tuple[str, str]] = []
     try:
-        yield stored
+        yield attributes
     finally:
         for path, module in block.named_modules():
-            stored += [(path, name) for name in _restore_attributes(module, attributes.get(path, {}))]
+            before = attributes.get(path, {})
+            for name in _changed(module, before):
+                del module.__dict__[name]
+            module.__dict__.update(before)
         with torch.no_grad():
             for name, buffer in block.named_buffers():
                 if name in buffers:
                     buffer.copy_(buffers[name])
 
 
-def _restore_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    changed = [name for name, value in module.__dict__.items() if name not in before or value is not before[name]]
-    for name in changed:
-        del module.__dict__[name]
-    module.__dict__.update({name: before[name] for name in changed if name in before})
-    return changed
+@contextmanager
+def _emptied() -> Iterator[set[tuple[int, str]]]:
+    """Notes which attributes are set to None, by the module's id. That is a result too, though it may have been None before."""
+    noted: set[tuple[int, str]] = set()
+    plain = nn.Module.__setattr__
+
+    def noting(module: nn.Module, name: str, value: Any) -> None:
+        plain(module, name, value)
+        if value is None:
+            noted.add((id(module), name))
+        else:
+            noted.discard((id(module), name))
+
+    nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
+    try:
+        yield noted
+    finally:
+        nn.Module.__setattr__ = plain  # type: ignore[method-assign]
+
+
+def _changed(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    return [name for name, value in module.__dict__.items() if name not in before or value is not before[name]]
+
+
+def _stored_values(
+    block: nn.Module, attributes: dict[str, dict[str, Any]], emptied: set[tuple[int, str]], recorder: Recorder
+) -> Iterator[StoredValue]:
+    for path, module in block.named_modules():
+        changed = _changed(module, attributes.get(path, {}))
+        emptied_here = (name for owner, name in sorted(emptied) if owner == id(module) and name in module.__dict__)
+        for name in dict.fromkeys((*changed, *emptied_here)):
+            value = module.__dict__[name]
+            yield StoredValue(path, name, recorder.lift(value) if _is_liftable(value) else UNKNOWN)
+
+
+def _is_liftable(value: Any) -> bool:
+    """None, tensors, and tuples and lists of such: what can be set again after every run of another graph."""
+    if type(value) in (tuple, list):
+        return all(_is_liftable(item) for item in value)
+    return value is None or isinstance(value, torch.Tensor)
 
 
 def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
@@ -143,4 +197,4 @@ def _run(
         return block.forward(*bound.args, **bound.kwargs), tuple(named)
 
 
-__all__ = ["CapturedBlock", "capture", "record_of"]
+__all__ = ["UNKNOWN", "CapturedBlock", "StoredValue", "capture", "record_of"]

@@ -51,6 +51,7 @@ class HexaForward:
         self.programs = {True: _program(train), False: _program(eval)}
         self.guards = {True: train.guards if train else (), False: eval.guards if eval else ()}
         self.packed_names = {True: _packed_names(train), False: _packed_names(eval)}
+        self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
         self._own_original = original
         self._logged: set[str] = set()
         self._bind(module)
@@ -116,7 +117,13 @@ class HexaForward:
         inputs = [values[name] for name in program.inputs]
         for name in self.packed_names[training]:
             getattr(module, name).refresh()
-        return program.function(module, *inputs)
+        result = program.function(module, *inputs)
+        if not self.stored[training]:
+            return result
+        output, values = result
+        for (path, name), value in zip(self.stored[training], values):
+            setattr(module.get_submodule(path), name, value)
+        return output
 
     def _check_coverage(self, values: dict[str, Any], training: bool) -> None:
         """An argument that the graph neither reads nor guards must be as if it had not been given."""

@@ -68,7 +68,7 @@ class ModuleState:
             {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
             for buffers in self._buffers
         ]
-        self._attributes = [_plain_attributes(child) for child in self._modules]
+        self._attributes = [dict(child.__dict__) for child in self._modules]
 
     def restore(self) -> None:
         """Puts the saved values back, into the same buffer objects."""
@@ -76,7 +76,7 @@ class ModuleState:
             child._buffers.update(buffers)
             for name, value in saved.items():
                 buffers[name].detach().copy_(value)  # type: ignore[union-attr]
-            for name in set(_plain_attributes(child)) - set(attributes):
+            for name in child.__dict__.keys() - attributes.keys():
                 del child.__dict__[name]
             child.__dict__.update(attributes)
 
@@ -92,6 +92,12 @@ class ModuleState:
         """Plain attributes by dotted name."""
         return {f"attribute {path}.{name}": v for path, name, v in self._listed() if not isinstance(v, torch.Tensor)}
 
+    def fresh_tensors(self) -> list[torch.Tensor]:
+        """Tensor attributes that were set since `restore`, in the order of their names."""
+        before = {id(value) for attributes in self._attributes for value in attributes.values()}
+        found = [item for item in self._listed() if isinstance(item[2], torch.Tensor)]
+        return [value for _, _, value in sorted(found, key=lambda item: item[:2]) if id(value) not in before]
+
     def _listed(self) -> Iterable[tuple[str, str, Any]]:
         for path, child in self._named:
             for name, value in _plain_attributes(child).items():
@@ -99,7 +105,12 @@ class ModuleState:
 
 
 def observe(
-    call: Callable[..., Any], module: nn.Module, state: ModuleState, inputs: tuple[Any, Any], seed: int
+    call: Callable[..., Any],
+    module: nn.Module,
+    state: ModuleState,
+    inputs: tuple[Any, Any],
+    seed: int,
+    gradients: bool = True,
 ) -> Outcome:
     """Runs ``call(*args, **kwargs)`` and its backward from a given random state and module state.
 
@@ -109,6 +120,7 @@ def observe(
         state: restored before the call, read after it.
         inputs: (args, kwargs); floating tensors among them get gradients.
         seed: of the random numbers.
+        gradients: whether backward runs too.
 
     Raises:
         Exception: whatever ``call`` raises. An error of backward alone is recorded in the outcome.
@@ -123,7 +135,7 @@ def observe(
     before = [parameter._version for parameter in parameters.values()]
     devices = sorted({parameter.device.index or 0 for parameter in parameters.values() if parameter.is_cuda})
     state.restore()
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    with torch.random.fork_rng(devices), torch.set_grad_enabled(gradients):
         torch.manual_seed(seed)
         result = call(*args, **kwargs)
         streams = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
@@ -132,13 +144,14 @@ def observe(
         values = {name: tensor.detach().clone() for name, tensor in values.items()}
         values.update(state.tensors())
         facts = state.facts()
-        gradients, backward_error = _gradients(result, {**roots, **parameters}, seed)
+        results = [result, state.fresh_tensors()]
+        taken, backward_error = _gradients(results, {**roots, **parameters}, seed) if gradients else ({}, "")
     after = [parameter._version for parameter in parameters.values()]
     facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
     facts["structure of the outputs"] = str(pytree.tree_structure(result))
     facts["outputs that are no tensors"] = [leaf for leaf in pytree.tree_leaves(result) if not _is_tensor(leaf)]
     facts["random numbers drawn"] = [stream.tolist() for stream in streams]
-    return Outcome(values, gradients, facts, backward_error)
+    return Outcome(values, taken, facts, backward_error)
 
 
 def difference(original: Outcome, other: Outcome) -> Difference:

@@ -20,11 +20,13 @@ from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
 from hexa_fx.passes.detect.combine import Combine, find_combine
+from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.offset import explain_offset
 from hexa_fx.passes.detect.projections import Contraction, Instance, find_contractions, group_instances, match_rows
 from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing
-from hexa_fx.passes.detect.rules import opaque_nodes, refuse_stored_state, shape_branches
+from hexa_fx.passes.detect.rules import opaque_nodes, refuse_stored_intermediates, shape_branches, stored_outside_calls
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -84,12 +86,26 @@ def _companions(family: frozenset[str], groups: ExpertGroups) -> frozenset[str]:
 def _detect_family(
     captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_latest: bool
 ) -> MoEMatch:
+    """The region as experts of the standard form; where it is not that, as experts of any form that run one at a time."""
+    try:
+        return _detect_standard(captured, groups, family, prefer_latest)
+    except Refuse as refusal:
+        standard = refusal
+    try:
+        return detect_free(captured, groups, family, prefer_latest)
+    except NotFree:
+        raise standard from None
+
+
+def _detect_standard(
+    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_latest: bool
+) -> MoEMatch:
     tags = tag(captured, groups, family)
     contractions = find_contractions(captured, tags)
     if not contractions:
         raise Refuse("no product with per-expert weights was seen")
     products = [contraction.node for contraction in contractions]
-    refuse_stored_state(captured, products)
+    stored = stored_outside_calls(captured, products)
     replay, weights = Replay(captured), WeightTable(captured, groups, tags)
     source, instances = match_rows(group_instances(contractions), captured, tags, replay, weights)
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
@@ -98,13 +114,16 @@ def _detect_family(
     body = identify_body(instances, tags, replay, weights, _late_bias(instances, combine.node, tags))
     experts = body.down.matrices.shape[0]
     pairs = _pairs(instances, body, combine)
-    identity = _explain_offset(pairs, body, combine, replay.value(source), weights)
+    identity = explain_offset(pairs, body.down_bias, combine, replay.value(source), weights)
     routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, prefer_latest)
     if identity is not None:
         check_identity(identity, routing, tokens, experts, combine.node)
     branches = shape_branches(captured, tags, set(routing.index.nodes), opaque)
+    refuse_stored_intermediates(stored, tags, combine.node)
     idiom = _idiom(contractions, captured)
-    return MoEMatch(captured, source, combine.node, experts, body, routing, identity is not None, branches, idiom)
+    return MoEMatch(
+        captured, source, combine.node, experts, body, routing, identity is not None, branches, idiom, stored
+    )
 
 
 def _parameters(captured: CapturedBlock) -> dict[str, torch.Tensor]:
@@ -131,31 +150,6 @@ def _pairs(instances: list[Instance], body: ExpertBody, combine: Combine) -> Pai
         raise Refuse("a factor between the projections is followed by a bias, so it is no routing weight", combine.node)
     real = token >= 0
     return Pairs(token[real], expert[real], before[real], after[real])
-
-
-def _explain_offset(
-    pairs: Pairs, body: ExpertBody, combine: Combine, source: torch.Tensor, weights: WeightTable
-) -> torch.Tensor | None:
-    """What the combine holds without the products: the weighted biases, or the tokens themselves times a factor.
-
-    Returns:
-        None, or the factor (T,) with which identity ("zero-computation") experts add the token.
-    """
-    offset = combine.offset
-    expected = torch.zeros_like(offset)
-    if body.down_bias is not None and bool((offset != 0).any()):
-        vectors = weights.vectors(body.down_bias)
-        if vectors is None:
-            raise Refuse("an expert parameter after the second projection is not a bias vector", combine.node)
-        expected.index_add_(0, pairs.token, pairs.after[:, None] * vectors[pairs.expert])
-    if torch.allclose(offset, expected, rtol=1e-6, atol=1e-6):
-        return None
-    x = source.reshape(-1, source.shape[-1])
-    if x.shape == offset.shape:
-        factor = (offset * x).sum(1) / (x * x).sum(1).clamp(min=1e-300)
-        if torch.allclose(offset, factor[:, None] * x, rtol=1e-6, atol=1e-6):
-            return factor
-    raise Refuse("the combined output contains something besides the weighted expert outputs", combine.node)
 
 
 def _idiom(contractions: list[Contraction], captured: CapturedBlock) -> str:

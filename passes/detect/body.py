@@ -20,7 +20,7 @@ from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.passes.detect.graph import ancestors, literals, operation
 from hexa_fx.passes.detect.projections import Contraction, Instance, feature_size, linear_part
 from hexa_fx.passes.detect.rules import refuse_randomness
-from hexa_fx.passes.detect.stacks import Stack, WeightTable
+from hexa_fx.passes.detect.stacks import Form, Stack, WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -50,6 +50,19 @@ class ExpertBody:
     params: tuple[float, ...]
     pairing: str
     between: tuple[torch.Tensor, ...]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.gate.matrices.shape[2]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down.matrices.shape[2]
+
+    @property
+    def form(self) -> Form:
+        """How the user stores the weights."""
+        return self.gate.form
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,11 @@ def _experiment(instances: list[Instance], replay: Replay, reach: float) -> _Pro
             noise = torch.randn(recorded.shape, generator=generator, dtype=torch.float64)
             wide = torch.rand(recorded.shape, generator=generator, dtype=torch.float64) < 0.3
             spread = (torch.rand(recorded.shape, generator=generator, dtype=torch.float64) - 0.5) * 2 * reach
-            replace[contraction.node] = torch.where(wide, spread, 2 * noise).to(recorded.device)
+            values = _by_feature(torch.where(wide, spread, 2 * noise), contraction.node)
+            half = values.shape[1] // 2
+            for column in {0, min(1, values.shape[1] - 1), half, min(half + 1, values.shape[1] - 1)}:
+                values[:, column] = values[:, column].abs() + 0.5  # no activation makes the whole row zero
+            replace[contraction.node] = values.reshape(recorded.shape).to(recorded.device)
     answers = replay.run(replace, [instance.second.data for instance in instances])
     hidden = [[_by_feature(replace[c.node], c.node) for c in instance.first] for instance in instances]
     return _Probe(hidden, [_by_feature(answers[i.second.data], i.second.data) for i in instances])

@@ -15,12 +15,15 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
-from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes
+from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes, operation
 from hexa_fx.passes.detect.projections import Instance, feature_size
 from hexa_fx.passes.detect.rules import leaves_decision, refuse_randomness
 from hexa_fx.passes.detect.verdict import Refuse
 
 _TOLERANCE = 1e-6
+_SAME_NUMBERS = frozenset(
+    "view reshape flatten unflatten contiguous to type_as float half bfloat16 double clone".split()
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def find_combine(
         if coefficients is not None and leaves_decision(node, opaque):
             decides_later = True
         elif coefficients is not None:
-            last = _last_alike(node, candidates, outputs)
+            last = _last_alike(node, candidates)
             return Combine(last, coefficients, answers[0])
     refuse_randomness(descendants(seconds) & ancestors(candidates))
     if decides_later:
@@ -64,19 +67,20 @@ def find_combine(
     raise Refuse("expert outputs are not combined as a weighted sum for each token", candidates[0])
 
 
-def _last_alike(
-    node: torch.fx.Node, candidates: Sequence[torch.fx.Node], outputs: list[dict[torch.fx.Node, torch.Tensor]]
-) -> torch.fx.Node:
-    """The last candidate that holds the same numbers: casts and views after the combine belong to it.
+def _last_alike(node: torch.fx.Node, candidates: Sequence[torch.fx.Node]) -> torch.fx.Node:
+    """The last of the casts and views that follow the combine at once: they belong to it.
 
     A shape whose leading sizes no input has could not be restored for other sizes, so such a view is left outside.
     """
     known = {record_of(n).value.shape[:-1] for n in node.graph.nodes if n.op == "placeholder" and is_float(n)}
-    last = node
-    for candidate in candidates[candidates.index(node) :]:
+    last, alike = node, {node}
+    for candidate in candidates[candidates.index(node) + 1 :]:
+        read = {operand for operand in candidate.all_input_nodes if is_float(operand)}
+        if operation(candidate) not in _SAME_NUMBERS or not read <= alike:
+            break
+        alike.add(candidate)
         shape = record_of(candidate).value.shape
-        same = all(torch.equal(output[candidate].flatten(), output[node].flatten()) for output in outputs)
-        if same and (len(shape) == 2 or shape[:-1] in known):
+        if len(shape) == 2 or shape[:-1] in known:
             last = candidate
     return last
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch.fx
 
-from hexa_fx.capture import CapturedBlock
+from hexa_fx.capture import CapturedBlock, StoredValue
 from hexa_fx.passes.detect.body import ExpertBody
+from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.routing import Routing
 from hexa_fx.passes.detect.rules import ShapeBranch
 
@@ -22,14 +23,16 @@ class MoEMatch:
         identity: ids of E and above stand for experts that return the token itself.
         branches: size conditions under which the region looks like this.
         idiom: how the experts are run, in words, for reports.
+        stored: results that the code keeps on modules and that the rewritten block has to set.
     """
 
     captured: CapturedBlock
     source: torch.fx.Node
     output: torch.fx.Node
     num_experts: int
-    body: ExpertBody
+    body: ExpertBody | FreeBody
     routing: Routing
     identity: bool
     branches: tuple[ShapeBranch, ...]
     idiom: str
+    stored: tuple[StoredValue, ...] = ()

@@ -194,7 +194,7 @@ def match_rows(
 ) -> tuple[torch.fx.Node, list[Instance]]:
     """Finds the token source (the node whose rows are the tokens) and every instance's rows."""
     leader = max(pairs, key=lambda pair: replay.value(pair[0][0].data).numel())[0][0]
-    for source in _token_sources(leader, captured, tags):
+    for source in token_sources(leader.node, feature_size(leader.data), captured, tags):
         tokens = replay.value(source).reshape(-1, feature_size(leader.data))
         reader = _Reader(tokens, replay, weights)
         if reader.read(leader) is None:
@@ -264,16 +264,16 @@ def feature_size(node: torch.fx.Node) -> int:
     return int(shape[-2] if shape[-1] == 1 and len(shape) >= 2 else shape[-1])
 
 
-def _token_sources(
-    leader: Contraction, captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]
+def token_sources(
+    first: torch.fx.Node, width: int, captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]
 ) -> Iterator[torch.fx.Node]:
-    """Untagged float tensors of the right width before the first product, each distinct value once.
+    """Untagged float tensors of ``width`` computed before the node ``first``, each distinct value once.
 
     Earliest first, but values inside submodule calls last: using one would compute it a second time.
     """
-    width, inner = feature_size(leader.data), inside_calls(captured)
+    inner = inside_calls(captured)
     before = list(captured.graph.nodes)
-    before = before[: before.index(leader.node)]
+    before = before[: before.index(first)]
     seen: set[tuple[int, bytes]] = set()
     for node in sorted(before, key=lambda node: node in inner):
         if not is_float(node) or tags[node].experts or tags[node].weight:

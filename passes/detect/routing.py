@@ -19,9 +19,11 @@ from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 Reading = Literal[
-    "token_slot", "slot_token", "token_expert", "expert_token", "token_expert_position", "token", "columns"
+    "token_slot", "slot_token", "token_expert", "expert_token", "token_expert_position", "token", "columns", "one_hot"
 ]
-"""How a tensor is read: (T, k), (k, T), (T, E), (E, T), (T, E, C) summed over C, (T,) for all slots, or one (T,) a slot."""
+"""How a tensor is read: (T, k), (k, T), (T, E), (E, T), (T, E, C) summed over C, (T,) for all slots, one (T,) a slot, or
+(T, k, E) with a one at the chosen expert, if any.
+"""
 
 _TOLERANCE = 1e-6
 
@@ -92,6 +94,33 @@ def find_routing(
     return Routing(ids.shape[1], index, before, after)
 
 
+def find_row_factor(
+    wanted: torch.Tensor,
+    pairs: Pairs,
+    routing: Routing,
+    tokens: int,
+    experts: int,
+    captured: CapturedBlock,
+    tags: Mapping[torch.fx.Node, Tag],
+    end: torch.fx.Node,
+) -> tuple[Source, ...]:
+    """Where a number for every pair (P,) stands that the experts compute with; () if it is always 1.
+
+    Raises:
+        Refuse: it is not among the tensors computed before ``end``.
+    """
+    effective = (pairs.before * pairs.after).abs() > 0
+    active = Pairs(*(field[effective] for field in (pairs.token, pairs.expert, pairs.before, pairs.after)))
+    values = [record_of(node).value for node in routing.index.nodes]
+    if routing.index.reading == "columns":
+        ids = torch.stack([value.reshape(-1) for value in values], 1)
+    else:
+        ids = dict(_read_ids(values[0], tokens, experts))[routing.index.reading]
+    slots = _Slots(ids, active, tokens, experts)
+    known = _candidates(captured, tags, end)
+    return _find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
+
+
 def check_identity(factor: torch.Tensor, routing: Routing, tokens: int, experts: int, end: torch.fx.Node) -> None:
     """Identity experts must add the token with the routing weights of the ids at and above ``experts``.
 
@@ -131,13 +160,13 @@ def _find_index(
     """The node with the ids of every token, and the ids as (T, k)."""
     wanted = torch.zeros(tokens, experts, dtype=torch.bool, device=pairs.token.device)
     wanted[pairs.token, pairs.expert] = True
-    best: tuple[tuple[int, int, bool, int], Source, torch.Tensor] | None = None
+    best: tuple[tuple[bool, int, int, bool, int], Source, torch.Tensor] | None = None
     for place, node in enumerate(known):
         for reading, ids in _read_ids(record_of(node).value, tokens, experts):
             extra = _extra_ids(ids, wanted)
             if extra is None:
                 continue
-            key = (ids.shape[1], extra, node in inner, place)
+            key = (reading == "one_hot", ids.shape[1], extra, node in inner, place)
             if best is None or key < best[0]:
                 best = key, Source((node,), reading), ids
     if best is not None:
@@ -148,7 +177,11 @@ def _find_index(
 
 
 def _read_ids(value: torch.Tensor, tokens: int, experts: int) -> Iterator[tuple[Reading, torch.Tensor]]:
-    if value.is_floating_point() or value.dtype == torch.bool or value.is_complex() or value.numel() % tokens:
+    if value.is_floating_point() or value.is_complex() or value.numel() % tokens:
+        return
+    if value.dim() >= 2 and value.shape[-1] == experts and value.numel() // experts % tokens == 0:
+        yield from _read_one_hot(value.reshape(tokens, -1, experts))
+    if value.dtype == torch.bool:
         return
     k = value.numel() // tokens
     if not 0 < k <= experts:
@@ -157,6 +190,15 @@ def _read_ids(value: torch.Tensor, tokens: int, experts: int) -> Iterator[tuple[
         yield "token_slot", value.reshape(tokens, k)
     if k > 1 and value.dim() >= 2 and value.shape[0] == k:
         yield "slot_token", value.reshape(k, tokens).t()
+
+
+def _read_one_hot(marks: torch.Tensor) -> Iterator[tuple[Reading, torch.Tensor]]:
+    """Ids of (T, k, E) marks of which at most one is set for every slot; E where none is."""
+    if marks.shape[1] > marks.shape[2] or not bool(((marks == 0) | (marks == 1)).all()):
+        return
+    chosen = marks.sum(-1)
+    if bool((chosen <= 1).all()):
+        yield "one_hot", torch.where(chosen == 1, marks.int().argmax(-1), marks.shape[2])
 
 
 def _extra_ids(ids: torch.Tensor, wanted: torch.Tensor) -> int | None:

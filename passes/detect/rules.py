@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx
 
-from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture import UNKNOWN, CapturedBlock, StoredValue, record_of
 from hexa_fx.passes.detect.graph import RANDOM, ancestors, effects, is_float, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -41,17 +42,43 @@ def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> 
     return inside
 
 
-def refuse_stored_state(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> None:
-    """Raises:
-    Refuse: the code keeps a result on a module that the rewritten block does not call.
+def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> tuple[StoredValue, ...]:
+    """Results that the code keeps on modules which the rewritten block does not call, so that it has to set them itself.
+
+    Raises:
+        Refuse: one of them is no tensor of this run, or follows from what an earlier run kept.
     """
     opaque = opaque_nodes(captured, products)
     order = [node for node in captured.graph.nodes if node.op != "output"]
     live = [call.path for call in captured.calls if opaque.issuperset(order[call.start : call.end])]
-    for path, name in captured.stored:
-        if not any(path == kept or path.startswith(f"{kept}.") for kept in live):
-            owner = f"{path}.{name}" if path else f"self.{name}"
-            raise Refuse(f"the code keeps a result on the module ({owner}), which the rewritten block would not update")
+    found = []
+    for item in captured.stored:
+        if any(item.path == kept or item.path.startswith(f"{kept}.") for kept in live):
+            continue
+        behind = ancestors(_nodes(item.value))
+        if item.value is UNKNOWN or any(n.op == "get_attr" and n.target in captured.constants for n in behind):
+            raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")
+        found.append(item)
+    return tuple(found)
+
+
+def refuse_stored_intermediates(
+    stored: Iterable[StoredValue], tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
+) -> None:
+    """Raises:
+    Refuse: a result that the code keeps on a module is computed inside the experts, before ``end``.
+    """
+    for item in stored:
+        behind = ancestors(_nodes(item.value), stop=lambda node: node is end)
+        inside = ancestors([end]) - {end}
+        if any(tags[node].experts and not tags[node].weight for node in behind & inside):
+            raise Refuse(f"the code keeps what experts compute on the module ({item})", end)
+
+
+def _nodes(value: Any) -> list[torch.fx.Node]:
+    found: list[torch.fx.Node] = []
+    torch.fx.map_arg(value, found.append)
+    return found
 
 
 def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:

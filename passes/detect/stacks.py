@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -44,9 +44,15 @@ class WeightTable:
     captured: CapturedBlock
     groups: ExpertGroups
     tags: Mapping[torch.fx.Node, Tag]
+    _known: dict[str, tuple[Form, torch.Tensor] | None] = field(default_factory=dict, repr=False)
 
     def stored(self, base: str) -> tuple[Form, torch.Tensor] | None:
-        """The base as a float64 tensor with experts first, or None if it holds no experts."""
+        """The base as a float64 tensor with experts first, or None if it holds no experts. Converted once."""
+        if base not in self._known:
+            self._known[base] = self._read(base)
+        return self._known[base]
+
+    def _read(self, base: str) -> tuple[Form, torch.Tensor] | None:
         if base in self.groups.members:
             return "listed", torch.stack([self._parameter(name) for name in self.groups.members[base]])
         parameter = self._parameter(base)
@@ -80,7 +86,18 @@ class WeightTable:
         if stored is None:
             return None
         value = stored[1]
+        if value.dim() < 2:
+            return None
         return value.flatten(1) if value.dim() == 2 or value.shape[1:].numel() == max(value.shape[1:]) else None
+
+    def table(self, base: str) -> tuple[Form, torch.Tensor] | None:
+        """The base as (E, numbers an expert), whatever shape an expert's parameter has."""
+        stored = self.stored(base)
+        if stored is None:
+            parameter = self._parameter(base)
+            return ("stacked", parameter[:, None]) if parameter.dim() == 1 else None
+        form, value = stored
+        return form, value.flatten(1) if value.dim() > 1 else value[:, None]
 
     def _parameter(self, name: str) -> torch.Tensor:
         return self.captured.tensor_of(name).detach().double()

@@ -194,7 +194,12 @@ VARIANTS = (
     variant("dense_stack_einsum_scatter", StackEinsum, "stack and einsum with a masked softmax", threshold=False),
     variant("dense_compute_all_gather", ComputeAllGather, "compute all, gather the top k"),
     variant("dense_stacked_einsum", StackedEinsum, "einsum with stacked weights, one-hot combine"),
-    variant("dense_stacked_einsum_fused", StackedEinsumFused, "combine folded into a three-operand einsum"),
+    variant(
+        "dense_stacked_einsum_fused",
+        StackedEinsumFused,
+        "combine folded into a three-operand einsum",
+        gap="products of three operands are not read",
+    ),
     variant("dense_scaled_input_bmm", ScaledInputBmm, "bmm over all experts of scaled inputs (llama 4)"),
     variant("dense_mask_times_expert", MaskTimesExpert, "output times (indices == e)"),
     variant("dense_hard_pick_top1", HardPickTop1, "torch.where over the experts, no routing weight"),

@@ -1,0 +1,278 @@
+"""What does `hexa_fx.optimize` cost, and what does the rewritten model gain on the CPU?
+
+    python benchmarks/bench_optimize.py                    # all three questions
+    python benchmarks/bench_optimize.py optimize zoo       # some of them: optimize, zoo, experts
+    python benchmarks/bench_optimize.py --json results.json
+
+`optimize`: seconds of optimize() for a 4-layer 64-expert transformers model, by number of experts and of layers.
+`zoo`: forward and backward of the rewritten block against its original for every block of the zoo that is rewritten.
+`experts`: the same for one block at 8, 64 and 128 experts, written in the idioms that are most in use.
+One line a row; `--json` writes all rows with the versions they were measured on. Times are medians of processor time (not
+of wall time, so that other work on the machine counts less), of one thread unless `--threads` says otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import logging
+import os
+import pathlib
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import hexa_fx
+from tests.zoo import by_sorting, common, loops
+from tests.zoo.registry import VARIANTS
+
+Row = dict[str, Any]
+
+
+def versions() -> dict[str, str]:
+    """What the numbers depend on."""
+    import transformers
+
+    return {
+        "hexa_fx": hexa_fx.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": str(torch.get_num_threads()),
+        "cores": str(os.cpu_count()),
+    }
+
+
+# -- optimize ----------------------------------------------------------------------------------------------------------
+
+
+def qwen3(layers: int, experts: int) -> nn.Module:
+    """A small Qwen3-MoE in transformers' eager experts implementation."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=experts,
+        num_experts_per_tok=4,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.set_experts_implementation("eager")
+    return model.eval()
+
+
+class StackOfLists(nn.Module):
+    """Layers of a mixture whose experts are a ModuleList, as before transformers 5."""
+
+    def __init__(self, layers: int, experts: int, dim: int = 128, hidden: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ListMixture(experts, dim, hidden) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def bench_optimize() -> Iterator[Row]:
+    ids = torch.randint(3, 256, (2, 64), generator=torch.Generator().manual_seed(0))
+    for layers, experts in ((4, 8), (4, 64), (4, 128), (4, 256), (8, 64), (16, 64), (48, 64)):
+        yield _optimize_row("qwen3_moe (stacked)", layers, experts, qwen3(layers, experts), {"input_ids": ids})
+    x = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(0))
+    for layers, experts in ((4, 8), (4, 64), (4, 128), (4, 256), (16, 64)):
+        torch.manual_seed(0)
+        yield _optimize_row("ModuleList", layers, experts, StackOfLists(layers, experts).eval(), x)
+
+
+def _optimize_row(name: str, layers: int, experts: int, model: nn.Module, example: Any) -> Row:
+    seconds = {}
+    for verify in (True, False):
+        started = time.process_time()
+        opt = hexa_fx.optimize(model, example, hexa_fx.HexaConfig(verify=verify))
+        seconds[verify] = time.process_time() - started
+    return {
+        "question": "optimize",
+        "model": name,
+        "layers": layers,
+        "experts": experts,
+        "rewritten": sum(b.status == "rewritten" for b in opt.report.blocks),
+        "seconds": round(seconds[True], 3),
+        "seconds_without_verify": round(seconds[False], 3),
+    }
+
+
+# -- forward and backward ----------------------------------------------------------------------------------------------
+
+
+def bench_zoo(batch: int = 4, seq: int = 64) -> Iterator[Row]:
+    for v in VARIANTS:
+        if v.expect == "refused":
+            continue
+        model = v.make(0).eval()
+        args, kwargs = v.inputs(batch, seq, torch.float32, 0)
+        opt = _optimized(model, v.inputs(2, 7, torch.float32, 0))
+        if any(b.status == "rewritten" for b in opt.report.blocks):
+            yield {"question": "zoo", "block": v.name, "tokens": batch * seq, **_compared(model, opt, args, kwargs)}
+
+
+class ListMixture(nn.Module):
+    """transformers 4 style: ModuleList, one-hot mask, index_add_."""
+
+    def __init__(self, num_experts: int, dim: int, hidden: int, top_k: int = 4) -> None:
+        super().__init__()
+        self.gate = common.TopKGate(dim, num_experts, top_k)
+        self.experts = common.experts(common.SwiGLU, num_experts, dim=dim, hidden=hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, indices = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(indices == e)
+            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+def bench_experts(dim: int = 128, hidden: int = 64, batch: int = 4, seq: int = 64) -> Iterator[Row]:
+    """One block of growing E, in four idioms."""
+    for num_experts in (8, 64, 128):
+        for name, block in _idioms(num_experts, dim, hidden):
+            x = torch.randn(batch, seq, dim, generator=torch.Generator().manual_seed(0))
+            opt = _optimized(block.eval(), ((x[:2, :7].contiguous(),), {}))
+            yield {
+                "question": "experts",
+                "block": name,
+                "experts": num_experts,
+                "tokens": batch * seq,
+                "rewritten": any(b.status == "rewritten" for b in opt.report.blocks),
+                **_compared(block, opt, (x,), {}),
+            }
+
+
+def _idioms(num_experts: int, dim: int, hidden: int) -> Iterator[tuple[str, nn.Module]]:
+    torch.manual_seed(0)
+    yield "list, index_add_", ListMixture(num_experts, dim, hidden)
+    for name, module, cls in (
+        ("stacked gate_up, hit experts", loops, loops.StackedGateUp),
+        ("sort, split, cat", by_sorting, by_sorting.SplitByCounts),
+        ("gathered einsum", by_sorting, by_sorting.GatheredEinsum),
+    ):
+        with _sizes(module, D=dim, I=hidden, E=num_experts, K=4):
+            block = cls()
+            if isinstance(block, loops.StackedGateUp):
+                block.gate = common.TopKGate(dim, num_experts, 4)
+            yield name, block
+
+
+class _sizes:
+    """Sets a zoo module's size constants, which its blocks read when they are made and in forward."""
+
+    def __init__(self, module: Any, **values: int) -> None:
+        self.module, self.values = module, values
+
+    def __enter__(self) -> None:
+        self.before = {name: getattr(self.module, name) for name in self.values if hasattr(self.module, name)}
+        self._set(self.values)
+
+    def __exit__(self, *_: object) -> None:
+        self._set(self.before)
+
+    def _set(self, values: dict[str, int]) -> None:
+        for name in self.before:
+            setattr(self.module, name, values[name])
+
+
+def _optimized(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> nn.Module:
+    args, kwargs = call
+    if not kwargs:
+        return hexa_fx.optimize(model, args)
+    names = list(inspect.signature(model.forward).parameters)
+    return hexa_fx.optimize(model, {**dict(zip(names, args)), **kwargs})
+
+
+def _compared(model: nn.Module, opt: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row:
+    """Milliseconds of forward (eval mode, no gradients) and of forward plus backward, original and rewritten."""
+    row: Row = {}
+    for name, step in (("forward", _forward), ("step", _step)):
+        original, rewritten = _interleaved(lambda s=step: s(model, args, kwargs), lambda s=step: s(opt, args, kwargs))
+        row |= {
+            f"{name}_ms": round(1e3 * original, 3),
+            f"{name}_rewritten_ms": round(1e3 * rewritten, 3),
+            f"{name}_speedup": round(original / rewritten, 2),
+        }
+    return row
+
+
+def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    with torch.no_grad():
+        model(*args, **kwargs)
+
+
+def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    leaves = torch.utils._pytree.tree_leaves(model(*args, **kwargs))
+    sum(t.sum() for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad).backward()
+    model.zero_grad(set_to_none=True)
+
+
+def _interleaved(first: Callable[[], None], second: Callable[[], None], budget: float = 0.25) -> tuple[float, float]:
+    """Medians of both, run in turns so that a busy machine hits both alike."""
+    for call in (first, second, first, second):
+        call()
+    times: tuple[list[float], list[float]] = ([], [])
+    started = time.process_time()
+    while time.process_time() - started < budget or len(times[0]) < 5:
+        for call, into in zip((first, second), times):
+            before = time.process_time()
+            call()
+            into.append(time.process_time() - before)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+QUESTIONS: dict[str, Callable[[], Iterator[Row]]] = {
+    "optimize": bench_optimize,
+    "zoo": bench_zoo,
+    "experts": bench_experts,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", nargs="*", help=f"any of {', '.join(QUESTIONS)}; all by default")
+    parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and versions")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    unknown = set(options.questions) - set(QUESTIONS)
+    if unknown:
+        parser.error(f"no such question: {', '.join(sorted(unknown))}; choose from {', '.join(QUESTIONS)}")
+    torch.set_num_threads(options.threads)
+    logging.getLogger("hexa_fx").setLevel(logging.ERROR)
+    rows = []
+    for question in options.questions or QUESTIONS:
+        for row in QUESTIONS[question]():
+            rows.append(row)
+            print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Eq. 1 and Eq. 2 of the paper: shares of a whole by device speed, as exact integers.
+
+The paper rounds proportional shares. Rounding by largest remainder is not the best integer split; handing one tile
+after the other to the device that would finish it first is (it minimises the slowest device's time), also under tiles,
+caps and fixed costs a device.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from hexa_fx.errors import PlanError
+
+
+def allocate(
+    seconds: Sequence[float],
+    total: int,
+    *,
+    tile: int = 1,
+    caps: Sequence[int] | None = None,
+    fixed: Sequence[float] | None = None,
+) -> tuple[int, ...]:
+    """Split ``total`` units over devices so that the slowest device finishes as early as possible.
+
+    Args:
+        seconds: t_i, time of the same task on every device (any unit, positive). Device i takes ``fixed_i + t_i *
+            x_i``.
+        total: units to hand out; B_global of Eq. 1 or the intermediate size H of Eq. 2.
+        tile: every share is a multiple of it, except that one device takes the rest ``total % tile``.
+        caps: most units a device can hold (memory).
+        fixed: time a device spends whatever its share, in the unit of ``seconds * units``.
+
+    Returns:
+        One share a device, summing to ``total`` exactly.
+
+    Raises:
+        PlanError: the arguments make no split possible.
+    """
+    count = len(seconds)
+    caps = [total] * count if caps is None else list(caps)
+    fixed = [0.0] * count if fixed is None else list(fixed)
+    _check(seconds, total, tile, caps, fixed)
+    shares = [0] * count
+    queue = [(fixed[i] + seconds[i] * tile, i) for i in range(count) if caps[i] >= tile]
+    heapq.heapify(queue)
+    for _ in range(total // tile):
+        if not queue:
+            raise _no_room(total, tile, caps)
+        _, i = heapq.heappop(queue)
+        shares[i] += tile
+        if shares[i] + tile <= caps[i]:
+            heapq.heappush(queue, (fixed[i] + seconds[i] * (shares[i] + tile), i))
+    return _place_rest(shares, total % tile, seconds, caps, fixed, tile)
+
+
+def _place_rest(
+    shares: list[int], rest: int, seconds: Sequence[float], caps: list[int], fixed: list[float], tile: int
+) -> tuple[int, ...]:
+    if rest == 0:
+        return tuple(shares)
+    fits = [i for i in range(len(shares)) if shares[i] + rest <= caps[i]]
+    if not fits:
+        raise _no_room(sum(shares) + rest, tile, caps)
+    first = min(fits, key=lambda i: (fixed[i] + seconds[i] * (shares[i] + rest), i))
+    shares[first] += rest
+    return tuple(shares)
+
+
+def even(total: int, count: int, *, tile: int = 1, caps: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The split of equal devices."""
+    return allocate([1.0] * count, total, tile=tile, caps=caps)
+
+
+def _check(seconds: Sequence[float], total: int, tile: int, caps: list[int], fixed: list[float]) -> None:
+    if not seconds:
+        raise PlanError("no devices to split over")
+    if any(not (0 < t < float("inf")) for t in seconds):
+        raise PlanError(f"capacities are times of the same task and must be positive and finite, got {list(seconds)}")
+    if total < 0 or tile < 1:
+        raise PlanError(f"cannot split total={total} in tiles of {tile}")
+    if len(caps) != len(seconds) or len(fixed) != len(seconds):
+        raise PlanError(f"{len(seconds)} capacities, but {len(caps)} caps and {len(fixed)} fixed times")
+
+
+def _no_room(total: int, tile: int, caps: list[int]) -> PlanError:
+    return PlanError(
+        f"the memory caps {caps} cannot hold {total} units in tiles of {tile}: "
+        "raise the caps, lower the tile, or use more devices"
+    )

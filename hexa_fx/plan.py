@@ -1,0 +1,196 @@
+"""The partition plan: which rank keeps, computes and receives what. Frozen, JSON-able, fingerprinted; free of
+behaviour.
+
+Every rank of a job must hold the same plan. `Plan.fingerprint` is compared before the first step, because collectives
+that disagree about sizes may finish silently with wrong data (docs/partition.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from hexa_fx.errors import PlanError
+
+Mode = Literal["data_centric", "model_centric"]
+Reduce = Literal["reduce_scatter", "all_reduce"]
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of one MoE layer: E experts of D -> I -> D, ``matrices`` D x I matrices an expert (3 when gated)."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    matrices: int = 2
+    top_k: int = 1
+
+    @property
+    def weight_numel(self) -> int:
+        """Elements of all projection matrices of the layer (biases left out)."""
+        return self.matrices * self.num_experts * self.hidden_size * self.intermediate_size
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The numbers behind the choice of one layer's mode: bytes the busiest rank receives, seconds, and why."""
+
+    bytes_model_centric: float
+    bytes_data_centric: float
+    seconds_model_centric: float | None = None
+    seconds_data_centric: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One MoE layer.
+
+    Args:
+        path: the block's path in the model.
+        mode: ``model_centric`` (tokens move) or ``data_centric`` (weights move).
+        shape: sizes of the layer.
+        shards: h_i, the slice of the intermediate size that rank i stores (and computes, when model-centric).
+        reduce: how model-centric outputs are summed. ``all_reduce`` is the paper's formulation.
+        bias_owner: the rank whose model-centric partial sum carries the output bias.
+        cost: numbers behind the choice, None when the mode was given by the user.
+    """
+
+    path: str
+    mode: Mode
+    shape: ExpertShape
+    shards: tuple[int, ...]
+    reduce: Reduce = "reduce_scatter"
+    bias_owner: int = 0
+    cost: LayerCost | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model's MoE layers are spread over ``world`` ranks.
+
+    Args:
+        world: number of ranks.
+        layers: one entry a MoE layer, in execution order.
+        batch: B_i, samples of the global batch that rank i takes (Eq. 1).
+        tokens: T_i where token counts are fixed, or None: they are exchanged between hosts at run time.
+        slots: slots of the pipeline-shared cache, 1 or 2.
+        prefetch: gather the next layer's weights ahead of their use.
+        grad_scale: factor on expert gradients; 1/world under a wrapper that averages (DDP, FSDP2).
+        capacities: t_i, seconds of the proxy task on rank i.
+    """
+
+    world: int
+    layers: tuple[LayerPlan, ...]
+    batch: tuple[int, ...]
+    tokens: tuple[int, ...] | None = None
+    slots: int = 1
+    prefetch: bool = True
+    grad_scale: float = 1.0
+    capacities: tuple[float, ...] = ()
+    version: int = field(default=PLAN_VERSION)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def layer(self, path: str) -> LayerPlan:
+        """The layer of this path; raises `PlanError` if the plan has none."""
+        for layer in self.layers:
+            if layer.path == path:
+                return layer
+        raise PlanError(f"the plan has no layer {path!r}; it has {[layer.path for layer in self.layers]}")
+
+    def to_json(self) -> str:
+        """The whole plan as JSON with sorted keys: equal plans give equal text."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote; raises `PlanError` on another version or an unknown key."""
+        data: dict[str, Any] = json.loads(text)
+        if data.get("version") != PLAN_VERSION:
+            raise PlanError(f"plan version {data.get('version')!r} is not {PLAN_VERSION}: plan again with this release")
+        data["layers"] = tuple(_layer_from(entry) for entry in data["layers"])
+        plan: Plan = _build(cls, data)
+        return plan
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits over everything in the plan."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """A few readable lines, for the report."""
+        head = f"plan {self.fingerprint}: {self.world} ranks, B_i {list(self.batch)}, cache slots {self.slots}"
+        return "\n".join([head, *(_describe_layer(layer) for layer in self.layers)])
+
+
+def _describe_layer(layer: LayerPlan) -> str:
+    text = f"  {layer.path}: {layer.mode}, h_i {list(layer.shards)}"
+    if layer.mode == "model_centric":
+        text += f", {layer.reduce}"
+    if layer.cost is None:
+        return text
+    cost = layer.cost
+    text += f" | bytes model {cost.bytes_model_centric:.3g} data {cost.bytes_data_centric:.3g}"
+    if cost.seconds_model_centric is not None and cost.seconds_data_centric is not None:
+        text += f" | exposed s model {cost.seconds_model_centric:.3g} data {cost.seconds_data_centric:.3g}"
+    return f"{text} | {cost.reason}" if cost.reason else text
+
+
+def _layer_from(entry: dict[str, Any]) -> LayerPlan:
+    cost = entry["cost"]
+    shape = _build(ExpertShape, entry["shape"])
+    cost = None if cost is None else _build(LayerCost, cost)
+    layer: LayerPlan = _build(LayerPlan, {**entry, "shape": shape, "cost": cost})
+    return layer
+
+
+def _build(cls: type[Any], data: dict[str, Any]) -> Any:
+    unknown = set(data) - {f.name for f in fields(cls)}
+    if unknown:
+        raise PlanError(f"{cls.__name__} has no fields {sorted(unknown)}")
+    return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+
+
+def _check(plan: Plan) -> None:
+    if plan.world < 1:
+        raise PlanError(f"a plan needs at least one rank, got world={plan.world}")
+    if plan.slots not in (1, 2):
+        raise PlanError(f"the shared cache has 1 or 2 slots, got {plan.slots}")
+    _check_sizes("batch", plan.batch, plan.world)
+    if plan.tokens is not None:
+        _check_sizes("tokens", plan.tokens, plan.world)
+    if len({layer.path for layer in plan.layers}) != len(plan.layers):
+        raise PlanError(f"layer paths repeat: {[layer.path for layer in plan.layers]}")
+    for layer in plan.layers:
+        _check_layer(layer, plan.world)
+
+
+def _check_layer(layer: LayerPlan, world: int) -> None:
+    if layer.mode not in ("data_centric", "model_centric"):
+        raise PlanError(f"{layer.path!r}: mode {layer.mode!r} is neither data_centric nor model_centric")
+    if layer.reduce not in ("reduce_scatter", "all_reduce"):
+        raise PlanError(f"{layer.path!r}: reduce {layer.reduce!r} is neither reduce_scatter nor all_reduce")
+    _check_sizes(f"shards of {layer.path!r}", layer.shards, world)
+    if sum(layer.shards) != layer.shape.intermediate_size:
+        raise PlanError(
+            f"shards {list(layer.shards)} of {layer.path!r} sum to {sum(layer.shards)}, "
+            f"the intermediate size is {layer.shape.intermediate_size}"
+        )
+    if not 0 <= layer.bias_owner < world:
+        raise PlanError(f"bias_owner {layer.bias_owner} of {layer.path!r} is no rank of {world}")
+    if layer.shards[layer.bias_owner] == 0:
+        raise PlanError(f"bias_owner {layer.bias_owner} of {layer.path!r} has h_i = 0, so it computes nothing")
+
+
+def _check_sizes(what: str, sizes: tuple[int, ...], world: int) -> None:
+    if len(sizes) != world:
+        raise PlanError(f"{what} has {len(sizes)} entries {list(sizes)}, the plan has {world} ranks")
+    if any(size < 0 for size in sizes):
+        raise PlanError(f"{what} has a negative size: {list(sizes)}")

@@ -1,0 +1,14 @@
+"""What runs when a partitioned model runs: collectives over unequal shards, the pipeline-shared cache, and their care.
+
+groups       process groups of a plan, the check that all ranks hold the same plan, who is lost after a failure
+collectives  hexa::all_gather_v, hexa::reduce_scatter_v and the write into a cache slot
+geometry     what slice of which expert weight a rank stores, and the packed rows that travel
+shared_cache the slots in which gathered weights live, and how backward finds them again
+nodes        the functions that partitioned graphs call
+session      one running plan: groups, cache, and the modules bound to it
+shards       parameters cut to a rank's slice
+gradients    sums, clipping and loss weights that keep the global batch's gradient
+data         B_i: sampler and splitter
+profile      capacities t_i and bandwidth, measured
+checkpoint   torch.distributed.checkpoint across plans and world sizes
+"""

@@ -1,0 +1,145 @@
+"""What keeps the gradient that of the global batch, whatever the split.
+
+The gradient of the global mean loss is the sum over ranks of the gradients of ``sum of local losses / global count``. A
+rank's experts already receive the sum over all ranks; every other parameter must be summed: by `sync_gradients`, or by
+a wrapper that averages (DDP, FSDP2), in which case the plan is made with ``data_parallel="mean"`` and `loss_weight` is
+larger by the number of ranks. Averaging local means instead, as if batches were equal, is wrong by tens of percent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hexa_fx.runtime.distributed.session import PartitionSession
+
+
+def loss_weight(session: PartitionSession, count: int) -> float:
+    """Factor that turns the mean loss over this rank's ``count`` items into its part of the global mean loss.
+
+    Counts (samples, or tokens that are not ignored) are exchanged between hosts.
+    """
+    total = sum(session.exchange_counts(count))
+    averaged = session.groups.world if session.plan.grad_scale != 1.0 else 1
+    return averaged * count / total if total else 0.0
+
+
+def weighted_loss(session: PartitionSession, loss: Tensor, count: int) -> Tensor:
+    """A rank's part of the global mean loss, from its local mean loss.
+
+    A rank without items has a mean of 0/0; it contributes zero and still takes part in backward's collectives.
+    """
+    if count == 0:
+        loss = torch.nan_to_num(loss, nan=0.0)
+    return loss * loss_weight(session, count)
+
+
+def expert_names(session: PartitionSession) -> list[str]:
+    """Names of the parameters that the plan cut, equal on all ranks."""
+    return [shard.name for shard in session.shards]
+
+
+def ignore_in_ddp(model: nn.Module, session: PartitionSession) -> None:
+    """Keeps DDP's hands off the experts. Call before wrapping ``model`` in DistributedDataParallel."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, expert_names(session))
+
+
+def expert_parameters(session: PartitionSession) -> set[nn.Parameter]:
+    """The cut parameters, for ``fully_shard(..., ignored_params=...)``."""
+    return {shard.parameter for shard in session.shards if isinstance(shard.parameter, nn.Parameter)}
+
+
+def sync_gradients(model: nn.Module, session: PartitionSession) -> None:
+    """Sums the gradients of all parameters that are not experts over the ranks. Call after the last backward of a step.
+
+    A gradient that is missing on every rank stays missing; one that is missing on some counts as zero there.
+    """
+    experts = {id(shard.parameter) for shard in session.shards}
+    wanted = [p for p in model.parameters() if p.requires_grad and id(p) not in experts]
+    if not wanted or session.groups.world == 1:
+        return
+    with session.guard("the sum of replicated gradients"):
+        device = wanted[0].device
+        present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device=device)
+        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=session.groups.main)
+        live = [p for p, there in zip(wanted, present.tolist()) if there]
+        for same_kind in _by_kind(live):
+            _sum_flat(same_kind, session)
+
+
+def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    return list(kinds.values())
+
+
+def _sum_flat(parameters: list[nn.Parameter], session: PartitionSession) -> None:
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
+    dist.all_reduce(flat, group=session.groups.main)
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+        assert parameter.grad is not None
+        parameter.grad.copy_(part.view_as(parameter))
+
+
+def clip_grad_norm_(model: nn.Module, session: PartitionSession, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` over the whole model: expert slices count once over ranks, other parameters
+    once.
+
+    Call after `sync_gradients` (or under DDP or FSDP2). Returns the norm before clipping, equal on all ranks.
+    """
+    experts = {id(shard.parameter) for shard in session.shards}
+    with_grad = [p for p in model.parameters() if p.grad is not None]
+    shared = [p.grad for p in with_grad if id(p) not in experts and p.grad is not None]
+    cut = [p.grad for p in with_grad if id(p) in experts and p.grad is not None]
+    device = next(model.parameters()).device
+    norms = [_norm(grad, norm_type, device) for grad in shared]
+    norms.append(_summed_norm([_norm(grad, norm_type, device) for grad in cut], norm_type, session, device))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in (*shared, *cut):
+        grad.mul_(factor.to(grad.dtype))
+    return total
+
+
+def _norm(grad: Tensor, norm_type: float, device: torch.device) -> Tensor:
+    if grad.numel() == 0:
+        return torch.zeros((), device=device, dtype=_norm_dtype(grad))
+    norm = torch.linalg.vector_norm(grad.to(_norm_dtype(grad)), norm_type)
+    whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole
+
+
+def _norm_dtype(grad: Tensor) -> torch.dtype:
+    return torch.float64 if grad.dtype == torch.float64 else torch.float32
+
+
+def _summed_norm(norms: list[Tensor], norm_type: float, session: PartitionSession, device: torch.device) -> Tensor:
+    dtype = norms[0].dtype if norms else torch.float32
+    local = torch.stack(norms) if norms else torch.zeros(1, device=device, dtype=dtype)
+    if math.isinf(norm_type):
+        value, op = local.max(), dist.ReduceOp.MAX
+    else:
+        value, op = local.pow(norm_type).sum(), dist.ReduceOp.SUM
+    dist.all_reduce(value, op=op, group=session.groups.main)
+    return value if math.isinf(norm_type) else value.pow(1.0 / norm_type)
+
+
+def unscale_(scaler: Any, optimizer: torch.optim.Optimizer, session: PartitionSession) -> None:
+    """`torch.amp.GradScaler.unscale_`, after which all ranks agree on whether a gradient overflowed.
+
+    Each rank sees only its own experts' gradients; without this a rank skips a step that the others take.
+    """
+    scaler.unscale_(optimizer)
+    for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=session.groups.main)

@@ -1,0 +1,190 @@
+"""Process groups of a plan; the check that all ranks agree on it; who is lost after a failure."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch.distributed as dist
+
+from hexa_fx.errors import HexaError, PlanError, RankError
+from hexa_fx.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+_incidents = 0
+
+_LONGEST_GRACE = 30.0
+
+# Communicators cost memory and sockets: one set a mesh. Weak, as torch's own table of groups owns them.
+_made: WeakKeyDictionary[Any, dict[timedelta | None, Groups]] = WeakKeyDictionary()
+_by_name: WeakValueDictionary[str, Groups] = WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The same ranks, three communicators: collectives of one communicator queue behind each other.
+
+    Args:
+        main: activations and gradients.
+        gather: gathers of expert weights, which run beside the others.
+        host: Gloo, for numbers that the hosts exchange without touching the device.
+    """
+
+    main: Any
+    gather: Any
+    host: Any
+    rank: int
+    world: int
+    timeout: timedelta
+
+    @property
+    def main_name(self) -> str:
+        return str(self.main.group_name)
+
+    @property
+    def gather_name(self) -> str:
+        return str(self.gather.group_name)
+
+
+def make_groups(mesh: Any = None, timeout: timedelta | None = None) -> Groups:
+    """Communicators over the ranks of ``mesh``. All its ranks must call this at the same point.
+
+    Args:
+        mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
+        timeout: after which a collective that a rank does not join fails; None is torch's default of the backend.
+
+    Raises:
+        PlanError: torch.distributed is not initialised, or the mesh has more than one dimension.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise PlanError("a partition needs torch.distributed: start with torchrun and call init_process_group first")
+    main = _group_of(mesh)
+    known = _made.get(main, {})
+    if timeout not in known:
+        known = {**known, timeout: _new_groups(main, timeout)}
+        _made[main] = known
+    return known[timeout]
+
+
+def _new_groups(main: Any, timeout: timedelta | None) -> Groups:
+    ranks = dist.get_process_group_ranks(main)
+    local = len(ranks) != dist.get_world_size()
+    gather = dist.new_group(ranks, timeout=timeout, use_local_synchronization=local)
+    host = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
+    made = Groups(main, gather, host, dist.get_rank(main), len(ranks), timeout or timedelta(minutes=5))
+    for name in (made.main_name, made.gather_name):
+        _by_name[name] = made
+    return made
+
+
+def _group_of(mesh: Any) -> Any:
+    if mesh is None:
+        return dist.group.WORLD
+    if not hasattr(mesh, "get_group"):
+        return mesh
+    if mesh.ndim != 1:
+        raise PlanError(f"experts are split over one mesh dimension, got a mesh of shape {tuple(mesh.shape)}: slice it")
+    return mesh.get_group()
+
+
+def check_same_plan(plan: Plan, groups: Groups) -> None:
+    """Raises on every rank, before any step, when a rank is missing or holds another plan."""
+    if plan.world != groups.world:
+        raise PlanError(f"the plan is for {plan.world} ranks, the mesh has {groups.world}: plan again or load by file")
+    join(groups, "before the plans were compared")
+    texts: list[str] = [""] * groups.world
+    dist.all_gather_object(texts, plan.to_json(), group=groups.host)
+    if len(set(texts)) == 1:
+        return
+    plans = [Plan.from_json(text) for text in texts]
+    prints = {rank: other.fingerprint for rank, other in enumerate(plans)}
+    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    raise PlanError(
+        f"ranks hold different plans, fingerprints {prints}; rank 0 and rank {other} differ in "
+        f"{_first_difference(texts[0], texts[other])}. Plan on one rank and broadcast it (partition_model does)"
+    )
+
+
+def _first_difference(left: str, right: str) -> str:
+    a, b = json.loads(left), json.loads(right)
+    keys = [key for key in a if a[key] != b.get(key)]
+    return "; ".join(f"{key}: {a[key]!r} and {b.get(key)!r}"[:400] for key in keys[:3])
+
+
+def join(groups: Groups, when: str, timeout: timedelta | None = None) -> None:
+    """A barrier between hosts that names the ranks that do not come."""
+    try:
+        dist.monitored_barrier(groups.host, timeout=timeout or groups.timeout, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RankError(f"not all ranks arrived {when}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; torch appends a C++ stack to it."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether an exception is a communication backend's. Gloo raises plain RuntimeErrors, known by their words."""
+    if isinstance(error, (dist.DistError, dist.DistBackendError)):
+        return True
+    words = ("gloo", "nccl", "connection", "timeout", "timed out", "socket", "pair closure", "broken pipe")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+
+
+def explain_failure(error: BaseException, where: str, groups: Groups) -> RankError:
+    """The error to raise on a surviving rank: what failed, where, and which ranks no longer answer.
+
+    Every survivor leaves a mark in the job's store and waits for the marks of the others. A survivor that was waiting
+    for another survivor only notices when its own collective times out, so the others wait as long (at most half a
+    minute).
+    """
+    missing = _silent_ranks(groups, min(groups.timeout.total_seconds(), _LONGEST_GRACE) + 3.0)
+    lost = f"ranks {missing} do not answer" if missing else "all ranks answer, so they issued different collectives"
+    return RankError(f"a collective failed in {where} on rank {groups.rank}: {lost}. Backend: {first_line(error)}")
+
+
+def _silent_ranks(groups: Groups, grace: float) -> list[int]:
+    global _incidents
+    _incidents += 1
+    key = f"hexa_fx/incident/{_incidents}"
+    missing = []
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{key}/{groups.rank}", "here")
+        end = time.monotonic() + grace
+        for rank in range(groups.world):
+            left = max(0.05, end - time.monotonic())
+            try:
+                store.wait([f"{key}/{rank}"], timedelta(seconds=left))
+            except RuntimeError:
+                missing.append(rank)
+    except RuntimeError as error:
+        logger.warning("the job's store is gone too, so lost ranks cannot be named: %s", first_line(error))
+    return missing
+
+
+@contextmanager
+def guarded(where: str, groups: Groups | str) -> Iterator[None]:
+    """Turns the error of a failed collective into one that says where it failed and who is lost.
+
+    Args:
+        groups: or the name of one of its process groups; a name that belongs to no plan leaves errors as they are.
+    """
+    try:
+        yield
+    except HexaError:
+        raise
+    except Exception as error:
+        known = _by_name.get(groups) if isinstance(groups, str) else groups
+        if known is None or not is_collective_failure(error):
+            raise
+        raise explain_failure(error, where, known) from error

@@ -1,0 +1,181 @@
+"""The functions that partitioned graphs call. They print with their sizes and find their session by name.
+
+A graph holds no process group and no buffer, only the name of a `PartitionSession`, so that it can be printed, copied
+and compared between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.fx
+from torch import Tensor
+
+from hexa_fx.errors import PlanError
+from hexa_fx.runtime.distributed.collectives import wait
+from hexa_fx.runtime.distributed.geometry import Weights
+from hexa_fx.runtime.distributed.shared_cache import in_backward
+
+if TYPE_CHECKING:
+    from hexa_fx.runtime.distributed.session import PartitionSession
+
+_sessions: WeakValueDictionary[str, PartitionSession] = WeakValueDictionary()
+
+
+def register_session(name: str, session: PartitionSession) -> None:
+    """Makes a session findable by the graphs that name it, for as long as the session lives."""
+    _sessions[name] = session
+
+
+def find_session(name: str) -> PartitionSession:
+    """The session a graph names; raises `PlanError` when it is gone."""
+    session = _sessions.get(name)
+    if session is None:
+        raise PlanError(f"the graph belongs to partition session {name!r}, which is closed: install the plan again")
+    return session
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which experts compute on ``x``: what travels is cast first, so autocast halves the bytes."""
+    if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def to_compute_dtype(x: Tensor) -> Tensor:
+    """``x`` as the experts will see it."""
+    return x.to(compute_dtype(x))
+
+
+def token_counts(x: Tensor, session: str) -> list[int]:
+    """T_i of every rank, exchanged between hosts (the device does not wait)."""
+    return find_session(session).exchange_counts(int(x.shape[0]))
+
+
+def check_tokens(x: Tensor, tokens: Sequence[int], session: str) -> Tensor:
+    """``x``, once its rows are those that the plan fixed for this rank."""
+    rank = find_session(session).groups.rank
+    if x.shape[0] != tokens[rank]:
+        raise PlanError(
+            f"rank {rank} has {x.shape[0]} tokens, the plan fixed {list(tokens)}: plan with static_tokens=False to let "
+            "token counts change"
+        )
+    return x
+
+
+def own_rows(x: Tensor, tokens: Sequence[int], session: str) -> Tensor:
+    """This rank's rows of a tensor that holds the rows of all ranks."""
+    rank = find_session(session).groups.rank
+    return x.narrow(0, sum(tokens[:rank]), tokens[rank])
+
+
+def scale_gradient(x: Tensor | None, factor: float) -> Tensor | None:
+    """``x`` unchanged; its gradient times ``factor``."""
+    if x is None:
+        return None
+    result: Tensor = _ScaleGradient.apply(x, factor)
+    return result
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def no_channels(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *weights: Tensor | None) -> Tensor:
+    """What `hexa::moe_ffn` gives on a rank with h_i = 0: zeros. Its backward exists, as its collectives are everyone's.
+
+    Kernels need not know empty weights.
+    """
+    result: Tensor = _NoChannels.apply(x, top_k_index, top_k_weights, *weights)
+    return result
+
+
+class _NoChannels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor | None) -> Tensor:
+        ctx.kinds = [None if t is None else (t.shape, t.dtype) for t in (x, *others)]
+        return x.new_zeros(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        dy = grads[0]
+        return tuple(
+            dy.new_zeros(kind[0], dtype=kind[1]) if kind is not None and need else None
+            for kind, need in zip(ctx.kinds, ctx.needs_input_grad)
+        )
+
+
+def cache_prefetch(
+    w1: Tensor, b1: Tensor | None, w3: Tensor | None, b3: Tensor | None, w2: Tensor, layer: str, session: str
+) -> None:
+    """Starts the gather of a data-centric layer whose `cache_gather` comes later."""
+    cache = find_session(session).cache
+    cache.prefetch(layer, (w1, b1, w3, b3, w2), compute_dtype(w1))
+
+
+def cache_gather(
+    w1: Tensor,
+    b1: Tensor | None,
+    w3: Tensor | None,
+    b3: Tensor | None,
+    w2: Tensor,
+    shards: Sequence[int],
+    layer: str,
+    session: str,
+) -> Weights:
+    """Local slices -> all of the layer's weights, as views of a cache slot (w1 and w3 layout nk, w2 layout kn).
+
+    Backward: packs the weights' gradients, reduce-scatters them to their owners in the parameters' dtype, and gives
+    the slot
+    to the layer before.
+    """
+    weights = (w1, b1, w3, b3, w2)
+    active = find_session(session)
+    active.cache.check_bound(weights)
+    result: Weights = _CacheGather.apply(*weights, active, layer, tuple(shards), compute_dtype(w1))
+    return result
+
+
+class _CacheGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        weights, (session, layer, shards, dtype) = args[:5], args[5:]
+        ctx.session, ctx.layer, ctx.shards, ctx.dtype = session, layer, shards, weights[0].dtype
+        ctx.set_materialize_grads(False)
+        rows = session.cache.fetch(layer, weights, dtype)
+        return session.geometry(layer).views(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        session: PartitionSession = ctx.session
+        geometry = session.geometry(ctx.layer)
+        with session.guard(f"the gradient reduction of {ctx.layer!r}"):
+            rows = geometry.view_grads(grads, ctx.dtype)
+            own = wait(torch.ops.hexa.reduce_scatter_v(rows, list(ctx.shards), session.groups.main_name))
+            session.cache.release(ctx.layer)
+        if session.plan.grad_scale != 1.0:
+            own = own * session.plan.grad_scale
+        local = geometry.unpack(own, ctx.dtype)
+        wanted = (g if need else None for g, need in zip(local, ctx.needs_input_grad))
+        return *wanted, None, None, None, None
+
+
+def cache_release(y: Tensor, layer: str, session: str) -> Tensor:
+    """``y``, the experts' output; frees the layer's slot, except in recomputation, where its backward follows."""
+    if not in_backward():
+        find_session(session).cache.release(layer)
+    return y
+
+
+# Dead-code elimination must keep what fills a slot.
+torch.fx.node.has_side_effect(cache_prefetch)

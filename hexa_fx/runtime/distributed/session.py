@@ -1,0 +1,139 @@
+"""One running plan: process groups, shared cache, and the modules bound to it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hexa_fx.errors import PlanError
+from hexa_fx.plan import Plan
+from hexa_fx.runtime.distributed import groups as groups_module
+from hexa_fx.runtime.distributed.geometry import Geometry
+from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, make_groups
+from hexa_fx.runtime.distributed.nodes import register_session
+from hexa_fx.runtime.distributed.shards import ShardedParameter
+from hexa_fx.runtime.distributed.shared_cache import CachedLayer, SharedCache
+from hexa_fx.runtime.install import HexaForward
+
+_numbers = itertools.count()
+
+
+class PartitionSession:
+    """What partitioned graphs need while they run. Keep it alive as long as the model; `close` it before the job ends.
+
+    All ranks of the mesh create it at the same point. It raises there if a rank is missing or holds another plan.
+
+    Args:
+        plan: the same on every rank.
+        geometries: layout of every planned layer, by path.
+        mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
+        timeout: after which a rank that does not join a collective of this session is an error.
+    """
+
+    def __init__(
+        self, plan: Plan, geometries: Mapping[str, Geometry], mesh: Any = None, timeout: timedelta | None = None
+    ) -> None:
+        self.plan = plan
+        self.groups: Groups = make_groups(mesh, timeout)
+        check_same_plan(plan, self.groups)
+        self.name = f"hexa{next(_numbers)}"
+        self._geometries = dict(geometries)
+        layers = [
+            CachedLayer(layer.path, self._geometries[layer.path], layer.shards)
+            for layer in plan.layers
+            if layer.mode == "data_centric"
+        ]
+        self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch)
+        self.shards: tuple[ShardedParameter, ...] = ()
+        self._unbind: list[Callable[[], None]] = []
+        register_session(self.name, self)
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank
+
+    def geometry(self, layer: str) -> Geometry:
+        """Layout of a planned layer's experts."""
+        return self._geometries[layer]
+
+    def bind(self, module: nn.Module, where: str = "") -> nn.Module:
+        """Wraps the forward of a module that runs a partitioned graph. Returns the module.
+
+        Inside, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost
+        ranks. Binding an outer and an inner module is harmless.
+        """
+        label = where or type(module).__name__
+        forward = module.forward
+        if isinstance(forward, HexaForward):
+            self._bind_programs(forward, label)
+        else:
+            self._set(module.__dict__, "forward", self._wrapped(forward, label))
+        return module
+
+    def _bind_programs(self, forward: HexaForward, label: str) -> None:
+        """Inside the patched forward, so that its guards, copies and signature stay as they are."""
+        for program in {id(p): p for p in forward.programs.values() if p is not None}.values():
+            self._set(program.__dict__, "function", self._wrapped(program.function, label))
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise PlanError(
+                f"{label!r} was called in a way it was not recorded for (see the log). Its expert weights are cut, so its "
+                "original forward cannot run: record with such inputs, in both train and eval mode"
+            )
+
+        self._set(forward.__dict__, "_own_original", refuse)
+
+    def _wrapped(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            with self.guard(f"forward of {label!r}"), self.cache.saved_tensor_hooks():
+                return function(*args, **kwargs)
+
+        return bound
+
+    def _set(self, owner: dict[str, Any], name: str, value: Any) -> None:
+        self._unbind.append(functools.partial(owner.__setitem__, name, owner.get(name)))
+        owner[name] = value
+
+    def guard(self, where: str) -> AbstractContextManager[None]:
+        """Turns the error of a failed collective into a `RankError` that says where it failed and who is lost.
+
+        Open in bound forwards and in hexa's own backward collectives; put it around ``loss.backward()`` to cover
+        torch's.
+        """
+        return groups_module.guarded(where, self.groups)
+
+    def exchange_counts(self, rows: int) -> list[int]:
+        """Every rank's ``rows``, over the host group."""
+        out = [torch.zeros(1, dtype=torch.int64) for _ in range(self.groups.world)]
+        dist.all_gather(out, torch.tensor([rows]), group=self.groups.host)
+        return [int(count) for count in out]
+
+    def invalidate(self) -> None:
+        """Forget gathered weights. Call on all ranks after changing expert weights otherwise than by an optimizer."""
+        self.cache.invalidate()
+
+    def join(self, when: str = "at a barrier", timeout: timedelta | None = None) -> None:
+        """A barrier between hosts; raises `RankError` naming the ranks that do not come."""
+        groups_module.join(self.groups, when, timeout)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks, on all ranks."""
+        x = x.clone()
+        dist.all_reduce(x, group=self.groups.main)
+        return x
+
+    def close(self) -> None:
+        """Waits for collectives under way and gives bound modules their forward back."""
+        self.cache.drain()
+        for undo in reversed(self._unbind):
+            undo()
+        self._unbind.clear()

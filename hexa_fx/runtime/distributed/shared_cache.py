@@ -1,0 +1,330 @@
+"""The pipeline-shared cache of the paper: one or two slots in which all data-centric layers gather their weights in
+turn.
+
+A layer's weights are gathered before its experts run and gathered again in backward, so the memory for gathered weights
+does not grow with the number of layers. Three rules keep that exact:
+
+* What autograd saves never aliases a slot. While a bound module runs, saved tensors that live in a slot are replaced by
+  where to find them again (`SavedSlot`), and fetched by a new gather when backward asks.
+* Gathered values are used for the weights they were gathered from. A forward gathers anew unless the slot was filled
+  ahead of time in the same pass; any optimizer step starts a new pass.
+* All ranks take the same decisions, since each gather is a collective: decisions depend on the order of layers and on
+  passes, never on a rank's own tensors or clock. A rank's own parameter versions are only used to raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hexa_fx.errors import PlanError
+from hexa_fx.runtime.distributed.collectives import wait
+from hexa_fx.runtime.distributed.geometry import Geometry, Weights
+from hexa_fx.runtime.distributed.groups import Groups, guarded
+
+_optimizer_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """One data-centric layer: its path, the layout of its experts and h_i of every rank."""
+
+    path: str
+    geometry: Geometry
+    shards: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedSlot:
+    """A saved tensor that lived in a slot: which layer's weights, under which versions, and where in the slot."""
+
+    index: int
+    versions: tuple[int, ...]
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """A saved tensor that the surrounding saved-tensor hooks (activation checkpointing, offload) took over."""
+
+    value: Any
+    unpack: Any
+
+
+@dataclass
+class _Slot:
+    buffer: Tensor | None = None
+    index: int = -1
+    dtype: torch.dtype | None = None
+    versions: tuple[int, ...] = ()
+    epoch: tuple[int, int] = (-1, -1)
+    prefetched: bool = False
+    pending: bool = False
+    busy: bool = False
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward on this thread (also true in the recomputation of checkpointing)."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class SharedCache:
+    """Slots, and who lives in them. Layers use slot ``index % slots``, so of two slots neighbours never share one."""
+
+    def __init__(self, layers: Sequence[CachedLayer], slots: int, groups: Groups, prefetch: bool = True) -> None:
+        self.layers = tuple(layers)
+        self.groups = groups
+        self.prefetch_enabled = prefetch
+        self.gathers = 0
+        self.hits = 0
+        self._slots = [_Slot() for _ in range(slots)]
+        self._index = {layer.path: i for i, layer in enumerate(self.layers)}
+        self._sources: dict[int, tuple[Weights, torch.dtype]] = {}
+        self._pass = 0
+        self._last = -1
+        self._hooks_active = 0
+
+    # --- what the nodes of the graph call -------------------------------------------------------------------------
+
+    def fetch(self, path: str, weights: Weights, dtype: torch.dtype) -> Tensor:
+        """The gathered (I, row) matrix of a layer whose forward begins. Valid until the slot's next tenant."""
+        index = self._index[path]
+        if not in_backward():
+            self._enter(index)
+        self._sources[index] = (_detached(weights), dtype)
+        slot = self._slot(index)
+        if self._is_ready(slot, index, dtype):
+            self.hits += 1
+        else:
+            self._fill(index)
+        self._check_fresh(slot, index, slot.versions)
+        rows = self._await(slot, index)
+        slot.busy, slot.prefetched = True, False
+        if len(self._slots) > 1:
+            self._fill_ahead(self._neighbour(index))
+        return rows
+
+    def release(self, path: str) -> None:
+        """The layer's experts have run (in backward: gave their gradients): the next layer may fill its slot."""
+        index = self._index[path]
+        self._slot(index).busy = False
+        self._fill_ahead(self._neighbour(index))
+
+    def prefetch(self, path: str, weights: Weights, dtype: torch.dtype) -> None:
+        """Starts the gather of a layer ahead of its `fetch`, as a scheduled graph says.
+
+        Raises:
+            PlanError: the slot's tenant is still in use.
+        """
+        index = self._index[path]
+        slot = self._slot(index)
+        if in_backward():  # recomputation of a checkpointed forward: its layers are fetched last to first
+            return
+        if index <= self._last:
+            self._new_pass()
+        if self._is_ready(slot, index, dtype):
+            return
+        if slot.busy:
+            raise PlanError(
+                f"the schedule gathers {path!r} while {self.layers[slot.index].path!r} still uses the slot: "
+                "schedule with the number of slots of the plan"
+            )
+        self._sources[index] = (_detached(weights), dtype)
+        self._fill(index)
+        slot.prefetched = True
+
+    def refetch(self, saved: SavedSlot) -> Tensor:
+        """The tensor that backward asks for, gathered again if its slot has another tenant."""
+        slot = self._slot(saved.index)
+        if slot.index != saved.index or slot.dtype != saved.dtype:
+            self._fill(saved.index)
+        elif slot.pending or not slot.busy:
+            self.hits += 1
+        self._check_fresh(slot, saved.index, saved.versions)
+        self._await(slot, saved.index)
+        if not slot.busy:
+            slot.busy = True
+            if len(self._slots) > 1:
+                self._fill_ahead(saved.index - 1)
+        assert slot.buffer is not None
+        return slot.buffer.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+    def invalidate(self) -> None:
+        """Forget everything gathered. Call on all ranks after changing weights by other means than an optimizer."""
+        self.drain()
+        self._pass += 1
+        self._last = -1
+        for slot in self._slots:
+            slot.index, slot.busy, slot.prefetched = -1, False, False
+
+    def drain(self) -> None:
+        """Waits for every gather under way."""
+        for slot in self._slots:
+            if slot.pending and slot.buffer is not None:
+                wait(slot.buffer)
+                slot.pending = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.buffer.numel() for slot in self._slots if slot.buffer is not None)
+
+    # --- saved tensors ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saved_tensor_hooks(self) -> Iterator[None]:
+        """While open, autograd saves no alias of a slot. Other tensors go to the hooks that were set before."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._hooks_active += 1
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, outer), self._unpack):
+                yield
+        finally:
+            self._hooks_active -= 1
+
+    def _pack(self, tensor: Tensor, outer: Any) -> Any:
+        slot = self._slot_of(tensor)
+        if slot is None:
+            return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
+        return SavedSlot(
+            slot.index, slot.versions, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
+
+    def _unpack(self, packed: Any) -> Any:
+        if isinstance(packed, _Passed):
+            return packed.unpack(packed.value)
+        if not isinstance(packed, SavedSlot):
+            return packed
+        with guarded(f"the gather for the backward of {self.layers[packed.index].path!r}", self.groups):
+            return self.refetch(packed)
+
+    def _slot_of(self, tensor: Tensor) -> _Slot | None:
+        if tensor.numel() == 0:
+            return None
+        try:
+            where = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # a subclass without storage, e.g. DTensor or a fake tensor
+            return None
+        for slot in self._slots:
+            if slot.buffer is not None and slot.buffer.untyped_storage().data_ptr() == where:
+                return slot
+        return None
+
+    # --- slots -----------------------------------------------------------------------------------------------------
+
+    def _slot(self, index: int) -> _Slot:
+        return self._slots[index % len(self._slots)]
+
+    @property
+    def _epoch(self) -> tuple[int, int]:
+        return self._pass, _optimizer_steps
+
+    def _enter(self, index: int) -> None:
+        """A layer at or before the last one begins a new pass over the model."""
+        if index <= self._last:
+            self._new_pass()
+        self._last = index
+
+    def _new_pass(self) -> None:
+        self._pass += 1
+        self._last = -1
+        for slot in self._slots:  # frozen weights have no backward that would have released them
+            slot.busy = False
+
+    def _is_ready(self, slot: _Slot, index: int, dtype: torch.dtype) -> bool:
+        if slot.index != index or slot.dtype != dtype:
+            return False
+        return in_backward() or (slot.prefetched and slot.epoch == self._epoch)
+
+    def _neighbour(self, index: int) -> int:
+        return index - 1 if in_backward() else index + 1
+
+    def _fill_ahead(self, index: int) -> None:
+        if not self.prefetch_enabled or index not in self._sources:
+            return
+        slot = self._slot(index)
+        if slot.busy or (slot.index == index and (in_backward() or slot.epoch == self._epoch)):
+            return
+        self._fill(index)
+        slot.prefetched = True
+
+    def _fill(self, index: int) -> None:
+        layer, slot = self.layers[index], self._slot(index)
+        weights, dtype = self._sources[index]
+        if slot.pending and slot.buffer is not None:
+            wait(slot.buffer)
+        with torch.no_grad(), torch.inference_mode(False):
+            rows = layer.geometry.pack(weights, layer.shards[self.groups.rank], dtype)
+            out = self._rows(slot, layer, dtype, rows.device)
+            torch.ops.hexa.all_gather_v_(out, rows, list(layer.shards), self.groups.gather_name)
+        slot.index, slot.dtype, slot.versions = index, dtype, _versions(weights)
+        slot.epoch, slot.pending, slot.busy, slot.prefetched = self._epoch, True, False, False
+        self.gathers += 1
+
+    def _await(self, slot: _Slot, index: int) -> Tensor:
+        assert slot.buffer is not None
+        assert slot.dtype is not None
+        if slot.pending:
+            wait(slot.buffer)
+            slot.pending = False
+        return self._rows(slot, self.layers[index], slot.dtype, slot.buffer.device)
+
+    def _rows(self, slot: _Slot, layer: CachedLayer, dtype: torch.dtype, device: torch.device) -> Tensor:
+        size, row = layer.geometry.shape.intermediate_size, layer.geometry.row
+        if slot.buffer is None or slot.buffer.device != device or slot.buffer.numel() < size * row * dtype.itemsize:
+            slot.buffer = torch.empty(self._slot_bytes(dtype), dtype=torch.uint8, device=device)
+        return slot.buffer[: size * row * dtype.itemsize].view(dtype).view(size, row)
+
+    def _slot_bytes(self, dtype: torch.dtype) -> int:
+        sizes = (layer.geometry.shape.intermediate_size * layer.geometry.row for layer in self.layers)
+        return max(sizes) * dtype.itemsize
+
+    # --- guards ----------------------------------------------------------------------------------------------------
+
+    def check_bound(self, weights: Weights) -> None:
+        """Raises where autograd would save what lives in a slot, because nothing opened `saved_tensor_hooks`."""
+        if (
+            torch.is_grad_enabled()
+            and not self._hooks_active
+            and any(w is not None and w.requires_grad for w in weights)
+        ):
+            raise PlanError(
+                "a data-centric layer runs outside its bound module, so autograd would save gathered weights: "
+                "bind the module that holds the graph (PartitionSession.bind)"
+            )
+
+    def _check_fresh(self, slot: _Slot, index: int, versions: tuple[int, ...]) -> None:
+        weights, _ = self._sources[index]
+        if _versions(weights) == slot.versions == versions:
+            return
+        raise PlanError(
+            f"the expert weights of {self.layers[index].path!r} changed after they were gathered and before use: "
+            "step the optimizer after backward, and call PartitionSession.invalidate() after changing weights by hand"
+        )
+
+
+def _detached(weights: Weights) -> Weights:
+    w1, b1, w3, b3, w2 = (None if w is None else w.detach() for w in weights)
+    return w1, b1, w3, b3, w2
+
+
+def _versions(weights: Weights) -> tuple[int, ...]:
+    # detach() shares the version counter, so the versions of detached sources follow the parameters
+    return tuple(w._version for w in weights if w is not None)

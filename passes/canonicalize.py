@@ -1,0 +1,95 @@
+"""One way to write a computation where people have several, so that detection needs to know one.
+
+An einsum over three and more tensors with expert weights among them does a product and the combine in one call. It becomes
+einsums over two: the weight with the operand that it is contracted with first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
+from hexa_fx.passes.detect.graph import ancestors, operation
+
+
+def canonicalize(captured: CapturedBlock) -> CapturedBlock:
+    """The block with every such einsum split. The recorded graph is changed; values and module calls stay true."""
+    for node in list(captured.graph.nodes):
+        if node.op == "call_function" and operation(node) == "einsum":
+            captured = _split(captured, node)
+    return captured
+
+
+def _split(captured: CapturedBlock, node: torch.fx.Node) -> CapturedBlock:
+    read = _read(node)
+    if read is None:
+        return captured
+    terms, operands, result = read
+    while len(operands) > 2:
+        pair = _weight_and_data(terms, operands, result)
+        if pair is None:
+            return captured
+        rest = [i for i in range(len(operands)) if i not in pair]
+        kept = set(result).union(*(terms[i] for i in rest))
+        term = "".join(dict.fromkeys(c for i in pair for c in terms[i] if c in kept))
+        captured, product = _insert(captured, node, pair, terms, operands, term)
+        terms, operands = [term, *(terms[i] for i in rest)], [product, *(operands[i] for i in rest)]
+    node.args = (f"{','.join(terms)}->{result}", *operands)
+    return captured
+
+
+def _read(node: torch.fx.Node) -> tuple[list[str], list[torch.fx.Node], str] | None:
+    """Terms, operands and result of an einsum over more than two tensors that spells out its result."""
+    equation, *given = node.args
+    operands: Sequence[Any] = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) < 3:
+        return None
+    left, _, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    repeated = any(len(set(term)) != len(term) for term in terms)
+    if repeated or not all(isinstance(operand, torch.fx.Node) for operand in operands):
+        return None
+    return terms, list(operands), result
+
+
+def _weight_and_data(terms: Sequence[str], operands: Sequence[torch.fx.Node], result: str) -> tuple[int, int] | None:
+    """(data, weight): two operands that alone share an index which is summed over."""
+    weights = [not any(n.op == "placeholder" for n in ancestors([operand])) for operand in operands]
+    for first, second in combinations(range(len(operands)), 2):
+        if weights[first] == weights[second]:
+            continue
+        others = set(result).union(*(term for i, term in enumerate(terms) if i not in (first, second)))
+        if set(terms[first]) & set(terms[second]) - others:
+            return (second, first) if weights[first] else (first, second)
+    return None
+
+
+def _insert(
+    captured: CapturedBlock,
+    node: torch.fx.Node,
+    pair: tuple[int, int],
+    terms: Sequence[str],
+    operands: Sequence[torch.fx.Node],
+    term: str,
+) -> tuple[CapturedBlock, torch.fx.Node]:
+    """The product of a pair as a node of its own before ``node``."""
+    equation = f"{terms[pair[0]]},{terms[pair[1]]}->{term}"
+    chosen = [operands[i] for i in pair]
+    place = list(captured.graph.nodes).index(node)
+    with captured.graph.inserting_before(node):
+        product = captured.graph.call_function(torch.einsum, (equation, *chosen))
+    value = torch.einsum(equation, *[record_of(operand).value for operand in chosen])
+    record = record_of(node)
+    storage = value.untyped_storage().data_ptr() or -id(value)
+    product.meta["hexa"] = NodeRecord(value, record.scope, record.location, storage=storage)
+    calls = tuple(
+        dataclasses.replace(call, start=call.start + (call.start > place), end=call.end + (call.end > place))
+        for call in captured.calls
+    )
+    return dataclasses.replace(captured, calls=calls), product

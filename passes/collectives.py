@@ -1,0 +1,172 @@
+"""Inserts a plan's collectives around the canonical operator.
+
+model-centric   x, ids, weights -> all-gather -> moe_ffn on this rank's slice h_i -> reduce-scatter (paper: all-reduce)
+data-centric    w1 .. w2 -> cache_gather -> moe_ffn with all weights on this rank's tokens -> cache_release
+
+The backward collectives are the transposes and come with autograd. Expert weights of the graph must already be this
+rank's slices (`hexa_fx.runtime.distributed.shards`). The inserted nodes are the same on every rank, with different
+sizes, so all ranks issue the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from hexa_fx.errors import PlanError
+from hexa_fx.plan import LayerPlan, Plan
+from hexa_fx.runtime.distributed import collectives as _operators
+from hexa_fx.runtime.distributed import nodes
+
+# Importing it registers the hexa operators and the autograd formulas of torch.ops._c10d_functional.
+assert _operators is not None
+
+FFN_ARGS = (
+    *("x", "top_k_index", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2"),
+    *("activation", "glu", "params", "layout1", "layout2", "recompute_h"),
+)
+"""Arguments of `hexa::moe_ffn`, in order (docs/operators.md)."""
+
+WEIGHT_ARGS = ("w1", "b1", "w3", "b3", "w2")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a graph will run: rank, the name of its session, and the names of its process groups."""
+
+    rank: int
+    session: str
+    main_group: str
+
+
+def is_moe_ffn(node: fx.Node) -> bool:
+    """Whether a node is the canonical operator, as packet (symbolic tracing) or overload (make_fx, export)."""
+    if node.op != "call_function":
+        return False
+    packet = torch.ops.hexa.moe_ffn
+    return node.target in (packet, packet.default)
+
+
+def ffn_arguments(node: fx.Node) -> dict[str, Any]:
+    """The canonical node's arguments by name."""
+    given = dict(zip(FFN_ARGS, node.args, strict=False))
+    given.update(node.kwargs)
+    missing = [name for name in FFN_ARGS if name not in given]
+    if missing:
+        raise PlanError(f"the canonical node {node.name!r} lacks {missing}: {node.format_node()}")
+    return given
+
+
+def partition_graph(graph: fx.Graph, layers: Sequence[LayerPlan], plan: Plan, placement: Placement) -> fx.Graph:
+    """The graph with collectives around its canonical nodes, which belong to ``layers`` in order. Changes it in place.
+
+    Raises:
+        PlanError: the graph has another number of canonical nodes.
+    """
+    found = [node for node in graph.nodes if is_moe_ffn(node)]
+    if len(found) != len(layers):
+        raise PlanError(f"the graph has {len(found)} canonical nodes, the plan has {len(layers)} layers for it")
+    for node, layer in zip(found, layers):
+        insert = _insert_model_centric if layer.mode == "model_centric" else _insert_data_centric
+        insert(graph, node, layer, plan, placement)
+        node.meta["hexa_partition"] = {"layer": layer.path, "mode": layer.mode}
+    graph.lint()
+    return graph
+
+
+def _insert_model_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan: Plan, at: Placement) -> None:
+    args = ffn_arguments(node)
+    with graph.inserting_before(node):
+        tokens: Any = list(plan.tokens) if plan.tokens is not None else None
+        if tokens is None:
+            tokens = graph.call_function(nodes.token_counts, (args["x"], at.session))
+            x = args["x"]
+        else:
+            x = graph.call_function(nodes.check_tokens, (args["x"], tokens, at.session))
+        x = graph.call_function(nodes.to_compute_dtype, (x,))
+        gather = _gather_for(graph, plan, at)
+        # Routing is gathered, never recomputed: a tie broken differently on two devices would be silently wrong.
+        moved = {"x": x, "top_k_index": args["top_k_index"], "top_k_weights": args["top_k_weights"]}
+        started = {name: None if value is None else gather(value, tokens) for name, value in moved.items()}
+        for name, value in started.items():
+            args[name] = None if value is None else _wait(graph, value)
+        if args["b2"] is not None:
+            # One rank's partial sum carries the bias. A factor, so that the graph and its gradients exist on all ranks.
+            owner = 1.0 if at.rank == layer.bias_owner else 0.0
+            args["b2"] = graph.call_function(torch.mul, (args["b2"], owner))
+        _scale_weights(graph, args, plan)
+    node.args, node.kwargs = tuple(args[name] for name in FFN_ARGS), {}
+    if layer.shards[at.rank] == 0:
+        node.target, node.args = nodes.no_channels, node.args[: FFN_ARGS.index("activation")]
+    with graph.inserting_after(node):
+        out = _reduce(graph, node, layer, plan, tokens, at)
+    node.replace_all_uses_with(out[-1], delete_user_cb=lambda user: user is not out[0])
+
+
+def _gather_for(graph: fx.Graph, plan: Plan, at: Placement) -> Callable[[fx.Node, Any], fx.Node]:
+    """Equal static sizes take torch's own operator, which torch's passes know."""
+    if plan.tokens is not None and _is_even(plan.tokens):
+        target = torch.ops._c10d_functional.all_gather_into_tensor.default
+        return lambda value, tokens: graph.call_function(target, (value, plan.world, at.main_group))
+    target = torch.ops.hexa.all_gather_v.default
+    return lambda value, tokens: graph.call_function(target, (value, tokens, at.main_group))
+
+
+def _is_even(sizes: Sequence[int]) -> bool:
+    return sizes[0] > 0 and all(size == sizes[0] for size in sizes)
+
+
+def _wait(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    return graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (value,))
+
+
+def _reduce(
+    graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan: Plan, tokens: Any, at: Placement
+) -> tuple[fx.Node, ...]:
+    """First and last of the nodes that sum partial outputs and keep this rank's rows."""
+    functional = torch.ops._c10d_functional
+    if layer.reduce == "all_reduce":
+        first = graph.call_function(functional.all_reduce.default, (node, "sum", at.main_group))
+    elif plan.tokens is not None and _is_even(plan.tokens):
+        first = graph.call_function(functional.reduce_scatter_tensor.default, (node, "sum", plan.world, at.main_group))
+    else:
+        first = graph.call_function(torch.ops.hexa.reduce_scatter_v.default, (node, tokens, at.main_group))
+    with graph.inserting_after(first):
+        waited = _wait(graph, first)
+    if layer.reduce != "all_reduce":
+        return first, waited
+    with graph.inserting_after(waited):
+        return first, waited, graph.call_function(nodes.own_rows, (waited, tokens, at.session))
+
+
+def _scale_weights(graph: fx.Graph, args: dict[str, Any], plan: Plan) -> None:
+    if plan.grad_scale == 1.0:
+        return
+    for name in WEIGHT_ARGS:
+        if args[name] is not None:
+            args[name] = graph.call_function(nodes.scale_gradient, (args[name], plan.grad_scale))
+
+
+def _insert_data_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan: Plan, at: Placement) -> None:
+    args = ffn_arguments(node)
+    with graph.inserting_before(node):
+        local = tuple(args[name] for name in WEIGHT_ARGS)
+        gathered = graph.call_function(nodes.cache_gather, (*local, list(layer.shards), layer.path, at.session))
+        gathered.meta["hexa_partition"] = {"layer": layer.path, "mode": layer.mode}
+        gated = args["glu"] != "none"
+        bias = args["b1"] is not None or args["b3"] is not None
+        present = (True, bias, gated, bias and gated, True)
+        for i, (name, there) in enumerate(zip(WEIGHT_ARGS, present)):
+            args[name] = graph.call_function(operator.getitem, (gathered, i)) if there else None
+        # Rows of the cache hold gate, up and down of a channel side by side: whatever the user's layout was, the views
+        # are these.
+        args.update(glu="split" if gated else "none", layout1="nk", layout2="kn")
+    node.args, node.kwargs = tuple(args[name] for name in FFN_ARGS), {}
+    with graph.inserting_after(node):
+        released = graph.call_function(nodes.cache_release, (node, layer.path, at.session))
+    node.replace_all_uses_with(released, delete_user_cb=lambda user: user is not released)

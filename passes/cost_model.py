@@ -1,0 +1,106 @@
+"""What one MoE layer costs under each mode: bytes a rank receives and the time that compute does not hide.
+
+Derivation in docs/partition.md. f = (N-1)/N, T tokens of the global batch, P elements of the layer's matrices.
+
+model-centric   4 f T D s (+ routing T k (8 + s))    all-gather and reduce-scatter, forward and backward, all exposed
+data-centric    3 f P s                              gather, gather again, reduce-scatter; gathers hide behind compute
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hexa_fx.plan import ExpertShape, LayerCost, Mode, Reduce
+
+_ID_BYTES = 8  # top_k_index is int64
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of this machine, in seconds, equal on all ranks (broadcast them).
+
+    Args:
+        bandwidth: bytes a second that one rank receives in a large collective.
+        latency: seconds of one collective of a few bytes.
+        attention: forward time of what runs between two MoE layers (attention and router), on the slowest rank.
+        expert: forward time of the layer's experts on a rank's own tokens, on the slowest rank.
+        experts_model_centric: forward and backward time of the experts with all tokens and a slice of the channels.
+        experts_data_centric: the same with a rank's tokens and all channels, read from and packed into rows. Equal in
+            arithmetic to the other, but not in time: model-centric moves N times the token rows through memory,
+            data-centric copies the weights' gradients.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+    attention: float = 0.0
+    expert: float = 0.0
+    experts_model_centric: float = 0.0
+    experts_data_centric: float = 0.0
+
+
+def model_centric_bytes(
+    shape: ExpertShape, tokens: int, world: int, *, dtype_bytes: int, reduce: Reduce = "reduce_scatter"
+) -> float:
+    """Bytes an average rank receives for one layer, forward and backward, model-centric.
+
+    An all-reduce moves twice what a reduce-scatter does, and its backward is an all-reduce again.
+    """
+    share = (world - 1) / world
+    activation = share * tokens * shape.hidden_size * dtype_bytes
+    routing = share * tokens * shape.top_k * (_ID_BYTES + dtype_bytes)  # gathered once
+    routing += share * tokens * shape.top_k * dtype_bytes  # gradient of the routing weights
+    return (4 if reduce == "reduce_scatter" else 6) * activation + routing
+
+
+def data_centric_bytes(
+    shape: ExpertShape, world: int, *, gather_bytes: int, reduce_bytes: int, regather: bool = True
+) -> float:
+    """Bytes an average rank receives for one layer, forward and backward, data-centric."""
+    share = (world - 1) / world
+    return share * shape.weight_numel * ((2 if regather else 1) * gather_bytes + reduce_bytes)
+
+
+def crossover_tokens(shape: ExpertShape, *, dtype_bytes: int = 2, reduce_bytes: int = 2) -> float:
+    """Global tokens at which both modes move the same bytes (routing left out): 3/4 n E H for equal dtypes."""
+    return shape.weight_numel / shape.hidden_size * (2 * dtype_bytes + reduce_bytes) / (4 * dtype_bytes)
+
+
+def layer_cost(
+    shape: ExpertShape,
+    tokens: int,
+    world: int,
+    *,
+    dtype_bytes: int,
+    reduce_bytes: int,
+    slots: int,
+    reduce: Reduce = "reduce_scatter",
+    measured: Measured | None = None,
+) -> tuple[Mode, LayerCost]:
+    """The cheaper mode of one layer and the numbers behind it.
+
+    With `Measured` the time that compute does not hide decides, else the bytes. Ties go to model-centric, which needs
+    no cache.
+    """
+    by_model = model_centric_bytes(shape, tokens, world, dtype_bytes=dtype_bytes, reduce=reduce)
+    by_data = data_centric_bytes(shape, world, gather_bytes=dtype_bytes, reduce_bytes=reduce_bytes)
+    if measured is None:
+        mode: Mode = "model_centric" if by_model <= by_data else "data_centric"
+        return mode, LayerCost(by_model, by_data, reason=f"fewer bytes for {tokens} tokens")
+    time_model = by_model / measured.bandwidth + 8 * measured.latency + measured.experts_model_centric
+    time_data = measured.experts_data_centric + _exposed_data_centric(
+        by_data, measured, slots, dtype_bytes, reduce_bytes
+    )
+    mode = "model_centric" if time_model <= time_data else "data_centric"
+    return mode, LayerCost(by_model, by_data, time_model, time_data, f"less exposed time for {tokens} tokens")
+
+
+def _exposed_data_centric(total: float, m: Measured, slots: int, gather_bytes: int, reduce_bytes: int) -> float:
+    """Gathers hide behind attention and router (1 slot), also behind the experts (2 slots); backward is twice as long.
+
+    The reduce-scatter of weight gradients is waited for where it is issued, so it hides behind nothing.
+    """
+    unit = total / (2 * gather_bytes + reduce_bytes) / m.bandwidth
+    gather = unit * gather_bytes + m.latency
+    scatter = unit * reduce_bytes + m.latency
+    hidden = m.attention + (m.expert if slots > 1 else 0.0)
+    return max(0.0, gather - hidden) + max(0.0, gather - 2 * hidden) + scatter

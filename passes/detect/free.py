@@ -1,0 +1,263 @@
+"""Detection of experts of any shape, where the code runs one expert at a time.
+
+The runs are aligned by structure, cut where the rest is a weighted sum for each token, and read as steps over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.replay import Replay
+from hexa_fx.passes.detect.alike import AlikeRuns, Column, experts_of, find_alike_runs, in_one_expert
+from hexa_fx.passes.detect.combine import Combine, find_combine
+from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, TokenRows, width_of
+from hexa_fx.passes.detect.graph import ancestors, is_float
+from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.offset import explain_offset
+from hexa_fx.passes.detect.projections import Contraction, Instance, token_sources
+from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing, find_row_factor
+from hexa_fx.passes.detect.rules import (
+    opaque_nodes,
+    refuse_randomness,
+    refuse_stored_intermediates,
+    shape_branches,
+    stored_outside_calls,
+)
+from hexa_fx.passes.detect.stacks import WeightTable
+from hexa_fx.passes.detect.steps import StepReader, refuse_mixing
+from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
+from hexa_fx.passes.detect.verdict import Refuse
+
+
+class NotFree(Exception):
+    """The block does not run experts one at a time, or not all alike: what the standard form said stands."""
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Where the rows of the runs come from: ``node`` holds the tokens, ``rows`` the token of every row, by run."""
+
+    node: torch.fx.Node
+    rows: tuple[torch.Tensor, ...]
+
+
+def detect_free(
+    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_latest: bool
+) -> MoEMatch:
+    """Raises:
+    NotFree: the code is of another kind. Refuse: it is of this kind, but something in it forbids the rewrite.
+    """
+    for members in _families(groups, family):
+        tags = tag(captured, groups, members)
+        try:
+            runs = find_alike_runs(captured, tags)
+        except Refuse:
+            continue
+        return _Search(captured, tags, groups, runs, prefer_latest).match()
+    raise NotFree
+
+
+def _families(groups: ExpertGroups, family: frozenset[str] | None) -> Iterator[frozenset[str] | None]:
+    """All lists of parameters together, then those of each list of modules alone."""
+    prefixes = dict.fromkeys(base.partition("{}")[0] for base in groups.members)
+    if family is None:
+        yield None
+    for prefix in prefixes:
+        members = frozenset(base for base in groups.members if base.partition("{}")[0] == prefix)
+        if members & family if family is not None else len(prefixes) > 1:
+            yield members
+
+
+@dataclass
+class _Search:
+    captured: CapturedBlock
+    tags: Mapping[torch.fx.Node, Tag]
+    groups: ExpertGroups
+    runs: AlikeRuns
+    prefer_latest: bool
+
+    def __post_init__(self) -> None:
+        self.replay = Replay(self.captured)
+        self.weights = WeightTable(self.captured, self.groups, self.tags)
+
+    def match(self) -> MoEMatch:
+        """The match at the earliest end from which on the code is linear in the expert outputs."""
+        self.stored = stored_outside_calls(self.captured, self.runs.readers)
+        first: Refuse | None = None
+        for end in self.runs.ends:
+            try:
+                return self._match_at(end)
+            except Refuse as refusal:
+                first = first or refusal
+        assert first is not None
+        raise first
+
+    def _match_at(self, end: Column) -> MoEMatch:
+        captured, experts = self.captured, experts_of(end, self.tags)
+        inside = [[n for n in ancestors([last]) if in_one_expert(n, self.tags)] for last in end]
+        everything = [node for nodes in inside for node in nodes]
+        refuse_randomness(everything)
+        tokens = self._tokens(end, inside)
+        value = record_of(tokens.node).value
+        count = value.numel() // value.shape[-1]
+        opaque = opaque_nodes(captured, everything)
+        instances = [_instance(*run) for run in zip(end, inside, experts, tokens.rows)]
+        combine = find_combine(captured.graph, instances, count, self.replay, opaque)
+        pairs = _pairs(instances, combine)
+        identity = explain_offset(pairs, None, combine, self.replay.value(tokens.node), self.weights)
+        total = self._experts()
+        search = (count, total, captured, self.tags, combine.node)
+        routing = find_routing(pairs, *search, self.prefer_latest)
+        if identity is not None:
+            check_identity(identity, routing, count, total, combine.node)
+        reader = StepReader(
+            captured=captured,
+            tags=self.tags,
+            replay=self.replay,
+            weights=self.weights,
+            run=max(range(len(end)), key=lambda run: len(tokens.rows[run])),
+            rows=tuple(len(rows) for rows in tokens.rows),
+            experts=experts,
+            tokens=tokens.rows,
+            count=count,
+            sources=tuple(self._sources(end, tokens.node)),
+            factor=lambda wanted: find_row_factor(wanted, pairs, routing, *search),
+        )
+        roles = reader.read(end)
+        refuse_mixing(reader)
+        body = self._body(roles, end[reader.run], total)
+        branches = shape_branches(captured, self.tags, set(routing.index.nodes), opaque)
+        refuse_stored_intermediates(self.stored, self.tags, combine.node)
+        idiom = "loop over experts, unusual expert"
+        return MoEMatch(
+            captured,
+            tokens.node,
+            combine.node,
+            total,
+            body,
+            routing,
+            identity is not None,
+            branches,
+            idiom,
+            self.stored,
+        )
+
+    def _experts(self) -> int:
+        """Experts in the parameters that the runs read."""
+        counts = set()
+        for node in self.runs.readers:
+            for operand in node.all_input_nodes:
+                for base in self.tags[operand].bases if self.tags[operand].experts else ():
+                    stored = self.weights.table(base)
+                    counts.add(0 if stored is None else len(stored[1]))
+        if len(counts) != 1:
+            raise Refuse("the experts' parameters are of different numbers of experts", self.runs.readers[0])
+        return counts.pop()
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def _tokens(self, end: Column, inside: list[list[torch.fx.Node]]) -> _Tokens:
+        """The token of every row, read from the operands of the runs, or from what those are computed from."""
+        lengths = tuple(len(record_of(node).value) for node in end)
+        frontier = self._given(end, inside)
+        for _ in range(6):
+            for column in frontier:
+                found = self._as_tokens(column, lengths, end)
+                if found is not None:
+                    return found
+            frontier = [operands for column in frontier for operands in _operands(column)]
+        raise Refuse("the rows that experts read are not rows of one token tensor", end[0])
+
+    def _given(self, end: Column, inside: list[list[torch.fx.Node]]) -> list[Column]:
+        """Columns of tensors that enter the runs from outside and are no parameters."""
+        found: dict[Column, None] = {}
+        seen: set[Column] = set()
+        frontier = [end]
+        while frontier:
+            column = frontier.pop()
+            if column in seen:
+                continue
+            seen.add(column)
+            for operands in _operands(column):
+                if all(in_one_expert(n, self.tags) for n in operands):
+                    frontier.append(operands)
+                elif not any(self.tags[n].weight for n in operands):
+                    found.setdefault(operands)
+        return list(found)
+
+    def _as_tokens(self, column: Column, lengths: tuple[int, ...], end: Column) -> _Tokens | None:
+        values = [self.replay.value(n) for n in column]
+        if not all(is_float(n) for n in column) or any(v.dim() < 2 for v in values):
+            return None
+        if any(len(value) != length for value, length in zip(values, lengths)):
+            return None
+        if values[0].dim() != 2 or len({value.shape[1] for value in values}) != 1:
+            return None
+        for source in token_sources(self.runs.readers[0], values[0].shape[1], self.captured, self.tags):
+            whole = self.replay.value(source)
+            rows = [_rows_of(value, whole.reshape(-1, whole.shape[-1])) for value in values]
+            found = tuple(row for row in rows if row is not None)
+            if len(found) == len(rows):
+                return _Tokens(source, found)
+        return None
+
+    def _sources(self, end: Column, tokens: torch.fx.Node) -> Iterator[torch.fx.Node]:
+        """Tensors that may have a row for every token, the tokens themselves first."""
+        yield tokens
+        for node in self.captured.graph.nodes:
+            if node in end:
+                break
+            of_tokens = is_float(node) and not self.tags[node].experts and not self.tags[node].weight
+            if of_tokens and record_of(node).value.dim() >= 2 and record_of(node).value.numel():
+                yield node
+
+    # -- body ----------------------------------------------------------------------------------------------------------
+
+    def _body(self, roles: Mapping[torch.fx.Node, Role], output: torch.fx.Node, experts: int) -> FreeBody:
+        products = [role for role in roles.values() if isinstance(role, Product)]
+        tokens = [node for node, role in roles.items() if isinstance(role, TokenRows)]
+        bases = [role.base for role in roles.values() if isinstance(role, (Product, OfExpert))]
+        stored = self.weights.table(bases[0])
+        assert stored is not None
+        inner = [width_of(role.data) for role in products if role.data not in tokens] or [width_of(output)]
+        return FreeBody(roles, output, experts, width_of(tokens[0]), max(inner), stored[0])
+
+
+def _operands(column: Column) -> list[Column]:
+    """Columns of what a column's nodes are computed from; none if the nodes are not alike."""
+    operands = [node.all_input_nodes for node in column]
+    if len({len(nodes) for nodes in operands}) != 1:
+        return []
+    return list(zip(*operands))
+
+
+def _rows_of(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
+    """For every row (R, D) its index among tokens (T, D), or None if one is not among them."""
+    if not len(rows):
+        return torch.zeros(0, dtype=torch.long, device=rows.device)
+    probe = torch.randn(tokens.shape[1], 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    probe = probe.to(tokens.device)
+    nearest = torch.cdist(rows @ probe, tokens @ probe, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+    return nearest if torch.equal(tokens[nearest], rows) else None
+
+
+def _instance(end: torch.fx.Node, inside: list[torch.fx.Node], expert: int, token: torch.Tensor) -> Instance:
+    """The run as an `Instance`, of which the search for the combine reads the nodes and the rows."""
+    within = tuple(_as_contraction(node, expert, 1) for node in inside if node is not end)
+    experts = torch.full_like(token, expert)
+    return Instance(within, (), _as_contraction(end, expert, 2), token, experts, torch.ones_like(token).double())
+
+
+def _as_contraction(node: torch.fx.Node, expert: int, level: int) -> Contraction:
+    return Contraction(node, node, node, expert, "", None, level)
+
+
+def _pairs(instances: list[Instance], combine: Combine) -> Pairs:
+    token = torch.cat([instance.token for instance in instances])
+    expert = torch.cat([instance.expert for instance in instances])
+    return Pairs(token, expert, torch.ones_like(token).double(), torch.cat(combine.coefficients))

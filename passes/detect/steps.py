@@ -1,0 +1,266 @@
+"""Reads aligned expert runs as steps over rows: the role of every value in them.
+
+All runs are walked at once, as columns of nodes, so that whatever differs from run to run is seen: the rows, the routing's
+numbers for them, and the expert's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.replay import Replay
+from hexa_fx.passes.detect.alike import Column, expert_operands, in_one_expert
+from hexa_fx.passes.detect.free_body import (
+    Copy,
+    Literal,
+    OfExpert,
+    Outside,
+    Product,
+    Role,
+    RowCount,
+    RowFactor,
+    Shared,
+    TokenRows,
+)
+from hexa_fx.passes.detect.graph import CONTRACTIONS, is_float, is_tensor, operation
+from hexa_fx.passes.detect.routing import Source
+from hexa_fx.passes.detect.stacks import WeightTable
+from hexa_fx.passes.detect.tags import Tag
+from hexa_fx.passes.detect.verdict import Refuse
+
+BROADCASTING = frozenset(
+    "add sub mul div truediv true_divide multiply divide subtract pow rsub maximum minimum where lerp addcmul addcdiv "
+    "iadd isub imul itruediv add_ sub_ mul_ div_ __radd__ __rmul__ __rsub__ __rtruediv__ __rpow__".split()
+)
+"""Element-wise operations that broadcast, so that a parameter of the row's expert may be an operand."""
+
+NORMS = frozenset("layer_norm rms_norm".split())
+ACTIVATIONS_WITH_PARAMETER = frozenset(("prelu",))
+
+
+@dataclass
+class StepReader:
+    """Args:
+    tags, replay, weights: of the captured block. run: which of the runs the steps are taken from.
+    rows, experts: per run, number of rows and expert. tokens: per run, the token (R,) of every row.
+    count: number of tokens. sources: tensors with a row for every token.
+    factor: where a number per row stands among the routing's tensors; raises `Refuse` if nowhere.
+    """
+
+    captured: CapturedBlock
+    tags: Mapping[torch.fx.Node, Tag]
+    replay: Replay
+    weights: WeightTable
+    run: int
+    rows: tuple[int, ...]
+    experts: tuple[int, ...]
+    tokens: tuple[torch.Tensor, ...]
+    count: int
+    sources: tuple[torch.fx.Node, ...]
+    factor: Callable[[torch.Tensor], tuple[Source, ...]]
+    roles: dict[torch.fx.Node, Role] = field(default_factory=dict)
+    columns: dict[torch.fx.Node, Column] = field(default_factory=dict)
+
+    def read(self, end: Column) -> dict[torch.fx.Node, Role]:
+        """Roles of the nodes of one run, in recorded order.
+
+        Raises:
+            Refuse: the runs differ, mix rows, or use something that no row-wise step can give.
+        """
+        self._visit(end)
+        order = {node: place for place, node in enumerate(self.captured.graph.nodes)}
+        return {node: self.roles[node] for node in sorted(self.roles, key=order.__getitem__)}
+
+    def _visit(self, column: Column) -> None:
+        node = column[self.run]
+        if node in self.columns:
+            if self.columns[node] != column:
+                raise Refuse("experts use a value in different ways", node)
+            return
+        self.columns[node] = column
+        self.roles[node] = self._role(column)
+
+    def _role(self, column: Column) -> Role:
+        node = column[self.run]
+        tag = self.tags[node]
+        if in_one_expert(node, self.tags):
+            return self._expert_step(column)
+        if tag.weight:
+            return self._parameter(column)
+        return self._tensor(column) if is_tensor(node) else self._other(column)
+
+    # -- inside the expert ---------------------------------------------------------------------------------------------
+
+    def _expert_step(self, column: Column) -> Role:
+        node = column[self.run]
+        self._check_rows(column)
+        parameters = expert_operands(node, self.tags)
+        if operation(node) in CONTRACTIONS and any(record_of(n).value.dim() >= 2 for n in parameters):
+            return self._product(column)
+        if parameters and operation(node) not in BROADCASTING | NORMS | ACTIVATIONS_WITH_PARAMETER:
+            raise Refuse(f"a parameter of the expert is an operand of {operation(node)}", node)
+        return self._copy(column)
+
+    def _check_rows(self, column: Column) -> None:
+        node = column[self.run]
+        if not is_tensor(node):
+            return
+        shapes = [record_of(n).value.shape for n in column]
+        if any(not shape or shape[0] != rows for shape, rows in zip(shapes, self.rows)):
+            raise Refuse(f"{operation(node)} inside the experts does not keep their rows apart", node)
+
+    def _product(self, column: Column) -> Product:
+        node = column[self.run]
+        data = [n for n in node.all_input_nodes if is_tensor(n) and not self.tags[n].weight]
+        if len(data) != 1 or record_of(data[0]).value.dim() != 2 or record_of(node).value.dim() != 2:
+            raise Refuse("an expert product is not one of rows with a matrix", node)
+        operands = expert_operands(node, self.tags)
+        bases = [next(iter(self.tags[n].bases)) for n in operands if len(self.tags[n].bases) == 1]
+        if len(bases) != len(operands) or len(operands) > 2:
+            raise Refuse("an expert product mixes several parameters in its weight", node)
+        place = node.all_input_nodes.index(data[0])
+        rows = tuple(n.all_input_nodes[place] for n in column)
+        self._visit(rows)
+        values = [self.replay.call(n, {}) for n in column]
+        for base in bases:
+            bias = next((other for other in bases if other != base), None)
+            for reading in self.weights.matrices(base, values[0].shape[1], record_of(data[0]).value.shape[1]):
+                if reading.part == "whole" and self._explains(values, rows, reading.matrices, bias):
+                    return Product(data[0], base, bias, reading.layout)
+        raise Refuse("an expert product is not one with the expert's whole matrix and bias", node)
+
+    def _explains(self, values: list[torch.Tensor], rows: Column, matrices: torch.Tensor, bias: str | None) -> bool:
+        vectors = None if bias is None else self.weights.vectors(bias)
+        if bias is not None and (vectors is None or vectors.shape[1] != matrices.shape[1]):
+            return False
+        for value, data, expert in zip(values, rows, self.experts):
+            expected = self.replay.value(data) @ matrices[expert].T
+            if vectors is not None:
+                expected = expected + vectors[expert]
+            scale = value.abs().amax().clamp(min=1e-12) if value.numel() else 1.0
+            if not bool(((value - expected).abs() <= 1e-7 * scale).all()):
+                return False
+        return True
+
+    def _copy(self, column: Column) -> Copy:
+        """The operation itself, on operands that are visited in turn."""
+        operands = [n.all_input_nodes for n in column]
+        if len({len(nodes) for nodes in operands}) != 1:
+            raise Refuse("experts use a value in different ways", column[self.run])
+        for item in zip(*operands):
+            self._visit(item)
+        return Copy()
+
+    # -- what the expert is given --------------------------------------------------------------------------------------
+
+    def _parameter(self, column: Column) -> Role:
+        node = column[self.run]
+        value = record_of(node).value
+        if not isinstance(value, torch.Tensor):
+            if isinstance(value, (int, float)) and all(record_of(n).value == value for n in column):
+                return Literal(value)
+            raise Refuse("experts use numbers that follow from parameters in different ways", node)
+        if self.tags[node].experts:
+            return self._of_expert(column)
+        if node.op == "get_attr":
+            return Shared(str(node.target))
+        return self._copy(column)
+
+    def _of_expert(self, column: Column) -> OfExpert:
+        node = column[self.run]
+        bases = self.tags[node].bases
+        stored = self.weights.table(next(iter(bases))) if len(bases) == 1 else None
+        if stored is None:
+            raise Refuse("the experts compute with a combination of their parameters", node)
+        table = stored[1]
+        for member, expert in zip(column, self.experts):
+            if expert >= len(table) or not torch.equal(self.replay.value(member).flatten(), table[expert]):
+                raise Refuse("the experts compute with something made from a parameter", node)
+        return OfExpert(next(iter(bases)), tuple(record_of(node).value.shape))
+
+    def _tensor(self, column: Column) -> Role:
+        source = self._token_rows(column)
+        if source is not None:
+            return TokenRows(source)
+        sources = self._row_factor(column)
+        if sources is not None:
+            return RowFactor(sources)
+        node = column[self.run]
+        if len(set(column)) == 1 and any(record_of(node).value.shape[:1] != (rows,) for rows in self.rows):
+            return Outside()
+        if node.op in ("get_attr", "placeholder") or not all(n.all_input_nodes for n in column) or not is_float(node):
+            raise Refuse("the experts compute with a tensor that is neither their tokens' nor shared by all", node)
+        if len({operation(n) for n in column}) != 1:
+            raise Refuse("experts are given their rows in different ways", node)
+        self._check_rows(column)
+        return self._copy(column)
+
+    def _token_rows(self, column: Column) -> torch.fx.Node | None:
+        values = [self.replay.value(n) for n in column]
+        if not is_float(column[0]) or any(v.dim() < 2 or len(v) != len(t) for v, t in zip(values, self.tokens)):
+            return None
+        for source in self.sources:
+            whole = self.replay.value(source)
+            if whole.shape[-1:] != values[0].shape[1:] or whole.shape[:-1].numel() != self.count:
+                continue
+            flat = whole.reshape(self.count, -1)
+            if all(torch.equal(flat[token], value) for value, token in zip(values, self.tokens)):
+                return source
+        return None
+
+    def _row_factor(self, column: Column) -> tuple[Source, ...] | None:
+        values = [self.replay.value(n) for n in column]
+        if any(v.numel() != len(t) or v.shape[:1] != t.shape for v, t in zip(values, self.tokens)):
+            return None
+        try:
+            return self.factor(torch.cat([value.double().flatten() for value in values]))
+        except Refuse:
+            return None
+
+    def _other(self, column: Column) -> Role:
+        """Sizes, and tuples of tensors."""
+        node = column[self.run]
+        values = [record_of(n).value for n in column]
+        if all(isinstance(v, int) and v == r for v, r in zip(values, self.rows)):
+            return RowCount()
+        if len(set(column)) == 1:
+            return Outside()
+        if len({operation(n) for n in column}) != 1 or not node.all_input_nodes:
+            raise Refuse("experts are given different numbers", node)
+        return self._copy(column)
+
+
+def refuse_mixing(reader: StepReader) -> None:
+    """Other rows' tokens are changed; a row that answers to that is mixed with others.
+
+    Raises:
+        Refuse: names the first operation whose rows depend on each other.
+    """
+    steps = [node for node, role in reader.roles.items() if isinstance(role, (Copy, Product)) and is_float(node)]
+    order = {node: place for place, node in enumerate(reader.captured.graph.nodes)}
+    given = [reader.columns[node] for node, role in reader.roles.items() if isinstance(role, TokenRows)]
+    generator = torch.Generator().manual_seed(17)
+    for parity in (0, 1):
+        replace: dict[torch.fx.Node, torch.Tensor] = {}
+        for node in {n for column in given for n in column}:
+            value = reader.replay.value(node).clone()
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device)
+            value[parity::2] = noise[parity::2]
+            replace[node] = value
+        wanted = [n for node in steps for n in reader.columns[node]]
+        answers = reader.replay.run(replace, wanted)
+        expected = reader.replay.run({n: reader.replay.value(n) for n in replace}, wanted)
+        for node in sorted(steps, key=order.__getitem__):
+            for member in reader.columns[node]:
+                before, after = expected[member], answers[member]
+                if before.dim() and not _same(before[1 - parity :: 2], after[1 - parity :: 2]):
+                    raise Refuse(f"{operation(node)} inside the experts mixes rows of different tokens", node)
+
+
+def _same(before: torch.Tensor, after: torch.Tensor) -> bool:
+    return torch.allclose(before, after, rtol=1e-9, atol=1e-9, equal_nan=True)

@@ -1,0 +1,210 @@
+"""A `FreeBody` as nodes over all routed rows at once: level 2 directly, on the operators' own autograd.
+
+v, inv, offs = reindex(ids, E); rows = x[v // k]; every product an esmm; every other parameter of an expert gathered by the
+row's expert; the rest as recorded; y = combine(rows, weights).
+
+Rows of sentinel ids belong to no expert. Whatever enters them is replaced by a constant, so that their values, which the combine
+skips, never come from a token and never send a gradient back, not even NaN.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+
+import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
+from hexa_fx.capture import record_of
+from hexa_fx.passes.detect.free_body import (
+    FreeBody,
+    Literal,
+    OfExpert,
+    Outside,
+    Product,
+    Role,
+    RowCount,
+    RowFactor,
+    Shared,
+    TokenRows,
+)
+from hexa_fx.passes.detect.graph import is_float, operation
+from hexa_fx.passes.detect.routing import Source
+from hexa_fx.passes.weights import WeightEmitter
+
+Node = torch.fx.Node
+
+
+@dataclass
+class RowEmitter:
+    """Args:
+    graph, weights, body: where to, whose parameters, and what.
+    outside: the new node of a recorded one, flattened to (T, C) where ``as_rows`` is asked for.
+    factor: the product of routing quantities as (T, k), None for 1.
+    """
+
+    graph: torch.fx.Graph
+    weights: WeightEmitter
+    body: FreeBody
+    outside: Callable[[Node], Node]
+    as_rows: Callable[[Node], Node]
+    factor: Callable[[Sequence[Source]], Node | None]
+    _new: dict[Node, Node] = field(default_factory=dict)
+    _gathered: dict[tuple[str, tuple[int, ...]], Node] = field(default_factory=dict)
+
+    def emit(self, index: Node, weights: Node | None, top_k: int) -> Node:
+        """The (T, D) result for ids and routing weights (T, k)."""
+        self._route(index, top_k)
+        for node, role in self.body.steps.items():
+            if not isinstance(role, OfExpert):
+                self._new[node] = self._step(node, role)
+        rows = self._new[self.body.output]
+        return self._call(torch.ops.hexa.combine.default, rows, weights, self._inv, self._offs, top_k)
+
+    def _route(self, index: Node, top_k: int) -> None:
+        experts = self.body.experts
+        self._top_k = top_k
+        routed = self._call(torch.ops.hexa.reindex.default, index, experts)
+        self._v, self._inv, self._offs = (
+            self._named(name, operator.getitem, routed, i) for i, name in enumerate(("v", "inv", "offs"))
+        )
+        chosen = self._method("index_select", self._method("reshape", index, -1), 0, self._v)
+        self._is_routed = {1: self._named("is_routed", operator.lt, chosen, experts)}
+        self._expert = self._method("clamp", chosen, max=experts - 1)
+
+    def _step(self, node: Node, role: Role) -> Node:
+        match role:
+            case TokenRows(source):
+                return self._token_rows(node, source)
+            case RowFactor(sources):
+                return self._row_factor(node, sources)
+            case RowCount():
+                return self._method("size", self._v, 0)
+            case Outside():
+                return self.outside(node)
+            case Shared(name):
+                return self.graph.get_attr(name)
+            case Literal(value):
+                return self._call(operator.pos, value)
+            case Product():
+                return self._product(role)
+        return self._copy(node)
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def _token_rows(self, node: Node, source: Node) -> Node:
+        """x[v // k]; the tokens themselves where only products read them, which gather as they read."""
+        tokens = self.as_rows(source)
+        if self._only_in_products(node):
+            return tokens
+        token = self._v if self._top_k == 1 else self._call(operator.floordiv, self._v, self._top_k)
+        return self._routed_only(self._method("index_select", tokens, 0, token), record_of(node).value.dim())
+
+    def _only_in_products(self, node: Node) -> bool:
+        steps = self.body.steps
+        return all(isinstance(steps[user], Product) for user in node.users if user in steps)
+
+    def _routed_only(self, rows: Node, dims: int) -> Node:
+        """``rows`` with a constant in rows without an expert."""
+        if dims not in self._is_routed:
+            self._is_routed[dims] = self._method("view", self._is_routed[1], -1, *[1] * (dims - 1))
+        return self._call(torch.where, self._is_routed[dims], rows, 1.0)
+
+    def _row_factor(self, node: Node, sources: Sequence[Source]) -> Node:
+        factor, value = self.factor(sources), record_of(node).value
+        shape = (-1, *[1] * (value.dim() - 1))
+        if factor is None:
+            some = next(n for n in self._new.values())
+            return self._method("new_ones", some, (self._method("size", self._v, 0), *shape[1:]))
+        flat = self._method("index_select", self._method("reshape", factor, -1), 0, self._v)
+        recorded = record_of(sources[0].nodes[0]).value
+        if recorded.dtype != value.dtype:
+            flat = self._method("to", flat, value.dtype)
+        return self._routed_only(self._method("view", flat, *shape), value.dim())
+
+    # -- parameters ----------------------------------------------------------------------------------------------------
+
+    def _product(self, role: Product) -> Node:
+        weight = self.weights.matrices(role.base, self.body.experts)
+        bias = None if role.bias is None else self.weights.vectors(role.bias)
+        gathered = isinstance(self.body.steps[role.data], TokenRows) and self._only_in_products(role.data)
+        v, top_k = (self._v, self._top_k) if gathered else (None, 1)
+        data = self._new[role.data]
+        rows = self._call(torch.ops.hexa.esmm.default, data, weight, bias, v, self._offs, top_k, role.layout)
+        return self._routed_only(rows, 2) if self._shares() else rows
+
+    def _shares(self) -> bool:
+        """Whether rows meet a tensor that all experts share, whose gradient the zero rows of an esmm could spoil (0/0)."""
+        return any(isinstance(role, (Shared, Outside)) and is_float(node) for node, role in self.body.steps.items())
+
+    def _of_expert(self, role: OfExpert, dims: int) -> Node:
+        """The parameter of every row's expert, (n, 1, ..., *shape) with ``dims`` dimensions."""
+        shape = role.shape
+        while len(shape) >= dims and shape[:1] == (1,):
+            shape = shape[1:]
+        shape = (*[1] * (dims - 1 - len(shape)), *shape)
+        key = role.base, shape
+        if key not in self._gathered:
+            table = self.weights.vectors(role.base)
+            taken = self._method("index_select", table, 0, self._expert)
+            self._gathered[key] = self._routed_only(self._method("view", taken, -1, *shape), len(shape) + 1)
+        return self._gathered[key]
+
+    # -- other operations ----------------------------------------------------------------------------------------------
+
+    def _copy(self, node: Node) -> Node:
+        parameters = [n for n in node.all_input_nodes if isinstance(self.body.steps[n], OfExpert)]
+        if parameters and operation(node) in _SPECIAL:
+            return _SPECIAL[operation(node)](self, node)
+        copy = self.graph.node_copy(node, lambda n: self._operand(n, node))
+        copy.meta = {"from": node.name, "location": record_of(node).location}
+        return copy
+
+    def _operand(self, operand: Node, reader: Node) -> Node:
+        role = self.body.steps[operand]
+        if isinstance(role, OfExpert):
+            return self._of_expert(role, record_of(reader).value.dim())
+        return self._new[operand]
+
+    def _norm(self, node: Node) -> Node:
+        """A normalisation whose weight and bias are the expert's: without them first, then times one, plus the other."""
+        named = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), node.args)) | dict(node.kwargs)
+        if operation(node) == "rms_norm":
+            named = dict(zip(("input", "normalized_shape", "weight", "eps"), node.args)) | dict(node.kwargs)
+        given = {key: torch.fx.map_arg(named[key], self._new.__getitem__) for key in ("input", "normalized_shape")}
+        eps = {"eps": named["eps"]} if named.get("eps") is not None else {}
+        assert callable(node.target)
+        result = self.graph.call_function(node.target, tuple(given.values()), eps)
+        for key, combine in (("weight", operator.mul), ("bias", operator.add)):
+            parameter = named.get(key)
+            if isinstance(parameter, Node):
+                result = self._call(combine, result, self._operand(parameter, node))
+        return result
+
+    def _prelu(self, node: Node) -> Node:
+        data, slope = node.all_input_nodes
+        x, dims = self._new[data], record_of(node).value.dim()
+        role = self.body.steps[slope]
+        assert isinstance(role, OfExpert)
+        per_channel = OfExpert(role.base, (*role.shape, *[1] * (dims - 2)))
+        positive = self._call(operator.gt, x, 0)
+        return self._call(torch.where, positive, x, self._call(operator.mul, self._of_expert(per_channel, dims), x))
+
+    def _named(self, name: str, target: Callable[..., Any], *args: Any) -> Node:
+        return self.graph.create_node("call_function", target, args, name=name)
+
+    def _call(self, target: Callable[..., Any], *args: Any) -> Node:
+        return self.graph.call_function(target, args)
+
+    def _method(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        return self.graph.call_method(name, args, kwargs)
+
+
+_SPECIAL: dict[str, Callable[[RowEmitter, Node], Node]] = {
+    "layer_norm": RowEmitter._norm,
+    "rms_norm": RowEmitter._norm,
+    "prelu": RowEmitter._prelu,
+}

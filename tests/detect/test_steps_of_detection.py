@@ -1,0 +1,257 @@
+"""Every step of detection alone: tags, row matching, combine, routing, rules, and the refusals they end in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hexa_fx.capture import capture, record_of
+from hexa_fx.ir import Refusal
+from hexa_fx.passes.detect import detect
+from hexa_fx.passes.detect.projections import RowMatcher
+from hexa_fx.passes.detect.tags import ALL, expert_groups, tag
+
+D, H, E, K = 6, 5, 4, 2
+X = torch.randn(3, 7, D, generator=torch.Generator().manual_seed(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor] = F.gelu) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(D, H), nn.Linear(H, D), act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class Loop(nn.Module):
+    """The plain loop; subclasses change one thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.experts = nn.ModuleList(Mlp() for _ in range(E))
+
+    def choose(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.softmax(self.router(tokens), -1).topk(K, -1)
+
+    def expert(self, number: int, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return self.experts[number](rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, D)
+        weights, chosen = self.choose(tokens)
+        out = torch.zeros_like(tokens)
+        for number in range(E):
+            token, slot = torch.where(chosen == number)
+            out.index_add_(0, token, self.expert(number, tokens[token], out) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+def found(block: nn.Module, *args: torch.Tensor):
+    torch.manual_seed(0)
+    return detect(capture(block, args or (X,), {}))
+
+
+def reason(block: nn.Module) -> str:
+    refusal = found(block)
+    assert isinstance(refusal, Refusal), refusal
+    return refusal.reason
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def test_expert_groups_need_all_numbers_and_equal_shapes():
+    names = {f"experts.{i}.up.weight": torch.zeros(2, 2) for i in range(3)}
+    names |= {"layers.0.weight": torch.zeros(1), "layers.2.weight": torch.zeros(1)}
+    names |= {"gates.0": torch.zeros(1), "gates.1": torch.zeros(2)}
+    assert list(expert_groups(names).members) == ["experts.{}.up.weight"]
+
+
+def test_a_parameter_belongs_to_its_longest_list():
+    names = {f"experts.{e}.{layer}.weight": torch.zeros(2, 2) for e in range(5) for layer in range(2)}
+    assert set(expert_groups(names).members) == {"experts.{}.0.weight", "experts.{}.1.weight"}
+
+
+def test_tags_follow_one_expert_and_all_experts():
+    block = Loop()
+    captured = capture(block, (X,), {})
+    tags = tag(captured, expert_groups(dict(block.named_parameters())))
+    linear = [
+        n for n in captured.graph.nodes if "linear" in str(n.target) and record_of(n).scope.startswith("experts.2")
+    ]
+    assert all(tags[node].experts == {2} for node in linear)
+    router = next(n for n in captured.graph.nodes if record_of(n).scope == "router" and "linear" in str(n.target))
+    assert tags[router].experts == frozenset()
+
+
+def test_tags_of_a_batched_product():
+    class Batched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(E, D, H))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(x, self.w)
+
+    captured = capture(Batched(), (torch.randn(E, 3, D),), {})
+    tags = tag(captured, expert_groups({}))
+    assert tags[next(n for n in captured.graph.nodes if "bmm" in str(n.target))].experts == {ALL}
+
+
+def test_row_matcher_finds_token_expert_and_scale():
+    tokens, matrices = torch.randn(9, D, dtype=torch.float64), torch.randn(E, H, D, dtype=torch.float64)
+    token, expert = torch.randint(0, 9, (20,)), torch.randint(0, E, (20,))
+    scale = torch.rand(20, dtype=torch.float64) + 0.1
+    rows = scale[:, None] * torch.einsum("rd,rhd->rh", tokens[token], matrices[expert])
+    rows[3] = 0
+    match = RowMatcher(tokens, matrices).match(rows, ALL)
+    keep = torch.arange(20) != 3
+    assert match.token[3] == -1
+    assert torch.equal(match.token[keep], token[keep])
+    assert torch.equal(match.expert[keep], expert[keep])
+    torch.testing.assert_close(match.scale[keep], scale[keep])
+
+
+def test_row_matcher_refuses_rows_that_are_no_tokens():
+    matcher = RowMatcher(torch.randn(9, D, dtype=torch.float64), torch.randn(E, H, D, dtype=torch.float64))
+    assert matcher.match(torch.randn(4, H, dtype=torch.float64), ALL) is None
+
+
+def test_the_plain_loop():
+    match = found(Loop())
+    assert (match.num_experts, match.routing.top_k) == (E, K)
+    assert match.body.activation == "gelu"
+    assert match.body.gate_bias == "experts.{}.up.bias"
+    assert [source.reading for source in match.routing.after] == ["token_slot"]
+    assert match.idiom == "loop over experts"
+
+
+def test_square_matrices_are_told_apart_by_value():
+    class Square(Loop):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(E, D, D))
+            self.down = nn.Parameter(torch.randn(E, D, D))
+            del self.experts
+
+        def expert(self, number: int, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return torch.relu(rows @ self.up[number]) @ self.down[number].T
+
+    match = found(Square())
+    assert (match.body.gate.layout, match.body.down.layout) == ("kn", "nk")
+
+
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [
+        (F.relu, "relu"),
+        (F.silu, "silu"),
+        (lambda x: F.gelu(x, approximate="tanh"), "gelu_tanh"),
+        (lambda x: F.relu(x) ** 2, "relu2"),
+    ],
+)
+def test_activations_by_value(act, name):
+    block = Loop()
+    block.experts = nn.ModuleList(Mlp(act) for _ in range(E))
+    assert found(block).body.activation == name
+
+
+def test_a_clamp_that_the_probe_does_not_reach_is_not_overlooked():
+    block = Loop()
+    block.experts = nn.ModuleList(Mlp(lambda x: F.silu(x.clamp(max=40.0))) for _ in range(E))
+    match = found(block)
+    assert isinstance(match, Refusal) or match.body.__class__.__name__ == "FreeBody"
+
+
+def test_one_expert_with_another_activation():
+    block = Loop()
+    block.experts[1].act = torch.relu
+    assert isinstance(found(block), Refusal)
+
+
+def test_an_expert_that_reads_what_came_before():
+    class Chained(Loop):
+        def expert(self, number: int, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return self.experts[number](rows) * (1 + out.sum())
+
+    assert isinstance(found(Chained()), Refusal)
+
+
+def test_rows_that_see_each_other():
+    class Mean(Loop):
+        def expert(self, number: int, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            return self.experts[number](rows - rows.mean(0))
+
+    assert isinstance(found(Mean()), Refusal)
+
+
+def test_active_dropout_is_named():
+    block = Loop()
+    block.experts = nn.ModuleList(Mlp(lambda x: F.dropout(F.relu(x), 0.5, training=True)) for _ in range(E))
+    assert "dropout is active inside the experts" in reason(block)
+
+
+def test_every_expert_for_every_token_is_soft():
+    class Soft(Loop):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            tokens = x.reshape(-1, D)
+            weights = torch.softmax(self.router(tokens), -1)
+            return sum(expert(tokens) * weights[:, i, None] for i, expert in enumerate(self.experts)).view(x.shape)
+
+    assert "dense (soft) mixture" in reason(Soft())
+
+
+def test_a_branch_on_data_is_refused_with_its_line():
+    class Branch(Loop):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            return out * 2 if x.mean() > 100 else out
+
+    refusal = found(Branch())
+    assert "depends on the data" in refusal.reason or "branch on data" in refusal.reason
+    assert refusal.location.file == __file__
+
+
+def test_a_branch_on_sizes_becomes_a_guard():
+    class Branch(Loop):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.shape[0] * x.shape[1] > 4 else x
+
+    assert [branch.outcome for branch in found(Branch()).branches] == [True]
+
+
+def test_state_kept_on_the_module_is_refused_or_kept():
+    class Keeps(Loop):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = super().forward(x)
+            self.last = out.mean()
+            return out
+
+    match = found(Keeps())
+    assert not isinstance(match, Refusal) or "keeps a result on the module (self.last)" in match.reason
+
+
+def test_dropped_tokens_come_with_their_mask():
+    class Capacity(Loop):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            tokens = x.reshape(-1, D)
+            weight, chosen = torch.softmax(self.router(tokens), -1).max(-1)
+            one_hot = F.one_hot(chosen, E)
+            kept = (one_hot.cumsum(0) * one_hot).sum(-1) <= 2
+            out = torch.zeros_like(tokens)
+            for number, expert in enumerate(self.experts):
+                rows = torch.where((chosen == number) & kept)[0]
+                out[rows] = expert(tokens[rows]) * weight[rows, None]
+            return out.view(x.shape)
+
+    match = found(Capacity())
+    assert match.routing.top_k == 1
+    assert len(match.routing.after) == 2  # the weight and the mask

@@ -1,0 +1,120 @@
+"""Results that the code keeps on modules: the rewritten block sets them too, or the block is left alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hexa_fx
+
+torch.set_num_threads(1)
+
+D, E, K = 6, 4, 2
+
+
+class Block(nn.Module):
+    """A plain mixture; `keep` says what is left on the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.Linear(8, D)) for _ in range(E))
+        self.aux_loss: torch.Tensor | None = None
+        self.seen: object = None
+
+    def keep(self, probs: torch.Tensor, out: torch.Tensor, last: torch.Tensor) -> None:
+        if self.training:
+            self.aux_loss = (probs.mean(0) ** 2).sum() + 0.1 * out.pow(2).mean()
+            self.seen = (probs, [out.abs().sum()])
+        else:
+            self.aux_loss = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs = F.softmax(self.router(x), -1)
+        weights, ids = probs.topk(K, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            last = expert(x[token])
+            out.index_add_(0, token, last * weights[token, slot, None])
+        self.keep(probs, out, last)
+        return out
+
+
+class CountsCalls(Block):
+    def keep(self, probs: torch.Tensor, out: torch.Tensor, last: torch.Tensor) -> None:
+        self.seen = (self.seen or 0) + 1
+
+
+class MovingAverage(Block):
+    def keep(self, probs: torch.Tensor, out: torch.Tensor, last: torch.Tensor) -> None:
+        self.aux_loss = 0.9 * (self.aux_loss if self.aux_loss is not None else 0.0) + probs.detach().mean(0)
+
+
+class KeepsExpertOutput(Block):
+    def keep(self, probs: torch.Tensor, out: torch.Tensor, last: torch.Tensor) -> None:
+        self.seen = last.sum()
+
+
+def optimized(make: type[Block]) -> tuple[Block, Block]:
+    torch.manual_seed(0)
+    model = make().double()
+    return model, hexa_fx.optimize(model, torch.randn(9, D, dtype=torch.float64))
+
+
+def test_values_and_their_gradients():
+    model, opt = optimized(Block)
+    assert "moe_ffn" in opt.graphs[""].rewritten.code
+    x = torch.randn(7, D, dtype=torch.float64)
+    found = []
+    for block in (model.train(), opt.train()):
+        out = block(x)
+        assert block.aux_loss is not None
+        loss = block.aux_loss + out.sum() + block.seen[1][0]
+        found.append([block.aux_loss, *torch.autograd.grad(loss, list(block.parameters()))])
+        assert isinstance(block.seen, tuple)
+        assert isinstance(block.seen[1], list)
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs)
+    opt.eval()(x)
+    assert opt.aux_loss is None
+    assert isinstance(opt(x), torch.Tensor)
+
+
+def test_copies_and_pickles_keep_on_setting_their_own():
+    _, opt = optimized(Block)
+    x = torch.randn(7, D, dtype=torch.float64)
+    for other in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        other.train()(x)
+        assert other.aux_loss is not None
+        assert opt.aux_loss is None
+
+
+def test_analysis_leaves_nothing_behind():
+    model, _ = optimized(Block)
+    assert model.aux_loss is None
+    assert model.seen is None
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (CountsCalls, "self.seen"),
+        (MovingAverage, "a second call"),
+        (KeepsExpertOutput, "expert outputs do not come together"),
+    ],
+)
+def test_refused(make, words):
+    model, opt = optimized(make)
+    (block,) = opt.report.blocks
+    assert block.status == "refused"
+    assert words in block.reason
+    x = torch.randn(7, D, dtype=torch.float64)
+    for either in (model, opt):
+        either(x), either(x)
+    torch.testing.assert_close(opt.aux_loss, model.aux_loss)

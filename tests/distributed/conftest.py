@@ -1,0 +1,14 @@
+"""Makes this folder's helpers importable by name, also in the processes that tests start."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_here = os.path.dirname(__file__)
+if _here not in sys.path:
+    sys.path.insert(0, _here)
+_root = os.path.dirname(os.path.dirname(_here))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [_here, _root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+)

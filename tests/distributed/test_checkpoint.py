@@ -1,0 +1,146 @@
+"""Save under one plan; load under another, on another number of ranks, or on one device. Optimizer state too."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+from harness import run, start
+from models import KINDS, MODES, SPLITS, Net, batch, cut, install, largest, loss_sum, make_plan, own
+
+from hexa_fx.runtime.distributed import checkpoint
+from hexa_fx.runtime.distributed.gradients import sync_gradients
+
+THREE = [KINDS["concat"], KINDS["interleaved"], KINDS["split"]]
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def step(model, optimizer, x, target, session=None):
+    (loss_sum(model(x), target) / 7).backward()
+    if session is not None:
+        sync_gradients(model, session)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved(rank, world, plan, path):
+    model = Net(THREE)
+    session = install(model, plan).session
+    optimizer = optimizer_of(model)
+    x, target = batch(sum(plan.batch))
+    mine = own(plan.batch, rank)
+    for _ in range(2):
+        step(model, optimizer, x[mine], target[mine], session)
+    checkpoint.save(path, model, session, optimizer)
+
+
+def reference(total):
+    model = Net(THREE)
+    optimizer = optimizer_of(model)
+    x, target = batch(total)
+    for _ in range(2):
+        step(model, optimizer, x, target)
+    return model, optimizer
+
+
+def loaded(rank, world, plan, path, total):
+    """Load, take a third step, and compare everything with one process that took three."""
+    whole, theirs = reference(total)
+    model = Net(THREE)
+    for p in model.parameters():
+        torch.nn.init.zeros_(p)
+    installed = install(model, plan)
+    optimizer = optimizer_of(model)
+    optimizer.param_groups[0]["lr"] = 1.0
+    checkpoint.load(path, model, installed.session, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 3e-3
+    x, target = batch(sum(plan.batch))
+    mine = own(plan.batch, rank)
+    x7, target7 = batch(sum(plan.batch))
+    (loss_sum(model(x[mine]), target[mine]) / 7).backward()
+    sync_gradients(model, installed.session)
+    optimizer.step()
+    (loss_sum(whole(x7), target7) / 7).backward()
+    theirs.step()
+    names = dict(whole.named_parameters())
+    pairs = [(p, cut(installed, n, names[n])) for n, p in model.named_parameters()]
+    for name, p in model.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            pairs.append((optimizer.state[p][key], cut(installed, name, theirs.state[names[name]][key])))
+    assert all(int(state["step"]) == 3 for state in optimizer.state.values())
+    return largest(pairs)
+
+
+def test_load_under_other_plans(tmp_path):
+    path = str(tmp_path / "checkpoint")
+    plan = make_plan(2, "uneven", MODES["mixed"], THREE)
+    run(2, saved, plan, path)
+    assert checkpoint.is_complete(path)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint"]
+    for world, split, mode in ((2, "h0", "data"), (4, "zeros", "model"), (1, "even", "mixed")):
+        other = make_plan(world, split, MODES[mode], THREE)
+        assert max(run(world, loaded, other, path, 7)) < 1e-10, (world, split)
+    # and the unpartitioned model, in this process
+    whole, theirs = reference(7)
+    model = Net(THREE)
+    optimizer = optimizer_of(model)
+    checkpoint.load(path, model, None, optimizer)
+    pairs = list(zip(model.parameters(), whole.parameters()))
+    pairs += [
+        (optimizer.state[p]["exp_avg"], theirs.state[q]["exp_avg"])
+        for p, q in zip(model.parameters(), whole.parameters())
+    ]
+    assert largest(pairs) < 1e-10
+
+
+def loaded_parameters(rank, world, plan, path):
+    whole = Net(THREE)
+    model = Net(THREE)
+    for p in model.parameters():
+        torch.nn.init.zeros_(p)
+    installed = install(model, plan)
+    checkpoint.load(path, model, installed.session)
+    names = dict(whole.named_parameters())
+    return largest([(p, cut(installed, n, names[n])) for n, p in model.named_parameters()])
+
+
+def test_checkpoint_of_one_device_loads_into_a_plan(tmp_path):
+    path = str(tmp_path / "one")
+    checkpoint.save(path, Net(THREE))
+    assert max(run(2, loaded_parameters, make_plan(2, "uneven", MODES["data"], THREE), path)) == 0.0
+
+
+def dies_while_saving(rank, world, plan, path):
+    model = Net(THREE)
+    session = install(model, plan, timeout=timedelta(seconds=3)).session
+    if rank == 1:
+
+        def die(*_, **__):
+            os._exit(3)
+
+        checkpoint._dcp_save = die
+    checkpoint.save(path, model, session)
+
+
+def test_a_crash_leaves_the_old_checkpoint(tmp_path):
+    path = str(tmp_path / "checkpoint")
+    plan = make_plan(2, "uneven", MODES["data"], THREE)
+    run(2, saved, plan, path)
+    before = sorted(os.listdir(path))
+    outcomes = start(2, dies_while_saving, plan, path, timeout=3)
+    assert outcomes[0][0] == "error"
+    assert "RankError" in outcomes[0][1]
+    assert sorted(os.listdir(path)) == before
+    model = Net(THREE)
+    checkpoint.load(path, model)  # still loads
+
+
+def test_splits_of_this_file_cover_empty_shards():
+    assert 0 in SPLITS[4]["zeros"][0]
+    with pytest.raises(KeyError):
+        SPLITS[3]

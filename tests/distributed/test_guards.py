@@ -1,0 +1,250 @@
+"""Cases that would be wrong without a sound: with the guard they raise or are exact, without it the test fails."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run, start
+from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, largest, loss_sum, make_plan, own, rewritten
+
+from hexa_fx.errors import PlanError
+from hexa_fx.passes.partition import install_plan
+from hexa_fx.runtime.distributed import shared_cache
+from hexa_fx.runtime.distributed.collectives import count_traffic, wait
+from hexa_fx.runtime.distributed.gradients import sync_gradients, weighted_loss
+
+TWO = [KINDS["concat"]] * 2
+THREE = [KINDS["concat"]] * 3
+
+
+def train(rank, world, plan, kinds, steps, stale=False):
+    """Largest difference of the parameters to one process after AdamW steps of two microbatches."""
+    model, whole = Net(kinds), Net(kinds)
+    installed = install(model, plan)
+    if stale:  # what a cache without the rule "gather anew unless filled in this pass" would do
+        installed.session.cache._is_ready = lambda slot, index, dtype: slot.index == index
+        installed.session.cache._check_fresh = lambda *_: None
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    total = sum(plan.batch)
+    for step in range(steps):
+        for micro in range(2):
+            x, target = batch(total, seed=10 * step + micro)
+            mine = own(plan.batch, rank)
+            (loss_sum(model(x[mine]), target[mine]) / total / 2).backward()
+            (loss_sum(whole(x), target) / total / 2).backward()
+        sync_gradients(model, installed.session)
+        ours.step(), theirs.step()
+        ours.zero_grad(), theirs.zero_grad()
+    names = dict(whole.named_parameters())
+    return largest([(p, cut(installed, name, names[name])) for name, p in model.named_parameters()])
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_stale_cache_would_be_wrong(slots):
+    plan = make_plan(2, "uneven", MODES["data"][:2], TWO, slots=slots)
+    assert max(run(2, train, plan, TWO, 3)) < 1e-12
+    assert max(run(2, train, plan, TWO, 3, True)) > 1e-6
+
+
+def functional_gradients(rank, world):
+    import hexa_fx.passes.collectives  # noqa: F401
+
+    x = torch.arange(4.0, requires_grad=True)
+    name = dist.group.WORLD.group_name
+    out = wait(torch.ops._c10d_functional.all_reduce(x * 1.0, "sum", name))
+    (out * torch.tensor([1.0, 2.0, 3.0, 4.0]) * (rank + 1)).sum().backward()
+    y = torch.ones(4, requires_grad=True)
+    part = wait(torch.ops._c10d_functional.reduce_scatter_tensor(y * 1.0, "sum", world, name))
+    (part * (rank + 1)).sum().backward()
+    return x.grad.tolist(), y.grad.tolist()
+
+
+def test_functional_collectives_have_gradients():
+    for all_reduce, scatter in run(2, functional_gradients):
+        assert all_reduce == [3.0, 6.0, 9.0, 12.0]  # one rank's own gradient without the registration
+        assert scatter == [1.0, 1.0, 2.0, 2.0]
+
+
+def slot_writes(rank, world):
+    slot = torch.zeros(3, 4)
+    before = slot._version
+    torch.ops.hexa.all_gather_v_(slot, torch.full((1 + rank, 4), float(rank)), [1, 2], dist.group.WORLD.group_name)
+    wait(slot)
+    return slot._version - before, slot[:, 0].tolist()
+
+
+def test_writing_a_slot_is_seen_by_autograd():
+    for bumped, rows in run(2, slot_writes):
+        assert bumped > 0
+        assert rows == [0.0, 1.0, 1.0]
+
+
+def unbound_graph(rank, world, plan, guarded):
+    import models
+
+    model = Net(TWO)
+    installed = install_plan(model, rewritten(model), plan)
+    for (block,) in (forms.values() for forms in installed.blocks):
+        models.run_graph(model.get_submodule(block.path), block.graph)
+    if not guarded:
+        installed.session.cache.check_bound = lambda *_: None
+    x, target = batch(7)
+    try:
+        loss_sum(model(x[own(plan.batch, rank)]), target[own(plan.batch, rank)]).backward()
+    except (PlanError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def test_gathered_weights_are_never_saved_unseen():
+    plan = make_plan(2, "uneven", MODES["data"][:2], TWO)
+    for kind, text in run(2, unbound_graph, plan, True):
+        assert kind == "PlanError"
+        assert "bind" in text
+    for kind, text in run(2, unbound_graph, plan, False):  # the second guard: the slot's version counter
+        assert kind == "RuntimeError"
+        assert "inplace" in text
+
+
+def changed_between(rank, world, plan):
+    model = Net(TWO)
+    install(model, plan)
+    x, target = batch(7)
+    loss = loss_sum(model(x[own(plan.batch, rank)]), target[own(plan.batch, rank)])
+    with torch.no_grad():
+        model.layers[0].w1.mul_(2)
+    try:
+        loss.backward()
+    except PlanError as error:
+        return str(error)
+    return "none"
+
+
+def test_weights_changed_between_forward_and_backward():
+    plan = make_plan(2, "uneven", MODES["data"][:2], TWO)
+    assert all("changed after they were gathered" in text for text in run(2, changed_between, plan))
+
+
+def wrong_rows(rank, world, plan):
+    model = Net(TWO)
+    install(model, plan, timeout=timedelta(seconds=3))
+    x, _ = batch(5)
+    model(x)
+
+
+def test_other_token_counts_than_planned():
+    plan = make_plan(2, "uneven", MODES["model"][:2], TWO, static=True)  # (5, 2) tokens; 5 is right on rank 0 only
+    outcomes = start(2, wrong_rows, plan, timeout=3)
+    assert "PlanError: rank 1 has 5 tokens, the plan fixed [5, 2]" in outcomes[1][1]
+    assert outcomes[0][0] == "error"
+    assert "RankError" in outcomes[0][1]
+
+
+def averaged(rank, world, plan, weighted):
+    model, whole = Net(TWO), Net(TWO)
+    installed = install(model, plan)
+    x, target = batch(sum(plan.batch))
+    mine = own(plan.batch, rank)
+    count = plan.batch[rank]
+    mean = ((model(x[mine]) - target[mine]) ** 2).sum(-1).mean()
+    (weighted_loss(installed.session, mean, count) if weighted else mean / world).backward()
+    ((whole(x) - target) ** 2).sum(-1).mean().backward()
+    return largest(gradient_pairs(model, whole, installed))
+
+
+@pytest.mark.parametrize("split", ["uneven", "b0"])
+def test_local_means_must_be_weighted(split):
+    plan = make_plan(2, split, ("data_centric", "model_centric"), TWO)
+    assert max(run(2, averaged, plan, True)) < 1e-12
+    if split == "uneven":
+        assert max(run(2, averaged, plan, False)) > 1e-3
+
+
+def traffic(rank, world, plan, kinds):
+    model = Net(kinds)
+    installed = install(model, plan)
+    x, target = batch(sum(plan.batch))
+    mine = own(plan.batch, rank)
+    x = x[mine].clone().requires_grad_()  # as if the layers were in the middle of a model
+    with count_traffic() as counter:
+        loss_sum(model(x), target[mine]).backward()
+    cache = installed.session.cache
+    row = installed.session.geometry("layers.0").row
+    return dict(counter), cache.nbytes, cache.gathers, row
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_bytes_of_data_centric(slots):
+    plan = make_plan(2, "uneven", MODES["data"], THREE, slots=slots)
+    for rank, (counted, nbytes, gathers, row) in enumerate(run(2, traffic, plan, THREE)):
+        shards = plan.layers[0].shards
+        # forward gathers every layer; backward every layer but those still in a slot
+        assert gathers == 3 + 3 - slots
+        assert counted["all_gather_v"] == gathers * (24 - shards[rank]) * row * 8
+        assert counted["reduce_scatter_v"] == 3 * shards[rank] * row * 8
+        assert nbytes == slots * 24 * row * 8
+
+
+def test_bytes_of_model_centric():
+    plan = make_plan(2, "uneven", MODES["model"], THREE)
+    for rank, (counted, _, _, _) in enumerate(run(2, traffic, plan, THREE)):
+        mine, total = plan.batch[rank], sum(plan.batch)
+        other = total - mine
+        token, weights, ids = 8 * 8, 2 * 8, 2 * 8
+        forward = other * (token + weights + ids)
+        backward = other * token
+        assert counted["all_gather_v"] == 3 * (forward + backward)
+        assert counted["reduce_scatter_v"] == 3 * (mine * token + mine * (token + weights))
+
+
+def saved_bytes(rank, world, layers, slots):
+    kinds = [KINDS["mlp"]] * layers
+    plan = make_plan(world, "uneven", ("data_centric",) * layers, kinds, slots=slots)
+    model = Net(kinds)
+    installed = install(model, plan)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        x, _ = batch(sum(plan.batch))
+        y = model(x[own(plan.batch, rank)])
+    slots_at = {slot.buffer.untyped_storage().data_ptr() for slot in installed.session.cache._slots}
+    aliases = sum(t.untyped_storage().data_ptr() in slots_at for t in seen if t.numel())
+    y.sum().backward()
+    return aliases, len(seen), installed.session.cache.nbytes
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_gathered_memory_does_not_grow_with_layers(slots):
+    (few_aliases, few, few_bytes), (aliases, many, nbytes) = (run(2, saved_bytes, n, slots)[0] for n in (2, 6))
+    assert few_aliases == aliases == 0
+    assert nbytes == few_bytes
+    assert many > few > 0  # the surrounding hooks saw everything else
+
+
+def routing_is_gathered(rank, world, plan):
+    model = Net(TWO)
+    installed = install_plan(model, rewritten(model), plan)
+    return [str(form.graph) for forms in installed.blocks for form in forms.values()]
+
+
+def test_graphs_show_collectives_and_sizes_and_agree():
+    plan = make_plan(2, "uneven", ("model_centric", "data_centric"), TWO, static=True)
+    first, second = run(2, routing_is_gathered, plan)
+    assert first[0].count("hexa.all_gather_v") == 3  # x, ids and weights: routing is never computed twice
+    assert "[5, 2]" in first[0]
+    assert "[8, 16]" in first[1]
+    assert "cache_gather" in first[1]
+    for one, other in zip(first, second):
+        names = [[line.split(" ")[0] for line in text.splitlines()] for text in (one, other)]
+        assert names[0] == names[1]
+
+
+def test_optimizer_steps_are_counted():
+    before = shared_cache._optimizer_steps
+    p = torch.nn.Parameter(torch.zeros(1))
+    p.grad = torch.ones(1)
+    torch.optim.SGD([p], lr=0.1).step()
+    assert shared_cache._optimizer_steps == before + 1

@@ -1,0 +1,83 @@
+"""Planning on a model: measured capacities and bandwidth, one plan on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run
+from models import KINDS, Net, rewritten
+
+from hexa_fx.errors import PlanError
+from hexa_fx.passes.partition import PartitionConfig, partition_model
+from hexa_fx.runtime.distributed.groups import make_groups
+from hexa_fx.runtime.distributed.profile import measure_bandwidth, profile_devices
+
+TWO = [KINDS["concat"], KINDS["mlp"]]
+
+
+def planned(rank, world, capacities, strategy):
+    model = Net(TWO)
+    config = PartitionConfig(batch=10, tokens=200, tile=4)
+    plan = partition_model(model, rewritten(model), None, strategy, capacities, config)
+    groups = make_groups()
+    assert make_groups() is groups  # communicators are made once a mesh
+    return (
+        plan.to_json(),
+        plan.capacities,
+        plan.batch,
+        [(layer.mode, layer.shards, layer.cost) for layer in plan.layers],
+    )
+
+
+def test_measured_plans_are_equal_on_all_ranks():
+    first, second = run(2, planned, "measure", "auto")
+    assert first == second
+    _, capacities, batch, layers = first
+    assert all(0 < t < 60 for t in capacities)
+    assert sum(batch) == 10
+    for _, shards, cost in layers:
+        assert sum(shards) == 24
+        assert cost.seconds_model_centric > 0
+
+
+def test_given_capacities_and_layers():
+    for _, capacities, batch, layers in run(2, planned, (1.0, 4.0), {"layers.0": "model", "layers.1": "data"}):
+        assert capacities == (1.0, 4.0)
+        assert batch == (8, 2)
+        assert [(mode, shards) for mode, shards, _ in layers] == [
+            ("model_centric", (20, 4)),
+            ("data_centric", (12, 12)),
+        ]
+
+
+def wrong_capacities(rank, world):
+    with pytest.raises(PlanError, match="3 capacities for 2 ranks"):
+        planned(rank, world, (1.0, 2.0, 3.0), "auto")
+    with pytest.raises(PlanError, match="nothing to partition"):
+        partition_model(Net([]), [])
+    return True
+
+
+def test_impossible_requests():
+    assert all(run(2, wrong_capacities))
+
+
+def measured(rank, world):
+    from hexa_fx.plan import ExpertShape
+
+    groups = make_groups()
+    times = profile_devices(ExpertShape(4, 16, 32, 3, 2), tokens=64, repeats=3, min_seconds=0.01, groups=groups)
+    return times, measure_bandwidth(groups, torch.device("cpu"), nbytes=2**16)
+
+
+def test_measurements_agree_between_ranks():
+    first, second = run(2, measured)
+    assert first == second
+    times, (bandwidth, latency) = first
+    assert len(times) == 2
+    assert min(*times, bandwidth, latency) > 0
+
+
+def test_without_processes():
+    with pytest.raises(PlanError, match="torchrun"):
+        partition_model(model := Net(TWO), rewritten(model))

@@ -1,0 +1,168 @@
+"""Planning without processes: allocation, cost model, plans as values."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hexa_fx.allocation import allocate, even
+from hexa_fx.errors import PlanError
+from hexa_fx.passes.cost_model import Measured, crossover_tokens, data_centric_bytes, layer_cost, model_centric_bytes
+from hexa_fx.passes.partition import PartitionConfig, plan_layers
+from hexa_fx.plan import ExpertShape, LayerPlan, Plan
+
+SHAPE = ExpertShape(num_experts=8, hidden_size=64, intermediate_size=256, matrices=3, top_k=2)
+
+
+def slowest(seconds, shares):
+    return max(t * x for t, x in zip(seconds, shares))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.floats(0.5, 5.0), min_size=1, max_size=4),
+    st.integers(0, 12),
+    st.sampled_from([1, 2, 16]),
+    st.data(),
+)
+def test_allocation_is_optimal(seconds, units, tile, data):
+    caps = data.draw(st.lists(st.integers(0, 12), min_size=len(seconds), max_size=len(seconds)))
+    splits = [
+        split for split in itertools.product(*(range(min(cap, units) + 1) for cap in caps)) if sum(split) == units
+    ]
+    if not splits:
+        with pytest.raises(PlanError, match="cannot hold"):
+            allocate(seconds, units * tile, tile=tile, caps=[cap * tile for cap in caps])
+        return
+    shares = allocate(seconds, units * tile, tile=tile, caps=[cap * tile for cap in caps])
+    assert sum(shares) == units * tile
+    assert all(share % tile == 0 and share <= cap * tile for share, cap in zip(shares, caps))
+    best = min(slowest(seconds, split) for split in splits) * tile
+    assert slowest(seconds, shares) <= best * (1 + 1e-9)
+
+
+def test_allocation_of_unequal_devices():
+    # largest remainder gives (256, 256, 128, 128), a third slower
+    assert allocate([1, 1, 2, 4], 768, tile=128) == (384, 256, 128, 0)
+    assert allocate([4.58, 3.06], 64, tile=8) == (24, 40)
+    assert allocate([1.0, 1.0], 100, tile=64) == (64, 36)
+    assert even(10, 4) == (3, 3, 2, 2)
+    assert allocate([1, 1], 10, fixed=[4, 0]) == (3, 7)
+
+
+@pytest.mark.parametrize("seconds", [[], [0.0, 1.0], [-1.0], [float("inf")], [float("nan")]])
+def test_allocation_refuses(seconds):
+    with pytest.raises(PlanError):
+        allocate(seconds, 8)
+
+
+def plan(**changes) -> Plan:
+    layers = (LayerPlan("a", "model_centric", SHAPE, (128, 128)), LayerPlan("b", "data_centric", SHAPE, (200, 56)))
+    return Plan(**{"world": 2, "layers": layers, "batch": (3, 1), "capacities": (1.0, 3.0), **changes})
+
+
+def test_plan_survives_json():
+    made = plan_layers({"x": SHAPE, "y": SHAPE}, [1.0, 2.5], "auto", PartitionConfig(batch=9, tokens=900, tile=16))
+    assert Plan.from_json(made.to_json()) == made
+    assert Plan.from_json(json.dumps(json.loads(made.to_json()))).fingerprint == made.fingerprint
+    assert made.layers[0].cost is not None
+    assert "x: " in made.describe()
+
+
+def test_every_field_changes_the_fingerprint():
+    base = plan()
+    changes = {
+        "batch": (2, 2),
+        "tokens": (4, 4),
+        "slots": 2,
+        "prefetch": False,
+        "grad_scale": 0.5,
+        "capacities": (1.0, 1.0),
+    }
+    prints = {dataclasses.replace(base, **{k: v}).fingerprint for k, v in changes.items()}
+    layer = dataclasses.replace(base.layers[0], shards=(120, 136))
+    prints.add(dataclasses.replace(base, layers=(layer, base.layers[1])).fingerprint)
+    prints.add(base.fingerprint)
+    assert len(prints) == len(changes) + 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch": (1, 2, 3)}, "3 entries"),
+        ({"batch": (5, -1)}, "negative"),
+        ({"slots": 3}, "1 or 2 slots"),
+        ({"world": 0}, "at least one"),
+        ({"layers": (LayerPlan("a", "model_centric", SHAPE, (128, 100)),)}, "sum to 228"),
+        ({"layers": (LayerPlan("a", "expert", SHAPE, (128, 128)),)}, "neither"),
+        ({"layers": (LayerPlan("a", "model_centric", SHAPE, (128, 128)),) * 2}, "repeat"),
+        ({"layers": (LayerPlan("a", "model_centric", SHAPE, (128, 128), bias_owner=2),)}, "no rank"),
+    ],
+)
+def test_impossible_plans_are_refused(change, says):
+    with pytest.raises(PlanError, match=says):
+        plan(**change)
+
+
+def test_other_versions_are_refused():
+    text = plan().to_json()
+    with pytest.raises(PlanError, match="version"):
+        Plan.from_json(text.replace('"version": 1', '"version": 0'))
+    with pytest.raises(PlanError, match="no fields"):
+        Plan.from_json(text.replace('"world"', '"worlds"', 1))
+
+
+def test_crossover_is_where_bytes_are_equal():
+    tokens = crossover_tokens(SHAPE)
+    assert tokens == 0.75 * 3 * 8 * 256
+    silent = dataclasses.replace(SHAPE, top_k=0)
+    by_model = model_centric_bytes(silent, int(tokens), 4, dtype_bytes=2)
+    assert by_model == data_centric_bytes(silent, 4, gather_bytes=2, reduce_bytes=2)
+
+
+def test_auto_follows_bytes_and_hidden_time():
+    few, many = 64, 64 * int(crossover_tokens(SHAPE))
+    sizes = {"dtype_bytes": 2, "reduce_bytes": 2, "slots": 2}
+    assert layer_cost(SHAPE, few, 4, **sizes)[0] == "model_centric"
+    assert layer_cost(SHAPE, many, 4, **sizes)[0] == "data_centric"
+    # The same few tokens, but compute long enough to hide every gather.
+    mode, cost = layer_cost(
+        SHAPE, int(crossover_tokens(SHAPE) / 4), 4, **sizes, measured=Measured(1e9, 0.0, attention=1.0, expert=1.0)
+    )
+    # gathers are hidden, the reduce-scatter of P bytes is not
+    assert cost.seconds_data_centric == pytest.approx(0.75 * SHAPE.weight_numel * 2 / 1e9)
+    assert mode == "model_centric"
+    slow_rows = Measured(1e9, 0.0, 1.0, 1.0, experts_model_centric=0.02, experts_data_centric=0.01)
+    mode, cost = layer_cost(SHAPE, int(crossover_tokens(SHAPE) / 4), 4, **sizes, measured=slow_rows)
+    assert mode == "data_centric"
+    assert cost.seconds_model_centric is not None
+    assert cost.seconds_model_centric > 0
+
+
+def test_strategy_by_layer_and_memory_caps():
+    config = PartitionConfig(tile=16, batch=8, memory_caps=(10**9, 64 * SHAPE.weight_numel // 256 * 16))
+    made = plan_layers({"a": SHAPE, "b": SHAPE}, [1.0, 1.0], {"a": "model", "b": "data"}, config)
+    assert [layer.mode for layer in made.layers] == ["model_centric", "data_centric"]
+    assert all(layer.shards == (192, 64) for layer in made.layers)
+    with pytest.raises(PlanError, match="names layers"):
+        plan_layers({"a": SHAPE}, [1.0, 1.0], {"z": "model"})
+    with pytest.raises(PlanError, match="none of"):
+        plan_layers({"a": SHAPE}, [1.0, 1.0], "expert")
+
+
+def test_data_centric_storage_is_even_while_batches_are_weighted():
+    made = plan_layers({"a": SHAPE}, [1.0, 3.0], "data", PartitionConfig(batch=8))
+    assert made.batch == (6, 2)
+    assert made.layers[0].shards == (128, 128)
+
+
+def test_static_tokens():
+    config = PartitionConfig(batch=8, tokens=80, static_tokens=True)
+    assert plan_layers({"a": SHAPE}, [1.0, 3.0], "model", config).tokens == (60, 20)
+    with pytest.raises(PlanError, match="multiple"):
+        plan_layers({"a": SHAPE}, [1.0, 3.0], "model", dataclasses.replace(config, tokens=81))

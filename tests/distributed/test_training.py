@@ -1,0 +1,227 @@
+"""Partitioned layers inside training as people do it: accumulation, clipping, DDP, FSDP2, checkpointing, autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import run
+from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, largest, loss_sum, make_plan, own
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from hexa_fx.passes.partition import PartitionConfig, plan_layers
+from hexa_fx.plan import Plan
+from hexa_fx.runtime.distributed.data import CapacityBatchSampler, split_batch
+from hexa_fx.runtime.distributed.gradients import (
+    clip_grad_norm_,
+    expert_parameters,
+    ignore_in_ddp,
+    sync_gradients,
+    weighted_loss,
+)
+
+THREE = [KINDS["concat-kn"], KINDS["mlp"], KINDS["split"]]
+
+
+def accumulate(rank, world, plan, norm_type):
+    """Five AdamW steps of two microbatches of different lengths, clipped, fed by the splitter."""
+    model, whole = Net(THREE), Net(THREE)
+    session = install(model, plan).session
+    shards = session.shards
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1)
+    norms = []
+    for step in range(5):
+        for micro in range(2):
+            x, target = batch((sum(plan.batch) + step) * (micro + 1), seed=10 * step + micro)
+            mine = split_batch({"x": x, "target": target}, plan, rank)
+            mean = ((model(mine["x"]) - mine["target"]) ** 2).mean() if len(mine["x"]) else model(mine["x"]).mean()
+            (weighted_loss(session, mean, len(mine["x"])) / 2).backward()
+            (((whole(x) - target) ** 2).mean() / 2).backward()
+        sync_gradients(model, session)
+        norm = clip_grad_norm_(model, session, 0.5, norm_type)
+        norms.append((norm, torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5, norm_type)))
+        ours.step(), theirs.step()
+        ours.zero_grad(), theirs.zero_grad()
+    names = dict(whole.named_parameters())
+    assert shards
+    installed = type("I", (), {"shards": shards})
+    return largest([(p, cut(installed, n, names[n])) for n, p in model.named_parameters()] + norms)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_five_steps_with_accumulation_and_clipping(mode):
+    config = PartitionConfig(batch=7, tile=4)
+    made = make_plan(2, "uneven", MODES[mode], THREE, slots=2, capacities=(1.0, 2.0))
+    assert config.batch == sum(made.batch)
+    assert max(run(2, accumulate, made, 2.0)) < 1e-10
+
+
+def test_clipping_by_largest_gradient():
+    assert max(run(2, accumulate, make_plan(2, "h0", MODES["mixed"], THREE), float("inf"))) < 1e-10
+
+
+def wrapped(rank, world, plan, how):
+    model, whole = Net(THREE), Net(THREE)
+    installed = install(model, plan)
+    if how == "ddp":
+        ignore_in_ddp(model, installed.session)
+        run_model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (world,))
+        experts = expert_parameters(installed.session)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, ignored_params=experts)
+        run_model = fully_shard(model, mesh=mesh, ignored_params=experts)
+    x, target = batch(sum(plan.batch))
+    mine = own(plan.batch, rank)
+    mean = ((run_model(x[mine]) - target[mine]) ** 2).mean()
+    weighted_loss(installed.session, mean, plan.batch[rank]).backward()
+    ((whole(x) - target) ** 2).mean().backward()
+    norm = clip_grad_norm_(model, installed.session, 1e9)
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9)
+    for p in model.parameters():
+        if isinstance(p.grad, DTensor):
+            full = p.grad.full_tensor()
+            p.grad = None
+            p.__dict__["whole_grad"] = full
+    pairs = [(norm, expected)]
+    names = dict(whole.named_parameters())
+    for name, p in model.named_parameters():
+        grad = p.__dict__.get("whole_grad", p.grad)
+        pairs.append((grad, cut(installed, name, names[name].grad)))
+    return largest(pairs)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", ["model", "data", "mixed"])
+def test_under_wrappers_that_average(how, mode):
+    plan = make_plan(2, "uneven", MODES[mode], THREE, slots=2, grad_scale=0.5)
+    assert max(run(2, wrapped, plan, how)) < 1e-10
+
+
+def recomputed(rank, world, plan):
+    model, whole = Net(THREE), Net(THREE)
+    installed = install(model, plan)
+    x, target = batch(sum(plan.batch))
+    mine = own(plan.batch, rank)
+    h = x[mine].clone().requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        for layer in model.layers:
+            h = checkpoint(layer, h, use_reentrant=False)
+    loss_sum(h, target[mine]).backward()
+    loss_sum(whole(x), target).backward()
+    return largest(gradient_pairs(model, whole, installed)), sum(kept), installed.session.cache.gathers
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("mode", list(MODES))
+def test_under_activation_checkpointing(mode, slots):
+    plan = make_plan(2, "uneven", MODES[mode], THREE, slots=slots)
+    for worst, kept, gathers in run(2, recomputed, plan):
+        assert worst < 1e-10
+        assert kept <= 5 * 8 * 3 + 8  # the layers' inputs: what is saved inside goes through checkpointing's hooks
+        if mode == "data":  # forward all, backward all but the last layer's (or two)
+            assert gathers <= 3 + 3
+
+
+def autocast(rank, world, plan):
+    model, whole = Net(THREE, torch.float32), Net(THREE, torch.float32)
+    installed = install(model, plan)
+    x, target = batch(sum(plan.batch), dtype=torch.float32)
+    mine = own(plan.batch, rank)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model(x[mine])
+        reference = whole(x)
+    loss_sum(y.float(), target[mine]).backward()
+    loss_sum(reference.float(), target).backward()
+    cache = installed.session.cache
+    dtypes = {str(slot.dtype) for slot in cache._slots if slot.dtype is not None}
+    errors = [
+        float((a - b).norm() / b.norm().clamp(min=1e-6))
+        for a, b in gradient_pairs(model, whole, installed)
+        if a.numel()
+    ]
+    return max(errors), dtypes, {p.grad.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_autocast_gathers_in_its_dtype_and_reduces_in_the_parameters(mode):
+    plan = make_plan(2, "uneven", MODES[mode], THREE)
+    for worst, dtypes, grads in run(2, autocast, plan):
+        assert worst < 0.05
+        assert dtypes <= {"torch.bfloat16"}
+        assert grads == {torch.float32}
+
+
+def inference_then_training(rank, world, plan):
+    model, whole = Net(THREE), Net(THREE)
+    installed = install(model, plan)
+    x, target = batch(sum(plan.batch))
+    mine = own(plan.batch, rank)
+    with torch.inference_mode():
+        first = model(x[mine]).clone()
+    with torch.no_grad():
+        second = model(x[mine])
+    loss_sum(model(x[mine]), target[mine]).backward()
+    loss_sum(whole(x), target).backward()
+    pairs = [(second, whole(x)[mine]), *gradient_pairs(model, whole, installed)]
+    return largest(pairs), bool(torch.equal(first, second))
+
+
+def test_inference_before_training():
+    for worst, same in run(2, inference_then_training, make_plan(2, "uneven", MODES["mixed"], THREE, slots=2)):
+        assert worst < 1e-10
+        assert same
+
+
+def frozen(rank, world, plan):
+    """Frozen experts in the middle layer; two microbatches forward before either goes backward."""
+    model, whole = Net(THREE), Net(THREE)
+    installed = install(model, plan)
+    for net in (model, whole):
+        for name in ("w1", "b1", "w2", "b2"):
+            getattr(net.layers[1], name).requires_grad_(False)
+    losses, references = [], []
+    for seed in range(2):
+        x, target = batch(sum(plan.batch), seed=seed)
+        mine = own(plan.batch, rank)
+        losses.append(loss_sum(model(x[mine]), target[mine]))
+        references.append(loss_sum(whole(x), target))
+    for loss, reference in zip(losses, references):
+        loss.backward(), reference.backward()
+    for net in (model, whole):
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    return largest(gradient_pairs(model, whole, installed))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_frozen_experts_and_interleaved_microbatches(slots):
+    assert max(run(2, frozen, make_plan(2, "uneven", MODES["data"], THREE, slots=slots))) < 1e-10
+
+
+def test_samplers_of_all_ranks_make_the_global_batch():
+    plan = Plan(3, (), (3, 0, 2), capacities=(1.0, 8.0, 1.5))
+    ranks = [CapacityBatchSampler(23, plan, rank, seed=3) for rank in range(3)]
+    for sampler in ranks:
+        sampler.set_epoch(2)
+    order = torch.randperm(23, generator=torch.Generator().manual_seed(5)).tolist()
+    steps = list(zip(*ranks))
+    assert len(steps) == len(ranks[0]) == 5
+    assert [[i for part in step for i in part] for step in steps] == [order[i : i + 5] for i in range(0, 23, 5)]
+    assert [len(part) for part in steps[0]] == [3, 0, 2]
+    assert len(list(CapacityBatchSampler(23, plan, 0, drop_last=True))) == 4
+
+
+def test_splitting_a_batch():
+    plan = plan_layers({}, [1.0, 3.0], config=PartitionConfig(batch=8))
+    data = {"ids": torch.arange(8), "more": [torch.ones(8, 2)], "flag": True, "scalar": torch.tensor(1.0)}
+    parts = [split_batch(data, plan, rank) for rank in range(2)]
+    assert [p["ids"].tolist() for p in parts] == [[0, 1, 2, 3, 4, 5], [6, 7]]
+    assert parts[1]["more"][0].shape == (2, 2)
+    assert parts[1]["flag"] is True

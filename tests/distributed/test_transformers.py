@@ -1,0 +1,128 @@
+"""Unmodified transformers models: optimized, partitioned, trained, equal to one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run
+from models import cut, largest
+
+from hexa_fx.passes.partition import PartitionConfig, apply_partition
+from hexa_fx.runtime.distributed.data import split_batch
+from hexa_fx.runtime.distributed.gradients import clip_grad_norm_, sync_gradients, weighted_loss
+
+pytest.importorskip("transformers")
+
+
+def build(name):
+    import transformers as hf
+
+    common = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "num_experts_per_tok": 2,
+        "attn_implementation": "eager",
+    }
+    if name == "mixtral":
+        config = hf.MixtralConfig(intermediate_size=24, num_local_experts=4, **common)
+        kind = hf.MixtralForCausalLM
+    else:
+        config = hf.Qwen3MoeConfig(moe_intermediate_size=24, num_experts=4, head_dim=8, norm_topk_prob=True, **common)
+        kind = hf.Qwen3MoeForCausalLM
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    return kind(config).double()
+
+
+def optimized(model, ids, **kwargs):
+    from hexa_fx import api
+    from hexa_fx.config import HexaConfig
+
+    analyses, _ = api._analyse_model(model, {"input_ids": ids}, HexaConfig())
+    blocks = [analysis.rewritten for analysis in analyses if analysis.rewritten]
+    assert len(blocks) == 2
+    return apply_partition(model, blocks, **kwargs)
+
+
+def loss_of(model, ids):
+    logits = model(input_ids=ids).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def five_steps(rank, world, name, strategy, capacities):
+    model, whole = build(name), build(name)
+    generator = torch.Generator().manual_seed(1)
+
+    def data(rows):
+        return torch.randint(0, 40, (rows, 6), generator=generator)
+
+    config = PartitionConfig(batch=5, tile=4, slots=2)
+    session = optimized(model, data(4), strategy=strategy, capacities=capacities, config=config)
+    shards = type("Installed", (), {"shards": session.shards})
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    pairs = []
+    for _ in range(5):
+        for _ in range(2):
+            ids = data(5)
+            mine = split_batch(ids, session.plan, rank)
+            loss = weighted_loss(session, loss_of(model, mine), len(mine))
+            (loss / 2).backward()
+            reference = loss_of(whole, ids)
+            (reference / 2).backward()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            pairs.append((total, reference.detach()))
+        sync_gradients(model, session)
+        pairs.append((clip_grad_norm_(model, session, 1.0), torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)))
+        ours.step(), theirs.step()
+        ours.zero_grad(), theirs.zero_grad()
+    names = dict(whole.named_parameters())
+    pairs += [(p, cut(shards, n, names[n])) for n, p in model.named_parameters()]
+    assert [n for n, _ in model.named_parameters()] == list(names)
+    return largest(pairs), session.plan.describe()
+
+
+_slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        ("mixtral", "data"),
+        ("qwen3", "model"),
+        pytest.param("mixtral", "model", marks=_slow),
+        pytest.param("mixtral", "auto", marks=_slow),
+        pytest.param("qwen3", "data", marks=_slow),
+        pytest.param("qwen3", "auto", marks=_slow),
+    ],
+)
+def test_five_training_steps(name, strategy):
+    for worst, text in run(2, five_steps, name, strategy, (1.0, 2.0), timeout=60):
+        assert worst < 1e-9
+        assert "layers.0" in text
+
+
+def unforeseen(rank, world):
+    from hexa_fx.errors import PlanError
+
+    model = build("mixtral")
+    ids = torch.arange(12).view(2, 6)
+    session = optimized(model, ids, strategy="data", capacities=None)
+    experts = model.get_submodule(session.plan.layers[0].path)
+    experts.forward.programs[True] = None
+    model.train()
+    try:
+        model(input_ids=ids)
+    except PlanError as error:
+        return str(error)
+    return "ran"
+
+
+def test_a_cut_block_never_runs_its_original_forward():
+    assert all("original forward cannot run" in text for text in run(2, unforeseen))

@@ -1,0 +1,111 @@
+"""The table of supported patterns, made from what `hexa_fx.optimize` does with every block of the zoo.
+
+`python -m tests.zoo.pattern_table` prints it, `--write docs/patterns.md` puts it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import logging
+import pathlib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import hexa_fx
+from tests.zoo.registry import VARIANTS
+from tests.zoo.variant import Variant
+
+PREAMBLE = """# Supported patterns
+
+What `hexa_fx.optimize` does with every block of the test zoo (`tests/zoo`), made by
+`python -m tests.zoo.pattern_table --write docs/patterns.md`. A rewritten block equals its original in float64 to 1e-10 in the
+outputs and in the gradients of all inputs and parameters, at other sizes than the traced one, in train and in eval mode
+(`tests/test_zoo.py`). A refused one runs the original code.
+
+"""
+
+SECTIONS = (
+    ("loop_", "Loops over experts"),
+    ("sorted_", "Sorted tokens, grouped and gathered products"),
+    ("dense_", "Every expert on every token"),
+    ("capacity_", "Capacity, dropping, expert choice"),
+    ("router_", "Routers and other outputs"),
+    ("shape_", "Sizes"),
+    ("body_", "Expert networks"),
+    ("around_", "Around the experts"),
+    ("weight_", "Where the routing weight goes"),
+    ("tied_", "Shared weights"),
+    ("refuse_", "Looks like a mixture, but is not one that can be rewritten"),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One block: what it is, what became of it, and the expert function or the reason."""
+
+    variant: Variant
+    outcome: str
+    detail: str
+
+
+def judge(v: Variant) -> Line:
+    """Optimize the block on its traced size."""
+    dtype = torch.float64 if torch.float64 in v.dtypes else torch.float32
+    model = v.make(0).to(dtype).eval()
+    opt = optimized(model, *v.inputs(2, 7, dtype, 0))
+    blocks = opt.report.blocks
+    rewritten = [b for b in blocks if b.status == "rewritten"]
+    if not rewritten:
+        return Line(
+            v, "refused", "; ".join(dict.fromkeys(b.reason for b in blocks)) or "holds nothing that looks like experts"
+        )
+    excuses = [
+        f"{m} mode runs the original: {text}" for b in rewritten for m, text in b.modes.items() if text != "rewritten"
+    ]
+    details = [f"{b.idiom}, `{b.expert}`" if b.expert else b.idiom for b in rewritten]
+    return Line(v, "rewritten", "; ".join(dict.fromkeys([*details, *excuses])))
+
+
+def optimized(model: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
+    """`hexa_fx.optimize` on a call with positional and keyword arguments."""
+    if not kwargs:
+        return hexa_fx.optimize(model, args)
+    names = list(inspect.signature(model.forward).parameters)
+    return hexa_fx.optimize(model, {**dict(zip(names, args)), **kwargs})
+
+
+def render(lines: list[Line]) -> str:
+    """Sections of Markdown tables."""
+    done = sum(line.outcome == "rewritten" for line in lines)
+    parts = [f"{done} of {len(lines)} blocks are rewritten, {len(lines) - done} refused."]
+    for prefix, title in SECTIONS:
+        inside = [line for line in lines if line.variant.name.startswith(prefix)]
+        parts.append(f"## {title}\n\n| block | what is special | outcome | as |\n|---|---|---|---|")
+        parts[-1] += "".join(f"\n{_row(line)}" for line in inside)
+    return "\n\n".join(parts)
+
+
+def _row(line: Line) -> str:
+    note = f" (a gap: {line.variant.gap})" if line.variant.gap and line.outcome == "refused" else ""
+    cells = (line.variant.name, line.variant.why, line.outcome, line.detail + note)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=pathlib.Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    logging.getLogger("hexa_fx").setLevel(logging.ERROR)
+    text = render([judge(v) for v in VARIANTS])
+    print(text)
+    if options.write:
+        options.write.write_text(PREAMBLE + text + "\n")
+
+
+if __name__ == "__main__":
+    main()
