@@ -88,7 +88,7 @@ def generic(name: str) -> Callable[..., Any]:
 
 def plan(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps what a function of a call's static properties returns: which kernel, which tile. `forget_plans` empties it."""
-    cached = functools.cache(function)
+    cached = functools.lru_cache(maxsize=4096)(function)
     _plans.append(cached)
     return cached  # type: ignore[return-value]
 

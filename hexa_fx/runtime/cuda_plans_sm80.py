@@ -93,9 +93,7 @@ def tune_key(key: Key, run: Callable[[Tile], None]) -> None:
     """Measures the candidates of a bucket that this machine's table lacks; `run` launches one on the caller's operands."""
     problem = key.problem()
     tiles = [asdict(tile) for tile in candidates(problem.op, DTYPES[key.dtype], key.math, key.bucket)]
-    found = tune(problem, key.device, tiles, lambda tile: key.spec(Tile(**tile)), lambda tile: run(Tile(**tile)))
-    if found is not None:
-        kernel_for.cache_clear()  # type: ignore[attr-defined]
+    tune(problem, key.device, tiles, lambda tile: key.spec(Tile(**tile)), lambda tile: run(Tile(**tile)))
 
 
 def _tile(problem: Problem, key: Key, columns: int) -> Tile:
