@@ -4,7 +4,7 @@
 
 Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is hexa::moe_ffn, ``hf-grouped``
 and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the eager loop over experts
-written here. Times are medians, taken in turns over the implementations, random data. ``saved`` is memory allocated by a
+written here. Times are medians on random data, each implementation at its own sustained clock. ``saved`` is memory allocated by a
 training forward that is still there after it, output included; ``peak`` the maximum of forward + backward above what was
 there before, less the gradients. Errors are ||out - ref|| / ||ref|| against a float32 loop.
 """
@@ -227,8 +227,8 @@ def bench(name: str, kind: str, options: argparse.Namespace) -> list[dict[str, A
     forward, both = dense_layer(shape, p)
     steps = {"dense": forward, **{n: inference(r) for n, r in runs.items()}}
     trains = {"dense": both, **{n: training(r, p, dy) for n, r in runs.items()}}
-    rounds = options.rounds
-    ms_f, ms_b = medians(steps, rounds), medians(trains, rounds)
+    sustained = options.clock == "sustained"
+    ms_f, ms_b = (medians(each, options.rounds, sustained) for each in (steps, trains))
     rows = []
     for impl in steps:
         row: dict[str, Any] = {
@@ -267,6 +267,7 @@ def main() -> None:
     parser.add_argument("--routing", default="balanced")
     parser.add_argument("--impls", default="hexa,hf-grouped")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--clock", choices=("sustained", "turns"), default="sustained", help="see common.medians")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -278,7 +279,9 @@ def main() -> None:
             rows += bench(name, kind, options)
             torch.cuda.empty_cache()
             if options.json:  # after every shape: what was measured stays if a later one fails
-                options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
+                options.json.write_text(
+                    json.dumps({"environment": environment(), "clock": options.clock, "rows": rows}, indent=1)
+                )
 
 
 if __name__ == "__main__":

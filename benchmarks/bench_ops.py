@@ -1,8 +1,9 @@
 """Each operator alone on one GPU: ms, GB/s or TFLOP/s, and the host's microseconds a call.
 
-    python benchmarks/bench_ops.py [--shapes qwen3-30b,mixtral] [--json FILE]
+    python benchmarks/bench_ops.py [--shapes qwen3-30b,mixtral] [--only esmm,combine] [--json FILE]
 
 Medians over CUDA events on random data; the dense row is one matmul of the same FLOPs. TFLOP/s count routed rows only.
+``sm80`` rows force the mma.sync family.
 """
 
 from __future__ import annotations
@@ -14,30 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from common import SHAPES, environment, medians, routing
 
+import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.runtime import cuda_gemm_sm80 as sm80
-from hexa_fx.runtime import cuda_ops
-
-SHAPES = {  # T, k, E, D, I
-    "mixtral": (8192, 2, 8, 4096, 14336),
-    "qwen3-30b": (16384, 8, 128, 2048, 768),
-    "dsv3": (8192, 8, 256, 7168, 2048),
-    "decode-64": (64, 8, 128, 2048, 768),
-    "decode-1": (1, 8, 128, 2048, 768),
-}
-
-
-def median_ms(run: Callable[[], object], repeats: int = 15) -> float:
-    """Median milliseconds of `run` on the device."""
-    for _ in range(3):
-        run()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in events:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
 
 
 def host_us(run: Callable[[], object], repeats: int = 200) -> float:
@@ -55,10 +36,11 @@ def host_us(run: Callable[[], object], repeats: int = 200) -> float:
 
 def operators(shape: str) -> dict[str, tuple[Callable[[], object], float, float]]:
     """Name -> (call, bytes moved at least, FLOPs)."""
-    tokens, k, experts, d, i = SHAPES[shape]
+    size = SHAPES[shape]
+    tokens, k, experts, d, i = size.tokens, size.top_k, size.experts, size.model, size.inner
     n, ops = tokens * k, torch.ops.hexa
     bf16 = {"dtype": torch.bfloat16, "device": "cuda"}
-    index = torch.rand(tokens, experts, device="cuda").topk(k, 1).indices
+    index = routing("balanced", size)
     v, inv, offs = ops.reindex(index, experts)
     weights = torch.rand(tokens, k, device="cuda")
     x, h, a = torch.randn(tokens, d, **bf16), torch.randn(n, 2 * i, **bf16), torch.randn(n, i, **bf16)
@@ -98,19 +80,21 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default="qwen3-30b,mixtral,decode-64")
+    parser.add_argument("--only", default="", help="operators whose name starts with one of these")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    cuda_ops.register()
     rows = []
     for shape in options.shapes.split(","):
-        print(f"-- {shape} T, k, E, D, I = {SHAPES[shape]}", flush=True)
-        for name, (run, size, flops) in operators(shape).items():
-            ms, us = median_ms(run), host_us(run)
+        print(f"-- {shape} {SHAPES[shape]}", flush=True)
+        chosen = {name: op for name, op in operators(shape).items() if name.startswith(tuple(options.only.split(",")))}
+        times = medians({name: run for name, (run, _, _) in chosen.items()})
+        for name, (run, size, flops) in chosen.items():
+            ms, us = times[name], host_us(run)
             rate = f"{flops / ms / 1e9:8.1f} TFLOP/s" if flops else f"{size / ms / 1e6:8.1f} GB/s"
             print(f"{name:18s} {ms:9.4f} ms {rate}   host {us:6.1f} us", flush=True)
             rows.append({"shape": shape, "operator": name, "ms": ms, "flops": flops, "bytes": size, "host_us": us})
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        options.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ Each record has the median step in milliseconds, peak memory, and for data-centr
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -40,7 +41,7 @@ from hexa_fx.passes.partition import PartitionConfig, install_plan, plan_layers
 from hexa_fx.plan import ExpertShape, Plan
 from hexa_fx.runtime.distributed.collectives import wait
 from hexa_fx.runtime.distributed.groups import make_groups
-from hexa_fx.runtime.distributed.profile import measure_bandwidth
+from hexa_fx.runtime.distributed.profile import measure_bandwidth, measure_modes
 
 SHAPES = {
     "mixtral": (ExpertShape(8, 4096, 14336, 3, 2), (16384, 65536)),
@@ -114,11 +115,14 @@ def own(sizes: tuple[int, ...], rank: int) -> slice:
 # --- correctness -----------------------------------------------------------------------------------------------------
 
 
-def correctness(device: Any, dtype: torch.dtype, rank: int, world: int) -> Iterator[dict[str, Any]]:
+def correctness(
+    splits: tuple[str, ...], device: Any, dtype: torch.dtype, rank: int, world: int
+) -> Iterator[dict[str, Any]]:
     """Relative error of outputs and gradients to float32 on one device, beside that of one device in ``dtype``."""
     shape, length, seqs = ExpertShape(8, 256, 512, 3, 2), 64, 4 * world
     speeds = {"even": [1.0] * world, "uneven": [1.0 + r for r in range(world)], "h0": [1.0] * (world - 1) + [1e6]}
-    for name, seconds in speeds.items():
+    for name in splits:
+        seconds = speeds[name]
         for kind, reduce in (("model", "reduce_scatter"), ("model", "all_reduce"), ("data", "reduce_scatter")):
             config = PartitionConfig(batch=seqs, tile=64, reduce=reduce, slots=2)
             plan = plan_layers({f"layers.{i}": shape for i in range(3)}, seconds, kind, config)
@@ -201,7 +205,8 @@ def timed(run: Any, device: Any, repeats: int) -> float:
 def step_time(
     shape: ExpertShape, tokens: int, mode: str, layers: int, length: int, device: Any, dtype: torch.dtype, repeats: int
 ) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
+    gc.collect()  # a model and its patched forward refer to each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -232,7 +237,6 @@ def step_time(
         record["gathers"] = installed.session.cache.gathers / (repeats + 2)
         record["cache_mib"] = installed.session.cache.nbytes // 2**20
         installed.session.close()
-    del rank
     return record
 
 
@@ -289,7 +293,8 @@ def sweep(args: Any, device: Any, dtype: torch.dtype, save: Any) -> None:
             if {"data", "model"} <= set(times):
                 # forward of a layer is about a third of its step; the split of it does not matter with two slots
                 share = times.get("local", times["data"]) / layers / 3 / 1e3
-                measured = Measured(bandwidth, latency, attention=share / 4, expert=share * 3 / 4)
+                by_model, by_data = measure_modes(shape, tokens, dtype=dtype, device=device, groups=make_groups())
+                measured = Measured(bandwidth, latency, share / 4, share * 3 / 4, by_model, by_data)
                 size = dtype.itemsize
                 mode, cost = layer_cost(
                     shape, tokens, world, dtype_bytes=size, reduce_bytes=size, slots=2, measured=measured
@@ -328,9 +333,11 @@ def main() -> None:
                 json.dump(header | {"records": records}, file, indent=1)
 
     dtype = torch.bfloat16 if cuda else torch.float32
-    for record in correctness(device, dtype, dist.get_rank(), dist.get_world_size()):
-        save({"question": "correctness", "dtype": str(dtype)} | record)
-    sweep(args, device, dtype, save)
+    for splits in (("even", "uneven"), ("h0",)):
+        for record in correctness(splits, device, dtype, dist.get_rank(), dist.get_world_size()):
+            save({"question": "correctness", "dtype": str(dtype)} | record)
+        if splits[0] == "even":
+            sweep(args, device, dtype, save)
     dist.barrier()
     dist.destroy_process_group()
 

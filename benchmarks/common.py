@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -78,27 +79,45 @@ def load(ids: Tensor, experts: int) -> str:
     return f"{float(counts.max() / counts.mean()):.2f},{int((counts == 0).sum())}"
 
 
-def medians(runs: dict[str, Callable[[], object]], rounds: int = 9, inner: int = 2) -> dict[str, float]:
-    """Median milliseconds of each, taken in turns: the card slows down as it warms up, and so it does for all alike.
+def medians(runs: dict[str, Callable[[], object]], rounds: int = 9, sustained: bool = True) -> dict[str, float]:
+    """Median milliseconds of each.
 
-    Every measurement is `inner` calls after one that is not timed.
+    A matmul at full rate meets the card's power limit within milliseconds, and the clock falls by a tenth. `sustained` runs
+    each one alone for a quarter of a second before it is timed, so that each has the clock that it would train with.
+    Otherwise they take turns, and whoever follows an implementation that leaves the tensor cores idle starts on a cool card.
     """
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
     for run in runs.values():
         run()
+    if sustained:
+        return {name: _median(_timed(run, 2 * rounds, warm_s=0.25)) for name, run in runs.items()}
+    pairs: dict[str, list[_Pair]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            run()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            for _ in range(inner):
-                run()
-            end.record()
-            events[name].append((start, end))
+            pairs[name] += _timed(run, 1, warm_s=0.0)
+    return {name: _median(found) for name, found in pairs.items()}
+
+
+_Pair = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+def _timed(run: Callable[[], object], calls: int, warm_s: float) -> list[_Pair]:
+    start = time.perf_counter()
+    run()
+    while time.perf_counter() - start < warm_s:
+        run()
+        torch.cuda.synchronize()
+    run()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+    for first, last in pairs:
+        first.record()
+        run()
+        last.record()
+    return pairs
+
+
+def _median(pairs: list[_Pair]) -> float:
     torch.cuda.synchronize()
-    return {
-        name: sorted(a.elapsed_time(b) for a, b in pairs)[len(pairs) // 2] / inner for name, pairs in events.items()
-    }
+    return sorted(first.elapsed_time(last) for first, last in pairs)[len(pairs) // 2]
 
 
 def environment() -> dict[str, str]:

@@ -185,6 +185,8 @@ def _check_layer(layer: LayerPlan, world: int) -> None:
         )
     if not 0 <= layer.bias_owner < world:
         raise PlanError(f"bias_owner {layer.bias_owner} of {layer.path!r} is no rank of {world}")
+    if layer.shards[layer.bias_owner] == 0:
+        raise PlanError(f"bias_owner {layer.bias_owner} of {layer.path!r} has h_i = 0, so it computes nothing")
 
 
 def _check_sizes(what: str, sizes: tuple[int, ...], world: int) -> None:

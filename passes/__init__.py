@@ -135,7 +135,8 @@ def _check(
     checks: dict[Mode, VerificationResult] = {}
     for mode in list(rewritten):
         with _in_mode(observation.module, mode):
-            settings = VerifySettings(crowd=crowd_of(captured[mode].graph))
+            brief = any(other in checks and _does_the_same(captured[mode], captured[other]) for other in MODES)
+            settings = VerifySettings(crowd=crowd_of(captured[mode].graph), brief=brief)
             checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
         if not checks[mode].ok:
             refusals[mode] = Refusal(
@@ -143,6 +144,11 @@ def _check(
             )
             del rewritten[mode]
     return checks
+
+
+def _does_the_same(first: CapturedBlock, second: CapturedBlock) -> bool:
+    """Whether the recorded runs are the same calls with the same arguments."""
+    return first.graph.python_code("self").src == second.graph.python_code("self").src
 
 
 @contextmanager

@@ -101,6 +101,8 @@ def _insert_model_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan
             args["b2"] = graph.call_function(torch.mul, (args["b2"], owner))
         _scale_weights(graph, args, plan)
     node.args, node.kwargs = tuple(args[name] for name in FFN_ARGS), {}
+    if layer.shards[at.rank] == 0:
+        node.target, node.args = nodes.no_channels, node.args[: FFN_ARGS.index("activation")]
     with graph.inserting_after(node):
         out = _reduce(graph, node, layer, plan, tokens, at)
     node.replace_all_uses_with(out[-1], delete_user_cb=lambda user: user is not out[0])

@@ -24,12 +24,18 @@ class Measured:
         latency: seconds of one collective of a few bytes.
         attention: forward time of what runs between two MoE layers (attention and router), on the slowest rank.
         expert: forward time of the layer's experts on a rank's own tokens, on the slowest rank.
+        experts_model_centric: forward and backward time of the experts with all tokens and a slice of the channels.
+        experts_data_centric: the same with a rank's tokens and all channels, read from and packed into rows. Equal in
+            arithmetic to the other, but not in time: model-centric moves N times the token rows through memory,
+            data-centric copies the weights' gradients.
     """
 
     bandwidth: float
     latency: float = 0.0
     attention: float = 0.0
     expert: float = 0.0
+    experts_model_centric: float = 0.0
+    experts_data_centric: float = 0.0
 
 
 def model_centric_bytes(
@@ -80,8 +86,10 @@ def layer_cost(
     if measured is None:
         mode: Mode = "model_centric" if by_model <= by_data else "data_centric"
         return mode, LayerCost(by_model, by_data, reason=f"fewer bytes for {tokens} tokens")
-    time_model = by_model / measured.bandwidth + 8 * measured.latency
-    time_data = _exposed_data_centric(by_data, measured, slots, dtype_bytes, reduce_bytes)
+    time_model = by_model / measured.bandwidth + 8 * measured.latency + measured.experts_model_centric
+    time_data = measured.experts_data_centric + _exposed_data_centric(
+        by_data, measured, slots, dtype_bytes, reduce_bytes
+    )
     mode = "model_centric" if time_model <= time_data else "data_centric"
     return mode, LayerCost(by_model, by_data, time_model, time_data, f"less exposed time for {tokens} tokens")
 
@@ -89,11 +97,10 @@ def layer_cost(
 def _exposed_data_centric(total: float, m: Measured, slots: int, gather_bytes: int, reduce_bytes: int) -> float:
     """Gathers hide behind attention and router (1 slot), also behind the experts (2 slots); backward is twice as long.
 
-    The reduce-scatter of a layer runs beside the backward of the layer before it, so it hides behind that layer's
-    attention and experts as well, but shares the links with the gather there.
+    The reduce-scatter of weight gradients is waited for where it is issued, so it hides behind nothing.
     """
     unit = total / (2 * gather_bytes + reduce_bytes) / m.bandwidth
     gather = unit * gather_bytes + m.latency
     scatter = unit * reduce_bytes + m.latency
     hidden = m.attention + (m.expert if slots > 1 else 0.0)
-    return max(0.0, gather - hidden) + max(0.0, gather + scatter - 2 * hidden)
+    return max(0.0, gather - hidden) + max(0.0, gather - 2 * hidden) + scatter

@@ -26,7 +26,7 @@ from hexa_fx.passes.overlap import overlap
 from hexa_fx.plan import ExpertShape, LayerCost, LayerPlan, Mode, Plan, Reduce
 from hexa_fx.runtime.distributed.geometry import ROLES, Geometry, shape_of
 from hexa_fx.runtime.distributed.groups import Groups, join, make_groups
-from hexa_fx.runtime.distributed.profile import measure_bandwidth, profile_devices
+from hexa_fx.runtime.distributed.profile import measure_bandwidth, measure_modes, profile_devices
 from hexa_fx.runtime.distributed.session import PartitionSession
 from hexa_fx.runtime.distributed.shards import LayerWeights, ShardedParameter, WeightSource, cut_layer, find_tensor
 from hexa_fx.runtime.install import install
@@ -223,7 +223,9 @@ def partition_model(
     measured = None
     if strategy != "data" and strategy != "model" and config.measure and groups.world > 1:
         bandwidth, latency = measure_bandwidth(groups, sample.device)
-        measured = Measured(bandwidth, latency, config.attention_seconds, config.expert_seconds)
+        tokens = config.tokens if config.tokens is not None else (config.batch or groups.world)
+        modes = measure_modes(layers[0].geometry.shape, tokens, dtype=sample.dtype, device=sample.device, groups=groups)
+        measured = Measured(bandwidth, latency, config.attention_seconds, config.expert_seconds, *modes)
     shapes = {layer.path: layer.geometry.shape for layer in layers}
     plan = plan_layers(shapes, times, strategy, _scaled_caps(config, layers), measured)
     box = [plan.to_json()]

@@ -40,8 +40,9 @@ class VerifySettings:
 
     Args:
         sizes: (batch, sequence) of the inputs beside the example's own size. Flat inputs get batch times sequence rows.
-        many_bytes: a block whose float64 copy is larger is compared in two cases instead of nine:
-            comparing the gradients of its weights is what takes long.
+        many_bytes: a block whose float64 copy is larger has its gradients compared in two cases instead of four; they are what
+            takes long. Every block's outputs are compared in all cases.
+        brief: compare on the example only, for a mode in which the block does the same as in one that was verified.
         crowd: so many tokens in a row are sent to the same experts, more than the block's capacity if it has one.
         seed: of inputs, cotangents and the random numbers that the block draws.
         max_copy_bytes: a block whose float64 copy would be larger is compared in place, in its own dtype.
@@ -50,6 +51,7 @@ class VerifySettings:
 
     sizes: tuple[tuple[int, int], ...] = ((2, 5), (3, 7), (1, 1), (0, 4))
     crowd: int = 160
+    brief: bool = False
     seed: int = 0
     many_bytes: int = 256 << 20
     max_copy_bytes: int = 4 << 30
@@ -205,39 +207,49 @@ class _Comparison:
         if self.forward.stored[bool(self.subject.module.training)]:
             example = self.inputs.example(self.subject.dtype)
             yield self._case("a second call, which sees what the first one stored", example, calls=2)
-        for batch, sequence in () if large else self.settings.sizes:
+        if self.settings.brief:
+            return
+        for number, (batch, sequence) in enumerate(self.settings.sizes):
             given = self.inputs.at(batch, sequence, self.subject.dtype)
-            yield self._case(f"batch {batch}, sequence {sequence}", given)
-        for routing in ROUTINGS[3:] if large else ROUTINGS:
-            yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example)
+            yield self._case(f"batch {batch}, sequence {sequence}", given, gradients=number == 0 and not large)
+        for routing in ROUTINGS:
+            backward = routing is ROUTINGS[-1] or (routing is ROUTINGS[0] and not large)
+            yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example, backward)
         many = partial(self.inputs.at, 1, self.settings.crowd)
-        yield self._forced(f"{self.settings.crowd} tokens to the first experts", ROUTINGS[0], spy.top_k, many)
+        name = f"{self.settings.crowd} tokens to the first experts"
+        yield self._forced(name, ROUTINGS[0], spy.top_k, many, gradients=False)
 
     def _forced(
-        self, name: str, routing: Routing, top_k: int, make: Callable[..., tuple[Any, Any]]
+        self, name: str, routing: Routing, top_k: int, make: Callable[..., tuple[Any, Any]], gradients: bool
     ) -> VerificationCase:
         """Through the inputs where the block is given its routing, else in the router inside."""
         if self.inputs.given_routing:
-            return self._case(name, make(self.subject.dtype, routing=routing))
+            return self._case(name, make(self.subject.dtype, routing=routing), gradients=gradients)
         inputs = make(self.subject.dtype)
         overrides: list[LogitsOverride | RoutingOverride] = [RoutingOverride(routing, self.inputs.num_experts)]
         if self.inputs.num_experts is not None:
             overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k))
         for override in overrides:
-            case = self._case(name, inputs, override)
+            case = self._case(name, inputs, override, gradients)
             if override.forced:
                 return case
         return VerificationCase(name, "skipped", detail="there is no router inside that could be overridden")
 
     def _case(
-        self, name: str, inputs: tuple[Any, Any], override: TorchFunctionMode | None = None, calls: int = 1
+        self,
+        name: str,
+        inputs: tuple[Any, Any],
+        override: TorchFunctionMode | None = None,
+        gradients: bool = True,
+        calls: int = 1,
     ) -> VerificationCase:
+        reference = _repeated(self.forward.original, calls)
         try:
-            original = self._run(_repeated(self.forward.original, calls), inputs, override)
+            original = self._run(reference, inputs, override, gradients)
         except Exception as error:
             return VerificationCase(name, "skipped", detail=f"the original raises {_first_line(error)}")
         try:
-            other = self._run(_repeated(self.forward.rewritten, calls), inputs, override)
+            other = self._run(_repeated(self.forward.rewritten, calls), inputs, override, gradients)
         except GuardMiss as miss:
             return VerificationCase(name, "skipped", detail=f"left to the original: {miss}")
         except Exception as error:
@@ -245,19 +257,21 @@ class _Comparison:
         found = difference(original, other)
         if self._agree(found):
             return VerificationCase(name, "equal", found.forward, found.gradient, "", found.none_became_zero)
-        again = difference(original, self._run(_repeated(self.forward.original, calls), inputs, override))
+        again = difference(original, self._run(reference, inputs, override, gradients))
         detail = self._describe(found)
         if not self._agree(again):
             detail = f"the original does not repeat itself on equal inputs and random numbers ({self._describe(again)})"
         return VerificationCase(name, "different", found.forward, found.gradient, detail)
 
-    def _run(self, call: Callable[..., Any], inputs: tuple[Any, Any], override: TorchFunctionMode | None) -> Outcome:
+    def _run(
+        self, call: Callable[..., Any], inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool
+    ) -> Outcome:
         with ExitStack() as modes:
             if self.subject.dtype == torch.float64:
                 modes.enter_context(InFloat64())
             if override is not None:
                 modes.enter_context(override)
-            return observe(call, self.subject.module, self.state, inputs, self.settings.seed)
+            return observe(call, self.subject.module, self.state, inputs, self.settings.seed, gradients)
 
     def _agree(self, found: Difference) -> bool:
         return not found.reason and max(found.forward, found.gradient) <= self.tolerance

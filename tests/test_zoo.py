@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.zoo import pattern_table
-from tests.zoo.compare import compare, state_dict_problems
+from tests.zoo.compare import compare, operators_run, state_dict_problems
 from tests.zoo.registry import VARIANTS
 from tests.zoo.variant import Variant
 
@@ -57,6 +57,11 @@ def test_as_intended_and_exact(v: Variant) -> None:
     for batch, seq in (TRACED, *OTHERS):
         for train in (False, True):
             args, kwargs = v.inputs(batch, seq, dtype, 5)
+            if v.expect == "rewritten" and not v.gap:
+                opt.train(train)
+                assert operators_run(opt, args, kwargs), (
+                    f"batch {batch}, seq {seq}, train {train}: the original code ran"
+                )
             found = compare(model, opt, args, kwargs, train=train and v.train, seed=3)
             assert found.within(TOLERANCE[dtype]), f"batch {batch}, seq {seq}, train {train}: {found}"
 
@@ -128,12 +133,23 @@ def test_not_contiguous(v: Variant) -> None:
 
 @pytest.mark.parametrize("v", REPRESENTATIVES, ids=lambda v: v.name)
 def test_nan_spreads_alike(v: Variant) -> None:
-    """A NaN in one token stays in the rows in which the original has it."""
+    """A NaN in one token stays in the rows in which the original has it.
+
+    One-hot dispatch multiplies every token by zeros and so spreads a NaN to all of them; the rewritten block does not.
+    """
     model, opt = optimized(v, torch.float64)
-    x = torch.randn(2, 7, 12, dtype=torch.float64)
+    x = torch.randn(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x[0, 3, 2] = float("nan")
-    found = compare(model, opt, (x,), backward=False)
-    assert found.forward <= 1e-10, found
+    with torch.no_grad():
+        reference, value = (_first(m(x)) for m in (model, opt))
+    assert value[0, 3].isnan().all()
+    assert not (value.isnan() & ~reference.isnan()).any()
+    if not v.name.startswith("capacity"):
+        assert torch.equal(value.isnan(), reference.isnan())
+
+
+def _first(output: object) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
 
 
 def test_registry_is_as_large_as_promised() -> None:

@@ -49,6 +49,8 @@ def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, col
     else:
         tile = Tile(64, 64, 64, 3, 2, 2) if narrow else Tile(128, 128, 32, 4, 2, 2)
         low = Tile(16, 64, 64, 4, 1, 4)
+    if op == "estmm" and not narrow and dtype != DataType.f32:
+        tile = Tile(128, 128, 32, 4, 2, 4)
     if op == "esmm":
         tile = low if bucket <= 4 else _lower(tile) if bucket <= 6 else tile
     if shared_limit(arch) < 163 * 1024 and tile.stages > 3:  # two blocks a multiprocessor with 100 KiB

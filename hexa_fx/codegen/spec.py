@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from cutlass_library import DataType, KernelScheduleType, LayoutType, MathOperation
@@ -103,10 +103,9 @@ class KernelSpec:
         return replace(self, options=tuple(sorted(merged.items())))
 
     def to_json(self) -> str:
-        """One line, keys sorted, enums by their CUTLASS name."""
-        values = asdict(self)
-        for name in _ENUMS:
-            values[name] = values[name].name if values[name] is not None else None
+        """One line, keys sorted, enums by their CUTLASS name. Fields at their default are left out."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        values.update({name: values[name].name for name in _ENUMS if name in values})
         return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
     @classmethod

@@ -160,6 +160,11 @@ def _columns(w: Tensor, layout: str) -> int:
     return w.shape[1] if layout == "nk" else w.shape[2]
 
 
+def _packed(bias: Tensor | None) -> Tensor | None:
+    """A bias whose rows follow each other, as the kernels read it."""
+    return None if bias is None else bias.contiguous()
+
+
 def _count(x: Tensor, v: Tensor | None) -> int:
     return x.shape[0] if v is None else v.shape[0]
 
@@ -169,7 +174,7 @@ def esmm(
     tile: TileChoice | None = None,
 ) -> Tensor:  # fmt: skip
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
-    n, N = _count(x, v), _columns(weight, layout)
+    n, N, bias = _count(x, v), _columns(weight, layout), _packed(bias)
     y = x.new_empty(n, N)
     tile = tile or choose_tile("esmm", n, weight.shape[0], x.shape[1], N, gather=v is not None)
     spec = _row_spec("esmm", x, layout, v is not None, tile, bias=bias is not None)
@@ -185,7 +190,7 @@ def esmm_act(
     layout: str, activation: str, glu: str, params: tuple[float, ...] = (), store_h: bool = True, tile: TileChoice | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``h = esmm`` and ``a = act(h)``: (n, I) or (n, 2I), and (n, I). Without `store_h` (inference) h is empty."""
-    n, columns = _count(x, v), _columns(w1, layout)
+    n, columns, b1, b3 = _count(x, v), _columns(w1, layout), _packed(b1), _packed(b3)
     inner = columns // 2 if glu in ("concat", "interleaved") else columns
     width = inner if glu == "none" else 2 * inner
     h, a = x.new_empty((n, width) if store_h else (0, width)), x.new_empty(n, inner)
@@ -251,6 +256,8 @@ def estmm(
     R, C = p.shape[1], q.shape[1]
     dw = x.new_empty((experts, C, R) if transpose else (experts, R, C))
     n = q.shape[0]
+    if n == 0:
+        return dw.zero_()
     tile = tile or choose_tile("estmm", n, experts, R, C, gather=v is not None)
     spec = _row_spec("estmm", x, "nk", v is not None, tile).with_options(transpose=transpose)
     launch = _weight_launch(_Launch(spec, x.device.index), p, q, v, dw, None, R, C, tile)
@@ -270,6 +277,8 @@ def esfk(
     R, C = x.shape[1], g.shape[1]
     dx, dw = g.new_empty(n, R), torch.empty_like(weight, memory_format=torch.contiguous_format)
     db = g.new_empty(experts, C) if has_bias else None
+    if n == 0:
+        return dx, dw.zero_(), None if db is None else db.zero_()
     tile = tile or choose_tile("esfk", n, experts, R, C, gather=x_index is not None)
     spec = _row_spec("esfk", x, flipped, x_index is not None, tile).with_options(transpose=layout == "nk")
     launch = _Launch(spec, x.device.index)

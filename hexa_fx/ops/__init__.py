@@ -6,6 +6,8 @@ D model size, I intermediate size.
 
 from __future__ import annotations
 
+import pkgutil
+
 from hexa_fx.ops.activate import activate, activate_backward
 from hexa_fx.ops.activations import ACTIVATIONS, Activation
 from hexa_fx.ops.combine import combine
@@ -34,3 +36,6 @@ __all__ = [
     "moe_ffn",
     "reindex",
 ]
+
+# Kernels of devices stand above the operators, in hexa_fx.runtime. They register themselves by name and touch no device.
+pkgutil.resolve_name("hexa_fx.runtime.cuda_ops:register")()

@@ -1,6 +1,6 @@
-"""Registers the CUDA kernels of the ``hexa::`` operators.
+"""Registers the CUDA kernels of the ``hexa::`` operators. `hexa_fx.ops` calls `register` by name when it is imported.
 
-`register` touches no CUDA and imports no compiler: the kernels' modules come with the first CUDA tensor.
+That touches no CUDA and imports no compiler: the kernels' modules come with the first CUDA tensor.
 """
 
 from __future__ import annotations
@@ -10,39 +10,36 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from hexa_fx.ops import library
-from hexa_fx.ops.activate import check as check_activate
-from hexa_fx.ops.activate import check_backward as check_activate_backward
-from hexa_fx.ops.combine import check as check_combine
-from hexa_fx.ops.esfk import check as check_esfk
-from hexa_fx.ops.esmm import check as check_esmm
-from hexa_fx.ops.esmm_act import check as check_esmm_act
-from hexa_fx.ops.esmm_act_backward import check as check_esmm_act_backward
-from hexa_fx.ops.ess import check as check_ess
-from hexa_fx.ops.estmm import check as check_estmm
-from hexa_fx.ops.reindex import check as check_reindex
-
 _ROWS, _GEMM = "hexa_fx.runtime.cuda_rows", "hexa_fx.runtime.cuda_gemm"
 
-_KERNELS: dict[str, tuple[str, Callable[..., None]]] = {
-    "reindex": (_ROWS, check_reindex),
-    "combine": (_ROWS, check_combine),
-    "ess": (_ROWS, check_ess),
-    "activate": (_ROWS, check_activate),
-    "activate_backward": (_ROWS, check_activate_backward),
-    "esmm": (_GEMM, check_esmm),
-    "esmm_act": (_GEMM, check_esmm_act),
-    "esmm_act_backward": (_GEMM, check_esmm_act_backward),
-    "estmm": (_GEMM, check_estmm),
-    "esfk": (_GEMM, check_esfk),
+KERNELS: dict[str, tuple[str, str]] = {
+    "reindex": (_ROWS, "hexa_fx.ops.reindex:check"),
+    "combine": (_ROWS, "hexa_fx.ops.combine:check"),
+    "ess": (_ROWS, "hexa_fx.ops.ess:check"),
+    "activate": (_ROWS, "hexa_fx.ops.activate:check"),
+    "activate_backward": (_ROWS, "hexa_fx.ops.activate:check_backward"),
+    "esmm": (_GEMM, "hexa_fx.ops.esmm:check"),
+    "esmm_act": (_GEMM, "hexa_fx.ops.esmm_act:check"),
+    "esmm_act_backward": (_GEMM, "hexa_fx.ops.esmm_act_backward:check"),
+    "estmm": (_GEMM, "hexa_fx.ops.estmm:check"),
+    "esfk": (_GEMM, "hexa_fx.ops.esfk:check"),
 }
+"""Operator -> the module that holds its kernel under the operator's name, and the check of its arguments."""
 
 
 @cache
 def register() -> None:
     """Makes the kernels of this package the CUDA implementation of their operators, once a process."""
-    for name, (module, check) in _KERNELS.items():
-        library.register_kernel(name, "cuda", _lazy(name, module), check)
+    from hexa_fx.ops import library  # hexa_fx.ops imports this module by name
+
+    for name, (module, check) in KERNELS.items():
+        library.register_kernel(name, "cuda", _lazy(name, module), _resolve(check))
+
+
+def _resolve(name: str) -> Callable[..., None]:
+    module, function = name.split(":")
+    found: Callable[..., None] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def _lazy(name: str, module: str) -> Callable[..., Any]:

@@ -57,19 +57,19 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     warps = reindex_warps(num_experts, arch(device))
     if not warps:
         raise Unsupported(f"{num_experts} experts: the tallies of one warp do not fit in shared memory")
-    rows = torch.empty((2, n), dtype=torch.int32, device=ids.device)
+    v, inv = (torch.empty(n, dtype=torch.int32, device=ids.device) for _ in range(2))
     offs = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
     blocks = 1 if n <= _ONE_BLOCK_SLOTS else min(_MAX_BLOCKS, ceil_div(n, _BLOCK_SLOTS))
     chunk = ceil_div(ceil_div(max(n, 1), blocks * warps), 32) * 32
     counts = torch.empty((blocks, num_experts + 1), dtype=torch.int32, device=ids.device) if blocks > 1 else None
-    pointers = (ids.data_ptr(), address(counts), rows[0].data_ptr(), rows[1].data_ptr(), offs.data_ptr())
+    pointers = (ids.data_ptr(), address(counts), v.data_ptr(), inv.data_ptr(), offs.data_ptr())
     args = _REINDEX_ARGS.pack(*pointers, n, num_experts, chunk, 0)
     kernel = _reindex_kernel("reindex_place", arch(device), ID_TYPES[ids.dtype], warps, num_experts)
     if blocks > 1:
         count = _reindex_kernel("reindex_count", arch(device), ID_TYPES[ids.dtype], warps, num_experts)
         launch(count, device, (blocks, 1, 1), args)
     launch(kernel, device, (blocks, 1, 1), args)
-    return rows[0], rows[1], offs
+    return v, inv, offs
 
 
 def _check_ids(top_k_index: Tensor, num_experts: int) -> None:

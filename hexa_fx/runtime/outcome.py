@@ -105,7 +105,12 @@ class ModuleState:
 
 
 def observe(
-    call: Callable[..., Any], module: nn.Module, state: ModuleState, inputs: tuple[Any, Any], seed: int
+    call: Callable[..., Any],
+    module: nn.Module,
+    state: ModuleState,
+    inputs: tuple[Any, Any],
+    seed: int,
+    gradients: bool = True,
 ) -> Outcome:
     """Runs ``call(*args, **kwargs)`` and its backward from a given random state and module state.
 
@@ -115,6 +120,7 @@ def observe(
         state: restored before the call, read after it.
         inputs: (args, kwargs); floating tensors among them get gradients.
         seed: of the random numbers.
+        gradients: whether backward runs too.
 
     Raises:
         Exception: whatever ``call`` raises. An error of backward alone is recorded in the outcome.
@@ -129,7 +135,7 @@ def observe(
     before = [parameter._version for parameter in parameters.values()]
     devices = sorted({parameter.device.index or 0 for parameter in parameters.values() if parameter.is_cuda})
     state.restore()
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    with torch.random.fork_rng(devices), torch.set_grad_enabled(gradients):
         torch.manual_seed(seed)
         result = call(*args, **kwargs)
         streams = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
@@ -138,13 +144,14 @@ def observe(
         values = {name: tensor.detach().clone() for name, tensor in values.items()}
         values.update(state.tensors())
         facts = state.facts()
-        gradients, backward_error = _gradients([result, state.fresh_tensors()], {**roots, **parameters}, seed)
+        results = [result, state.fresh_tensors()]
+        taken, backward_error = _gradients(results, {**roots, **parameters}, seed) if gradients else ({}, "")
     after = [parameter._version for parameter in parameters.values()]
     facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
     facts["structure of the outputs"] = str(pytree.tree_structure(result))
     facts["outputs that are no tensors"] = [leaf for leaf in pytree.tree_leaves(result) if not _is_tensor(leaf)]
     facts["random numbers drawn"] = [stream.tolist() for stream in streams]
-    return Outcome(values, gradients, facts, backward_error)
+    return Outcome(values, taken, facts, backward_error)
 
 
 def difference(original: Outcome, other: Outcome) -> Difference:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -44,9 +44,15 @@ class WeightTable:
     captured: CapturedBlock
     groups: ExpertGroups
     tags: Mapping[torch.fx.Node, Tag]
+    _known: dict[str, tuple[Form, torch.Tensor] | None] = field(default_factory=dict, repr=False)
 
     def stored(self, base: str) -> tuple[Form, torch.Tensor] | None:
-        """The base as a float64 tensor with experts first, or None if it holds no experts."""
+        """The base as a float64 tensor with experts first, or None if it holds no experts. Converted once."""
+        if base not in self._known:
+            self._known[base] = self._read(base)
+        return self._known[base]
+
+    def _read(self, base: str) -> tuple[Form, torch.Tensor] | None:
         if base in self.groups.members:
             return "listed", torch.stack([self._parameter(name) for name in self.groups.members[base]])
         parameter = self._parameter(base)

@@ -174,7 +174,7 @@ def test_a_block_that_is_refused_keeps_running_beside_a_rewritten_one(model):
     model.layers[2].experts = nn.ModuleList(Mixing(8, 12) for _ in range(4))
     opt = hexa_fx.optimize(model, INPUT)
     assert [block.status for block in opt.report.blocks] == ["rewritten", "rewritten", "refused"]
-    assert opt.report.refused[0].reason == "the rows that experts read are not rows of one token tensor"
+    assert "mean" in opt.report.refused[0].reason
     assert opt.report.refused[0].location.file == __file__
     torch.testing.assert_close(opt(INPUT), model(INPUT))
     opt(INPUT).sum().backward()

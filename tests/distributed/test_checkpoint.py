@@ -117,7 +117,7 @@ def test_checkpoint_of_one_device_loads_into_a_plan(tmp_path):
 
 def dies_while_saving(rank, world, plan, path):
     model = Net(THREE)
-    session = install(model, plan, timeout=timedelta(seconds=5)).session
+    session = install(model, plan, timeout=timedelta(seconds=3)).session
     if rank == 1:
 
         def die(*_, **__):
@@ -132,7 +132,7 @@ def test_a_crash_leaves_the_old_checkpoint(tmp_path):
     plan = make_plan(2, "uneven", MODES["data"], THREE)
     run(2, saved, plan, path)
     before = sorted(os.listdir(path))
-    outcomes = start(2, dies_while_saving, plan, path, timeout=5)
+    outcomes = start(2, dies_while_saving, plan, path, timeout=3)
     assert outcomes[0][0] == "error"
     assert "RankError" in outcomes[0][1]
     assert sorted(os.listdir(path)) == before

@@ -28,9 +28,8 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_fallback() -> Iterator[None]:
-    from hexa_fx.runtime import cuda_launch, cuda_ops
+    from hexa_fx.runtime import cuda_launch
 
-    cuda_ops.register()
     cuda_launch.fallbacks.clear()
     yield
     assert not cuda_launch.fallbacks

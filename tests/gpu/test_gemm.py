@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from hexa_fx.codegen.heuristics import Tile
+from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.ops.activations import activation_forward
 from hexa_fx.runtime import cuda_gemm_sm80 as sm80
+from hexa_fx.runtime import cuda_launch, cuda_plans_sm80, cuda_tune
 from tests.gpu.cases import (
     ROUTINGS,
     TF32_TOLERANCE,
@@ -186,3 +190,25 @@ def test_esfk_is_its_three_parts(layout: str, dtype: torch.dtype) -> None:
         offs = r.offs.tolist()
         want = torch.stack([g[offs[e] : offs[e + 1]].double().sum(0) for e in range(EXPERTS)])
         assert_close(db, want, dtype)
+
+
+def test_autotuning_measures_a_bucket_once_and_gives_the_same_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "tuned"
+    monkeypatch.setattr(cuda_tune, "_path", lambda name: table / "card.json")
+    monkeypatch.setattr(cuda_tune, "autotuning", lambda: True)
+    monkeypatch.setattr(sm80, "autotuning", lambda: True)
+    tiles = [Tile(64, 64, 32, 4, 2, 2), Tile(999, 64, 32, 4, 2, 2), Tile(128, 128, 32, 3, 2, 4)]
+    monkeypatch.setattr(cuda_plans_sm80, "candidates", lambda *args: tiles)
+    cuda_launch.forget_plans()
+    r = make_routing("random", TOKENS, TOP_K, EXPERTS)
+    x, w = randn(TOKENS, 200, dtype=BF16), weight(328, 200, "nk", BF16)
+    for _ in range(2):
+        y = sm80.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
+        assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), BF16)
+    ((problem, (tile, ms)),) = TunedTable.from_json((table / "card.json").read_text()).entries.items()
+    assert (problem.op, problem.inner, problem.columns) == ("esmm", 200, 328)
+    assert tile["bm"] in (64, 128)
+    assert ms > 0
+    cuda_launch.forget_plans()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,24 @@ def difference(first: Run, second: Run) -> Difference:
         _structure(first, second),
         torch.equal(first.rng, second.rng),
     )
+
+
+def operators_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> int:
+    """How many hexa operators one call dispatches: zero means that the original code ran, and a comparison says nothing."""
+    count = _CountHexa()
+    with torch.no_grad(), torch.random.fork_rng(), count:
+        model(*args, **(kwargs or {}))
+    return count.calls
+
+
+class _CountHexa(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func.namespace == "hexa"
+        return func(*args, **(kwargs or {}))
 
 
 def state_dict_problems(original: nn.Module, optimized: nn.Module) -> list[str]:

@@ -184,7 +184,7 @@ def change_name(function: ast.FunctionDef, dice: random.Random) -> str:
     names = sorted({n.id for n in _places(function, ast.Name) if isinstance(n.ctx, ast.Store)})
     names += [a.arg for a in function.args.args if a.arg != "self"]
     uses = [n for n in _places(function, ast.Name) if isinstance(n.ctx, ast.Load) and n.id in names]
-    if not uses or len(names) < 2:
+    if not uses or len(set(names)) < 2:
         return ""
     node = dice.choice(uses)
     before = node.id

@@ -91,6 +91,30 @@ class _ScaleGradient(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
+def no_channels(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *weights: Tensor | None) -> Tensor:
+    """What `hexa::moe_ffn` gives on a rank with h_i = 0: zeros. Its backward exists, as its collectives are everyone's.
+
+    Kernels need not know empty weights.
+    """
+    result: Tensor = _NoChannels.apply(x, top_k_index, top_k_weights, *weights)
+    return result
+
+
+class _NoChannels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor | None) -> Tensor:
+        ctx.kinds = [None if t is None else (t.shape, t.dtype) for t in (x, *others)]
+        return x.new_zeros(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        dy = grads[0]
+        return tuple(
+            dy.new_zeros(kind[0], dtype=kind[1]) if kind is not None and need else None
+            for kind, need in zip(ctx.kinds, ctx.needs_input_grad)
+        )
+
+
 def cache_prefetch(
     w1: Tensor, b1: Tensor | None, w3: Tensor | None, b3: Tensor | None, w2: Tensor, layer: str, session: str
 ) -> None:

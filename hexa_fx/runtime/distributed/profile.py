@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hexa_fx.plan import ExpertShape
+from hexa_fx.runtime.distributed.geometry import Geometry
 from hexa_fx.runtime.distributed.groups import Groups, make_groups
 
 
@@ -70,6 +72,65 @@ def _proxy(
     def run() -> None:
         y = torch.ops.hexa.moe_ffn(x, index, None, w1, None, None, None, w2, None, *static)
         torch.autograd.grad(y, (x, w1, w2), torch.ones_like(y))
+
+    return run
+
+
+def measure_modes(
+    shape: ExpertShape,
+    tokens: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: Groups,
+    repeats: int = 3,
+    max_bytes: int = 2 * 2**30,
+) -> tuple[float, float]:
+    """Seconds of the experts, forward and backward, as each mode runs them on equal ranks: (model-centric, data-centric).
+
+    Model-centric: all ``tokens``, 1/N of the channels. Data-centric: 1/N of the tokens, all channels, weights as views of
+    packed rows, gradients packed. The slowest rank counts. Layers above ``max_bytes`` are measured with fewer experts and
+    at most 16384 tokens, and the time is scaled. A collective call.
+    """
+    experts = max(
+        1, min(shape.num_experts, max_bytes * shape.num_experts // max(1, shape.weight_numel * dtype.itemsize))
+    )
+    rows = max(groups.world, min(tokens, 16384 if experts < shape.num_experts else 65536))
+    small = replace(shape, num_experts=experts)
+    channels = max(1, shape.intermediate_size // groups.world)
+    runs = (
+        _experts(replace(small, intermediate_size=channels), rows, False, dtype, device),
+        _experts(small, rows // groups.world, True, dtype, device),
+    )
+    out = []
+    for run in runs:
+        run()
+        seconds = statistics.median(_timed(run, device, 1) for _ in range(repeats))
+        out.append(max(_gathered(seconds, groups)) * tokens / rows)
+    return out[0], out[1]
+
+
+def _experts(
+    shape: ExpertShape, tokens: int, packed: bool, dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
+    import hexa_fx.ops  # noqa: F401  (defines the operator)
+
+    gated = shape.matrices == 3
+    geometry = Geometry(shape, "split" if gated else "none", "nk", "kn", bias=False)
+    rows = torch.randn(shape.intermediate_size, geometry.row, device=device, dtype=dtype) * 0.05
+    views = geometry.views(rows)
+    w1, _, w3, _, w2 = (w if w is None else (w if packed else w.contiguous()).detach() for w in views)
+    leaves = [w.requires_grad_() for w in (w1, w3, w2) if w is not None]
+    x = torch.randn(tokens, shape.hidden_size, device=device, dtype=dtype).requires_grad_()
+    index = torch.arange(tokens * shape.top_k, device=device).view(tokens, shape.top_k) % shape.num_experts
+    weights = torch.full((tokens, shape.top_k), 1.0 / shape.top_k, device=device, dtype=dtype).requires_grad_()
+    static: tuple[Any, ...] = ("silu", geometry.glu, [], "nk", "kn", False)
+
+    def run() -> None:
+        y = torch.ops.hexa.moe_ffn(x, index, weights, w1, None, w3, None, w2, None, *static)
+        grads = torch.autograd.grad(y, (x, weights, *leaves), torch.ones_like(y))[2:]
+        if packed:
+            geometry.view_grads((grads[0], None, grads[1] if gated else None, None, grads[-1]), dtype)
 
     return run
 

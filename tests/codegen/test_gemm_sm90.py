@@ -1,0 +1,55 @@
+"""The Hopper family's specs: what fits is rendered, what does not is refused with the reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cutlass_library import DataType, KernelScheduleType
+
+from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family import shared_limit, validate
+from hexa_fx.codegen.render import render
+from hexa_fx.codegen.spec import KernelSpec, SpecError
+from hexa_fx.codegen.tiles_sm90 import FEW_ROWS, choose_tile
+
+OPS = ("esmm", "esmm_act", "esmm_act_backward", "estmm", "esfk")
+
+
+def spec_of(op: str, rows: int = 131072, experts: int = 128, gather: bool = True, **more: object) -> KernelSpec:
+    tile = choose_tile(op, rows, experts, 2048, 768, gather)
+    spec = KernelSpec(
+        family="gather_gemm_sm90", op=op, arch=90, bm=tile.bm, bn=tile.bn, bk=64, stages=tile.stages,
+        schedule=tile.kernel_schedule, gather=gather, glu="concat" if "act" in op else "none",
+        activation="silu" if "act" in op else "none",
+    )  # fmt: skip
+    return replace(spec, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("rows", [128 * FEW_ROWS, 131072])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_chosen_tiles_fit(op: str, gather: bool, rows: int, cluster: int) -> None:
+    spec = spec_of(op, rows, gather=gather).with_options(cluster=cluster)
+    shape = validate(get_family(spec.family), spec)
+    assert shape.shared_bytes <= shared_limit(90)
+    assert shape.cluster == cluster
+    assert ("__cluster_dims__" in render(spec).text) == (cluster == 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": DataType.f32}, "multiplies bf16 and f16"),
+        ({"aligned": False}, "16-byte aligned"),
+        ({"arch": 80}, "sm_90"),
+        ({"stages": 5}, "shared memory"),
+        ({"bn": 192}, "expected 64 or 128 x 128 or 256"),
+        ({"bm": 64}, "cooperative tile has 128 rows"),
+        ({"schedule": KernelScheduleType.Multistage}, "schedule Multistage"),
+    ],
+)
+def test_refusals(change: dict[str, object], reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        render(spec_of("esmm", **change))

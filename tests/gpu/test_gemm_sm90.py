@@ -1,0 +1,132 @@
+"""Every schedule of the Hopper family, also those that no shape picks by itself, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW, TileChoice
+from hexa_fx.jit import launch_sm90 as sm90
+from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
+from tests.gpu.cases import ROUTINGS, TOLERANCE, assert_close, make_routing, randn, reference_esmm, reference_estmm
+
+BF16, F16 = torch.bfloat16, torch.float16
+TOKENS, TOP_K, EXPERTS = 301, 3, 7
+
+
+def paired(tile: TileChoice) -> TileChoice:
+    """The same tile in clusters of two."""
+    return replace(tile, cluster=2)
+
+
+TILES = {"coop": COOPERATIVE, "coop2": paired(COOPERATIVE), "pp": PINGPONG, "low2": paired(PINGPONG_LOW)}
+BACKWARD_TILES = {
+    "coop": replace(COOPERATIVE, stages=3),
+    "pp2": paired(replace(PINGPONG, stages=4)),
+    "low": replace(PINGPONG_LOW, stages=3),
+}
+ACTIVATED = [
+    ("silu", "concat"),
+    ("swiglu_oai", "interleaved"),
+    ("gelu", "none"),
+    ("gelu_tanh", "split"),
+    ("relu2", "none"),
+]
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an sm_90 device")
+
+
+def weight(n: int, k: int, layout: str, dtype: torch.dtype) -> torch.Tensor:
+    return randn(*((EXPERTS, n, k) if layout == "nk" else (EXPERTS, k, n)), dtype=dtype, scale=k**-0.5)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("layout", "dtype"), [("nk", BF16), ("kn", F16)])
+def test_esmm(tile: str, layout: str, dtype: torch.dtype) -> None:
+    k, n = 200, 328
+    w, bias = weight(n, k, layout, dtype), randn(EXPERTS, n, dtype=dtype)
+    for kind in ROUTINGS:
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        x, rows = randn(TOKENS, k, dtype=dtype), randn(r.n, k, dtype=dtype)
+        y = sm90.esmm(x, w, bias, r.v, r.offs, TOP_K, layout, TILES[tile])
+        assert_close(y, reference_esmm(x, w, bias, r.v, r, layout), dtype)
+        y = sm90.esmm(rows, w, None, None, r.offs, 1, layout, TILES[tile])
+        assert_close(y, reference_esmm(rows, w, None, None, r, layout), dtype)
+
+
+@pytest.mark.parametrize("tile", BACKWARD_TILES)
+@pytest.mark.parametrize(("activation", "glu"), ACTIVATED)
+def test_esmm_act_backward(tile: str, activation: str, glu: str) -> None:
+    d, i, dtype = 200, 136, BF16
+    params = ACTIVATIONS[activation].params
+    w2 = weight(i, d, "kn", dtype)
+    for kind in ROUTINGS:
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        dy, h = randn(TOKENS, d, dtype=dtype), randn(r.n, i if glu == "none" else 2 * i, dtype=dtype)
+        scale = torch.rand(r.n, device="cuda")
+        dh, a, dots = sm90.esmm_act_backward(
+            dy, w2, h, scale, r.v, r.offs, TOP_K, "kn", activation, glu, params, BACKWARD_TILES[tile]
+        )
+        da = reference_esmm(dy, w2, None, r.v, r, "kn")
+        w = scale.double()[r.v.long()].unsqueeze(1)
+        w[r.routed :] = 0
+        a_ref = activation_forward(h.double(), activation, glu, params)
+        assert_close(a, a_ref * w, dtype, 2)
+        assert_close(dh, activation_backward(da * w, h.double(), activation, glu, params), dtype, 2)
+        by_row = dots.double()[r.v.long()]
+        size = da.norm(dim=1) * a_ref.norm(dim=1) + 1e-9
+        wrong = ((by_row - (da * a_ref).sum(1)).abs() / size)[: r.routed]
+        assert not (wrong >= TOLERANCE[dtype]).any()
+        assert not wrong.isnan().any()
+        assert not by_row[r.routed :].any()
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("side", ["x", "g", "neither"])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_estmm_keeps_experts_apart(tile: str, side: str, layout: str) -> None:
+    """Rows of no expert are NaN here: a step that reaches past an expert's rows must not read them."""
+    for kind in ROUTINGS:
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        x = randn(TOKENS if side == "x" else r.n, 200, dtype=BF16)
+        g = randn(TOKENS if side == "g" else r.n, 328, dtype=BF16)
+        for rows in (x, g):
+            if rows.shape[0] == r.n:
+                rows[r.routed :] = float("nan")
+        xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
+        dw = sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, TILES[tile])
+        assert_close(dw, reference_estmm(x, g, xi, gi, r, layout), BF16)
+
+
+@pytest.mark.parametrize("tile", ["coop", "coop2", "pp"])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_esfk(tile: str, layout: str) -> None:
+    w = weight(328, 200, layout, BF16)
+    for kind in ROUTINGS:
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        x, g = randn(TOKENS, 200, dtype=BF16), randn(r.n, 328, dtype=BF16)
+        dx, dw, db = sm90.esfk(x, g, w, r.v, r.offs, TOP_K, layout, True, TILES[tile])
+        flipped = "kn" if layout == "nk" else "nk"
+        assert_close(dx, reference_esmm(g, w, None, None, r, flipped), BF16)
+        assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), BF16)
+        ones = torch.ones(r.n, 8, dtype=BF16, device="cuda")
+        assert db is not None
+        assert_close(db, reference_estmm(ones, g, None, None, r, "kn")[:, 0], BF16)
+
+
+def test_queue_returns_to_zero() -> None:
+    """The tile counter is shared by all launches: one that left it dirty would make the next skip tiles."""
+    r = make_routing("random", TOKENS, TOP_K, EXPERTS)
+    x, w = randn(TOKENS, 200, dtype=BF16), weight(328, 200, "nk", BF16)
+    first = sm90.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
+    for _ in range(2 * sm90._QUEUES // 64):
+        again = sm90.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
+    torch.cuda.synchronize()
+    assert torch.equal(first, again)
+    assert not sm90._rings[torch.cuda.current_device()][0].any()
