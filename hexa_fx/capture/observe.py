@@ -99,6 +99,12 @@ def _lists_of_parameters(module: nn.Module) -> bool:
 def _restored(model: nn.Module) -> Iterator[None]:
     saved = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    hooks = [
+        (held, held.copy())
+        for _, before in attributes
+        for name, held in before.items()
+        if "hooks" in name and isinstance(held, dict)
+    ]
     try:
         with torch.random.fork_rng(devices=[]):
             yield
@@ -107,6 +113,12 @@ def _restored(model: nn.Module) -> Iterator[None]:
             for name in module.__dict__.keys() - before.keys():
                 del module.__dict__[name]
             module.__dict__.update(before)
+        for (
+            held,
+            before_run,
+        ) in hooks:  # a model may install hooks of its own in its first call, and remember that it did
+            held.clear()
+            held.update(before_run)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if name in saved and saved[name].shape == buffer.shape:
