@@ -14,6 +14,9 @@ from hexa_fx.passes.lower import LOWERED
 
 hexa = torch.ops.hexa
 
+FUSED = "fused"
+"""The fact that activations are folded into the projections before them."""
+
 
 @dataclass(frozen=True)
 class FuseActivation(GraphPass):
@@ -26,10 +29,10 @@ class FuseActivation(GraphPass):
         gradients: fuse the gradients too. One kernel on CUDA; elsewhere the two operators are as good.
     """
 
-    gradients: bool = True
+    gradients: bool = False
 
     name: ClassVar[str] = "fuse_activation"
-    contract: ClassVar[Contract] = Contract(requires=frozenset({LOWERED}), provides=frozenset({"fused"}))
+    contract: ClassVar[Contract] = Contract(requires=frozenset({LOWERED}), provides=frozenset({FUSED}))
 
     def apply(self, gm: GraphModule) -> int:
         """Fuses every activation that follows a projection, and every gradient of one."""
