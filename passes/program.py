@@ -72,7 +72,8 @@ class Program:
     def bound(self, gm: GraphModule) -> GraphModule:
         """A lowered graph made ready for the device."""
         bind = TileRows() if self.device == "cpu" else BindKernels(self.device)
-        Pipeline((FuseActivation(), bind), given=frozenset({LOWERED}))(gm)
+        fuse = FuseActivation(gradients=self.device == "cuda")
+        Pipeline((fuse, bind), given=frozenset({LOWERED}))(gm)
         return gm
 
 
