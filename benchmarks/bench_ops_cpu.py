@@ -82,7 +82,11 @@ class ListExpert(nn.Module):
 
     def __init__(self, d: int, i: int) -> None:
         super().__init__()
-        self.w1, self.w3, self.w2 = nn.Linear(d, i, bias=False), nn.Linear(d, i, bias=False), nn.Linear(i, d, bias=False)
+        self.w1, self.w3, self.w2 = (
+            nn.Linear(d, i, bias=False),
+            nn.Linear(d, i, bias=False),
+            nn.Linear(i, d, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """w2(silu(w1 x) * w3 x)."""
@@ -146,7 +150,9 @@ def problem(shape: Shape, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Cal
     )
 
 
-def measure(shape: Shape, dtype: torch.dtype, backward: bool, budget: float, clock: Callable[[], float]) -> dict[str, object]:
+def measure(
+    shape: Shape, dtype: torch.dtype, backward: bool, budget: float, clock: Callable[[], float]
+) -> dict[str, object]:
     """Median milliseconds of both, from alternating runs within ``budget`` seconds."""
     theirs, ours, leaves = problem(shape, dtype)
 

@@ -29,7 +29,7 @@ class FuseActivation(GraphPass):
         gradients: fuse the gradients too. One kernel on CUDA; elsewhere the two operators are as good.
     """
 
-    gradients: bool = True
+    gradients: bool = False
 
     name: ClassVar[str] = "fuse_activation"
     contract: ClassVar[Contract] = Contract(requires=frozenset({LOWERED}), provides=frozenset({FUSED}))
