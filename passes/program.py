@@ -72,12 +72,7 @@ class Program:
     def bound(self, gm: GraphModule) -> GraphModule:
         """A lowered graph made ready for the device."""
         bind = TileRows() if self.device == "cpu" else BindKernels(self.device)
-<<<<<<< HEAD
-        fuse = FuseActivation(gradients=self.device == "cuda")
-        Pipeline((fuse, bind), given=frozenset({LOWERED}))(gm)
-=======
         Pipeline((FuseActivation(gradients=self.device == "cuda"), bind), given=frozenset({LOWERED}))(gm)
->>>>>>> kernels
         return gm
 
 
