@@ -12,7 +12,7 @@ from hexa_fx.passes.routing_override import Routing, raised
 
 Kind = Literal["signed", "unsigned", "scores", "integer", "bool", "ids", "marks", "other"]
 """What a tensor of the example looks like. ``scores`` are (..., E) logits; ``ids`` are (..., k) experts of every token;
-``marks`` are (..., E), non-zero at the experts of every token (one-hot or sparse weights)."""
+``marks`` are (..., E), non-zero at the experts of every token (one-hot or sparse weights; no one where it was dropped)."""
 
 
 class FreshInputs:
@@ -67,6 +67,8 @@ class FreshInputs:
         if leaf.dim() < 2 or leaf.shape[-1] != self.num_experts:
             return False
         counts = leaf.ne(0).sum(-1)
+        if int(counts.max()) == 1 and not leaf.is_floating_point() and bool(((leaf == 0) | (leaf == 1)).all()):
+            return True  # slots without a mark were dropped
         return bool((counts == counts.flatten()[0]).all()) and 0 < int(counts.flatten()[0]) < leaf.shape[-1]
 
     def _looks_like_ids(self, leaf: torch.Tensor) -> bool:
@@ -123,7 +125,7 @@ class FreshInputs:
         """Ids or marks. All tensors of a call that describe the same tokens describe the same choice."""
         experts = self.num_experts or 1
         if kind == "marks":
-            rows, k = shape[:-1], int(leaf.ne(0).sum(-1).flatten()[0])
+            rows, k = shape[:-1], int(leaf.ne(0).sum(-1).max())
         else:
             experts = max(experts, int(leaf.max()) + 1)
             rows, k = (shape[:-1], shape[-1]) if len(shape) > 1 else (shape, 1)
@@ -139,6 +141,8 @@ class FreshInputs:
             values = torch.rand(count, k, dtype=torch.float64, generator=generator) + 0.1
         elif leaf.dtype != torch.bool:
             values = values * leaf[leaf != 0].flatten()[0].double().cpu()
+        if routing is None and bool((leaf == 0).all(-1).any()):
+            values = values * (torch.rand(count, 1, generator=generator) < 0.75)
         return torch.zeros(count, experts, dtype=torch.float64).scatter(1, chosen[key], values).reshape(shape)
 
 
