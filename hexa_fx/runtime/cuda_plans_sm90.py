@@ -12,9 +12,8 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import KernelSpec, Layout, Option
 from hexa_fx.codegen.tiles_sm90 import TileChoice, choose_tile
 from hexa_fx.codegen.tuned import Problem
-from hexa_fx.jit.kernel import KernelHandle
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
-from hexa_fx.runtime.cuda_launch import DTYPES, address, kernel_of, launch, multiprocessors, plan
+from hexa_fx.runtime.cuda_launch import DTYPES, Kernel, address, kernel_of, launch, multiprocessors, plan
 from hexa_fx.runtime.cuda_tune import tuned_tile
 
 FAMILY = "gather_gemm_sm90"
@@ -72,7 +71,7 @@ def chosen_tile(key: SpecKey, device: int, rows: int, experts: int, inner: int, 
 
 
 @plan
-def _kernel(key: SpecKey, tile: TileChoice, device: int) -> tuple[KernelHandle, tuple[int, int, int]]:
+def _kernel(key: SpecKey, tile: TileChoice, device: int) -> tuple[Kernel, tuple[int, int, int]]:
     """The kernel and its grid: one block a multiprocessor, in whole clusters."""
     blocks = multiprocessors(device) // tile.cluster * tile.cluster
     return kernel_of(key.spec(tile)), (blocks, 1, 1)
