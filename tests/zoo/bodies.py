@@ -417,18 +417,16 @@ class Conv1x1Expert(nn.Module):
         return self.conv2(F.relu(self.conv1(x.unsqueeze(-1)))).squeeze(-1)
 
 
-BODY = "only experts of two projections with an activation of the table are rewritten"
-
 VARIANTS = (
-    variant("body_lora", Mixture, "LoRA with frozen bases in every projection", make_expert=LoRAExpert, gap=BODY),
-    variant("body_pre_layernorm", Mixture, "LayerNorm per expert before its MLP", make_expert=PreNormExpert, gap=BODY),
-    variant("body_post_rmsnorm", Mixture, "RMSNorm per expert after its MLP", make_expert=PostNormExpert, gap=BODY),
-    variant("body_scale", Mixture, "scalar and vector scale per expert", make_expert=ScaledExpert, gap=BODY),
-    variant("body_residual", Mixture, "x + f(x) inside the expert", make_expert=ResidualExpert, gap=BODY),
-    variant("body_three_layers", Mixture, "three linear layers", make_expert=ThreeLayers, gap=BODY),
-    variant("body_one_linear", Mixture, "one linear layer", make_expert=OneLinear, gap=BODY),
+    variant("body_lora", Mixture, "LoRA with frozen bases in every projection", make_expert=LoRAExpert),
+    variant("body_pre_layernorm", Mixture, "LayerNorm per expert before its MLP", make_expert=PreNormExpert),
+    variant("body_post_rmsnorm", Mixture, "RMSNorm per expert after its MLP", make_expert=PostNormExpert),
+    variant("body_scale", Mixture, "scalar and vector scale per expert", make_expert=ScaledExpert),
+    variant("body_residual", Mixture, "x + f(x) inside the expert", make_expert=ResidualExpert),
+    variant("body_three_layers", Mixture, "three linear layers", make_expert=ThreeLayers),
+    variant("body_one_linear", Mixture, "one linear layer", make_expert=OneLinear),
     variant("body_geglu", Mixture, "gelu-gated, up half first, biases", make_expert=GeGLU),
-    variant("body_prelu", Mixture, "activation with a parameter per expert", make_expert=LearnedActivation, gap=BODY),
+    variant("body_prelu", Mixture, "activation with a parameter per expert", make_expert=LearnedActivation),
     variant("body_dropout_zero", Mixture, "dropout with p = 0", make_expert=DropoutZero),
     variant("body_half_frozen", Mixture, "first projection frozen", make_expert=HalfFrozen),
     variant("body_conv1x1", Mixture, "experts are 1x1 convolutions", "either", make_expert=Conv1x1Expert),
@@ -439,11 +437,11 @@ VARIANTS = (
     variant("around_zero_experts", ZeroAndIdentityExperts, "ids past the experts give zero", identity=False),
     variant("around_residual_moe", ResidualMoE, "dense MLP and a learned coefficient"),
     variant("around_latent", Latent, "shared projections into and out of a latent space"),
-    variant("around_post_norm", SharedPostNorm, "one norm for all experts' outputs, before the weights", gap=BODY),
+    variant("around_post_norm", SharedPostNorm, "one norm for all experts' outputs, before the weights"),
     variant("around_norm_residual", NormAround, "pre-norm and residual of the block"),
     variant("around_two_mixtures", TwoMixtures, "two mixtures in one module"),
     variant("weight_before", WeightBefore, "routing weight on the input"),
-    variant("weight_between", WeightBetween, "routing weight between the projections, second bias unscaled", gap=BODY),
+    variant("weight_between", WeightBetween, "routing weight between the projections, second bias unscaled"),
     variant("weight_between_no_bias", WeightBetween, "routing weight between the projections", bias=False),
     variant("tied_up_projection", TiedUp, "one up projection shared by all experts", "either"),
     variant("tied_same_expert_twice", SameExpertTwice, "one module twice in the list", "either"),

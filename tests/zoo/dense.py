@@ -198,7 +198,6 @@ VARIANTS = (
         "dense_stacked_einsum_fused",
         StackedEinsumFused,
         "combine folded into a three-operand einsum",
-        gap="products of three operands are not read",
     ),
     variant("dense_scaled_input_bmm", ScaledInputBmm, "bmm over all experts of scaled inputs (llama 4)"),
     variant("dense_mask_times_expert", MaskTimesExpert, "output times (indices == e)"),
