@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from hexa_fx.capture import record_of
+from hexa_fx.capture import functional, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes, operation
 from hexa_fx.passes.detect.projections import Instance, feature_size
@@ -22,7 +22,7 @@ from hexa_fx.passes.detect.verdict import Refuse
 
 _TOLERANCE = 1e-6
 _SAME_NUMBERS = frozenset(
-    "view reshape flatten unflatten contiguous to type_as float half bfloat16 double clone".split()
+    "view reshape flatten unflatten contiguous to type_as float half bfloat16 double clone after".split()
 )
 
 
@@ -76,6 +76,8 @@ def _last_alike(node: torch.fx.Node, candidates: Sequence[torch.fx.Node]) -> tor
     last, alike = node, {node}
     for candidate in candidates[candidates.index(node) + 1 :]:
         read = {operand for operand in candidate.all_input_nodes if is_float(operand)}
+        if candidate.target is functional.after:  # the whole buffer, read again after a write through a view of it
+            read = set(candidate.all_input_nodes[1:])
         if operation(candidate) not in _SAME_NUMBERS or not read <= alike:
             break
         alike.add(candidate)
