@@ -417,6 +417,7 @@ class Conv1x1Expert(nn.Module):
         return self.conv2(F.relu(self.conv1(x.unsqueeze(-1)))).squeeze(-1)
 
 
+VARIANTS = (
     variant("body_lora", Mixture, "LoRA with frozen bases in every projection", make_expert=LoRAExpert),
     variant("body_pre_layernorm", Mixture, "LayerNorm per expert before its MLP", make_expert=PreNormExpert),
     variant("body_post_rmsnorm", Mixture, "RMSNorm per expert after its MLP", make_expert=PostNormExpert),
