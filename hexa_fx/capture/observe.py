@@ -59,7 +59,8 @@ class _Selections(TorchFunctionMode):
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
     """Runs ``model`` without gradients and returns candidates in the order of ``model.named_modules()``.
 
-    The model's own error passes through unchanged if it rejects the inputs. Buffers, attributes and the random state are put back.
+    The model's own error passes through unchanged if it rejects the inputs. Buffers, tensors that modules keep
+    and the random state are put back.
     """
     suspects = {path for path, module in model.named_modules() if _may_hold_experts(path, module)}
     if not suspects:
@@ -104,13 +105,23 @@ def _restored(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, before in attributes:
-            for name in module.__dict__.keys() - before.keys():
-                del module.__dict__[name]
-            module.__dict__.update(before)
+            _forget_results(module, before)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if name in saved and saved[name].shape == buffer.shape:
                     buffer.copy_(saved[name])
+
+
+def _forget_results(module: nn.Module, before: dict[str, Any]) -> None:
+    """Puts attributes back that now hold tensors. Others stay: hooks that a model installs on its first call, and their marks."""
+    for name, value in list(module.__dict__.items()):
+        items = value if type(value) in (tuple, list) else (value,)
+        if value is before.get(name) or not any(isinstance(item, torch.Tensor) for item in items):
+            continue
+        if name in before:
+            module.__dict__[name] = before[name]
+        else:
+            del module.__dict__[name]
 
 
 @contextmanager
