@@ -51,7 +51,7 @@ class Weights:
 
 def make_weights(shape: MoeShape, kind: str) -> Weights:
     def random(*size: int, scale: float = 1.0) -> Tensor:
-        return torch.empty(*size, device="cuda", dtype=shape.dtype).normal_(0, scale).requires_grad_()
+        return torch.nn.Parameter(torch.empty(*size, device="cuda", dtype=shape.dtype).normal_(0, scale))
 
     ids = routing(kind, shape)
     gates = torch.rand(ids.shape, device="cuda").softmax(-1).to(shape.dtype).requires_grad_()
@@ -106,8 +106,7 @@ def transformers_layer(shape: MoeShape, p: Weights, implementation: str) -> Call
     config._experts_implementation = implementation
     with torch.device("meta"):
         experts = Qwen3MoeExperts(config)
-    experts.gate_up_proj, experts.down_proj = torch.nn.Parameter(p.w1), torch.nn.Parameter(p.w2)
-    p.w1, p.w2 = experts.gate_up_proj, experts.down_proj
+    experts.gate_up_proj, experts.down_proj = p.w1, p.w2
     return lambda: experts(p.x, p.ids, p.gates)
 
 

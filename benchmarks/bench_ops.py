@@ -46,7 +46,7 @@ def operators(shape: str) -> dict[str, tuple[Callable[[], object], float, float]
     x, h, a = torch.randn(tokens, d, **bf16), torch.randn(n, 2 * i, **bf16), torch.randn(n, i, **bf16)
     y, w1 = torch.randn(n, d, **bf16), torch.randn(experts, 2 * i, d, **bf16) / d**0.5
     w2 = torch.randn(experts, d, i, **bf16) / i**0.5
-    dense = torch.randn(n, d, **bf16)
+    dense, dy = torch.randn(n, d, **bf16), torch.randn(tokens, d, **bf16)
     flops = 2.0 * n * d * i
     return {
         "reindex": (lambda: ops.reindex(index, experts), 24.0 * n, 0.0),
@@ -73,6 +73,17 @@ def operators(shape: str) -> dict[str, tuple[Callable[[], object], float, float]
         "esmm": (lambda: ops.esmm(a, w2, None, None, offs, 1, "nk"), 0.0, flops),
         "estmm sm80": (lambda: sm80.estmm(x, h, v, None, offs, k, "nk"), 0.0, 2 * flops),
         "estmm": (lambda: ops.estmm(x, h, v, None, offs, k, "nk"), 0.0, 2 * flops),
+        "esmm_act_backward": (
+            lambda: ops.esmm_act_backward(dy, w2, h, weights, v, offs, k, "kn", "silu", "concat", []),
+            0.0,
+            flops,
+        ),
+        "esfk parts": (
+            lambda: (ops.esmm(h, w1, None, None, offs, 1, "kn"), ops.estmm(x, h, v, None, offs, k, "nk")),
+            0.0,
+            4 * flops,
+        ),
+        "esfk": (lambda: ops.esfk(x, h, w1, v, offs, k, "nk", False), 0.0, 4 * flops),
     }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -16,10 +16,14 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.errors import NothingRewritten, VerificationError
 from hexa_fx.graphs import BlockGraphs, Graphs
 from hexa_fx.passes import BlockAnalysis, analyse
+from hexa_fx.passes.partition import Strategy, apply_partition
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.report import OptimizationReport, describe
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.preflight import check_model
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
@@ -29,8 +33,9 @@ ExampleInputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 def optimize(model: Model, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> Model:
     """A new model whose MoE blocks run on expert-specific operators; ``model`` keeps its code.
 
-    The two share parameters and buffers. The result is of the same class, with the same state_dict and parameter names, and has
-    ``.report`` (`OptimizationReport`) and ``.graphs`` (`hexa_fx.graphs.Graphs`).
+    The two share parameters and buffers. To partition the experts over devices, which cuts parameters, use `optimize_`. The
+    result is of the same class, with the same state_dict and parameter names, and has ``.report`` (`OptimizationReport`) and
+    ``.graphs`` (`hexa_fx.graphs.Graphs`).
 
     Args:
         model: any module with MoE blocks in it, on its device, in any floating point type.
@@ -46,13 +51,38 @@ def optimize(model: Model, example_inputs: ExampleInputs, config: HexaConfig | N
     return optimize_(_sharing_copy(model), example_inputs, config)
 
 
-def optimize_(model: Model, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> Model:
-    """As `optimize`, in place: returns ``model`` itself."""
+def optimize_(
+    model: Model,
+    example_inputs: ExampleInputs,
+    config: HexaConfig | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: Strategy = "auto",
+    capacities: Literal["measure"] | Sequence[float] | None = "measure",
+) -> Model:
+    """As `optimize`, in place: returns ``model`` itself.
+
+    With a mesh every rank calls it with the same model, before optimizers, DDP or FSDP2 are built. The expert weights are cut into
+    device-weighted shards, and the blocks exchange tokens or weights (docs/partition.md). The session with the plan is
+    ``model.partition``.
+
+    Args:
+        mesh: one-dimensional device mesh over which MoE blocks are partitioned.
+        strategy: ``data``, ``model``, ``auto``, or one of the first two by block path.
+        capacities: relative speed of every device, ``"measure"`` to run the operator on each, or None for equal ones.
+
+    Raises:
+        PlanError: the blocks cannot be partitioned as asked.
+    """
     check_model(model)
     config = config or HexaConfig.from_environment()
     analyses, report = _analyse_model(model, example_inputs, config)
-    for analysis in analyses:
-        if analysis.rewritten:
+    rewritten = [analysis for analysis in analyses if analysis.rewritten]
+    if mesh is not None and rewritten:
+        by_mode = [analysis.rewritten for analysis in rewritten]
+        model.__dict__["partition"] = apply_partition(model, by_mode, mesh, strategy, capacities)
+    else:
+        for analysis in rewritten:
             block = model.get_submodule(analysis.path)
             install(block, analysis.rewritten.get("train"), analysis.rewritten.get("eval"))
     _announce(report, config)

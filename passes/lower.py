@@ -66,16 +66,22 @@ def lower(
     optional = {"top_k_weights": top_k_weights, "b1": b1, "b3": b3, "b2": b2, "w3": spec.glu == "split"}
     given = frozenset(n for n in OPERANDS if optional.get(n, True))
     wanted = given if grads is None else frozenset(grads)
-    return lower_request(FfnRequest(spec, given, wanted, training))
+    request = FfnRequest(spec, given, wanted, training)
+    return Lowered(lower_forward(request), lower_backward(request))
 
 
-def lower_request(request: FfnRequest) -> Lowered:
-    """`lower` for a request as `hexa::moe_ffn` makes it."""
+def lower_forward(request: FfnRequest) -> GraphModule:
+    """The forward graph of a request as `hexa::moe_ffn` makes it."""
     check_activation(request.spec.activation, request.spec.glu, request.spec.params)
+    return _ForwardBuilder(request).build()
+
+
+def lower_backward(request: FfnRequest) -> GraphModule:
+    """The backward graph of a request as `hexa::moe_ffn` makes it."""
     absent = request.grads - request.given
     if absent:
         raise InputError(f"gradients of {sorted(absent)} were asked for, but only {sorted(request.given)} are given")
-    return Lowered(_ForwardBuilder(request).build(), _BackwardBuilder(request).build())
+    return _BackwardBuilder(request).build()
 
 
 class _Builder:

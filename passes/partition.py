@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
@@ -20,15 +19,16 @@ from torch import Tensor, nn
 from hexa_fx.allocation import allocate, even
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.collectives import Placement, ffn_arguments, is_moe_ffn, partition_graph
+from hexa_fx.passes.collectives import Placement, partition_graph
 from hexa_fx.passes.cost_model import Measured, layer_cost
 from hexa_fx.passes.overlap import overlap
+from hexa_fx.passes.partition_layers import read_layers
 from hexa_fx.plan import ExpertShape, LayerCost, LayerPlan, Mode, Plan, Reduce
-from hexa_fx.runtime.distributed.geometry import ROLES, Geometry, shape_of
+from hexa_fx.runtime.distributed.geometry import Geometry
 from hexa_fx.runtime.distributed.groups import Groups, join, make_groups
 from hexa_fx.runtime.distributed.profile import measure_bandwidth, measure_modes, profile_devices
 from hexa_fx.runtime.distributed.session import PartitionSession
-from hexa_fx.runtime.distributed.shards import LayerWeights, ShardedParameter, WeightSource, cut_layer, find_tensor
+from hexa_fx.runtime.distributed.shards import LayerWeights, ShardedParameter, cut_layer, find_tensor
 from hexa_fx.runtime.install import install
 
 Modes = Mapping[Any, RewrittenBlock]
@@ -381,62 +381,3 @@ def _copy(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph(tracer_cls=graph._tracer_cls)
     copy.output(copy.graph_copy(graph, val_map={}))
     return copy
-
-
-def read_layers(model: nn.Module, block: RewrittenBlock) -> list[LayerWeights]:
-    """The expert layers of a rewritten block: which parameters they read and how those are laid out."""
-    found = [node for node in block.graph.nodes if is_moe_ffn(node)]
-    layers = [_read_layer(model, block, node) for node in found]
-    if len(layers) == 1:
-        return layers
-    # A graph of several layers (of a whole model): each is named after the module that owns its first weight.
-    named = [replace(layer, path=_owner(block, layer)) for layer in layers]
-    if len({layer.path for layer in named}) == len(named):
-        return named
-    return [replace(layer, path=f"{layer.path}#{i}") for i, layer in enumerate(named)]
-
-
-def _owner(block: RewrittenBlock, layer: LayerWeights) -> str:
-    inside = layer.sources["w1"].parts[0][0].rpartition(".")[0]
-    return ".".join(part for part in (block.path, inside) if part)
-
-
-def _read_layer(model: nn.Module, block: RewrittenBlock, node: fx.Node) -> LayerWeights:
-    args = ffn_arguments(node)
-    sources = {role: _source(block, args[role], role) for role in ROLES if args[role] is not None}
-    whole = {role: _meta(model, block.path, source) for role, source in sources.items()}
-    top_k = _top_k(args["top_k_index"])
-    shape = shape_of(whole["w1"], whole.get("w3"), whole["w2"], args["glu"], args["layout1"], top_k)
-    bias = args["b1"] is not None or args["b3"] is not None
-    geometry = Geometry(shape, args["glu"], args["layout1"], args["layout2"], bias)
-    return LayerWeights(block.path, block.path, geometry, sources)
-
-
-def _source(block: RewrittenBlock, value: Any, role: str) -> WeightSource:
-    if not isinstance(value, fx.Node) or value.op not in ("get_attr", "call_module"):
-        raise PlanError(
-            f"{role} of {block.path!r} is {value!r}, which is no parameter of the block: only weights read as they are "
-            "stored can be cut"
-        )
-    for packed in block.packed:
-        if packed.name == value.target:
-            return WeightSource(packed.parts, stacked=False)
-    return WeightSource(((str(value.target),),), stacked=True)
-
-
-def _meta(model: nn.Module, path: str, source: WeightSource) -> Tensor:
-    """A weight's whole shape, as a tensor without data."""
-
-    def find(name: str) -> Tensor:
-        return find_tensor(model, f"{path}.{name}" if path else name)
-
-    if source.stacked:
-        return torch.empty_like(find(source.parts[0][0]), device="meta")
-    experts = len(source.parts[0])
-    first = [torch.empty_like(find(part[0]), device="meta") for part in source.parts]
-    return torch.cat(first, dim=0).expand(experts, *[-1] * first[0].dim())
-
-
-def _top_k(index: Any) -> int:
-    value = index.meta.get("val", index.meta.get("example_value")) if isinstance(index, fx.Node) else None
-    return int(value.shape[1]) if isinstance(value, Tensor) else 1

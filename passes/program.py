@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,8 @@ from hexa_fx.ops import library
 from hexa_fx.ops.program import OPERANDS, FfnRequest
 from hexa_fx.passes.base import Contract, GraphPass, Pipeline
 from hexa_fx.passes.fuse import FuseActivation
-from hexa_fx.passes.lower import LOWERED, Lowered, lower_request
+from hexa_fx.passes.lower import LOWERED, Lowered, lower_backward, lower_forward
+from hexa_fx.passes.tile import TileRows
 
 _FORWARD_OPERANDS = ("x", "top_k_index", *OPERANDS[1:])
 _BACKWARD_OPERANDS = ("dy", "x", "h", "v", "inv", "offs", *OPERANDS[1:], "top_k")
@@ -47,49 +49,51 @@ class BindKernels(GraphPass):
 
 @dataclass(frozen=True)
 class Program:
-    """The programs of one request on one device type, and the graphs they come from.
+    """The programs of one request on one device type, and the graphs they come from. Made when first asked for.
 
     Args:
         request: what was asked for.
-        lowered: the unfused graphs.
-        fused: the graphs that run, in terms of ``torch.ops.hexa``.
-        bound: the same graphs bound to kernels.
+        device: device type.
     """
 
     request: FfnRequest
-    lowered: Lowered
-    fused: Lowered
-    bound: Lowered
+    device: str
 
     @cached_property
     def forward(self) -> Callable[..., Any]:
         """The forward program, over all operands of moe_ffn by position."""
-        return _pick(self.bound.forward, _FORWARD_OPERANDS)
+        return _pick(self.bound(lower_forward(self.request)), _FORWARD_OPERANDS)
 
     @cached_property
     def backward(self) -> Callable[..., Any]:
         """The backward program, over dy, x, h, v, inv, offs, the other operands and top_k by position."""
-        return _pick(self.bound.backward, _BACKWARD_OPERANDS)
+        return _pick(self.bound(lower_backward(self.request)), _BACKWARD_OPERANDS)
+
+    def bound(self, gm: GraphModule) -> GraphModule:
+        """A lowered graph made ready for the device."""
+        bind = TileRows() if self.device == "cpu" else BindKernels(self.device)
+        Pipeline((FuseActivation(gradients=self.device == "cuda"), bind), given=frozenset({LOWERED}))(gm)
+        return gm
 
 
-def provide(request: FfnRequest, device: str) -> Program:
-    """The programs of a request on a device type (the provider of `hexa_fx.ops.program`)."""
-    fuse = Pipeline((FuseActivation(),), given=frozenset({LOWERED}))
-    bind = Pipeline((BindKernels(device),), given=frozenset({LOWERED}))
-    lowered, fused, bound = (lower_request(request) for _ in range(3))
-    for graphs in (fused, bound):
-        fuse(graphs.forward), fuse(graphs.backward)
-    bind(bound.forward), bind(bound.backward)
-    return Program(request, lowered, fused, bound)
+def fused(lowered: Lowered) -> Lowered:
+    """The graphs after fusion, in terms of ``torch.ops.hexa``: what every device runs, before it is bound. In place."""
+    for gm in (lowered.forward, lowered.backward):
+        FuseActivation()(gm)
+    return lowered
+
+
+provide = Program
+"""The provider of `hexa_fx.ops.program`."""
 
 
 def _pick(gm: GraphModule, operands: tuple[str, ...]) -> Callable[..., Any]:
     """A function over all operands by position that calls gm with those it takes."""
     names = [n.target for n in gm.graph.nodes if n.op == "placeholder"]
-    positions = [operands.index(str(n)) for n in names]
+    pick = operator.itemgetter(*(operands.index(str(n)) for n in names))
     run = gm.forward
 
     def picked(*args: Any) -> Any:
-        return run(*[args[i] for i in positions])
+        return run(*pick(args))
 
     return picked

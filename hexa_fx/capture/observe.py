@@ -59,8 +59,7 @@ class _Selections(TorchFunctionMode):
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
     """Runs ``model`` without gradients and returns candidates in the order of ``model.named_modules()``.
 
-    The model's own error passes through unchanged if it rejects the inputs. Buffers, tensors that modules keep
-    and the random state are put back.
+    The model's own error passes through unchanged if it rejects the inputs. Buffers, attributes and the random state are put back.
     """
     suspects = {path for path, module in model.named_modules() if _may_hold_experts(path, module)}
     if not suspects:
@@ -100,28 +99,30 @@ def _lists_of_parameters(module: nn.Module) -> bool:
 def _restored(model: nn.Module) -> Iterator[None]:
     saved = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    hooks = [
+        (held, held.copy())
+        for _, before in attributes
+        for name, held in before.items()
+        if "hooks" in name and isinstance(held, dict)
+    ]
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         for module, before in attributes:
-            _forget_results(module, before)
+            for name in module.__dict__.keys() - before.keys():
+                del module.__dict__[name]
+            module.__dict__.update(before)
+        for (
+            held,
+            before_run,
+        ) in hooks:  # a model may install hooks of its own in its first call, and remember that it did
+            held.clear()
+            held.update(before_run)
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 if name in saved and saved[name].shape == buffer.shape:
                     buffer.copy_(saved[name])
-
-
-def _forget_results(module: nn.Module, before: dict[str, Any]) -> None:
-    """Puts attributes back that now hold tensors. Others stay: hooks that a model installs on its first call, and their marks."""
-    for name, value in list(module.__dict__.items()):
-        items = value if type(value) in (tuple, list) else (value,)
-        if value is before.get(name) or not any(isinstance(item, torch.Tensor) for item in items):
-            continue
-        if name in before:
-            module.__dict__[name] = before[name]
-        else:
-            del module.__dict__[name]
 
 
 @contextmanager

@@ -43,6 +43,20 @@ FEW_ROWS = 96
 """Rows an expert up to which 64-row tiles waste least."""
 
 
+_ROW_TILES = tuple(
+    replace(tile, group_m=group) for tile in (COOPERATIVE, PINGPONG, PINGPONG_LOW) for group in (4, 8, 16)
+)
+_BACKWARD_TILES = tuple(replace(tile, stages=3) for tile in _ROW_TILES if not (tile.pingpong and tile.bm == 128))
+CANDIDATES = {
+    "esmm": _ROW_TILES,
+    "esmm_act": _ROW_TILES,
+    "esmm_act_backward": _BACKWARD_TILES,
+    "estmm": tuple(tile for tile in _ROW_TILES if tile.bm == 128),
+    "esfk": tuple(tile for tile in _ROW_TILES if tile.bm == 128),
+}
+"""Tiles worth timing, by operator."""
+
+
 def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gather: bool) -> TileChoice:
     """The tile for `op`.
 

@@ -62,6 +62,24 @@ def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: 
     return slots.view(-1, top_k, y.shape[1]).sum(1).to(y.dtype)
 
 
+def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
+    """CPU kernel: torch's embedding bag is a gather and weighted sum in one pass, accumulated in float32."""
+    n = inv.shape[0]
+    if n == 0 or y.shape[1] == 0:
+        return y.new_zeros((n // top_k, y.shape[1]))
+    if top_k_weights is not None:
+        if top_k_weights.dtype != y.dtype and y.dtype != torch.float64:
+            return combine_cpu(y.float(), top_k_weights.float(), inv, offs, top_k).to(y.dtype)
+        top_k_weights = top_k_weights.to(y.dtype).reshape(-1)
+    skipped, routed = -1, int(offs[-1])
+    if routed < n:
+        inv, skipped = inv.clamp(max=routed), routed
+    bags = torch.arange(0, n, top_k, dtype=torch.int32)
+    return torch._embedding_bag_forward_only(
+        y if y.stride(1) == 1 else y.contiguous(), inv, bags, False, 0, False, top_k_weights, False, skipped
+    )[0]
+
+
 def _fake(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
     return y.new_empty((inv.shape[0] // top_k, y.shape[1]))
 
@@ -88,7 +106,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dy, dweights, None, None, None
 
 
-library.register_kernel("combine", "cpu", combine_generic, check)
+library.register_kernel("combine", "cpu", combine_cpu, check)
 library.register_kernel("combine", "any", combine_generic, check)
 library.register_fake("combine", _fake, check)
 library.register_autograd("combine", _backward, _setup_context)

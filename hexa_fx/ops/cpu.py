@@ -1,24 +1,33 @@
-"""What the CPU kernels share: gathers, and the loop over experts that writes into slices of one output.
+"""The arithmetic of the CPU kernels: matmuls of groups of rows, and which way a CPU does them best.
 
 A loop over experts is the right shape on a CPU. What makes the usual one slow is around the matmuls: a mask, a gather,
-a scatter and half a dozen autograd nodes an expert. Here there is one gather, one matmul an expert (empty experts cost
-nothing) and one combine; offsets are read once as Python integers, which is free on a CPU.
+a scatter and half a dozen autograd nodes an expert. Here empty experts cost nothing, every matmul writes into its slice
+of one output, and many small float32 matmuls go through torch's own grouped one, whose loop is in C++.
+
+Half types: without AMX (or AVX512-BF16) torch's bfloat16 and float16 matmuls run at a fraction of float32's speed, so
+rows are multiplied in float32, one expert's weight converted at a time, and results are rounded once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
+Group = tuple[int, int, int]
+"""(expert, first row, end row) of an expert that has rows."""
 
-def token_of_row(v: Tensor, top_k: int) -> Tensor:
-    """Token of every row: ``v // top_k``."""
-    return v if top_k == 1 else v.div(top_k, rounding_mode="floor")
+_GROUPED_MM_FLOPS = 1 << 22
+"""Multiply-adds an expert below which the loop's overhead counts and torch's grouped matmul is faster."""
 
+_GROUPED_MM_EXPERTS = 8
+"""Fewer experts than this are not worth preparing torch's grouped matmul for."""
 
-def gather_rows(x: Tensor, v: Tensor | None, top_k: int) -> Tensor:
-    """The row operand (n, C): x itself, or ``x[v // top_k]``."""
-    return x if v is None else x.index_select(0, token_of_row(v, top_k))
+_FEW_ROWS = 4
+"""Fewer rows than this read a half-type weight once anyway: converting it first would only add traffic."""
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -31,35 +40,102 @@ def as_kn(weight: Tensor, layout: str) -> Tensor:
     return weight.transpose(1, 2) if layout == "nk" else weight
 
 
-def grouped_mm(x: Tensor, weight: Tensor, bias: Tensor | None, bounds: list[int]) -> Tensor:
-    """``x[p] @ weight[e(p)] + bias[e(p)]``, rows without an expert zero.
+def groups_of(bounds: list[int]) -> list[Group]:
+    """The experts that have rows."""
+    return [(e, start, end) for e, (start, end) in enumerate(pairwise(bounds)) if start < end]
+
+
+@lru_cache(maxsize=4)
+def multiplies_in_float32(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies a half type faster by way of float32."""
+    if dtype == torch.bfloat16:
+        return not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    if dtype == torch.float16:
+        return not getattr(torch.cpu, "_is_amx_fp16_supported", bool)()
+    return False
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which rows of a dtype are multiplied."""
+    return torch.float32 if multiplies_in_float32(dtype) else dtype
+
+
+def multiply_groups(x: Tensor, weight: Tensor, bias: Tensor | None, groups: list[Group], out: Tensor) -> None:
+    """``out[p] = x[p] @ weight[e(p)] + bias[e(p)]``.
 
     Args:
-        x: (n, K) in expert order.
+        x: (n, K), the groups' rows one after the other, in `compute_dtype` of the weight's.
         weight: (E, K, N), any strides.
         bias: (E, N) or None.
-        bounds: E + 1 row offsets.
+        groups: all rows of x.
+        out: (n, N) in x's dtype.
     """
-    y = x.new_empty((x.shape[0], weight.shape[2]))
-    for e in range(len(bounds) - 1):
-        start, end = bounds[e], bounds[e + 1]
-        if start == end:
-            continue
-        if bias is None:
-            torch.mm(x[start:end], weight[e], out=y[start:end])
+    half = multiplies_in_float32(weight.dtype)
+    for (e, _, _), rows, y in split(groups, x, out):
+        if half:
+            _multiply_half(rows, weight[e], None if bias is None else bias[e], y)
+        elif bias is None:
+            torch.mm(rows, weight[e], out=y)
         else:
-            torch.addmm(bias[e], x[start:end], weight[e], out=y[start:end])
-    y[bounds[-1] :].zero_()
-    return y
+            torch.addmm(bias[e], rows, weight[e], out=y)
 
 
-def grouped_outer(x: Tensor, g: Tensor, bounds: list[int]) -> Tensor:
-    """(E, K, N): ``x_e^T g_e`` of every expert's rows, zero where it has none."""
-    y = x.new_empty((len(bounds) - 1, x.shape[1], g.shape[1]))
-    for e in range(len(bounds) - 1):
-        start, end = bounds[e], bounds[e + 1]
-        if start == end:
-            y[e].zero_()
+def _multiply_half(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if x.shape[0] < _FEW_ROWS and (weight.dtype == torch.bfloat16 or weight.stride(0) == 1):
+        out.copy_(torch.mm(x.to(weight.dtype), weight))
+    else:
+        torch.mm(x, weight.float(), out=out)
+    if bias is not None:
+        out.add_(bias)
+
+
+def outer_groups(x: Tensor, g: Tensor, groups: list[Group], out: Tensor) -> None:
+    """``out[e] = x_e^T g_e`` for every group.
+
+    Args:
+        x: (n, K), the groups' rows one after the other.
+        g: (n, N), likewise.
+        groups: all rows of x and g.
+        out: (E, K, N), any strides; a half type where x and g are float32.
+    """
+    same = out.dtype == x.dtype
+    for (e, _, _), x_rows, g_rows in split(groups, x, g):
+        if same:
+            torch.mm(x_rows.t(), g_rows, out=out[e])
         else:
-            torch.mm(x[start:end].t(), g[start:end], out=y[e])
-    return y
+            out[e].copy_(torch.mm(x_rows.t(), g_rows))
+
+
+def split(groups: list[Group], a: Tensor, b: Tensor) -> Iterator[tuple[Group, Tensor, Tensor]]:
+    """The rows of a and b that belong to each group."""
+    if len(groups) == 1:
+        return iter(((groups[0], a, b),))
+    sizes = [end - start for _, start, end in groups]
+    return zip(groups, a.split_with_sizes(sizes), b.split_with_sizes(sizes), strict=True)
+
+
+def has_loop_overhead(groups: list[Group], multiply_adds: int) -> bool:
+    """Many small groups: torch's grouped matmul would save the loop's overhead."""
+    return len(groups) >= _GROUPED_MM_EXPERTS and multiply_adds < _GROUPED_MM_FLOPS * len(groups)
+
+
+def grouped_mm_takes(*tensors: Tensor) -> bool:
+    """torch._grouped_mm multiplies these: float32, one unit stride among the last two, others multiples of 16 bytes."""
+    return has_grouped_mm() and all(t.dtype == torch.float32 and _aligned(t) for t in tensors)
+
+
+def _aligned(t: Tensor) -> bool:
+    *outer, rows, columns = t.stride()
+    if t.data_ptr() % 16 or 1 not in (rows, columns):
+        return False
+    return all(s % 4 == 0 for s in (*outer, rows if columns == 1 else columns))
+
+
+@lru_cache(maxsize=1)
+def has_grouped_mm() -> bool:
+    """Whether this torch multiplies groups of float32 on a CPU, tried once on a few numbers."""
+    try:
+        y = torch._grouped_mm(torch.ones(2, 4), torch.ones(2, 4, 4), offs=torch.tensor([1, 2], dtype=torch.int32))
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False
+    return bool((y == 4).all())

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import checks, library
-from hexa_fx.ops.cpu import as_kn, gather_rows, grouped_mm, grouped_outer
-from hexa_fx.ops.ess import ess_cpu
-from hexa_fx.ops.rows import flip
+from hexa_fx.ops import checks, library, tiles
+from hexa_fx.ops.tiles import whole
 
 library.define(
     "esfk(Tensor x, Tensor g, Tensor weight, Tensor? x_index, Tensor offs, SymInt top_k, str layout, bool has_bias) "
@@ -60,11 +58,12 @@ def esfk_cpu(
     x: Tensor, g: Tensor, weight: Tensor, x_index: Tensor | None, offs: Tensor, top_k: int, layout: str, has_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """CPU kernel."""
-    rows, bounds = gather_rows(x, x_index, top_k), offs.tolist()
-    dx = grouped_mm(g, as_kn(weight, flip(layout)), None, bounds)
-    dw = grouped_outer(g, rows, bounds) if layout == "nk" else grouped_outer(rows, g, bounds)
-    db = ess_cpu(g, None, offs, 1, None) if has_bias else g.new_empty(0)
-    return dx, dw, db
+    tile = whole(x_index, offs, top_k, x)
+    db_key = "db" if has_bias else None
+    g_rows = tile.operand(g, None)
+    dx = tiles.esfk(tile, "dw", db_key, tile.operand(x, x_index), g_rows, weight, x_index is not None, layout)
+    db = tiles.output(tile.tiling, "db") if has_bias else g.new_empty(0)
+    return tile.padded(dx), tiles.output(tile.tiling, "dw"), db
 
 
 def _fake(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import checks, library
-from hexa_fx.ops.cpu import as_kn, gather_rows, grouped_mm
+from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.rows import flip, invert
+from hexa_fx.ops.tiles import whole
 
 library.define(
     "esmm(Tensor x, Tensor weight, Tensor? bias, Tensor? v, Tensor offs, SymInt top_k, str layout) -> Tensor"
@@ -55,7 +55,8 @@ def esmm_cpu(
     x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
 ) -> Tensor:
     """CPU kernel."""
-    return grouped_mm(gather_rows(x, v, top_k), as_kn(weight, layout), bias, offs.tolist())
+    tile = whole(v, offs, top_k, x)
+    return tile.padded(tiles.esmm(tile, tile.operand(x, v), weight, bias, v is not None, layout))
 
 
 def _fake(

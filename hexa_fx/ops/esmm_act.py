@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hexa_fx.errors import InputError
-from hexa_fx.ops import checks, library
-from hexa_fx.ops.activate import activate_generic
+from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.activations import check_activation
-from hexa_fx.ops.cpu import as_kn, gather_rows, grouped_mm
+from hexa_fx.ops.cpu import as_kn
 from hexa_fx.ops.esmm import projection_backward
+from hexa_fx.ops.tiles import whole
 
 library.define(
     "esmm_act(Tensor x, Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor? v, Tensor offs, SymInt top_k, "
@@ -125,12 +125,11 @@ def esmm_act_cpu(
     keep_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """CPU kernel."""
-    rows, bounds = gather_rows(x, v, top_k), offs.tolist()
-    h = grouped_mm(rows, as_kn(w1, layout), b1, bounds)
-    if w3 is not None:
-        h = torch.cat((h, grouped_mm(rows, as_kn(w3, layout), b3, bounds)), dim=1)
-    a = activate_generic(h, activation, glu, params)
-    return (h if keep_h else h.new_empty((0, h.shape[1]))), a
+    tile = whole(v, offs, top_k, x)
+    operands = (tile.operand(x, v), w1, b1, w3, b3, v is not None)
+    a = tiles.esmm_act(tile, "h" if keep_h else None, *operands, layout, activation, glu, params)
+    width = as_kn(w1, layout).shape[2] * (1 if w3 is None else 2)
+    return tiles.output(tile.tiling, "h") if keep_h else x.new_empty((0, width)), tile.padded(a)
 
 
 def _fake(

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import checks, library
-from hexa_fx.ops.cpu import gather_rows
+from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.rows import accumulate_dtype, expert_rows, invert
+from hexa_fx.ops.tiles import whole
 
 library.define("ess(Tensor g, Tensor? v, Tensor offs, SymInt top_k, Tensor? scale) -> Tensor")
 
@@ -48,16 +48,9 @@ def check(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor |
 
 def ess_cpu(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:
     """CPU kernel."""
-    rows = gather_rows(g, v, top_k).to(accumulate_dtype(g.dtype))
-    if scale is not None:
-        assert v is not None
-        rows = rows * scale.reshape(-1).index_select(0, v).to(rows.dtype).unsqueeze(1)
-    bounds = offs.tolist()
-    y = rows.new_zeros((len(bounds) - 1, g.shape[1]))
-    for e in range(len(bounds) - 1):
-        if bounds[e] < bounds[e + 1]:
-            torch.sum(rows[bounds[e] : bounds[e + 1]], 0, out=y[e])
-    return y.to(g.dtype)
+    tile = whole(v, offs, top_k, g)
+    tiles.ess(tile, "db", tile.operand(g, v), v is not None, scale)
+    return tiles.output(tile.tiling, "db")
 
 
 def _fake(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import checks, library
-from hexa_fx.ops.cpu import gather_rows, grouped_outer
-from hexa_fx.ops.rows import flip, invert
+from hexa_fx.ops import checks, library, tiles
+from hexa_fx.ops.rows import flip, gather_rows, invert
+from hexa_fx.ops.tiles import whole
 
 library.define(
     "estmm(Tensor x, Tensor g, Tensor? x_index, Tensor? g_index, Tensor offs, SymInt top_k, str layout) -> Tensor"
@@ -59,8 +59,12 @@ def estmm_cpu(
     x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
 ) -> Tensor:
     """CPU kernel."""
-    x, g = gather_rows(x, x_index, top_k), gather_rows(g, g_index, top_k)
-    return grouped_outer(g, x, offs.tolist()) if layout == "nk" else grouped_outer(x, g, offs.tolist())
+    rows = x if x_index is None else x_index
+    tile = whole(None, offs, 1, x, rows.shape[0])
+    x_rows = tile.operand(gather_rows(x, x_index, top_k), None)
+    g_rows = tile.operand(gather_rows(g, g_index, top_k), None)
+    tiles.estmm(tile, "dw", x_rows, g_rows, False, False, layout)
+    return tiles.output(tile.tiling, "dw")
 
 
 def _fake(

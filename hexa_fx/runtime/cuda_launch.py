@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from cutlass_library import DataType
 from torch import Tensor
 
+from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 from hexa_fx.errors import KernelError
-from hexa_fx.jit.kernel import KernelHandle, get_kernel, kernel_arch
+from hexa_fx.jit.build import build_many
+from hexa_fx.jit.errors import ToolchainError
+from hexa_fx.jit.kernel import get_kernel, kernel_arch
 from hexa_fx.ops import library
 
 log = logging.getLogger(__name__)
@@ -88,7 +93,7 @@ def generic(name: str) -> Callable[..., Any]:
 
 def plan(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps what a function of a call's static properties returns: which kernel, which tile. `forget_plans` empties it."""
-    cached = functools.cache(function)
+    cached = functools.lru_cache(maxsize=4096)(function)
     _plans.append(cached)
     return cached  # type: ignore[return-value]
 
@@ -99,12 +104,71 @@ def forget_plans() -> None:
         cached.cache_clear()
 
 
-def kernel_of(spec: KernelSpec) -> KernelHandle:
+class Kernel(Protocol):
+    """What a plan hands to `launch`: a `KernelHandle`, or its stand-in while kernels are only collected."""
+
+    @property
+    def spec(self) -> KernelSpec: ...
+
+    def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """A kernel that is asked for and not built: its launches do nothing."""
+
+    spec: KernelSpec
+
+    def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None:
+        """Nothing."""
+
+
+_collecting: list[KernelSpec] | None = None
+
+
+@contextmanager
+def collect() -> Iterator[list[KernelSpec]]:
+    """Inside, operators choose kernels and launch none; gives the specs. What operators return is not initialised."""
+    global _collecting
+    forget_plans()
+    _collecting = []
+    try:
+        yield _collecting
+    finally:
+        _collecting = None
+        forget_plans()
+
+
+def prebuild(run: Callable[[], object]) -> int:
+    """Builds every kernel that `run` needs, several at a time, before anything needs them one after the other.
+
+    Call it before the first step of a model, with a function that runs forward and backward as the step will. Operators
+    inside it launch nothing and return uninitialised tensors, so it should end there and change nothing.
+
+    Returns:
+        How many kernels `run` needs. Where there is no compiler, 0; the operators then say so themselves.
+
+    Raises:
+        BuildError: of the first kernel that does not build.
+    """
+    with collect() as specs:
+        run()
+    try:
+        build_many([render(spec) for spec in dict.fromkeys(specs)])
+    except ToolchainError:
+        return 0
+    return len(set(specs))
+
+
+def kernel_of(spec: KernelSpec) -> Kernel:
     """The loaded kernel of `spec`. Call it from a `plan`."""
-    return get_kernel(spec)
+    if _collecting is None:
+        return get_kernel(spec)
+    _collecting.append(spec)
+    return _Collected(spec)
 
 
-def launch(kernel: KernelHandle, device: int, grid: tuple[int, int, int], *args: bytes) -> None:
+def launch(kernel: Kernel, device: int, grid: tuple[int, int, int], *args: bytes) -> None:
     """Queues a kernel on the current stream of `device`, which is current."""
     kernel.launch(device, grid, args, torch._C._cuda_getCurrentRawStream(device))
 

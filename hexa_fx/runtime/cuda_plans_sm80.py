@@ -12,8 +12,7 @@ from cutlass_library import MathOperation
 from hexa_fx.codegen.heuristics import Tile, candidates, choose_tile
 from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
 from hexa_fx.codegen.tuned import Problem
-from hexa_fx.jit.kernel import KernelHandle
-from hexa_fx.runtime.cuda_launch import DTYPES, Unsupported, arch, family_arch, kernel_of, plan
+from hexa_fx.runtime.cuda_launch import DTYPES, Kernel, Unsupported, arch, family_arch, kernel_of, plan
 from hexa_fx.runtime.cuda_tune import tune, tuned_tile
 
 
@@ -83,7 +82,7 @@ Key = EsmmKey | EstmmKey
 
 
 @plan
-def kernel_for(key: Key, tile: Tile | None) -> tuple[KernelHandle, int, int]:
+def kernel_for(key: Key, tile: Tile | None) -> tuple[Kernel, int, int]:
     """The kernel, its tile's rows, and the columns (of one glu half) that a tile covers."""
     spec = key.spec(tile)
     return kernel_of(spec), spec.bm, spec.bn if spec.glu == "none" else spec.bn // 2
@@ -93,9 +92,7 @@ def tune_key(key: Key, run: Callable[[Tile], None]) -> None:
     """Measures the candidates of a bucket that this machine's table lacks; `run` launches one on the caller's operands."""
     problem = key.problem()
     tiles = [asdict(tile) for tile in candidates(problem.op, DTYPES[key.dtype], key.math, key.bucket)]
-    found = tune(problem, key.device, tiles, lambda tile: key.spec(Tile(**tile)), lambda tile: run(Tile(**tile)))
-    if found is not None:
-        kernel_for.cache_clear()  # type: ignore[attr-defined]
+    tune(problem, key.device, tiles, lambda tile: key.spec(Tile(**tile)), lambda tile: run(Tile(**tile)))
 
 
 def _tile(problem: Problem, key: Key, columns: int) -> Tile:

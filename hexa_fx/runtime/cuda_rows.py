@@ -14,10 +14,10 @@ from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
 from hexa_fx.codegen.spec import Glu, KernelSpec
 from hexa_fx.errors import InputError
 from hexa_fx.jit.env import checked_mode
-from hexa_fx.jit.kernel import KernelHandle
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.runtime.cuda_launch import (
     DTYPES,
+    Kernel,
     Unsupported,
     address,
     aligned,
@@ -178,14 +178,14 @@ def activate_backward(
 
 
 @plan
-def _reindex_kernel(op: str, arch: int, id_type: str, warps: int, experts: int) -> KernelHandle:
+def _reindex_kernel(op: str, arch: int, id_type: str, warps: int, experts: int) -> Kernel:
     return kernel_of(KernelSpec("reindex", op, arch).with_options(id=id_type, warps=warps, experts=experts))
 
 
 @plan
 def _combine_kernel(
     arch: int, dtype: torch.dtype, weights: str, weighted: bool, top_k: int, width: int, fit: bool
-) -> KernelHandle:
+) -> Kernel:
     unrolled = top_k if top_k in UNROLLED_TOP_K and dtype != torch.float64 else 0
     chunks = max(1, ceil_div(width, 8))
     # the block that wastes the fewest threads; the largest of those that waste the same
@@ -195,9 +195,7 @@ def _combine_kernel(
 
 
 @plan
-def _ess_kernel(
-    op: str, arch: int, dtype: torch.dtype, weights: str, scaled: bool, gather: bool, fit: bool
-) -> KernelHandle:
+def _ess_kernel(op: str, arch: int, dtype: torch.dtype, weights: str, scaled: bool, gather: bool, fit: bool) -> Kernel:
     spec = KernelSpec("ess", op, arch, dtype=DTYPES[dtype], bm=SEGMENT_ROWS, scale=scaled, gather=gather, aligned=fit)
     return kernel_of(spec.with_options(weights=weights))
 
@@ -213,7 +211,7 @@ def _activate_kernel(
     glu: Glu,
     width: int,
     fit: bool,
-) -> KernelHandle:
+) -> Kernel:
     chunks = ceil_div(width, 8)
     # the warps that leave the fewest lanes idle; the most of those that waste the same
     warps = min((1, 2, 4), key=lambda w: (ceil_div(chunks, 32 * w) * w, -w))
@@ -229,5 +227,5 @@ def _constants(activation: str, params: tuple[float, ...]) -> tuple[float, float
     return alpha, limit
 
 
-def _row_blocks(n: int, kernel: KernelHandle) -> int:
+def _row_blocks(n: int, kernel: Kernel) -> int:
     return ceil_div(n, 4 // int(kernel.spec.option("warps_per_row")))

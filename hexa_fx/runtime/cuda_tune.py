@@ -20,7 +20,7 @@ from hexa_fx.codegen.tuned import Problem, Tile, TunedTable, shipped
 from hexa_fx.errors import KernelError
 from hexa_fx.jit.build import build_many
 from hexa_fx.jit.env import JitSettings
-from hexa_fx.runtime.cuda_launch import plan
+from hexa_fx.runtime.cuda_launch import forget_plans, plan
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def tune(
     best = min(times, key=lambda index: times[index])
     log.info("tuned %s: %s, %.4f ms of %d tiles", problem, dict(candidates[best]), times[best], len(times))
     _store(path, problem, candidates[best], times[best])
-    tuned_tile.cache_clear()  # type: ignore[attr-defined]
+    forget_plans()
     return candidates[best]
 
 

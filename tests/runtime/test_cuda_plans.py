@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hexa_fx.codegen import KernelSpec, get_family, render
+from hexa_fx.jit import ToolchainError
 from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_plans_sm80, cuda_rows
 from hexa_fx.runtime.cuda_gemm_sm80 import divisor
 
@@ -248,3 +249,34 @@ def test_what_hopper_leaves_goes_to_the_other_family(hopper: Hopper, recorder: R
         cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
     assert not hopper.calls
     assert recorder.launches
+
+
+def test_kernels_are_collected_without_launching_and_built_together(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[list[str]] = []
+    monkeypatch.setattr(cuda_launch, "build_many", lambda sources: built.append([s.spec.op for s in sources]))
+    x, w, v, offs = operands(torch.float32)
+
+    def step() -> None:
+        h, a = cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "relu", "none")
+        cuda_gemm.esmm(a, w.mT.contiguous().mT, None, None, offs, 1, "kn")
+        cuda_gemm.esmm(a, w.mT.contiguous().mT, None, None, offs, 1, "kn")
+        cuda_rows.combine(h, None, v, offs, K)
+
+    assert cuda_launch.prebuild(step) == 3
+    assert built == [["esmm", "esmm", "combine"]]
+    assert not recorder.launches
+    step()
+    assert len(recorder.launches) == 4
+
+
+def test_prebuilding_without_a_compiler_leaves_the_word_to_the_operators(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(sources: object) -> None:
+        raise ToolchainError("none")
+
+    monkeypatch.setattr(cuda_launch, "build_many", refuse)
+    x, w, v, offs = operands()
+    assert cuda_launch.prebuild(lambda: cuda_gemm.esmm(x, w, None, v, offs, K, "nk")) == 0

@@ -1,0 +1,385 @@
+"""The CPU kernels: every operator on one tile, a range of experts whose rows fit the cache.
+
+A program of row operators never needs all rows at once. So on a CPU it runs tile by tile: rows are gathered once a tile
+and shared, what lies between two operators (n x I and n x D in the whole) stays in the cache and in recycled memory,
+and combine adds a tile's rows to their tokens. Nothing of size T*k*D is ever written.
+
+An operator's kernel here takes the tile first and leaves out what the tile knows (v, offs, top_k). A result that is not
+in rows of the tile (a weight's gradient, a sum over tokens) goes to an output of the tiling, named by a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import cpu
+from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up
+from hexa_fx.ops.cpu import Group, accumulate_dtype, as_kn, compute_dtype
+
+TILE_ELEMENTS = 1 << 17
+"""Elements a thread of a tile's rows: what several operators go over should fit a core's cache."""
+
+_PIECE_ROWS = 512
+"""Rows at which a matmul is efficient: a longer expert may be done in pieces."""
+
+_BAG_ROWS = 1024
+"""Rows an expert up to which adding them one after the other is precise enough."""
+
+
+def _identity(t: Tensor) -> Tensor:
+    return t
+
+
+class Tiling:
+    """All tiles of one routing, and the outputs that they fill together.
+
+    Args:
+        v: (n,) int32 of reindex, or None when no operand is gathered.
+        offs: (E+1,) int32 of reindex.
+        top_k: slots a token.
+        dtype: of the operands and the outputs.
+    """
+
+    def __init__(self, v: Tensor | None, offs: Tensor, top_k: int, dtype: torch.dtype) -> None:
+        self.bounds: list[int] = offs.tolist()
+        self.dtype = dtype
+        self.wide = accumulate_dtype(dtype)
+        self.as_operands = _identity if self.wide == dtype else partial(_cast, dtype=dtype)
+        self.offs = offs
+        self.routed = self.bounds[-1]
+        self.experts = len(self.bounds) - 1
+        self.slots = None if v is None else v.long()
+        self.token = self.slots if top_k == 1 or self.slots is None else self.slots.div(top_k, rounding_mode="floor")
+        self.n = self.routed if v is None else v.shape[0]
+        self.tokens = self.n // top_k
+        self.outputs: dict[str, Callable[[], Tensor]] = {}
+        self.buffers: dict[str, Tensor] = {}
+
+    def all(self) -> Tile:
+        """One tile of everything."""
+        return Tile(self, cpu.groups_of(self.bounds))
+
+    def buffer(self, key: str, make: Callable[[], Tensor], finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The tensor behind an output, made by the first tile that asks for it; ``finish`` makes the output of it."""
+        found = self.buffers.get(key)
+        if found is None:
+            found = self.buffers[key] = make()
+            self.outputs[key] = partial(finish or _identity, found)
+        return found
+
+
+def run(tiling: Tiling, body: torch.nn.Module, pieces: bool, *operands: Any) -> Tiling:
+    """Calls ``body(tile, *operands)`` for every tile (once with an empty one when there is no row at all).
+
+    Args:
+        tiling: the tiles and their outputs. It is also what is returned.
+        body: row operators of this module, tile first.
+        pieces: a long expert may be cut (where nothing sums over its rows).
+        operands: tensors and None.
+    """
+    width = max(max(t.shape[-2:]) if t.ndim == 3 else t.shape[-1] for t in operands if t is not None)
+    limit = max(1, TILE_ELEMENTS * torch.get_num_threads() // max(width, 1))
+    if tiling.routed <= limit:
+        body.forward(tiling.all(), *operands)
+        return tiling
+    for batch in _batches(cpu.groups_of(tiling.bounds), limit, pieces):
+        body.forward(Tile(tiling, batch), *operands)
+    return tiling
+
+
+def whole(v: Tensor | None, offs: Tensor, top_k: int, x: Tensor, n: int | None = None) -> Tile:
+    """One tile of all routed rows of n (of x's, of v's), for an operator that is called on its own."""
+    tiling = Tiling(v, offs, top_k, x.dtype)
+    tiling.n = n or (x if v is None else v).shape[0]
+    return tiling.all()
+
+
+def output(tiling: Tiling, key: str) -> Tensor:
+    """A finished output. The tiling lets go of it: autograd copies a gradient that something else still holds."""
+    del tiling.buffers[key]
+    return tiling.outputs.pop(key)()
+
+
+class Tile:
+    """A range of rows, of one or several experts."""
+
+    def __init__(self, tiling: Tiling, groups: list[Group]) -> None:
+        self.tiling = tiling
+        self.groups = groups
+        self.start = groups[0][1] if groups else 0
+        self.end = groups[-1][2] if groups else 0
+        self.whole = self.start == 0 and self.end == tiling.n
+        self._rows: dict[int, Tensor] = {}
+
+    def part(self, t: Tensor) -> Tensor:
+        """The tile's rows of a tensor in expert order."""
+        return t if self.whole else t[self.start : self.end]
+
+    def operand(self, x: Tensor, v: Tensor | None) -> Tensor:
+        """x as the kernels take it: whole when it is to be gathered by v, else the tile's rows in compute dtype."""
+        return x if v is not None else self.part(x).to(compute_dtype(x.dtype))
+
+    def padded(self, y: Tensor) -> Tensor:
+        """Rows of the tile as all rows, zero where no expert is, in the operands' dtype."""
+        tiling = self.tiling
+        if y.shape[0] == tiling.n:
+            return y.to(tiling.dtype)
+        full = y.new_zeros((tiling.n, y.shape[1]), dtype=tiling.dtype)
+        full[self.start : self.end].copy_(y)
+        return full
+
+    def rows(self, x: Tensor, gathered: bool) -> Tensor:
+        """The row operand in its compute dtype; what is gathered is kept for the tile's next operator."""
+        if not gathered:
+            return x
+        found = self._rows.get(id(x))
+        if found is None:
+            assert self.tiling.token is not None
+            found = x.index_select(0, self.part(self.tiling.token)).to(compute_dtype(x.dtype))
+            self._rows[id(x)] = found
+        return found
+
+    def scale(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """(rows, 1): the routing weight of every row."""
+        found = self._rows.get(id(weights))
+        if found is None:
+            assert self.tiling.slots is not None
+            flat = weights.reshape(-1).index_select(0, self.part(self.tiling.slots))
+            found = self._rows[id(weights)] = flat.to(dtype).unsqueeze_(1)
+        return found
+
+    def local_offs(self) -> tuple[int, int, Tensor]:
+        """(first expert, end expert, end rows of them within the tile)."""
+        first, end = self.groups[0][0], self.groups[-1][0] + 1
+        offs = self.tiling.offs[first + 1 : end + 1]
+        return first, end, offs - self.start if self.start else offs
+
+
+def _batches(groups: list[Group], limit: int, pieces: bool) -> Iterator[list[Group]]:
+    piece = max(limit, _PIECE_ROWS)
+    batch: list[Group] = []
+    for e, start, end in groups:
+        if batch and end - batch[0][1] > limit:
+            yield batch
+            batch = []
+        while pieces and end - start > 2 * piece:
+            yield [(e, start, start + piece)]
+            start += piece
+        batch.append((e, start, end))
+    if batch:
+        yield batch
+
+
+def part(tile: Tile, t: Tensor) -> Tensor:
+    """The tile's rows of a tensor in expert order, in compute dtype."""
+    return tile.operand(t, None)
+
+
+def esmm(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: bool, layout: str) -> Tensor:
+    """`hexa::esmm` of a tile: (rows, N)."""
+    return _project(tile, tile.rows(x, gathered), as_kn(weight, layout), bias, None)
+
+
+def _project(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """Every row times its expert's weight (E, K, N), into ``out`` where given."""
+    n, k = x.shape
+    if out is None and bias is None and cpu.has_loop_overhead(tile.groups, n * k * weight.shape[2]):
+        first, end, offs = tile.local_offs()
+        if cpu.grouped_mm_takes(x, weight):
+            return torch._grouped_mm(x, weight[first:end], offs=offs)
+    y = x.new_empty((n, weight.shape[2])) if out is None else out
+    if n:
+        cpu.multiply_groups(x, weight, bias, tile.groups, y)
+    return y
+
+
+def esmm_act(
+    tile: Tile,
+    h_key: str | None,
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w3: Tensor | None,
+    b3: Tensor | None,
+    gathered: bool,
+    layout: str,
+    activation: str,
+    glu: str,
+    params: list[float],
+) -> Tensor:
+    """`hexa::esmm_act` of a tile: a (rows, I). h goes to the output ``h_key`` where one is given."""
+    rows, first = tile.rows(x, gathered), as_kn(w1, layout)
+    width = first.shape[2] if w3 is None else 2 * first.shape[2]
+    kept = None
+    if h_key is not None:
+        kept = tile.part(tile.tiling.buffer(h_key, lambda: _rows_output(tile.tiling, width)))
+    h = kept if kept is not None and kept.dtype == rows.dtype else None
+    if w3 is None:
+        h = _project(tile, rows, first, b1, h)
+    else:
+        h = rows.new_empty((rows.shape[0], width)) if h is None else h
+        gate, up = gate_and_up(h, "split")
+        _project(tile, rows, first, b1, gate)
+        _project(tile, rows, as_kn(w3, layout), b3, up)
+    if kept is not None and kept is not h:
+        kept.copy_(h)
+    return activate(tile, h, activation, glu, params)
+
+
+def _rows_output(tiling: Tiling, width: int) -> Tensor:
+    y = torch.empty((tiling.n, width), dtype=tiling.dtype)
+    if tiling.routed < tiling.n:
+        y[tiling.routed :].zero_()
+    return y
+
+
+def activate(tile: Tile, h: Tensor, activation: str, glu: str, params: list[float]) -> Tensor:
+    """`hexa::activate` of a tile: a (rows, I)."""
+    act, dtype = ACTIVATIONS[activation], h.dtype
+    h = h.to(accumulate_dtype(dtype))
+    if glu == "none":
+        return act.forward(h, params).to(dtype)
+    gate, up = gate_and_up(h, glu)
+    if act.pair:
+        return act.forward(gate, up, params or act.params).to(dtype)
+    return act.forward(gate, params).mul_(up).to(dtype)
+
+
+def activate_backward(
+    tile: Tile,
+    dweights_key: str,
+    da: Tensor,
+    h: Tensor,
+    top_k_weights: Tensor | None,
+    activation: str,
+    glu: str,
+    params: list[float],
+) -> tuple[Tensor, Tensor]:
+    """`hexa::activate_backward` of a tile: (dh, a_scaled). dweights go to the output ``dweights_key``."""
+    dtype = da.dtype
+    wide = accumulate_dtype(dtype)
+    h, da = h.to(wide), da.to(wide)
+    act = ACTIVATIONS[activation]
+    w = None if top_k_weights is None else tile.scale(top_k_weights, wide)
+    if glu == "none":
+        a = act.forward(h, params)
+        da = _weigh(tile, dweights_key, top_k_weights, w, da, a)
+        dh = act.backward(da, h, params)
+        return _cast(dh, dtype), a.to(dtype)
+    gate, up = gate_and_up(h, glu)
+    dh = torch.empty_like(h)
+    dgate, dup = gate_and_up(dh, glu)
+    if act.pair:
+        a = act.forward(gate, up, params or act.params)
+        da = _weigh(tile, dweights_key, top_k_weights, w, da, a)
+        for grad, value in zip((dgate, dup), act.backward(da, gate, up, params or act.params), strict=True):
+            grad.copy_(value)
+        return dh.to(dtype), a.to(dtype)
+    acted = act.forward(gate, params)
+    a = acted * up
+    da = _weigh(tile, dweights_key, top_k_weights, w, da, a)
+    torch.mul(da, acted, out=dup)
+    dgate.copy_(_cast(act.backward(torch.mul(da, up, out=acted), gate, params), wide))
+    return dh.to(dtype), a.to(dtype)
+
+
+def _cast(t: Tensor | tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    assert isinstance(t, Tensor)
+    return t.to(dtype)
+
+
+def _weigh(tile: Tile, key: str, weights: Tensor | None, w: Tensor | None, da: Tensor, a: Tensor) -> Tensor:
+    """Records ``<da, a>``, scales a in place and returns ``w da``."""
+    tiling = tile.tiling
+    if weights is None or w is None:
+        tiling.buffer(key, lambda: da.new_empty(0))
+        return da
+
+    slots, shape, dtype = tiling.slots, weights.shape, weights.dtype
+    assert slots is not None
+
+    def by_slot(dots: Tensor) -> Tensor:
+        return torch.empty_like(dots).scatter_(0, slots, dots).view(shape).to(dtype)
+
+    dots = tile.part(tiling.buffer(key, lambda: da.new_zeros(tiling.n), by_slot))
+    torch.sum(da * a, 1, out=dots)
+    a.mul_(w)
+    return da * w
+
+
+def ess(tile: Tile, key: str, g: Tensor, gathered: bool, scale: Tensor | None) -> None:
+    """`hexa::ess` of a tile, to the output ``key``."""
+    tiling, rows = tile.tiling, tile.rows(g, gathered)
+    wide, size = tiling.wide, (tiling.experts, g.shape[1])
+    y = tiling.buffer(key, lambda: torch.zeros(size, dtype=wide), tiling.as_operands)
+    rows = rows.to(wide) if scale is None else rows * tile.scale(scale, wide)
+    for (e, _, _), part, _ in cpu.split(tile.groups, rows, rows) if tile.groups else ():
+        torch.sum(part, 0, out=y[e])
+
+
+def estmm(tile: Tile, key: str, x: Tensor, g: Tensor, x_gathered: bool, g_gathered: bool, layout: str) -> None:
+    """`hexa::estmm` of a tile, to the output ``key``."""
+    x, g = tile.rows(x, x_gathered), tile.rows(g, g_gathered)
+    if layout == "nk":
+        x, g = g, x
+    tiling, k, n = tile.tiling, x.shape[1], g.shape[1]
+    if cpu.has_loop_overhead(tile.groups, x.shape[0] * k * n) and cpu.grouped_mm_takes(x, g):
+        first, end, offs = tile.local_offs()
+        y = torch._grouped_mm(x.t(), g, offs=offs)
+        if (first, end) == (0, tiling.experts):
+            tiling.buffer(key, lambda: y)
+            return
+        tiling.buffer(key, lambda: _weight_output(tiling, k, n))[first:end].copy_(y)
+        return
+    out = tiling.buffer(key, lambda: _weight_output(tiling, k, n))
+    if tile.groups:
+        cpu.outer_groups(x, g, tile.groups, out)
+
+
+def _weight_output(tiling: Tiling, k: int, n: int) -> Tensor:
+    """(E, K, N), zero for the experts that no tile will write."""
+    y = torch.empty((tiling.experts, k, n), dtype=tiling.dtype)
+    empty_from = 0
+    for e, (start, end) in enumerate(pairwise(tiling.bounds)):
+        if start == end:
+            continue
+        if empty_from < e:
+            y[empty_from:e].zero_()
+        empty_from = e + 1
+    if empty_from < tiling.experts:
+        y[empty_from:].zero_()
+    return y
+
+
+def esfk(
+    tile: Tile,
+    dw_key: str,
+    db_key: str | None,
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    gathered: bool,
+    layout: str,
+) -> Tensor:
+    """`hexa::esfk` of a tile: dx (rows, K). dW and db go to the outputs of their keys."""
+    estmm(tile, dw_key, x, g, gathered, False, layout)
+    if db_key is not None:
+        ess(tile, db_key, g, False, None)
+    return _project(tile, g, as_kn(weight, "kn" if layout == "nk" else "nk"), None, None)
+
+
+def combine(tile: Tile, key: str, y: Tensor, top_k_weights: Tensor | None, by_slot: bool) -> None:
+    """`hexa::combine` of a tile: adds its rows to their tokens (or slots) in the output ``key``, in float32."""
+    tiling, wide = tile.tiling, tile.tiling.wide
+    index = tiling.slots if by_slot else tiling.token
+    assert index is not None
+    count = tiling.n if by_slot else tiling.tokens
+    out = tiling.buffer(key, lambda: torch.zeros((count, y.shape[1]), dtype=wide), tiling.as_operands)
+    y = y.to(wide) if top_k_weights is None else y * tile.scale(top_k_weights, wide)
+    out.index_add_(0, tile.part(index), y)

@@ -1,0 +1,264 @@
+"""The products of docs/operators.md on the sm_90a family: tensors in, tensors out.
+
+Shapes: T tokens, n rows in expert order, E experts. Every function needs CUDA tensors of one device, bf16 or f16, 16-byte
+aligned, and says so by `unsupported` before anything is launched. Nothing here reads the device. `tile` is what the shape
+picks unless given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS
+from hexa_fx.codegen.spec import KernelSpec, Layout
+from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
+from hexa_fx.runtime.cuda_launch import address
+from hexa_fx.runtime.cuda_plans_sm90 import (
+    SpecKey,
+    chosen_tile,
+    pack,
+    problem,
+    row_args,
+    row_maps,
+    rows_map,
+    shared_args,
+    submit,
+    weight_args,
+    weight_map,
+    weight_maps,
+)
+from hexa_fx.runtime.cuda_tune import autotuning, tune
+
+FLOATS = (torch.bfloat16, torch.float16)
+
+
+def unsupported(*tensors: Tensor | None, experts: int) -> str:
+    """Why this family cannot take these operands; empty if it can. The inner dimension must be contiguous."""
+    if experts > MAX_EXPERTS:
+        return f"{experts} experts; the tile tables hold {MAX_EXPERTS}"
+    for t in tensors:
+        if t is None:
+            continue
+        if t.dtype not in FLOATS:
+            return f"{t.dtype} operand; wgmma here multiplies bf16 and f16"
+        *outer, inner = t.stride()
+        steps = t.data_ptr()
+        for stride in outer:
+            steps |= stride * 2
+        if inner != 1 or steps & 15:
+            return f"operand of shape {tuple(t.shape)} and strides {t.stride()} is not 16-byte aligned along its rows"
+    return ""
+
+
+def esmm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    v: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    tile: TileChoice | None = None,
+) -> Tensor:
+    """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
+    n, columns, bias = _count(x, v), _columns(weight, layout), _packed(bias)
+    y = x.new_empty((n, columns))
+    if not n:
+        return y
+    key = SpecKey("esmm", x.dtype, layout, v is not None, bias is not None)
+
+    def run(tile: TileChoice) -> None:
+        args = row_args(x, weight, v, offs, top_k, layout, tile)
+        args |= {"out": y.data_ptr(), "out_ld": columns, "N": columns, "bias": address(bias), "bias_ld": columns}
+        submit(key, tile, x.device.index, row_maps(x, weight, v, layout, tile), pack(**args))
+
+    _run(key, x, n, weight.shape[0], x.shape[1], columns, tile, run)
+    return y
+
+
+def esmm_act(
+    x: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w3: Tensor | None,
+    b3: Tensor | None,
+    v: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    activation: str,
+    glu: str,
+    params: tuple[float, ...] = (),
+    store_h: bool = True,
+    tile: TileChoice | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``h = esmm`` and ``a = act(h)``: (n, I) or (n, 2I), and (n, I). Without `store_h` (inference) h is empty."""
+    n, columns, b1, b3 = _count(x, v), _columns(w1, layout), _packed(b1), _packed(b3)
+    inner = columns // 2 if glu in ("concat", "interleaved") else columns
+    width = inner if glu == "none" else 2 * inner
+    h, a = x.new_empty((n if store_h else 0, width)), x.new_empty((n, inner))
+    if not n:
+        return h, a
+    options = (("store_h", store_h),)
+    key = SpecKey("esmm_act", x.dtype, layout, v is not None, b1 is not None, activation, glu, options)
+
+    def run(tile: TileChoice) -> None:
+        up = None if w3 is None else weight_map(w3, layout, tile.bn // 2)
+        args = row_args(x, w1, v, offs, top_k, layout, tile)
+        args |= {"out": h.data_ptr() if store_h else 0, "out_ld": width, "act": a.data_ptr(), "act_ld": inner}
+        args |= {"N": inner, "bias": address(b1), "bias_up": address(b3), "bias_ld": columns, "params": params}
+        submit(key, tile, x.device.index, row_maps(x, w1, v, layout, tile, up), pack(**args))
+
+    _run(key, x, n, w1.shape[0], x.shape[1], width, tile, run)
+    return h, a
+
+
+def esmm_act_backward(
+    dy: Tensor,
+    w2: Tensor,
+    h: Tensor,
+    weights: Tensor | None,
+    v: Tensor,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    activation: str,
+    glu: str,
+    params: tuple[float, ...] = (),
+    tile: TileChoice | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``da = esmm(dy, w2, v)`` and activate_backward in its epilogue; da itself is never stored.
+
+    Args:
+        dy: (T, D).
+        w2: the down projection as the product reads it: ``kn`` is (E, D, I), ``nk`` is (E, I, D).
+        h: (n, I) or (n, 2I).
+        weights: float32 routing weight of every slot, or None for 1.
+
+    Returns:
+        dh like h, a_scaled (n, I), and d(weights) by slot (n,) in float32: <da, a>.
+    """
+    n, inner = v.shape[0], _columns(w2, layout)
+    dh, a = torch.empty_like(h), h.new_empty((n, inner))
+    if not n:
+        return dh, a, torch.empty(0, dtype=torch.float32, device=h.device)
+    half = "concat" if glu == "split" else glu
+    key = SpecKey("esmm_act_backward", dy.dtype, layout, True, False, activation, half)
+    found: list[Tensor] = []
+
+    def run(tile: TileChoice) -> None:
+        dots = torch.empty((-(-inner // tile.bn), n), dtype=torch.float32, device=h.device)
+        args = row_args(dy, w2, v, offs, top_k, layout, tile)
+        args |= {"out": dh.data_ptr(), "out_ld": dh.stride(0), "act": a.data_ptr(), "act_ld": inner, "N": inner}
+        args |= {"h": h.data_ptr(), "h_ld": h.stride(0), "slot_scale": address(weights), "row_dot": dots.data_ptr()}
+        args["params"] = params
+        submit(key, tile, dy.device.index, row_maps(dy, w2, v, layout, tile), pack(**args))
+        found[:] = [dots]
+
+    _run(key, dy, n, w2.shape[0], dy.shape[1], inner, tile, run)
+    return dh, a, found[0].sum(0) if found[0].shape[0] > 1 else found[0][0]
+
+
+def estmm(
+    x: Tensor,
+    g: Tensor,
+    x_index: Tensor | None,
+    g_index: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    tile: TileChoice | None = None,
+) -> Tensor:
+    """``dW[e] = sum over rows of x[row]^T g[row]``, (E, N, K) for ``nk``, (E, K, N) for ``kn``. At most one index."""
+    experts = offs.shape[0] - 1
+    if g_index is not None:  # the gathered operand is P, dW's rows unless transposed
+        p, q, transpose = g, x, layout == "kn"
+    else:
+        p, q, transpose = x, g, layout == "nk"
+    v = x_index if g_index is None else g_index
+    if v is None and transpose:
+        p, q, transpose = q, p, False
+    rows, columns, n = p.shape[1], q.shape[1], q.shape[0]
+    dw = x.new_empty((experts, columns, rows) if transpose else (experts, rows, columns))
+    if not n:
+        return dw.zero_()
+    if not dw.numel():
+        return dw
+    key = SpecKey("estmm", x.dtype, "nk", v is not None, options=(("transpose", transpose),))
+
+    def run(tile: TileChoice) -> None:
+        args = shared_args(v, offs, top_k, n, tile) | weight_args(p, q, dw)
+        submit(key, tile, x.device.index, (None, None, None, *weight_maps(p, q, v)), pack(**args))
+
+    _run(key, x, n, experts, rows, columns, tile, run)
+    return dw
+
+
+def esfk(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    x_index: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    has_bias: bool,
+    tile: TileChoice | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The paper's fused backward: ``dx = g W^T`` (n, K), ``dW``, ``db`` (E, N) of one projection in one launch."""
+    flipped: Layout = "kn" if layout == "nk" else "nk"
+    experts, n, rows, columns = weight.shape[0], g.shape[0], x.shape[1], g.shape[1]
+    dx, dw = g.new_empty((n, rows)), torch.empty_like(weight, memory_format=torch.contiguous_format)
+    db = g.new_empty((experts, columns)) if has_bias else None
+    if not n:
+        return dx, dw.zero_(), None if db is None else db.zero_()
+    key = SpecKey("esfk", x.dtype, flipped, x_index is not None, options=(("transpose", layout == "nk"),))
+
+    def run(tile: TileChoice) -> None:
+        maps = (rows_map(g, tile.bm), weight_map(weight, flipped, tile.bn // 2), None, *weight_maps(x, g, x_index))
+        args = shared_args(x_index, offs, top_k, n, tile) | weight_args(x, g, dw, db)
+        args |= {"K": columns, "N": rows, "out": dx.data_ptr(), "out_ld": rows}
+        submit(key, tile, x.device.index, maps, pack(**args))
+
+    _run(key, x, n, experts, rows, columns, tile, run)
+    return dx, dw, db
+
+
+def _run(
+    key: SpecKey,
+    x: Tensor,
+    rows: int,
+    experts: int,
+    inner: int,
+    columns: int,
+    tile: TileChoice | None,
+    run: Callable[[TileChoice], None],
+) -> None:
+    """Runs with the given tile, the measured one, or the rule's; measures first where HEXA_FX_AUTOTUNE asks for it."""
+    device = x.device.index
+    if tile is None and autotuning():
+        tiles = [asdict(choice) for choice in CANDIDATES[key.op]]
+
+        def spec_of(fields: object) -> KernelSpec:
+            return key.spec(TileChoice(**fields))  # type: ignore[arg-type]
+
+        bucket = problem(key, rows, experts, inner, columns)
+        tune(bucket, device, tiles, spec_of, lambda fields: run(TileChoice(**fields)))  # type: ignore[arg-type]
+    run(tile or chosen_tile(key, device, rows, experts, inner, columns))
+
+
+def _columns(weight: Tensor, layout: Layout) -> int:
+    return weight.shape[1] if layout == "nk" else weight.shape[2]
+
+
+def _count(x: Tensor, v: Tensor | None) -> int:
+    return x.shape[0] if v is None else v.shape[0]
+
+
+def _packed(bias: Tensor | None) -> Tensor | None:
+    """A bias whose rows follow each other, as the kernels read it."""
+    return None if bias is None else bias.contiguous()

@@ -1,0 +1,202 @@
+"""What the Hopper launches share: which kernel, which tile, tensor maps, the tile queue and the argument struct."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen.family_gemm_sm90 import ARGS
+from hexa_fx.codegen.heuristics import row_bucket
+from hexa_fx.codegen.spec import KernelSpec, Layout, Option
+from hexa_fx.codegen.tiles_sm90 import TileChoice, choose_tile
+from hexa_fx.codegen.tuned import Problem
+from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
+from hexa_fx.runtime.cuda_launch import DTYPES, Kernel, address, kernel_of, launch, multiprocessors, plan
+from hexa_fx.runtime.cuda_tune import tuned_tile
+
+FAMILY = "gather_gemm_sm90"
+_NO_MAP = bytes(TENSOR_MAP_BYTES)
+_QUEUES = 4096
+_rings: dict[int, tuple[int, Tensor]] = {}
+_turns: dict[int, int] = {}
+
+
+class SpecKey(NamedTuple):
+    """Everything but the tile that decides a kernel of the family."""
+
+    op: str
+    dtype: torch.dtype
+    layout: Layout
+    gather: bool
+    bias: bool = False
+    activation: str = "none"
+    glu: str = "none"
+    options: tuple[tuple[str, Option], ...] = ()
+
+    def spec(self, tile: TileChoice) -> KernelSpec:
+        """The kernel with this tile."""
+        spec = KernelSpec(
+            family=FAMILY,
+            op=self.op,
+            arch=90,
+            dtype=DTYPES[self.dtype],
+            bm=tile.bm,
+            bn=tile.bn,
+            bk=64,
+            stages=tile.stages,
+            schedule=tile.kernel_schedule,
+            layout=self.layout,
+            gather=self.gather,
+            activation=self.activation,
+            glu=self.glu,  # type: ignore[arg-type]
+            bias=self.bias,
+        )
+        return spec.with_options(cluster=tile.cluster, **dict(self.options))
+
+
+def problem(key: SpecKey, rows: int, experts: int, inner: int, columns: int) -> Problem:
+    """What tuning knows of a launch."""
+    return Problem(FAMILY, key.op, DTYPES[key.dtype].name, key.gather, row_bucket(rows, experts), inner, columns)
+
+
+@plan
+def chosen_tile(key: SpecKey, device: int, rows: int, experts: int, inner: int, columns: int) -> TileChoice:
+    """The measured tile where a table has one, else the rule's."""
+    found = tuned_tile(problem(key, rows, experts, inner, columns), device)
+    if found is not None:
+        return TileChoice(**found)  # type: ignore[arg-type]
+    return choose_tile(key.op, rows, experts, inner, columns, key.gather)
+
+
+@plan
+def _kernel(key: SpecKey, tile: TileChoice, device: int) -> tuple[Kernel, tuple[int, int, int]]:
+    """The kernel and its grid: one block a multiprocessor, in whole clusters."""
+    blocks = multiprocessors(device) // tile.cluster * tile.cluster
+    return kernel_of(key.spec(tile)), (blocks, 1, 1)
+
+
+def submit(key: SpecKey, tile: TileChoice, device: int, maps: tuple[bytes | None, ...], args: bytes) -> None:
+    """Queues a launch.
+
+    Args:
+        maps: tensor maps of the rows, the weight, the up weight, and of estmm's P and Q; missing ones at the end or None.
+        args: the packed argument struct.
+    """
+    kernel, grid = _kernel(key, tile, device)
+    padded = (*maps, *(None,) * (5 - len(maps)))
+    launch(kernel, device, grid, b"".join([m or _NO_MAP for m in padded]), args)
+
+
+def pack(
+    *,
+    v: int = 0,
+    offs: int = 0,
+    queue: int = 0,
+    a: int = 0,
+    out: int = 0,
+    act: int = 0,
+    bias: int = 0,
+    bias_up: int = 0,
+    h: int = 0,
+    slot_scale: int = 0,
+    row_dot: int = 0,
+    p: int = 0,
+    dw: int = 0,
+    db: int = 0,
+    n: int = 0,
+    experts: int = 0,
+    division: tuple[int, int] = (0, 0),
+    a_ld: int = 0,
+    out_ld: int = 0,
+    act_ld: int = 0,
+    h_ld: int = 0,
+    K: int = 0,
+    N: int = 0,
+    bias_ld: int = 0,
+    p_ld: int = 0,
+    R: int = 0,
+    C: int = 0,
+    group_m: int = 0,
+    params: tuple[float, ...] = (),
+) -> bytes:
+    """hexa::sm90::GroupedParams. What an operator does not use stays zero."""
+    pointers = (v, offs, queue, a, out, act, bias, bias_up, h, slot_scale, row_dot, p, dw, db)
+    sizes = (a_ld, out_ld, act_ld, h_ld, K, N, bias_ld, p_ld, R, C, group_m)
+    return ARGS.pack(*pointers, n, experts, *division, *sizes, *(params or (0.0, 0.0)))
+
+
+def row_args(
+    x: Tensor, weight: Tensor, v: Tensor | None, offs: Tensor, top_k: int, layout: Layout, tile: TileChoice
+) -> dict[str, Any]:
+    """Arguments of every row product: its rows and the contraction."""
+    n = (x if v is None else v).shape[0]
+    args = shared_args(v, offs, top_k, n, tile)
+    args["K"] = weight.shape[2] if layout == "nk" else weight.shape[1]
+    args["a"], args["a_ld"] = x.data_ptr(), x.stride(0)
+    return args
+
+
+def weight_args(p: Tensor, q: Tensor, dw: Tensor, db: Tensor | None = None) -> dict[str, Any]:
+    """Arguments of every weight gradient, the product of P and Q over the rows of an expert."""
+    stored = {"p": p.data_ptr(), "p_ld": p.stride(0), "dw": dw.data_ptr(), "db": address(db)}
+    return {**stored, "R": p.shape[1], "C": q.shape[1]}
+
+
+def shared_args(v: Tensor | None, offs: Tensor, top_k: int, n: int, tile: TileChoice) -> dict[str, Any]:
+    """Arguments of every launch: rows, experts, and the queue of tiles."""
+    return {
+        "v": address(v),
+        "offs": offs.data_ptr(),
+        "queue": queue(offs.device),
+        "n": n,
+        "experts": offs.shape[0] - 1,
+        "division": _division(top_k),
+        "group_m": tile.group_m,
+    }
+
+
+def row_maps(
+    x: Tensor, weight: Tensor, v: Tensor | None, layout: Layout, tile: TileChoice, up: bytes | None = None
+) -> tuple[bytes | None, ...]:
+    """Tensor maps of a row product; gathered rows need none."""
+    return None if v is not None else rows_map(x, tile.bm), weight_map(weight, layout, tile.bn // 2), up
+
+
+def weight_maps(p: Tensor, q: Tensor, v: Tensor | None) -> tuple[bytes | None, bytes]:
+    """Tensor maps of P, unless it is gathered, and of Q."""
+    return None if v is not None else rows_map(p, 64), rows_map(q, 64)
+
+
+def rows_map(x: Tensor, rows: int) -> bytes:
+    """Boxes of `rows` rows x 64 columns of a (., C) operand."""
+    return tensor_map(x.data_ptr(), DTYPES[x.dtype], (x.shape[1], x.shape[0]), (x.stride(0),), (64, rows))
+
+
+def weight_map(weight: Tensor, layout: Layout, columns: int) -> bytes:
+    """(E, N, K) in boxes of `columns` x 64; (E, K, N) in boxes of 64 x 64."""
+    experts, rows, inner = weight.shape
+    by_expert, by_row, _ = weight.stride()
+    box = (64, columns, 1) if layout == "nk" else (64, 64, 1)
+    return tensor_map(weight.data_ptr(), DTYPES[weight.dtype], (inner, rows, experts), (by_row, by_expert), box)
+
+
+def queue(device: torch.device) -> int:
+    """Address of two zeros. The kernel leaves them zero, so a ring of them serves all streams; a graph under capture gets its
+    own, because replays may overlap anything (its memory is reused only by what comes after on the stream)."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device).data_ptr()
+    index = device.index
+    if index not in _rings:
+        ring = torch.zeros(2 * _QUEUES, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(index)  # once a process: other streams may use it next
+        _rings[index] = (ring.data_ptr(), ring)
+    turn = _turns[index] = (_turns.get(index, 0) + 1) % _QUEUES
+    return _rings[index][0] + 8 * turn
+
+
+@plan
+def _division(top_k: int) -> tuple[int, int]:
+    shift = (top_k - 1).bit_length()
+    return -(-(1 << (31 + shift)) // top_k), shift

@@ -1,0 +1,170 @@
+"""What the Hopper launches hand over, seen on a CPU: specs that render, tensor maps where they are read, arguments by name."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from hexa_fx.codegen import KernelSpec, render
+from hexa_fx.codegen.family_gemm_sm90 import ARGS
+from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG_LOW
+from hexa_fx.codegen.tuned import TunedTable
+from hexa_fx.runtime import cuda_gemm_sm90 as sm90
+from hexa_fx.runtime import cuda_launch, cuda_plans_sm90, cuda_tune
+
+T, K, E, D, N = 400, 2, 5, 48, 72
+BF16 = torch.bfloat16
+
+
+class Recorder:
+    """The last launch: its spec, grid, which of the five tensor maps are there, and the arguments by name."""
+
+    spec: KernelSpec
+    grid: tuple[int, int, int]
+    maps: list[bool]
+    values: dict[str, float]
+
+    def get_kernel(self, spec: KernelSpec, node: str = "") -> Recorder:
+        render(spec)
+        self.spec = spec
+        return self
+
+    def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None:
+        maps, packed = args
+        self.grid = grid
+        self.maps = [any(maps[i : i + 128]) for i in range(0, 640, 128)]
+        names = list(inspect.signature(cuda_plans_sm90.pack).parameters)
+        at = names.index("division")
+        names[at : at + 1] = ["multiplier", "shift"]
+        names[-1:] = ["alpha", "limit"]
+        self.values = dict(zip(names, ARGS.unpack(packed), strict=True))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(cuda_launch, "get_kernel", recorder.get_kernel)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda_plans_sm90, "multiprocessors", lambda device: 131)
+    monkeypatch.setattr(cuda_plans_sm90, "queue", lambda device: 64)
+    monkeypatch.setattr(cuda_plans_sm90, "tensor_map", lambda *args: b"\1" * 128)
+    cuda_launch.forget_plans()
+    return recorder
+
+
+def routing() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(T * K, dtype=torch.int32), torch.linspace(0, T * K, E + 1).to(torch.int32)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=BF16)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_esmm(recorder: Recorder, layout: str) -> None:
+    v, offs = routing()
+    x, w, bias = randn(T, D), randn(*((E, N, D) if layout == "nk" else (E, D, N))), randn(E, N)
+    y = sm90.esmm(x, w, bias, v, offs, K, layout)
+    assert y.shape == (T * K, N)
+    assert (recorder.spec.op, recorder.spec.layout, recorder.spec.gather) == ("esmm", layout, True)
+    assert recorder.maps == [False, True, False, False, False]
+    got = recorder.values
+    assert (got["a"], got["v"], got["bias"], got["out"]) == tuple(t.data_ptr() for t in (x, v, bias, y))
+    assert [got[name] for name in ("n", "experts", "K", "N", "out_ld", "queue")] == [T * K, E, D, N, N, 64]
+    sm90.esmm(randn(T * K, D), w, None, None, offs, 1, layout)
+    assert recorder.maps == [True, True, False, False, False]
+    assert (recorder.spec.gather, recorder.spec.bias, recorder.values["v"]) == (False, False, 0)
+
+
+@pytest.mark.parametrize("glu", ["none", "concat", "interleaved", "split"])
+def test_esmm_act_and_its_backward(recorder: Recorder, glu: str) -> None:
+    v, offs = routing()
+    columns = 2 * N if glu in ("concat", "interleaved") else N
+    w3 = randn(E, N, D) if glu == "split" else None
+    activation, params = ("gelu", ()) if glu == "none" else ("swiglu_oai", (1.5, 6.0))
+    h, a = sm90.esmm_act(randn(T, D), randn(E, columns, D), None, w3, None, v, offs, K, "nk", activation, glu, params)
+    assert (h.shape[1], a.shape[1]) == (N if glu == "none" else 2 * N, N)
+    assert recorder.maps == [False, True, glu == "split", False, False]
+    assert (recorder.values["alpha"], recorder.values["limit"]) == (params or (0.0, 0.0))
+    w = torch.rand(T * K)
+    dh, scaled, dots = sm90.esmm_act_backward(
+        randn(T, D), randn(E, D, N), h, w, v, offs, K, "kn", activation, glu, params
+    )
+    assert (dh.shape, scaled.shape, dots.shape) == (h.shape, a.shape, (T * K,))
+    assert (recorder.values["h"], recorder.values["slot_scale"]) == (h.data_ptr(), w.data_ptr())
+    assert recorder.spec.glu == ("concat" if glu == "split" else glu)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_weight_gradients(recorder: Recorder, layout: str) -> None:
+    v, offs = routing()
+    x, g, w = randn(T, D), randn(T * K, N), randn(*((E, N, D) if layout == "nk" else (E, D, N)))
+    assert sm90.estmm(x, g, v, None, offs, K, layout).shape == w.shape
+    assert recorder.maps == [False, False, False, False, True]
+    assert recorder.values["p"] == x.data_ptr()
+    assert recorder.spec.option("transpose") == (layout == "nk")
+    assert sm90.estmm(randn(T * K, D), g, None, None, offs, 1, layout).shape == w.shape
+    assert recorder.maps == [False, False, False, True, True]
+    assert not recorder.spec.option("transpose")
+    dx, dw, db = sm90.esfk(x, g, w, v, offs, K, layout, True)
+    assert (dx.shape, dw.shape) == ((T * K, D), w.shape)
+    assert db is not None
+    assert recorder.maps == [True, True, False, False, True]
+    assert recorder.values["db"] == db.data_ptr()
+
+
+def test_no_rows_launch_nothing_and_leave_zero_gradients(recorder: Recorder) -> None:
+    offs, none = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    assert sm90.esmm(randn(0, D), randn(E, N, D), None, none, offs, K, "nk").shape == (0, N)
+    assert not sm90.estmm(randn(0, D), randn(0, N), none, None, offs, K, "nk").any()
+    dx, dw, db = sm90.esfk(randn(0, D), randn(0, N), randn(E, N, D), none, offs, K, "nk", True)
+    assert dx.shape == (0, D)
+    assert db is not None
+    assert not dw.any()
+    assert not db.any()
+    assert not hasattr(recorder, "grid")
+
+
+def test_clusters_launch_whole_and_a_given_tile_is_taken(recorder: Recorder) -> None:
+    v, offs = routing()
+    tile = sm90.TileChoice(cluster=2)
+    sm90.esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk", tile)
+    assert recorder.grid == (130, 1, 1)
+    assert recorder.spec.option("cluster") == 2
+
+
+def test_a_measured_tile_beats_the_rule(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    v, offs = routing()
+    arguments = (randn(T, D), randn(E, N, D), None, v, offs, K, "nk")
+    sm90.esmm(*arguments)
+    assert recorder.spec.bm == COOPERATIVE.bm
+    key = cuda_plans_sm90.SpecKey("esmm", BF16, "nk", True)
+    fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16}
+    table = TunedTable().with_entry(cuda_plans_sm90.problem(key, T * K, E, D, N), fields, 1.0)
+    monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
+    cuda_launch.forget_plans()
+    sm90.esmm(*arguments)
+    assert (recorder.spec.bm, recorder.values["group_m"]) == (PINGPONG_LOW.bm, 16)
+
+
+@pytest.mark.parametrize("op", CANDIDATES)
+def test_every_candidate_can_be_generated(op: str) -> None:
+    glu = "concat" if "act" in op else "none"
+    key = cuda_plans_sm90.SpecKey(op, BF16, "nk", True, activation="silu" if "act" in op else "none", glu=glu)
+    for tile in CANDIDATES[op]:
+        render(key.spec(tile))
+
+
+def test_operands_that_the_family_refuses() -> None:
+    good = randn(16, 64)
+    assert sm90.unsupported(good, None, experts=8) == ""
+    assert "expert" in sm90.unsupported(good, experts=5000)
+    assert "float32" in sm90.unsupported(good.float(), experts=8)
+    assert "aligned" in sm90.unsupported(randn(16, 65)[:, :64], experts=8)
+    assert "aligned" in sm90.unsupported(randn(16, 65).flatten()[1:1025].view(16, 64), experts=8)
+    assert "aligned" in sm90.unsupported(good.t(), experts=8)
