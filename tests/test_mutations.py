@@ -13,7 +13,7 @@ import torch
 
 import hexa_fx
 from tests.test_zoo import optimized, rewritten
-from tests.zoo.compare import compare
+from tests.zoo.compare import compare, perturb
 from tests.zoo.mutate import Mutant, mutant
 
 torch.set_num_threads(1)
@@ -44,19 +44,31 @@ def judge(case: Mutant) -> Verdict:
         model, opt = optimized(v, dtype)  # an exception here is the product's: let it fail
         if not rewritten(opt):
             return Verdict("refused", "; ".join(b.reason for b in opt.report.blocks) or "no candidate")
-        for place, (batch, seq) in enumerate(SIZES):
-            for train in (False, True):
-                for args, kwargs in _inputs(case, batch, seq, dtype, place):
-                    try:
-                        found = compare(model, model, args, kwargs, train=train and v.train, seed=place)
-                    except Exception:
-                        continue  # the original raises: nothing to compare with
-                    if not found.within(0.0):
-                        continue  # uninitialised memory, or state kept in Python
-                    found = compare(model, opt, args, kwargs, train=train and v.train, seed=place)
-                    if not found.within(_tolerance(case, dtype)):
-                        return Verdict("WRONG", f"batch {batch}, seq {seq}, train {train}: {found}")
+        for changed in (False, True):
+            if changed:
+                perturb(model, opt)
+            wrong = _first_difference(case, model, opt, dtype)
+            if wrong:
+                return Verdict("WRONG", f"{'after parameters and buffers changed, ' if changed else ''}{wrong}")
     return Verdict("equal")
+
+
+def _first_difference(case: Mutant, model: torch.nn.Module, opt: torch.nn.Module, dtype: torch.dtype) -> str:
+    """Where the two differ, over sizes, modes and inputs; empty if nowhere."""
+    v = case.variant
+    for place, (batch, seq) in enumerate(SIZES):
+        for train in (False, True):
+            for args, kwargs in _inputs(case, batch, seq, dtype, place):
+                try:
+                    found = compare(model, model, args, kwargs, train=train and v.train, seed=place)
+                except Exception:
+                    continue  # the original raises: nothing to compare with
+                if not found.within(0.0):
+                    continue  # uninitialised memory, or state kept in Python
+                found = compare(model, opt, args, kwargs, train=train and v.train, seed=place)
+                if not found.within(_tolerance(case, dtype)):
+                    return f"batch {batch}, seq {seq}, train {train}: {found}"
+    return ""
 
 
 def _tolerance(case: Mutant, dtype: torch.dtype) -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.zoo import pattern_table
-from tests.zoo.compare import compare, operators_run, state_dict_problems
+from tests.zoo.compare import compare, operators_run, perturb, state_dict_problems
 from tests.zoo.registry import VARIANTS
 from tests.zoo.variant import Variant
 
@@ -64,6 +64,12 @@ def test_as_intended_and_exact(v: Variant) -> None:
                 )
             found = compare(model, opt, args, kwargs, train=train and v.train, seed=3)
             assert found.within(TOLERANCE[dtype]), f"batch {batch}, seq {seq}, train {train}: {found}"
+
+    perturb(model, opt)
+    for train in (False, True):
+        args, kwargs = v.inputs(3, 5, dtype, 6)
+        found = compare(model, opt, args, kwargs, train=train and v.train, seed=3)
+        assert found.within(TOLERANCE[dtype]), f"after its parameters and buffers changed, train {train}: {found}"
 
 
 @pytest.mark.parametrize("v", [v for v in VARIANTS if v.expect == "rewritten" and not v.gap], ids=lambda v: v.name)

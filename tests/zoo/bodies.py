@@ -59,6 +59,29 @@ class LoRAExpert(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class FreshLoRAExpert(LoRAExpert):
+    """As LoRA starts: B is zero, so that the addition is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.gate_proj, self.up_proj, self.down_proj):
+            nn.init.zeros_(part.lora_B.weight)
+
+
+class FreshNormExpert(nn.Module):
+    """As a new model starts: norm weight one and bias zero, gamma one, biases zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(D), MLP()
+        self.gamma = nn.Parameter(torch.ones(D))
+        nn.init.zeros_(self.mlp.fc1.bias)
+        nn.init.zeros_(self.mlp.fc2.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gamma * self.mlp(self.norm(x))
+
+
 class PreNormExpert(nn.Module):
     """Each expert normalises its input with its own LayerNorm."""
 
@@ -419,6 +442,8 @@ class Conv1x1Expert(nn.Module):
 
 VARIANTS = (
     variant("body_lora", Mixture, "LoRA with frozen bases in every projection", make_expert=LoRAExpert),
+    variant("body_lora_from_zero", Mixture, "LoRA as it starts, B is zero", make_expert=FreshLoRAExpert),
+    variant("body_norm_from_one", Mixture, "norm, scale and biases as they start", make_expert=FreshNormExpert),
     variant("body_pre_layernorm", Mixture, "LayerNorm per expert before its MLP", make_expert=PreNormExpert),
     variant("body_post_rmsnorm", Mixture, "RMSNorm per expert after its MLP", make_expert=PostNormExpert),
     variant("body_scale", Mixture, "scalar and vector scale per expert", make_expert=ScaledExpert),

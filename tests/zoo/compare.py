@@ -118,6 +118,22 @@ class _CountHexa(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def perturb(original: nn.Module, optimized: nn.Module, seed: int = 0) -> None:
+    """Move every floating parameter and buffer of both models alike, in place, as training does.
+
+    What is zero or one when a model is new (biases, norm weights, correction biases) hides which of two equal numbers the
+    code reads; a rewrite that read the wrong one shows now. Also finds weights that were copied instead of shared.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    named = dict([*optimized.named_parameters(), *optimized.named_buffers()])
+    with torch.no_grad():
+        for name, tensor in [*original.named_parameters(), *original.named_buffers()]:
+            if tensor.is_floating_point():
+                tensor.add_(0.2 * torch.randn(tensor.shape, generator=generator).to(tensor))
+                if named[name].data_ptr() != tensor.data_ptr():
+                    named[name].copy_(tensor)
+
+
 def state_dict_problems(original: nn.Module, optimized: nn.Module) -> list[str]:
     """Sentences on how the two state_dicts differ in keys, order, dtype or bits; empty if they do not."""
     ours, theirs = original.state_dict(), optimized.state_dict()

@@ -66,9 +66,9 @@ class GroupLimited(Routed):
 class BiasCorrected(Routed):
     """DeepSeek-V3: a bias buffer chooses, the unbiased sigmoid score weighs; float32 router."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: float = 0.3) -> None:
         super().__init__(num_experts=6)
-        self.register_buffer("e_score_correction_bias", 0.3 * torch.randn(6))
+        self.register_buffer("e_score_correction_bias", start * torch.randn(6))
 
     def route(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.router(flat).sigmoid()
@@ -362,6 +362,7 @@ VARIANTS = (
     variant("router_sigmoid", Sigmoid, "sigmoid scores, normalised"),
     variant("router_group_limited", GroupLimited, "groups first, then experts", num_experts=6),
     variant("router_bias_corrected", BiasCorrected, "a bias buffer chooses, the plain score weighs"),
+    variant("router_bias_corrected_from_zero", BiasCorrected, "the bias is zero when optimized, later not", start=0.0),
     variant("router_balancing_bias", BalancingBias, "buffers updated in place in train mode"),
     variant("router_jitter", JitterNoise, "jitter on the router's input in train mode"),
     variant("router_jitter_in_place", JitterInPlace, "jitter multiplied into the hidden states in place"),
