@@ -17,7 +17,6 @@ import torch.fx
 from torch.fx import Graph, GraphModule, Node
 
 from hexa_fx.ops import tiles
-from hexa_fx.ops.reindex import reindex_cpu
 from hexa_fx.passes.base import Contract, GraphPass
 from hexa_fx.passes.fuse import FUSED
 
@@ -112,28 +111,35 @@ class _Tiler:
         self.body.output(())
         self.gm.add_submodule("body", GraphModule(torch.nn.Module(), self.body, "Tile"))
         outer = self.outer
-        v, offs, top_k, like = (self.in_outer[n] for n in self.routing)
-        dtype = outer.call_function(getattr, (like, "dtype"))
-        tiling = outer.create_node("call_function", tiles.Tiling, (v, offs, top_k, dtype), name="tiling")
+        tiling = self._tiling(outer)
         cut = not any(n.target in (tiles.estmm, tiles.esfk, tiles.ess) for n in self.body.nodes)
-        operands = [self.in_outer[n] for n in self.operands]
-        args: tuple[Any, ...] = (tiling, outer.get_attr("body"), cut, *operands)
+        args: tuple[Any, ...] = (tiling, outer.get_attr("body"), cut, *(self.in_outer[n] for n in self.operands))
         done = outer.create_node("call_function", tiles.run, args, name="done")
         for node, key in self.keys.items():
             if node.users:
                 self.in_outer[node] = outer.create_node("call_function", tiles.output, (done, key), name=node.name)
         for node in after:
             self.in_outer[node] = outer.node_copy(node, self.in_outer.__getitem__)
-        _without_unused_inverse(outer)
+        outer.eliminate_dead_code()
         self.gm.graph = outer
 
-
-def _without_unused_inverse(graph: Graph) -> None:
-    graph.eliminate_dead_code()
-    for node in graph.nodes:
-        if node.target is hexa.reindex.default:
-            wants = any(user.args[1] == 1 for user in node.users)
-            node.target, node.args = reindex_cpu, (*node.args, wants)
+    def _tiling(self, outer: Graph) -> Node:
+        """The tiling: of the re-index vector that was saved, or together with making one."""
+        v, offs, top_k, like = self.routing
+        if v.op == "placeholder":
+            args = tuple(self.in_outer[n] for n in (v, offs, top_k, like))
+            return outer.create_node("call_function", tiles.routed, args, name="tiling")
+        reindex = v.args[0]
+        assert isinstance(reindex, Node)
+        index, experts = (self.in_outer[n] for n in reindex.all_input_nodes)
+        args = (index, experts, self.in_outer[like])
+        if not any(user.op == "output" for tensor in reindex.users for user in tensor.users):
+            return outer.create_node("call_function", tiles.route, args, name="tiling")
+        both = outer.create_node("call_function", tiles.route_and_reindex, args, name="routing")
+        for tensor in reindex.users:
+            self.in_outer[tensor].args = (both, int(tensor.args[1]) + 1)  # type: ignore[arg-type]
+            both.append(self.in_outer[tensor])
+        return outer.create_node("call_function", operator.getitem, (both, 0), name="tiling")
 
 
 def _routing(graph: Graph) -> tuple[Node, Node, Node, Node] | None:

@@ -74,11 +74,10 @@ def activate_backward(
 def check(h: Tensor, activation: str, glu: str, params: list[float]) -> None:
     """Arguments of activate."""
     check_activation(activation, glu, params)
-    checks.check_floating("activate", h=h)
-    checks.require(h.ndim == 2, "activate", f"h is {checks.shape(h)}; expected a matrix")
-    checks.require(
-        glu == "none" or h.shape[1] % 2 == 0, "activate", f"h is {checks.shape(h)}: gate and up need an even width"
-    )
+    checks.check_floating("activate", ("h",), (h,))
+    checks.check_matrix("activate", "h", h)
+    if glu != "none" and h.shape[1] % 2:
+        raise InputError(f"hexa::activate: h is {checks.shape(h)}: gate and up need an even width")
 
 
 def check_backward(
@@ -93,8 +92,8 @@ def check_backward(
 ) -> None:
     """Arguments of activate_backward."""
     check(h, activation, glu, params)
-    checks.check_floating("activate_backward", h=h, da=da)
-    checks.check_index("activate_backward", h, v=v, offs=offs)
+    checks.check_floating("activate_backward", ("h", "da"), (h, da))
+    checks.check_index("activate_backward", h, ("v", "offs"), (v, offs))
     width = h.shape[1] if glu == "none" else h.shape[1] // 2
     checks.check_rows("activate_backward", "da", da, width)
     if top_k_weights is not None and (v is None or offs is None):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hexa_fx.errors import InputError
@@ -32,7 +34,7 @@ class Activation:
 
     name: str
     forward: Callable[..., Tensor]
-    backward: Callable[..., Tensor | tuple[Tensor, Tensor]]
+    backward: Callable[..., Any]
     params: tuple[float, ...] = ()
     pair: bool = False
 
@@ -64,24 +66,24 @@ ACTIVATIONS: dict[str, Activation] = {
     a.name: a
     for a in (
         Activation("none", lambda h, p: h.clone(), lambda da, h, p: da.clone()),
-        Activation("relu", lambda h, p: aten.relu(h), lambda da, h, p: aten.threshold_backward(da, h, 0)),
-        Activation("relu2", lambda h, p: aten.relu(h).square(), lambda da, h, p: da * (2 * aten.relu(h))),
-        Activation("gelu", lambda h, p: aten.gelu(h), lambda da, h, p: aten.gelu_backward(da, h)),
+        Activation("relu", lambda h, p: torch.relu(h), lambda da, h, p: aten.threshold_backward.default(da, h, 0)),
+        Activation("relu2", lambda h, p: torch.relu(h).square(), lambda da, h, p: da * (2 * torch.relu(h))),
+        Activation("gelu", lambda h, p: F.gelu(h), lambda da, h, p: aten.gelu_backward.default(da, h)),
         Activation(
             "gelu_tanh",
-            lambda h, p: aten.gelu(h, approximate="tanh"),
-            lambda da, h, p: aten.gelu_backward(da, h, approximate="tanh"),
+            lambda h, p: F.gelu(h, approximate="tanh"),
+            lambda da, h, p: aten.gelu_backward.default(da, h, approximate="tanh"),
         ),
-        Activation("silu", lambda h, p: aten.silu(h), lambda da, h, p: aten.silu_backward(da, h)),
+        Activation("silu", lambda h, p: F.silu(h), lambda da, h, p: aten.silu_backward.default(da, h)),
         Activation(
             "quick_gelu", lambda h, p: h * torch.sigmoid(1.702 * h), lambda da, h, p: _quick_gelu_backward(da, h)
         ),
         Activation(
             "sigmoid",
             lambda h, p: torch.sigmoid(h),
-            lambda da, h, p: aten.sigmoid_backward(da, torch.sigmoid(h)),
+            lambda da, h, p: aten.sigmoid_backward.default(da, torch.sigmoid(h)),
         ),
-        Activation("tanh", lambda h, p: torch.tanh(h), lambda da, h, p: aten.tanh_backward(da, torch.tanh(h))),
+        Activation("tanh", lambda h, p: torch.tanh(h), lambda da, h, p: aten.tanh_backward.default(da, torch.tanh(h))),
         Activation("swiglu_oai", _swiglu_oai, _swiglu_oai_backward, params=(1.702, 7.0), pair=True),
     )
 }
@@ -105,8 +107,8 @@ def gate_and_up(h: Tensor, glu: str) -> tuple[Tensor, Tensor]:
     """Views (n, I) of gate and up in a gated pre-activation (n, 2I)."""
     if glu == "interleaved":
         return h[:, ::2], h[:, 1::2]
-    half = h.shape[1] // 2
-    return h[:, :half], h[:, half:]
+    gate, up = h.chunk(2, dim=1)
+    return gate, up
 
 
 def activation_forward(h: Tensor, activation: str, glu: str, params: Params) -> Tensor:

@@ -16,38 +16,60 @@ def shape(t: Tensor) -> str:
     return f"{t.dtype} {tuple(t.shape)}"
 
 
-def require(condition: bool, op: str, message: str) -> None:
-    """Raises InputError ``hexa::<op>: <message>`` unless the condition holds."""
-    if not condition:
-        raise InputError(f"hexa::{op}: {message}")
-
-
-def check_floating(op: str, **tensors: Tensor | None) -> None:
-    """All given tensors have one supported floating-point dtype and lie on one device."""
-    first_name, first = next((n, t) for n, t in tensors.items() if t is not None)
-    if first.dtype not in FLOATING:
-        raise InputError(f"hexa::{op}: {first_name} has dtype {first.dtype}; expected one of {FLOATING}")
-    for name, t in tensors.items():
+def check_floating(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
+    """All given tensors (the first is) have one supported floating-point dtype and lie on one device."""
+    first = tensors[0]
+    assert first is not None
+    dtype, device = first.dtype, first.device
+    if dtype not in FLOATING:
+        raise InputError(f"hexa::{op}: {names[0]} has dtype {dtype}; expected one of {FLOATING}")
+    for name, t in zip(names, tensors, strict=True):
         if t is None:
             continue
-        if t.dtype != first.dtype:
+        if t.dtype != dtype:
             raise InputError(
-                f"hexa::{op}: {first_name} is {first.dtype} but {name} is {t.dtype}; cast one of them, or run under "
+                f"hexa::{op}: {names[0]} is {dtype} but {name} is {t.dtype}; cast one of them, or run under "
                 "torch.autocast"
             )
-        if t.device != first.device:
-            raise InputError(f"hexa::{op}: {first_name} is on {first.device} but {name} is on {t.device}")
+        if t.device != device:
+            raise InputError(f"hexa::{op}: {names[0]} is on {device} but {name} is on {t.device}")
 
 
-def check_index(op: str, like: Tensor, **tensors: Tensor | None) -> None:
+def check_index(op: str, like: Tensor, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
     """All given tensors are int32 vectors on the device of ``like``, as `hexa::reindex` makes them."""
-    for name, t in tensors.items():
+    for name, t in zip(names, tensors, strict=True):
         if t is None:
             continue
         if t.dtype != torch.int32 or t.ndim != 1:
             raise InputError(f"hexa::{op}: {name} is {shape(t)}; expected an int32 vector, as hexa::reindex returns it")
         if t.device != like.device:
             raise InputError(f"hexa::{op}: {name} is on {t.device}, the data on {like.device}")
+
+
+def check_matrix(op: str, name: str, t: Tensor) -> None:
+    """t has two dimensions."""
+    if t.ndim != 2:
+        raise InputError(f"hexa::{op}: {name} is {shape(t)}; expected a matrix")
+
+
+def check_routing(op: str, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> None:
+    """top_k_index is integer (T, k) and top_k_weights None or floating (T, k), both on x's device."""
+    index = top_k_index
+    if index.ndim != 2 or index.dtype not in INTEGER or index.shape[0] != x.shape[0]:
+        raise InputError(
+            f"hexa::{op}: top_k_index is {shape(index)}; expected integer ({x.shape[0]}, experts a token), as x is "
+            f"{shape(x)}"
+        )
+    if index.shape[1] < 1:
+        raise InputError(f"hexa::{op}: top_k_index is {shape(index)}; expected one expert a token or more")
+    if index.device != x.device:
+        raise InputError(f"hexa::{op}: top_k_index is on {index.device}, x on {x.device}")
+    if top_k_weights is None:
+        return
+    if top_k_weights.shape != index.shape or top_k_weights.dtype not in FLOATING:
+        raise InputError(f"hexa::{op}: top_k_weights is {shape(top_k_weights)}; expected floating {tuple(index.shape)}")
+    if top_k_weights.device != x.device:
+        raise InputError(f"hexa::{op}: top_k_weights is on {top_k_weights.device}, x on {x.device}")
 
 
 def check_layout(op: str, layout: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library
 from hexa_fx.ops.rows import accumulate_dtype, invert, routed_rows
 
@@ -35,21 +36,20 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
 
 def check(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> None:
     """Arguments of combine."""
-    checks.check_floating("combine", y=y)
-    checks.check_index("combine", y, inv=inv, offs=offs)
-    checks.require(y.ndim == 2, "combine", f"y is {checks.shape(y)}; expected a matrix")
+    checks.check_floating("combine", ("y",), (y,))
+    checks.check_index("combine", y, ("inv", "offs"), (inv, offs))
+    checks.check_matrix("combine", "y", y)
     checks.check_rows("combine", "y", y, y.shape[1], inv)
-    checks.require(top_k >= 1, "combine", f"top_k is {top_k}; expected 1 or more")
-    if top_k_weights is None:
+    if top_k < 1:
+        raise InputError(f"hexa::combine: top_k is {top_k}; expected 1 or more")
+    w = top_k_weights
+    if w is None:
         return
-    checks.require(
-        top_k_weights.ndim == 2 and top_k_weights.shape[1] == top_k and top_k_weights.numel() == inv.shape[0],
-        "combine",
-        f"top_k_weights is {checks.shape(top_k_weights)}; expected ({inv.shape[0] // top_k}, {top_k})",
-    )
-    checks.require(
-        top_k_weights.device == y.device, "combine", f"top_k_weights is on {top_k_weights.device}, y on {y.device}"
-    )
+    if w.ndim != 2 or w.shape[1] != top_k or w.numel() != inv.shape[0] or w.dtype not in checks.FLOATING:
+        expected = f"floating ({inv.shape[0] // top_k}, {top_k})"
+        raise InputError(f"hexa::combine: top_k_weights is {checks.shape(w)}; expected {expected}")
+    if w.device != y.device:
+        raise InputError(f"hexa::combine: top_k_weights is on {w.device}, y on {y.device}")
 
 
 def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:

@@ -26,6 +26,9 @@ _GROUPED_MM_FLOPS = 1 << 22
 _GROUPED_MM_EXPERTS = 8
 """Fewer experts than this are not worth preparing torch's grouped matmul for."""
 
+_SMALL = 1 << 14
+"""Elements up to which another copy costs less than preparing slices to write into."""
+
 _FEW_ROWS = 4
 """Fewer rows than this read a half-type weight once anyway: converting it first would only add traffic."""
 
@@ -60,33 +63,47 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if multiplies_in_float32(dtype) else dtype
 
 
-def multiply_groups(x: Tensor, weight: Tensor, bias: Tensor | None, groups: list[Group], out: Tensor) -> None:
-    """``out[p] = x[p] @ weight[e(p)] + bias[e(p)]``.
+def multiply_groups(x: Tensor, weight: Tensor, bias: Tensor | None, groups: list[Group]) -> Tensor:
+    """``x[p] @ weight[e(p)] + bias[e(p)]`` (n, N) in x's dtype.
 
     Args:
         x: (n, K), the groups' rows one after the other, in `compute_dtype` of the weight's.
         weight: (E, K, N), any strides.
         bias: (E, N) or None.
         groups: all rows of x.
-        out: (n, N) in x's dtype.
     """
+    if len(groups) == 1:
+        return multiply(x, weight, bias, groups[0][0])
+    if x.shape[0] * weight.shape[2] <= _SMALL:
+        rows = x.split_with_sizes([end - start for _, start, end in groups])
+        return torch.cat([multiply(part, weight, bias, group[0]) for group, part in zip(groups, rows, strict=True)])
+    out = x.new_empty((x.shape[0], weight.shape[2]))
+    multiply_groups_into(x, weight, bias, groups, out)
+    return out
+
+
+def multiply_groups_into(x: Tensor, weight: Tensor, bias: Tensor | None, groups: list[Group], out: Tensor) -> None:
+    """`multiply_groups` into ``out`` (n, N), which may be a part of wider rows."""
     half = multiplies_in_float32(weight.dtype)
     for (e, _, _), rows, y in split(groups, x, out):
         if half:
-            _multiply_half(rows, weight[e], None if bias is None else bias[e], y)
+            y.copy_(multiply(rows, weight, bias, e))
         elif bias is None:
             torch.mm(rows, weight[e], out=y)
         else:
             torch.addmm(bias[e], rows, weight[e], out=y)
 
 
-def _multiply_half(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if x.shape[0] < _FEW_ROWS and (weight.dtype == torch.bfloat16 or weight.stride(0) == 1):
-        out.copy_(torch.mm(x.to(weight.dtype), weight))
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    """One expert's ``x @ weight + bias`` in x's dtype."""
+    w = weight[expert]
+    if x.dtype == w.dtype:
+        return torch.mm(x, w) if bias is None else torch.addmm(bias[expert], x, w)
+    if x.shape[0] < _FEW_ROWS and (w.dtype == torch.bfloat16 or w.stride(0) == 1):
+        y = torch.mm(x.to(w.dtype), w).float()
     else:
-        torch.mm(x, weight.float(), out=out)
-    if bias is not None:
-        out.add_(bias)
+        y = torch.mm(x, w.float())
+    return y if bias is None else y.add_(bias[expert])
 
 
 def outer_groups(x: Tensor, g: Tensor, groups: list[Group], out: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.tiles import whole
 
@@ -45,13 +46,14 @@ def check(
     x: Tensor, g: Tensor, weight: Tensor, x_index: Tensor | None, offs: Tensor, top_k: int, layout: str, has_bias: bool
 ) -> None:
     """Arguments of esfk."""
-    checks.check_floating("esfk", x=x, g=g, weight=weight)
-    checks.check_index("esfk", x, x_index=x_index, offs=offs)
+    checks.check_floating("esfk", ("x", "g", "weight"), (x, g, weight))
+    checks.check_index("esfk", x, ("x_index", "offs"), (x_index, offs))
     _, k, n = checks.check_weight("esfk", "weight", weight, layout, offs)
     checks.check_rows("esfk", "x", x, k, x_index, top_k)
     checks.check_rows("esfk", "g", g, n)
     rows = (x if x_index is None else x_index).shape[0]
-    checks.require(rows == g.shape[0], "esfk", f"x gives {rows} rows and g {g.shape[0]}")
+    if rows != g.shape[0]:
+        raise InputError(f"hexa::esfk: x gives {rows} rows and g {g.shape[0]}")
 
 
 def esfk_cpu(

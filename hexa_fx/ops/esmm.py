@@ -44,8 +44,8 @@ def check(
     x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
 ) -> None:
     """Shapes, dtypes and devices of the arguments."""
-    checks.check_floating("esmm", x=x, weight=weight, bias=bias)
-    checks.check_index("esmm", x, v=v, offs=offs)
+    checks.check_floating("esmm", ("x", "weight", "bias"), (x, weight, bias))
+    checks.check_index("esmm", x, ("v", "offs"), (v, offs))
     experts, k, n = checks.check_weight("esmm", "weight", weight, layout, offs)
     checks.check_rows("esmm", "x", x, k, v, top_k)
     checks.check_bias("esmm", "bias", bias, experts, n)

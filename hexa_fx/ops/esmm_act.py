@@ -77,8 +77,8 @@ def check(
     keep_h: bool = True,
 ) -> None:
     """Shapes, dtypes and devices of the arguments."""
-    checks.check_floating("esmm_act", x=x, w1=w1, b1=b1, w3=w3, b3=b3)
-    checks.check_index("esmm_act", x, v=v, offs=offs)
+    checks.check_floating("esmm_act", ("x", "w1", "b1", "w3", "b3"), (x, w1, b1, w3, b3))
+    checks.check_index("esmm_act", x, ("v", "offs"), (v, offs))
     experts, k, n = checks.check_weight("esmm_act", "w1", w1, layout, offs)
     checks.check_rows("esmm_act", "x", x, k, v, top_k)
     check_first_projection("esmm_act", experts, n, w1, b1, w3, b3, activation, glu, params)
@@ -105,8 +105,10 @@ def check_first_projection(
             raise InputError(f"hexa::{op}: w3 is {seen}; with glu 'split' it is shaped as w1 {tuple(w1.shape)}")
         checks.check_bias(op, "b3", b3, experts, n)
         return
-    checks.require(w3 is None and b3 is None, op, f"w3 and b3 belong to glu 'split', not to {glu!r}")
-    checks.require(glu == "none" or n % 2 == 0, op, f"w1 is {checks.shape(w1)}: gate and up need an even width")
+    if w3 is not None or b3 is not None:
+        raise InputError(f"hexa::{op}: w3 and b3 belong to glu 'split', not to {glu!r}")
+    if glu != "none" and n % 2:
+        raise InputError(f"hexa::{op}: w1 is {checks.shape(w1)}: gate and up need an even width")
 
 
 def esmm_act_cpu(

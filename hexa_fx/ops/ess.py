@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.rows import accumulate_dtype, expert_rows, invert
 from hexa_fx.ops.tiles import whole
@@ -36,14 +37,20 @@ def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | N
 
 def check(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
     """Arguments of ess."""
-    checks.check_floating("ess", g=g)
-    checks.check_index("ess", g, v=v, offs=offs)
-    checks.require(g.ndim == 2, "ess", f"g is {checks.shape(g)}; expected a matrix")
+    checks.check_floating("ess", ("g",), (g,))
+    checks.check_index("ess", g, ("v", "offs"), (v, offs))
+    checks.check_matrix("ess", "g", g)
     checks.check_rows("ess", "g", g, g.shape[1], v, top_k)
     if scale is None:
         return
-    checks.require(v is not None, "ess", "scale is by slot, so it needs v")
-    checks.require(scale.device == g.device, "ess", f"scale is on {scale.device}, g on {g.device}")
+    if v is None:
+        raise InputError("hexa::ess: scale is by slot, so it needs v")
+    if scale.numel() != v.shape[0] or scale.dtype not in checks.FLOATING:
+        raise InputError(
+            f"hexa::ess: scale is {checks.shape(scale)}; expected {v.shape[0]} floating numbers, one a slot"
+        )
+    if scale.device != g.device:
+        raise InputError(f"hexa::ess: scale is on {scale.device}, g on {g.device}")
 
 
 def ess_cpu(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:

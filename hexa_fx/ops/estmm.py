@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.rows import flip, gather_rows, invert
 from hexa_fx.ops.tiles import whole
@@ -43,27 +44,24 @@ def check(
     x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
 ) -> None:
     """Arguments of estmm."""
-    checks.check_floating("estmm", x=x, g=g)
-    checks.check_index("estmm", x, x_index=x_index, g_index=g_index, offs=offs)
+    checks.check_floating("estmm", ("x", "g"), (x, g))
+    checks.check_index("estmm", x, ("x_index", "g_index", "offs"), (x_index, g_index, offs))
     checks.check_layout("estmm", layout)
-    checks.require(
-        x.ndim == 2 and g.ndim == 2, "estmm", f"x is {checks.shape(x)}, g {checks.shape(g)}; expected matrices"
-    )
-    checks.check_rows("estmm", "x", x, x.shape[1], x_index, top_k)
-    checks.check_rows("estmm", "g", g, g.shape[1], g_index, top_k)
+    for name, t, index in (("x", x, x_index), ("g", g, g_index)):
+        checks.check_matrix("estmm", name, t)
+        checks.check_rows("estmm", name, t, t.shape[1], index, top_k)
     rows = [(x if x_index is None else x_index).shape[0], (g if g_index is None else g_index).shape[0]]
-    checks.require(rows[0] == rows[1], "estmm", f"x gives {rows[0]} rows and g {rows[1]}")
+    if rows[0] != rows[1]:
+        raise InputError(f"hexa::estmm: x gives {rows[0]} rows and g {rows[1]}")
 
 
 def estmm_cpu(
     x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
 ) -> Tensor:
     """CPU kernel."""
-    rows = x if x_index is None else x_index
-    tile = whole(None, offs, 1, x, rows.shape[0])
-    x_rows = tile.operand(gather_rows(x, x_index, top_k), None)
-    g_rows = tile.operand(gather_rows(g, g_index, top_k), None)
-    tiles.estmm(tile, "dw", x_rows, g_rows, False, False, layout)
+    x, g = gather_rows(x, x_index, top_k), gather_rows(g, g_index, top_k)
+    tile = whole(None, offs, 1, x)
+    tiles.estmm(tile, "dw", tile.operand(x, None), tile.operand(g, None), False, False, layout)
     return tiles.output(tile.tiling, "dw")
 
 

@@ -28,6 +28,8 @@ Kernel = Callable[..., Any]
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _KERNELS: dict[tuple[str, str], Kernel] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+_BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+_DENSE = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
 )
@@ -48,7 +50,7 @@ def overload(name: str) -> torch._ops.OpOverload:
     return result
 
 
-def register_kernel(name: str, device: str, kernel: Kernel, check: Callable[..., None] | None = None) -> None:
+def register_kernel(name: str, device: str, kernel: Kernel, check: Callable[..., None] | None = None) -> Kernel:
     """Makes ``kernel`` the implementation of ``hexa::<name>`` on one device type.
 
     Args:
@@ -56,6 +58,9 @@ def register_kernel(name: str, device: str, kernel: Kernel, check: Callable[...,
         device: ``cpu``, ``cuda``, ... or ``any`` for the implementation of devices that have none of their own.
         kernel: takes the schema's arguments in order. Runs below autograd and outside autocast.
         check: takes the same arguments and raises on bad ones. Skipped when a checked program calls the kernel.
+
+    Returns:
+        What was registered: the check, then the kernel outside autocast.
     """
     global kernel_generation
     kernel_generation += 1
@@ -70,6 +75,7 @@ def register_kernel(name: str, device: str, kernel: Kernel, check: Callable[...,
 
     key = "CompositeExplicitAutograd" if device == "any" else device.upper()
     _LIBRARY.impl(name, checked, key)
+    return checked
 
 
 def kernel_for(name: str, device: str) -> Kernel:
@@ -121,6 +127,21 @@ def register_autocast(name: str, cast: Sequence[int]) -> None:
         _LIBRARY.impl(
             name, _autocast_kernel(name, device, frozenset(cast)), f"Autocast{device.upper()}", with_keyset=True
         )
+
+
+def is_plain(keyset: torch._C.DispatchKeySet) -> bool:
+    """Nothing stands between autograd and the kernel: no mode, no tensor subclass, no tracing."""
+    return (keyset & _BELOW_AUTOGRAD).highestPriorityTypeId() in _DENSE
+
+
+def is_plain_tensor(t: Tensor) -> bool:
+    """The same, asked of a tensor where no keyset is at hand."""
+    return (
+        type(t) is Tensor
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch.is_grad_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
 
 
 def without_autocast() -> torch._C._ExcludeDispatchKeyGuard:

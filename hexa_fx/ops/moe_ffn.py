@@ -24,6 +24,7 @@ from hexa_fx.ops import checks, library
 from hexa_fx.ops.esmm_act import check_first_projection
 from hexa_fx.ops.program import FfnRequest, programs
 
+_OPS = torch.ops.hexa
 _WEIGHTS = "Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor w2, Tensor? b2"
 _STATIC = "str activation, str glu, float[] params, str layout1, str layout2, bool recompute_h"
 
@@ -73,7 +74,7 @@ def moe_ffn(
     Raises:
         InputError: shapes, dtypes or devices that do not fit; an expert id out of range (CPU); a second derivative.
     """
-    y: Tensor = torch.ops.hexa.moe_ffn(x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2, *_static_of(spec))
+    y: Tensor = _OPS.moe_ffn.default(x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2, *_static_of(spec))
     return y
 
 
@@ -120,37 +121,26 @@ def check(
 ) -> None:
     """Shapes, dtypes and devices of the arguments."""
     op = "moe_ffn"
-    checks.check_floating(op, x=x, w1=w1, b1=b1, w3=w3, b3=b3, w2=w2, b2=b2)
+    checks.check_floating(op, _NAMES, (x, w1, b1, w3, b3, w2, b2))
     experts, model_size, n = checks.check_weight(op, "w1", w1, layout1)
     checks.check_rows(op, "x", x, model_size)
     check_first_projection(op, experts, n, w1, b1, w3, b3, activation, glu, params)
     experts2, k2, n2 = checks.check_weight(op, "w2", w2, layout2)
     inner = n // 2 if glu in ("concat", "interleaved") else n
-    if (experts2, k2) != (experts, inner):
+    if experts2 != experts or k2 != inner:
         raise InputError(
             f"hexa::{op}: w2 is {checks.shape(w2)}, {experts2} experts of {k2} inputs in layout {layout2}; "
             f"w1 gives {experts} experts of intermediate size {inner}"
         )
     checks.check_bias(op, "b2", b2, experts, n2)
-    if top_k_index.dtype not in checks.INTEGER or top_k_index.ndim != 2 or top_k_index.shape[0] != x.shape[0]:
-        raise InputError(
-            f"hexa::{op}: top_k_index is {checks.shape(top_k_index)}; expected integer ({x.shape[0]}, experts a token)"
-        )
-    checks.require(top_k_index.shape[1] >= 1, op, "top_k_index names no expert; expected k of 1 or more")
-    checks.require(top_k_index.device == x.device, op, f"top_k_index is on {top_k_index.device}, x on {x.device}")
-    if top_k_weights is None:
-        return
-    if top_k_weights.shape != top_k_index.shape or not top_k_weights.is_floating_point():
-        raise InputError(
-            f"hexa::{op}: top_k_weights is {checks.shape(top_k_weights)}; expected floating {tuple(top_k_index.shape)}"
-        )
-    checks.require(top_k_weights.device == x.device, op, f"top_k_weights is on {top_k_weights.device}, x on {x.device}")
+    checks.check_routing(op, x, top_k_index, top_k_weights)
 
 
 def _given(tensors: tuple[Any, ...]) -> tuple[bool, ...]:
     return tuple(t is not None for t in tensors)
 
 
+_NAMES = ("x", "w1", "b1", "w3", "b3", "w2", "b2")
 _NO_GRADS = (False,) * 8
 
 
@@ -211,43 +201,55 @@ def _fake_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -
 
 
 class _MoeFfn(torch.autograd.Function):
-    """The autograd unit. Calls the operators below autograd so that a compiler sees them as nodes."""
+    """The autograd unit. Calls the operators below autograd so that a compiler sees them as nodes.
+
+    On plain tensors, with nothing there that would want to see them, it calls their kernels directly: torch's
+    dispatcher takes as long to reach a Python kernel as a small layer takes to run.
+    """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2 = args[:9]
+    def forward(ctx: Any, plain: bool, *args: Any) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
-            y, h, v, inv, offs = torch.ops.hexa.moe_ffn_forward(*args)
-        needs = ctx.needs_input_grad
-        recompute_h = args[14]
+            y, h, v, inv, offs = (_run_forward if plain else _OPS.moe_ffn_forward.default)(*args)
+        needs = ctx.needs_input_grad[1:]
+        x, top_k_index, recompute_h = args[0], args[1], args[14]
         keep_x = x if needs[3] or needs[5] or recompute_h else None
-        ctx.save_for_backward(keep_x, None if recompute_h else h, v, inv, offs, top_k_weights, w1, b1, w3, b3, w2, b2)
-        ctx.static = (top_k_index.shape[1], *args[9:])
-        ctx.needs = [needs[0], *needs[2:9]]
+        ctx.save_for_backward(keep_x, None if recompute_h else h, v, inv, offs, *args[2:9])
+        ctx.static = (top_k_index.shape[1], *args[9:], [needs[0], *needs[2:9]])
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = iter(torch.ops.hexa.moe_ffn_backward(grads[0], *ctx.saved_tensors, *ctx.static, ctx.needs))
-        first, *others = (next(found) if need else None for need in ctx.needs)
-        return first, None, *others, *(None,) * 6
+        args = (grads[0], *ctx.saved_tensors, *ctx.static)
+        if library.is_plain_tensor(grads[0]):
+            with torch._C._AutoDispatchBelowAutograd():
+                found = _run_backward(*args)
+        else:
+            found = _OPS.moe_ffn_backward.default(*args)
+        left = iter(found)
+        del found
+        first, *others = (next(left) if need else None for need in args[-1])
+        return None, first, None, *others, *(None,) * 6
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+    plain = library.is_plain(keyset)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-        return _MoeFfn.apply(*args)
+        return _MoeFfn.apply(plain, *args)
     with torch._C._AutoDispatchBelowAutograd():
-        return library.overload("moe_ffn").redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        if plain:
+            return _run(*args)
+        return _OPS.moe_ffn.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
-library.register_kernel("moe_ffn", "any", _moe_ffn, check)
+_run = library.register_kernel("moe_ffn", "any", _moe_ffn, check)
 library.register_fake("moe_ffn", _fake, check)
 library.register_autograd_kernel("moe_ffn", _autograd)
 library.register_autocast("moe_ffn", cast=(0, 3, 4, 5, 6, 7, 8))
 
-library.register_kernel("moe_ffn_forward", "any", _moe_ffn_forward, check)
+_run_forward = library.register_kernel("moe_ffn_forward", "any", _moe_ffn_forward, check)
 library.register_fake("moe_ffn_forward", _fake_forward, check)
 
-library.register_kernel("moe_ffn_backward", "any", _moe_ffn_backward)
+_run_backward = library.register_kernel("moe_ffn_backward", "any", _moe_ffn_backward)
 library.register_fake("moe_ffn_backward", _fake_backward)
 library.refuse_double_backward("moe_ffn_backward")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
@@ -45,43 +46,74 @@ def check(top_k_index: Tensor, num_experts: int) -> None:
         raise InputError(
             f"hexa::reindex: top_k_index is {checks.shape(top_k_index)}; expected integer (tokens, experts a token)"
         )
-    checks.require(num_experts >= 1, "reindex", f"num_experts is {num_experts}; expected 1 or more")
+    if num_experts < 1:
+        raise InputError(f"hexa::reindex: num_experts is {num_experts}; expected 1 or more")
 
 
-def reindex_cpu(top_k_index: Tensor, num_experts: int, inverse: bool = True) -> tuple[Tensor, Tensor | None, Tensor]:
-    """CPU kernel: a stable sort, and the offsets by bisection of the sorted ids. Without ``inverse`` inv is None."""
+def reindex_cpu(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """CPU kernel."""
+    return sort_slots(top_k_index, num_experts).tensors()
+
+
+@dataclass(frozen=True)
+class SortedSlots:
+    """A routing on the CPU, as its kernels use it.
+
+    Args:
+        slots: (n,) int64, slot of every row.
+        token: (n,) int64, ``slots // top_k``.
+        bounds: E + 1 row offsets.
+    """
+
+    slots: Tensor
+    token: Tensor
+    bounds: list[int]
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(v, inv, offs) of reindex."""
+        rows = torch.arange(self.slots.shape[0], dtype=torch.int32)
+        inv = torch.empty_like(rows).scatter_(0, self.slots, rows)
+        return self.slots.to(torch.int32), inv, int_tensor("i", self.bounds)
+
+
+def sort_slots(top_k_index: Tensor, num_experts: int) -> SortedSlots:
+    """A stable sort of the slots by expert.
+
+    Raises:
+        InputError: an expert id below 0 or above ``num_experts``.
+    """
+    tokens, top_k = top_k_index.shape
+    if tokens * top_k <= _FEW_SLOTS:
+        return _sort_few([e for row in top_k_index.tolist() for e in row], top_k, num_experts)
     ids = top_k_index.reshape(-1)
-    if ids.numel() <= _FEW_SLOTS:
-        return _reindex_few(ids.tolist(), num_experts, inverse)
-    if ids.numel() >= _MANY_SLOTS:
+    if tokens * top_k >= _MANY_SLOTS:
         _check_range(ids, num_experts)
         ids = ids.to(_narrowest(num_experts))
-    ids, order = torch.sort(ids, stable=True)
-    offs = torch.searchsorted(ids, _expert_ids(num_experts, ids.dtype), out_int32=True)
-    if ids.numel() and (offs[0].item() or ids[-1].item() > num_experts):
-        _check_range(top_k_index, num_experts)
-    if not inverse:
-        return order.to(torch.int32), None, offs
-    rows = torch.arange(order.shape[0], dtype=torch.int32)
-    return order.to(torch.int32), torch.empty_like(rows).scatter_(0, order, rows), offs
+    ids, slots = torch.sort(ids, stable=True)
+    *bounds, end = torch.searchsorted(ids, _boundaries(num_experts, ids.dtype), out_int32=True).tolist()
+    if bounds[0] or end != tokens * top_k:
+        _check_range(ids, num_experts)
+    token = slots if top_k == 1 else slots.div(top_k, rounding_mode="floor")
+    return SortedSlots(slots, token, bounds)
 
 
-def _reindex_few(ids: list[int], num_experts: int, inverse: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+def _sort_few(ids: list[int], top_k: int, num_experts: int) -> SortedSlots:
     """The same in Python: a dozen tensor operators cost more than sorting a few numbers."""
-    slots = sorted(range(len(ids)), key=ids.__getitem__)
-    if slots and (ids[slots[0]] < 0 or ids[slots[-1]] > num_experts):
-        _refuse(ids[slots[0]], ids[slots[-1]], num_experts)
-    counts = [0] * (num_experts + 2)
+    order = sorted(range(len(ids)), key=ids.__getitem__)
+    if ids:
+        _refuse(ids[order[0]], ids[order[-1]], num_experts)
+    bounds = [0] * (num_experts + 2)
     for e in ids:
-        counts[e + 1] += 1
-    rows = [0] * len(ids)
-    for row, slot in enumerate(slots):
-        rows[slot] = row
-    return _int32(slots), _int32(rows) if inverse else None, _int32(list(accumulate(counts[: num_experts + 1])))
+        bounds[e + 1] += 1
+    bounds = list(accumulate(bounds[: num_experts + 1]))
+    slots = int_tensor("q", order)
+    return SortedSlots(slots, slots if top_k == 1 else int_tensor("q", [s // top_k for s in order]), bounds)
 
 
-def _int32(values: list[int]) -> Tensor:
-    return torch.frombuffer(array("i", values), dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
+def int_tensor(code: str, values: list[int]) -> Tensor:
+    """An int32 (``i``) or int64 (``q``) tensor of a few numbers; torch.tensor takes three times as long."""
+    dtype = torch.int32 if code == "i" else torch.int64
+    return torch.frombuffer(array(code, values), dtype=dtype) if values else torch.empty(0, dtype=dtype)
 
 
 def _check_range(ids: Tensor, num_experts: int) -> None:
@@ -99,15 +131,15 @@ def _refuse(low: int, high: int, num_experts: int) -> None:
 
 def _narrowest(num_experts: int) -> torch.dtype:
     """torch sorts short integers by radix, in a fraction of the time."""
-    if num_experts <= torch.iinfo(torch.uint8).max:
+    if num_experts < torch.iinfo(torch.uint8).max:
         return torch.uint8
-    return torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
+    return torch.int16 if num_experts < torch.iinfo(torch.int16).max else torch.int32
 
 
 @lru_cache(maxsize=64)
-def _expert_ids(num_experts: int, dtype: torch.dtype) -> Tensor:
-    """0 .. E, read only."""
-    return torch.arange(num_experts + 1, dtype=dtype)
+def _boundaries(num_experts: int, dtype: torch.dtype) -> Tensor:
+    """0 .. E + 1, read only."""
+    return torch.arange(num_experts + 2, dtype=dtype)
 
 
 def _fake(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from hexa_fx.ops import cpu
 from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up
 from hexa_fx.ops.cpu import Group, accumulate_dtype, as_kn, compute_dtype
+from hexa_fx.ops.reindex import int_tensor, sort_slots
 
 TILE_ELEMENTS = 1 << 17
 """Elements a thread of a tile's rows: what several operators go over should fit a core's cache."""
@@ -28,36 +29,33 @@ TILE_ELEMENTS = 1 << 17
 _PIECE_ROWS = 512
 """Rows at which a matmul is efficient: a longer expert may be done in pieces."""
 
-_BAG_ROWS = 1024
-"""Rows an expert up to which adding them one after the other is precise enough."""
+_FEW_ROWS = 16
+"""So few rows are one tile at any width."""
 
-
-def _identity(t: Tensor) -> Tensor:
-    return t
+_SMALL = 1 << 14
+"""Elements up to which another copy costs less than preparing slices to write into."""
 
 
 class Tiling:
     """All tiles of one routing, and the outputs that they fill together.
 
     Args:
-        v: (n,) int32 of reindex, or None when no operand is gathered.
-        offs: (E+1,) int32 of reindex.
+        slots: (n,) int64, slot of every row; None when no operand is gathered.
+        token: (n,) int64, token of every row; None likewise.
+        bounds: E + 1 row offsets.
+        n: rows, with those that have no expert.
         top_k: slots a token.
         dtype: of the operands and the outputs.
     """
 
-    def __init__(self, v: Tensor | None, offs: Tensor, top_k: int, dtype: torch.dtype) -> None:
-        self.bounds: list[int] = offs.tolist()
+    def __init__(
+        self, slots: Tensor | None, token: Tensor | None, bounds: list[int], n: int, top_k: int, dtype: torch.dtype
+    ) -> None:
+        self.slots, self.token, self.bounds = slots, token, bounds
+        self.n, self.tokens = n, n // top_k
+        self.experts, self.routed = len(bounds) - 1, bounds[-1]
         self.dtype = dtype
         self.wide = accumulate_dtype(dtype)
-        self.as_operands = _identity if self.wide == dtype else partial(_cast, dtype=dtype)
-        self.offs = offs
-        self.routed = self.bounds[-1]
-        self.experts = len(self.bounds) - 1
-        self.slots = None if v is None else v.long()
-        self.token = self.slots if top_k == 1 or self.slots is None else self.slots.div(top_k, rounding_mode="floor")
-        self.n = self.routed if v is None else v.shape[0]
-        self.tokens = self.n // top_k
         self.outputs: dict[str, Callable[[], Tensor]] = {}
         self.buffers: dict[str, Tensor] = {}
 
@@ -73,6 +71,37 @@ class Tiling:
             self.outputs[key] = partial(finish or _identity, found)
         return found
 
+    def accumulator(self, key: str, rows: int, columns: int) -> Tensor:
+        """A float32 (float64) output that tiles add to, zero at first; it ends in the operands' dtype."""
+        found = self.buffers.get(key)
+        if found is None:
+            found = self.buffers[key] = torch.zeros((rows, columns), dtype=self.wide)
+            self.outputs[key] = partial(_identity if self.wide == self.dtype else _cast, found, self.dtype)
+        return found
+
+
+def route(top_k_index: Tensor, num_experts: int, like: Tensor) -> Tiling:
+    """The tiling of a routing, for operands like ``like``."""
+    found = sort_slots(top_k_index, num_experts)
+    return Tiling(found.slots, found.token, found.bounds, found.slots.shape[0], top_k_index.shape[1], like.dtype)
+
+
+def route_and_reindex(top_k_index: Tensor, num_experts: int, like: Tensor) -> tuple[Tiling, Tensor, Tensor, Tensor]:
+    """`route` and the tensors (v, inv, offs) that `hexa::reindex` gives."""
+    found = sort_slots(top_k_index, num_experts)
+    tiling = Tiling(found.slots, found.token, found.bounds, found.slots.shape[0], top_k_index.shape[1], like.dtype)
+    return tiling, *found.tensors()
+
+
+def routed(v: Tensor | None, offs: Tensor, top_k: int, like: Tensor) -> Tiling:
+    """The tiling of what `hexa::reindex` gave; with v None, of operands in expert order, of as many rows as like."""
+    bounds: list[int] = offs.tolist()
+    if v is None:
+        return Tiling(None, None, bounds, like.shape[0], 1, like.dtype)
+    slots = v.long()
+    token = slots if top_k == 1 else slots.div(top_k, rounding_mode="floor")
+    return Tiling(slots, token, bounds, v.shape[0], top_k, like.dtype)
+
 
 def run(tiling: Tiling, body: torch.nn.Module, pieces: bool, *operands: Any) -> Tiling:
     """Calls ``body(tile, *operands)`` for every tile (once with an empty one when there is no row at all).
@@ -83,21 +112,22 @@ def run(tiling: Tiling, body: torch.nn.Module, pieces: bool, *operands: Any) -> 
         pieces: a long expert may be cut (where nothing sums over its rows).
         operands: tensors and None.
     """
-    width = max(max(t.shape[-2:]) if t.ndim == 3 else t.shape[-1] for t in operands if t is not None)
-    limit = max(1, TILE_ELEMENTS * torch.get_num_threads() // max(width, 1))
+    groups = cpu.groups_of(tiling.bounds)
+    limit = _FEW_ROWS
+    if tiling.routed > limit:
+        width = max(max(t.shape[-2:]) if t.ndim == 3 else t.shape[-1] for t in operands if t is not None)
+        limit = max(limit, TILE_ELEMENTS * torch.get_num_threads() // max(width, 1))
     if tiling.routed <= limit:
-        body.forward(tiling.all(), *operands)
+        body.forward(Tile(tiling, groups), *operands)
         return tiling
-    for batch in _batches(cpu.groups_of(tiling.bounds), limit, pieces):
+    for batch in _batches(groups, limit, pieces):
         body.forward(Tile(tiling, batch), *operands)
     return tiling
 
 
-def whole(v: Tensor | None, offs: Tensor, top_k: int, x: Tensor, n: int | None = None) -> Tile:
-    """One tile of all routed rows of n (of x's, of v's), for an operator that is called on its own."""
-    tiling = Tiling(v, offs, top_k, x.dtype)
-    tiling.n = n or (x if v is None else v).shape[0]
-    return tiling.all()
+def whole(v: Tensor | None, offs: Tensor, top_k: int, like: Tensor) -> Tile:
+    """One tile of all rows, for an operator that is called on its own."""
+    return routed(v, offs, top_k, like).all()
 
 
 def output(tiling: Tiling, key: str) -> Tensor:
@@ -141,24 +171,25 @@ class Tile:
         found = self._rows.get(id(x))
         if found is None:
             assert self.tiling.token is not None
-            found = x.index_select(0, self.part(self.tiling.token)).to(compute_dtype(x.dtype))
+            found = x.index_select(0, self.part(self.tiling.token))
+            if cpu.multiplies_in_float32(x.dtype):
+                found = found.float()
             self._rows[id(x)] = found
         return found
 
-    def scale(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """(rows, 1): the routing weight of every row."""
+    def scale(self, weights: Tensor) -> Tensor:
+        """(rows, 1): the routing weight of every row, in float32 (float64)."""
         found = self._rows.get(id(weights))
         if found is None:
             assert self.tiling.slots is not None
-            flat = weights.reshape(-1).index_select(0, self.part(self.tiling.slots))
-            found = self._rows[id(weights)] = flat.to(dtype).unsqueeze_(1)
+            found = weights.reshape(-1, 1).index_select(0, self.part(self.tiling.slots)).to(self.tiling.wide)
+            self._rows[id(weights)] = found
         return found
 
     def local_offs(self) -> tuple[int, int, Tensor]:
         """(first expert, end expert, end rows of them within the tile)."""
         first, end = self.groups[0][0], self.groups[-1][0] + 1
-        offs = self.tiling.offs[first + 1 : end + 1]
-        return first, end, offs - self.start if self.start else offs
+        return first, end, int_tensor("i", [row - self.start for row in self.tiling.bounds[first + 1 : end + 1]])
 
 
 def _batches(groups: list[Group], limit: int, pieces: bool) -> Iterator[list[Group]]:
@@ -183,20 +214,19 @@ def part(tile: Tile, t: Tensor) -> Tensor:
 
 def esmm(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: bool, layout: str) -> Tensor:
     """`hexa::esmm` of a tile: (rows, N)."""
-    return _project(tile, tile.rows(x, gathered), as_kn(weight, layout), bias, None)
+    return _project(tile, tile.rows(x, gathered), as_kn(weight, layout), bias)
 
 
-def _project(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """Every row times its expert's weight (E, K, N), into ``out`` where given."""
-    n, k = x.shape
-    if out is None and bias is None and cpu.has_loop_overhead(tile.groups, n * k * weight.shape[2]):
+def _project(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Every row times its expert's weight (E, K, N)."""
+    groups = tile.groups
+    if not groups:
+        return x.new_empty((0, weight.shape[2]))
+    overhead = bias is None and cpu.has_loop_overhead(groups, x.shape[0] * x.shape[1] * weight.shape[2])
+    if overhead and cpu.grouped_mm_takes(x, weight):
         first, end, offs = tile.local_offs()
-        if cpu.grouped_mm_takes(x, weight):
-            return torch._grouped_mm(x, weight[first:end], offs=offs)
-    y = x.new_empty((n, weight.shape[2])) if out is None else out
-    if n:
-        cpu.multiply_groups(x, weight, bias, tile.groups, y)
-    return y
+        return torch._grouped_mm(x, weight[first:end], offs=offs)
+    return cpu.multiply_groups(x, weight, bias, groups)
 
 
 def esmm_act(
@@ -218,15 +248,17 @@ def esmm_act(
     width = first.shape[2] if w3 is None else 2 * first.shape[2]
     kept = None
     if h_key is not None:
-        kept = tile.part(tile.tiling.buffer(h_key, lambda: _rows_output(tile.tiling, width)))
+        kept = tile.part(tile.tiling.buffer(h_key, partial(_rows_output, tile.tiling, width)))
     h = kept if kept is not None and kept.dtype == rows.dtype else None
-    if w3 is None:
-        h = _project(tile, rows, first, b1, h)
-    else:
+    if w3 is not None:
         h = rows.new_empty((rows.shape[0], width)) if h is None else h
-        gate, up = gate_and_up(h, "split")
-        _project(tile, rows, first, b1, gate)
-        _project(tile, rows, as_kn(w3, layout), b3, up)
+        gate, up = h.chunk(2, dim=1)
+        cpu.multiply_groups_into(rows, first, b1, tile.groups, gate)
+        cpu.multiply_groups_into(rows, as_kn(w3, layout), b3, tile.groups, up)
+    elif h is None or rows.shape[0] * width <= _SMALL:
+        h = _project(tile, rows, first, b1)
+    else:
+        cpu.multiply_groups_into(rows, first, b1, tile.groups, h)
     if kept is not None and kept is not h:
         kept.copy_(h)
     return activate(tile, h, activation, glu, params)
@@ -241,14 +273,15 @@ def _rows_output(tiling: Tiling, width: int) -> Tensor:
 
 def activate(tile: Tile, h: Tensor, activation: str, glu: str, params: list[float]) -> Tensor:
     """`hexa::activate` of a tile: a (rows, I)."""
-    act, dtype = ACTIVATIONS[activation], h.dtype
-    h = h.to(accumulate_dtype(dtype))
+    act, dtype, wide = ACTIVATIONS[activation], h.dtype, tile.tiling.wide
+    if dtype != wide:
+        return activate(tile, h.to(wide), activation, glu, params).to(dtype)
     if glu == "none":
-        return act.forward(h, params).to(dtype)
+        return act.forward(h, params)
     gate, up = gate_and_up(h, glu)
     if act.pair:
-        return act.forward(gate, up, params or act.params).to(dtype)
-    return act.forward(gate, params).mul_(up).to(dtype)
+        return act.forward(gate, up, params or act.params)
+    return act.forward(gate, params).mul_(up)
 
 
 def activate_backward(
@@ -262,63 +295,68 @@ def activate_backward(
     params: list[float],
 ) -> tuple[Tensor, Tensor]:
     """`hexa::activate_backward` of a tile: (dh, a_scaled). dweights go to the output ``dweights_key``."""
-    dtype = da.dtype
-    wide = accumulate_dtype(dtype)
-    h, da = h.to(wide), da.to(wide)
+    dtype, wide = da.dtype, tile.tiling.wide
+    if dtype != wide or h.dtype != wide:
+        static = (activation, glu, params)
+        dh, a = activate_backward(tile, dweights_key, da.to(wide), h.to(wide), top_k_weights, *static)
+        return dh.to(dtype), a.to(dtype)
     act = ACTIVATIONS[activation]
-    w = None if top_k_weights is None else tile.scale(top_k_weights, wide)
     if glu == "none":
         a = act.forward(h, params)
-        da = _weigh(tile, dweights_key, top_k_weights, w, da, a)
-        dh = act.backward(da, h, params)
-        return _cast(dh, dtype), a.to(dtype)
+        da = _weigh(tile, dweights_key, top_k_weights, da, a)
+        return act.backward(da, h, params), a
     gate, up = gate_and_up(h, glu)
     dh = torch.empty_like(h)
     dgate, dup = gate_and_up(dh, glu)
     if act.pair:
         a = act.forward(gate, up, params or act.params)
-        da = _weigh(tile, dweights_key, top_k_weights, w, da, a)
+        da = _weigh(tile, dweights_key, top_k_weights, da, a)
         for grad, value in zip((dgate, dup), act.backward(da, gate, up, params or act.params), strict=True):
             grad.copy_(value)
-        return dh.to(dtype), a.to(dtype)
+        return dh, a
     acted = act.forward(gate, params)
     a = acted * up
-    da = _weigh(tile, dweights_key, top_k_weights, w, da, a)
+    da = _weigh(tile, dweights_key, top_k_weights, da, a)
     torch.mul(da, acted, out=dup)
-    dgate.copy_(_cast(act.backward(torch.mul(da, up, out=acted), gate, params), wide))
-    return dh.to(dtype), a.to(dtype)
+    dgate.copy_(act.backward(torch.mul(da, up, out=acted), gate, params))
+    return dh, a
 
 
-def _cast(t: Tensor | tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    assert isinstance(t, Tensor)
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype)
 
 
-def _weigh(tile: Tile, key: str, weights: Tensor | None, w: Tensor | None, da: Tensor, a: Tensor) -> Tensor:
+def _identity(t: Tensor, *_: object) -> Tensor:
+    return t
+
+
+def _weigh(tile: Tile, key: str, weights: Tensor | None, da: Tensor, a: Tensor) -> Tensor:
     """Records ``<da, a>``, scales a in place and returns ``w da``."""
     tiling = tile.tiling
-    if weights is None or w is None:
+    if weights is None:
         tiling.buffer(key, lambda: da.new_empty(0))
         return da
-
-    slots, shape, dtype = tiling.slots, weights.shape, weights.dtype
-    assert slots is not None
-
-    def by_slot(dots: Tensor) -> Tensor:
-        return torch.empty_like(dots).scatter_(0, slots, dots).view(shape).to(dtype)
-
-    dots = tile.part(tiling.buffer(key, lambda: da.new_zeros(tiling.n), by_slot))
-    torch.sum(da * a, 1, out=dots)
+    assert tiling.slots is not None
+    dots = (da * a).sum(1)
+    if tile.whole:
+        tiling.buffer(key, lambda: dots, partial(_by_slot, tiling.slots, weights.shape, weights.dtype))
+    else:
+        finish = partial(_by_slot, tiling.slots, weights.shape, weights.dtype)
+        tile.part(tiling.buffer(key, lambda: da.new_zeros(tiling.n), finish)).copy_(dots)
+    w = tile.scale(weights)
     a.mul_(w)
     return da * w
+
+
+def _by_slot(slots: Tensor, shape: torch.Size, dtype: torch.dtype, rows: Tensor) -> Tensor:
+    return torch.empty_like(rows).scatter_(0, slots, rows).view(shape).to(dtype)
 
 
 def ess(tile: Tile, key: str, g: Tensor, gathered: bool, scale: Tensor | None) -> None:
     """`hexa::ess` of a tile, to the output ``key``."""
     tiling, rows = tile.tiling, tile.rows(g, gathered)
-    wide, size = tiling.wide, (tiling.experts, g.shape[1])
-    y = tiling.buffer(key, lambda: torch.zeros(size, dtype=wide), tiling.as_operands)
-    rows = rows.to(wide) if scale is None else rows * tile.scale(scale, wide)
+    y = tiling.accumulator(key, tiling.experts, g.shape[1])
+    rows = rows.to(tiling.wide) if scale is None else rows * tile.scale(scale)
     for (e, _, _), part, _ in cpu.split(tile.groups, rows, rows) if tile.groups else ():
         torch.sum(part, 0, out=y[e])
 
@@ -371,15 +409,14 @@ def esfk(
     estmm(tile, dw_key, x, g, gathered, False, layout)
     if db_key is not None:
         ess(tile, db_key, g, False, None)
-    return _project(tile, g, as_kn(weight, "kn" if layout == "nk" else "nk"), None, None)
+    return _project(tile, g, as_kn(weight, "kn" if layout == "nk" else "nk"), None)
 
 
 def combine(tile: Tile, key: str, y: Tensor, top_k_weights: Tensor | None, by_slot: bool) -> None:
     """`hexa::combine` of a tile: adds its rows to their tokens (or slots) in the output ``key``, in float32."""
-    tiling, wide = tile.tiling, tile.tiling.wide
-    index = tiling.slots if by_slot else tiling.token
+    tiling = tile.tiling
+    index, count = (tiling.slots, tiling.n) if by_slot else (tiling.token, tiling.tokens)
     assert index is not None
-    count = tiling.n if by_slot else tiling.tokens
-    out = tiling.buffer(key, lambda: torch.zeros((count, y.shape[1]), dtype=wide), tiling.as_operands)
-    y = y.to(wide) if top_k_weights is None else y * tile.scale(top_k_weights, wide)
+    out = tiling.accumulator(key, count, y.shape[1])
+    y = y.to(tiling.wide) if top_k_weights is None else y * tile.scale(top_k_weights)
     out.index_add_(0, tile.part(index), y)
