@@ -13,6 +13,7 @@ Steps 1 to 3 are done for eval and for train mode, since code branches on ``self
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, VerifySettings, verify
+
+log = logging.getLogger(__name__)
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = ("eval", "train")
@@ -76,7 +79,19 @@ _ATTEMPTS = (Attempt(), Attempt(crowded=True), Attempt(prefer_latest=True), Atte
 
 
 def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
-    """Takes one block through the passes, again with other settings if what comes out differs. The block is not changed."""
+    """Takes one block through the passes, again with other settings if what comes out differs. The block is not changed.
+
+    A failure of the passes themselves is a refusal too: it must not keep the user from the rest of the model.
+    """
+    try:
+        return _analyse(observation, config)
+    except Exception as error:
+        log.exception("hexa_fx failed on %s; please report this", observation.path or "the model")
+        refusal = Refusal(observation.path, f"hexa_fx itself failed here with {type(error).__name__}: {error}")
+        return BlockAnalysis(observation.path, None, refusals=dict.fromkeys(MODES, refusal))
+
+
+def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     best: BlockAnalysis | None = None
     for attempt in _ATTEMPTS:
         analysis = _analyse_on(observation, config, attempt)

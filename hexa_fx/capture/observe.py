@@ -113,10 +113,8 @@ def _restored(model: nn.Module) -> Iterator[None]:
             for name in module.__dict__.keys() - before.keys():
                 del module.__dict__[name]
             module.__dict__.update(before)
-        for (
-            held,
-            before_run,
-        ) in hooks:  # a model may install hooks of its own in its first call, and remember that it did
+        # A model may install hooks of its own in its first call, and remember that it did: both are undone.
+        for held, before_run in hooks:
             held.clear()
             held.update(before_run)
         with torch.no_grad():

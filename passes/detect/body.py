@@ -100,7 +100,13 @@ def identify_body(
     for order in permutations(range(len(first))):
         biases = _assign_biases([first[i] for i in order], later_biases)
         for hypothesis in _hypotheses(instances[0], segment):
-            between = _explain(hypothesis, order, probe, instances, _bias_values(biases, weights, first[0].node))
+            between = _explain(
+                hypothesis,
+                order,
+                probe,
+                instances,
+                _bias_values(biases, weights, len(instances[0].readings[0].matrices), first[0].node),
+            )
             if between is None:
                 continue
             down, inner_bias = _second_projection(instances, replay, weights)
@@ -187,10 +193,14 @@ def _assign_biases(ordered: Sequence[Contraction], later: list[str]) -> list[str
     return [later[i] if i < len(later) else None for i in range(len(ordered))]
 
 
-def _bias_values(biases: list[str | None], weights: WeightTable, node: torch.fx.Node) -> list[torch.Tensor | None]:
+def _bias_values(
+    biases: list[str | None], weights: WeightTable, experts: int, node: torch.fx.Node
+) -> list[torch.Tensor | None]:
     values = [None if base is None else weights.vectors(base) for base in biases]
     if any(base is not None and value is None for base, value in zip(biases, values)):
         raise Refuse("an expert parameter between the projections is not a bias vector", node)
+    if any(value is not None and len(value) != experts for value in values):
+        raise Refuse("only some of the experts have a bias between the projections", node)
     return values
 
 

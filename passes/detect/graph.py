@@ -22,6 +22,10 @@ RANDOM = frozenset(
 """Operations that draw random numbers."""
 
 
+UNINITIALISED = frozenset("empty empty_like new_empty empty_strided".split())
+"""Operations whose result holds whatever the memory held."""
+
+
 def operation(node: torch.fx.Node) -> str:
     """The bare name of what a node calls: ``linear``, ``topk``, ``getitem``."""
     if node.op in ("call_method", "placeholder", "get_attr"):

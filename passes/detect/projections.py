@@ -11,7 +11,7 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
-from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, inside_calls, is_float, operation
+from hexa_fx.passes.detect.graph import CONTRACTIONS, UNINITIALISED, ancestors, inside_calls, is_float, operation
 from hexa_fx.passes.detect.stacks import Stack, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -171,7 +171,7 @@ class RowMatcher:
         found = _nearest(wanted / norms[:, None].clamp(min=1e-300), table / table_norms[:, None])
         scale = norms / table_norms[found]
         error = (wanted - scale[:, None] * table[found]).norm(dim=1)
-        if bool(((error > self._TOLERANCE * norms) & ~zero).any()):
+        if not bool(((error <= self._TOLERANCE * norms) | zero).all()):  # so that NaN is no match
             return None
         scale = torch.where((scale - 1).abs() < self._TOLERANCE, torch.ones_like(scale), scale)
         flat = found + low
@@ -238,9 +238,9 @@ def _read_instances(pairs: list[tuple[tuple[Contraction, ...], Contraction]], re
             return None
         token, expert, scale = read[0][1]
         if any(not torch.equal(token, m.token) or not torch.equal(expert, m.expert) for _, m in read[1:]):
-            raise Refuse("the projections of one expert read different rows", first[0].node)
+            return None
         if any(not torch.allclose(scale, m.scale, rtol=1e-6) for _, m in read[1:]):
-            raise Refuse("the projections of one expert read differently scaled rows", first[0].node)
+            return None
         instances.append(Instance(first, tuple(stack for stack, _ in read), second, token, expert, scale))
     _check_alike(instances)
     return instances
@@ -271,9 +271,8 @@ def token_sources(
 
     Earliest first, but values inside submodule calls last: using one would compute it a second time.
     """
-    inner = inside_calls(captured)
-    before = list(captured.graph.nodes)
-    before = before[: before.index(first)]
+    inner, behind = inside_calls(captured), ancestors([first])
+    before = [node for node in captured.graph.nodes if node in behind and operation(node) not in UNINITIALISED]
     seen: set[tuple[int, bytes]] = set()
     for node in sorted(before, key=lambda node: node in inner):
         if not is_float(node) or tags[node].experts or tags[node].weight:

@@ -14,7 +14,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.graph import inside_calls, is_tensor
+from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_tensor, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -136,14 +136,21 @@ def check_identity(factor: torch.Tensor, routing: Routing, tokens: int, experts:
 
 
 def _candidates(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node) -> list[torch.fx.Node]:
-    """Tensors that depend on no expert, computed before the combine."""
-    found = []
-    for node in captured.graph.nodes:
-        if node is end:
-            break
-        if is_tensor(node) and not tags[node].experts and not tags[node].weight and record_of(node).value.numel():
-            found.append(node)
-    return found
+    """Tensors that depend on no expert and that the combine was computed from.
+
+    One that merely holds the same numbers will not do: top-k's values equal the gathered scores only while a correction bias is 0.
+    """
+    behind = ancestors([end]) - {end}
+    return [
+        node
+        for node in captured.graph.nodes
+        if node in behind
+        and is_tensor(node)
+        and not tags[node].experts
+        and not tags[node].weight
+        and record_of(node).value.numel()
+        and operation(node) not in UNINITIALISED
+    ]
 
 
 # -- expert ids --------------------------------------------------------------------------------------------------------
