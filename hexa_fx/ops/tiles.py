@@ -11,7 +11,7 @@ in rows of the tile (a weight's gradient, a sum over tokens) goes to an output o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.ops import cpu
-from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up
+from hexa_fx.ops.activations import ACTIVATIONS, Activation, gate_and_up
 from hexa_fx.ops.cpu import Group, accumulate_dtype, as_kn, compute_dtype
 from hexa_fx.ops.reindex import int_tensor, sort_slots
 
@@ -112,6 +112,7 @@ def run(tiling: Tiling, body: torch.nn.Module, pieces: bool, *operands: Any) -> 
         pieces: a long expert may be cut (where nothing sums over its rows).
         operands: tensors and None.
     """
+    _settle_allocator()
     groups = cpu.groups_of(tiling.bounds)
     limit = _FEW_ROWS
     if tiling.routed > limit:
@@ -123,6 +124,16 @@ def run(tiling: Tiling, body: torch.nn.Module, pieces: bool, *operands: Any) -> 
     for batch in _batches(groups, limit, pieces):
         body.forward(Tile(tiling, batch), *operands)
     return tiling
+
+
+@lru_cache(maxsize=1)
+def _settle_allocator() -> None:
+    """Lets glibc keep what tiles free: giving memory back and faulting it in again takes a tenth of a training step.
+
+    glibc raises its thresholds when a large block is freed (mallopt, M_MMAP_THRESHOLD), as happens in most programs
+    sooner or later. The block is never touched, so it costs nothing.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def whole(v: Tensor | None, offs: Tensor, top_k: int, like: Tensor) -> Tile:
@@ -315,11 +326,34 @@ def activate_backward(
             grad.copy_(value)
         return dh, a
     acted = act.forward(gate, params)
-    a = acted * up
-    da = _weigh(tile, dweights_key, top_k_weights, da, a)
-    torch.mul(da, acted, out=dup)
-    dgate.copy_(act.backward(torch.mul(da, up, out=acted), gate, params))
+    grad = da * acted
+    if top_k_weights is None:
+        tile.tiling.buffer(dweights_key, lambda: da.new_empty(0))
+        dup.copy_(grad)
+        weighted = grad.copy_(up)
+    else:
+        w = tile.scale(top_k_weights)
+        torch.mul(grad, w, out=dup)
+        _record_dweights(tile, dweights_key, top_k_weights, grad.mul_(up).sum(1))
+        weighted = torch.mul(up, w, out=grad)
+    a = acted.mul_(weighted)
+    _backward_into(act, weighted.mul_(da), gate, params, dgate)
     return dh, a
+
+
+_BACKWARD_INTO = {
+    "relu": lambda da, h, out: torch.ops.aten.threshold_backward.grad_input(da, h, 0, grad_input=out),
+    "gelu": lambda da, h, out: torch.ops.aten.gelu_backward.grad_input(da, h, grad_input=out),
+    "silu": lambda da, h, out: torch.ops.aten.silu_backward.grad_input(da, h, grad_input=out),
+}
+
+
+def _backward_into(act: Activation, da: Tensor, h: Tensor, params: list[float], out: Tensor) -> None:
+    into = _BACKWARD_INTO.get(act.name)
+    if into is None:
+        out.copy_(act.backward(da, h, params))
+    else:
+        into(da, h, out)
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -336,16 +370,20 @@ def _weigh(tile: Tile, key: str, weights: Tensor | None, da: Tensor, a: Tensor) 
     if weights is None:
         tiling.buffer(key, lambda: da.new_empty(0))
         return da
-    assert tiling.slots is not None
-    dots = (da * a).sum(1)
-    if tile.whole:
-        tiling.buffer(key, lambda: dots, partial(_by_slot, tiling.slots, weights.shape, weights.dtype))
-    else:
-        finish = partial(_by_slot, tiling.slots, weights.shape, weights.dtype)
-        tile.part(tiling.buffer(key, lambda: da.new_zeros(tiling.n), finish)).copy_(dots)
+    _record_dweights(tile, key, weights, (da * a).sum(1))
     w = tile.scale(weights)
     a.mul_(w)
     return da * w
+
+
+def _record_dweights(tile: Tile, key: str, weights: Tensor, dots: Tensor) -> None:
+    tiling = tile.tiling
+    assert tiling.slots is not None
+    finish = partial(_by_slot, tiling.slots, weights.shape, weights.dtype)
+    if tile.whole:
+        tiling.buffer(key, lambda: dots, finish)
+    else:
+        tile.part(tiling.buffer(key, lambda: dots.new_zeros(tiling.n), finish)).copy_(dots)
 
 
 def _by_slot(slots: Tensor, shape: torch.Size, dtype: torch.dtype, rows: Tensor) -> Tensor:
