@@ -1,0 +1,76 @@
+"""Lowering and fusion: which operators, how often, and that the graphs run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from hexa_fx.ir import FfnSpec
+from hexa_fx.passes.fuse import FuseActivation
+from hexa_fx.passes.lower import lower
+
+
+def operators(gm: torch.fx.GraphModule) -> Counter[str]:
+    return Counter(
+        n.target._opname
+        for n in gm.graph.nodes
+        if isinstance(n.target, torch._ops.OpOverload) and n.target.namespace == "hexa"
+    )
+
+
+@pytest.mark.parametrize("glu", ["none", "concat", "interleaved"])
+def test_forward_is_reindex_two_products_activation_combine(glu):
+    forward = lower(FfnSpec("silu", glu)).forward
+    assert operators(forward) == {"reindex": 1, "esmm": 2, "activate": 1, "combine": 1}
+
+
+def test_backward_has_the_fused_operator_and_no_second_reindex():
+    backward = lower(FfnSpec("silu", "concat"), b1=True, b2=True).backward
+    found = operators(backward)
+    assert found["esfk"] == 1
+    assert found["estmm"] == 1
+    assert found["reindex"] == 0
+    assert found["activate_backward"] == 1
+
+
+def test_frozen_weights_need_no_products():
+    backward = lower(FfnSpec("silu", "concat"), grads=("x",)).backward
+    assert operators(backward)["estmm"] == operators(backward)["esfk"] == 0
+
+
+@pytest.mark.parametrize("glu", ["none", "concat", "split"])
+def test_fusion_folds_the_activation(glu):
+    forward = lower(FfnSpec("silu", glu)).forward
+    result = FuseActivation()(forward)
+    found = operators(result.graph_module)
+    assert result.modified
+    assert found["esmm_act"] == 1
+    assert found["activate"] == 0
+    assert found["esmm"] == 1
+
+
+def test_fusing_twice_changes_nothing():
+    forward = lower(FfnSpec("gelu")).forward
+    FuseActivation()(forward)
+    code = forward.code
+    assert not FuseActivation()(forward).modified
+    assert forward.code == code
+
+
+def test_recomputing_h_saves_one_output_and_adds_one_product():
+    kept, again = lower(FfnSpec("silu", "concat")), lower(FfnSpec("silu", "concat", recompute_h=True))
+    assert operators(again.backward)["esmm"] == operators(kept.backward)["esmm"] + 1
+
+
+def test_the_unfused_graph_runs():
+    spec, generator = FfnSpec("gelu"), torch.Generator().manual_seed(0)
+    x, w1, w2 = (torch.randn(*size, generator=generator) for size in ((7, 6), (3, 5, 6), (3, 6, 5)))
+    index, weights = torch.randint(0, 3, (7, 2), generator=generator), torch.rand(7, 2, generator=generator)
+    y = lower(spec, training=False).forward(x, index, weights, w1, w2)
+    y = y[0] if isinstance(y, tuple) else y
+    expected = torch.ops.hexa.moe_ffn(
+        x, index, weights, w1, None, None, None, w2, None, "gelu", "none", [], "nk", "nk", False
+    )
+    torch.testing.assert_close(y, expected)
