@@ -32,7 +32,7 @@ def decode() -> str:
     rows = _by_shape("moe_layer_h200_decode.json")
     lines = ["| tokens | hexa_fx (ms) | transformers grouped_mm (ms) |", "|---|---|---|"]
     for shape, row in rows.items():
-        name = shape.removeprefix("decode-").replace("-", ", T = ")
+        name = shape.replace("-t", ", T = ")
         lines.append(f"| {name} | {row['hexa']['forward_ms']:.2f} | {row['hf-grouped']['forward_ms']:.2f} |")
     return "\n".join(lines)
 
