@@ -123,6 +123,11 @@ def outer_groups(x: Tensor, g: Tensor, groups: list[Group], out: Tensor) -> None
             out[e].copy_(torch.mm(x_rows.t(), g_rows))
 
 
+def outer_products(x: Tensor, g: Tensor, groups: list[Group]) -> Tensor:
+    """`outer_groups` where every expert has rows: (E, K, N) in x's dtype."""
+    return torch.stack([torch.mm(x_rows.t(), g_rows) for _, x_rows, g_rows in split(groups, x, g)])
+
+
 def split(groups: list[Group], a: Tensor, b: Tensor) -> Iterator[tuple[Group, Tensor, Tensor]]:
     """The rows of a and b that belong to each group."""
     if len(groups) == 1:

@@ -12,7 +12,6 @@ All three run the programs that the lowering pass makes (see `hexa_fx.ops.progra
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import checks, library
 from hexa_fx.ops.esmm_act import check_first_projection
-from hexa_fx.ops.program import FfnRequest, programs
+from hexa_fx.ops.program import programs
 
 _OPS = torch.ops.hexa
 _WEIGHTS = "Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor w2, Tensor? b2"
@@ -82,21 +81,6 @@ def _static_of(spec: FfnSpec) -> tuple[Any, ...]:
     return spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h
 
 
-@lru_cache(maxsize=1024)
-def _spec(
-    activation: str, glu: Any, params: tuple[float, ...], layout1: Any, layout2: Any, recompute_h: bool
-) -> FfnSpec:
-    return FfnSpec(activation, glu, layout1, layout2, params, recompute_h)
-
-
-@lru_cache(maxsize=1024)
-def _request(static: tuple[Any, ...], given: tuple[bool, ...], needs: tuple[bool, ...], training: bool) -> FfnRequest:
-    names = ("x", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
-    present = frozenset(n for n, g in zip(names, given, strict=True) if g)
-    grads = frozenset(n for n, need in zip(names, needs, strict=True) if need)
-    return FfnRequest(_spec(*static), present, grads, training)
-
-
 def _static(args: tuple[Any, ...]) -> tuple[Any, ...]:
     activation, glu, params, layout1, layout2, recompute_h = args
     return activation, glu, tuple(params), layout1, layout2, recompute_h
@@ -146,16 +130,16 @@ _NO_GRADS = (False,) * 8
 
 def _moe_ffn(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
     """Kernel of every device: the forward program of inference."""
-    request = _request(_static(rest[7:]), _given((x, *rest[:7])), _NO_GRADS, False)
-    y: Tensor = programs(request, x.device.type).forward(x, top_k_index, *rest[:7])
+    program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, False, x.device.type)
+    y: Tensor = program.forward(x, top_k_index, *rest[:7])
     return y
 
 
 def _moe_ffn_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Kernel of every device: the forward program of training."""
-    request = _request(_static(rest[7:]), _given((x, *rest[:7])), _NO_GRADS, True)
-    out: tuple[Tensor, ...] = programs(request, x.device.type).forward(x, top_k_index, *rest[:7])
-    if request.spec.recompute_h:
+    program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, True, x.device.type)
+    out: tuple[Tensor, ...] = program.forward(x, top_k_index, *rest[:7])
+    if rest[12]:
         y, v, inv, offs = out
         return y, x.new_empty((0, _h_width(rest[1], rest[8], rest[10]))), v, inv, offs
     return out
@@ -164,8 +148,8 @@ def _moe_ffn_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor
 def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -> list[Tensor]:
     """Kernel of every device: the backward program."""
     weights, top_k, static, needs = rest[3:10], rest[10], rest[11:17], tuple(rest[17])
-    request = _request(_static(static), (True, *_given(weights)), needs, True)
-    out: tuple[Tensor, ...] = programs(request, dy.device.type).backward(dy, x, h, *rest[:3], *weights, top_k)
+    program = programs(_static(static), (True, *_given(weights)), needs, True, dy.device.type)
+    out: tuple[Tensor, ...] = program.backward(dy, x, h, *rest[:3], *weights, top_k)
     return list(out)
 
 

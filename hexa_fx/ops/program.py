@@ -10,9 +10,9 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 from typing import Any, Protocol
 
-from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
 
@@ -61,24 +61,33 @@ def set_provider(provider: Provider | None) -> None:
     _made.cache_clear()
 
 
-def programs(request: FfnRequest, device: str) -> Programs:
-    """The programs of a request, bound to the kernels of a device type. Cached."""
-    return _made(request, device, library.kernel_generation)
+def programs(
+    static: tuple[Any, ...], given: tuple[bool, ...], needs: tuple[bool, ...], training: bool, device: str
+) -> Programs:
+    """The programs for one kind of call, bound to the kernels of a device type. Cached.
+
+    Args:
+        static: (activation, glu, params, layout1, layout2, recompute_h).
+        given: of each of `OPERANDS`, whether it is not None.
+        needs: of each of `OPERANDS`, whether it needs a gradient.
+        training: the forward program also returns what backward needs.
+        device: device type.
+    """
+    return _made(static, given, needs, training, device, library.kernel_generation)
 
 
 @lru_cache(maxsize=1024)
-def _made(request: FfnRequest, device: str, generation: int) -> Programs:
+def _made(
+    static: tuple[Any, ...],
+    given: tuple[bool, ...],
+    needs: tuple[bool, ...],
+    training: bool,
+    device: str,
+    generation: int,
+) -> Programs:
+    activation, glu, params, layout1, layout2, recompute_h = static
+    spec = FfnSpec(activation, glu, layout1, layout2, params, recompute_h)
+    present, grads = (frozenset(compress(OPERANDS, flags)) for flags in (given, needs))
     provider = _provider or pkgutil.resolve_name(PROVIDER)
-    made: Programs = provider(request, device)
+    made: Programs = provider(FfnRequest(spec, present, grads & present, training), device)
     return made
-
-
-def request_of(
-    tensors: tuple[Any, ...], spec: FfnSpec, needs: tuple[bool, ...] = (False,) * 8, training: bool = False
-) -> FfnRequest:
-    """The request for operands in the order of `OPERANDS`."""
-    if len(tensors) != len(OPERANDS) or len(needs) != len(OPERANDS):
-        raise InputError(f"hexa::moe_ffn has operands {OPERANDS}; got {len(tensors)} tensors, {len(needs)} needs")
-    given = frozenset(n for n, t in zip(OPERANDS, tensors, strict=True) if t is not None)
-    grads = frozenset(n for n, need in zip(OPERANDS, needs, strict=True) if need) & given
-    return FfnRequest(spec, given, grads, training)

@@ -71,6 +71,12 @@ class SortedSlots:
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """(v, inv, offs) of reindex."""
+        if self.slots.shape[0] <= _FEW_SLOTS:
+            slots = self.slots.tolist()
+            inverse = [0] * len(slots)
+            for row, slot in enumerate(slots):
+                inverse[slot] = row
+            return int_tensor("i", slots), int_tensor("i", inverse), int_tensor("i", self.bounds)
         rows = torch.arange(self.slots.shape[0], dtype=torch.int32)
         inv = torch.empty_like(rows).scatter_(0, self.slots, rows)
         return self.slots.to(torch.int32), inv, int_tensor("i", self.bounds)

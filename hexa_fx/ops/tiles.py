@@ -257,16 +257,19 @@ def esmm_act(
     """`hexa::esmm_act` of a tile: a (rows, I). h goes to the output ``h_key`` where one is given."""
     rows, first = tile.rows(x, gathered), as_kn(w1, layout)
     width = first.shape[2] if w3 is None else 2 * first.shape[2]
-    kept = None
+    kept, tiling = None, tile.tiling
     if h_key is not None:
-        kept = tile.part(tile.tiling.buffer(h_key, partial(_rows_output, tile.tiling, width)))
+        if tile.whole and w3 is None and rows.dtype == x.dtype:
+            whole = tiling.buffer(h_key, lambda: _project(tile, rows, first, b1))
+            return activate(tile, whole, activation, glu, params)
+        kept = tile.part(tiling.buffer(h_key, partial(_rows_output, tiling, width)))
     h = kept if kept is not None and kept.dtype == rows.dtype else None
     if w3 is not None:
         h = rows.new_empty((rows.shape[0], width)) if h is None else h
         gate, up = h.chunk(2, dim=1)
         cpu.multiply_groups_into(rows, first, b1, tile.groups, gate)
         cpu.multiply_groups_into(rows, as_kn(w3, layout), b3, tile.groups, up)
-    elif h is None or rows.shape[0] * width <= _SMALL:
+    elif h is None:
         h = _project(tile, rows, first, b1)
     else:
         cpu.multiply_groups_into(rows, first, b1, tile.groups, h)
@@ -412,6 +415,9 @@ def estmm(tile: Tile, key: str, x: Tensor, g: Tensor, x_gathered: bool, g_gather
             tiling.buffer(key, lambda: y)
             return
         tiling.buffer(key, lambda: _weight_output(tiling, k, n))[first:end].copy_(y)
+        return
+    if tile.whole and len(tile.groups) == tiling.experts and tiling.experts * k * n <= _SMALL:
+        tiling.buffer(key, lambda: cpu.outer_products(x, g, tile.groups).to(tiling.dtype))
         return
     out = tiling.buffer(key, lambda: _weight_output(tiling, k, n))
     if tile.groups:
