@@ -87,9 +87,7 @@ class LogitsOverride(TorchFunctionMode):
         experts: weights of the experts, which are no router's even where a size of theirs is the number of experts.
     """
 
-    def __init__(
-        self, routing: Routing, num_experts: int, top_k: int, experts: Collection[torch.Tensor] = ()
-    ) -> None:
+    def __init__(self, routing: Routing, num_experts: int, top_k: int, experts: Collection[torch.Tensor] = ()) -> None:
         super().__init__()
         self.routing, self.num_experts, self.top_k = routing, num_experts, min(top_k, num_experts)
         self._experts = frozenset(map(id, experts))
