@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -16,8 +18,9 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.errors import NothingRewritten, VerificationError
 from hexa_fx.graphs import BlockGraphs, Graphs
 from hexa_fx.passes import BlockAnalysis, analyse
-from hexa_fx.passes.partition import Strategy, apply_partition
+from hexa_fx.passes.partition import PartitionConfig, Strategy, apply_partition
 from hexa_fx.passes.structure import StructureCache, moved_to
+from hexa_fx.passes.switches import switch_off
 from hexa_fx.report import OptimizationReport, describe
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.preflight import check_model
@@ -59,6 +62,7 @@ def optimize_(
     mesh: DeviceMesh | None = None,
     strategy: Strategy = "auto",
     capacities: Literal["measure"] | Sequence[float] | None = "measure",
+    partition: PartitionConfig | None = None,
 ) -> Model:
     """As `optimize`, in place: returns ``model`` itself.
 
@@ -70,6 +74,7 @@ def optimize_(
         mesh: one-dimensional device mesh over which MoE blocks are partitioned.
         strategy: ``data``, ``model``, ``auto``, or one of the first two by block path.
         capacities: relative speed of every device, ``"measure"`` to run the operator on each, or None for equal ones.
+        partition: everything else about the partition: global batch, cache slots, who averages gradients.
 
     Raises:
         PlanError: the blocks cannot be partitioned as asked.
@@ -80,15 +85,24 @@ def optimize_(
     rewritten = [analysis for analysis in analyses if analysis.rewritten]
     if mesh is not None and rewritten:
         by_mode = [analysis.rewritten for analysis in rewritten]
-        model.__dict__["partition"] = apply_partition(model, by_mode, mesh, strategy, capacities)
+        wanted, finish = _partition_config(partition, config), functools.partial(switch_off, config=config)
+        session = apply_partition(model, by_mode, mesh, strategy, capacities, wanted, finish=finish)
+        model.__dict__["partition"] = session
     else:
         for analysis in rewritten:
             block = model.get_submodule(analysis.path)
-            install(block, analysis.rewritten.get("train"), analysis.rewritten.get("eval"))
+            forms = {mode: switch_off(form, config) for mode, form in analysis.rewritten.items()}
+            install(block, forms.get("train"), forms.get("eval"))
     _announce(report, config)
     model.__dict__["report"] = report
     model.__dict__["graphs"] = Graphs({a.path: BlockGraphs.of(a) for a in analyses if a.rewritten})
     return model
+
+
+def _partition_config(given: PartitionConfig | None, config: HexaConfig) -> PartitionConfig:
+    given = given or PartitionConfig()
+    slots = given.slots if config.shared_cache else 0
+    return dataclasses.replace(given, slots=slots, prefetch=given.prefetch and config.overlap)
 
 
 def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> OptimizationReport:

@@ -135,7 +135,7 @@ def _rewrite_mode(
     match = detect(captured, prefer_latest)
     if isinstance(match, Refusal):
         return match
-    return match, rewrite(match, config.recompute_h)
+    return match, rewrite(match, config.recompute_h, config.fused_kernel)
 
 
 def _check(

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -36,6 +36,8 @@ Modes = Mapping[Any, RewrittenBlock]
 
 Strategy = Literal["auto", "data", "model"] | Mapping[str, Literal["auto", "data", "model"]]
 
+Finish = Callable[[RewrittenBlock], RewrittenBlock]
+
 _MODES: dict[str, Mode] = {"data": "data_centric", "model": "model_centric"}
 
 
@@ -49,7 +51,7 @@ class PartitionConfig:
         static_tokens: fix T_i in the graph (``tokens`` split as ``batch`` is). Token counts are then not exchanged at
             run time.
         reduce: how model-centric outputs are summed; ``all_reduce`` is the paper's formulation.
-        slots: slots of the shared cache, 1 or 2.
+        slots: slots of the shared cache, 1 or 2; 0: none are shared, every layer keeps its gathered weights for backward.
         prefetch: gather the next layer's weights ahead of their use.
         tile: h_i are multiples of it, where the intermediate size allows.
         memory_caps: most bytes of expert state each rank may hold, or None. Relative to ``bytes_per_element``.
@@ -288,6 +290,7 @@ def install_plan(
     plan: Plan,
     mesh: Any = None,
     timeout: timedelta | None = None,
+    finish: Finish | None = None,
 ) -> Installed:
     """Cuts the model's expert parameters to this rank's slices and puts the plan's collectives into the blocks' graphs.
 
@@ -295,6 +298,7 @@ def install_plan(
 
     Args:
         timeout: after which a rank that does not join a collective is an error.
+        finish: last pass over every partitioned block.
 
     Raises:
         PlanError: ranks hold different plans, or the plan is for another model.
@@ -318,9 +322,8 @@ def install_plan(
     done = []
     for block in blocks:
         planned_here = [plan.layer(layer.path) for owner, layer in layers if owner is block]
-        done.append(
-            {mode: _partition_block(form, planned_here, plan, placement) for mode, form in _modes(block).items()}
-        )
+        forms = _modes(block).items()
+        done.append({mode: _partition_block(form, planned_here, plan, placement, finish) for mode, form in forms})
     session.shards = tuple(shards)
     return Installed(session, tuple(done), session.shards)
 
@@ -334,6 +337,7 @@ def apply_partition(
     config: PartitionConfig | None = None,
     plan: Plan | None = None,
     timeout: timedelta | None = None,
+    finish: Finish | None = None,
 ) -> PartitionSession:
     """Plans (unless ``plan`` is given), cuts, rewrites and patches the model's blocks. What `hexa_fx.optimize` calls.
 
@@ -344,7 +348,7 @@ def apply_partition(
         The session, which the model must keep; see `partition_model` and `install_plan` for the rest.
     """
     plan = plan or partition_model(model, blocks, mesh, strategy, capacities, config)
-    installed = install_plan(model, blocks, plan, mesh, timeout)
+    installed = install_plan(model, blocks, plan, mesh, timeout, finish)
     for forms in installed.blocks:
         path = _any_mode(forms).path
         module = model.get_submodule(path)
@@ -369,12 +373,12 @@ def _same_in_all_modes(model: nn.Module, block: RewrittenBlock | Modes) -> list[
 
 
 def _partition_block(
-    block: RewrittenBlock, layers: Sequence[LayerPlan], plan: Plan, placement: Placement
+    block: RewrittenBlock, layers: Sequence[LayerPlan], plan: Plan, placement: Placement, finish: Finish | None
 ) -> RewrittenBlock:
     graph = partition_graph(_copy(block.graph), layers, plan, placement)
     if plan.prefetch:
-        overlap(graph, plan.slots)
-    return replace(block, graph=graph)
+        overlap(graph, plan.slots or len(plan.layers))
+    return finish(replace(block, graph=graph)) if finish else replace(block, graph=graph)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
