@@ -6,6 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.errors import NothingRewritten, VerificationError
 from hexa_fx.graphs import BlockGraphs, Graphs
 from hexa_fx.passes import BlockAnalysis, analyse
-from hexa_fx.passes.partition import Strategy, apply_partition
+from hexa_fx.passes.partition import PartitionConfig, Strategy, apply_partition
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.report import OptimizationReport, describe
 from hexa_fx.runtime.install import install
@@ -59,17 +60,20 @@ def optimize_(
     mesh: DeviceMesh | None = None,
     strategy: Strategy = "auto",
     capacities: Literal["measure"] | Sequence[float] | None = "measure",
+    partition: PartitionConfig | None = None,
 ) -> Model:
     """As `optimize`, in place: returns ``model`` itself.
 
-    With a mesh every rank calls it with the same model, before optimizers, DDP or FSDP2 are built. The expert weights are cut into
-    device-weighted shards, and the blocks exchange tokens or weights (docs/partition.md). The session with the plan is
-    ``model.partition``.
+    With a mesh every rank calls it with the same model and inputs, before optimizers, DDP or FSDP2 are built. The expert weights
+    are cut into device-weighted shards, and the blocks exchange tokens or weights (docs/partition.md). The session with the
+    plan is ``model.partition``; the plan is in ``model.report`` too. The inputs stand for the global batch: their first
+    dimension is what ``auto`` weighs and what B_i sums to, unless ``partition`` says otherwise.
 
     Args:
         mesh: one-dimensional device mesh over which MoE blocks are partitioned.
         strategy: ``data``, ``model``, ``auto``, or one of the first two by block path.
-        capacities: relative speed of every device, ``"measure"`` to run the operator on each, or None for equal ones.
+        capacities: seconds of the same task on every device, ``"measure"`` to run the operator on each, or None for equal ones.
+        partition: everything else about the partition.
 
     Raises:
         PlanError: the blocks cannot be partitioned as asked.
@@ -80,7 +84,18 @@ def optimize_(
     rewritten = [analysis for analysis in analyses if analysis.rewritten]
     if mesh is not None and rewritten:
         by_mode = [analysis.rewritten for analysis in rewritten]
-        model.__dict__["partition"] = apply_partition(model, by_mode, mesh, strategy, capacities)
+        args, kwargs = _call_arguments(example_inputs)
+        session = apply_partition(
+            model,
+            by_mode,
+            mesh,
+            strategy,
+            capacities,
+            _with_batch(partition, args, kwargs),
+            example=lambda: model(*args, **kwargs),
+        )
+        model.__dict__["partition"] = session
+        report = replace(report, plan=session.plan)
     else:
         for analysis in rewritten:
             block = model.get_submodule(analysis.path)
@@ -139,6 +154,13 @@ def _analyse_level(
     analysis = analyse(observation, config)
     cache.add(observation, analysis)
     return analysis, None
+
+
+def _with_batch(config: PartitionConfig | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartitionConfig:
+    config = config or PartitionConfig()
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
+    first = next(tensors, None)
+    return config if config.batch is not None or first is None else replace(config, batch=first.shape[0])
 
 
 def _call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -185,6 +185,7 @@ class _Rewriter:
             + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h),
         )
         result.meta["hexa"] = spec
+        result.meta["top_k"] = 1 if self.match.routing.before else self.match.routing.top_k
         return result
 
     def _free(
