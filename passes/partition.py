@@ -21,7 +21,7 @@ from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.collectives import Placement, partition_graph
 from hexa_fx.passes.cost_model import Measured, layer_cost
-from hexa_fx.passes.overlap import overlap
+from hexa_fx.passes.overlap import OverlapReport, overlap
 from hexa_fx.passes.partition_layers import follow_cut, observed_tokens, read_layers
 from hexa_fx.plan import ExpertShape, LayerCost, LayerPlan, Mode, Plan, Reduce
 from hexa_fx.runtime.distributed.geometry import Geometry
@@ -328,11 +328,13 @@ class Installed:
             model.
         blocks: the rewritten blocks with partitioned graphs, by mode, to be installed like any rewritten block.
         shards: every parameter that was cut.
+        schedules: what the overlap pass did to each graph, in the order of ``blocks`` and modes; empty without prefetch.
     """
 
     session: PartitionSession
     blocks: tuple[dict[Any, RewrittenBlock], ...]
     shards: tuple[ShardedParameter, ...]
+    schedules: tuple[OverlapReport, ...] = ()
 
 
 def install_plan(
@@ -368,12 +370,14 @@ def install_plan(
         lo = sum(planned.shards[: session.rank])
         shards += cut_layer(model, layer, lo, lo + planned.shards[session.rank])
     placement = Placement(session.rank, session.name, session.groups.main_name)
-    done = []
+    done, schedules = [], []
     for block in blocks:
         here = [layer for owner, layer in layers if owner is block]
         done.append({mode: _partition_block(form, here, plan, placement) for mode, form in _modes(block).items()})
+        if plan.prefetch:
+            schedules += [overlap(form.graph, plan.slots) for form in done[-1].values()]
     session.shards = tuple(shards)
-    return Installed(session, tuple(done), session.shards)
+    return Installed(session, tuple(done), session.shards, tuple(schedules))
 
 
 def apply_partition(
@@ -406,6 +410,29 @@ def apply_partition(
     return installed.session
 
 
+def apply_to_graph_module(
+    module: fx.GraphModule,
+    mesh: Any = None,
+    strategy: Strategy = "auto",
+    capacities: Literal["measure"] | Sequence[float] | None = "measure",
+    config: PartitionConfig | None = None,
+    plan: Plan | None = None,
+    timeout: timedelta | None = None,
+) -> Installed:
+    """As `apply_partition`, for an optimized model as one graph: ``torch.export.export(model, ...).module()``, or make_fx.
+
+    Collectives are scheduled over the whole graph: a gather starts as soon as its slot is free, before the attention and
+    router of its layer, whatever module they belong to. Layers are named after the module that owns their weights. Each rank
+    exports its own batch size; the order of the nodes is the same.
+    """
+    block = RewrittenBlock("", module.graph)
+    plan = plan or partition_model(module, [block], mesh, strategy, capacities, config)
+    installed = install_plan(module, [block], plan, mesh, timeout)
+    module.graph = _any_mode(installed.blocks[0]).graph
+    installed.session.bind(module)
+    return installed
+
+
 def _modes(block: RewrittenBlock | Modes) -> Modes:
     return {"any": block} if isinstance(block, RewrittenBlock) else block
 
@@ -428,12 +455,11 @@ def _partition_block(
     graph = _copy(block.graph)
     follow_cut(graph, layers, planned, placement.rank)
     partition_graph(graph, planned, plan, placement)
-    if plan.prefetch:
-        overlap(graph, plan.slots)
     return replace(block, graph=graph)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph(tracer_cls=graph._tracer_cls)
     copy.output(copy.graph_copy(graph, val_map={}))
+    copy.set_codegen(graph._codegen)
     return copy
