@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -66,14 +66,15 @@ def optimize_(
 ) -> Model:
     """As `optimize`, in place: returns ``model`` itself.
 
-    With a mesh every rank calls it with the same model, before optimizers, DDP or FSDP2 are built. The expert weights are cut into
-    device-weighted shards, and the blocks exchange tokens or weights (docs/partition.md). The session with the plan is
-    ``model.partition``.
+    With a mesh every rank calls it with the same model and inputs, before optimizers, DDP or FSDP2 are built. The expert weights
+    are cut into device-weighted shards, and the blocks exchange tokens or weights (docs/partition.md). The session with the
+    plan is ``model.partition``; the plan is in ``model.report`` too. The inputs stand for the global batch: their first
+    dimension is what ``auto`` weighs and what B_i sums to, unless ``partition`` says otherwise.
 
     Args:
         mesh: one-dimensional device mesh over which MoE blocks are partitioned.
         strategy: ``data``, ``model``, ``auto``, or one of the first two by block path.
-        capacities: relative speed of every device, ``"measure"`` to run the operator on each, or None for equal ones.
+        capacities: seconds of the same task on every device, ``"measure"`` to run the operator on each, or None for equal ones.
         partition: everything else about the partition: global batch, cache slots, who averages gradients.
 
     Raises:
@@ -85,9 +86,19 @@ def optimize_(
     rewritten = [analysis for analysis in analyses if analysis.rewritten]
     if mesh is not None and rewritten:
         by_mode = [analysis.rewritten for analysis in rewritten]
-        wanted, finish = _partition_config(partition, config), functools.partial(switch_off, config=config)
-        session = apply_partition(model, by_mode, mesh, strategy, capacities, wanted, finish=finish)
+        args, kwargs = _call_arguments(example_inputs)
+        session = apply_partition(
+            model,
+            by_mode,
+            mesh,
+            strategy,
+            capacities,
+            _partition_config(partition, config, args, kwargs),
+            finish=functools.partial(switch_off, config=config),
+            example=lambda: model(*args, **kwargs),
+        )
         model.__dict__["partition"] = session
+        report = replace(report, plan=session.plan)
     else:
         for analysis in rewritten:
             block = model.get_submodule(analysis.path)
@@ -99,10 +110,16 @@ def optimize_(
     return model
 
 
-def _partition_config(given: PartitionConfig | None, config: HexaConfig) -> PartitionConfig:
+def _partition_config(
+    given: PartitionConfig | None, config: HexaConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> PartitionConfig:
+    """What was asked for, less what ``config`` switches off; the global batch is the example's unless it is given."""
     given = given or PartitionConfig()
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
+    first = next(tensors, None)
+    batch = first.shape[0] if given.batch is None and first is not None else given.batch
     slots = given.slots if config.shared_cache else 0
-    return dataclasses.replace(given, slots=slots, prefetch=given.prefetch and config.overlap)
+    return replace(given, batch=batch, slots=slots, prefetch=given.prefetch and config.overlap)
 
 
 def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> OptimizationReport:

@@ -14,6 +14,7 @@ from hexa_fx.ir import SourceLocation
 from hexa_fx.passes import BlockAnalysis
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.free_body import FreeBody
+from hexa_fx.plan import Plan
 
 Status = Literal["rewritten", "refused"]
 
@@ -69,10 +70,15 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class OptimizationReport:
-    """Every block that looked like MoE, in model order."""
+    """Every block that looked like MoE, in model order.
+
+    Args:
+        plan: how the blocks are spread over devices, with the numbers behind it, if they are.
+    """
 
     blocks: tuple[BlockReport, ...]
     seconds: float = 0.0
+    plan: Plan | None = None
 
     @property
     def rewritten(self) -> tuple[BlockReport, ...]:
@@ -102,6 +108,7 @@ class OptimizationReport:
     def __str__(self) -> str:
         lines = [self.summary()]
         lines += _lines(self.blocks)
+        lines += self.plan.describe().splitlines() if self.plan else []
         return "\n".join(lines)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
@@ -116,6 +123,8 @@ class OptimizationReport:
         console.print(self.table())
         for line in _reasons(self.blocks):
             console.print(line, highlight=False)
+        if self.plan:
+            console.print(self.plan.describe(), highlight=False)
         console.print(self.summary())
 
 
