@@ -25,7 +25,6 @@ from hexa_fx.passes.detect.stacks import Stack, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-
 _SAME_ROWS = frozenset(
     "view reshape flatten unflatten squeeze unsqueeze contiguous clone to type_as float double half bfloat16 "
     "getitem index_select gather masked_select take_along_dim".split()
