@@ -6,6 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from hexa_fx.capture.observe import Candidate, Observation, observe
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import NothingRewritten, VerificationError
-from hexa_fx.graphs import BlockGraphs, Graphs
+from hexa_fx.graphs import Graphs
+from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.passes import BlockAnalysis, analyse
 from hexa_fx.passes.partition import Strategy, apply_partition
 from hexa_fx.passes.structure import StructureCache, moved_to
@@ -76,25 +78,28 @@ def optimize_(
     """
     check_model(model)
     config = config or HexaConfig.from_environment()
-    analyses, report = _analyse_model(model, example_inputs, config)
+    inspector = Inspector()
+    analyses, report = _analyse_model(model, example_inputs, config, inspector)
     rewritten = [analysis for analysis in analyses if analysis.rewritten]
     if mesh is not None and rewritten:
         by_mode = [analysis.rewritten for analysis in rewritten]
-        model.__dict__["partition"] = apply_partition(model, by_mode, mesh, strategy, capacities)
+        session = apply_partition(model, by_mode, mesh, strategy, capacities)
+        model.__dict__["partition"] = session
+        report = replace(report, plan=session.plan)
     else:
         for analysis in rewritten:
             block = model.get_submodule(analysis.path)
             install(block, analysis.rewritten.get("train"), analysis.rewritten.get("eval"))
     _announce(report, config)
     model.__dict__["report"] = report
-    model.__dict__["graphs"] = Graphs({a.path: BlockGraphs.of(a) for a in analyses if a.rewritten})
+    model.__dict__["graphs"] = Graphs.of(analyses, inspector)
     return model
 
 
 def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> OptimizationReport:
     """What `optimize` would do. The model is not changed."""
     check_model(model)
-    return _analyse_model(model, example_inputs, config or HexaConfig.from_environment())[1]
+    return _analyse_model(model, example_inputs, config or HexaConfig.from_environment(), Inspector())[1]
 
 
 def _sharing_copy(model: Model) -> Model:
@@ -103,7 +108,7 @@ def _sharing_copy(model: Model) -> Model:
 
 
 def _analyse_model(
-    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig
+    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, inspector: Inspector
 ) -> tuple[list[BlockAnalysis], OptimizationReport]:
     started = time.perf_counter()
     args, kwargs = _call_arguments(example_inputs)
@@ -112,7 +117,7 @@ def _analyse_model(
     for candidate in observe(model, args, kwargs):
         analysis, same_as = _analyse_candidate(candidate, config, cache)
         analyses.append(analysis)
-        reports.append(describe(analysis, same_as))
+        reports.append(describe(analysis, same_as, inspector))
     return analyses, OptimizationReport(tuple(reports), time.perf_counter() - started)
 
 
