@@ -13,9 +13,10 @@ from hexa_fx.config import HexaConfig
 
 if TYPE_CHECKING:
     from hexa_fx.api import explain, optimize, optimize_
+    from hexa_fx.inspection.debug import debug
 
 __version__ = "0.1.0"
-__all__ = ["HexaConfig", "explain", "optimize", "optimize_"]
+__all__ = ["HexaConfig", "debug", "explain", "optimize", "optimize_"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from hexa_fx import api
 
         return getattr(api, name)
+    if name == "debug":
+        from hexa_fx.inspection.debug import debug
+
+        return debug
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,9 +17,11 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.errors import NothingRewritten, VerificationError
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
+from hexa_fx.inspection.watch import watching
 from hexa_fx.passes import BlockAnalysis, analyse
 from hexa_fx.passes.partition import Strategy, apply_partition
 from hexa_fx.passes.structure import StructureCache, moved_to
+from hexa_fx.progress import progress
 from hexa_fx.report import OptimizationReport, describe
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.preflight import check_model
@@ -79,27 +81,32 @@ def optimize_(
     check_model(model)
     config = config or HexaConfig.from_environment()
     inspector = Inspector()
-    analyses, report = _analyse_model(model, example_inputs, config, inspector)
-    rewritten = [analysis for analysis in analyses if analysis.rewritten]
-    if mesh is not None and rewritten:
-        by_mode = [analysis.rewritten for analysis in rewritten]
-        session = apply_partition(model, by_mode, mesh, strategy, capacities)
-        model.__dict__["partition"] = session
-        report = replace(report, plan=session.plan)
-    else:
-        for analysis in rewritten:
-            block = model.get_submodule(analysis.path)
-            install(block, analysis.rewritten.get("train"), analysis.rewritten.get("eval"))
+    with watching() as watch:
+        analyses, report = _analyse_model(model, example_inputs, config, inspector)
+        rewritten = [analysis for analysis in analyses if analysis.rewritten]
+        if mesh is not None and rewritten:
+            by_mode = [analysis.rewritten for analysis in rewritten]
+            session = apply_partition(model, by_mode, mesh, strategy, capacities)
+            model.__dict__["partition"] = session
+            report = replace(report, plan=session.plan)
+        else:
+            for analysis in rewritten:
+                block = model.get_submodule(analysis.path)
+                install(block, analysis.rewritten.get("train"), analysis.rewritten.get("eval"))
+        model.__dict__["report"] = report
+        model.__dict__["graphs"] = Graphs.of(analyses, inspector)
+        watch.finish(report, model.__dict__["graphs"])
     _announce(report, config)
-    model.__dict__["report"] = report
-    model.__dict__["graphs"] = Graphs.of(analyses, inspector)
     return model
 
 
 def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> OptimizationReport:
     """What `optimize` would do. The model is not changed."""
     check_model(model)
-    return _analyse_model(model, example_inputs, config or HexaConfig.from_environment(), Inspector())[1]
+    with watching() as watch:
+        _, report = _analyse_model(model, example_inputs, config or HexaConfig.from_environment(), Inspector())
+        watch.finish(report)
+    return report
 
 
 def _sharing_copy(model: Model) -> Model:
@@ -114,10 +121,13 @@ def _analyse_model(
     args, kwargs = _call_arguments(example_inputs)
     cache = StructureCache()
     analyses, reports = [], []
-    for candidate in observe(model, args, kwargs):
-        analysis, same_as = _analyse_candidate(candidate, config, cache)
-        analyses.append(analysis)
-        reports.append(describe(analysis, same_as, inspector))
+    candidates = observe(model, args, kwargs)
+    with progress("analysing MoE blocks", len(candidates)) as advance:
+        for candidate in candidates:
+            analysis, same_as = _analyse_candidate(candidate, config, cache)
+            analyses.append(analysis)
+            reports.append(describe(analysis, same_as, inspector))
+            advance(analysis.path)
     return analyses, OptimizationReport(tuple(reports), time.perf_counter() - started)
 
 

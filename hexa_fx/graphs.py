@@ -17,6 +17,7 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import DEFAULT_ARCH, KernelUse, kernels_of, local_arch
 from hexa_fx.inspection.stages import FfnCase, Stage
 from hexa_fx.ir import FfnSpec, RewrittenBlock
+from hexa_fx.observers import muted
 from hexa_fx.passes import BlockAnalysis
 from hexa_fx.passes.lower import Lowered, lower
 
@@ -201,4 +202,5 @@ def _lowered(rewritten: RewrittenBlock) -> Lowered | None:
         return None
     _, _, weights, _, b1, _, b3, _, b2 = node.args[:9]
     given = [operand is not None for operand in (weights, b1, b3, b2)]
-    return lower(node.meta["hexa"], top_k_weights=given[0], b1=given[1], b3=given[2], b2=given[3])
+    with muted():
+        return lower(node.meta["hexa"], top_k_weights=given[0], b1=given[1], b3=given[2], b2=given[3])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -267,5 +266,3 @@ def _check_report(analysis: BlockAnalysis) -> CheckReport | None:
         max((case.gradient_error for case in cases), default=0.0),
         sum(check.seconds for check in checks),
     )
-
-

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hexa_fx.allocation import allocate, even
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.observers import at_block, notify
 from hexa_fx.passes.collectives import Placement, partition_graph
 from hexa_fx.passes.cost_model import Measured, layer_cost
 from hexa_fx.passes.overlap import overlap
@@ -371,9 +372,12 @@ def _same_in_all_modes(model: nn.Module, block: RewrittenBlock | Modes) -> list[
 def _partition_block(
     block: RewrittenBlock, layers: Sequence[LayerPlan], plan: Plan, placement: Placement
 ) -> RewrittenBlock:
-    graph = partition_graph(_copy(block.graph), layers, plan, placement)
-    if plan.prefetch:
-        overlap(graph, plan.slots)
+    with at_block(block.path):
+        notify("partition", "before", block.graph)
+        graph = partition_graph(_copy(block.graph), layers, plan, placement)
+        if plan.prefetch:
+            overlap(graph, plan.slots)
+        notify("partition", "after", graph)
     return replace(block, graph=graph)
 
 

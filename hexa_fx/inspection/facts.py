@@ -28,7 +28,12 @@ class Facts:
         """Names and values for a heading."""
         sizes = (("E", self.num_experts), ("k", self.top_k), ("D", self.hidden_size), ("I", self.intermediate_size))
         weights = f"{self.weights} {self.layout}".strip()
-        named = (("written as", self.idiom), *((n, str(v)) for n, v in sizes), ("expert", self.expert), ("weights", weights))
+        named = (
+            ("written as", self.idiom),
+            *((n, str(v)) for n, v in sizes),
+            ("expert", self.expert),
+            ("weights", weights),
+        )
         return tuple((name, value) for name, value in named if value)
 
 

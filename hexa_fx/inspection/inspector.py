@@ -9,6 +9,7 @@ import torch.fx
 
 from hexa_fx.inspection.costs import Costs, costs_of
 from hexa_fx.inspection.stages import Snapshots, snapshots
+from hexa_fx.observers import at_block, muted
 from hexa_fx.passes import BlockAnalysis
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,10 @@ def _inspected(analysis: BlockAnalysis) -> tuple[Snapshots, Costs | None]:
     taken = Snapshots((), None)
     try:
         assert analysis.match is not None
-        taken = snapshots(analysis.match, analysis.rewritten[mode])
-        return taken, costs_of(analysis.captured[mode], analysis.rewritten[mode], taken)
+        with at_block(analysis.path, mode):
+            taken = snapshots(analysis.match, analysis.rewritten[mode])
+        with muted():
+            return taken, costs_of(analysis.captured[mode], analysis.rewritten[mode], taken)
     except Exception:
         log.exception("hexa_fx could not draw %s; the block itself is fine. Please report this", analysis.path)
         return taken, None

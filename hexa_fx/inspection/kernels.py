@@ -16,6 +16,7 @@ import torch.fx
 from hexa_fx.errors import HexaError, KernelError
 from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.inspection.values import values_on_meta
+from hexa_fx.observers import muted
 from hexa_fx.passes.base import op_name
 from hexa_fx.passes.fuse import FuseActivation
 from hexa_fx.passes.lower import lower_backward, lower_forward
@@ -89,7 +90,7 @@ def kernels_of(case: FfnCase, arch: int | None = None) -> tuple[KernelUse, ...]:
     name, multiprocessors = CARDS[arch]
     known_values: dict[str, Any] = {**case.operands, "dy": case.operands["x"]}
     found: list[KernelUse] = []
-    with collect(Card(name, arch, multiprocessors)) as specs:
+    with muted(), collect(Card(name, arch, multiprocessors)) as specs:
         for way, lower in (("forward", lower_forward), ("backward", lower_backward)):
             gm = lower(case.request)
             FuseActivation(gradients=True)(gm)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hexa_fx.inspection.picture import Arrow, Picture
 
@@ -97,9 +98,10 @@ def _rows(picture: Picture, layer: Mapping[str, int]) -> tuple[list[list[str]], 
 
 
 def _neighbours(chains: Chains) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    up, down = defaultdict(list), defaultdict(list)
+    up: dict[str, list[str]] = defaultdict(list)
+    down: dict[str, list[str]] = defaultdict(list)
     for chain in chains.values():
-        for above, below in zip(chain, chain[1:]):
+        for above, below in pairwise(chain):
             if below not in down[above]:
                 down[above].append(below)
                 up[below].append(above)
@@ -129,9 +131,11 @@ def _mean(values: Sequence[float], otherwise: float) -> float:
 
 def _crossings(rows: Sequence[Sequence[str]], down: Mapping[str, Sequence[str]]) -> int:
     total = 0
-    for above, below in zip(rows, rows[1:]):
+    for above, below in pairwise(rows):
         place = {name: i for i, name in enumerate(below)}
-        ends = [place[n] for name in above for n in sorted(down.get(name, ()), key=lambda n: place.get(n, 0)) if n in place]
+        ends = [
+            place[n] for name in above for n in sorted(down.get(name, ()), key=lambda n: place.get(n, 0)) if n in place
+        ]
         total += sum(1 for i, a in enumerate(ends) for b in ends[i + 1 :] if a > b) if len(ends) < 400 else 0
     return total
 
@@ -140,7 +144,7 @@ def _columns(rows: Sequence[Sequence[str]], chains: Chains, widths: Mapping[str,
     up, down = _neighbours(chains)
     x: dict[str, float] = {}
     for row in rows:
-        _spread(row, {name: 0.0 for name in row}, widths, x)
+        _spread(row, dict.fromkeys(row, 0.0), widths, x)
     for sweep in range(2 * _SWEEPS):
         ordered = rows if sweep % 2 == 0 else list(reversed(rows))
         for row in ordered:

@@ -75,16 +75,17 @@ class _Drawing:
         arrows = self._arrows(shown)
         touched = {a.source for a in arrows} | {a.target for a in arrows}
         boxes = tuple(
-            self._box(node) for node in shown if self._is_head(node.name) and (node.name in touched or node.kind != "parameter")
+            self._box(node)
+            for node in shown
+            if self._is_head(node.name) and (node.name in touched or node.kind != "parameter")
         )
         return Picture(boxes, tuple(arrows))
 
     def _is_shown(self, node: NodeView) -> bool:
         if node.index is not None or node.op in _PLUMBING:
             return False
-        if node.kind == "call" and node.types and not any(node.types) and not node.op.startswith("hexa"):
-            return any(self.by_name[name].type for name in node.inputs) and not node.types == (None,)
-        return True
+        holds_no_tensor = bool(node.types) and not any(node.types)
+        return node.kind != "call" or not holds_no_tensor
 
     # -- loops ---------------------------------------------------------------------------------------------------------
 

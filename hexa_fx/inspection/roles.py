@@ -99,9 +99,7 @@ def _called(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict[torch.fx
     """Recorded nodes inside submodule calls that stayed calls."""
     stayed = {str(n.target) for n in rewritten.graph.find_nodes(op="call_module")}
     order = [node for node in captured.graph.nodes if node.op != "output"]
-    return {
-        node: call.path for call in captured.calls if call.path in stayed for node in order[call.start : call.end]
-    }
+    return {node: call.path for call in captured.calls if call.path in stayed for node in order[call.start : call.end]}
 
 
 class _Parts:
@@ -173,7 +171,11 @@ def _mark_new(
     part = _OF_OPERATOR.get(operation(node))
     if part is not None:
         return part, (f"r:{part}",)
-    if node.op != "output" and node.all_input_nodes and all(_is_weight(n, weights, packed) for n in node.all_input_nodes):
+    if (
+        node.op != "output"
+        and node.all_input_nodes
+        and all(_is_weight(n, weights, packed) for n in node.all_input_nodes)
+    ):
         return "weight", ()
     return "other", ()
 
@@ -230,4 +232,3 @@ def mark_operators(node: NodeView, joined: Mapping[str, tuple[str, ...]]) -> Mar
     if node.kind == "output" or role == "other":
         return role, keys
     return role, (*keys, *(f"r:{part}" for part in parts))
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import linecache
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
 from hexa_fx.inspection.roles import MOE_FFN, mark_captured, mark_operators, mark_rewritten
 from hexa_fx.inspection.values import like_meta, values_on_meta
 from hexa_fx.inspection.view import GraphView, view_of
@@ -107,14 +108,18 @@ def snapshots(match: MoEMatch, rewritten: RewrittenBlock) -> Snapshots:
     recorded = _captured_view(captured, captured.graph)
     stages = []
     if captured.as_recorded is not None:
-        stages.append(Stage("capture", "your code, as it ran on the example", _captured_view(captured, captured.as_recorded)))
+        stages.append(
+            Stage("capture", "your code, as it ran on the example", _captured_view(captured, captured.as_recorded))
+        )
         stages.append(_next("canonicalize", "fused ways of writing, taken apart", recorded, stages[-1]))
     else:
         stages.append(Stage("capture", "your code, as it ran on the example", recorded))
     stages[-1] = replace(stages[-1], graph=recorded.marked(lambda n: marks.get(n.name, ("other", ()))))
     values = _rewritten_values(captured, rewritten)
     new = mark_rewritten(match, rewritten, marks)
-    graph = view_of(rewritten.graph, values, _code(rewritten.graph), lambda n: _with_code(n.meta.get("location")), _is_view)
+    graph = view_of(
+        rewritten.graph, values, _code(rewritten.graph), lambda n: _with_code(n.meta.get("location")), _is_view
+    )
     graph = graph.marked(lambda n: new.get(n.name, ("other", ())))
     stages.append(_next("rewrite", "the block's new forward", graph, stages[-1]))
     case = _case(rewritten, values)
@@ -127,13 +132,14 @@ def lowered_stages(case: FfnCase) -> tuple[Stage, ...]:
     found: list[Stage] = []
     for suffix, lower in (("", lower_forward), ("_backward", lower_backward)):
         way = "backward" if suffix else "forward"
-        lowered = _operators(lower(case.request), known)
+        gm = lower(case.request)
+        fused, tiled = copy.deepcopy(gm), copy.deepcopy(gm)
+        lowered = _operators(gm, known)
         stages = [Stage(f"lower{suffix}", f"{way} in the expert-specific operators", lowered)]
-        fused = lower(case.request)
         FuseActivation(gradients=True)(fused)
         view = _operators(fused, known, lowered)
         stages.append(_next(f"fuse_activation{suffix}", f"{way} as CUDA runs it", view, stages[0]))
-        stages.append(_next(f"tile_rows{suffix}", f"{way} as a CPU runs it, for one tile", _tiled(lower(case.request)), stages[0]))
+        stages.append(_next(f"tile_rows{suffix}", f"{way} as a CPU runs it, for one tile", _tiled(tiled), stages[0]))
         found += stages
     return tuple(found)
 
@@ -159,10 +165,15 @@ def _with_code(location: SourceLocation | None) -> SourceLocation | None:
 
 
 def _is_view(node: torch.fx.Node) -> bool:
-    record = node.meta.get("hexa")
-    if not hasattr(record, "storage") or record.writes or not isinstance(record.value, torch.Tensor):
+    record = _record(node)
+    if record is None or record.writes or not isinstance(record.value, torch.Tensor):
         return False
-    return any(getattr(n.meta.get("hexa"), "storage", None) == record.storage for n in node.all_input_nodes)
+    return any(found is not None and found.storage == record.storage for found in map(_record, node.all_input_nodes))
+
+
+def _record(node: torch.fx.Node) -> NodeRecord | None:
+    found = node.meta.get("hexa")
+    return found if isinstance(found, NodeRecord) else None
 
 
 # -- the rewritten graph -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
 
 from hexa_fx.inspection.layout import Layout, Place, Route, lay_out
 from hexa_fx.inspection.picture import Box, Picture, picture_of
@@ -51,7 +52,9 @@ def draw(picture: Picture, standalone: bool = True) -> str:
     """A picture as SVG. Boxes carry ``data-node`` and ``data-keys``, arrows ``data-from`` and ``data-to``."""
     boxes = {box.name: box for box in picture.boxes}
     layout = lay_out(picture, lambda name: _width(boxes[name]))
-    size = f'width="{layout.width:.0f}" height="{layout.height:.0f}" viewBox="0 0 {layout.width:.0f} {layout.height:.0f}"'
+    size = (
+        f'width="{layout.width:.0f}" height="{layout.height:.0f}" viewBox="0 0 {layout.width:.0f} {layout.height:.0f}"'
+    )
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">']
     if standalone:
         parts.append(f"<style>{STYLE}</style><rect width='100%' height='100%' fill='#fff'/>")
@@ -104,7 +107,9 @@ def _box(box: Box, place: Place) -> str:
     if box.times > 1:
         label, right = f"×{box.times}", x + place.width
         wide = 8 + 6.2 * len(label)
-        text += f'<rect class="times" x="{right - wide + 8:.1f}" y="{y - 8:.1f}" width="{wide:.1f}" height="16" rx="8"/>'
+        text += (
+            f'<rect class="times" x="{right - wide + 8:.1f}" y="{y - 8:.1f}" width="{wide:.1f}" height="16" rx="8"/>'
+        )
         text += f'<text class="count" x="{right - wide / 2 + 8:.1f}" y="{y + 3.5:.1f}">{label}</text>'
     keys = escape(" ".join(box.keys))
     attributes = f'data-node="{escape(box.name)}" data-role="{box.role}" data-keys="{keys}"'
@@ -115,7 +120,7 @@ def _arrow(route: Route) -> str:
     points = route.points
     x, y = points[-1]
     ends = [*points[:-1], (x, y - 6)]
-    path = f"M{ends[0][0]:.1f},{ends[0][1]:.1f}" + "".join(_curve(a, b) for a, b in zip(ends, ends[1:]))
+    path = f"M{ends[0][0]:.1f},{ends[0][1]:.1f}" + "".join(_curve(a, b) for a, b in pairwise(ends))
     head = f"{x:.1f},{y:.1f} {x - 3.6:.1f},{y - 7:.1f} {x + 3.6:.1f},{y - 7:.1f}"
     arrow = route.arrow
     attributes = f'data-from="{escape(arrow.source)}" data-to="{escape(arrow.target)}"'

@@ -168,7 +168,7 @@ def _node(
 ) -> NodeView:
     value = values.get(node)
     results = value if isinstance(value, (tuple, list)) else (value,)
-    types = tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in results)
+    types = tuple(TensorType.of(v) if isinstance(v, torch.Tensor) else None for v in results) if node in values else ()
     read: list[torch.fx.Node] = []
     torch.fx.map_arg((node.args, node.kwargs), read.append)
     op = op_name(node)

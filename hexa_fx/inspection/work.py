@@ -37,7 +37,7 @@ def flops_of(op: str, args: Sequence[Any], operands: Sequence[Any], results: Seq
     """Two for every multiplication and addition of a matrix product; 0 for anything else."""
     name, read, out = _bare(op), _tensors(operands), _tensors(results)
     if name in _HEXA and out:
-        return _HEXA[name](read, results)
+        return int(_HEXA[name](read, results))
     if name == "einsum" and isinstance(args[0], str):
         return _einsum(args[0], read)
     if name in ("addmm", "baddbmm", "addbmm") and len(read) > 2:
@@ -50,7 +50,8 @@ def flops_of(op: str, args: Sequence[Any], operands: Sequence[Any], results: Seq
 def _esmm_act(read: list[torch.Tensor], results: Sequence[Any]) -> int:
     """h = x W1 (and W3): x is (., D); weights of layout nk or kn hold D * N elements an expert."""
     weights = [t for t in read[1:] if t.dim() == 3]
-    return 2 * results[1].shape[0] * sum(w.shape[1] * w.shape[2] for w in weights)
+    rows = int(results[1].shape[0])
+    return 2 * rows * sum(w.shape[1] * w.shape[2] for w in weights)
 
 
 _HEXA = {

@@ -20,6 +20,7 @@ from hexa_fx.codegen.tuned import Problem, Tile, TunedTable, shipped
 from hexa_fx.errors import KernelError
 from hexa_fx.jit.build import build_many
 from hexa_fx.jit.env import JitSettings
+from hexa_fx.progress import progress
 from hexa_fx.runtime.cuda_launch import described, device_name, forget_plans, plan
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,12 @@ def tune(
     if problem in _read(path).entries:
         return None
     _prebuild([spec_of(tile) for tile in candidates])
-    times = {index: ms for index, tile in enumerate(candidates) if (ms := _milliseconds(tile, run)) is not None}
+    times: dict[int, float] = {}
+    with progress(f"measuring tiles of {problem.op}", len(candidates)) as advance:
+        for index, tile in enumerate(candidates):
+            ms = _milliseconds(tile, run)
+            times.update({} if ms is None else {index: ms})
+            advance()
     if not times:
         return None
     best = min(times, key=lambda index: times[index])
