@@ -34,6 +34,8 @@ class NodeRecord:
     writes: bool = False
     storage: int | None = None
     decision: bool = False
+    gradient: bool = True
+    """Whether the code lets gradients through: False under its own ``no_grad``."""
 
 
 def record_of(node: torch.fx.Node) -> NodeRecord:
@@ -100,6 +102,8 @@ class Recorder(TorchFunctionMode):
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
+    sees_gradients: bool = True
+    """Whether the run is made with gradients, so that the code's own ``no_grad`` shows."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -113,13 +117,18 @@ class Recorder(TorchFunctionMode):
         ] = {}  # storage -> last write, id of the tensor written through
         self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
         self._parameter_storages = {_storage(tensor) for tensor in self.parameters.values()}
+        self.met: dict[str, int] = {}
+        """For every constant, the id of the tensor it was read from."""
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
         node = self.graph.create_node(op, target, args, kwargs, name)
         storage = _storage(value) if isinstance(value, torch.Tensor) else None
-        node.meta["hexa"] = NodeRecord(self._snapshot(value), self.scopes[-1], _user_location(), storage=storage)
+        gradient = torch.is_grad_enabled() or not self.sees_gradients
+        node.meta["hexa"] = NodeRecord(
+            self._snapshot(value), self.scopes[-1], _user_location(), storage=storage, gradient=gradient
+        )
         self._index[node] = self.count
         self.count += 1
         return node
@@ -165,6 +174,7 @@ class Recorder(TorchFunctionMode):
         if name is None:
             name = f"_constant_{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
+            self.met[name] = id(tensor)
         node = self.add("get_attr", name, (), {}, tensor)
         self._bind(tensor, node)
         return node
@@ -266,7 +276,8 @@ class Recorder(TorchFunctionMode):
 
     def _decide(self, func: Any, name: str, args: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         value = func(*plain_args, **plain_kwargs)
-        node = self.add("call_method", name, self.lift(args[:1]), {}, value if name in ("item", "tolist") else None)
+        kept = value if name in ("item", "tolist", "__bool__") else None
+        node = self.add("call_method", name, self.lift(args[:1]), {}, kept)
         if name != "item":  # an item stays symbolic; what the host does with it is noted when it does it
             self.note_decision(node, value)
         return self._wrap_numbers(value, node) if name in ("item", "tolist") else value
@@ -320,7 +331,7 @@ def _strip(value: Any) -> Any:
         return {key: _strip(item) for key, item in value.items()}
     if isinstance(value, SymbolicSize):
         return tuple(_strip(item) for item in value)
-    if type(value) in (tuple, list):
+    if type(value) in (tuple, list, torch.Size):
         return type(value)(_strip(item) for item in value)
     return value
 

@@ -56,7 +56,7 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
         if any(item.path == kept or item.path.startswith(f"{kept}.") for kept in live):
             continue
         behind = ancestors(_nodes(item.value))
-        if item.value is UNKNOWN or any(n.op == "get_attr" and n.target in captured.constants for n in behind):
+        if item.value is UNKNOWN or any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
             raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")
         found.append(item)
     return tuple(found)
