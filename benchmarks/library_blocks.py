@@ -46,6 +46,11 @@ def tokens(batch: int = 4, sequence: int = 8, width: int = D) -> tuple[Any, ...]
     return (torch.randn(batch, sequence, width, generator=torch.Generator().manual_seed(1)),)
 
 
+def rows() -> tuple[Any, ...]:
+    """One tensor (tokens, width)."""
+    return (tokens()[0].flatten(0, 1),)
+
+
 BLOCKS: list[LibraryBlock] = []
 
 
@@ -129,7 +134,7 @@ def torchscale_top2() -> nn.Module:
 
 def _torchscale(gate: str, **options: Any) -> nn.Module:
     one_process()
-    with mock.patch("torch.cuda.device_count", lambda: 1):
+    with mock.patch("torch.cuda.device_count", return_value=1):
         from torchscale.component.xmoe import moe_layer, routing
 
         args = types.SimpleNamespace(moe_expert_count=E, batch_size=4, batch_size_valid=4)
@@ -194,13 +199,28 @@ def st_moe_block() -> nn.Module:
     return SparseMoEBlock(moe, add_ff_before=True)
 
 
+@block("st-moe-pytorch", "MoE with experts given, straight-through dispatch")
+def st_moe_given() -> nn.Module:
+    from st_moe_pytorch import MoE
+
+    return MoE(D, num_experts=E, experts=nn.ModuleList(mlp() for _ in range(E)))
+
+
+@block("st-moe-pytorch", "MoE with experts given, plain dispatch")
+def st_moe_given_plain() -> nn.Module:
+    from st_moe_pytorch import MoE
+
+    experts = nn.ModuleList(mlp() for _ in range(E))
+    return MoE(D, num_experts=E, experts=experts, straight_through_dispatch_tensor=False)
+
+
 @block("pytorch-mixtures", "TopkMoE, ff experts")
 def pytorch_mixtures_ff() -> nn.Module:
     return _pytorch_mixtures("TopkMoE", "ff")
 
 
-@block("pytorch-mixtures", "TopkMoE, swiglu experts", stand_ins=())
-def pytorch_mixtures_swiglu() -> nn.Module:
+@block("pytorch-mixtures", "TopkMoE, k = 1")
+def pytorch_mixtures_top1() -> nn.Module:
     return _pytorch_mixtures("TopkMoE", "ff", expert_act="gelu", topk=1)
 
 
@@ -249,7 +269,11 @@ def _litgpt(name: str, **options: Any) -> nn.Module:
     from litgpt.config import Config
     from litgpt.model import LLaMAMoE
 
-    return LLaMAMoE(Config.from_name(name, n_embd=D, moe_intermediate_size=I, intermediate_size=I, n_head=4, n_query_groups=2, **options))
+    return LLaMAMoE(
+        Config.from_name(
+            name, n_embd=D, moe_intermediate_size=I, intermediate_size=I, n_head=4, n_query_groups=2, **options
+        )
+    )
 
 
 @block("diffusers", "HiDream MOEFeedForwardSwiGLU (numpy counts in eval mode)")
@@ -259,18 +283,18 @@ def diffusers_hidream() -> nn.Module:
     return MOEFeedForwardSwiGLU(D, 2 * I, E, 2)
 
 
-@block("torchtitan", "MoE, sigmoid router, shared experts (DeepSeek V3)", stand_ins=("triton",))
+@block("torchtitan", "MoE, sigmoid router, grouped_mm")
 def torchtitan() -> nn.Module:
-    from torchtitan.models.common import moe
+    from torchtitan.models.common import linear, moe, token_dispatcher
 
-    raise NotImplementedError(moe)
-
-
-@block("ai2-olmo-core", "MoE")
-def olmo_core() -> nn.Module:
-    from olmo_core.nn.moe import MoE, MoEMLP, MoERouter
-
-    return MoE(d_model=D, num_experts=E, hidden_size=I)
+    router = moe.TokenChoiceTopKRouter.Config(
+        num_experts=E, gate=linear.Linear.Config(in_features=D, out_features=E, bias=False), top_k=2, route_norm=True
+    )
+    experts = moe.RoutedExperts.Config(
+        inner_experts=moe.GroupedExperts.Config(dim=D, hidden_dim=I, num_experts=E),
+        token_dispatcher=token_dispatcher.LocalTokenDispatcher.Config(num_experts=E, top_k=2),
+    )
+    return moe.MoE(moe.MoE.Config(num_experts=E, routed_experts=experts, router=router))
 
 
 @block("mixlora", "MixLoraSparseMoe: LoRA experts around one MLP", inputs=tokens)
@@ -344,21 +368,21 @@ def omegavit() -> nn.Module:
     return MixtureOfExperts(ViTConfig(hidden_size=D, num_experts=E, expert_capacity=8))
 
 
-@block("swarms-torch", "SwitchMoE", stand_ins=("torchvision",))
+@block("swarms-torch", "SwitchMoE", inputs=rows, stand_ins=("torchvision",))
 def swarms_torch() -> nn.Module:
     from swarms_torch import SwitchMoE
 
     return SwitchMoE(D, I, D, E)
 
 
-@block("switch-transformers", "SwitchMoE", stand_ins=("torchvision", "triton"))
+@block("switch-transformers", "SwitchMoE", inputs=rows, stand_ins=("torchvision", "triton"))
 def switch_transformers() -> nn.Module:
     from switch_transformers import SwitchMoE
 
     return SwitchMoE(D, I, D, E)
 
 
-@block("moe-mamba", "SwitchMoE of MoEMambaBlock", stand_ins=("torchvision",))
+@block("moe-mamba", "SwitchMoE of MoEMambaBlock", inputs=rows, stand_ins=("torchvision",))
 def moe_mamba() -> nn.Module:
     from moe_mamba.model import SwitchMoE
 

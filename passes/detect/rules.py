@@ -16,6 +16,7 @@ from hexa_fx.passes.detect.verdict import Refuse
 
 _COUNTING = frozenset(["nonzero", "where", "unique", "unique_consecutive", "masked_select", "argwhere"])
 _SIZES = frozenset(("size", "numel", "nelement", "dim"))
+_CHECKS = frozenset(("isfinite", "isnan", "isinf"))
 _SELECTIONS = frozenset(
     "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min "
     "__eq__ multinomial isin searchsorted cumsum".split()
@@ -24,7 +25,9 @@ _SELECTIONS = frozenset(
 
 @dataclass(frozen=True)
 class ShapeBranch:
-    """A host decision on sizes: the rewritten graph holds only while ``condition`` keeps its recorded ``outcome``."""
+    """A host decision on sizes, or on whether numbers are finite: the rewritten graph holds only while ``condition`` keeps its
+    recorded ``outcome``.
+    """
 
     condition: torch.fx.Node
     outcome: bool
@@ -81,6 +84,20 @@ def _nodes(value: Any) -> list[torch.fx.Node]:
     return found
 
 
+def is_cut_off(source: torch.fx.Node, rows: Iterable[torch.fx.Node]) -> bool:
+    """Whether ``rows`` are taken from ``source`` without its gradient, all of them."""
+    return all(source not in ancestors([node], stop=_stops_gradient) for node in rows)
+
+
+def is_constant(end: torch.fx.Node) -> bool:
+    """Whether no gradient gets from ``end`` to an input or a parameter."""
+    return not any(n.op in ("placeholder", "get_attr") and is_float(n) for n in ancestors([end], stop=_stops_gradient))
+
+
+def _stops_gradient(node: torch.fx.Node) -> bool:
+    return operation(node) == "detach" or (node.op.startswith("call") and not record_of(node).gradient)
+
+
 def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
     """Raises:
     Refuse: one of ``nodes`` draws random numbers.
@@ -131,12 +148,22 @@ def shape_branches(
             raise Refuse("the code takes a decision on expert outputs", node)
         if not any(n.op == "placeholder" for n in behind):
             continue
+        if _is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
+            guards.append(ShapeBranch(node, bool(record_of(node).value)))
+            continue
         if any(is_float(n) and n.op != "placeholder" and _read_by_value(n, behind) for n in behind):
             raise Refuse("the code takes a decision that depends on the data and not on the routing", node)
         guard = _guard(node)
         if guard is not None:
             guards.append(guard)
     return tuple(guards)
+
+
+def _is_check_of_numbers(node: torch.fx.Node) -> bool:
+    """Whether the decision asks of float tensors only if their numbers are finite, as assertions do."""
+    asked = ancestors([node], stop=lambda n: operation(n) in _CHECKS)
+    checks = {n for n in asked if operation(n) in _CHECKS}
+    return bool(checks) and not any(is_float(n) for n in asked - checks)
 
 
 def _read_by_value(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:
