@@ -31,6 +31,7 @@ class LibraryBlock:
         inputs: positional arguments of a call.
         stand_ins: modules that the library imports and its MoE code does not use; replaced where they are not installed.
         sparse: False for blocks that are dense by nature or no mixture for single tokens: a refusal is right.
+        dtypes: of the comparison, the first in which the block runs.
     """
 
     distribution: str
@@ -39,6 +40,7 @@ class LibraryBlock:
     inputs: Callable[[], tuple[Any, ...]]
     stand_ins: tuple[str, ...] = ()
     sparse: bool = True
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
 
 
 def tokens(batch: int = 4, sequence: int = 8, width: int = D) -> tuple[Any, ...]:
@@ -283,7 +285,7 @@ def diffusers_hidream() -> nn.Module:
     return MOEFeedForwardSwiGLU(D, 2 * I, E, 2)
 
 
-@block("torchtitan", "MoE, sigmoid router, grouped_mm")
+@block("torchtitan", "MoE, sigmoid router, grouped_mm", dtypes=(torch.bfloat16,))
 def torchtitan() -> nn.Module:
     from torchtitan.models.common import linear, moe, token_dispatcher
 

@@ -18,6 +18,7 @@ from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing import Source
+from hexa_fx.passes.detect.rules import is_outside
 from hexa_fx.passes.emit_rows import RowEmitter
 from hexa_fx.passes.kept_calls import Kept, keep
 from hexa_fx.passes.weights import WeightEmitter
@@ -106,6 +107,9 @@ class _Rewriter:
     def _copy(self, node: torch.fx.Node, kept: Kept) -> None:
         if node in self.new:
             return
+        if node.op == "get_attr" and node.target in self.match.captured.constants:
+            self.new[node] = self._constant(str(node.target))
+            return
         if node in kept.rereads:
             reread = kept.rereads[node]
             self.new[node] = self.graph.call_function(
@@ -124,6 +128,14 @@ class _Rewriter:
         """The new node for an argument; a read after a kept call's write is ordered after the call."""
         after_call = node.target is functional.after and argument not in self.new
         return self.new[kept.stand_ins[argument] if after_call else argument]
+
+    def _constant(self, name: str) -> torch.fx.Node:
+        """A tensor that stood ready outside the block's parameters and buffers, such as a number that a module keeps."""
+        if is_outside(self.match.captured, name):
+            raise NotImplementedError(f"the code reads {name}, which is neither a parameter nor a buffer")
+        value = self.match.captured.constants[name]
+        options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        return self.graph.call_function(torch.tensor, (value.tolist(),), options)
 
     def _operand(self, node: torch.fx.Node, argument: torch.fx.Node, kept: Kept) -> torch.fx.Node:
         """The new node for an argument, without its gradient where the code computes under ``no_grad``."""

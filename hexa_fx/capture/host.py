@@ -34,6 +34,7 @@ def visible_host(block: nn.Module, recorder: Recorder) -> Iterator[None]:
             _shim_einops(namespace, recorder, undo)
         _record_module_calls(block, recorder, undo)
         _shim_exchanges(undo)
+        _note_functions(recorder, undo)
         yield
     finally:
         for restore in reversed(undo):
@@ -141,6 +142,21 @@ def _shim_exchanges(undo: list[Callable[[], None]]) -> None:
 
     if "all_to_all_single" in namespace:
         _replace(namespace, "all_to_all_single", all_to_all_single, undo)
+
+
+def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
+    """Tells the recorder when an `autograd.Function` runs: that gradients are off in there says nothing about the code."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        recorder.inside_function += 1
+        try:
+            return original.__func__(cls, *args, **kwargs)
+        finally:
+            recorder.inside_function -= 1
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    undo.append(lambda: setattr(torch.autograd.Function, "apply", original))
 
 
 def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

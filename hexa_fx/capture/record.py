@@ -118,7 +118,7 @@ def _capture(
             torch.manual_seed(seed)
             with _emptied() as emptied:
                 result, arguments = _run(block, recorder, bound)
-            output = recorder.lift(result)
+            output = recorder.lift_result(result)
             stored = tuple(_stored_values(block, attributes, emptied, recorder))
             held = {id(leaf) for before in attributes.values() for leaf in tree_leaves(list(before.values()))}
     except CaptureError:

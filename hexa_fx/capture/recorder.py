@@ -10,6 +10,7 @@ writes in place, the storage it lives in, and whether the host took a decision o
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import sys
 from dataclasses import dataclass, field
@@ -117,6 +118,8 @@ class Recorder(TorchFunctionMode):
         ] = {}  # storage -> last write, id of the tensor written through
         self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
         self._parameter_storages = {_storage(tensor) for tensor in self.parameters.values()}
+        self.inside_function = 0
+        """Depth in the forward of an `autograd.Function`, where torch turns gradients off."""
         self.met: dict[str, int] = {}
         """For every constant, the id of the tensor it was read from."""
 
@@ -125,7 +128,7 @@ class Recorder(TorchFunctionMode):
     def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
         node = self.graph.create_node(op, target, args, kwargs, name)
         storage = _storage(value) if isinstance(value, torch.Tensor) else None
-        gradient = torch.is_grad_enabled() or not self.sees_gradients
+        gradient = torch.is_grad_enabled() or not self.sees_gradients or self.inside_function > 0
         node.meta["hexa"] = NodeRecord(
             self._snapshot(value), self.scopes[-1], _user_location(), storage=storage, gradient=gradient
         )
@@ -193,9 +196,21 @@ class Recorder(TorchFunctionMode):
             return {key: self.lift(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self.lift(item) for item in value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.lift(item) for item in value))
         if isinstance(value, tuple):
             return tuple(self.lift(item) for item in value)
         return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else value
+
+    def lift_result(self, result: Any) -> Any:
+        """As `lift`; a dataclass, or a mapping with a class of its own, is made by a node that calls its class."""
+        if dataclasses.is_dataclass(result) and not isinstance(result, type):
+            fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.init}
+        elif isinstance(result, dict) and type(result) is not dict:
+            fields = dict(result)
+        else:
+            return self.lift(result)
+        return self.add("call_function", type(result), (), self.lift(fields), result)
 
     def _wrap_result(self, result: Any, node: torch.fx.Node) -> Any:
         if isinstance(result, torch.Tensor):

@@ -30,6 +30,7 @@ from hexa_fx.passes.detect.rules import (
     is_constant,
     is_cut_off,
     opaque_nodes,
+    refuse_outside_tensors,
     refuse_stored_intermediates,
     shape_branches,
     stored_outside_calls,
@@ -126,6 +127,7 @@ def _detect_standard(
     if offset.identity is not None:
         check_identity(offset.identity, routing, tokens, experts, combine.node)
     branches = shape_branches(captured, tags, set(routing.index.nodes), opaque)
+    refuse_outside_tensors(captured, [source, *routing.nodes], combine.node, opaque)
     refuse_stored_intermediates(stored, tags, combine.node)
     idiom = _idiom(contractions, captured)
     identity = offset.identity is not None

@@ -24,6 +24,7 @@ from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing, f
 from hexa_fx.passes.detect.rules import (
     is_constant,
     opaque_nodes,
+    refuse_outside_tensors,
     refuse_randomness,
     refuse_stored_intermediates,
     shape_branches,
@@ -133,6 +134,7 @@ class _Search:
         refuse_mixing(reader)
         body = self._body(roles, end[reader.run], total)
         branches = shape_branches(captured, self.tags, set(routing.index.nodes), opaque)
+        refuse_outside_tensors(captured, [tokens.node, *routing.nodes], combine.node, opaque)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
         idiom = "loop over experts, unusual expert"
         return MoEMatch(

@@ -84,6 +84,32 @@ def _nodes(value: Any) -> list[torch.fx.Node]:
     return found
 
 
+_LONGEST_CONSTANT = 64
+
+
+def is_outside(captured: CapturedBlock, name: str) -> bool:
+    """Whether a ``get_attr`` target is a tensor that a rewritten block cannot read again, nor hold as a constant."""
+    return name in captured.constants and (
+        name in captured.recalled or captured.constants[name].numel() > _LONGEST_CONSTANT
+    )
+
+
+def refuse_outside_tensors(
+    captured: CapturedBlock, roots: Iterable[torch.fx.Node], end: torch.fx.Node, opaque: set[torch.fx.Node]
+) -> None:
+    """Raises:
+    Refuse: ``roots`` or the code after ``end`` read a tensor that is neither parameter, buffer nor a few constant numbers.
+    """
+    read = ancestors([*roots, captured.graph.output_node()], stop=lambda node: node is end)
+    for node in read - opaque:
+        if node.op == "get_attr" and is_outside(captured, str(node.target)):
+            raise Refuse(
+                "the code reads a tensor that is neither a parameter nor a buffer, and may have another value next time; "
+                "register it as a buffer",
+                next(iter(node.users), node),
+            )
+
+
 def is_cut_off(source: torch.fx.Node, rows: Iterable[torch.fx.Node]) -> bool:
     """Whether ``rows`` are taken from ``source`` without its gradient, all of them."""
     return all(source not in ancestors([node], stop=_stops_gradient) for node in rows)
@@ -95,7 +121,11 @@ def is_constant(end: torch.fx.Node) -> bool:
 
 
 def _stops_gradient(node: torch.fx.Node) -> bool:
-    return operation(node) == "detach" or (node.op.startswith("call") and not record_of(node).gradient)
+    if not node.op.startswith("call"):
+        return False
+    record = record_of(node)
+    holds_no_float = not is_float(node) and not isinstance(record.value, (tuple, list))
+    return operation(node) == "detach" or not record.gradient or holds_no_float
 
 
 def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
