@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,10 @@ from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.watch import watching
 from hexa_fx.passes import BlockAnalysis, analyse
-from hexa_fx.passes.partition import Strategy, apply_partition
+from hexa_fx.passes.partition import apply_partition
+from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.passes.structure import StructureCache, moved_to
+from hexa_fx.passes.switches import switch_off
 from hexa_fx.progress import progress
 from hexa_fx.report import OptimizationReport, describe
 from hexa_fx.runtime.install import install
@@ -63,17 +66,20 @@ def optimize_(
     mesh: DeviceMesh | None = None,
     strategy: Strategy = "auto",
     capacities: Literal["measure"] | Sequence[float] | None = "measure",
+    partition: PartitionConfig | None = None,
 ) -> Model:
     """As `optimize`, in place: returns ``model`` itself.
 
-    With a mesh every rank calls it with the same model, before optimizers, DDP or FSDP2 are built. The expert weights are cut into
-    device-weighted shards, and the blocks exchange tokens or weights (docs/partition.md). The session with the plan is
-    ``model.partition``.
+    With a mesh every rank calls it with the same model and inputs, before optimizers, DDP or FSDP2 are built. The expert weights
+    are cut into device-weighted shards, and the blocks exchange tokens or weights (docs/partition.md). The session with the
+    plan is ``model.partition``; the plan is in ``model.report`` too. The inputs stand for the global batch: their first
+    dimension is what ``auto`` weighs and what B_i sums to, unless ``partition`` says otherwise.
 
     Args:
         mesh: one-dimensional device mesh over which MoE blocks are partitioned.
         strategy: ``data``, ``model``, ``auto``, or one of the first two by block path.
-        capacities: relative speed of every device, ``"measure"`` to run the operator on each, or None for equal ones.
+        capacities: seconds of the same task on every device, ``"measure"`` to run the operator on each, or None for equal ones.
+        partition: everything else about the partition: global batch, cache slots, who averages gradients.
 
     Raises:
         PlanError: the blocks cannot be partitioned as asked.
@@ -85,19 +91,41 @@ def optimize_(
         analyses, report = _analyse_model(model, example_inputs, config, inspector)
         rewritten = [analysis for analysis in analyses if analysis.rewritten]
         if mesh is not None and rewritten:
-            by_mode = [analysis.rewritten for analysis in rewritten]
-            session = apply_partition(model, by_mode, mesh, strategy, capacities)
+            args, kwargs = _call_arguments(example_inputs)
+            session = apply_partition(
+                model,
+                [analysis.rewritten for analysis in rewritten],
+                mesh,
+                strategy,
+                capacities,
+                _partition_config(partition, config, args, kwargs),
+                finish=functools.partial(switch_off, config=config),
+                example=lambda: model(*args, **kwargs),
+            )
             model.__dict__["partition"] = session
             report = replace(report, plan=session.plan)
         else:
             for analysis in rewritten:
                 block = model.get_submodule(analysis.path)
-                install(block, analysis.rewritten.get("train"), analysis.rewritten.get("eval"))
+                forms = {mode: switch_off(form, config) for mode, form in analysis.rewritten.items()}
+                install(block, forms.get("train"), forms.get("eval"))
         model.__dict__["report"] = report
         model.__dict__["graphs"] = Graphs.of(analyses, inspector)
         watch.finish(report, model.__dict__["graphs"])
     _announce(report, config)
     return model
+
+
+def _partition_config(
+    given: PartitionConfig | None, config: HexaConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> PartitionConfig:
+    """What was asked for, less what ``config`` switches off; the global batch is the example's unless it is given."""
+    given = given or PartitionConfig()
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
+    first = next(tensors, None)
+    batch = first.shape[0] if given.batch is None and first is not None else given.batch
+    slots = given.slots if config.shared_cache else 0
+    return replace(given, batch=batch, slots=slots, prefetch=given.prefetch and config.overlap)
 
 
 def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> OptimizationReport:

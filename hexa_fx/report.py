@@ -108,7 +108,11 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class OptimizationReport:
-    """Every block that looked like MoE, in model order; the plan if it is spread over devices."""
+    """Every block that looked like MoE, in model order.
+
+    Args:
+        plan: how the blocks are spread over devices, with the numbers behind it, if they are.
+    """
 
     blocks: tuple[BlockReport, ...]
     seconds: float = 0.0
@@ -174,6 +178,8 @@ class OptimizationReport:
         console.print(self.table())
         for line in refusal_lines(self.blocks):
             console.print(line, highlight=False)
+        if self.plan:
+            console.print(self.plan.describe(), highlight=False)
         console.print(self.summary())
 
 
