@@ -1,0 +1,68 @@
+"""What the commands share: their argument, their errors, their JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn, ParamSpec
+
+import typer
+
+from hexa_fx.errors import HexaError
+
+P = ParamSpec("P")
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="MODULE:FACTORY or FILE.py:FACTORY, a function that returns (model, example_inputs); the model type of a "
+        "transformers architecture, such as mixtral, which is built with tiny widths; or a folder with a config.json, of "
+        "which layers and experts are kept."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Arch = Annotated[
+    int | None,
+    typer.Option("--arch", help="Compute capability: 80, 86, 89 or 90. Default: this machine's GPU, else 90."),
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="Element type of the block: bf16, f16, f32, or as the model has it.")
+]
+Tokens = Annotated[int | None, typer.Option("--tokens", help="Tokens of a forward. Default: those of the example.")]
+
+
+def errors_shown(command: Callable[P, None]) -> Callable[P, None]:
+    """Makes hexa_fx's errors one line on standard error, or an object with ``error`` under --json; exit status 2."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except HexaError as error:
+            fail(str(error), bool(kwargs.get("as_json")))
+
+    return wrapped
+
+
+def fail(sentence: str, as_json: bool = False) -> NoReturn:
+    """Ends with exit status 2."""
+    if as_json:
+        typer.echo(json.dumps({"error": sentence}))
+    else:
+        typer.echo(f"hexa-fx: {sentence}", err=True)
+    raise typer.Exit(2)
+
+
+def echo_json(value: Any) -> None:
+    """Prints a value as JSON."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def optimized(target: str) -> Any:
+    """A target's model, optimized, with its report and graphs."""
+    from hexa_fx.api import optimize
+    from hexa_fx.targets import load
+
+    model, inputs = load(target)
+    return optimize(model, inputs)
