@@ -28,7 +28,6 @@ _WIDTHS = {
     "shared_expert_intermediate_size": 48,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
     "vocab_size": 128,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
@@ -136,6 +135,10 @@ def _tiny(config: Any, target: str) -> tuple[nn.Module, dict[str, torch.Tensor]]
     for key, value in _WIDTHS.items():
         if isinstance(known.get(key), int):
             setattr(text, key, value)
+    if known.get("num_key_value_heads") == known.get(
+        "num_attention_heads"
+    ):  # each head has its own, and has to keep it
+        text.num_key_value_heads = text.num_attention_heads
     torch.manual_seed(0)
     try:
         model = AutoModelForCausalLM.from_config(config)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
+import hexa_fx
 from hexa_fx.errors import HexaError
 
 P = ParamSpec("P")
@@ -33,7 +37,7 @@ Tokens = Annotated[int | None, typer.Option("--tokens", help="Tokens of a forwar
 
 
 def errors_shown(command: Callable[P, None]) -> Callable[P, None]:
-    """Makes hexa_fx's errors one line on standard error, or an object with ``error`` under --json; exit status 2."""
+    """Makes errors one line on standard error, or an object with ``error`` under --json; exit status 2."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -41,8 +45,26 @@ def errors_shown(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except HexaError as error:
             fail(str(error), bool(kwargs.get("as_json")))
+        except Exception as error:
+            if os.environ.get("HEXA_FX_LOGS", "").lower() == "debug":
+                raise
+            fail(_foreign(error), bool(kwargs.get("as_json")))
 
     return wrapped
+
+
+def _foreign(error: Exception) -> str:
+    """An error of the model's own, or of a library, with the place it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(hexa_fx.__file__).parent)
+    place = next(
+        (f for f in reversed(frames) if not f.filename.startswith(ours) and "/torch/" not in f.filename), frames[-1]
+    )
+    said = (str(error).splitlines() or [""])[0][:300]
+    return (
+        f"{type(error).__name__}: {said}, raised at {place.filename}:{place.lineno}; check the model and the example inputs. "
+        "HEXA_FX_LOGS=debug shows the whole traceback"
+    )
 
 
 def fail(sentence: str, as_json: bool = False) -> NoReturn:
