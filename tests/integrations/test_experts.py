@@ -34,7 +34,7 @@ def make_experts(act: str = "silu", gate: object = None, norm: bool = False, **f
         def __init__(self, config: object) -> None:
             super().__init__()
             self.num_experts, self.alpha, self.limit = E, 1.3, 2.0
-            width = 2 * H if flags["has_gate"] else I
+            width = 2 * H if flags["has_gate"] else H
             first, second = ((E, D, width), (E, H, D)) if flags["is_transposed"] else ((E, width, D), (E, D, H))
             name = "gate_up_proj" if flags["has_gate"] else "up_proj"
             self.register_parameter(name, nn.Parameter(torch.randn(first)))
