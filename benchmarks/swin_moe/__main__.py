@@ -12,6 +12,7 @@ benchmarks/results/swin_<experiment>.json, case by case.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import tempfile
 import time
@@ -33,7 +34,10 @@ def launch(names: tuple[str, ...], options: argparse.Namespace) -> None:
         rank_main(0, 1, "", names, options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (world, f"{folder}/store", names, options), nprocs=world)
+        multiprocessing.set_forkserver_preload(["benchmarks.swin_moe.ranks"])  # imports torch once
+        mp.start_processes(
+            rank_main, (world, f"{folder}/store", names, options), nprocs=world, start_method="forkserver"
+        )
 
 
 def ranks(name: str, options: argparse.Namespace) -> int:
