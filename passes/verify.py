@@ -7,7 +7,6 @@ numbers drawn have to agree. Inputs are small, so the cost is that of a few forw
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.passes.float64_copy import float64_bytes, float64_copy_or_none
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, Routing, RoutingOverride
 from hexa_fx.runtime.guards import GuardMiss
@@ -110,7 +110,8 @@ def verify(
     for subject in _subjects(block, settings):
         dtype = subject.dtype
         with _installed(subject.module, _for_dtype(rewritten, dtype)) as forward:
-            cases = _Comparison(subject, forward, inputs, settings).cases()
+            experts = _expert_weights(subject.module, rewritten)
+            cases = _Comparison(subject, forward, inputs, settings, experts).cases()
         if any(case.outcome != "skipped" for case in cases):
             break
         log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))
@@ -133,54 +134,12 @@ class _Subject:
 
 def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[_Subject]:
     """What to compare on: a float64 copy, or the block itself if there can be none."""
-    if _float64_bytes(block) <= settings.max_copy_bytes:
-        copied = _float64_copy_or_none(block)
+    if float64_bytes(block) <= settings.max_copy_bytes:
+        copied = float64_copy_or_none(block)
         if copied is not None:
             yield _Subject(copied, torch.float64)
     floating = (parameter.dtype for parameter in block.parameters() if parameter.is_floating_point())
     yield _Subject(block, next(floating, torch.get_default_dtype()))
-
-
-def _float64_bytes(block: nn.Module) -> int:
-    return 8 * sum(tensor.numel() for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point())
-
-
-def _float64_copy_or_none(block: nn.Module) -> nn.Module | None:
-    """None if the block holds something that cannot be copied, such as a process group or a lock."""
-    try:
-        return _float64_copy(block)
-    except (TypeError, RuntimeError, AttributeError):
-        return None
-
-
-def _float64_copy(block: nn.Module) -> nn.Module:
-    """A copy in float64 in which every parameter wants a gradient; tensors are converted while they are copied.
-
-    Parameters and buffers of one value, such as biases before training, get random ones: a term that is zero on the probe must not
-    hide that it was lost.
-    """
-    memo: dict[int, Any] = {}
-    generator = torch.Generator().manual_seed(0)
-    for parameter in block.parameters():
-        if parameter.is_floating_point():
-            memo[id(parameter)] = nn.Parameter(_unlike(parameter.detach().to(torch.float64, copy=True), generator))
-    for child in block.modules():
-        for value in (*child._buffers.values(), *child.__dict__.values()):
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = _unlike(value.detach().to(_raised(value.dtype), copy=True), generator)
-    return copy.deepcopy(block, memo)
-
-
-def _unlike(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A floating vector or matrix with random numbers added if all its elements are equal."""
-    if not value.is_floating_point() or value.numel() < 2 or not bool((value == value.flatten()[0]).all()):
-        return value
-    noise = torch.randn(value.shape, dtype=torch.float64, generator=generator)
-    return value + noise.to(value.device) / 8
-
-
-def _raised(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else dtype
 
 
 @contextmanager
@@ -193,8 +152,16 @@ def _installed(module: nn.Module, rewritten: RewrittenBlock) -> Iterator[HexaFor
 
 
 class _Comparison:
-    def __init__(self, subject: _Subject, forward: HexaForward, inputs: FreshInputs, settings: VerifySettings) -> None:
+    def __init__(
+        self,
+        subject: _Subject,
+        forward: HexaForward,
+        inputs: FreshInputs,
+        settings: VerifySettings,
+        experts: tuple[torch.Tensor, ...],
+    ) -> None:
         self.subject, self.forward, self.inputs, self.settings = subject, forward, inputs, settings
+        self.experts = experts
         self.state = ModuleState(subject.module)
         self.tolerance = settings.tolerance.get(subject.dtype, _TOLERANCE[torch.float16])
 
@@ -206,7 +173,7 @@ class _Comparison:
 
     def _each(self) -> Iterator[VerificationCase]:
         spy = ChoiceSpy(self.inputs.num_experts)
-        large = _float64_bytes(self.subject.module) > self.settings.many_bytes
+        large = float64_bytes(self.subject.module) > self.settings.many_bytes
         yield self._case("the example", self.inputs.example(self.subject.dtype), spy)
         if self.forward.stored[bool(self.subject.module.training)]:
             example = self.inputs.example(self.subject.dtype)
@@ -232,7 +199,7 @@ class _Comparison:
         inputs = make(self.subject.dtype)
         overrides: list[LogitsOverride | RoutingOverride] = [RoutingOverride(routing, self.inputs.num_experts)]
         if self.inputs.num_experts is not None:
-            overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k))
+            overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k, self.experts))
         for override in overrides:
             case = self._case(name, inputs, override, gradients)
             if override.forced:
@@ -312,15 +279,27 @@ def _num_experts(block: nn.Module, rewritten: RewrittenBlock) -> int | None:
     """Length of the packed lists, or of the stacked weights that the graph reads."""
     if rewritten.packed:
         return len(rewritten.packed[0].parts[0])
-    lengths = []
-    for node in rewritten.graph.nodes:
-        if node.op == "get_attr":
-            value: Any = block
-            for key in str(node.target).split("."):
-                value = getattr(value, key, None)
-            if isinstance(value, torch.Tensor) and value.dim() == 3:
-                lengths.append(value.shape[0])
+    lengths = [weight.shape[0] for weight in _stacked_weights(block, rewritten)]
     return max(set(lengths), key=lengths.count) if lengths else None
+
+
+def _expert_weights(block: nn.Module, rewritten: RewrittenBlock) -> tuple[torch.Tensor, ...]:
+    listed = (path for weight in rewritten.packed for part in weight.parts for path in part)
+    found = [_value_at(block, path) for path in listed]
+    return *(value for value in found if isinstance(value, torch.Tensor)), *_stacked_weights(block, rewritten)
+
+
+def _stacked_weights(block: nn.Module, rewritten: RewrittenBlock) -> list[torch.Tensor]:
+    """The tensors of three dimensions that the graph reads."""
+    read = [_value_at(block, str(node.target)) for node in rewritten.graph.nodes if node.op == "get_attr"]
+    return [value for value in read if isinstance(value, torch.Tensor) and value.dim() == 3]
+
+
+def _value_at(block: nn.Module, path: str) -> Any:
+    value: Any = block
+    for key in path.split("."):
+        value = getattr(value, key, None)
+    return value
 
 
 def _first_line(error: Exception) -> str:
