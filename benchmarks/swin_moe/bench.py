@@ -142,14 +142,16 @@ class Bench:
 
         ``peak_gib`` is the most that tensors held in a step, ``reserved_gib`` what the allocator took for it, both averaged
         over devices; parameters, gradients and optimizer state included, CUDA context and NCCL not. On a CPU, ``saved_mib`` are
-        the bytes that one forward keeps for backward.
+        the bytes that one forward keeps for backward. ``loss`` is that of the last warm-up step: equal data and seeds, so those
+        who drop nothing agree.
         """
         effort = effort or self.effort
         images, labels = entrant.images(batch), entrant.labels(batch)
         entrant.prepare(images, labels)
         share = batch * self.world / max(1, round(self.reduce(batch, "mean") * self.world))
+        loss = torch.zeros(())
         for _ in range(effort.warm):
-            entrant.step(images, labels, share)
+            loss = entrant.step(images, labels, share)
         self.synchronize()
         if self.world > 1:
             dist.barrier(group=self.host)
@@ -157,6 +159,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
         seconds = self._timed(lambda: entrant.step(images, labels, share), effort.steps)
         record: dict[str, Any] = {"step_s": round(self.reduce(seconds, "max"), 5), "batch": batch}
+        record["loss"] = round(self.reduce(float(loss), "mean"), 5)
         if self.cuda:
             peaks = {
                 "peak_gib": torch.cuda.max_memory_allocated() - self.base,

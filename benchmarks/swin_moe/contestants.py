@@ -136,10 +136,16 @@ class Contestant:
 
     def images(self, count: int) -> Tensor:
         config = self.setting.model
-        return torch.randn(count, config.channels, config.image, config.image, device=self.device)
+        size = (count, config.channels, config.image, config.image)
+        return torch.randn(size, device=self.device, generator=self._random())
 
     def labels(self, count: int) -> Tensor:
-        return torch.randint(0, self.setting.model.classes, (count,), device=self.device)
+        return torch.randint(0, self.setting.model.classes, (count,), device=self.device, generator=self._random())
+
+    def _random(self) -> torch.Generator:
+        """The same data for every contestant, other data on every rank."""
+        rank = dist.get_rank(self.group) if self.world > 1 else 0
+        return torch.Generator(self.device).manual_seed(1 + rank)
 
     def step(self, images: Tensor, labels: Tensor, share: float = 1.0) -> Tensor:
         """One training step; ``share``: this rank's part of the global batch times the number of ranks. Returns the loss."""
