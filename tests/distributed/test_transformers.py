@@ -8,7 +8,8 @@ import torch.distributed as dist
 from harness import run
 from models import cut, largest
 
-from hexa_fx.passes.partition import PartitionConfig, apply_partition
+from hexa_fx.passes.partition import apply_partition
+from hexa_fx.passes.plan_layers import PartitionConfig
 from hexa_fx.runtime.distributed.data import split_batch
 from hexa_fx.runtime.distributed.gradients import clip_grad_norm_, sync_gradients, weighted_loss
 
