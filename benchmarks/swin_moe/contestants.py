@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -87,9 +88,11 @@ class Contestant:
         self.run: nn.Module = self.model
         if self.world > 1:
             devices = [device] if device.type == "cuda" else None
-            self.run = DistributedDataParallel(
-                self.model, devices, gradient_as_bucket_view=True, broadcast_buffers=False
-            )
+            with warnings.catch_warnings():  # newer torch has another name for broadcast_buffers
+                warnings.simplefilter("ignore", FutureWarning)
+                self.run = DistributedDataParallel(
+                    self.model, devices, gradient_as_bucket_view=True, broadcast_buffers=False
+                )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=setting.lr, weight_decay=0.05, fused=device.type == "cuda"
         )

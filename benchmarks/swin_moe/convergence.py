@@ -1,8 +1,8 @@
 """Training on scikit-learn's digits, scaled up: does a rewritten model follow its original, and what do dropped tokens do?
 
-One device a variant, the same seeds and batches for all. The original in float32, and with its experts visited in reverse order,
-say how far rounding alone moves a loss: routing is by top-k, so rounding can send a token to another expert, and from there on
-two roundings of the same model part. What hexa_fx may do is part as slowly.
+One device a variant, the same seeds and batches for all. The original in float32, and another exact way to run its experts
+(torch's grouped matmul), say how far rounding alone moves a loss: routing is by top-k, so rounding can send a token to another
+expert, and from there on two roundings of the same model part. What hexa_fx may do is part as slowly.
 """
 
 from __future__ import annotations
@@ -16,30 +16,17 @@ from torch import Tensor
 
 from benchmarks.swin_moe.bench import Bench
 from benchmarks.swin_moe.contestants import Contestant, Setting
-from benchmarks.swin_moe.model import Experts, SwinConfig, swin_config
+from benchmarks.swin_moe.model import SwinConfig, swin_config
 
 VARIANTS: dict[str, tuple[str, torch.dtype | None]] = {
     "eager": ("eager", torch.bfloat16),
     "hexa_fx": ("data", torch.bfloat16),
-    "eager, experts in reverse": ("reverse", torch.bfloat16),
+    "grouped_mm": ("grouped", torch.bfloat16),
     "eager, float32": ("eager", None),
     "hexa_fx, float32": ("data", None),
     "padded, capacity 1.25": ("padded", torch.bfloat16),
     "padded, capacity 1.0": ("padded-cf1", torch.bfloat16),
 }
-
-
-class ReversedExperts(Experts):
-    """The same sum in another order."""
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        y = torch.zeros_like(x)
-        for e in reversed(range(self.w1.shape[0])):
-            token, slot = torch.where(ids == e)
-            hidden = F.gelu(F.linear(x[token], self.w1[e], self.b1[e]))
-            out = F.linear(hidden, self.w2[e], self.b2[e]) * weights[token, slot, None]
-            y.index_add_(0, token, out.to(y.dtype))
-        return y
 
 
 def convergence(bench: Bench, names: tuple[str, ...] = tuple(VARIANTS)) -> None:
@@ -80,11 +67,7 @@ def _train(bench: Bench, name: str, amp: torch.dtype | None) -> dict[str, Any]:
     images, labels = digits(model.image, bench.device)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(bench.device)
     held, rest = order[:297], order[297:]
-    entrant = Contestant(Setting("eager" if name == "reverse" else name, model, batch, amp=amp, lr=3e-4), bench.device)
-    if name == "reverse":
-        for module in entrant.model.modules():
-            if type(module) is Experts:
-                module.__class__ = ReversedExperts
+    entrant = Contestant(Setting(name, model, batch, amp=amp, lr=3e-4), bench.device)
     picks, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
         chosen = rest[torch.randperm(len(rest), generator=picks)[:batch].to(bench.device)]

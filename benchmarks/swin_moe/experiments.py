@@ -11,6 +11,7 @@ import torch
 from benchmarks.swin_moe.bench import Bench, Effort
 from benchmarks.swin_moe.capacity import limited_stream, matmul_seconds
 from benchmarks.swin_moe.contestants import OURS, Setting, with_switches
+from benchmarks.swin_moe.convergence import convergence
 from benchmarks.swin_moe.model import swin_config
 from hexa_fx.passes.cost_model import crossover_tokens
 from hexa_fx.plan import ExpertShape
@@ -217,7 +218,7 @@ def experiments(tiny: bool) -> dict[str, tuple[int, Experiment]]:
         "heterogeneity_model": (2, lambda b: heterogeneity(b, small, ("model",))),
         "ablation_memory": (2, lambda b: ablation(b, "memory", base)),
         "ablation_latency": (4, lambda b: ablation(b, "latency", base)),
-        "convergence": (4, _convergence),
+        "convergence": (4, convergence),
         "smoke": (2, smoke),
     }
 
@@ -231,6 +232,7 @@ def smoke(bench: Bench) -> None:
     heterogeneity(bench, "tiny", ("model",), (1,))
     ablation(bench, "memory", "tiny", ("data, no shared cache", "model, no expert-specific operators"))
     ablation(bench, "latency", "tiny", ("data, no overlap", "model, no top-k memory optimisation"))
+    convergence(bench, ("eager", "padded, capacity 1.0"))
 
 
 ALL = (
@@ -243,9 +245,3 @@ ALL = (
     "saturated",
     "convergence",
 )
-
-
-def _convergence(bench: Bench) -> None:
-    from benchmarks.swin_moe.convergence import convergence  # scikit-learn is asked for only here
-
-    convergence(bench)

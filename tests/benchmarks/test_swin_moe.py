@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import hexa_fx
-from benchmarks.swin_moe.__main__ import launch
+from benchmarks.swin_moe import docs, plot
+from benchmarks.swin_moe.__main__ import RESULTS, launch
 from benchmarks.swin_moe.baselines import DroplessExperts, PaddedExperts, places
 from benchmarks.swin_moe.contestants import BASELINES, Contestant, Setting
 from benchmarks.swin_moe.libraries import NotInstalled
@@ -189,14 +190,16 @@ def test_every_experiment_runs_tiny(tmp_path):
     options = argparse.Namespace(device="cpu", timeout=60.0, tiny=True, out=tmp_path, end=float("inf"), tag="", world=2)
     launch(("smoke",), options)
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert sorted(found) == [
-        *("swin_ablation_latency", "swin_ablation_memory", "swin_crossover", "swin_heterogeneity"),
-        *("swin_latency", "swin_memory"),
-    ]
-    losses = [r["loss"] for r in found["swin_memory"]["records"] if "loss" in r]
-    assert losses == pytest.approx(
-        [losses[0]] * 3, rel=2e-3
-    )  # data- and model-centric, expert-parallel: one model, bfloat16
+    names = ("ablation_latency", "ablation_memory", "convergence", "crossover", "heterogeneity", "latency", "memory")
+    assert sorted(found) == [f"swin_{name}" for name in names]
+    exact = [r for name in ("memory", "ablation_memory", "ablation_latency") for r in found[f"swin_{name}"]["records"]]
+    losses = {f"{r['name']} {r.get('variant')}": r["loss"] for r in exact if "loss" in r and r["name"] != "padded"}
+    assert len(losses) == 7
+    for (
+        name,
+        loss,
+    ) in losses.items():  # data- and model-centric, expert-parallel, anything switched off: one model, bfloat16
+        assert loss == pytest.approx(losses["grouped None"], rel=2e-3), name
     for name, document in found.items():
         assert {"command", "torch", "device", "ranks"} <= set(document["environment"])
         for record in document["records"]:
@@ -204,8 +207,45 @@ def test_every_experiment_runs_tiny(tmp_path):
             if record["name"] == "tutel" and "skipped" in record:
                 assert record["skipped"].startswith("not installed")
                 continue
+            if name == "swin_convergence":
+                assert len(record["losses"]) == 6
+                continue
             runs = record.get("runs", [record])
             assert all(run["step_s"] > 0 for run in runs if record["name"] != "capacity"), (name, record)
+
+
+def test_pictures_and_tables_come_out_of_any_results(tmp_path):
+    """Records of a run that was cut short: an error, a library that is not there, no heterogeneity at all."""
+    pytest.importorskip("matplotlib")
+    row = {"scale": "base", "experts": 8, "top_k": 1, "batch": 40}
+    records = [
+        {"name": "data", **row, "step_s": 0.1, "peak_gib": 8.0},
+        {"name": "padded", **row, "step_s": 0.2, "peak_gib": 10.0},
+        {"name": "grouped", **row, "error": "RuntimeError: boom"},
+        {"name": "tutel", **row, "skipped": "not installed (tutel: ...)"},
+    ]
+    for experiment in ("memory", "latency"):
+        (tmp_path / f"swin_{experiment}.json").write_text(json.dumps({"environment": {}, "records": records}))
+    text = docs.memory(tmp_path)
+    assert "| not installed |" in text
+    assert "| failed |" in text
+    assert "| data-centric below padded | 20 % |" in text
+    assert "| 200.0 (2.00x) |" in docs.latency(tmp_path)
+    page = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in docs.SECTIONS)
+    filled = docs.fill(page, tmp_path)
+    assert docs.fill(filled, tmp_path) == filled
+    plot.main(tmp_path, tmp_path / "figures")
+    assert len(list((tmp_path / "figures").glob("*.svg"))) == len(plot.DRAW)
+
+
+def test_the_page_holds_the_tables_of_the_recorded_results():
+    page = docs.PAGE.read_text()
+    assert page == docs.fill(page, RESULTS), "run python -m benchmarks.swin_moe docs"
+
+
+def test_curves_meet_between_measured_batches():
+    assert docs.meeting({1: 2.0, 3: 2.0}, {1: 1.0, 3: 4.0}) == pytest.approx(1 + 2 / 3)
+    assert docs.meeting({1: 2.0, 3: 2.0}, {1: 1.0, 3: 1.5}) is None
 
 
 def test_hexa_follows_the_eager_loss_curve():
