@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from hexa_fx.graphs import BlockGraphs, Graphs
 from hexa_fx.passes import BlockAnalysis, analyse
 from hexa_fx.passes.partition import PartitionConfig, Strategy, apply_partition
 from hexa_fx.passes.structure import StructureCache, moved_to
+from hexa_fx.passes.switches import switch_off
 from hexa_fx.report import OptimizationReport, describe
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.preflight import check_model
@@ -73,7 +75,7 @@ def optimize_(
         mesh: one-dimensional device mesh over which MoE blocks are partitioned.
         strategy: ``data``, ``model``, ``auto``, or one of the first two by block path.
         capacities: seconds of the same task on every device, ``"measure"`` to run the operator on each, or None for equal ones.
-        partition: everything else about the partition.
+        partition: everything else about the partition: global batch, cache slots, who averages gradients.
 
     Raises:
         PlanError: the blocks cannot be partitioned as asked.
@@ -91,7 +93,8 @@ def optimize_(
             mesh,
             strategy,
             capacities,
-            _with_batch(partition, args, kwargs),
+            _partition_config(partition, config, args, kwargs),
+            finish=functools.partial(switch_off, config=config),
             example=lambda: model(*args, **kwargs),
         )
         model.__dict__["partition"] = session
@@ -99,11 +102,24 @@ def optimize_(
     else:
         for analysis in rewritten:
             block = model.get_submodule(analysis.path)
-            install(block, analysis.rewritten.get("train"), analysis.rewritten.get("eval"))
+            forms = {mode: switch_off(form, config) for mode, form in analysis.rewritten.items()}
+            install(block, forms.get("train"), forms.get("eval"))
     _announce(report, config)
     model.__dict__["report"] = report
     model.__dict__["graphs"] = Graphs({a.path: BlockGraphs.of(a) for a in analyses if a.rewritten})
     return model
+
+
+def _partition_config(
+    given: PartitionConfig | None, config: HexaConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> PartitionConfig:
+    """What was asked for, less what ``config`` switches off; the global batch is the example's unless it is given."""
+    given = given or PartitionConfig()
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
+    first = next(tensors, None)
+    batch = first.shape[0] if given.batch is None and first is not None else given.batch
+    slots = given.slots if config.shared_cache else 0
+    return replace(given, batch=batch, slots=slots, prefetch=given.prefetch and config.overlap)
 
 
 def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> OptimizationReport:
@@ -154,13 +170,6 @@ def _analyse_level(
     analysis = analyse(observation, config)
     cache.add(observation, analysis)
     return analysis, None
-
-
-def _with_batch(config: PartitionConfig | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartitionConfig:
-    config = config or PartitionConfig()
-    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
-    first = next(tensors, None)
-    return config if config.batch is not None or first is None else replace(config, batch=first.shape[0])
 
 
 def _call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -47,12 +47,12 @@ class Attempt:
     Args:
         scale: of the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
         crowded: many tokens that are nearly alike, so that an expert's capacity is exceeded.
-        prefer_latest: see `hexa_fx.passes.detect.detect`.
+        prefer_earliest: see `hexa_fx.passes.detect.detect`.
     """
 
     scale: float = 1.0
     crowded: bool = False
-    prefer_latest: bool = False
+    prefer_earliest: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class BlockAnalysis:
     seconds: float = 0.0
 
 
-_ATTEMPTS = (Attempt(), Attempt(crowded=True), Attempt(prefer_latest=True), Attempt(scale=0.1), Attempt(scale=10.0))
+_ATTEMPTS = (Attempt(), Attempt(crowded=True), Attempt(prefer_earliest=True), Attempt(scale=0.1), Attempt(scale=10.0))
 
 
 def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
@@ -114,7 +114,7 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) 
     match: MoEMatch | None = None
     for mode in MODES:
         with _in_mode(observation.module, mode):
-            outcome = _rewrite_mode(observation, args, kwargs, config, attempt.prefer_latest)
+            outcome = _rewrite_mode(observation, args, kwargs, config, attempt.prefer_earliest)
         if isinstance(outcome, Refusal):
             refusals[mode] = outcome
             continue
@@ -126,16 +126,16 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) 
 
 
 def _rewrite_mode(
-    observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, prefer_latest: bool
+    observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, prefer_earliest: bool
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     try:
         captured = canonicalize(capture(observation.module, args, kwargs, observation.path))
     except CaptureError as error:
         return Refusal(observation.path, str(error))
-    match = detect(captured, prefer_latest)
+    match = detect(captured, prefer_earliest)
     if isinstance(match, Refusal):
         return match
-    return match, rewrite(match, config.recompute_h)
+    return match, rewrite(match, config.recompute_h, config.fused_kernel)
 
 
 def _check(

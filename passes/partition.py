@@ -42,6 +42,8 @@ Modes = Mapping[Any, RewrittenBlock]
 
 Strategy = Literal["auto", "data", "model"] | Mapping[str, Literal["auto", "data", "model"]]
 
+Finish = Callable[[RewrittenBlock], RewrittenBlock]
+
 _MODES: dict[str, Mode] = {"data": "data_centric", "model": "model_centric"}
 
 
@@ -55,7 +57,7 @@ class PartitionConfig:
         static_tokens: fix T_i in the graph (``tokens`` split as ``batch`` is). Token counts are then not exchanged at
             run time.
         reduce: how model-centric outputs are summed; ``all_reduce`` is the paper's formulation.
-        slots: slots of the shared cache, 1 or 2.
+        slots: slots of the shared cache, 1 or 2; 0: none are shared, every layer keeps its gathered weights for backward.
         prefetch: gather the next layer's weights ahead of their use.
         tile: h_i are multiples of it, where the intermediate size allows.
         memory_caps: most bytes of expert state each rank may hold, or None. Relative to ``bytes_per_element``.
@@ -343,6 +345,7 @@ def install_plan(
     plan: Plan,
     mesh: Any = None,
     timeout: timedelta | None = None,
+    finish: Finish | None = None,
 ) -> Installed:
     """Cuts the model's expert parameters to this rank's slices and puts the plan's collectives into the blocks' graphs.
 
@@ -350,6 +353,7 @@ def install_plan(
 
     Args:
         timeout: after which a rank that does not join a collective is an error.
+        finish: last pass over every partitioned block.
 
     Raises:
         PlanError: ranks hold different plans, or the plan is for another model.
@@ -375,7 +379,9 @@ def install_plan(
         here = [layer for owner, layer in layers if owner is block]
         done.append({mode: _partition_block(form, here, plan, placement) for mode, form in _modes(block).items()})
         if plan.prefetch:
-            schedules += [overlap(form.graph, plan.slots) for form in done[-1].values()]
+            schedules += [overlap(form.graph, plan.slots or len(plan.layers)) for form in done[-1].values()]
+        if finish is not None:
+            done[-1] = {mode: finish(form) for mode, form in done[-1].items()}
     session.shards = tuple(shards)
     return Installed(session, tuple(done), session.shards, tuple(schedules))
 
@@ -389,6 +395,7 @@ def apply_partition(
     config: PartitionConfig | None = None,
     plan: Plan | None = None,
     timeout: timedelta | None = None,
+    finish: Finish | None = None,
     example: Callable[[], object] | None = None,
 ) -> PartitionSession:
     """Plans (unless ``plan`` is given), cuts, rewrites and patches the model's blocks. What `hexa_fx.optimize` calls.
@@ -400,7 +407,7 @@ def apply_partition(
         The session, which the model must keep; see `partition_model` and `install_plan` for the rest.
     """
     plan = plan or partition_model(model, blocks, mesh, strategy, capacities, config, example)
-    installed = install_plan(model, blocks, plan, mesh, timeout)
+    installed = install_plan(model, blocks, plan, mesh, timeout, finish)
     for forms in installed.blocks:
         path = _any_mode(forms).path
         module = model.get_submodule(path)

@@ -7,7 +7,7 @@ product is found, `RoutingOverride` replaces the results of top-k and its like.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,11 +84,13 @@ class LogitsOverride(TorchFunctionMode):
         routing: what to choose.
         num_experts: size of the dimension that holds logits, the last one.
         top_k: how many experts a token is to prefer.
+        experts: weights of the experts, which are no router's even where a size of theirs is the number of experts.
     """
 
-    def __init__(self, routing: Routing, num_experts: int, top_k: int) -> None:
+    def __init__(self, routing: Routing, num_experts: int, top_k: int, experts: Collection[torch.Tensor] = ()) -> None:
         super().__init__()
         self.routing, self.num_experts, self.top_k = routing, num_experts, min(top_k, num_experts)
+        self._experts = frozenset(map(id, experts))
         self.forced = 0
 
     def __torch_function__(
@@ -110,7 +112,9 @@ class LogitsOverride(TorchFunctionMode):
         if not isinstance(operand, torch.Tensor):
             return False
         owner = operand if operand._base is None else operand._base
-        return isinstance(owner, nn.Parameter) and operand.dim() == 2 and self.num_experts in operand.shape
+        if id(owner) in self._experts or not isinstance(owner, nn.Parameter):
+            return False
+        return operand.dim() == 2 and self.num_experts in operand.shape
 
 
 def raised(logits: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:

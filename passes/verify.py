@@ -110,7 +110,8 @@ def verify(
     for subject in _subjects(block, settings):
         dtype = subject.dtype
         with _installed(subject.module, _for_dtype(rewritten, dtype)) as forward:
-            cases = _Comparison(subject, forward, inputs, settings).cases()
+            experts = _expert_weights(subject.module, rewritten)
+            cases = _Comparison(subject, forward, inputs, settings, experts).cases()
         if any(case.outcome != "skipped" for case in cases):
             break
         log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))
@@ -151,8 +152,16 @@ def _installed(module: nn.Module, rewritten: RewrittenBlock) -> Iterator[HexaFor
 
 
 class _Comparison:
-    def __init__(self, subject: _Subject, forward: HexaForward, inputs: FreshInputs, settings: VerifySettings) -> None:
+    def __init__(
+        self,
+        subject: _Subject,
+        forward: HexaForward,
+        inputs: FreshInputs,
+        settings: VerifySettings,
+        experts: tuple[torch.Tensor, ...],
+    ) -> None:
         self.subject, self.forward, self.inputs, self.settings = subject, forward, inputs, settings
+        self.experts = experts
         self.state = ModuleState(subject.module)
         self.tolerance = settings.tolerance.get(subject.dtype, _TOLERANCE[torch.float16])
 
@@ -190,7 +199,7 @@ class _Comparison:
         inputs = make(self.subject.dtype)
         overrides: list[LogitsOverride | RoutingOverride] = [RoutingOverride(routing, self.inputs.num_experts)]
         if self.inputs.num_experts is not None:
-            overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k))
+            overrides.insert(0, LogitsOverride(routing, self.inputs.num_experts, top_k, self.experts))
         for override in overrides:
             case = self._case(name, inputs, override, gradients)
             if override.forced:
@@ -270,15 +279,27 @@ def _num_experts(block: nn.Module, rewritten: RewrittenBlock) -> int | None:
     """Length of the packed lists, or of the stacked weights that the graph reads."""
     if rewritten.packed:
         return len(rewritten.packed[0].parts[0])
-    lengths = []
-    for node in rewritten.graph.nodes:
-        if node.op == "get_attr":
-            value: Any = block
-            for key in str(node.target).split("."):
-                value = getattr(value, key, None)
-            if isinstance(value, torch.Tensor) and value.dim() == 3:
-                lengths.append(value.shape[0])
+    lengths = [weight.shape[0] for weight in _stacked_weights(block, rewritten)]
     return max(set(lengths), key=lengths.count) if lengths else None
+
+
+def _expert_weights(block: nn.Module, rewritten: RewrittenBlock) -> tuple[torch.Tensor, ...]:
+    listed = (path for weight in rewritten.packed for part in weight.parts for path in part)
+    found = [_value_at(block, path) for path in listed]
+    return *(value for value in found if isinstance(value, torch.Tensor)), *_stacked_weights(block, rewritten)
+
+
+def _stacked_weights(block: nn.Module, rewritten: RewrittenBlock) -> list[torch.Tensor]:
+    """The tensors of three dimensions that the graph reads."""
+    read = [_value_at(block, str(node.target)) for node in rewritten.graph.nodes if node.op == "get_attr"]
+    return [value for value in read if isinstance(value, torch.Tensor) and value.dim() == 3]
+
+
+def _value_at(block: nn.Module, path: str) -> Any:
+    value: Any = block
+    for key in path.split("."):
+        value = getattr(value, key, None)
+    return value
 
 
 def _first_line(error: Exception) -> str:

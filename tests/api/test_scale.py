@@ -41,5 +41,6 @@ def test_48_layers_of_128_experts_in_seconds():
 
     assert len(optimized.report.rewritten) == len(report.rewritten) == 48
     assert sum(block.same_as is not None for block in optimized.report.blocks) == 47
-    assert optimizing - started < 20 and explaining - optimizing < 10
+    assert optimizing - started < 20
+    assert explaining - optimizing < 10
     torch.testing.assert_close(optimized(**inputs).logits, model(**inputs).logits)

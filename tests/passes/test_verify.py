@@ -428,6 +428,9 @@ def test_raised_logits_give_routings_that_can_occur():
         torch.randn(3, E) @ torch.randn(E, E)
         assert override.forced == 0
         assert (x @ router.weight.t()).argmax(-1).lt(2).all()
+    with LogitsOverride(ROUTINGS[0], E, 2, experts=(router.weight,)) as override:
+        router(x)
+        assert override.forced == 0, "as wide as there are experts, but an expert's"
 
 
 def test_the_spy_counts_choices():

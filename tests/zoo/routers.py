@@ -390,6 +390,7 @@ VARIANTS = (
     variant("shape_one_expert", Routed, "E = 1", "either", num_experts=1, top_k=1),
     variant("shape_two_experts", Routed, "E = 2, k = 1", num_experts=2, top_k=1),
     variant("shape_hidden_is_intermediate", Routed, "D = I", hidden=D),
+    variant("shape_intermediate_is_e", Routed, "I = E", num_experts=8, hidden=8),
     variant("shape_all_equal", ungated_top2, "D = I = E", inputs=of_width(6), num_experts=6, top_k=2, dim=6, hidden=6),
     variant("shape_e_is_2i", ungated_top2, "E = D, k = I", inputs=of_width(8), num_experts=8, top_k=4, dim=8, hidden=4),
     variant("shape_many_experts", Routed, "more experts than tokens", num_experts=24, top_k=3),

@@ -115,7 +115,10 @@ def in_backward() -> bool:
 
 
 class SharedCache:
-    """Slots, and who lives in them. Layers use slot ``index % slots``, so of two slots neighbours never share one."""
+    """Slots, and who lives in them. Layers use slot ``index % slots``, so of two slots neighbours never share one.
+
+    With 0 slots nothing is shared: every layer has its own, gathered once a pass and kept for backward, as in Janus.
+    """
 
     def __init__(self, layers: Sequence[CachedLayer], slots: int, groups: Groups, prefetch: bool = True) -> None:
         self.layers = tuple(layers)
@@ -123,7 +126,7 @@ class SharedCache:
         self.prefetch_enabled = prefetch
         self.gathers = 0
         self.hits = 0
-        self._slots = [_Slot() for _ in range(slots)]
+        self._slots = [_Slot() for _ in range(slots or len(self.layers))]
         self._index = {layer.path: i for i, layer in enumerate(self.layers)}
         self._sources: dict[int, _Source] = {}
         self._pass = 0
@@ -333,11 +336,13 @@ class SharedCache:
     def _rows(self, slot: _Slot, layer: CachedLayer, dtype: torch.dtype, device: torch.device) -> Tensor:
         size, row = layer.geometry.shape.intermediate_size, layer.geometry.row
         if slot.buffer is None or slot.buffer.device != device or slot.buffer.numel() < size * row * dtype.itemsize:
-            slot.buffer = torch.empty(self._slot_bytes(dtype), dtype=torch.uint8, device=device)
+            slot.buffer = torch.empty(self._slot_bytes(layer, dtype), dtype=torch.uint8, device=device)
         return slot.buffer[: size * row * dtype.itemsize].view(dtype).view(size, row)
 
-    def _slot_bytes(self, dtype: torch.dtype) -> int:
-        sizes = (layer.geometry.shape.intermediate_size * layer.geometry.row for layer in self.layers)
+    def _slot_bytes(self, layer: CachedLayer, dtype: torch.dtype) -> int:
+        """Of the largest layer that takes turns in the slot of this one."""
+        first, step = self._index[layer.path] % len(self._slots), len(self._slots)
+        sizes = (mate.geometry.shape.intermediate_size * mate.geometry.row for mate in self.layers[first::step])
         return max(sizes) * dtype.itemsize
 
     # --- guards ----------------------------------------------------------------------------------------------------
