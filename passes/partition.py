@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hexa_fx.allocation import allocate, even
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.observers import at_block, notify
 from hexa_fx.passes.collectives import Placement, partition_graph
 from hexa_fx.passes.cost_model import Measured, layer_cost
 from hexa_fx.passes.overlap import OverlapReport, overlap
@@ -459,9 +460,12 @@ def _partition_block(
     block: RewrittenBlock, layers: list[LayerWeights], plan: Plan, placement: Placement
 ) -> RewrittenBlock:
     planned = [plan.layer(layer.path) for layer in layers]
-    graph = _copy(block.graph)
-    follow_cut(graph, layers, planned, placement.rank)
-    partition_graph(graph, planned, plan, placement)
+    with at_block(block.path):
+        notify("partition", "before", block.graph)
+        graph = _copy(block.graph)
+        follow_cut(graph, layers, planned, placement.rank)
+        partition_graph(graph, planned, plan, placement)
+        notify("partition", "after", graph)
     return replace(block, graph=graph)
 
 
