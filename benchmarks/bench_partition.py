@@ -40,7 +40,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from benchmarks.common import environment
 from benchmarks.partition_layers import Stack, expert_parallel, fsdp2, partition
 from benchmarks.partition_trace import hidden_shares
-from benchmarks.partition_unequal import SETTINGS, unequal, work
+from benchmarks.partition_unequal import SETTINGS, unequal, unequal_steps, work
 from hexa_fx.passes.partition import PartitionConfig, partition_model, plan_layers
 from hexa_fx.plan import ExpertShape, Plan
 from hexa_fx.runtime.distributed.groups import make_groups
@@ -261,7 +261,8 @@ def _overlap(shape: ExpertShape, tokens: int, layers: int, args: Any, device: An
     dist.all_gather_object(found, shares, group=make_groups().host)
     gathers, deferred = session.cache.gathers, session.reductions.deferred
     session.close()
-    return {"step_ms": step, "gathers_of_4_steps": gathers, "deferred_sums": deferred, "ranks": found}
+    steps = 4 if device.type == "cuda" else 3
+    return {"step_ms": step, "gathers": gathers / steps, "deferred_sums": deferred / steps, "ranks": found}
 
 
 def memory(args: Any, device: Any, dtype: Any) -> Iterator[Record]:
@@ -291,10 +292,11 @@ def memory(args: Any, device: Any, dtype: Any) -> Iterator[Record]:
 
 def unequal_devices(args: Any, device: Any, dtype: Any) -> Iterator[Record]:
     shapes = args.shapes if args.smoke else {"mixtral": (MIXTRAL, (32768,)), "swin-moe-b": (SWIN, (131072,))}
-    for name, (shape, counts) in shapes.items():
-        clean(device)
-        length = args.length if args.smoke else 1024 if name == "mixtral" else 2048
-        yield from unequal(shape, name, counts[-1], length, device, dtype, args.repeats)
+    for run in (unequal, unequal_steps):
+        for name, (shape, counts) in shapes.items():
+            clean(device)
+            length = args.length if args.smoke else 1024 if name == "mixtral" else 2048
+            yield from run(shape, name, counts[-1], length, device, dtype, args.repeats)
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -331,6 +333,8 @@ def prebuild(worlds: list[int], args: Any) -> None:
                         data_centric(shape, tokens)
         for shape in (MIXTRAL, QWEN3, SWIN):
             profile._proxy(shape, shape.matrices == 3, 16384, dtype, device)()
+        for shape in (MIXTRAL, SWIN):
+            experts(shape, 1024, 512)
         small = ExpertShape(8, 256, 512, 3, 2)
         for kind in (torch.bfloat16, torch.float32):
             for tokens in (256, 512, 1024):
@@ -387,9 +391,10 @@ def main() -> None:
         "memory": lambda: memory(args, device, dtype),
         "unequal": lambda: unequal_devices(args, device, dtype),
     }
-    header: Record = {"ranks": dist.get_world_size()} | (
-        environment() if cuda else {"device": "cpu", "torch": torch.__version__}
-    )
+    header: Record = environment() if cuda else {"device": "cpu", "torch": torch.__version__}
+    options = f"--sections {args.sections} --layers {args.layers} --repeats {args.repeats}"
+    header["command"] = f"torchrun --nproc_per_node {dist.get_world_size()} benchmarks/bench_partition.py {options}"
+    header["ranks"] = dist.get_world_size()
     records: list[Record] = []
     for section in args.sections.split(","):
         start = time.monotonic()

@@ -29,7 +29,11 @@ def hidden_shares(run: Callable[[], None]) -> dict[str, Any]:
             events = json.load(file)["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel"]
     compute = _union([_span(e) for e in kernels if "nccl" not in e["name"].lower()])
-    out: dict[str, Any] = {"compute_ms": round(sum(end - start for start, end in compute) / 1e3, 3)}
+    names = sorted({e["name"].split("(")[0] for e in kernels if "nccl" in e["name"].lower()})
+    out: dict[str, Any] = {
+        "communication": names,
+        "compute_ms": round(sum(end - start for start, end in compute) / 1e3, 3),
+    }
     for kind in ("AllGather", "ReduceScatter"):
         spans = [_span(e) for e in kernels if f"nccldevkernel_{kind}".lower() in e["name"].lower()]
         total = sum(end - start for start, end in spans)

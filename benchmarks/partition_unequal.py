@@ -29,6 +29,9 @@ from hexa_fx.runtime.distributed.profile import profile_devices
 SETTINGS = {2: ((132, 64),), 4: ((132, 132, 64, 32),)}
 
 
+_contexts: list[Any] = []
+
+
 def green_stream(sms: int, device: torch.device) -> Any:
     """A stream on ``sms`` multiprocessors; None for all of them."""
     if device.type != "cuda" or sms >= torch.cuda.get_device_properties(device).multi_processor_count:
@@ -36,9 +39,45 @@ def green_stream(sms: int, device: torch.device) -> Any:
     from torch.cuda.green_contexts import GreenContext
 
     context = GreenContext.create(num_sms=sms, device_id=device.index)
-    stream = context.Stream()
-    stream.context = context  # lives as long as the stream
-    return stream
+    _contexts.append(context)  # must outlive its streams
+    if hasattr(context, "Stream"):
+        return context.Stream()
+    context.set_context()
+    try:
+        return torch.cuda.Stream()
+    finally:
+        context.pop_context()
+
+
+def launch_by_kernel() -> None:
+    """Launches CUkernels instead of CUfunctions, which belong to the context they were looked up in."""
+    from hexa_fx.jit import kernel
+    from hexa_fx.runtime import cuda_launch
+
+    prepare = kernel.KernelHandle._prepare
+
+    def prepared(self: Any, device: int) -> Any:
+        prepare(self, device)
+        self._functions[device] = self._kernel
+        return self._kernel
+
+    kernel.KernelHandle._prepare = prepared  # type: ignore[method-assign]
+    kernel.get_kernel.cache_clear()
+    cuda_launch.forget_plans()
+    cuda_launch.fallbacks.clear()
+    cuda_launch._permanent.clear()
+
+
+def works_on(stream: Any, shape: ExpertShape, device: Any, dtype: torch.dtype) -> bool:
+    """Whether our kernels run on this stream, without falling back."""
+    if stream is None:
+        return True
+    from hexa_fx.runtime import cuda_launch
+
+    known = set(cuda_launch.fallbacks)
+    work(shape, 1024, 512, device, dtype, stream)()
+    torch.cuda.synchronize()
+    return set(cuda_launch.fallbacks) == known
 
 
 def on(stream: Any) -> Any:
@@ -84,6 +123,13 @@ def unequal(
     world, rank = dist.get_world_size(), dist.get_rank()
     for sms in SETTINGS.get(world, ((132,) * world,)):
         stream = green_stream(sms[rank], device)
+        fine = works_on(stream, shape, device, dtype)
+        if not fine:
+            launch_by_kernel()
+            fine = works_on(stream, shape, device, dtype)
+        everywhere: list[Any] = [None] * world
+        dist.all_gather_object(everywhere, fine, group=make_groups().host)
+        yield {"question": "green context", "sms": sms, "our_kernels_run": everywhere}
         with on(stream):
             gated = shape.matrices == 3
             seconds = profile_devices(
@@ -114,22 +160,18 @@ def unequal(
                     "gain_over_uniform": round(1 - max(each) / times["uniform"], 4),
                 }
             del run
-        yield from _steps(shape, head, seconds, tokens, length, device, dtype, stream, repeats)
+        _known[name] = (head, seconds, stream)
 
 
-def _steps(
-    shape: ExpertShape,
-    head: dict[str, Any],
-    seconds: tuple[float, ...],
-    tokens: int,
-    length: int,
-    device: Any,
-    dtype: torch.dtype,
-    stream: Any,
-    repeats: int,
+_known: dict[str, tuple[dict[str, Any], tuple[float, ...], Any]] = {}
+
+
+def unequal_steps(
+    shape: ExpertShape, name: str, tokens: int, length: int, device: Any, dtype: torch.dtype, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Whole steps of two partitioned layers; only the experts are slowed down, attention is not."""
+    """Whole steps of two partitioned layers, after `unequal`; only the experts are slowed down, attention is not."""
     world = dist.get_world_size()
+    head, seconds, stream = _known[name]
     for kind in ("data", "model"):
         times: dict[str, float] = {}
         for split, t in (("uniform", (1.0,) * world), ("weighted", seconds)):
