@@ -41,7 +41,8 @@ from benchmarks.common import environment
 from benchmarks.partition_layers import Stack, expert_parallel, fsdp2, partition
 from benchmarks.partition_trace import hidden_shares
 from benchmarks.partition_unequal import SETTINGS, unequal, unequal_steps, work
-from hexa_fx.passes.partition import PartitionConfig, partition_model, plan_layers
+from hexa_fx.passes.partition import partition_model
+from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape, Plan
 from hexa_fx.runtime.distributed.groups import make_groups
 from hexa_fx.runtime.distributed.profile import measure_bandwidth

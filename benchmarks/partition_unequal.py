@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.partition_layers import Stack, partition
 from hexa_fx.allocation import allocate
-from hexa_fx.passes.partition import PartitionConfig, plan_layers
+from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape
 from hexa_fx.runtime.distributed.groups import make_groups
 from hexa_fx.runtime.distributed.profile import profile_devices

@@ -20,7 +20,8 @@ from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.watch import watching
 from hexa_fx.passes import BlockAnalysis, analyse
-from hexa_fx.passes.partition import PartitionConfig, Strategy, apply_partition
+from hexa_fx.passes.partition import apply_partition
+from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.passes.switches import switch_off
 from hexa_fx.progress import progress

@@ -16,7 +16,7 @@ import hexa_fx
 from benchmarks.swin_moe.baselines import DroplessExperts, PaddedExperts
 from benchmarks.swin_moe.libraries import MegablocksExperts, TutelExperts
 from benchmarks.swin_moe.model import Experts, MoeMlp, SwinConfig, SwinMoe
-from hexa_fx.passes.partition import PartitionConfig
+from hexa_fx.passes.plan_layers import PartitionConfig
 from hexa_fx.runtime.distributed.gradients import ignore_in_ddp
 
 CAPACITY_FACTOR = 1.25

@@ -112,8 +112,8 @@ def _kept(captured: CapturedBlock, forward: Callable[..., Any]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters and not getattr(tensor, "_hexa_stand_in", False):
             found[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
+            alive.append(tensor.detach())
+        return tensor.detach()  # the tensor itself would hold the graph that holds it, for ever
 
     arguments = {name: _argument(value) for name, value in captured.arguments}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -150,13 +150,13 @@ class _Rewritten:
 
 
 class _StandIn(nn.Module):
-    """A weight's size without its values."""
+    """A weight's shape: every expert reads the first one's memory."""
 
     def __init__(self, captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> None:
         super().__init__()
         firsts = [captured.tensor_of(part[0]).detach() for part in parts]
         whole = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
-        self.weight = nn.Parameter(whole.unsqueeze(0).repeat(len(parts[0]), *[1] * whole.dim()))
+        self.weight = nn.Parameter(whole.unsqueeze(0).expand(len(parts[0]), *whole.shape))
         self.weight._hexa_stand_in = True  # type: ignore[attr-defined]
 
     def forward(self) -> torch.Tensor:

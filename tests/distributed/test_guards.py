@@ -241,6 +241,23 @@ def test_a_token_is_routed_by_its_own_rank():
     assert max(run(2, other_router, make_plan(2, "uneven", MODES["model"][:2], TWO))) < 1e-12
 
 
+def living_graph(rank, world, plan):
+    """A forward from before the cut is still alive, and with it autograd's note of the whole weights' shape."""
+    model, whole = Net(TWO), Net(TWO)
+    x, target = batch(sum(plan.batch))
+    alive = model(x)
+    installed = install(model, plan)
+    mine = own(plan.batch, rank)
+    loss_sum(model(x[mine]), target[mine]).backward()
+    loss_sum(whole(x), target).backward()
+    return largest(gradient_pairs(model, whole, installed)), alive.shape
+
+
+@pytest.mark.parametrize("mode", ["model", "data"])
+def test_a_graph_from_before_the_cut(mode):
+    assert max(worst for worst, _ in run(2, living_graph, make_plan(2, "uneven", MODES[mode][:2], TWO))) < 1e-10
+
+
 def swapped(rank, world, plan):
     """Weights exchanged through ``.data``, which changes no version."""
     model = Net(TWO)

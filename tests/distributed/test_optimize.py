@@ -12,7 +12,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition import PartitionConfig
+from hexa_fx.passes.plan_layers import PartitionConfig
 from hexa_fx.runtime.distributed.data import split_batch
 from hexa_fx.runtime.distributed.gradients import sync_gradients, weighted_loss
 

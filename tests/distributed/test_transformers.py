@@ -8,7 +8,8 @@ import torch.distributed as dist
 from harness import run
 from models import cut, largest
 
-from hexa_fx.passes.partition import PartitionConfig, apply_partition
+from hexa_fx.passes.partition import apply_partition
+from hexa_fx.passes.plan_layers import PartitionConfig
 from hexa_fx.runtime.distributed.data import split_batch
 from hexa_fx.runtime.distributed.gradients import clip_grad_norm_, sync_gradients, weighted_loss
 
@@ -42,8 +43,9 @@ def build(name):
 def optimized(model, ids, **kwargs):
     from hexa_fx import api
     from hexa_fx.config import HexaConfig
+    from hexa_fx.inspection.inspector import Inspector
 
-    analyses, _ = api._analyse_model(model, {"input_ids": ids}, HexaConfig())
+    analyses, _ = api._analyse_model(model, {"input_ids": ids}, HexaConfig(), Inspector())
     blocks = [analysis.rewritten for analysis in analyses if analysis.rewritten]
     assert len(blocks) == 2
     return apply_partition(model, blocks, **kwargs)
