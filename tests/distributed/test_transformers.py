@@ -43,8 +43,9 @@ def build(name):
 def optimized(model, ids, **kwargs):
     from hexa_fx import api
     from hexa_fx.config import HexaConfig
+    from hexa_fx.inspection.inspector import Inspector
 
-    analyses, _ = api._analyse_model(model, {"input_ids": ids}, HexaConfig())
+    analyses, _ = api._analyse_model(model, {"input_ids": ids}, HexaConfig(), Inspector())
     blocks = [analysis.rewritten for analysis in analyses if analysis.rewritten]
     assert len(blocks) == 2
     return apply_partition(model, blocks, **kwargs)
