@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
 from hexa_fx.codegen.tuned import Problem, TunedTable
 from hexa_fx.errors import KernelError
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
+from hexa_fx.runtime import cuda_launch
 from hexa_fx.runtime import cuda_plans_sm90 as plans
 
 Product = Callable[[TileChoice], object]
@@ -75,19 +75,6 @@ def launched(run: Callable[[], object]) -> Problem:
     return found[0]
 
 
-def build(runs: list[Callable[[], object]]) -> None:
-    """Builds the kernels of all, several at a time."""
-
-    def attempt(run: Callable[[], object]) -> None:
-        try:
-            run()
-        except KernelError as error:
-            print(f"   left out: {str(error)[:200]}", flush=True)
-
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(attempt, runs))
-
-
 def main() -> None:
     """Prints the table, writes the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -101,7 +88,7 @@ def main() -> None:
         torch.manual_seed(0)
         chosen = {op: each for op, each in products(SHAPES[name]).items() if op in options.only.split(",")}
         if not rows:
-            build([lambda r=run, t=tile: r(t) for op, (run, _) in chosen.items() for tile in CANDIDATES[op]])
+            cuda_launch.prebuild(lambda c=chosen: [run(t) for op, (run, _) in c.items() for t in CANDIDATES[op]])
         for op, (run, dense) in chosen.items():
             runs: dict[str, Callable[[], object]] = {"dense": dense}
             for tile in CANDIDATES[op]:

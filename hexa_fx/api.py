@@ -19,6 +19,7 @@ from hexa_fx.passes import BlockAnalysis, analyse
 from hexa_fx.passes.partition import Strategy, apply_partition
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.report import OptimizationReport, describe
+from hexa_fx.runtime.cuda_warmup import Example, prebuild_blocks
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.preflight import check_model
 
@@ -76,7 +77,7 @@ def optimize_(
     """
     check_model(model)
     config = config or HexaConfig.from_environment()
-    analyses, report = _analyse_model(model, example_inputs, config)
+    analyses, report, examples = _analyse_model(model, example_inputs, config)
     rewritten = [analysis for analysis in analyses if analysis.rewritten]
     if mesh is not None and rewritten:
         by_mode = [analysis.rewritten for analysis in rewritten]
@@ -85,6 +86,7 @@ def optimize_(
         for analysis in rewritten:
             block = model.get_submodule(analysis.path)
             install(block, analysis.rewritten.get("train"), analysis.rewritten.get("eval"))
+        prebuild_blocks(model, examples)
     _announce(report, config)
     model.__dict__["report"] = report
     model.__dict__["graphs"] = Graphs({a.path: BlockGraphs.of(a) for a in analyses if a.rewritten})
@@ -104,16 +106,20 @@ def _sharing_copy(model: Model) -> Model:
 
 def _analyse_model(
     model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig
-) -> tuple[list[BlockAnalysis], OptimizationReport]:
+) -> tuple[list[BlockAnalysis], OptimizationReport, dict[str, Example]]:
+    """Every block's analysis, the report, and an example call of every rewritten block that is unlike those before it."""
     started = time.perf_counter()
     args, kwargs = _call_arguments(example_inputs)
     cache = StructureCache()
     analyses, reports = [], []
+    examples: dict[str, Example] = {}
     for candidate in observe(model, args, kwargs):
         analysis, same_as = _analyse_candidate(candidate, config, cache)
         analyses.append(analysis)
         reports.append(describe(analysis, same_as))
-    return analyses, OptimizationReport(tuple(reports), time.perf_counter() - started)
+        if analysis.rewritten and same_as is None:
+            examples |= {seen.path: (seen.args, seen.kwargs) for seen in candidate.levels if seen.path == analysis.path}
+    return analyses, OptimizationReport(tuple(reports), time.perf_counter() - started), examples
 
 
 def _analyse_candidate(

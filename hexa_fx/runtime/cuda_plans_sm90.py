@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ _NO_MAP = bytes(TENSOR_MAP_BYTES)
 _QUEUES = 4096
 _rings: dict[int, tuple[int, Tensor]] = {}
 _turns: dict[int, int] = {}
+_making = Lock()
 
 
 class SpecKey(NamedTuple):
@@ -203,11 +205,17 @@ def queue(device: torch.device) -> int:
         return torch.zeros(2, dtype=torch.int32, device=device).data_ptr()
     index = device.index
     if index not in _rings:
-        ring = torch.zeros(2 * _QUEUES, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(index)  # once a process: other streams may use it next
-        _rings[index] = (ring.data_ptr(), ring)
+        _make_ring(device)
     turn = _turns[index] = (_turns.get(index, 0) + 1) % _QUEUES
     return _rings[index][0] + 8 * turn
+
+
+def _make_ring(device: torch.device) -> None:
+    with _making:
+        if device.index not in _rings:
+            ring = torch.zeros(2 * _QUEUES, dtype=torch.int32, device=device)
+            torch.cuda.synchronize(device)  # once a process: other streams may use it next
+            _rings[device.index] = (ring.data_ptr(), ring)
 
 
 @plan

@@ -56,7 +56,7 @@ struct Outbox {
   // Waits until the copy engine has read all but the newest `Pending` chunks (one bulk group each).
   template <int Pending>
   CUTE_DEVICE void wait() const {
-    if (lane_id() == 0) tma_store_wait<Pending>();
+    tma_store_wait<Pending>();  // lanes without groups pass
     __syncwarp();
   }
   CUTE_DEVICE Stage next() {
@@ -77,15 +77,14 @@ struct Rows {
   int x, y;      // of base, in the map
 
   CUTE_DEVICE Rows right(int columns) const { return {base + columns, ld, valid, map, x + columns, y}; }
-  // Columns `column` .. + 64 of `columns`. Every lane has written the chunk; its bulk group is left open.
+  // Columns `column` .. + 64 of `columns`; `Full`: all of them, and all rows, exist. Every lane has written the chunk; its bulk
+  // group is left open.
+  template <bool Full>
   CUTE_DEVICE void store(const Stage& stage, int column, int columns) const {
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
-    if (valid >= 16 && column + 64 <= columns) {
-      if (lane_id() == 0) SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y);
-    } else {
-      direct(stage, column, columns);
-    }
+    if constexpr (!Full) direct(stage, column, columns);
+    else if (lane_id() == 0) SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y);
   }
   CUTE_DEVICE void direct(const Stage& stage, int column, int columns) const {
     const int c = lane_id() & 7, n = column + c * 8;
@@ -139,35 +138,36 @@ struct RowEpilogue {
   }
 
   // A chunk of values; see Stage::put.
-  template <class Value>
+  template <bool Full, class Value>
   CUTE_DEVICE void chunk(const Rows<T>& out, int column, int columns, Value value) const {
+    if (!Full && column >= columns) return;
     const Stage s = box.next();
     s.put(value);
-    out.store(s, column, columns);
+    out.template store<Full>(s, column, columns);
     close_group();
   }
 
   // A pair of values (+ bias), columns `first` .. + 64 of a `columns` wide weight or half of it.
   CUTE_DEVICE float2 pair(const float (&x)[32], int j, int r, const void* bias, int64_t at, int first, int columns) const {
     const int i = 2 * r + 4 * j, n = first + j * 8 + (lane_id() & 3) * 2;
-    float2 b{0.f, 0.f};
-    if constexpr (C::Bias) b = bias2(bias, int64_t(t.expert) * p.bias_ld + at + n, n < columns);
+    if constexpr (!C::Bias) return {x[i], x[i + 1]};
+    const float2 b = bias2(bias, int64_t(t.expert) * p.bias_ld + at + n, n < columns);
     return {x[i] + b.x, x[i + 1] + b.y};
   }
 
   // Chunk of the plain result: columns `first` .. + 64.
+  template <bool Full>
   CUTE_DEVICE void plain(const float (&x)[32], const Rows<T>& out, int first, int columns) const {
-    if (first >= columns) return;
-    chunk(out, first, columns, [&](int j, int r) {
+    chunk<Full>(out, first, columns, [&](int j, int r) {
       const float2 v = pair(x, j, r, p.bias, 0, first, columns);
       return pack<T>(v.x, v.y);
     });
   }
 
+  template <bool Full>
   CUTE_DEVICE void ungated(const float (&x)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
-    if constexpr (C::StoreH) plain(x, out, first, p.N);
-    if (first >= p.N) return;
-    chunk(act, first, p.N, [&](int j, int r) {
+    if constexpr (C::StoreH) plain<Full>(x, out, first, p.N);
+    chunk<Full>(act, first, p.N, [&](int j, int r) {
       const float2 v = pair(x, j, r, p.bias, 0, first, p.N);
       float unused;
       return pack<T>(activate<C::Activation, false>(v.x, unused), activate<C::Activation, false>(v.y, unused));
@@ -175,30 +175,31 @@ struct RowEpilogue {
   }
 
   // Gate columns in the tile's left half, up columns in its right half.
+  template <bool Full>
   CUTE_DEVICE void gated(const float (&xg)[32], const float (&xu)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
-    if (first >= p.N) return;
     const void* up_bias = C::SplitWeight ? p.bias_up : p.bias;
     const int64_t up_at = C::SplitWeight ? 0 : p.N;
     auto gate = [&](int j, int r) { return pair(xg, j, r, p.bias, 0, first, p.N); };
     auto up = [&](int j, int r) { return pair(xu, j, r, up_bias, up_at, first, p.N); };
     if constexpr (C::StoreH) {
       const Rows<T> out_up = out.right(p.N);
-      chunk(out, first, p.N, [&](int j, int r) { const float2 g = gate(j, r); return pack<T>(g.x, g.y); });
-      chunk(out_up, first, p.N, [&](int j, int r) { const float2 u = up(j, r); return pack<T>(u.x, u.y); });
+      chunk<Full>(out, first, p.N, [&](int j, int r) { const float2 g = gate(j, r); return pack<T>(g.x, g.y); });
+      chunk<Full>(out_up, first, p.N, [&](int j, int r) { const float2 u = up(j, r); return pack<T>(u.x, u.y); });
     }
-    chunk(act, first, p.N, [&](int j, int r) {
+    chunk<Full>(act, first, p.N, [&](int j, int r) {
       const float2 g = gate(j, r), u = up(j, r);
       return pack<T>(glu<C::Activation>(g.x, u.x, p.act_params), glu<C::Activation>(g.y, u.y, p.act_params));
     });
   }
 
   // Two chunks whose even columns are gate and odd ones up. Lane pairs trade groups so that each packs two neighbouring results.
+  template <bool Full>
   CUTE_DEVICE void interleaved(const float (&x0)[32], const float (&x1)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
     const int l = lane_id(), odd = l & 1, columns = 2 * p.N;
-    if (2 * first >= columns) return;
+    if (!Full && 2 * first >= columns) return;
     if constexpr (C::StoreH) {
-      plain(x0, out, 2 * first, columns);
-      plain(x1, out, 2 * first + 64, columns);
+      plain<Full>(x0, out, 2 * first, columns);
+      plain<Full>(x1, out, 2 * first + 64, columns);
     }
     const Stage s = box.next();
     CUTE_UNROLL
@@ -215,7 +216,7 @@ struct RowEpilogue {
         *s.pair((l >> 2) + 8 * r, j / 2, odd * 2 + ((l & 3) >> 1)) = odd ? pack<T>(theirs, a[1]) : pack<T>(a[0], theirs);
       }
     }
-    act.store(s, first, p.N);
+    act.template store<Full>(s, first, p.N);
     close_group();
   }
 
@@ -228,19 +229,24 @@ struct RowEpilogue {
     static_assert(!kPairs || kBlocks == 1 || kUnits == 1, "units of two chunks lie a fixed distance apart");
     constexpr int kStep = !kPairs ? 1 : (kBlocks > 1 || C::GluMode == Glu::interleaved ? 2 : 1);
     constexpr int kSecond = !kPairs ? 0 : (C::GluMode == Glu::interleaved ? 1 : kUnits);
-    Values<kBlocks * kChunks> v(acc);
-    CUTE_UNROLL
-    for (int i = 0; i < kBlocks * kUnits; ++i) {
-      const int row = block_row(i / kUnits), first = t.n0 + (i % kUnits) * 64;
-      if (row < t.rows) {
-        const Rows<T> out = rows(p.out, p.out_ld, row, kOutMap), act = rows(p.act, p.act_ld, row, kActMap);
-        if constexpr (C::Kind == Epilogue::store) plain(v.x[0], out, first, p.N);
-        else if constexpr (C::GluMode == Glu::none) ungated(v.x[0], out, act, first);
-        else if constexpr (C::GluMode == Glu::interleaved) interleaved(v.x[0], v.x[1], out, act, first);
-        else gated(v.x[0], v.x[kSecond], out, act, first);
+    auto all = [&](auto full) {
+      constexpr bool kFull = decltype(full)::value;
+      Values<kBlocks * kChunks> v(acc);
+      CUTE_UNROLL
+      for (int i = 0; i < kBlocks * kUnits; ++i) {
+        const int row = block_row(i / kUnits), first = t.n0 + (i % kUnits) * 64;
+        if (kFull || row < t.rows) {
+          const Rows<T> out = rows(p.out, p.out_ld, row, kOutMap), act = rows(p.act, p.act_ld, row, kActMap);
+          if constexpr (C::Kind == Epilogue::store) plain<kFull>(v.x[0], out, first, p.N);
+          else if constexpr (C::GluMode == Glu::none) ungated<kFull>(v.x[0], out, act, first);
+          else if constexpr (C::GluMode == Glu::interleaved) interleaved<kFull>(v.x[0], v.x[1], out, act, first);
+          else gated<kFull>(v.x[0], v.x[kSecond], out, act, first);
+        }
+        v.template advance<kStep>();
       }
-      v.template advance<kStep>();
-    }
+    };
+    if (block_row(kBlocks - 1) + 16 <= t.rows && t.n0 + C::RowColumns <= p.N) all(true_type{});
+    else all(false_type{});
   }
 
   CUTE_DEVICE void zeros(int row) const {
@@ -342,6 +348,16 @@ struct GradEpilogue : RowEpilogue<C> {
     return d0 * a.x + d1 * a.y;
   }
 
+  // In the middle of chunk `index`: by now the chunk before it has left, and its buffers take the chunk after it.
+  template <class BlockRow>
+  CUTE_DEVICE void refill(int index, int blocks, BlockRow block_row) const {
+    if (lane_id() == 0) {
+      tma_store_wait<0>();
+      if (index > 0) fetch(index + 1, blocks, block_row);
+    }
+    __syncwarp();
+  }
+
   // Pairs of groups j .. j + 3 of chunk `index`: from its buffers, or back.
   CUTE_DEVICE void read(int index, int j, uint32_t (&h)[4][2][kParts]) const {
     CUTE_UNROLL
@@ -393,20 +409,19 @@ struct GradEpilogue : RowEpilogue<C> {
       }
       if (C::GluMode == Glu::interleaved) __syncwarp();  // pairs of other lanes
       write(index, half, h);
-      if (half == 0) {  // by now the chunk before this one has left: its buffers take the chunk after this one
-        if (lane_id() == 0) {
-          tma_store_wait<0>();
-          if (index > 0) fetch(index + 1, blocks, block_row);
-        }
-        __syncwarp();
-      }
+      if (half == 0) refill(index, blocks, block_row);
     }
     const Stage s = this->box.at(2 * kParts);
     s.put([&](int j, int r) { return scaled[j][r]; });
     const Rows<T> out = this->rows(this->p.out, this->p.out_ld, row, kOutMap), act = this->rows(this->p.act, this->p.act_ld, row, kActMap);
-    CUTE_UNROLL
-    for (int i = 0; i < kParts; ++i) out.store(buffer(index, i), h_column(i, q), h_limit(i));
-    act.store(s, this->t.n0 + q * 64, this->p.N);
+    auto store = [&](auto full) {
+      constexpr bool kFull = decltype(full)::value;
+      CUTE_UNROLL
+      for (int i = 0; i < kParts; ++i) out.template store<kFull>(buffer(index, i), h_column(i, q), h_limit(i));
+      act.template store<kFull>(s, this->t.n0 + q * 64, this->p.N);
+    };
+    if (row + 16 <= this->t.rows && this->t.n0 + (q + 1) * 64 <= this->p.N) store(true_type{});
+    else store(false_type{});
     close_group();
   }
 
@@ -432,6 +447,7 @@ struct GradEpilogue : RowEpilogue<C> {
         }
       }
       if (exists(index, kBlocks, block_row)) chunk(index, kBlocks, v.x[0], w, dot, block_row);
+      else refill(index, kBlocks, block_row);
       if (q == kChunks - 1) {
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
