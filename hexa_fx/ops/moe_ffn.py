@@ -147,8 +147,10 @@ def _moe_ffn_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor
     return out
 
 
-def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -> list[Tensor]:
-    """Kernel of every device: the backward program."""
+def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | list[Tensor] | None, *rest: Any) -> list[Tensor]:
+    """Kernel of every device: the backward program. In a list, h is freed after its last use."""
+    if isinstance(h, Tensor):
+        h = [h]
     weights, top_k, static, needs = rest[3:10], rest[10], rest[11:18], tuple(rest[18])
     program = programs(_static(static), (True, *_given(weights)), needs, True, dy.device.type)
     out: tuple[Tensor, ...] = program.backward(dy, x, h, *rest[:3], *weights, top_k)
@@ -206,8 +208,13 @@ class _MoeFfn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        args = (grads[0], *ctx.saved_tensors, *ctx.static)
-        if library.is_plain_tensor(grads[0]):
+        plain = library.is_plain_tensor(grads[0])
+        x, h, *saved = ctx.saved_tensors
+        if plain and h is not None:
+            h = [h]
+            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        args = (grads[0], x, h, *saved, *ctx.static)
+        if plain:
             with torch._C._AutoDispatchBelowAutograd():
                 found = _run_backward(*args)
         else:
