@@ -37,7 +37,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import hexa_fx.ops  # noqa: F401
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.cost_model import Measured, layer_cost
-from hexa_fx.passes.partition import PartitionConfig, install_plan, plan_layers
+from hexa_fx.passes.partition import install_plan
+from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape, Plan
 from hexa_fx.runtime.distributed.collectives import wait
 from hexa_fx.runtime.distributed.groups import make_groups

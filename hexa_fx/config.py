@@ -21,12 +21,25 @@ class HexaConfig:
         strict: raise when nothing was rewritten or a block differs, instead of warning.
         recompute_h: keep only the block's input for backward and compute the pre-activations again there.
         probe_tokens: at most this many tokens of the example are used to understand a block.
+
+    Techniques of the paper, all on; switch one off to see what it is worth (docs/swin_moe.md), values stay the same:
+
+        expert_operators: expert-specific operators (section 3.1); off: dispatch, torch's grouped matmul, combine.
+        fused_kernel: dX, dW and db of a projection in one kernel (ESFK, section 3.2).
+        topk_memory: only intermediate tensors grow with k (section 3.2); off: inputs and outputs of the experts do too.
+        shared_cache: data-centric layers gather weights into one cache (section 3.3); off: each keeps its own for backward.
+        overlap: gathers of weights are issued ahead of their use (section 3.3).
     """
 
     verify: bool = True
     strict: bool = False
     recompute_h: bool = False
     probe_tokens: int = 256
+    expert_operators: bool = True
+    fused_kernel: bool = True
+    topk_memory: bool = True
+    shared_cache: bool = True
+    overlap: bool = True
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ, **given: bool | int) -> HexaConfig:

@@ -79,7 +79,7 @@ class Plan:
         layers: one entry a MoE layer, in execution order.
         batch: B_i, samples of the global batch that rank i takes (Eq. 1).
         tokens: T_i where token counts are fixed, or None: they are exchanged between hosts at run time.
-        slots: slots of the pipeline-shared cache, 1 or 2.
+        slots: slots of the pipeline-shared cache, 1 or 2; 0 shares nothing: every layer keeps its own until backward.
         prefetch: gather the next layer's weights ahead of their use.
         grad_scale: factor on expert gradients; 1/world under a wrapper that averages (DDP, FSDP2).
         capacities: t_i, seconds of the proxy task on rank i.
@@ -161,8 +161,8 @@ def _build(cls: type[Any], data: dict[str, Any]) -> Any:
 def _check(plan: Plan) -> None:
     if plan.world < 1:
         raise PlanError(f"a plan needs at least one rank, got world={plan.world}")
-    if plan.slots not in (1, 2):
-        raise PlanError(f"the shared cache has 1 or 2 slots, got {plan.slots}")
+    if plan.slots not in (0, 1, 2):
+        raise PlanError(f"the shared cache has 1 or 2 slots, or 0 for one a layer, got {plan.slots}")
     _check_sizes("batch", plan.batch, plan.world)
     if plan.tokens is not None:
         _check_sizes("tokens", plan.tokens, plan.world)

@@ -28,7 +28,7 @@ assert _operators is not None
 
 FFN_ARGS = (
     *("x", "top_k_index", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2"),
-    *("activation", "glu", "params", "layout1", "layout2", "recompute_h"),
+    *("activation", "glu", "params", "layout1", "layout2", "recompute_h", "fused_backward"),
 )
 """Arguments of `hexa::moe_ffn`, in order (docs/operators.md)."""
 
@@ -54,7 +54,7 @@ def is_moe_ffn(node: fx.Node) -> bool:
 
 def ffn_arguments(node: fx.Node) -> dict[str, Any]:
     """The canonical node's arguments by name."""
-    given = dict(zip(FFN_ARGS, node.args, strict=False))
+    given = {"fused_backward": True} | dict(zip(FFN_ARGS, node.args, strict=False))
     given.update(node.kwargs)
     missing = [name for name in FFN_ARGS if name not in given]
     if missing:

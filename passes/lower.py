@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
+from hexa_fx.observers import notify
 from hexa_fx.ops.activations import check_activation
 from hexa_fx.ops.program import OPERANDS, FfnRequest
 from hexa_fx.ops.rows import flip
@@ -123,6 +124,7 @@ class _Builder:
         gm = GraphModule(torch.nn.Module(), self.graph, class_name)
         gm.graph.lint()
         add_facts(gm, [LOWERED])
+        notify("lower", "after", gm.graph, class_name)
         return gm
 
     def first_projection(self) -> Node:
@@ -211,10 +213,10 @@ class _BackwardBuilder(_Builder):
         self.call("dx", hexa.combine.default, n["dx_rows"], None, n["inv"], n["offs"], n["top_k"])
 
     def projection_backward(self, which: str, g: Node | None, dx_rows: str) -> None:
-        """One projection's dX rows, dW and db: esfk where both dX and dW are wanted, else the one operator."""
+        """One projection's dX rows, dW and db: esfk where both dX and dW are wanted, else an operator for each."""
         n, grads, layout = self.node, self.request.grads, self.spec.layout1
         weight, bias, offs = f"w{which}", f"b{which}", n["offs"]
-        if "x" in grads and weight in grads:
+        if self.spec.fused_backward and "x" in grads and weight in grads:
             args = (n["x"], g, n[weight], n["v"], offs, n["top_k"], layout, bias in grads)
             self.call_tuple((dx_rows, f"d{weight}", f"d{bias}"), hexa.esfk.default, *args)
             return

@@ -25,15 +25,16 @@ from hexa_fx.runtime import guards
 _FREE_OF_EFFECTS = ("size", "flatten", "index_select", "clamp", "view", "reshape", operator.getitem, operator.lt)
 
 
-def rewrite(match: MoEMatch, recompute_h: bool = False) -> RewrittenBlock:
+def rewrite(match: MoEMatch, recompute_h: bool = False, fused_backward: bool = True) -> RewrittenBlock:
     """The block's new forward. Its ``get_attr`` and ``call_module`` targets are relative to the block."""
-    return _Rewriter(match, recompute_h).run()
+    return _Rewriter(match, recompute_h, fused_backward).run()
 
 
 @dataclass
 class _Rewriter:
     match: MoEMatch
     recompute_h: bool
+    fused_backward: bool
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     new: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
 
@@ -178,13 +179,16 @@ class _Rewriter:
         factor: torch.fx.Node | None,
     ) -> torch.fx.Node:
         operands = weights.emit(body)
-        spec = FfnSpec(body.activation, operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h)
+        static = (operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h, self.fused_backward)
+        spec = FfnSpec(body.activation, *static)
         result = self.graph.call_function(
             torch.ops.hexa.moe_ffn.default,
             (tokens, index, factor, operands.w1, operands.b1, operands.w3, operands.b3, operands.w2, operands.b2)
-            + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h),
+            + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h)
+            + (() if spec.fused_backward else (False,)),
         )
         result.meta["hexa"] = spec
+        result.meta["top_k"] = 1 if self.match.routing.before else self.match.routing.top_k
         return result
 
     def _free(

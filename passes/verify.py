@@ -7,7 +7,6 @@ numbers drawn have to agree. Inputs are small, so the cost is that of a few forw
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.passes.float64_copy import float64_bytes, float64_copy_or_none
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, Routing, RoutingOverride
 from hexa_fx.runtime.guards import GuardMiss
@@ -134,54 +134,12 @@ class _Subject:
 
 def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[_Subject]:
     """What to compare on: a float64 copy, or the block itself if there can be none."""
-    if _float64_bytes(block) <= settings.max_copy_bytes:
-        copied = _float64_copy_or_none(block)
+    if float64_bytes(block) <= settings.max_copy_bytes:
+        copied = float64_copy_or_none(block)
         if copied is not None:
             yield _Subject(copied, torch.float64)
     floating = (parameter.dtype for parameter in block.parameters() if parameter.is_floating_point())
     yield _Subject(block, next(floating, torch.get_default_dtype()))
-
-
-def _float64_bytes(block: nn.Module) -> int:
-    return 8 * sum(tensor.numel() for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point())
-
-
-def _float64_copy_or_none(block: nn.Module) -> nn.Module | None:
-    """None if the block holds something that cannot be copied, such as a process group or a lock."""
-    try:
-        return _float64_copy(block)
-    except (TypeError, RuntimeError, AttributeError):
-        return None
-
-
-def _float64_copy(block: nn.Module) -> nn.Module:
-    """A copy in float64 in which every parameter wants a gradient; tensors are converted while they are copied.
-
-    Parameters and buffers of one value, such as biases before training, get random ones: a term that is zero on the probe must not
-    hide that it was lost.
-    """
-    memo: dict[int, Any] = {}
-    generator = torch.Generator().manual_seed(0)
-    for parameter in block.parameters():
-        if parameter.is_floating_point():
-            memo[id(parameter)] = nn.Parameter(_unlike(parameter.detach().to(torch.float64, copy=True), generator))
-    for child in block.modules():
-        for value in (*child._buffers.values(), *child.__dict__.values()):
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = _unlike(value.detach().to(_raised(value.dtype), copy=True), generator)
-    return copy.deepcopy(block, memo)
-
-
-def _unlike(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A floating vector or matrix with random numbers added if all its elements are equal."""
-    if not value.is_floating_point() or value.numel() < 2 or not bool((value == value.flatten()[0]).all()):
-        return value
-    noise = torch.randn(value.shape, dtype=torch.float64, generator=generator)
-    return value + noise.to(value.device) / 8
-
-
-def _raised(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else dtype
 
 
 @contextmanager
@@ -215,7 +173,7 @@ class _Comparison:
 
     def _each(self) -> Iterator[VerificationCase]:
         spy = ChoiceSpy(self.inputs.num_experts)
-        large = _float64_bytes(self.subject.module) > self.settings.many_bytes
+        large = float64_bytes(self.subject.module) > self.settings.many_bytes
         yield self._case("the example", self.inputs.example(self.subject.dtype), spy)
         if self.forward.stored[bool(self.subject.module.training)]:
             example = self.inputs.example(self.subject.dtype)

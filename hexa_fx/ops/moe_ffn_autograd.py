@@ -19,6 +19,7 @@ from hexa_fx.ops.moe_ffn import check, run, run_backward, run_forward
 from hexa_fx.ops.program import OPERANDS
 
 _OPS = torch.ops.hexa
+_ARGUMENTS = 16
 Grads = tuple[Tensor | None, ...]
 
 
@@ -93,11 +94,12 @@ def _gradients(plain: bool, *args: Any) -> list[Tensor | None]:
 def _by_argument(grads: Iterable[Tensor | None]) -> Grads:
     """Gradients in the order of `OPERANDS` as a backward returns them: a flag first, the ids third, constants last."""
     dx, *others = grads
-    return None, dx, None, *others, *(None,) * 6
+    return None, dx, None, *others, *(None,) * 7
 
 
 def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
     """``hexa::moe_ffn`` on the Autograd key."""
+    args = args if len(args) == _ARGUMENTS else (*args, True)  # torch leaves a default at the end out
     if library.is_plain(keyset):
         return plain(*args)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
@@ -108,6 +110,7 @@ def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
 
 def plain(*args: Any) -> Any:
     """``hexa::moe_ffn`` with autograd where nothing but autograd is to see it."""
+    args = args if len(args) == _ARGUMENTS else (*args, True)
     training = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
     found = _try_dense(args)
     if found is not None:
@@ -120,8 +123,8 @@ def plain(*args: Any) -> Any:
 
 def _try_dense(args: tuple[Any, ...]) -> tuple[Tensor, dense.Kept] | None:
     """The result of the dense way where that is the faster one and gives it."""
-    x, top_k_index, top_k_weights, *rest, recompute_h = args
-    if recompute_h or not dense.takes(x, top_k_index, w1=rest[0], w3=rest[2], w2=rest[4]):
+    x, top_k_index, top_k_weights, *rest, recompute_h, fused_backward = args
+    if recompute_h or not fused_backward or not dense.takes(x, top_k_index, w1=rest[0], w3=rest[2], w2=rest[4]):
         return None
     check(*args)
     with torch._C._AutoDispatchBelowAutograd(), library.without_autocast():

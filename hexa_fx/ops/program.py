@@ -67,7 +67,7 @@ def programs(
     """The programs for one kind of call, bound to the kernels of a device type. Cached.
 
     Args:
-        static: (activation, glu, params, layout1, layout2, recompute_h).
+        static: (activation, glu, params, layout1, layout2, recompute_h, fused_backward).
         given: of each of `OPERANDS`, whether it is not None.
         needs: of each of `OPERANDS`, whether it needs a gradient.
         training: the forward program also returns what backward needs.
@@ -85,8 +85,8 @@ def _made(
     device: str,
     generation: int,
 ) -> Programs:
-    activation, glu, params, layout1, layout2, recompute_h = static
-    spec = FfnSpec(activation, glu, layout1, layout2, params, recompute_h)
+    activation, glu, params, layout1, layout2, recompute_h, fused_backward = static
+    spec = FfnSpec(activation, glu, layout1, layout2, params, recompute_h, fused_backward)
     present, grads = (frozenset(compress(OPERANDS, flags)) for flags in (given, needs))
     provider = _provider or pkgutil.resolve_name(PROVIDER)
     made: Programs = provider(FfnRequest(spec, present, grads & present, training), device)

@@ -34,14 +34,14 @@ from hexa_fx.passes.detect.verdict import Refuse
 __all__ = ["MoEMatch", "detect"]
 
 
-def detect(captured: CapturedBlock, prefer_latest: bool = False) -> MoEMatch | Refusal:
+def detect(captured: CapturedBlock, prefer_earliest: bool = False) -> MoEMatch | Refusal:
     """The block's MoE region, or the sentence that says why there is none to rewrite. Changes nothing.
 
-    ``prefer_latest``: of several tensors with the routing weights in them take the last, not the first. They differ where the
-    code detaches in between, which values do not show.
+    ``prefer_earliest``: of several tensors that hold the same routing take the first, not the last. They differ where the code
+    detaches in between, which values do not show.
     """
     try:
-        return _detect(captured, prefer_latest)
+        return _detect(captured, prefer_earliest)
     except Refuse as refusal:
         location = (
             record_of(refusal.node).location if refusal.node is not None and refusal.node.op != "output" else None
@@ -49,13 +49,13 @@ def detect(captured: CapturedBlock, prefer_latest: bool = False) -> MoEMatch | R
         return Refusal(captured.path, refusal.reason, location)
 
 
-def _detect(captured: CapturedBlock, prefer_latest: bool) -> MoEMatch:
+def _detect(captured: CapturedBlock, prefer_earliest: bool) -> MoEMatch:
     """Tries every family of expert weights: shared experts in a list look like experts until their routing is asked for."""
     groups = expert_groups(_parameters(captured))
     first: Refuse | None = None
     for family in _families(captured, groups):
         try:
-            return _detect_family(captured, groups, family, prefer_latest)
+            return _detect_family(captured, groups, family, prefer_earliest)
         except Refuse as refusal:
             first = first or refusal
     raise first or Refuse("no product with per-expert weights was seen")
@@ -84,21 +84,21 @@ def _companions(family: frozenset[str], groups: ExpertGroups) -> frozenset[str]:
 
 
 def _detect_family(
-    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_latest: bool
+    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_earliest: bool
 ) -> MoEMatch:
     """The region as experts of the standard form; where it is not that, as experts of any form that run one at a time."""
     try:
-        return _detect_standard(captured, groups, family, prefer_latest)
+        return _detect_standard(captured, groups, family, prefer_earliest)
     except Refuse as refusal:
         standard = refusal
     try:
-        return detect_free(captured, groups, family, prefer_latest)
+        return detect_free(captured, groups, family, prefer_earliest)
     except NotFree:
         raise standard from None
 
 
 def _detect_standard(
-    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_latest: bool
+    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_earliest: bool
 ) -> MoEMatch:
     tags = tag(captured, groups, family)
     contractions = find_contractions(captured, tags)
@@ -115,7 +115,7 @@ def _detect_standard(
     experts = body.down.matrices.shape[0]
     pairs = _pairs(instances, body, combine)
     identity = explain_offset(pairs, body.down_bias, combine, replay.value(source), weights)
-    routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, prefer_latest)
+    routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, prefer_earliest)
     if identity is not None:
         check_identity(identity, routing, tokens, experts, combine.node)
     branches = shape_branches(captured, tags, set(routing.index.nodes), opaque)

@@ -47,7 +47,7 @@ class _Tokens:
 
 
 def detect_free(
-    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_latest: bool
+    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_earliest: bool
 ) -> MoEMatch:
     """Raises:
     NotFree: the code is of another kind. Refuse: it is of this kind, but something in it forbids the rewrite.
@@ -58,7 +58,7 @@ def detect_free(
             runs = find_alike_runs(captured, tags)
         except Refuse:
             continue
-        return _Search(captured, tags, groups, runs, prefer_latest).match()
+        return _Search(captured, tags, groups, runs, prefer_earliest).match()
     raise NotFree
 
 
@@ -79,7 +79,7 @@ class _Search:
     tags: Mapping[torch.fx.Node, Tag]
     groups: ExpertGroups
     runs: AlikeRuns
-    prefer_latest: bool
+    prefer_earliest: bool
 
     def __post_init__(self) -> None:
         self.replay = Replay(self.captured)
@@ -112,7 +112,7 @@ class _Search:
         identity = explain_offset(pairs, None, combine, self.replay.value(tokens.node), self.weights)
         total = self._experts()
         search = (count, total, captured, self.tags, combine.node)
-        routing = find_routing(pairs, *search, self.prefer_latest)
+        routing = find_routing(pairs, *search, self.prefer_earliest)
         if identity is not None:
             check_identity(identity, routing, count, total, combine.node)
         reader = StepReader(

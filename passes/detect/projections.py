@@ -11,10 +11,25 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
-from hexa_fx.passes.detect.graph import CONTRACTIONS, UNINITIALISED, ancestors, inside_calls, is_float, operation
+from hexa_fx.passes.detect.graph import (
+    CONTRACTIONS,
+    UNINITIALISED,
+    ancestors,
+    descendants,
+    inside_calls,
+    is_float,
+    is_tensor,
+    operation,
+)
 from hexa_fx.passes.detect.stacks import Stack, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
+
+_SAME_ROWS = frozenset(
+    "view reshape flatten unflatten squeeze unsqueeze contiguous clone to type_as float double half bfloat16 "
+    "getitem index_select gather masked_select take_along_dim".split()
+)
+"""Operations that move rows or cast them: the earlier of the two tensors is as good."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +215,47 @@ def match_rows(
         if reader.read(leader) is None:
             continue
         instances = _read_instances(pairs, reader)
-        if instances is not None:
-            return source, instances
+        if instances is None:
+            continue
+        if not any(bool((instance.token >= 0).any()) for instance in instances):
+            raise Refuse("on the example every row that the experts are given is zero", leader.node)
+        return _last_alike(source, leader, instances, replay), instances
     raise Refuse("the rows that experts read are not rows of one token tensor", leader.data)
+
+
+def _last_alike(source: torch.fx.Node, leader: Contraction, instances: list[Instance], replay: Replay) -> torch.fx.Node:
+    """The last node that holds the same rows as ``source`` and that the experts' rows are really taken from.
+
+    ``x * mask`` equals ``x`` while the mask is all ones, and a dropout that is off changes nothing: only the later one is right.
+    """
+    between = descendants([source]) & ancestors([leader.data])
+    alike, found = {source}, source
+    for node in (node for node in source.graph.nodes if node in between and is_float(node)):
+        if not any(operand in alike for operand in node.all_input_nodes):
+            continue
+        if torch.equal(replay.value(node).flatten(), replay.value(source).flatten()):
+            alike.add(node)
+            if operation(node) not in _SAME_ROWS and _carries(node, leader, instances, replay):
+                found = node
+    return found
+
+
+def _carries(node: torch.fx.Node, leader: Contraction, instances: list[Instance], replay: Replay) -> bool:
+    """Whether all experts read ``node``, and their rows become its rows when it is replaced and the routing is held."""
+    if any(node not in ancestors([instance.first[0].data]) for instance in instances):
+        return False
+    token = next(instance.token for instance in instances if leader in instance.first)
+    width = feature_size(leader.data)
+    recorded = replay.value(node)
+    noise = torch.randn(recorded.shape, generator=torch.Generator().manual_seed(19), dtype=torch.float64)
+    replace = {n: replay.value(n) for n in descendants([node]) if is_tensor(n) and not is_float(n)}
+    rows = replay.run(replace | {node: noise.to(recorded.device)}, [leader.data])[leader.data].reshape(-1, width)
+    if len(rows) != len(token):
+        return False
+    expected = noise.to(recorded.device).reshape(-1, width)[token.clamp(min=0)]
+    along = (rows * expected).sum(1, keepdim=True) / (expected * expected).sum(1, keepdim=True)
+    close = (rows - along * expected).abs() <= 1e-9 * (1 + along.abs())
+    return bool((close & (along != 0) | (token < 0)[:, None]).all())
 
 
 class _Reader:

@@ -70,9 +70,9 @@ def find_routing(
     captured: CapturedBlock,
     tags: Mapping[torch.fx.Node, Tag],
     end: torch.fx.Node,
-    prefer_latest: bool = False,
+    prefer_earliest: bool = False,
 ) -> Routing:
-    """Of equal readings of a factor the earliest is taken, or the latest.
+    """Of equal readings the latest is taken, or the earliest: what came in between may matter on other inputs.
 
     Raises:
     Refuse: the ids or a factor are not among the tensors computed before ``end``.
@@ -84,8 +84,8 @@ def find_routing(
     flat = active.token * experts + active.expert
     if len(flat.unique()) != len(flat):
         raise Refuse("a token reaches the same expert twice in one pass, so its routing cannot be read off", end)
-    index, ids = _find_index(active, tokens, experts, known, inner, end)
-    known = known[::-1] if prefer_latest else known
+    in_order, known = known, known if prefer_earliest else known[::-1]
+    index, ids = _find_index(active, tokens, experts, known, in_order, inner, end)
     slots = _Slots(ids, active, tokens, experts)
     before = _find_factor(active.before, slots, known, inner, end, covers_dropped=False)
     after = _find_factor(active.after, slots, known, inner, end, covers_dropped=not _covered(before, slots))
@@ -117,7 +117,7 @@ def find_row_factor(
     else:
         ids = dict(_read_ids(values[0], tokens, experts))[routing.index.reading]
     slots = _Slots(ids, active, tokens, experts)
-    known = _candidates(captured, tags, end)
+    known = _candidates(captured, tags, end)[::-1]
     return _find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
 
 
@@ -161,6 +161,7 @@ def _find_index(
     tokens: int,
     experts: int,
     known: Sequence[torch.fx.Node],
+    in_order: Sequence[torch.fx.Node],
     inner: frozenset[torch.fx.Node],
     end: torch.fx.Node,
 ) -> tuple[Source, torch.Tensor]:
@@ -180,7 +181,7 @@ def _find_index(
         return best[1], best[2]
     if experts > 1 and bool(wanted.all()):
         raise Refuse("every token is given to every expert with a weight of its own: a dense (soft) mixture", end)
-    return _index_from_columns(wanted, tokens, experts, known, end)
+    return _index_from_columns(wanted, tokens, experts, in_order, end)
 
 
 def _read_ids(value: torch.Tensor, tokens: int, experts: int) -> Iterator[tuple[Reading, torch.Tensor]]:

@@ -1,10 +1,16 @@
-"""Runs a function on several processes over Gloo and judges by what each of them reported, not by exit codes."""
+"""Runs a function on several processes over Gloo and judges by what each of them reported, not by exit codes.
+
+`run` keeps its processes for the next test; `start` takes fresh ones, for tests in which ranks fail.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import multiprocessing as mp
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -89,10 +95,70 @@ def _receive(pipe: Connection, seconds: float) -> Any:
         return ("gone", None)
 
 
+class _Pool:
+    """Ranks of one process group that run one function after the other."""
+
+    def __init__(self, world: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
+        for rank in range(world):
+            mine, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_serve, args=(rank, world, f"{self._folder.name}/store", theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def run(self, fn: Callable[..., Any], args: Any, seconds: float) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((fn, args))
+        end = time.monotonic() + seconds
+        return [_receive(pipe, max(0.1, end - time.monotonic())) for pipe in self._pipes]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+    while True:
+        fn, args = pipe.recv()
+        try:
+            pipe.send(("ok", fn(rank, world, *args)))
+        except BaseException as error:
+            pipe.send(("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        gc.collect()  # models and their patched forwards refer to each other
+
+
+_pools: dict[int, _Pool] = {}
+
+
+def _close_pools() -> None:
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+atexit.register(_close_pools)
+
+
 def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
     """The value of every rank; raises `Failed` with all errors if a rank did not report one."""
-    outcomes = start(world, fn, *args, timeout=timeout)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    pool = _pools.pop(world, None) or _Pool(world)
+    outcomes = pool.run(fn, args, timeout + 60)
     bad = [f"rank {rank}: {kind}\n{value}" for rank, (kind, value) in enumerate(outcomes) if kind != "ok"]
-    if bad:
+    if bad:  # whatever the ranks are waiting for now, nobody uses them again
+        pool.close()
         raise Failed("\n".join(bad))
+    _pools[world] = pool
     return [value for _, value in outcomes]

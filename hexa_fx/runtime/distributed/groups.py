@@ -30,16 +30,18 @@ _by_name: WeakValueDictionary[str, Groups] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Groups:
-    """The same ranks, three communicators: collectives of one communicator queue behind each other.
+    """The same ranks, four communicators: collectives of one communicator queue behind each other.
 
     Args:
-        main: activations and gradients.
+        main: activations.
         gather: gathers of expert weights, which run beside the others.
+        reduce: sums of expert gradients, likewise.
         host: Gloo, for numbers that the hosts exchange without touching the device.
     """
 
     main: Any
     gather: Any
+    reduce: Any
     host: Any
     rank: int
     world: int
@@ -52,6 +54,10 @@ class Groups:
     @property
     def gather_name(self) -> str:
         return str(self.gather.group_name)
+
+    @property
+    def reduce_name(self) -> str:
+        return str(self.reduce.group_name)
 
 
 def make_groups(mesh: Any = None, timeout: timedelta | None = None) -> Groups:
@@ -77,10 +83,10 @@ def make_groups(mesh: Any = None, timeout: timedelta | None = None) -> Groups:
 def _new_groups(main: Any, timeout: timedelta | None) -> Groups:
     ranks = dist.get_process_group_ranks(main)
     local = len(ranks) != dist.get_world_size()
-    gather = dist.new_group(ranks, timeout=timeout, use_local_synchronization=local)
+    gather, reduce = (dist.new_group(ranks, timeout=timeout, use_local_synchronization=local) for _ in range(2))
     host = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
-    made = Groups(main, gather, host, dist.get_rank(main), len(ranks), timeout or timedelta(minutes=5))
-    for name in (made.main_name, made.gather_name):
+    made = Groups(main, gather, reduce, host, dist.get_rank(main), len(ranks), timeout or timedelta(minutes=5))
+    for name in (made.main_name, made.gather_name, made.reduce_name):
         _by_name[name] = made
     return made
 

@@ -1,0 +1,75 @@
+"""What `hexa::moe_ffn` computes, the conventional way: rows copied into expert order, grouped matmul, weighted scatter.
+
+It runs where the expert-specific operators are switched off (``HexaConfig.expert_operators``): the yardstick for what they
+save. Plain torch with torch's own autograd, so every step's inputs are saved: n·D rows twice and n·I rows twice, against T·D
+and n·I of `hexa::moe_ffn`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops.fallback import has_grouped_mm, reindex_any
+from hexa_fx.ops.rows import expert_of_row, gather_rows, routed_rows
+
+
+def dispatch_combine(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor | None,
+    w1: Tensor,
+    b1: Tensor | None,
+    w3: Tensor | None,
+    b3: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    activation: str,
+    glu: str,
+    params: list[float],
+    layout1: str,
+    layout2: str,
+    recompute_h: bool = False,
+    fused_backward: bool = True,
+) -> Tensor:
+    """Arguments and value of `hexa::moe_ffn`; the last two arguments say nothing here.
+
+    Reads the offsets on the host, except for bfloat16 on Hopper, where torch's grouped matmul takes them.
+    """
+    x, w1, w2 = (_in_compute_dtype(t) for t in (x, w1, w2))
+    b1, w3, b3, b2 = (None if t is None else _in_compute_dtype(t) for t in (b1, w3, b3, b2))
+    top_k = top_k_index.shape[1]
+    v, _, offs = reindex_any(top_k_index, w1.shape[0])
+    routed = routed_rows(offs, v.shape[0])
+    rows = torch.where(routed, gather_rows(x, v, top_k), 0)
+    h = _project(rows, w1, b1, offs, layout1)
+    if w3 is not None:
+        h = torch.cat((h, _project(rows, w3, b3, offs, layout1)), dim=1)
+    a = torch.ops.hexa.activate(h, activation, glu, params)
+    y = torch.where(routed, _project(a, w2, b2, offs, layout2), 0)
+    if top_k_weights is not None:
+        y = y * top_k_weights.reshape(-1).index_select(0, v).unsqueeze(1).to(y.dtype)
+    token = torch.div(v, top_k, rounding_mode="floor")
+    return y.new_zeros((x.shape[0], y.shape[1])).index_add(0, token, y)
+
+
+def _in_compute_dtype(t: Tensor) -> Tensor:
+    if t.dtype == torch.float64 or not torch.is_autocast_enabled(t.device.type):
+        return t
+    return t.to(torch.get_autocast_dtype(t.device.type))
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, layout: str) -> Tensor:
+    weight = weight.transpose(1, 2) if layout == "nk" else weight
+    if has_grouped_mm(x, weight):
+        y = torch._grouped_mm(x, weight, offs=offs[1:].contiguous())
+    else:
+        bounds = offs.tolist()
+        parts = [x[start:end] @ weight[e] for e, (start, end) in enumerate(pairwise(bounds))]
+        y = torch.cat((*parts, x.new_zeros((x.shape[0] - bounds[-1], weight.shape[2]))))
+    if bias is None:
+        return y
+    padded = torch.cat((bias, bias.new_zeros((1, bias.shape[1]))))
+    return y + padded.index_select(0, expert_of_row(offs, y.shape[0]))

@@ -1,0 +1,58 @@
+"""Takes the paper's techniques back out of a block, one by one, as `HexaConfig` says: what an ablation compares with.
+
+Runs last, on graphs whose canonical nodes may have collectives around them. Values stay the same. The fused backward kernel is
+a property of the canonical node (`FfnSpec.fused_backward`), shared cache and overlap are of the partition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import torch.fx as fx
+
+from hexa_fx.config import HexaConfig
+from hexa_fx.ir import RewrittenBlock
+from hexa_fx.ops.dispatch import dispatch_combine
+
+_CANONICAL = torch.ops.hexa.moe_ffn.default
+
+
+def switch_off(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
+    """The block without what ``config`` switches off; itself where that is nothing."""
+    if config.topk_memory and config.expert_operators:
+        return block
+    graph = fx.Graph(tracer_cls=block.graph._tracer_cls)  # identical blocks share theirs
+    graph.output(graph.graph_copy(block.graph, val_map={}))
+    for node in [node for node in graph.nodes if node.target is _CANONICAL]:
+        if not config.topk_memory:
+            _one_row_a_slot(graph, node)
+        if not config.expert_operators:
+            node.target = dispatch_combine
+    graph.lint()
+    return dataclasses.replace(block, graph=graph)
+
+
+def _one_row_a_slot(graph: fx.Graph, node: fx.Node) -> None:
+    """Tokens are copied k times, and the experts' T·k·D outputs are kept until they are weighted and summed.
+
+    Without the memory optimisation of the paper's section 3.2, input, output and their gradients grow with k.
+    """
+    x, index, weights, *rest = node.args
+    assert isinstance(index, fx.Node)
+    with graph.inserting_before(node):
+        top_k = graph.call_method("size", (index, 1))
+        rows = graph.call_method("repeat_interleave", (x, top_k), {"dim": 0})
+        slots = graph.call_method("reshape", (index, -1, 1))
+    node.args = (rows, slots, None, *rest)
+    with graph.inserting_after(node):
+        out = graph.call_function(weighted_sum, (node, weights, top_k))
+    node.replace_all_uses_with(out, delete_user_cb=lambda user: user is not out)
+
+
+def weighted_sum(rows: torch.Tensor, weights: torch.Tensor | None, top_k: int) -> torch.Tensor:
+    """(T·k, D) rows, summed over the k of a token, each times its (T, k) weight: (T, D)."""
+    slots = rows.unflatten(0, (-1, top_k)) if rows.shape[0] else rows.view(0, top_k, rows.shape[1])
+    if weights is not None:
+        slots = slots * weights.to(slots.dtype).unsqueeze(-1)
+    return slots.sum(dim=1)
