@@ -122,7 +122,7 @@ def _picked_gradients(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, place: Ten
     (_, layout), routed, needs = ctx.static, ctx.routed, ctx.needs_input_grad
     experts, width = weight.shape[0], g.shape[1]
     every = g.new_zeros((x.shape[0] * experts, width))
-    every.index_copy_(0, place[:routed], g[:routed])
+    every.index_add_(0, place[:routed], g[:routed])  # a token may name an expert twice
     every = every.view(-1, experts * width)
     dx = torch.mm(every, _flat(weight, layout)) if needs[0] else None
     dw = torch.mm(every.t(), x).view(experts, width, -1) if needs[1] else None
