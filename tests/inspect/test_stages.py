@@ -101,7 +101,9 @@ def test_graphs_copy_and_pickle(optimized):
     for other in (copy.deepcopy(optimized).graphs, pickle.loads(pickle.dumps(optimized.graphs))):
         assert isinstance(other, Graphs)
         assert other["layers.0"].stages == optimized.graphs["layers.0"].stages
-        assert [k.spec for k in other["layers.0"].kernels(90)] == [k.spec for k in optimized.graphs["layers.0"].kernels(90)]
+        assert [k.spec for k in other["layers.0"].kernels(90)] == [
+            k.spec for k in optimized.graphs["layers.0"].kernels(90)
+        ]
 
 
 def test_nothing_of_the_block_changes_by_looking(models):
