@@ -69,7 +69,8 @@ def test_boxes_do_not_overlap_and_arrows_point_down(graphs):
         layout = lay_out(picture, lambda name: 90.0)
         places = list(layout.places.items())
         for i, (_, a) in enumerate(places):
-            assert a.width / 2 <= a.x <= layout.width and BOX_HEIGHT / 2 <= a.y <= layout.height
+            assert a.width / 2 <= a.x <= layout.width
+            assert BOX_HEIGHT / 2 <= a.y <= layout.height
             for _, b in places[i + 1 :]:
                 assert abs(a.x - b.x) >= (a.width + b.width) / 2 or abs(a.y - b.y) >= (a.height + b.height) / 2
         for route in layout.routes:
@@ -80,7 +81,8 @@ def test_svg_is_well_formed_and_stands_alone(graphs):
     for stage in graphs.stages:
         text = graphs.to_svg(stage.name)
         root = ElementTree.fromstring(text)
-        assert root.tag.endswith("svg") and "<style>" in text
+        assert root.tag.endswith("svg")
+        assert "<style>" in text
         assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
         drawn = {g.get("data-node") for g in root.iter() if g.get("class") == "box"}
         for arrow in (g for g in root.iter() if g.get("class") == "arrow"):
@@ -89,7 +91,8 @@ def test_svg_is_well_formed_and_stands_alone(graphs):
 
 def test_dot_names_every_box_once(graphs):
     text = graphs.to_dot("lower")
-    assert text.startswith('digraph "layers.0 lower" {') and text.endswith("}")
+    assert text.startswith('digraph "layers.0 lower" {')
+    assert text.endswith("}")
     assert len(re.findall(r'^  "h" \[', text, re.MULTILINE)) == 1
     assert '"reindex" -> "h"' in text
     assert text.count("{") == text.count("}")
@@ -100,7 +103,8 @@ def test_special_characters_survive():
     from hexa_fx.inspection.svg import dot_of, svg_of
 
     ElementTree.fromstring(svg_of(odd))
-    assert "\\n" in dot_of(odd, 'say "hi"') and 'digraph "say \\"hi\\""' in dot_of(odd, 'say "hi"')
+    assert "\\n" in dot_of(odd, 'say "hi"')
+    assert 'digraph "say \\"hi\\""' in dot_of(odd, 'say "hi"')
 
 
 def test_flops_and_bytes_by_hand():

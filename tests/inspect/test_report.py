@@ -84,14 +84,19 @@ def test_json_has_everything(optimized):
     found = json.loads(optimized.report.to_json())
     block = found["blocks"][0]
     assert block["costs"]["after"]["flops"] == 2 * T * K * D * I * 2
-    assert block["path"] == "layers.0" and block["code"]["code"] == "Block"
-    assert found["plan"] is None and found["blocks"][1]["same_as"] == "layers.0"
+    assert block["path"] == "layers.0"
+    assert block["code"]["code"] == "Block"
+    assert found["plan"] is None
+    assert found["blocks"][1]["same_as"] == "layers.0"
 
 
 def test_html_stands_alone(optimized, models, tmp_path):
     text = optimized.report.to_html(tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "layers.0" in text and "and 1 alike" in text and "kept for backward" in text
-    assert "http" not in text and "src=" not in text
+    assert "layers.0" in text
+    assert "and 1 alike" in text
+    assert "kept for backward" in text
+    assert "http" not in text
+    assert "src=" not in text
     text = hexa_fx.explain(*models.refused()).to_html(tmp_path / "refused.html").read_text(encoding="utf-8")
     assert "super().forward(x - x.mean(0))" in text
 
@@ -154,14 +159,16 @@ def test_kernels_are_chosen_without_a_gpu(arch, dtype, family):
     }
     for kernel in found:
         assert kernel.fallback == ""
-        assert f"// node     {kernel.node}" in kernel.source and "hexa_kernel" in kernel.source
+        assert f"// node     {kernel.node}" in kernel.source
+        assert "hexa_kernel" in kernel.source
 
 
 def test_few_rows_take_other_kernels():
     def up(tokens: int) -> dict:
         return next(json.loads(k.spec) for k in kernels_of(case(tokens=tokens), 90) if k.node == "h_a")
 
-    assert up(4)["family"] == "gemm_sm80" and up(65536)["family"] == "gather_gemm_sm90"
+    assert up(4)["family"] == "gemm_sm80"
+    assert up(65536)["family"] == "gather_gemm_sm90"
 
 
 def test_operands_without_a_kernel_fall_back_with_a_reason():
@@ -169,7 +176,9 @@ def test_operands_without_a_kernel_fall_back_with_a_reason():
     huge.operands["w1"] = torch.empty(60000, 1024, 1024, dtype=torch.bfloat16, device="meta")
     huge.operands["w2"] = torch.empty(60000, 1024, 512, dtype=torch.bfloat16, device="meta")
     kernel = next(k for k in kernels_of(huge, 90) if k.operator == "hexa.reindex")
-    assert "60000 experts" in kernel.fallback and kernel.source == "" and kernel.cached is None
+    assert "60000 experts" in kernel.fallback
+    assert kernel.source == ""
+    assert kernel.cached is None
     assert kernel.name == "hexa.reindex on torch's operators"
 
 
