@@ -25,12 +25,22 @@ def test_costs_are_those_of_the_sizes(optimized):
     costs = optimized.report.blocks[0].costs
     assert costs.tokens == T
     assert costs.before.flops == costs.after.flops == 2 * T * K * D * I * 2
-    rows = T * K
-    experts = 4 * (T * D + rows * I) + 4 * (2 * rows + E + 1)  # x and h, and the re-index vectors
-    router = 4 * (T * D + T * E + T * K) + 8 * T * K  # x flattened, softmax, weights, ids; x shares its memory
-    assert experts <= costs.after.saved <= experts + router
-    assert costs.after.saved < 0.6 * costs.before.saved
+    assert costs.after.saved < costs.before.saved
     assert costs.after.moved < costs.before.moved
+
+
+def test_memory_kept_for_backward_is_that_of_the_operators(models, monkeypatch):
+    from hexa_fx.ops import dense
+
+    monkeypatch.setattr(dense, "takes", lambda *_, **__: False)  # a CPU trades memory for time where a layer is this small
+    experts, tokens, width = 16, 200, 16
+    block = models.make(models.Block(width, experts)).layers[0]
+    (report,) = hexa_fx.explain(block, torch.randn(tokens, width)).rewritten
+    rows = tokens * K
+    kept = 4 * (tokens * width + rows * I) + 4 * (2 * rows + experts + 1)  # x and h, and the re-index vectors
+    router = 4 * (tokens * experts + tokens * K) + 8 * tokens * K  # softmax, weights, ids
+    assert report.costs.after.saved == kept + router
+    assert report.costs.after.saved < 0.65 * report.costs.before.saved
 
 
 def test_dense_experts_cost_less_afterwards():
