@@ -13,7 +13,7 @@ import torch
 
 import hexa_fx
 from tests.test_zoo import optimized, rewritten
-from tests.zoo.compare import compare, perturb
+from tests.zoo.compare import Difference, compare, perturb
 from tests.zoo.mutate import Mutant, mutant
 
 torch.set_num_threads(1)
@@ -66,9 +66,33 @@ def _first_difference(case: Mutant, model: torch.nn.Module, opt: torch.nn.Module
                 if not found.within(0.0):
                     continue  # uninitialised memory, or state kept in Python
                 found = compare(model, opt, args, kwargs, train=train and v.train, seed=place)
-                if not found.within(_tolerance(case, dtype)):
+                if not found.within(_tolerance(case, dtype)) and not _chaotic(
+                    model, args, kwargs, train and v.train, found
+                ):
                     return f"batch {batch}, seq {seq}, train {train}: {found}"
     return ""
+
+
+def _chaotic(model: torch.nn.Module, args: tuple, kwargs: dict, train: bool, found: Difference) -> bool:
+    """Whether rounding alone moves the original about as far: it divides by what is zero but for rounding."""
+    moved = tuple(a * (1 + 4 * torch.finfo(a.dtype).eps) if _is_float(a) else a for a in args)
+    first = compare(model, _OnOthers(model, moved), args, kwargs, train=train)
+    return max(first.forward, first.gradient) >= max(found.forward, found.gradient) / 100
+
+
+class _OnOthers(torch.nn.Module):
+    """The model, called with other positional arguments; the gradients of the inputs given are not compared."""
+
+    def __init__(self, model: torch.nn.Module, args: tuple) -> None:
+        super().__init__()
+        self.__dict__["model"], self.__dict__["args"] = model, args
+
+    def named_parameters(self, *args: object, **kwargs: object):
+        return self.model.named_parameters()
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        self.model.train(self.training)
+        return self.model(*(m + 0 * a if _is_float(a) else a for m, a in zip(self.args, args)), **kwargs)
 
 
 def _tolerance(case: Mutant, dtype: torch.dtype) -> float:

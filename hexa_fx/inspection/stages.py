@@ -185,6 +185,7 @@ def _rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dic
     results = {call.path: call.output for call in captured.calls}
     packed = {weight.name: weight for weight in rewritten.packed}
     known: dict[torch.fx.Node, Any] = {}
+    otherwise: dict[torch.fx.Node, Any] = {}
     for node in rewritten.graph.nodes:
         target = str(node.target)
         if node.op == "placeholder":
@@ -197,12 +198,12 @@ def _rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dic
         elif node.op == "call_module" and target in results:
             known[node] = torch.fx.map_arg(results[target], lambda n: record_of(n).value)
         elif node.meta.get("from") in recorded:
-            known[node] = recorded[node.meta["from"]]
+            otherwise[node] = like_meta(recorded[node.meta["from"]])
     known = {node: like_meta(value) for node, value in known.items()}
     root = nn.Module()
     for name in packed:
         root.add_module(name, nn.Identity())
-    return values_on_meta(_shell(rewritten.graph), known)
+    return values_on_meta(_shell(rewritten.graph), known, otherwise)
 
 
 def _packed_value(captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> torch.Tensor:
@@ -247,11 +248,11 @@ def operator_values(gm: torch.fx.GraphModule, known: dict[str, Any]) -> dict[tor
     """Values of a graph of operators for what is ``known`` by name; adds to it what the graph gives."""
     import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 
-    known.setdefault("dy", known.get("x"))
     inputs = {n: known[str(n.target)] for n in gm.graph.find_nodes(op="placeholder") if str(n.target) in known}
     values = values_on_meta(gm, inputs)
     for node, value in values.items():
         known.setdefault(node.name, value)
+    known.setdefault("dy", known.get("y"))
     return values
 
 

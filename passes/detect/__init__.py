@@ -26,7 +26,15 @@ from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
 from hexa_fx.passes.detect.projections import Contraction, Instance, find_contractions, group_instances, match_rows
 from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing
-from hexa_fx.passes.detect.rules import opaque_nodes, refuse_stored_intermediates, shape_branches, stored_outside_calls
+from hexa_fx.passes.detect.rules import (
+    is_constant,
+    is_cut_off,
+    opaque_nodes,
+    refuse_outside_tensors,
+    refuse_stored_intermediates,
+    shape_branches,
+    stored_outside_calls,
+)
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -114,15 +122,30 @@ def _detect_standard(
     body = identify_body(instances, tags, replay, weights, _late_bias(instances, combine.node, tags))
     experts = body.down.matrices.shape[0]
     pairs = _pairs(instances, body, combine)
-    identity = explain_offset(pairs, body.down_bias, combine, replay.value(source), weights)
+    offset = explain_offset(pairs, body.down_bias, combine, source, weights, tags, replay)
     routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, prefer_earliest)
-    if identity is not None:
-        check_identity(identity, routing, tokens, experts, combine.node)
+    if offset.identity is not None:
+        check_identity(offset.identity, routing, tokens, experts, combine.node)
     branches = shape_branches(captured, tags, set(routing.index.nodes), opaque)
+    refuse_outside_tensors(captured, [source, *routing.nodes], combine.node, opaque)
     refuse_stored_intermediates(stored, tags, combine.node)
     idiom = _idiom(contractions, captured)
+    identity = offset.identity is not None
+    detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])
     return MoEMatch(
-        captured, source, combine.node, experts, body, routing, identity is not None, branches, idiom, stored
+        captured,
+        source,
+        combine.node,
+        experts,
+        body,
+        routing,
+        identity,
+        branches,
+        idiom,
+        stored,
+        offset.base,
+        detached,
+        is_constant(combine.node),
     )
 
 

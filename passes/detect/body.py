@@ -190,7 +190,17 @@ def _assign_biases(ordered: Sequence[Contraction], later: list[str]) -> list[str
     """Biases inside the product calls are replaced along with the products; those added later are part of the experiment."""
     if not later:
         return [None if c.bias is None else c.bias for c in ordered]
+    if len(later) > len(ordered) or any(c.bias is not None for c in ordered):
+        raise Refuse(
+            f"the experts compute with {_count(len(later), 'parameter')} between their projections "
+            f"({', '.join(later)}) beside the projections' biases",
+            ordered[0].node,
+        )
     return [later[i] if i < len(later) else None for i in range(len(ordered))]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _bias_values(

@@ -15,6 +15,7 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_tensor, operation
+from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -62,6 +63,11 @@ class Routing:
     before: tuple[Source, ...]
     after: tuple[Source, ...]
 
+    @property
+    def nodes(self) -> list[torch.fx.Node]:
+        """All that hold a part of it."""
+        return [node for source in (self.index, *self.before, *self.after) for node in source.nodes]
+
 
 def find_routing(
     pairs: Pairs,
@@ -88,6 +94,8 @@ def find_routing(
     index, ids = _find_index(active, tokens, experts, known, in_order, inner, end)
     slots = _Slots(ids, active, tokens, experts)
     before = _find_factor(active.before, slots, known, inner, end, covers_dropped=False)
+    if prefer_earliest and not before:
+        before = _straight_through(slots, in_order[::-1])
     after = _find_factor(active.after, slots, known, inner, end, covers_dropped=not _covered(before, slots))
     if slots.dropped and not _covered((*before, *after), slots):
         after = (*after, _find_mask(slots, known, inner, end))
@@ -330,6 +338,19 @@ def _find_factor(
     if columns is None:
         raise Refuse("the routing weights are not among the tensors computed before the experts", end)
     return (Source(columns, "columns"),)
+
+
+def _straight_through(slots: _Slots, known: Sequence[torch.fx.Node]) -> tuple[Source, ...]:
+    """The last factor of 1 for every pair that has a gradient all the same, as in ``mask + w - w.detach()``; () without one."""
+    ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
+    for node in known:
+        value = record_of(node).value
+        if not value.is_floating_point() or is_constant(node):
+            continue
+        for reading, table in _read_factor(value.double(), slots):
+            if _agrees(table, reading, ones, slots):
+                return (Source((node,), reading),)
+    return ()
 
 
 def _agrees(table: torch.Tensor, reading: Reading, wanted: torch.Tensor, slots: _Slots) -> bool:
