@@ -6,6 +6,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+from tests.zoo.pattern_table import summary
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -32,3 +34,10 @@ def test_result_tables_are_the_recorded_ones() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert tables.layers() in readme
     assert tables.decode() in readme
+
+
+def test_supported_patterns_are_those_of_the_zoo() -> None:
+    """`python -m tests.zoo.pattern_table --write docs/patterns.md` writes both pages."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"<!-- patterns -->\n(.*?)\n<!-- /patterns -->", readme, re.DOTALL)
+    assert table == summary((ROOT / "docs" / "patterns.md").read_text(encoding="utf-8"))
