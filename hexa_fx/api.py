@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -16,11 +16,15 @@ from torch import nn
 from hexa_fx.capture.observe import Candidate, Observation, observe
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import NothingRewritten, VerificationError
-from hexa_fx.graphs import BlockGraphs, Graphs
+from hexa_fx.graphs import Graphs
+from hexa_fx.inspection.inspector import Inspector
+from hexa_fx.inspection.watch import watching
 from hexa_fx.passes import BlockAnalysis, analyse
-from hexa_fx.passes.partition import PartitionConfig, Strategy, apply_partition
+from hexa_fx.passes.partition import apply_partition
+from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.passes.switches import switch_off
+from hexa_fx.progress import progress
 from hexa_fx.report import OptimizationReport, describe
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.preflight import check_model
@@ -66,14 +70,15 @@ def optimize_(
 ) -> Model:
     """As `optimize`, in place: returns ``model`` itself.
 
-    With a mesh every rank calls it with the same model, before optimizers, DDP or FSDP2 are built. The expert weights are cut into
-    device-weighted shards, and the blocks exchange tokens or weights (docs/partition.md). The session with the plan is
-    ``model.partition``.
+    With a mesh every rank calls it with the same model and inputs, before optimizers, DDP or FSDP2 are built. The expert weights
+    are cut into device-weighted shards, and the blocks exchange tokens or weights (docs/partition.md). The session with the
+    plan is ``model.partition``; the plan is in ``model.report`` too. The inputs stand for the global batch: their first
+    dimension is what ``auto`` weighs and what B_i sums to, unless ``partition`` says otherwise.
 
     Args:
         mesh: one-dimensional device mesh over which MoE blocks are partitioned.
         strategy: ``data``, ``model``, ``auto``, or one of the first two by block path.
-        capacities: relative speed of every device, ``"measure"`` to run the operator on each, or None for equal ones.
+        capacities: seconds of the same task on every device, ``"measure"`` to run the operator on each, or None for equal ones.
         partition: everything else about the partition: global batch, cache slots, who averages gradients.
 
     Raises:
@@ -81,34 +86,55 @@ def optimize_(
     """
     check_model(model)
     config = config or HexaConfig.from_environment()
-    analyses, report = _analyse_model(model, example_inputs, config)
-    rewritten = [analysis for analysis in analyses if analysis.rewritten]
-    if mesh is not None and rewritten:
-        by_mode = [analysis.rewritten for analysis in rewritten]
-        wanted, finish = _partition_config(partition, config), functools.partial(switch_off, config=config)
-        session = apply_partition(model, by_mode, mesh, strategy, capacities, wanted, finish=finish)
-        model.__dict__["partition"] = session
-    else:
-        for analysis in rewritten:
-            block = model.get_submodule(analysis.path)
-            forms = {mode: switch_off(form, config) for mode, form in analysis.rewritten.items()}
-            install(block, forms.get("train"), forms.get("eval"))
+    inspector = Inspector()
+    with watching() as watch:
+        analyses, report = _analyse_model(model, example_inputs, config, inspector)
+        rewritten = [analysis for analysis in analyses if analysis.rewritten]
+        if mesh is not None and rewritten:
+            args, kwargs = _call_arguments(example_inputs)
+            session = apply_partition(
+                model,
+                [analysis.rewritten for analysis in rewritten],
+                mesh,
+                strategy,
+                capacities,
+                _partition_config(partition, config, args, kwargs),
+                finish=functools.partial(switch_off, config=config),
+                example=lambda: model(*args, **kwargs),
+            )
+            model.__dict__["partition"] = session
+            report = replace(report, plan=session.plan)
+        else:
+            for analysis in rewritten:
+                block = model.get_submodule(analysis.path)
+                forms = {mode: switch_off(form, config) for mode, form in analysis.rewritten.items()}
+                install(block, forms.get("train"), forms.get("eval"))
+        model.__dict__["report"] = report
+        model.__dict__["graphs"] = Graphs.of(analyses, inspector)
+        watch.finish(report, model.__dict__["graphs"])
     _announce(report, config)
-    model.__dict__["report"] = report
-    model.__dict__["graphs"] = Graphs({a.path: BlockGraphs.of(a) for a in analyses if a.rewritten})
     return model
 
 
-def _partition_config(given: PartitionConfig | None, config: HexaConfig) -> PartitionConfig:
+def _partition_config(
+    given: PartitionConfig | None, config: HexaConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> PartitionConfig:
+    """What was asked for, less what ``config`` switches off; the global batch is the example's unless it is given."""
     given = given or PartitionConfig()
+    tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
+    first = next(tensors, None)
+    batch = first.shape[0] if given.batch is None and first is not None else given.batch
     slots = given.slots if config.shared_cache else 0
-    return dataclasses.replace(given, slots=slots, prefetch=given.prefetch and config.overlap)
+    return replace(given, batch=batch, slots=slots, prefetch=given.prefetch and config.overlap)
 
 
 def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> OptimizationReport:
     """What `optimize` would do. The model is not changed."""
     check_model(model)
-    return _analyse_model(model, example_inputs, config or HexaConfig.from_environment())[1]
+    with watching() as watch:
+        _, report = _analyse_model(model, example_inputs, config or HexaConfig.from_environment(), Inspector())
+        watch.finish(report)
+    return report
 
 
 def _sharing_copy(model: Model) -> Model:
@@ -117,16 +143,19 @@ def _sharing_copy(model: Model) -> Model:
 
 
 def _analyse_model(
-    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig
+    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, inspector: Inspector
 ) -> tuple[list[BlockAnalysis], OptimizationReport]:
     started = time.perf_counter()
     args, kwargs = _call_arguments(example_inputs)
     cache = StructureCache()
     analyses, reports = [], []
-    for candidate in observe(model, args, kwargs):
-        analysis, same_as = _analyse_candidate(candidate, config, cache)
-        analyses.append(analysis)
-        reports.append(describe(analysis, same_as))
+    candidates = observe(model, args, kwargs)
+    with progress("analysing MoE blocks", len(candidates)) as advance:
+        for candidate in candidates:
+            analysis, same_as = _analyse_candidate(candidate, config, cache)
+            analyses.append(analysis)
+            reports.append(describe(analysis, same_as, inspector))
+            advance(analysis.path)
     return analyses, OptimizationReport(tuple(reports), time.perf_counter() - started)
 
 

@@ -1,15 +1,23 @@
-"""The graphs behind an optimized model, one entry a rewritten block, for reading."""
+"""The graphs behind an optimized model, one entry a rewritten block, for reading: one snapshot a pass, as text, pictures and
+a page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.fx
 from torch import nn
 
+from hexa_fx.errors import InputError
+from hexa_fx.inspection.facts import facts_of
+from hexa_fx.inspection.inspector import Inspector
+from hexa_fx.inspection.kernels import DEFAULT_ARCH, KernelUse, kernels_of, local_arch
+from hexa_fx.inspection.stages import FfnCase, Stage
 from hexa_fx.ir import FfnSpec, RewrittenBlock
+from hexa_fx.observers import muted
 from hexa_fx.passes import BlockAnalysis
 from hexa_fx.passes.lower import Lowered, lower
 
@@ -23,21 +31,74 @@ class BlockGraphs:
         rewritten: the block's new forward, with `hexa::moe_ffn` in it.
         lowered: that node as expert-specific operators, forward and backward. None for an unusual expert, which stands in
             ``rewritten`` in these operators already.
+        stages: one snapshot a pass, in order, as plain data.
+        case: the call of `hexa::moe_ffn` with the example's sizes.
+        path: where the block stands. facts: what it is, as (name, value).
     """
 
     captured: str
     rewritten: torch.fx.GraphModule | str
     lowered: Lowered | tuple[str, str] | None
+    stages: tuple[Stage, ...] = ()
+    case: FfnCase | None = None
+    path: str = ""
+    facts: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, analysis: BlockAnalysis) -> BlockGraphs:
+    def of(cls, analysis: BlockAnalysis, inspector: Inspector | None = None) -> BlockGraphs:
+        """The graphs of an analysis."""
         mode = next(iter(analysis.rewritten))
         rewritten, captured = analysis.rewritten[mode], analysis.captured[mode]
-        return cls(captured.graph_module.code, _readable(rewritten, captured.block), _lowered(rewritten))
+        taken = (inspector or Inspector()).snapshots(analysis)
+        facts = facts_of(analysis)
+        return cls(
+            captured.graph.python_code("self").src,
+            _readable(rewritten, captured.block),
+            _lowered(rewritten),
+            taken.stages,
+            taken.case,
+            analysis.path,
+            facts.pairs() if facts else (),
+        )
+
+    def stage(self, name: str) -> Stage:
+        """The snapshot after a pass, such as ``capture``, ``rewrite``, ``lower`` or ``lower_backward``."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        known = ", ".join(stage.name for stage in self.stages)
+        raise InputError(f"{self.path or 'the block'} has no stage {name!r}; it has {known}")
+
+    def print_readable(self, name: str | None = None) -> str:
+        """Prints and returns the code of one stage, or of all, with the type of every value and the user's line beside it."""
+        text = "\n\n".join(str(stage) for stage in (self.stages if name is None else [self.stage(name)]))
+        print(text)
+        return text
+
+    def kernels(self, arch: int | None = None) -> tuple[KernelUse, ...]:
+        """The kernels of the fused graphs on a card of compute capability ``arch`` (default: this machine's, else 90)."""
+        return kernels_of(self.case, arch) if self.case is not None else ()
+
+    def to_dot(self, name: str = "rewrite") -> str:
+        """One stage for graphviz."""
+        from hexa_fx.inspection.svg import dot_of
+
+        return dot_of(self.stage(name).graph, f"{self.path} {name}")
+
+    def to_svg(self, name: str = "rewrite") -> str:
+        """One stage as a picture that stands alone."""
+        from hexa_fx.inspection.svg import svg_of
+
+        return svg_of(self.stage(name).graph)
+
+    def to_html(self, path: str | Path, arch: int | None = None) -> Path:
+        """Writes a page with all stages side by side; see `Graphs.to_html`."""
+        return Graphs({self.path: self}).to_html(path, arch)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickled as text: graphs are for reading, and operators do not pickle."""
-        return BlockGraphs, (self.captured, self._rewritten_code, self._lowered_code)
+        fixed = (self.stages, self.case, self.path, self.facts)
+        return BlockGraphs, (self.captured, self._rewritten_code, self._lowered_code, *fixed)
 
     def __str__(self) -> str:
         text = f"# rewritten\n{self._rewritten_code}"
@@ -62,8 +123,18 @@ class Graphs(Mapping[str, BlockGraphs]):
     def __init__(self, by_path: Mapping[str, BlockGraphs]) -> None:
         self._by_path = dict(by_path)
 
+    @classmethod
+    def of(cls, analyses: Iterable[BlockAnalysis], inspector: Inspector | None = None) -> Graphs:
+        """Of every rewritten block. Identical blocks share their snapshots."""
+        inspector = inspector or Inspector()
+        return cls({a.path: BlockGraphs.of(a, inspector) for a in analyses if a.rewritten})
+
     def __getitem__(self, path: str) -> BlockGraphs:
-        return self._by_path[path]
+        try:
+            return self._by_path[path]
+        except KeyError:
+            known = ", ".join(map(repr, self._by_path)) or "none"
+            raise KeyError(f"no rewritten block at {path!r}; rewritten blocks: {known}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._by_path)
@@ -73,6 +144,32 @@ class Graphs(Mapping[str, BlockGraphs]):
 
     def __repr__(self) -> str:
         return f"Graphs({', '.join(self._by_path)})"
+
+    def to_html(self, path: str | Path, arch: int | None = None, title: str = "graphs") -> Path:
+        """Writes a self-contained page: every block's graph before and after side by side, linked, one click from the CUDA
+        text of its kernels. Identical blocks are shown once.
+
+        Args:
+            path: the file. arch: compute capability that kernels are shown for (default: this machine's GPU, else 90).
+
+        Raises:
+            InputError: nothing was rewritten, so that there is nothing to show.
+        """
+        from hexa_fx.inspection.page import PageBlock, page
+
+        if not self._by_path:
+            raise InputError("there are no graphs to show, since no block was rewritten; the report says why")
+        card = f"sm_{arch or local_arch() or DEFAULT_ARCH}"
+        groups: dict[int, list[BlockGraphs]] = {}
+        for graphs in self._by_path.values():
+            groups.setdefault(id(graphs.stages), []).append(graphs)
+        blocks = [
+            PageBlock(first.path, first.facts, first.stages, first.kernels(arch), card, [g.path for g in rest])
+            for first, *rest in groups.values()
+        ]
+        target = Path(path)
+        target.write_text(page(blocks, title), encoding="utf-8")
+        return target
 
 
 class PackedWeight(nn.Module):
@@ -105,4 +202,5 @@ def _lowered(rewritten: RewrittenBlock) -> Lowered | None:
         return None
     _, _, weights, _, b1, _, b3, _, b2 = node.args[:9]
     given = [operand is not None for operand in (weights, b1, b3, b2)]
-    return lower(node.meta["hexa"], top_k_weights=given[0], b1=given[1], b3=given[2], b2=given[3])
+    with muted():
+        return lower(node.meta["hexa"], top_k_weights=given[0], b1=given[1], b3=given[2], b2=given[3])

@@ -1,19 +1,27 @@
-"""What `optimize` and `explain` found and did, as a value that prints."""
+"""What `optimize` and `explain` found and did, as a value that prints, tabulates, and goes to JSON and HTML."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
-from rich.table import Table
-
+from hexa_fx.inspection.costs import Costs
+from hexa_fx.inspection.facts import facts_of
+from hexa_fx.inspection.inspector import Inspector
+from hexa_fx.inspection.kernels import KernelUse, kernels_of
+from hexa_fx.inspection.stages import FfnCase
+from hexa_fx.inspection.text import error_text, lines_of, refusal_lines
 from hexa_fx.ir import SourceLocation
 from hexa_fx.passes import BlockAnalysis
-from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.free_body import FreeBody
+from hexa_fx.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Status = Literal["rewritten", "refused"]
 
@@ -44,10 +52,17 @@ class BlockReport:
         reason, location: why it was left as it is, and the line of the user's code that says so.
         idiom: how the user's code runs the experts. The sizes are E, k, D and I.
         expert: the expert function, e.g. ``silu(x Wg) * (x Wu) Wd``; of an unusual one the operations in order.
-        weights: how the user stores them.
+        weights: how the user stores them: one parameter an expert (``listed``), (E, ., .) (``stacked``), or (E*., .)
+            (``packed``).
         same_as: path of the identical block whose analysis was reused.
         check: result of the comparison, None if it was switched off or the block refused.
         seconds: time for capture, detection and rewriting.
+        activation, layout: name of the activation; how a weight lies in memory, and gate and up in it.
+        code: class of the block and where its forward is written.
+        rewritten_to: what runs instead.
+        costs: FLOPs, bytes moved and memory kept for backward, before and after.
+        kernels: on a GPU, the kernels that forward and backward launch. Elsewhere ask `kernels_on`.
+        case: sizes and dtype of the block's call.
     """
 
     path: str
@@ -65,14 +80,43 @@ class BlockReport:
     same_as: str | None = None
     check: CheckReport | None = None
     seconds: float = 0.0
+    activation: str = ""
+    layout: str = ""
+    code: SourceLocation | None = None
+    rewritten_to: str = ""
+    costs: Costs | None = None
+    kernels: tuple[KernelUse, ...] = ()
+    case: FfnCase | None = None
+
+    def kernels_on(self, arch: int, tokens: int | None = None) -> tuple[KernelUse, ...]:
+        """The kernels that the block would launch on a card of compute capability ``arch``, for the example's tokens or so many.
+
+        Needs no GPU. Empty where the block has no `hexa::moe_ffn` node: its operators then stand in the rewritten graph.
+
+        Raises:
+            KernelError: there are no kernels for ``arch``.
+        """
+        return kernels_of(self.case.resized(tokens), arch) if self.case is not None else ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("case", "kernels")}
+        found = {name: asdict(v) if hasattr(v, "__dataclass_fields__") else v for name, v in plain.items()}
+        found["kernels"] = [{**asdict(k), "name": k.name, "cached": k.cached} for k in self.kernels]
+        return found
 
 
 @dataclass(frozen=True)
 class OptimizationReport:
-    """Every block that looked like MoE, in model order."""
+    """Every block that looked like MoE, in model order.
+
+    Args:
+        plan: how the blocks are spread over devices, with the numbers behind it, if they are.
+    """
 
     blocks: tuple[BlockReport, ...]
     seconds: float = 0.0
+    plan: Plan | None = None
 
     @property
     def rewritten(self) -> tuple[BlockReport, ...]:
@@ -88,78 +132,133 @@ class OptimizationReport:
             return "no MoE block was found; the model is unchanged"
         return f"{len(self.rewritten)} of {len(self.blocks)} MoE blocks rewritten in {self.seconds:.2f} s"
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plan = None if self.plan is None else json.loads(self.plan.to_json())
+        blocks = [block.as_dict() for block in self.blocks]
+        return {"summary": self.summary(), "seconds": self.seconds, "blocks": blocks, "plan": plan}
+
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
+        return json.dumps(self.as_dict(), indent=2)
+
+    def to_html(self, path: str | Path, title: str = "report") -> Path:
+        """Writes the report as a self-contained page."""
+        from hexa_fx.inspection.report_page import report_page
+
+        target = Path(path)
+        target.write_text(report_page(self, title), encoding="utf-8")
+        return target
 
     def table(self) -> Table:
-        """For rich consoles."""
-        table = Table("block", "status", "idiom", "sizes", "expert", "weights", "largest error fwd / grad")
+        """For rich consoles. Needs rich."""
+        from rich.table import Table
+
+        table = Table("block", "status", "written as", "sizes", "expert", "weights", "error fwd / grad")
         for block in self.blocks:
             sizes = _sizes(block) if block.num_experts else ""
-            table.add_row(block.path, block.status, block.idiom, sizes, block.expert, block.weights, _errors(block))
+            weights = f"{block.weights} {block.layout}"
+            table.add_row(block.path, block.status, block.idiom, sizes, block.expert, weights, error_text(block))
         return table
 
     def __str__(self) -> str:
-        lines = [self.summary()]
-        lines += _lines(self.blocks)
+        lines = [self.summary(), *lines_of(self.blocks)]
+        if self.plan is not None:
+            lines += self.plan.describe().splitlines()
         return "\n".join(lines)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return {"text/plain": str(self)}
 
     def print(self) -> None:
-        """To the terminal: as a table with the reasons below it where there is room, else line by line."""
-        console = Console()
-        if not console.is_terminal or console.width < 140:
+        """To the terminal: as a table with the reasons below it where there is room (and rich), else line by line."""
+        console = _wide_console()
+        if console is None:
             print(self)
             return
         console.print(self.table())
-        for line in _reasons(self.blocks):
+        for line in refusal_lines(self.blocks):
             console.print(line, highlight=False)
+        if self.plan:
+            console.print(self.plan.describe(), highlight=False)
         console.print(self.summary())
+
+
+def _wide_console() -> Any:
+    """rich's console if there is a terminal with room for a table, else None."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    console = Console()
+    return console if console.width >= 140 else None
 
 
 def _sizes(block: BlockReport) -> str:
     return f"E={block.num_experts} k={block.top_k} D={block.hidden_size} I={block.intermediate_size}"
 
 
-def describe(analysis: BlockAnalysis, same_as: str | None = None) -> BlockReport:
+def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Inspector | None = None) -> BlockReport:
     """An analysis in the user's terms."""
     modes: dict[str, str] = {mode: "rewritten" for mode in analysis.rewritten}  # noqa: C420
     modes.update({mode: refusal.reason for mode, refusal in analysis.refusals.items()})
     refusal = next(iter(analysis.refusals.values()), None)
     reason, location = (refusal.reason, refusal.location) if refusal else ("", None)
     status: Status = "rewritten" if analysis.rewritten else "refused"
-    if analysis.match is None:
+    facts = facts_of(analysis)
+    if facts is None or analysis.match is None:
         return BlockReport(analysis.path, status, modes, reason, location, same_as=same_as, seconds=analysis.seconds)
-    match, body = analysis.match, analysis.match.body
+    inspector = inspector or Inspector()
+    case = inspector.snapshots(analysis).case if analysis.rewritten else None
     return BlockReport(
         analysis.path,
         status,
         modes,
         reason,
         location,
-        idiom=match.idiom,
-        num_experts=match.num_experts,
-        top_k=match.routing.top_k,
-        hidden_size=body.hidden_size,
-        intermediate_size=body.intermediate_size,
-        expert=", ".join(body.operations) if isinstance(body, FreeBody) else _formula(body),
-        weights=body.form,
+        idiom=facts.idiom,
+        num_experts=facts.num_experts,
+        top_k=facts.top_k,
+        hidden_size=facts.hidden_size,
+        intermediate_size=facts.intermediate_size,
+        expert=facts.expert,
+        weights=facts.weights,
         same_as=same_as,
         check=_check_report(analysis),
         seconds=analysis.seconds,
+        activation=facts.activation,
+        layout=facts.layout,
+        code=_code_of(analysis),
+        rewritten_to=_rewritten_to(analysis),
+        costs=inspector.costs(analysis) if analysis.rewritten else None,
+        kernels=kernels_of(case) if case is not None and _on_gpu(analysis) else (),
+        case=case,
     )
 
 
-def _formula(body: ExpertBody) -> str:
-    """The expert function in one line."""
-    gated = body.pairing != "none"
-    first = "x Wg" + (" + bg" if body.gate_bias else "") if gated else "x W1" + (" + b1" if body.gate_bias else "")
-    inner = f"{body.activation}({first})" if body.activation != "none" else f"({first})"
-    if gated:
-        inner += " * (x Wu" + (" + bu)" if body.gate_bias else ")")
-    return f"{inner} " + ("Wd" if gated else "W2") + (" + bias" if body.down_bias else "")
+def _code_of(analysis: BlockAnalysis) -> SourceLocation | None:
+    """The block's class, and where its forward is written."""
+    assert analysis.match is not None
+    kind = type(analysis.match.captured.block)
+    try:
+        forward = inspect.unwrap(kind.forward)
+        file, line = inspect.getsourcefile(forward), inspect.getsourcelines(forward)[1]
+    except (OSError, TypeError):  # built in, or typed into a prompt
+        return None
+    return SourceLocation(file or "", line, kind.__name__)
+
+
+def _rewritten_to(analysis: BlockAnalysis) -> str:
+    assert analysis.match is not None
+    if not analysis.rewritten:
+        return ""
+    return "expert-specific operators" if isinstance(analysis.match.body, FreeBody) else "hexa::moe_ffn"
+
+
+def _on_gpu(analysis: BlockAnalysis) -> bool:
+    assert analysis.match is not None
+    return any(p.is_cuda for p in analysis.match.captured.block.parameters())
 
 
 def _check_report(analysis: BlockAnalysis) -> CheckReport | None:
@@ -173,29 +272,3 @@ def _check_report(analysis: BlockAnalysis) -> CheckReport | None:
         max((case.gradient_error for case in cases), default=0.0),
         sum(check.seconds for check in checks),
     )
-
-
-def _errors(block: BlockReport) -> str:
-    if block.same_as:
-        return f"as {block.same_as}"
-    return f"{block.check.forward_error:.1e} / {block.check.gradient_error:.1e}" if block.check else ""
-
-
-def _lines(blocks: tuple[BlockReport, ...]) -> Iterator[str]:
-    for block in blocks:
-        if block.status == "refused":
-            continue
-        checked = f", checked: {_errors(block)}" if _errors(block) else ", not checked"
-        yield f"  {block.path or '(model)'}: {block.idiom}, {_sizes(block)}, {block.expert}, {block.weights} weights{checked}"
-    yield from (f"  {line}" for line in _reasons(blocks))
-
-
-def _reasons(blocks: tuple[BlockReport, ...]) -> Iterator[str]:
-    for block in blocks:
-        where = f" ({block.location})" if block.location else ""
-        if block.status == "refused":
-            yield f"{block.path or '(model)'}: left as it is: {block.reason}{where}"
-            continue
-        for mode, outcome in block.modes.items():
-            if outcome != "rewritten":
-                yield f"{block.path or '(model)'}: runs the original code in {mode} mode: {outcome}{where}"

@@ -29,6 +29,7 @@ from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.observers import at_block, muted, notify
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.rewrite import rewrite
@@ -113,7 +114,7 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) 
     refusals: dict[Mode, Refusal] = {}
     match: MoEMatch | None = None
     for mode in MODES:
-        with _in_mode(observation.module, mode):
+        with _in_mode(observation.module, mode), at_block(observation.path, mode):
             outcome = _rewrite_mode(observation, args, kwargs, config, attempt.prefer_earliest)
         if isinstance(outcome, Refusal):
             refusals[mode] = outcome
@@ -129,13 +130,23 @@ def _rewrite_mode(
     observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, prefer_earliest: bool
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     try:
-        captured = canonicalize(capture(observation.module, args, kwargs, observation.path))
+        captured = capture(observation.module, args, kwargs, observation.path)
     except CaptureError as error:
         return Refusal(observation.path, str(error))
+    notify("capture", "after", captured.graph)
+    notify("canonicalize", "before", captured.graph)
+    captured = canonicalize(captured)
+    notify("canonicalize", "after", captured.graph)
+    notify("detect", "before", captured.graph)
     match = detect(captured, prefer_earliest)
     if isinstance(match, Refusal):
+        notify("detect", "after", captured.graph, match)
         return match
-    return match, rewrite(match, config.recompute_h, config.fused_kernel)
+    notify("detect", "after", captured.graph, match.idiom)
+    notify("rewrite", "before", captured.graph)
+    rewritten = rewrite(match, config.recompute_h, config.fused_kernel)
+    notify("rewrite", "after", rewritten.graph)
+    return match, rewritten
 
 
 def _check(
@@ -149,10 +160,13 @@ def _check(
     """Compares every rewritten mode with the original; one that differs becomes a refusal."""
     checks: dict[Mode, VerificationResult] = {}
     for mode in list(rewritten):
-        with _in_mode(observation.module, mode):
+        with _in_mode(observation.module, mode), at_block(observation.path, mode):
+            notify("verify", "before", rewritten[mode].graph)
             brief = any(other in checks and _does_the_same(captured[mode], captured[other]) for other in MODES)
             settings = VerifySettings(crowd=crowd_of(captured[mode].graph), brief=brief)
-            checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
+            with muted():
+                checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
+            notify("verify", "after", rewritten[mode].graph, checks[mode].reason or "equal")
         if not checks[mode].ok:
             refusals[mode] = Refusal(
                 observation.path, f"the rewritten block differs from the original: {checks[mode].reason}"

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch.fx
 
 from hexa_fx.errors import HexaError
+from hexa_fx.observers import notify
 
 _FACTS = "hexa_facts"
 
@@ -80,12 +81,14 @@ class GraphPass(ABC):
         if missing:
             raise PassError(f"pass {self.name!r} requires {sorted(missing)}; the graph has {sorted(facts)}")
         before = op_counts(gm)
+        notify(self.name, "before", gm.graph, type(gm).__name__)
         changes = self.apply(gm)
         try:
             gm.graph.lint()
         except RuntimeError as error:
             raise PassError(f"pass {self.name!r} left a graph that does not lint: {error}") from error
         gm.recompile()
+        notify(self.name, "after", gm.graph, type(gm).__name__)
         gm.meta[_FACTS] = (facts - self.contract.removes) | self.contract.provides
         return PassResult(gm, self.name, changes, before, op_counts(gm))
 

@@ -20,10 +20,19 @@ from hexa_fx.passes.detect.graph import ancestors, operation
 
 def canonicalize(captured: CapturedBlock) -> CapturedBlock:
     """The block with every such einsum split. The recorded graph is changed; values and module calls stay true."""
-    for node in list(captured.graph.nodes):
-        if node.op == "call_function" and operation(node) == "einsum":
-            captured = _split(captured, node)
-    return captured
+    fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
+    if not fused:
+        return captured
+    before = _copied(captured.graph)
+    for node in fused:
+        captured = _split(captured, node)
+    return dataclasses.replace(captured, as_recorded=before)
+
+
+def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    copy = torch.fx.Graph()
+    copy.output(copy.graph_copy(graph, val_map={})).meta["hexa"] = NodeRecord(None)
+    return copy
 
 
 def _split(captured: CapturedBlock, node: torch.fx.Node) -> CapturedBlock:

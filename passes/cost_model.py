@@ -22,12 +22,15 @@ class Measured:
     Args:
         bandwidth: bytes a second that one rank receives in a large collective.
         latency: seconds of one collective of a few bytes.
-        attention: forward time of what runs between two MoE layers (attention and router), on the slowest rank.
+        attention: forward time of what runs between two MoE layers (attention and router) on a rank's own tokens, on the
+            slowest rank.
         expert: forward time of the layer's experts on a rank's own tokens, on the slowest rank.
         experts_model_centric: forward and backward time of the experts with all tokens and a slice of the channels.
         experts_data_centric: the same with a rank's tokens and all channels, read from and packed into rows. Equal in
             arithmetic to the other, but not in time: model-centric moves N times the token rows through memory,
-            data-centric copies the weights' gradients.
+            data-centric copies weights and their gradients.
+        contention: how much longer compute takes for each second of communication that runs beside it. Communication
+            kernels hold multiprocessors and memory bandwidth, so hidden is not free.
     """
 
     bandwidth: float
@@ -36,6 +39,18 @@ class Measured:
     expert: float = 0.0
     experts_model_centric: float = 0.0
     experts_data_centric: float = 0.0
+    contention: float = 0.0
+
+    def describe(self) -> str:
+        """The numbers in one line."""
+        milliseconds = {
+            "attention": self.attention,
+            "experts": self.expert,
+            "experts' step model-centric": self.experts_model_centric,
+            "data-centric": self.experts_data_centric,
+        }
+        times = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in milliseconds.items())
+        return f"{self.bandwidth / 1e9:.3g} GB/s, {times}, contention {self.contention:.2f}"
 
 
 def model_centric_bytes(
@@ -87,20 +102,25 @@ def layer_cost(
         mode: Mode = "model_centric" if by_model <= by_data else "data_centric"
         return mode, LayerCost(by_model, by_data, reason=f"fewer bytes for {tokens} tokens")
     time_model = by_model / measured.bandwidth + 8 * measured.latency + measured.experts_model_centric
-    time_data = measured.experts_data_centric + _exposed_data_centric(
+    time_data = measured.experts_data_centric + _data_centric_communication(
         by_data, measured, slots, dtype_bytes, reduce_bytes
     )
     mode = "model_centric" if time_model <= time_data else "data_centric"
-    return mode, LayerCost(by_model, by_data, time_model, time_data, f"less exposed time for {tokens} tokens")
+    reason = f"less time for {tokens} tokens ({measured.describe()})"
+    return mode, LayerCost(by_model, by_data, time_model, time_data, reason)
 
 
-def _exposed_data_centric(total: float, m: Measured, slots: int, gather_bytes: int, reduce_bytes: int) -> float:
-    """Gathers hide behind attention and router (1 slot), also behind the experts (2 slots); backward is twice as long.
+def _data_centric_communication(total: float, m: Measured, slots: int, gather_bytes: int, reduce_bytes: int) -> float:
+    """What gathers and the reduce-scatter of the gradients add to a step.
 
-    The reduce-scatter of weight gradients is waited for where it is issued, so it hides behind nothing.
+    Forward hides a gather behind attention and router (1 slot), also behind the experts (2 slots). Backward takes twice as
+    long and hides the second gather in the same way, and the reduce-scatter behind all of it.
     """
     unit = total / (2 * gather_bytes + reduce_bytes) / m.bandwidth
-    gather = unit * gather_bytes + m.latency
-    scatter = unit * reduce_bytes + m.latency
-    hidden = m.attention + (m.expert if slots > 1 else 0.0)
-    return max(0.0, gather - hidden) + max(0.0, gather - 2 * hidden) + scatter
+    gather, scatter = unit * gather_bytes + m.latency, unit * reduce_bytes + m.latency
+    layer = m.attention + m.expert
+    beside_gather = layer if slots > 1 else m.attention
+    forward = max(0.0, gather - beside_gather)
+    backward = max(0.0, gather - 2 * beside_gather, gather + scatter - 2 * layer)
+    exposed = forward + backward
+    return exposed + m.contention * (2 * gather + scatter - exposed)

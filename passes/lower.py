@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
+from hexa_fx.observers import notify
 from hexa_fx.ops.activations import check_activation
 from hexa_fx.ops.program import OPERANDS, FfnRequest
 from hexa_fx.ops.rows import flip
@@ -123,6 +124,7 @@ class _Builder:
         gm = GraphModule(torch.nn.Module(), self.graph, class_name)
         gm.graph.lint()
         add_facts(gm, [LOWERED])
+        notify("lower", "after", gm.graph, class_name)
         return gm
 
     def first_projection(self) -> Node:

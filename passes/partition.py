@@ -2,7 +2,6 @@
 
 `partition_model` decides (capacities, shares, mode of every layer) and returns a `Plan` that is equal on all ranks.
 `install_plan` cuts the parameters, rewrites the blocks' graphs and returns the session that runs them.
-`plan_layers` is the pure part: numbers in, `Plan` out.
 """
 
 from __future__ import annotations
@@ -16,17 +15,24 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
 
-from hexa_fx.allocation import allocate, even
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.observers import at_block, notify
 from hexa_fx.passes.collectives import Placement, partition_graph
-from hexa_fx.passes.cost_model import Measured, layer_cost
-from hexa_fx.passes.overlap import overlap
-from hexa_fx.passes.partition_layers import read_layers
-from hexa_fx.plan import ExpertShape, LayerCost, LayerPlan, Mode, Plan, Reduce
+from hexa_fx.passes.cost_model import Measured
+from hexa_fx.passes.overlap import OverlapReport, overlap
+from hexa_fx.passes.partition_layers import follow_cut, observed_tokens, read_layers
+from hexa_fx.passes.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
+from hexa_fx.plan import Plan
 from hexa_fx.runtime.distributed.geometry import Geometry
 from hexa_fx.runtime.distributed.groups import Groups, join, make_groups
-from hexa_fx.runtime.distributed.profile import measure_bandwidth, measure_modes, profile_devices
+from hexa_fx.runtime.distributed.profile import (
+    BlockTimes,
+    measure_bandwidth,
+    measure_blocks,
+    measure_modes,
+    profile_devices,
+)
 from hexa_fx.runtime.distributed.session import PartitionSession
 from hexa_fx.runtime.distributed.shards import LayerWeights, ShardedParameter, cut_layer, find_tensor
 from hexa_fx.runtime.install import install
@@ -34,162 +40,7 @@ from hexa_fx.runtime.install import install
 Modes = Mapping[Any, RewrittenBlock]
 """One block's rewritten forms by mode (train, eval). They read the same weights."""
 
-Strategy = Literal["auto", "data", "model"] | Mapping[str, Literal["auto", "data", "model"]]
-
 Finish = Callable[[RewrittenBlock], RewrittenBlock]
-
-_MODES: dict[str, Mode] = {"data": "data_centric", "model": "model_centric"}
-
-
-@dataclass(frozen=True)
-class PartitionConfig:
-    """What a user may say about a partition.
-
-    Args:
-        batch: samples of the global batch, split by Eq. 1. Default: the number of ranks.
-        tokens: tokens of the global batch in one forward, for the cost model. Default: taken as ``batch``.
-        static_tokens: fix T_i in the graph (``tokens`` split as ``batch`` is). Token counts are then not exchanged at
-            run time.
-        reduce: how model-centric outputs are summed; ``all_reduce`` is the paper's formulation.
-        slots: slots of the shared cache, 1 or 2; 0: none are shared, every layer keeps its gathered weights for backward.
-        prefetch: gather the next layer's weights ahead of their use.
-        tile: h_i are multiples of it, where the intermediate size allows.
-        memory_caps: most bytes of expert state each rank may hold, or None. Relative to ``bytes_per_element``.
-        bytes_per_element: of an expert parameter with its gradient and optimizer state.
-        data_parallel: what averages the gradients of the other parameters: ``sum`` (nobody divides), ``mean`` (DDP,
-            FSDP2).
-        dtype_bytes, reduce_bytes: of what is gathered, and of reduced weight gradients.
-        attention_seconds, expert_seconds: measured forward times of a layer, for ``auto``; without them bytes decide.
-        measure: measure the bandwidth for ``auto``.
-    """
-
-    batch: int | None = None
-    tokens: int | None = None
-    static_tokens: bool = False
-    reduce: Reduce = "reduce_scatter"
-    slots: int = 2
-    prefetch: bool = True
-    tile: int = 64
-    memory_caps: tuple[int, ...] | None = None
-    bytes_per_element: int = 16
-    data_parallel: Literal["sum", "mean"] = "sum"
-    dtype_bytes: int | None = None
-    reduce_bytes: int | None = None
-    attention_seconds: float = 0.0
-    expert_seconds: float = 0.0
-    measure: bool = True
-
-
-# --- pure planning ---------------------------------------------------------------------------------------------------
-
-
-def plan_layers(
-    shapes: Mapping[str, ExpertShape],
-    capacities: Sequence[float],
-    strategy: Strategy = "auto",
-    config: PartitionConfig | None = None,
-    measured: Measured | None = None,
-) -> Plan:
-    """Shares and modes from numbers alone.
-
-    Args:
-        shapes: sizes of every MoE layer by path, in execution order.
-        capacities: t_i, seconds of the same task on rank i.
-        strategy: one for all layers, or by path (``auto`` where a path is missing).
-        measured: bandwidth and times; without it ``auto`` compares bytes.
-
-    Raises:
-        PlanError: no split fits the caps, or the strategy names an unknown layer or mode.
-    """
-    config = config or PartitionConfig()
-    world = len(capacities)
-    batch = allocate(capacities, config.batch if config.batch is not None else world)
-    tokens = _static_tokens(config, batch) if config.static_tokens else None
-    wanted = _wanted(strategy, shapes)
-    layers = tuple(
-        _plan_layer(path, shape, wanted[path], capacities, config, measured) for path, shape in shapes.items()
-    )
-    return Plan(
-        world=world,
-        layers=layers,
-        batch=batch,
-        tokens=tokens,
-        slots=config.slots,
-        prefetch=config.prefetch,
-        grad_scale=1.0 / world if config.data_parallel == "mean" else 1.0,
-        capacities=tuple(float(t) for t in capacities),
-    )
-
-
-def _wanted(strategy: Strategy, shapes: Mapping[str, ExpertShape]) -> dict[str, str]:
-    given = dict.fromkeys(shapes, strategy) if isinstance(strategy, str) else dict(strategy)
-    unknown = set(given) - set(shapes)
-    if unknown:
-        raise PlanError(f"strategy names layers {sorted(unknown)}; the model's MoE layers are {list(shapes)}")
-    for path, kind in given.items():
-        if kind not in ("auto", "data", "model"):
-            raise PlanError(f"strategy {kind!r} of {path!r} is none of 'auto', 'data', 'model'")
-    return {path: str(given.get(path, "auto")) for path in shapes}
-
-
-def _plan_layer(
-    path: str,
-    shape: ExpertShape,
-    kind: str,
-    capacities: Sequence[float],
-    config: PartitionConfig,
-    measured: Measured | None,
-) -> LayerPlan:
-    mode, cost = _choose(shape, kind, len(capacities), config, measured)
-    caps = _channel_caps(shape, config, len(capacities))
-    tile = min(config.tile, max(1, shape.intermediate_size // len(capacities)))
-    if mode == "model_centric":
-        shards = allocate(capacities, shape.intermediate_size, tile=tile, caps=caps)
-    else:  # every rank computes with all weights, so what it stores need not follow its speed
-        shards = even(shape.intermediate_size, len(capacities), caps=caps)
-    owner = max(range(len(shards)), key=lambda rank: (shards[rank], -rank))
-    return LayerPlan(path, mode, shape, shards, config.reduce, owner, cost)
-
-
-def _choose(
-    shape: ExpertShape, kind: str, world: int, config: PartitionConfig, measured: Measured | None
-) -> tuple[Mode, LayerCost | None]:
-    if kind != "auto":
-        return _MODES[kind], None
-    tokens = config.tokens if config.tokens is not None else (config.batch or world)
-    dtype_bytes = config.dtype_bytes or 2
-    return layer_cost(
-        shape,
-        tokens,
-        world,
-        dtype_bytes=dtype_bytes,
-        reduce_bytes=config.reduce_bytes or dtype_bytes,
-        slots=config.slots,
-        reduce=config.reduce,
-        measured=measured,
-    )
-
-
-def _channel_caps(shape: ExpertShape, config: PartitionConfig, world: int) -> list[int] | None:
-    """Most channels of this layer that each rank may hold; layers share a rank's bytes in proportion to their size."""
-    if config.memory_caps is None:
-        return None
-    if len(config.memory_caps) != world:
-        raise PlanError(f"{len(config.memory_caps)} memory_caps for {world} ranks")
-    channel = shape.weight_numel // shape.intermediate_size * config.bytes_per_element
-    return [cap // channel for cap in config.memory_caps]
-
-
-def _static_tokens(config: PartitionConfig, batch: tuple[int, ...]) -> tuple[int, ...]:
-    total = sum(batch)
-    if config.tokens is None or total == 0 or config.tokens % total:
-        raise PlanError(
-            f"static_tokens needs tokens as a multiple of the global batch, got tokens={config.tokens}, batch={total}"
-        )
-    return tuple(size * (config.tokens // total) for size in batch)
-
-
-# --- on a model ------------------------------------------------------------------------------------------------------
 
 
 def partition_model(
@@ -199,6 +50,7 @@ def partition_model(
     strategy: Strategy = "auto",
     capacities: Literal["measure"] | Sequence[float] | None = "measure",
     config: PartitionConfig | None = None,
+    example: Callable[[], object] | None = None,
 ) -> Plan:
     """The plan for a model's rewritten blocks. A collective call: made on rank 0 and broadcast, so equal on all ranks.
 
@@ -206,9 +58,10 @@ def partition_model(
         model: the user's model, with whole expert weights on every rank.
         blocks: its rewritten blocks in execution order, each alone or by mode; their graphs hold the canonical nodes.
         mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
-        strategy: ``auto``, ``data``, ``model``, or one of them by block path.
+        strategy: ``auto``, ``data``, ``model``, or one of them by path of the block or of a module around it.
         capacities: ``measure`` (`profile_devices` on the first layer), t_i by rank, or None for equal devices.
         config: everything else.
+        example: runs the model's forward once on the global batch, for the times and token counts of ``auto``.
 
     Raises:
         PlanError: no process group, no canonical node, or an impossible split.
@@ -222,17 +75,44 @@ def partition_model(
     sample = _first_tensor(model, layers[0])
     times = _capacities(capacities, layers[0].geometry, sample, groups)
     config = _with_dtypes(config, sample)
-    measured = None
-    if strategy != "data" and strategy != "model" and config.measure and groups.world > 1:
-        bandwidth, latency = measure_bandwidth(groups, sample.device)
-        tokens = config.tokens if config.tokens is not None else (config.batch or groups.world)
-        modes = measure_modes(layers[0].geometry.shape, tokens, dtype=sample.dtype, device=sample.device, groups=groups)
-        measured = Measured(bandwidth, latency, config.attention_seconds, config.expert_seconds, *modes)
     shapes = {layer.path: layer.geometry.shape for layer in layers}
+    measured: dict[str, Measured] = {}
+    if "auto" in wanted_modes(strategy, shapes).values() and config.measure and groups.world > 1:
+        modules = [model.get_submodule(_any_mode(block).path) for block in blocks]
+        seen = None if example is None else measure_blocks(example, modules, sample.device, groups)
+        config = _with_tokens(config, seen, blocks)
+        measured = _measure(layers, config, seen, sample, groups)
     plan = plan_layers(shapes, times, strategy, _scaled_caps(config, layers), measured)
     box = [plan.to_json()]
     dist.broadcast_object_list(box, src=dist.get_global_rank(groups.host, 0), group=groups.host)
     return Plan.from_json(box[0])
+
+
+def _with_tokens(
+    config: PartitionConfig, seen: BlockTimes | None, blocks: Sequence[RewrittenBlock | Modes]
+) -> PartitionConfig:
+    if config.tokens is not None:
+        return config
+    recorded = seen.tokens if seen else next((n for n in map(observed_tokens, map(_any_mode, blocks)) if n), None)
+    return replace(config, tokens=recorded or config.batch)
+
+
+def _measure(
+    layers: Sequence[LayerWeights], config: PartitionConfig, seen: BlockTimes | None, sample: Tensor, groups: Groups
+) -> dict[str, Measured]:
+    """What `layer_cost` needs of every layer; layers of one layout are measured once."""
+    tokens = config.tokens if config.tokens is not None else (config.batch or groups.world)
+    bandwidth, latency = measure_bandwidth(groups, sample.device)
+    attention = config.attention_seconds
+    if attention is None:
+        attention = seen.between * tokens / groups.world / seen.tokens if seen and seen.tokens else 0.0
+    known: dict[Geometry, Measured] = {}
+    for layer in layers:
+        if layer.geometry not in known:
+            modes = measure_modes(layer.geometry, tokens, dtype=sample.dtype, device=sample.device, groups=groups)
+            times = (modes.forward, modes.model_centric, modes.data_centric, modes.contention)
+            known[layer.geometry] = Measured(bandwidth, latency, attention, *times)
+    return {layer.path: known[layer.geometry] for layer in layers}
 
 
 def _capacities(
@@ -277,11 +157,13 @@ class Installed:
             model.
         blocks: the rewritten blocks with partitioned graphs, by mode, to be installed like any rewritten block.
         shards: every parameter that was cut.
+        schedules: what the overlap pass did to each graph, in the order of ``blocks`` and modes; empty without prefetch.
     """
 
     session: PartitionSession
     blocks: tuple[dict[Any, RewrittenBlock], ...]
     shards: tuple[ShardedParameter, ...]
+    schedules: tuple[OverlapReport, ...] = ()
 
 
 def install_plan(
@@ -319,13 +201,16 @@ def install_plan(
         lo = sum(planned.shards[: session.rank])
         shards += cut_layer(model, layer, lo, lo + planned.shards[session.rank])
     placement = Placement(session.rank, session.name, session.groups.main_name)
-    done = []
+    done, schedules = [], []
     for block in blocks:
-        planned_here = [plan.layer(layer.path) for owner, layer in layers if owner is block]
-        forms = _modes(block).items()
-        done.append({mode: _partition_block(form, planned_here, plan, placement, finish) for mode, form in forms})
+        here = [layer for owner, layer in layers if owner is block]
+        done.append({mode: _partition_block(form, here, plan, placement) for mode, form in _modes(block).items()})
+        if plan.prefetch:
+            schedules += [overlap(form.graph, plan.slots or len(plan.layers)) for form in done[-1].values()]
+        if finish is not None:
+            done[-1] = {mode: finish(form) for mode, form in done[-1].items()}
     session.shards = tuple(shards)
-    return Installed(session, tuple(done), session.shards)
+    return Installed(session, tuple(done), session.shards, tuple(schedules))
 
 
 def apply_partition(
@@ -338,6 +223,7 @@ def apply_partition(
     plan: Plan | None = None,
     timeout: timedelta | None = None,
     finish: Finish | None = None,
+    example: Callable[[], object] | None = None,
 ) -> PartitionSession:
     """Plans (unless ``plan`` is given), cuts, rewrites and patches the model's blocks. What `hexa_fx.optimize` calls.
 
@@ -347,14 +233,38 @@ def apply_partition(
     Returns:
         The session, which the model must keep; see `partition_model` and `install_plan` for the rest.
     """
-    plan = plan or partition_model(model, blocks, mesh, strategy, capacities, config)
+    plan = plan or partition_model(model, blocks, mesh, strategy, capacities, config, example)
     installed = install_plan(model, blocks, plan, mesh, timeout, finish)
     for forms in installed.blocks:
         path = _any_mode(forms).path
         module = model.get_submodule(path)
         install(module, forms.get("train"), forms.get("eval"))
         installed.session.bind(module, path)
+    installed.session.follow(model)
     return installed.session
+
+
+def apply_to_graph_module(
+    module: fx.GraphModule,
+    mesh: Any = None,
+    strategy: Strategy = "auto",
+    capacities: Literal["measure"] | Sequence[float] | None = "measure",
+    config: PartitionConfig | None = None,
+    plan: Plan | None = None,
+    timeout: timedelta | None = None,
+) -> Installed:
+    """As `apply_partition`, for an optimized model as one graph: ``torch.export.export(model, ...).module()``, or make_fx.
+
+    Collectives are scheduled over the whole graph: a gather starts as soon as its slot is free, before the attention and
+    router of its layer, whatever module they belong to. Layers are named after the module that owns their weights. Each rank
+    exports its own batch size; the order of the nodes is the same.
+    """
+    block = RewrittenBlock("", module.graph)
+    plan = plan or partition_model(module, [block], mesh, strategy, capacities, config)
+    installed = install_plan(module, [block], plan, mesh, timeout)
+    module.graph = _any_mode(installed.blocks[0]).graph
+    installed.session.bind(module)
+    return installed
 
 
 def _modes(block: RewrittenBlock | Modes) -> Modes:
@@ -373,15 +283,20 @@ def _same_in_all_modes(model: nn.Module, block: RewrittenBlock | Modes) -> list[
 
 
 def _partition_block(
-    block: RewrittenBlock, layers: Sequence[LayerPlan], plan: Plan, placement: Placement, finish: Finish | None
+    block: RewrittenBlock, layers: list[LayerWeights], plan: Plan, placement: Placement
 ) -> RewrittenBlock:
-    graph = partition_graph(_copy(block.graph), layers, plan, placement)
-    if plan.prefetch:
-        overlap(graph, plan.slots or len(plan.layers))
-    return finish(replace(block, graph=graph)) if finish else replace(block, graph=graph)
+    planned = [plan.layer(layer.path) for layer in layers]
+    with at_block(block.path):
+        notify("partition", "before", block.graph)
+        graph = _copy(block.graph)
+        follow_cut(graph, layers, planned, placement.rank)
+        partition_graph(graph, planned, plan, placement)
+        notify("partition", "after", graph)
+    return replace(block, graph=graph)
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph(tracer_cls=graph._tracer_cls)
     copy.output(copy.graph_copy(graph, val_map={}))
+    copy.set_codegen(graph._codegen)
     return copy

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.fx as fx
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.collectives import ffn_arguments, is_moe_ffn
+from hexa_fx.plan import LayerPlan
 from hexa_fx.runtime.distributed.geometry import ROLES, Geometry, shape_of
 from hexa_fx.runtime.distributed.shards import LayerWeights, WeightSource, find_tensor
 
@@ -29,6 +32,15 @@ def read_layers(model: nn.Module, block: RewrittenBlock) -> list[LayerWeights]:
     return [replace(layer, path=f"{layer.path}#{i}") for i, layer in enumerate(named)]
 
 
+def observed_tokens(block: RewrittenBlock) -> int | None:
+    """Tokens that reached the block's experts when it was recorded, if the graph still says so."""
+    for node in block.graph.nodes:
+        if is_moe_ffn(node):
+            value = _value(ffn_arguments(node)["top_k_index"])
+            return None if value is None else int(value.shape[0])
+    return None
+
+
 def _owner(block: RewrittenBlock, layer: LayerWeights) -> str:
     inside = layer.sources["w1"].parts[0][0].rpartition(".")[0]
     return ".".join(part for part in (block.path, inside) if part)
@@ -36,40 +48,166 @@ def _owner(block: RewrittenBlock, layer: LayerWeights) -> str:
 
 def _read_layer(model: nn.Module, block: RewrittenBlock, node: fx.Node) -> LayerWeights:
     args = ffn_arguments(node)
-    sources = {role: _source(block, args[role], role) for role in ROLES if args[role] is not None}
-    whole = {role: _meta(model, block.path, source) for role, source in sources.items()}
-    top_k = _top_k(args["top_k_index"])
+    found = {role: _read(model, block, args[role], role) for role in ROLES if args[role] is not None}
+    whole = {role: read.value for role, read in found.items()}
+    top_k = _top_k(node)
     shape = shape_of(whole["w1"], whole.get("w3"), whole["w2"], args["glu"], args["layout1"], top_k)
     bias = args["b1"] is not None or args["b3"] is not None
     geometry = Geometry(shape, args["glu"], args["layout1"], args["layout2"], bias)
+    sources = {role: _source(read, role, geometry, block) for role, read in found.items()}
     return LayerWeights(block.path, block.path, geometry, sources)
 
 
-def _source(block: RewrittenBlock, value: Any, role: str) -> WeightSource:
-    if not isinstance(value, fx.Node) or value.op not in ("get_attr", "call_module"):
+# --- what a weight of the canonical node is in the model ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A weight as the graph reads it: parameters, the views taken of them in order, and the result without data."""
+
+    parts: tuple[tuple[str, ...], ...]
+    stacked: bool
+    views: tuple[fx.Node, ...]
+    stored: Tensor
+    value: Tensor
+
+
+def _read(model: nn.Module, block: RewrittenBlock, value: Any, role: str) -> _Read:
+    views: list[fx.Node] = []
+    node = value
+    while isinstance(node, fx.Node) and _is_view(node):
+        views.insert(0, node)
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.op not in ("get_attr", "call_module"):
         raise PlanError(
-            f"{role} of {block.path!r} is {value!r}, which is no parameter of the block: only weights read as they are "
-            "stored can be cut"
+            f"{role} of {block.path!r} is computed by {getattr(node, 'target', node)!r}, so there is no parameter that could "
+            "be cut: only weights read as they are stored, or through slices, flatten and unflatten, can be partitioned"
         )
+    parts, stacked = _parts(block, node)
+    stored = _meta(model, block.path, parts, stacked)
+    seen = stored
+    for view in views:
+        seen = _apply(view, seen)
+    return _Read(parts, stacked, tuple(views), stored, seen)
+
+
+def _is_view(node: fx.Node) -> bool:
+    called = node.op == "call_function" and node.target is operator.getitem
+    return called or (node.op == "call_method" and node.target in ("flatten", "unflatten"))
+
+
+def _apply(view: fx.Node, value: Tensor) -> Tensor:
+    seen: Tensor
+    if view.op == "call_function":
+        seen = value[view.args[1]]  # type: ignore[index]
+    else:
+        seen = getattr(value, str(view.target))(*view.args[1:], **view.kwargs)
+    return seen
+
+
+def _parts(block: RewrittenBlock, node: fx.Node) -> tuple[tuple[tuple[str, ...], ...], bool]:
     for packed in block.packed:
-        if packed.name == value.target:
-            return WeightSource(packed.parts, stacked=False)
-    return WeightSource(((str(value.target),),), stacked=True)
+        if packed.name == node.target:
+            return packed.parts, False
+    return ((str(node.target),),), True
 
 
-def _meta(model: nn.Module, path: str, source: WeightSource) -> Tensor:
-    """A weight's whole shape, as a tensor without data."""
+def _meta(model: nn.Module, path: str, parts: tuple[tuple[str, ...], ...], stacked: bool) -> Tensor:
+    """A stored weight's whole shape, as a tensor without data."""
 
     def find(name: str) -> Tensor:
         return find_tensor(model, f"{path}.{name}" if path else name)
 
-    if source.stacked:
-        return torch.empty_like(find(source.parts[0][0]), device="meta")
-    experts = len(source.parts[0])
-    first = [torch.empty_like(find(part[0]), device="meta") for part in source.parts]
-    return torch.cat(first, dim=0).expand(experts, *[-1] * first[0].dim())
+    if stacked:
+        return torch.empty_like(find(parts[0][0]), device="meta")
+    first = [torch.empty_like(find(part[0]), device="meta") for part in parts]
+    return torch.cat(first, dim=0).expand(len(parts[0]), *[-1] * first[0].dim())
 
 
-def _top_k(index: Any) -> int:
-    value = index.meta.get("val", index.meta.get("example_value")) if isinstance(index, fx.Node) else None
-    return int(value.shape[1]) if isinstance(value, Tensor) else 1
+def _source(read: _Read, role: str, geometry: Geometry, block: RewrittenBlock) -> WeightSource:
+    """How channels of a role lie in the parameter: as they are, or in halves or alternating with another role's."""
+    dim, form, per_expert = geometry.dim(role), _form(read, role, geometry), False
+    for view in reversed(read.views):  # from the role back to the parameter
+        if view.op == "call_method" and view.target == "flatten":
+            dim += read.stored.dim() - read.value.dim() if dim >= _first(view) else 0
+        elif view.op == "call_method":  # unflatten(0, (E, -1)) of a matrix that holds the experts below each other
+            per_expert, dim = dim == 1, dim - 1
+    if form == "unknown":
+        raise PlanError(
+            f"{role} of {block.path!r} is a slice of {read.parts[0][0]!r} that partitioning does not know: halves and every "
+            "second channel can be cut, "
+            + ", ".join(str(view.args[1]) for view in read.views if view.op == "call_function")
+            + " cannot"
+        )
+    experts = read.value.shape[0] if per_expert else 0
+    return WeightSource(read.parts, read.stacked, form, dim, experts)  # type: ignore[arg-type]
+
+
+def _first(view: fx.Node) -> int:
+    return int(str(view.args[1])) if len(view.args) > 1 else 0
+
+
+def _form(read: _Read, role: str, geometry: Geometry) -> Literal["own", "concat", "interleaved", "unknown"]:
+    dim, size = geometry.dim(role), geometry.shape.intermediate_size
+    found: set[str] = {_piece(view, dim, size) for view in read.views if view.op == "call_function"} - {"whole"}
+    if not found:
+        return "own"
+    if len(found) > 1 or geometry.glu != "split" or role == "w2":
+        return "unknown"
+    return {"half": "concat", "second": "interleaved"}.get(found.pop(), "unknown")  # type: ignore[return-value]
+
+
+def _piece(view: fx.Node, dim: int, size: int) -> str:
+    """``half`` of a dimension, every ``second`` of it, ``whole`` where only experts are chosen."""
+    slices = view.args[1] if isinstance(view.args[1], tuple) else (view.args[1],)
+    if not all(isinstance(s, slice) for s in slices):
+        return "other"
+    chosen = [(place, s) for place, s in enumerate(slices) if s != slice(None)]
+    if all(place == 0 and s.step is None for place, s in chosen):
+        return "whole"
+    if len(chosen) != 1 or chosen[0][0] != dim:
+        return "other"
+    piece = chosen[0][1]
+    if piece in (slice(None, size), slice(size, None), slice(0, size), slice(size, 2 * size)):
+        return "half"
+    return "second" if piece in (slice(None, None, 2), slice(1, None, 2)) else "other"
+
+
+def follow_cut(graph: fx.Graph, layers: list[LayerWeights], plans: list[LayerPlan], rank: int) -> None:
+    """Moves the bounds of slices that take half of a weight to where the halves of this rank's slice meet. In place."""
+    found = [node for node in graph.nodes if is_moe_ffn(node)]
+    for node, layer, planned in zip(found, layers, plans):
+        size, local = planned.shape.intermediate_size, planned.shards[rank]
+        for role, value in ffn_arguments(node).items():
+            if role in layer.sources and layer.sources[role].form == "concat":
+                for view in _views(value):
+                    view.args = (view.args[0], _moved(view.args[1], layer.geometry.dim(role), size, local))
+
+
+def _views(value: Any) -> Iterator[fx.Node]:
+    while isinstance(value, fx.Node) and _is_view(value):
+        if value.op == "call_function":
+            yield value
+        value = value.args[0]
+
+
+def _moved(index: Any, dim: int, size: int, local: int) -> Any:
+    slices = list(index) if isinstance(index, tuple) else [index]
+    if len(slices) <= dim:
+        return index
+    piece = slices[dim]
+    bounds = {None: None, 0: 0, size: local, 2 * size: 2 * local}
+    slices[dim] = slice(bounds[piece.start], bounds[piece.stop], piece.step)
+    return tuple(slices)
+
+
+def _value(node: Any) -> Tensor | None:
+    value = node.meta.get("val", node.meta.get("example_value")) if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _top_k(node: fx.Node) -> int:
+    if "top_k" in node.meta:
+        return int(node.meta["top_k"])
+    value = _value(ffn_arguments(node)["top_k_index"])
+    return 1 if value is None else int(value.shape[1])

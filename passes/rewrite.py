@@ -227,6 +227,7 @@ class _Rewriter:
             + (() if spec.fused_backward else (False,)),
         )
         result.meta["hexa"] = spec
+        result.meta["top_k"] = 1 if self.match.routing.before else self.match.routing.top_k
         return result
 
     def _free(

@@ -48,6 +48,7 @@ class CapturedBlock:
         arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
         output: the result, with nodes for tensors.
         stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
+        as_recorded: the graph before it was put in canonical form, if that changed it; for reading.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
         stirred: values in the run of parameters that are all of one number, by name.
     """
@@ -60,6 +61,7 @@ class CapturedBlock:
     arguments: tuple[tuple[str, Any], ...]
     output: Any
     stored: tuple[StoredValue, ...] = ()
+    as_recorded: torch.fx.Graph | None = None
     recalled: frozenset[str] = frozenset()
     stirred: Mapping[str, torch.Tensor] = field(default_factory=dict)
 

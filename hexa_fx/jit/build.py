@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from hexa_fx.codegen.render import FLAGS, KernelSource
 from hexa_fx.jit import nvrtc
 from hexa_fx.jit.cache import Entry, KernelCache, cache_key
-from hexa_fx.jit.env import JitSettings, show_progress
+from hexa_fx.jit.env import JitSettings
 from hexa_fx.jit.errors import BuildError, ToolchainError
 from hexa_fx.jit.toolchain import Compiler, find_compiler
+from hexa_fx.progress import progress
 from hexa_fx.templates import INCLUDE_DIR
 
 log = logging.getLogger(__name__)
@@ -53,11 +51,10 @@ def build_many(sources: Sequence[KernelSource], settings: JitSettings | None = N
     """
     settings = settings or JitSettings.from_env()
     find_compiler(settings)
-    with ThreadPoolExecutor(max(1, settings.build_jobs)) as pool, _progress(len(sources)) as progress:
+    with ThreadPoolExecutor(max(1, settings.build_jobs)) as pool, progress("building kernels", len(sources)) as advance:
         futures = [pool.submit(build, source, settings) for source in sources]
         for future in futures:
-            if progress is not None:
-                future.add_done_callback(lambda _: progress.advance(progress.task_ids[0]))
+            future.add_done_callback(lambda _: advance())
     return [future.result() for future in futures]
 
 
@@ -129,15 +126,3 @@ def _keep_failed(workspace: Path, source: KernelSource) -> Path:
     shutil.move(workspace / "kernel.cu", kept)
     shutil.rmtree(workspace, ignore_errors=True)
     return kept
-
-
-def _progress(count: int) -> Any:
-    if count < 2 or not show_progress() or not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
-    progress.add_task("building kernels", total=count)
-    return progress

@@ -73,11 +73,6 @@ class JitSettings:
         )
 
 
-def show_progress() -> bool:
-    """Whether this process may draw a progress bar: rank 0 of its job (the caller checks for a terminal)."""
-    return all(os.environ.get(name, "0") in ("", "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-
-
 def checked_mode() -> bool:
     """HEXA_FX_CHECKED, alone: asked at every re-index."""
     return _switch("HEXA_FX_CHECKED")

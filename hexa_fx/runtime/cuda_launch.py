@@ -57,6 +57,8 @@ def cuda_kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def kernel(*args: Any) -> Any:
+            if _card is not None:
+                return function(*args)
             if name in fallbacks and fallbacks[name] in _permanent:
                 return generic(name)(*args)
             try:
@@ -123,20 +125,40 @@ class _Collected:
         """Nothing."""
 
 
+@dataclass(frozen=True)
+class Card:
+    """A card that need not be there: what choosing kernels asks of one."""
+
+    name: str
+    arch: int
+    multiprocessors: int
+
+
 _collecting: list[KernelSpec] | None = None
+_card: Card | None = None
 
 
 @contextmanager
-def collect() -> Iterator[list[KernelSpec]]:
-    """Inside, operators choose kernels and launch none; gives the specs. What operators return is not initialised."""
-    global _collecting
+def collect(card: Card | None = None) -> Iterator[list[KernelSpec]]:
+    """Inside, operators choose kernels and launch none; gives the specs. What operators return is not initialised.
+
+    Args:
+        card: choose for this card and take operands on the meta device, so that no GPU is needed. An operator that has no
+            kernel for its operands then raises `KernelError` instead of falling back.
+    """
+    global _collecting, _card
     forget_plans()
-    _collecting = []
+    _collecting, _card = [], card
     try:
         yield _collecting
     finally:
-        _collecting = None
+        _collecting, _card = None, None
         forget_plans()
+
+
+def described() -> Card | None:
+    """The card of `collect`, if one was given."""
+    return _card
 
 
 def prebuild(run: Callable[[], object]) -> int:
@@ -170,12 +192,18 @@ def kernel_of(spec: KernelSpec) -> Kernel:
 
 def launch(kernel: Kernel, device: int, grid: tuple[int, int, int], *args: bytes) -> None:
     """Queues a kernel on the current stream of `device`, which is current."""
+    if _card is not None:
+        return
     kernel.launch(device, grid, args, torch._C._cuda_getCurrentRawStream(device))
 
 
-@cache
 def arch(device: int) -> int:
     """Compute capability that kernels of `device` are built for: 90 for 9.0."""
+    return _arch(device) if _card is None else _card.arch
+
+
+@cache
+def _arch(device: int) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
 
@@ -183,12 +211,21 @@ def arch(device: int) -> int:
 @plan
 def family_arch(device: int) -> int:
     """Compute capability that kernels are chosen for: HEXA_FX_CUDA_ARCH when it is set, else the device's."""
-    return kernel_arch(device)
+    return kernel_arch(device) if _card is None else _card.arch
+
+
+def device_name(device: int) -> str:
+    """What the driver calls `device`."""
+    return torch.cuda.get_device_name(device) if _card is None else _card.name
+
+
+def multiprocessors(device: int) -> int:
+    """Multiprocessors of `device`."""
+    return _multiprocessors(device) if _card is None else _card.multiprocessors
 
 
 @cache
-def multiprocessors(device: int) -> int:
-    """Multiprocessors of `device`."""
+def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

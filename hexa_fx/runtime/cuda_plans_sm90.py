@@ -13,7 +13,16 @@ from hexa_fx.codegen.spec import KernelSpec, Layout, Option
 from hexa_fx.codegen.tiles_sm90 import TileChoice, choose_tile
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
-from hexa_fx.runtime.cuda_launch import DTYPES, Kernel, address, kernel_of, launch, multiprocessors, plan
+from hexa_fx.runtime.cuda_launch import (
+    DTYPES,
+    Kernel,
+    address,
+    described,
+    kernel_of,
+    launch,
+    multiprocessors,
+    plan,
+)
 from hexa_fx.runtime.cuda_tune import tuned_tile
 
 FAMILY = "gather_gemm_sm90"
@@ -171,6 +180,8 @@ def weight_maps(p: Tensor, q: Tensor, v: Tensor | None) -> tuple[bytes | None, b
 
 def rows_map(x: Tensor, rows: int) -> bytes:
     """Boxes of `rows` rows x 64 columns of a (., C) operand."""
+    if described():
+        return _NO_MAP
     return tensor_map(x.data_ptr(), DTYPES[x.dtype], (x.shape[1], x.shape[0]), (x.stride(0),), (64, rows))
 
 
@@ -179,12 +190,16 @@ def weight_map(weight: Tensor, layout: Layout, columns: int) -> bytes:
     experts, rows, inner = weight.shape
     by_expert, by_row, _ = weight.stride()
     box = (64, columns, 1) if layout == "nk" else (64, 64, 1)
+    if described():
+        return _NO_MAP
     return tensor_map(weight.data_ptr(), DTYPES[weight.dtype], (inner, rows, experts), (by_row, by_expert), box)
 
 
 def queue(device: torch.device) -> int:
     """Address of two zeros. The kernel leaves them zero, so a ring of them serves all streams; a graph under capture gets its
     own, because replays may overlap anything (its memory is reused only by what comes after on the stream)."""
+    if described():
+        return 0
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device).data_ptr()
     index = device.index

@@ -20,7 +20,8 @@ from hexa_fx.codegen.tuned import Problem, Tile, TunedTable, shipped
 from hexa_fx.errors import KernelError
 from hexa_fx.jit.build import build_many
 from hexa_fx.jit.env import JitSettings
-from hexa_fx.runtime.cuda_launch import forget_plans, plan
+from hexa_fx.progress import progress
+from hexa_fx.runtime.cuda_launch import described, device_name, forget_plans, plan
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +32,13 @@ _done: set[tuple[Problem, int]] = set()
 @plan
 def autotuning() -> bool:
     """Whether HEXA_FX_AUTOTUNE asks for it."""
-    return JitSettings.from_env().autotune
+    return described() is None and JitSettings.from_env().autotune
 
 
 @plan
 def tuned_tile(problem: Problem, device: int) -> Tile | None:
     """The tile of this machine's table, else of the shipped one; None where neither has a neighbour."""
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     return _read(_path(name)).find(problem) or shipped(name).find(problem)
 
 
@@ -63,11 +64,16 @@ def tune(
     if (problem, device) in _done or torch.cuda.is_current_stream_capturing():
         return None
     _done.add((problem, device))
-    path = _path(torch.cuda.get_device_name(device))
+    path = _path(device_name(device))
     if problem in _read(path).entries:
         return None
     _prebuild([spec_of(tile) for tile in candidates])
-    times = {index: ms for index, tile in enumerate(candidates) if (ms := _milliseconds(tile, run)) is not None}
+    times: dict[int, float] = {}
+    with progress(f"measuring tiles of {problem.op}", len(candidates)) as advance:
+        for index, tile in enumerate(candidates):
+            ms = _milliseconds(tile, run)
+            times.update({} if ms is None else {index: ms})
+            advance()
     if not times:
         return None
     best = min(times, key=lambda index: times[index])

@@ -8,7 +8,8 @@ from harness import run
 from models import KINDS, Net, rewritten
 
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition import PartitionConfig, partition_model
+from hexa_fx.passes.partition import partition_model
+from hexa_fx.passes.plan_layers import PartitionConfig
 from hexa_fx.runtime.distributed.groups import make_groups
 from hexa_fx.runtime.distributed.profile import measure_bandwidth, profile_devices
 

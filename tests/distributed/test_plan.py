@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hexa_fx.allocation import allocate, even
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.cost_model import Measured, crossover_tokens, data_centric_bytes, layer_cost, model_centric_bytes
-from hexa_fx.passes.partition import PartitionConfig, plan_layers
+from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape, LayerPlan, Plan
 
 SHAPE = ExpertShape(num_experts=8, hidden_size=64, intermediate_size=256, matrices=3, top_k=2)
@@ -134,9 +134,17 @@ def test_auto_follows_bytes_and_hidden_time():
     mode, cost = layer_cost(
         SHAPE, int(crossover_tokens(SHAPE) / 4), 4, **sizes, measured=Measured(1e9, 0.0, attention=1.0, expert=1.0)
     )
-    # gathers are hidden, the reduce-scatter of P bytes is not
-    assert cost.seconds_data_centric == pytest.approx(0.75 * SHAPE.weight_numel * 2 / 1e9)
+    assert cost.seconds_data_centric == 0.0
+    assert "1 GB/s" in cost.reason
+    assert mode == "data_centric"
+    # ... but hidden communication slows compute down by as much as it takes
+    busy = Measured(1e9, 0.0, attention=1.0, expert=1.0, contention=1.0)
+    mode, cost = layer_cost(SHAPE, int(crossover_tokens(SHAPE) / 4), 4, **sizes, measured=busy)
+    assert cost.seconds_data_centric == pytest.approx(3 * 0.75 * SHAPE.weight_numel * 2 / 1e9)
     assert mode == "model_centric"
+    # nothing to hide behind: everything is exposed, once
+    bare = layer_cost(SHAPE, 64, 4, **sizes, measured=Measured(1e9, contention=1.0))[1]
+    assert bare.seconds_data_centric == pytest.approx(3 * 0.75 * SHAPE.weight_numel * 2 / 1e9)
     slow_rows = Measured(1e9, 0.0, 1.0, 1.0, experts_model_centric=0.02, experts_data_centric=0.01)
     mode, cost = layer_cost(SHAPE, int(crossover_tokens(SHAPE) / 4), 4, **sizes, measured=slow_rows)
     assert mode == "data_centric"

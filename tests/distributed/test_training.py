@@ -9,7 +9,7 @@ from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, large
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from hexa_fx.passes.partition import PartitionConfig, plan_layers
+from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import Plan
 from hexa_fx.runtime.distributed.data import CapacityBatchSampler, split_batch
 from hexa_fx.runtime.distributed.gradients import (

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from harness import run
 from models import cut, largest
 
-from hexa_fx.passes.partition import PartitionConfig, apply_partition
+from hexa_fx.passes.partition import apply_partition
+from hexa_fx.passes.plan_layers import PartitionConfig
 from hexa_fx.runtime.distributed.data import split_batch
 from hexa_fx.runtime.distributed.gradients import clip_grad_norm_, sync_gradients, weighted_loss
 
@@ -42,8 +43,9 @@ def build(name):
 def optimized(model, ids, **kwargs):
     from hexa_fx import api
     from hexa_fx.config import HexaConfig
+    from hexa_fx.inspection.inspector import Inspector
 
-    analyses, _ = api._analyse_model(model, {"input_ids": ids}, HexaConfig())
+    analyses, _ = api._analyse_model(model, {"input_ids": ids}, HexaConfig(), Inspector())
     blocks = [analysis.rewritten for analysis in analyses if analysis.rewritten]
     assert len(blocks) == 2
     return apply_partition(model, blocks, **kwargs)
@@ -106,6 +108,51 @@ def test_five_training_steps(name, strategy):
     for worst, text in run(2, five_steps, name, strategy, (1.0, 2.0), timeout=60):
         assert worst < 1e-9
         assert "layers.0" in text
+
+
+def exported(rank, world, slots, strategy):
+    """The optimized model as one graph, from torch.export, each rank with its own batch size."""
+    import hexa_fx
+    from hexa_fx.passes.partition import apply_to_graph_module
+    from hexa_fx.runtime.distributed import nodes
+
+    model, whole = build("mixtral"), build("mixtral")
+    ids = torch.randint(0, 40, (5, 6), generator=torch.Generator().manual_seed(1))
+    sizes = (3, 2)
+    mine = ids.split(sizes)[rank]
+    optimized = hexa_fx.optimize(model, {"input_ids": ids})
+    module = torch.export.export(optimized, (), {"input_ids": mine, "use_cache": False}, strict=False).module()
+    config = PartitionConfig(batch=5, tile=4, slots=slots)
+    installed = apply_to_graph_module(module, None, strategy, (2.0, 3.0), config)
+    session = installed.session
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    attention = [i for node, i in order.items() if node.op == "call_function" and "matmul" in str(node.target)]
+    starts = [
+        i for node, i in order.items() if node.target in (nodes.cache_prefetch, torch.ops.hexa.all_gather_v.default)
+    ]
+    cross_entropy = torch.nn.functional.cross_entropy
+    for _ in range(2):
+        logits = module(input_ids=mine, use_cache=False).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten())
+        weighted_loss(session, loss, len(mine)).backward()
+        loss_of(whole, ids).backward()
+    sync_gradients(module, session)
+    names, shards = dict(whole.named_parameters()), type("Installed", (), {"shards": session.shards})
+    pairs = [(p.grad, cut(shards, name, names[name].grad)) for name, p in module.named_parameters()]
+    first = installed.schedules[0]
+    return largest(pairs), session.plan.batch, len(pairs), starts[0] < attention[0], first.gathers, first.critical_path
+
+
+@pytest.mark.parametrize(("slots", "strategy"), [(2, "data"), pytest.param(1, "data", marks=_slow), (1, "model")])
+def test_exported_model_is_scheduled_as_a_whole(slots, strategy):
+    for worst, sizes, compared, early, gathers, path in run(2, exported, slots, strategy, timeout=60):
+        assert sizes == (3, 2)
+        assert worst < 1e-8  # transformers' norms compute in float32
+        assert compared > 20
+        assert path
+        if strategy == "data":
+            assert early  # before the first attention
+            assert all(gather.window >= 10 for gather in gathers)
 
 
 def unforeseen(rank, world):

@@ -10,7 +10,7 @@ import pytest
 
 from hexa_fx.errors import InputError
 from hexa_fx.jit import JitSettings, ToolchainError, find_compiler, toolchain
-from hexa_fx.jit.env import VARIABLES, show_progress
+from hexa_fx.jit.env import VARIABLES
 from tests.jit.conftest import FakeCompiler
 
 
@@ -132,14 +132,6 @@ def test_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("HEXA_FX_KEEP", "0")
     settings = JitSettings.from_env()
     assert (settings.cache_dir, settings.cuda_arch, settings.disable_jit, settings.keep) == (tmp_path, 86, True, False)
-
-
-def test_only_rank_0_draws_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    assert show_progress()
-    monkeypatch.setenv("RANK", "3")
-    assert not show_progress()
 
 
 def test_the_table_for_users_is_complete() -> None:

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import _register_work
 
 from hexa_fx.runtime.distributed.groups import guarded
 
-__all__ = ["all_gather_into", "count_traffic", "wait"]
+__all__ = ["all_gather_into", "count_traffic", "gather_even", "wait"]
 
 assert _functional_collectives is not None
 
@@ -58,7 +58,7 @@ def wait(x: Tensor) -> Tensor:
 
 
 # torch 2.13 renames the two; 2.11 knows only the old names.
-_gather_even = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+gather_even = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_even = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -83,7 +83,7 @@ def _start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: Any) -> l
     _count("all_gather_v", (sum(sizes) - sizes[rank]) * _row_bytes(x))
     x = x.contiguous()
     if _is_even(sizes):
-        return [_gather_even(out, x, group=group, async_op=True)]
+        return [gather_even(out, x, group=group, async_op=True)]
     parts = list(out.split(list(sizes)))
     if _is_nccl(group, x.device):
         return [dist.all_gather(parts, x, group=group, async_op=True)]

@@ -57,11 +57,15 @@ class Geometry:
     @property
     def row(self) -> int:
         """Elements of one packed channel."""
+        return -(-self._used // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+
+    @property
+    def _used(self) -> int:
         s = self.shape
         used = (3 if self.gated else 2) * s.num_experts * s.hidden_size
         if self.bias:
             used += (2 if self.gated else 1) * s.num_experts
-        return -(-used // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        return used
 
     def dim(self, role: str) -> int:
         """The intermediate dimension of a role's tensor."""
@@ -89,10 +93,10 @@ class Geometry:
     def pack(self, weights: Weights, channels: int, dtype: torch.dtype) -> Tensor:
         """Local slices (or gradients of them) -> (channels, row). Missing ones are zeros."""
         present = next(w for w in weights if w is not None)
-        rows = present.new_zeros((channels, self.row), dtype=dtype)
+        rows = self._empty_rows(present, channels, dtype)
         for target, source in zip(self._columns(rows), self._to_channels(weights)):
-            if target is not None and source is not None:
-                target.copy_(source)
+            if target is not None:
+                target.zero_() if source is None else target.copy_(source)
         return rows
 
     def views(self, rows: Tensor) -> Weights:
@@ -126,11 +130,18 @@ class Geometry:
         )
 
     def view_grads(self, grads: Weights, dtype: torch.dtype) -> Tensor:
-        """Gradients of `views` -> (I, row)."""
-        rows = _some(grads).new_zeros((self.shape.intermediate_size, self.row), dtype=dtype)
+        """Gradients of `views` -> (I, row). Missing ones are zeros."""
+        rows = self._empty_rows(_some(grads), self.shape.intermediate_size, dtype)
         for target, source in zip(self.views(rows), grads):
-            if target is not None and source is not None:
-                target.copy_(source)
+            if target is not None:
+                target.zero_() if source is None else target.copy_(source)
+        return rows
+
+    def _empty_rows(self, like: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
+        """Rows to be filled; only the padding is set."""
+        rows = like.new_empty((channels, self.row), dtype=dtype)
+        if self._used < self.row:
+            rows[:, self._used :].zero_()
         return rows
 
     def _join(self, gate: Tensor, up: Tensor) -> Tensor:

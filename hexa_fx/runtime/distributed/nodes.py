@@ -17,6 +17,7 @@ from torch import Tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.distributed.collectives import wait
 from hexa_fx.runtime.distributed.geometry import Weights
+from hexa_fx.runtime.distributed.reductions import Destination, can_defer, destinations
 from hexa_fx.runtime.distributed.shared_cache import in_backward
 
 if TYPE_CHECKING:
@@ -135,22 +136,23 @@ def cache_gather(
 ) -> Weights:
     """Local slices -> all of the layer's weights, as views of a cache slot (w1 and w3 layout nk, w2 layout kn).
 
-    Backward: packs the weights' gradients, reduce-scatters them to their owners in the parameters' dtype, and gives
-    the slot
-    to the layer before.
+    Backward: packs the weights' gradients, reduce-scatters them to their owners in the parameters' dtype while backward
+    goes on, and gives the slot to the layer before.
     """
     weights = (w1, b1, w3, b3, w2)
     active = find_session(session)
     active.cache.check_bound(weights)
-    result: Weights = _CacheGather.apply(*weights, active, layer, tuple(shards), compute_dtype(w1))
+    targets = destinations(weights)
+    result: Weights = _CacheGather.apply(*weights, active, layer, tuple(shards), compute_dtype(w1), targets)
     return result
 
 
 class _CacheGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        weights, (session, layer, shards, dtype) = args[:5], args[5:]
+        weights, (session, layer, shards, dtype, targets) = args[:5], args[5:]
         ctx.session, ctx.layer, ctx.shards, ctx.dtype = session, layer, shards, weights[0].dtype
+        ctx.targets = targets
         ctx.set_materialize_grads(False)
         rows = session.cache.fetch(layer, weights, dtype)
         return session.geometry(layer).views(rows)
@@ -158,16 +160,27 @@ class _CacheGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         session: PartitionSession = ctx.session
-        geometry = session.geometry(ctx.layer)
+        geometry, reductions, needs = session.geometry(ctx.layer), session.reductions, ctx.needs_input_grad[:5]
         with session.guard(f"the gradient reduction of {ctx.layer!r}"):
-            rows = geometry.view_grads(grads, ctx.dtype)
-            own = wait(torch.ops.hexa.reduce_scatter_v(rows, list(ctx.shards), session.groups.main_name))
+            reductions.finish()  # of the layer after, whose communication ran beside this layer's experts
+            own = reductions.start(geometry.view_grads(grads, ctx.dtype), ctx.shards)
             session.cache.release(ctx.layer)
-        if session.plan.grad_scale != 1.0:
-            own = own * session.plan.grad_scale
-        local = geometry.unpack(own, ctx.dtype)
-        wanted = (g if need else None for g, need in zip(local, ctx.needs_input_grad))
-        return *wanted, None, None, None, None
+
+            def local(own: Tensor) -> tuple[Tensor | None, ...]:
+                scaled = own if session.plan.grad_scale == 1.0 else own * session.plan.grad_scale
+                return tuple(g if need else None for g, need in zip(geometry.unpack(scaled, ctx.dtype), needs))
+
+            if not can_defer(ctx, ctx.targets):
+                return *local(wait(own)), *(None,) * 5
+            targets = ctx.targets
+            reductions.defer(ctx.layer, own, lambda own: _deliver(targets, local(own)))
+            return (None,) * 10
+
+
+def _deliver(targets: Sequence[Destination | None], grads: Sequence[Tensor | None]) -> None:
+    for target, grad in zip(targets, grads):
+        if target is not None and grad is not None:
+            target.add(grad)
 
 
 def cache_release(y: Tensor, layer: str, session: str) -> Tensor:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from hexa_fx.allocation import even
 from hexa_fx.plan import ExpertShape
-from hexa_fx.runtime.distributed.geometry import Geometry
+from hexa_fx.runtime.distributed.collectives import gather_even, wait
+from hexa_fx.runtime.distributed.geometry import Geometry, Weights
 from hexa_fx.runtime.distributed.groups import Groups, make_groups
 
 
@@ -21,7 +23,7 @@ def profile_devices(
     shape: ExpertShape,
     *,
     gated: bool = True,
-    tokens: int = 1024,
+    tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     groups: Groups | None = None,
@@ -34,8 +36,8 @@ def profile_devices(
     ranks measure at once, as they will run at once. A collective call.
 
     Args:
-        shape: sizes of the layer. At most 8 experts and 64 MiB of weights are allocated.
-        tokens: rows of the proxy batch.
+        shape: sizes of the layer. At most 8 experts and 64 MiB of weights are allocated, on CUDA 1 GiB.
+        tokens: rows of the proxy batch. Default 1024, on CUDA 16384, which fill a large device.
         repeats: timed runs, of which the median counts.
         min_seconds: a timed run repeats the operator until it lasts this long.
 
@@ -44,7 +46,7 @@ def profile_devices(
     """
     groups = groups or make_groups()
     device = torch.device(device if device is not None else "cpu")
-    run = _proxy(shape, gated, tokens, dtype, device)
+    run = _proxy(shape, gated, tokens or (16384 if device.type == "cuda" else 1024), dtype, device)
     run()
     once = max(_timed(run, device, 1), 1e-6)
     count = max(1, round(min_seconds / once))
@@ -57,13 +59,14 @@ def _proxy(
 ) -> Callable[[], None]:
     import hexa_fx.ops  # noqa: F401  (defines the operator)
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     hidden, experts, inner = shape.hidden_size, min(shape.num_experts, 8), shape.intermediate_size
-    budget = 64 * 2**20 // (3 * dtype.itemsize)
+    budget = (64 if device.type == "cpu" else 1024) * 2**20 // (3 * dtype.itemsize)
     inner = max(16, min(inner, budget // max(1, experts * hidden)))
 
     def rand(*size: int) -> Tensor:
-        return (torch.randn(size, generator=generator) * 0.1).to(device=device, dtype=dtype).requires_grad_()
+        values = torch.randn(size, generator=generator, device=device, dtype=dtype)
+        return values.mul_(0.1).requires_grad_()
 
     x, w1, w2 = rand(tokens, hidden), rand(experts, (2 if gated else 1) * inner, hidden), rand(experts, hidden, inner)
     index = (torch.arange(tokens, device=device) % experts).unsqueeze(1)
@@ -76,63 +79,184 @@ def _proxy(
     return run
 
 
+@dataclass(frozen=True)
+class ModeTimes:
+    """Seconds of one layer's experts on the slowest rank, by how they run.
+
+    Args:
+        model_centric, data_centric: forward and backward.
+        forward: data-centric, forward alone.
+        contention: seconds that data-centric compute takes longer for each second of a gather beside it.
+    """
+
+    model_centric: float
+    data_centric: float
+    forward: float
+    contention: float
+
+
 def measure_modes(
-    shape: ExpertShape,
-    tokens: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    groups: Groups,
-    repeats: int = 3,
-    max_bytes: int = 2 * 2**30,
-) -> tuple[float, float]:
-    """Seconds of the experts, forward and backward, as each mode runs them on equal ranks: (model-centric, data-centric).
+    geometry: Geometry, tokens: int, *, dtype: torch.dtype, device: torch.device, groups: Groups, repeats: int = 3
+) -> ModeTimes:
+    """Times of the experts as each mode runs them on equal ranks.
 
     Model-centric: all ``tokens``, 1/N of the channels. Data-centric: 1/N of the tokens, all channels, weights as views of
-    packed rows, gradients packed. The slowest rank counts. Layers above ``max_bytes`` are measured with fewer experts and
-    at most 16384 tokens, and the time is scaled. A collective call.
+    packed rows, with the copies into and out of rows. Layers too large for an eighth of the free memory are measured with
+    fewer experts and tokens alike, and the time is scaled. A collective call.
     """
-    experts = max(
-        1, min(shape.num_experts, max_bytes * shape.num_experts // max(1, shape.weight_numel * dtype.itemsize))
-    )
-    rows = max(groups.world, min(tokens, 16384 if experts < shape.num_experts else 65536))
-    small = replace(shape, num_experts=experts)
-    channels = max(1, shape.intermediate_size // groups.world)
-    runs = (
-        _experts(replace(small, intermediate_size=channels), rows, False, dtype, device),
-        _experts(small, rows // groups.world, True, dtype, device),
-    )
-    out = []
-    for run in runs:
+    shape, world = geometry.shape, groups.world
+    held = 4 * shape.weight_numel * dtype.itemsize
+    held += 4 * tokens * shape.top_k * max(shape.intermediate_size // world, shape.hidden_size) * dtype.itemsize
+    part = min(1.0, min(_gathered(_room(device), groups)) / 8 / max(1, held))
+    experts = max(1, min(shape.num_experts, int(shape.num_experts * part)))
+    rows = max(world, int(tokens * experts / shape.num_experts))
+    small = replace(geometry, shape=replace(shape, num_experts=experts, top_k=min(shape.top_k, experts)))
+    scale = tokens * shape.top_k / (rows * small.shape.top_k)
+
+    def seconds(run: Callable[..., None]) -> float:
         run()
-        seconds = statistics.median(_timed(run, device, 1) for _ in range(repeats))
-        out.append(max(_gathered(seconds, groups)) * tokens / rows)
-    return out[0], out[1]
+        return max(_gathered(statistics.median(_timed(run, device, 1) for _ in range(repeats)), groups)) * scale
+
+    by_model = seconds(_experts_model_centric(small, rows, world, dtype, device))
+    forward, step, gather = _experts_data_centric(small, max(1, rows // world), dtype, device, groups)
+    by_data, alone = seconds(step), seconds(gather)
+    both = seconds(lambda: gather(step))
+    covered = min(alone, by_data)
+    contention = min(1.0, max(0.0, (both - max(by_data, alone)) / covered)) if covered else 0.0
+    return ModeTimes(by_model, by_data, seconds(forward), contention)
 
 
-def _experts(
-    shape: ExpertShape, tokens: int, packed: bool, dtype: torch.dtype, device: torch.device
-) -> Callable[[], None]:
-    import hexa_fx.ops  # noqa: F401  (defines the operator)
+def _room(device: torch.device) -> float:
+    """Bytes that may be used."""
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 4.0 * 2**30
 
-    gated = shape.matrices == 3
-    geometry = Geometry(shape, "split" if gated else "none", "nk", "kn", bias=False)
-    rows = torch.randn(shape.intermediate_size, geometry.row, device=device, dtype=dtype) * 0.05
-    views = geometry.views(rows)
-    w1, _, w3, _, w2 = (w if w is None else (w if packed else w.contiguous()).detach() for w in views)
-    leaves = [w.requires_grad_() for w in (w1, w3, w2) if w is not None]
+
+def _tokens(shape: ExpertShape, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, balanced expert ids, routing weights."""
     x = torch.randn(tokens, shape.hidden_size, device=device, dtype=dtype).requires_grad_()
     index = torch.arange(tokens * shape.top_k, device=device).view(tokens, shape.top_k) % shape.num_experts
     weights = torch.full((tokens, shape.top_k), 1.0 / shape.top_k, device=device, dtype=dtype).requires_grad_()
-    static: tuple[Any, ...] = ("silu", geometry.glu, [], "nk", "kn", False)
+    return x, index, weights
+
+
+def _local_weights(geometry: Geometry, channels: int, dtype: torch.dtype, device: torch.device) -> Weights:
+    rows = torch.randn(channels, geometry.row, device=device, dtype=dtype) * 0.05
+    w1, b1, w3, b3, w2 = (None if w is None else w.requires_grad_() for w in geometry.unpack(rows, dtype))
+    return w1, b1, w3, b3, w2
+
+
+def _differentiate(y: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    return list(torch.autograd.grad(y, [t for t in leaves if t is not None], torch.ones_like(y)))
+
+
+def _experts_model_centric(
+    geometry: Geometry, tokens: int, world: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
+    import hexa_fx.ops  # noqa: F401  (defines the operator)
+
+    x, index, weights = _tokens(geometry.shape, tokens, dtype, device)
+    channels = max(1, geometry.shape.intermediate_size // world)
+    local = _local_weights(geometry, channels, dtype, device)
+    activation = "silu" if geometry.gated else "gelu"
+    static: tuple[Any, ...] = (activation, geometry.glu, [], geometry.layout1, geometry.layout2, False)
 
     def run() -> None:
-        y = torch.ops.hexa.moe_ffn(x, index, weights, w1, None, w3, None, w2, None, *static)
-        grads = torch.autograd.grad(y, (x, weights, *leaves), torch.ones_like(y))[2:]
-        if packed:
-            geometry.view_grads((grads[0], None, grads[1] if gated else None, None, grads[-1]), dtype)
+        _differentiate(torch.ops.hexa.moe_ffn(x, index, weights, *local, None, *static), (x, weights, *local))
 
     return run
+
+
+def _experts_data_centric(
+    geometry: Geometry, tokens: int, dtype: torch.dtype, device: torch.device, groups: Groups
+) -> tuple[Callable[[], None], Callable[[], None], Callable[..., None]]:
+    """Forward; forward and backward with the copies; a gather of the weights, with something beside it. Each to be timed."""
+    import hexa_fx.ops  # noqa: F401  (defines the operator)
+
+    x, index, weights = _tokens(geometry.shape, tokens, dtype, device)
+    sizes = even(geometry.shape.intermediate_size, groups.world)
+    mine = sizes[groups.rank]
+    local = _local_weights(geometry, mine, dtype, device)
+    rows = torch.randn(geometry.shape.intermediate_size, geometry.row, device=device, dtype=dtype) * 0.05
+    views = [None if w is None else w.detach().requires_grad_() for w in geometry.views(rows)]
+    activation = "silu" if geometry.gated else "gelu"
+    static: tuple[Any, ...] = (activation, "split" if geometry.gated else "none", [], "nk", "kn", False)
+
+    def forward() -> Tensor:
+        y: Tensor = torch.ops.hexa.moe_ffn(x, index, weights, *views, None, *static)
+        return y
+
+    def step() -> None:
+        with torch.no_grad():
+            for _ in range(2):  # for the gather of forward and of backward
+                geometry.pack(local, mine, dtype)
+        grads = iter(_differentiate(forward(), (x, weights, *views))[2:])
+        sums = geometry.view_grads(tuple(None if v is None else next(grads) for v in views), dtype)  # type: ignore[arg-type]
+        geometry.unpack(sums[:mine], dtype)
+
+    buffer, own = torch.empty_like(rows), rows[:mine].clone()
+
+    def gather(beside: Callable[[], None] | None = None) -> None:
+        torch.ops.hexa.all_gather_v_(buffer, own, list(sizes), groups.gather_name)
+        if beside is not None:
+            beside()
+        wait(buffer)
+
+    def forward_alone() -> None:
+        forward()
+
+    return forward_alone, step, gather
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """What a forward of the whole model says about its MoE blocks: medians in seconds, on the slowest rank.
+
+    Args:
+        between: from one MoE block to the next: attention, norms, whatever is there.
+        block: of a block itself.
+        tokens: that reach a block.
+    """
+
+    between: float
+    block: float
+    tokens: int
+
+
+def measure_blocks(
+    run: Callable[[], object], blocks: Sequence[nn.Module], device: torch.device, groups: Groups
+) -> BlockTimes:
+    """Runs the model twice and times the second run. A collective call; ``run`` is the same on every rank."""
+    seen: list[tuple[float, float, int]] = []
+    entered: list[float] = []
+
+    def now() -> float:
+        _synchronize(device)
+        return time.perf_counter()
+
+    def before(*_: Any) -> None:
+        entered.append(now())
+
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()), None)
+        tokens = 0 if given is None or given.dim() == 0 else given.numel() // max(1, given.shape[-1])
+        seen.append((entered.pop(), now(), tokens))
+
+    handles = [block.register_forward_pre_hook(before) for block in blocks]
+    handles += [block.register_forward_hook(after, with_kwargs=True) for block in blocks]
+    try:
+        with torch.no_grad():
+            run()
+            seen.clear()
+            start = now()
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    ends = [start, *(end for _, end, _ in seen)]
+    between = statistics.median([begin - end for (begin, _, _), end in zip(seen, ends)] or [0.0])
+    block = statistics.median([end - begin for begin, end, _ in seen] or [0.0])
+    tokens = max((count for _, _, count in seen), default=0)
+    return BlockTimes(max(_gathered(between, groups)), max(_gathered(block, groups)), tokens)
 
 
 def measure_bandwidth(
@@ -143,7 +267,7 @@ def measure_bandwidth(
     def gather(size: int) -> Callable[[], None]:
         own = torch.zeros(size, dtype=torch.uint8, device=device)
         out = torch.empty(size * groups.world, dtype=torch.uint8, device=device)
-        return lambda: dist.all_gather_into_tensor(out, own, group=groups.main)
+        return lambda: gather_even(out, own, group=groups.main)
 
     small, large = gather(16), gather(nbytes)
     for run in (small, large):

@@ -19,8 +19,9 @@ from hexa_fx.runtime.distributed import groups as groups_module
 from hexa_fx.runtime.distributed.geometry import Geometry
 from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, make_groups
 from hexa_fx.runtime.distributed.nodes import register_session
+from hexa_fx.runtime.distributed.reductions import GradientReductions
 from hexa_fx.runtime.distributed.shards import ShardedParameter
-from hexa_fx.runtime.distributed.shared_cache import CachedLayer, SharedCache
+from hexa_fx.runtime.distributed.shared_cache import CachedLayer, SharedCache, in_backward
 from hexa_fx.runtime.install import HexaForward
 
 _numbers = itertools.count()
@@ -51,6 +52,7 @@ class PartitionSession:
             for layer in plan.layers
             if layer.mode == "data_centric"
         ]
+        self.reductions = GradientReductions(self.groups)
         self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch)
         self.shards: tuple[ShardedParameter, ...] = ()
         self._unbind: list[Callable[[], None]] = []
@@ -77,6 +79,19 @@ class PartitionSession:
         else:
             self._set(module.__dict__, "forward", self._wrapped(forward, label))
         return module
+
+    def follow(self, model: nn.Module) -> None:
+        """Starts every pass when the whole model's forward starts, so that the first layers' weights travel from there on."""
+        handle = model.register_forward_pre_hook(lambda *_: self.begin(), prepend=True)
+        self._unbind.append(handle.remove)
+
+    def begin(self) -> None:
+        """A forward of the whole model begins."""
+        if in_backward():  # recomputation of a checkpointed model
+            return
+        self.reductions.forget()
+        with self.guard("the first gathers of a forward"):
+            self.cache.begin()
 
     def _bind_programs(self, forward: HexaForward, label: str) -> None:
         """Inside the patched forward, so that its guards, copies and signature stay as they are."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.distributed.geometry import Chunk, Geometry
+
+_OTHER = {torch.float32: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,17 @@ class WeightSource:
         parts: one path when the weight is stored stacked, (E, ...). Else, for each part that is concatenated along the
             first dimension of an expert's matrix, one path an expert.
         stacked: whether the parameter has the expert dimension itself.
+        form: ``concat`` or ``interleaved`` where the parameter holds this weight and another (gate and up of a ``split``
+            expert) as halves or alternating channels; both are cut at once.
+        dim: the intermediate dimension of the stacked parameter.
+        experts: where the experts' matrices lie below each other in one matrix, their number.
     """
 
     parts: tuple[tuple[str, ...], ...]
     stacked: bool
+    form: Literal["own", "concat", "interleaved"] = "own"
+    dim: int = 1
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,25 +68,43 @@ class ShardedParameter:
 
 def cut_layer(model: nn.Module, weights: LayerWeights, lo: int, hi: int) -> list[ShardedParameter]:
     """Shrinks the parameters of a layer to channels ``lo .. hi`` of the intermediate size, in place."""
-    cut: dict[str, ShardedParameter] = {}
+    wanted: dict[str, tuple[Chunk, ...]] = {}
     for role, source in weights.sources.items():
         for part, paths in enumerate(source.parts):
             chunks = _chunks(weights.geometry, role, source, part, lo, hi)
             for path in paths:
                 name = f"{weights.root}.{path}" if weights.root else path
-                if name in cut:
+                shared = source.form != "own"
+                if name in wanted and not (shared and wanted[name] == chunks):
                     raise PlanError(f"{name!r} is used twice by the layer, so it cannot be cut")
-                cut[name] = _cut_parameter(model, name, chunks)
-    return list(cut.values())
+                wanted[name] = chunks
+    return [_cut_parameter(model, name, chunks) for name, chunks in wanted.items()]
 
 
 def _chunks(geometry: Geometry, role: str, source: WeightSource, part: int, lo: int, hi: int) -> tuple[Chunk, ...]:
-    chunks = geometry.chunks(role, lo, hi)
-    if source.stacked:
-        return chunks
-    if len(source.parts) > 1:  # gate and up are parameters of their own: each has only its half
-        chunks = (Chunk(chunks[part].dim, lo, 0, hi - lo),)
-    return tuple(replace(chunk, dim=chunk.dim - 1) for chunk in chunks)
+    size, length = geometry.shape.intermediate_size, hi - lo
+    if not source.stacked and len(source.parts) > 1:  # gate and up are parameters of their own: each has only its half
+        return (Chunk(geometry.dim(role) - 1, lo, 0, length),)
+    if source.form == "concat":
+        chunks: tuple[Chunk, ...] = (Chunk(source.dim, lo, 0, length), Chunk(source.dim, size + lo, length, length))
+    elif source.form == "interleaved":
+        chunks = (Chunk(source.dim, 2 * lo, 0, 2 * length),)
+    else:
+        chunks = tuple(replace(chunk, dim=source.dim) for chunk in geometry.chunks(role, lo, hi))
+    if source.experts:
+        return _below_each_other(chunks, source, size, length)
+    return chunks if source.stacked else tuple(replace(chunk, dim=chunk.dim - 1) for chunk in chunks)
+
+
+def _below_each_other(chunks: tuple[Chunk, ...], source: WeightSource, size: int, length: int) -> tuple[Chunk, ...]:
+    """The chunks of one expert, once for every expert."""
+    local = sum(chunk.length for chunk in chunks)
+    whole = local // length * size if length else size
+    return tuple(
+        replace(chunk, start=chunk.start + expert * whole, local=chunk.local + expert * local)
+        for expert in range(source.experts)
+        for chunk in chunks
+    )
 
 
 def _cut_parameter(model: nn.Module, name: str, chunks: tuple[Chunk, ...]) -> ShardedParameter:
@@ -88,7 +116,10 @@ def _cut_parameter(model: nn.Module, name: str, chunks: tuple[Chunk, ...]) -> Sh
     whole = tuple(parameter.shape)
     with torch.no_grad():
         pieces = [parameter.data.narrow(chunk.dim, chunk.start, chunk.length) for chunk in chunks]
-        parameter.data = torch.cat(pieces, dim=chunks[0].dim).contiguous()
+        local = torch.cat(pieces, dim=chunks[0].dim).contiguous()
+        # A graph that is still alive keeps autograd's note of the whole shape; another dtype makes it forget.
+        parameter.data = parameter.data.new_empty(0, dtype=_OTHER.get(parameter.dtype, torch.float32))
+        parameter.data = local
     parameter.grad = None
     return ShardedParameter(name, parameter, whole, chunks)
 

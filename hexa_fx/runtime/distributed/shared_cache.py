@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.distributed.collectives import wait
 from hexa_fx.runtime.distributed.geometry import Geometry, Weights
 from hexa_fx.runtime.distributed.groups import Groups, guarded
+from hexa_fx.runtime.distributed.reductions import destinations
 
 _optimizer_steps = 0
 
@@ -68,6 +69,34 @@ class _Passed:
     unpack: Any
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What a layer's gather reads: local slices, and the parameters whose versions say whether they are still the same.
+
+    ``lasting``: the slices lie in parameters, so the next pass may read them before its own forward hands them over. What
+    was computed from parameters is stale by then.
+    """
+
+    weights: Weights
+    dtype: torch.dtype
+    parameters: tuple[Tensor, ...]
+    lasting: bool
+
+    @classmethod
+    def of(cls, weights: Weights, dtype: torch.dtype) -> _Source:
+        found = [
+            t for w, d in zip(weights, destinations(weights)) if w is not None for t in (d.parameters if d else (w,))
+        ]
+        # detach() shares the version counter, so the versions of detached sources follow the parameters
+        lasting = all(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in found)
+        return cls(_detached(weights), dtype, tuple(t.detach() for t in found), lasting)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Which values these are. ``.data = ...`` leaves a version as it is, so where they lie counts too."""
+        return tuple(n for t in self.parameters for n in (t._version, t.data_ptr()))
+
+
 @dataclass
 class _Slot:
     buffer: Tensor | None = None
@@ -99,7 +128,7 @@ class SharedCache:
         self.hits = 0
         self._slots = [_Slot() for _ in range(slots or len(self.layers))]
         self._index = {layer.path: i for i, layer in enumerate(self.layers)}
-        self._sources: dict[int, tuple[Weights, torch.dtype]] = {}
+        self._sources: dict[int, _Source] = {}
         self._pass = 0
         self._last = -1
         self._hooks_active = 0
@@ -111,7 +140,7 @@ class SharedCache:
         index = self._index[path]
         if not in_backward():
             self._enter(index)
-        self._sources[index] = (_detached(weights), dtype)
+        self._sources[index] = _Source.of(weights, dtype)
         slot = self._slot(index)
         if self._is_ready(slot, index, dtype):
             self.hits += 1
@@ -125,10 +154,12 @@ class SharedCache:
         return rows
 
     def release(self, path: str) -> None:
-        """The layer's experts have run (in backward: gave their gradients): the next layer may fill its slot."""
+        """The layer's experts have run (in backward: gave their gradients): the next layers may fill free slots."""
         index = self._index[path]
         self._slot(index).busy = False
-        self._fill_ahead(self._neighbour(index))
+        step = self._neighbour(index) - index
+        for ahead in range(1, len(self._slots) + 1):
+            self._fill_ahead(index + ahead * step)
 
     def prefetch(self, path: str, weights: Weights, dtype: torch.dtype) -> None:
         """Starts the gather of a layer ahead of its `fetch`, as a scheduled graph says.
@@ -149,13 +180,15 @@ class SharedCache:
                 f"the schedule gathers {path!r} while {self.layers[slot.index].path!r} still uses the slot: "
                 "schedule with the number of slots of the plan"
             )
-        self._sources[index] = (_detached(weights), dtype)
+        self._sources[index] = _Source.of(weights, dtype)
         self._fill(index)
         slot.prefetched = True
 
     def refetch(self, saved: SavedSlot) -> Tensor:
         """The tensor that backward asks for, gathered again if its slot has another tenant."""
         slot = self._slot(saved.index)
+        if saved.index not in self._sources:
+            self._check_fresh(slot, saved.index, saved.versions)
         if slot.index != saved.index or slot.dtype != saved.dtype:
             self._fill(saved.index)
         elif slot.pending or not slot.busy:
@@ -169,9 +202,18 @@ class SharedCache:
         assert slot.buffer is not None
         return slot.buffer.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
+    def begin(self) -> None:
+        """The model's forward begins: fills free slots with its first layers, before anything of it runs."""
+        if in_backward() or not self.layers:
+            return
+        self._new_pass()
+        for index in range(len(self._slots)):
+            self._fill_ahead(index)
+
     def invalidate(self) -> None:
         """Forget everything gathered. Call on all ranks after changing weights by other means than an optimizer."""
         self.drain()
+        self._sources.clear()
         self._pass += 1
         self._last = -1
         for slot in self._slots:
@@ -260,7 +302,8 @@ class SharedCache:
         return index - 1 if in_backward() else index + 1
 
     def _fill_ahead(self, index: int) -> None:
-        if not self.prefetch_enabled or index not in self._sources:
+        source = self._sources.get(index)
+        if not self.prefetch_enabled or source is None or not (source.lasting or in_backward()):
             return
         slot = self._slot(index)
         if slot.busy or (slot.index == index and (in_backward() or slot.epoch == self._epoch)):
@@ -270,14 +313,15 @@ class SharedCache:
 
     def _fill(self, index: int) -> None:
         layer, slot = self.layers[index], self._slot(index)
-        weights, dtype = self._sources[index]
+        source = self._sources[index]
+        dtype = source.dtype
         if slot.pending and slot.buffer is not None:
             wait(slot.buffer)
         with torch.no_grad(), torch.inference_mode(False):
-            rows = layer.geometry.pack(weights, layer.shards[self.groups.rank], dtype)
+            rows = layer.geometry.pack(source.weights, layer.shards[self.groups.rank], dtype)
             out = self._rows(slot, layer, dtype, rows.device)
             torch.ops.hexa.all_gather_v_(out, rows, list(layer.shards), self.groups.gather_name)
-        slot.index, slot.dtype, slot.versions = index, dtype, _versions(weights)
+        slot.index, slot.dtype, slot.versions = index, dtype, source.versions
         slot.epoch, slot.pending, slot.busy, slot.prefetched = self._epoch, True, False, False
         self.gathers += 1
 
@@ -316,8 +360,8 @@ class SharedCache:
             )
 
     def _check_fresh(self, slot: _Slot, index: int, versions: tuple[int, ...]) -> None:
-        weights, _ = self._sources[index]
-        if _versions(weights) == slot.versions == versions:
+        source = self._sources.get(index)
+        if source is not None and source.versions == slot.versions == versions:
             return
         raise PlanError(
             f"the expert weights of {self.layers[index].path!r} changed after they were gathered and before use: "
@@ -328,8 +372,3 @@ class SharedCache:
 def _detached(weights: Weights) -> Weights:
     w1, b1, w3, b3, w2 = (None if w is None else w.detach() for w in weights)
     return w1, b1, w3, b3, w2
-
-
-def _versions(weights: Weights) -> tuple[int, ...]:
-    # detach() shares the version counter, so the versions of detached sources follow the parameters
-    return tuple(w._version for w in weights if w is not None)

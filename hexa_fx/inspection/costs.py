@@ -1,0 +1,170 @@
+"""What a block costs as it was written and as it is rewritten: FLOPs, bytes moved, and memory kept for backward.
+
+FLOPs and bytes are counted from the graphs, of the mixture only (no router), forward; every operator reads its operands and
+writes its results once, views are free. Memory kept for backward is measured: both forms of the block run on the recorded
+example and every tensor that autograd keeps is counted once, parameters left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.inspection.roles import REGION
+from hexa_fx.inspection.stages import Snapshots
+from hexa_fx.inspection.view import GraphView
+from hexa_fx.ir import RewrittenBlock
+from hexa_fx.runtime.outcome import ModuleState
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one forward: FLOPs of matrix products, bytes read and written, bytes kept for backward (None: not measured)."""
+
+    flops: int
+    moved: int
+    saved: int | None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Before and after the rewrite, for ``tokens`` tokens of the example."""
+
+    tokens: int
+    before: Cost
+    after: Cost
+
+
+def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snapshots) -> Costs:
+    """Costs of a block. ``snapshots`` are its stages."""
+    stages = {stage.name: stage.graph for stage in snapshots.stages}
+    before = stages["canonicalize"] if "canonicalize" in stages else stages["capture"]
+    flops, moved = _of_parts(before, REGION)
+    after_flops, after_moved = _of_parts(stages["rewrite"], (*REGION, "other"))
+    if "fuse_activation" in stages:
+        after_flops += stages["fuse_activation"].flops
+        after_moved += stages["fuse_activation"].moved
+    return Costs(
+        _tokens(captured, snapshots),
+        Cost(flops, moved, _measured(captured, captured.block.forward)),
+        Cost(after_flops, after_moved, _measured(captured, _Rewritten(captured, rewritten))),
+    )
+
+
+def _of_parts(graph: GraphView, roles: Iterable[str]) -> tuple[int, int]:
+    nodes = [node for node in graph.nodes if node.role in roles and node.op != "hexa.moe_ffn"]
+    return sum(node.flops for node in nodes), sum(node.moved for node in nodes)
+
+
+def _tokens(captured: CapturedBlock, snapshots: Snapshots) -> int:
+    if snapshots.case is not None:
+        return int(snapshots.case.operands["x"].shape[0])
+    floats = [record_of(v).value for _, v in captured.arguments if isinstance(v, torch.fx.Node)]
+    first = next((t for t in floats if t.is_floating_point()), None)
+    return 0 if first is None else first.numel() // max(1, first.shape[-1])
+
+
+# -- memory kept for backward ------------------------------------------------------------------------------------------
+
+
+def _measured(captured: CapturedBlock, forward: Callable[..., Any]) -> int | None:
+    """Bytes that autograd keeps, or None where the block does not run this way."""
+    state = ModuleState(captured.block)
+    try:
+        with _training(captured.block), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            return _kept(captured, forward)
+    except Exception as error:
+        log.debug("memory of %s was not measured: %s", captured.path, error)
+        return None
+    finally:
+        state.restore()
+
+
+@contextmanager
+def _training(block: nn.Module) -> Iterator[None]:
+    """Every floating parameter wants a gradient."""
+    frozen = [p for p in block.parameters() if p.is_floating_point() and not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _kept(captured: CapturedBlock, forward: Callable[..., Any]) -> int:
+    parameters = {p.untyped_storage().data_ptr() for p in captured.block.parameters()}
+    found: dict[int, int] = {}
+    alive: list[torch.Tensor] = []  # addresses stay unique while these live
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters and not getattr(tensor, "_hexa_stand_in", False):
+            found[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor.detach())
+        return tensor.detach()  # the tensor itself would hold the graph that holds it, for ever
+
+    arguments = {name: _argument(value) for name, value in captured.arguments}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward(**arguments)
+        del result
+    return sum(found.values())
+
+
+def _argument(value: Any) -> Any:
+    if not isinstance(value, torch.fx.Node):
+        return value
+    tensor = record_of(value).value.clone()
+    return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+
+
+class _Rewritten:
+    """The rewritten graph as a function of the block's arguments; packed weights by tensors of their sizes."""
+
+    def __init__(self, captured: CapturedBlock, rewritten: RewrittenBlock) -> None:
+        self._captured, self._rewritten = captured, rewritten
+
+    def __call__(self, **arguments: Any) -> Any:
+        packed = {weight.name: _StandIn(self._captured, weight.parts) for weight in self._rewritten.packed}
+        root: dict[str, Any] = dict(packed)
+        for node in self._rewritten.graph.nodes:
+            target = str(node.target)
+            if node.op == "call_module" and target not in packed:
+                root[target] = self._captured.block.get_submodule(target)
+            elif node.op == "get_attr":
+                root[target] = self._captured.tensor_of(target)
+        module = torch.fx.GraphModule(root, self._rewritten.graph)  # type: ignore[arg-type]
+        inputs = [arguments[name] for name, _ in self._captured.arguments]
+        return torch.fx.Interpreter(module).run(*inputs, enable_io_processing=False)
+
+
+class _StandIn(nn.Module):
+    """A weight's shape: every expert reads the first one's memory."""
+
+    def __init__(self, captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> None:
+        super().__init__()
+        firsts = [captured.tensor_of(part[0]).detach() for part in parts]
+        whole = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
+        self.weight = nn.Parameter(whole.unsqueeze(0).expand(len(parts[0]), *whole.shape))
+        self.weight._hexa_stand_in = True  # type: ignore[attr-defined]
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+def ratio(before: Mapping[str, int] | int | None, after: int | None) -> str:
+    """``0.25x``; empty where there is nothing to compare."""
+    if not isinstance(before, int) or not before or after is None:
+        return ""
+    return f"{after / before:.2f}x"

@@ -1,0 +1,61 @@
+"""`hexa_fx.debug`: prints and keeps the graphs around passes that you name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from hexa_fx.errors import InputError
+from hexa_fx.inspection.recorded import Memory, Seen
+from hexa_fx.observers import PASSES, PassEvent, listening
+
+
+@contextmanager
+def debug(
+    before: Sequence[str] = (),
+    after: Sequence[str] = (),
+    *,
+    block: str | None = None,
+    file: TextIO | None = None,
+    quiet: bool = False,
+) -> Iterator[list[Seen]]:
+    """Inside, graphs before and after the named passes are printed; gives the list they are kept in.
+
+    >>> with hexa_fx.debug(before=["canonicalize"], after=["rewrite"]) as seen:   # doctest: +SKIP
+    ...     hexa_fx.optimize(model, inputs)
+
+    Args:
+        before, after: names of passes: capture, canonicalize, detect, rewrite, verify, partition, lower, fuse_activation,
+            tile_rows, bind_kernels; ``"*"`` for all.
+        block: only the block at this path.
+        file: where to print; standard output by default.
+        quiet: keep, do not print.
+
+    Raises:
+        InputError: there is no such pass; the message lists them.
+    """
+    wanted = {"before": _checked(before), "after": _checked(after)}
+    memory, kept = Memory(), list[Seen]()
+
+    def see(event: PassEvent) -> None:
+        if event.name not in wanted[event.when] or (block is not None and event.path != block):
+            return
+        kept.append(memory.see(event))
+        if not quiet:
+            print(kept[-1], end="\n\n", file=file or sys.stdout)
+
+    with listening(see):
+        yield kept
+
+
+def _checked(names: Sequence[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        names = [names]
+    if "*" in names:
+        return frozenset(PASSES)
+    unknown = [name for name in names if name not in PASSES]
+    if unknown:
+        raise InputError(f"no pass is called {', '.join(map(repr, unknown))}; there are {', '.join(PASSES)}")
+    return frozenset(names)

@@ -1,0 +1,80 @@
+"""What detection found in a block, in the user's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hexa_fx.passes import BlockAnalysis
+from hexa_fx.passes.detect import MoEMatch
+from hexa_fx.passes.detect.body import ExpertBody
+from hexa_fx.passes.detect.free_body import FreeBody
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A block's mixture: how its experts are run, sizes E, k, D, I, the expert's formula and activation, and its weights."""
+
+    idiom: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    expert: str
+    activation: str
+    weights: str
+    layout: str
+
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Names and values for a heading."""
+        sizes = (("E", self.num_experts), ("k", self.top_k), ("D", self.hidden_size), ("I", self.intermediate_size))
+        weights = f"{self.weights} {self.layout}".strip()
+        named = (
+            ("written as", self.idiom),
+            *((n, str(v)) for n, v in sizes),
+            ("expert", self.expert),
+            ("weights", weights),
+        )
+        return tuple((name, value) for name, value in named if value)
+
+
+def facts_of(analysis: BlockAnalysis) -> Facts | None:
+    """None where no mixture was found."""
+    return None if analysis.match is None else _facts(analysis.match)
+
+
+def _facts(match: MoEMatch) -> Facts:
+    body = match.body
+    free = isinstance(body, FreeBody)
+    return Facts(
+        idiom=match.idiom,
+        num_experts=match.num_experts,
+        top_k=match.routing.top_k,
+        hidden_size=body.hidden_size,
+        intermediate_size=body.intermediate_size,
+        expert=", ".join(body.operations) if isinstance(body, FreeBody) else formula(body),
+        activation="" if free else body.activation,  # type: ignore[union-attr]
+        weights=body.form,
+        layout="" if isinstance(body, FreeBody) else _layout(body),
+    )
+
+
+def formula(body: ExpertBody) -> str:
+    """The expert function in one line."""
+    gated = body.pairing != "none"
+    first = "x Wg" + (" + bg" if body.gate_bias else "") if gated else "x W1" + (" + b1" if body.gate_bias else "")
+    inner = f"{body.activation}({first})" if body.activation != "none" else f"({first})"
+    if gated:
+        inner += " * (x Wu" + (" + bu)" if body.gate_bias else ")")
+    return f"{inner} " + ("Wd" if gated else "W2") + (" + bias" if body.down_bias else "")
+
+
+_WORDS = {"nk": "(E, out, in)", "kn": "(E, in, out)"}
+
+
+def _layout(body: ExpertBody) -> str:
+    """``(E, out, in), gate and up concat``; of the second projection too where it differs."""
+    layouts = [_WORDS[body.gate.layout]]
+    if body.down.layout != body.gate.layout:
+        layouts.append(f"and {_WORDS[body.down.layout]}")
+    pairing = "" if body.pairing == "none" else f", gate and up {body.pairing.replace('_', ' ')}"
+    return " ".join(layouts) + pairing

@@ -1,0 +1,51 @@
+"""Takes every analysed block's snapshots and costs once; identical blocks share them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch.fx
+
+from hexa_fx.inspection.costs import Costs, costs_of
+from hexa_fx.inspection.stages import Snapshots, snapshots
+from hexa_fx.observers import at_block, muted
+from hexa_fx.passes import BlockAnalysis
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Inspector:
+    """Call it before rewritten blocks are installed: costs are measured on the original's own forward."""
+
+    _known: dict[torch.fx.Graph, tuple[Snapshots, Costs | None]] = field(default_factory=dict)
+
+    def snapshots(self, analysis: BlockAnalysis) -> Snapshots:
+        """The stages of a rewritten block."""
+        return self._look(analysis)[0]
+
+    def costs(self, analysis: BlockAnalysis) -> Costs | None:
+        """What it costs before and after; None where that could not be told."""
+        return self._look(analysis)[1]
+
+    def _look(self, analysis: BlockAnalysis) -> tuple[Snapshots, Costs | None]:
+        graph = next(iter(analysis.rewritten.values())).graph
+        if graph not in self._known:
+            self._known[graph] = _inspected(analysis)
+        return self._known[graph]
+
+
+def _inspected(analysis: BlockAnalysis) -> tuple[Snapshots, Costs | None]:
+    """Nothing that goes wrong while looking may keep a block from being rewritten."""
+    mode = next(iter(analysis.rewritten))
+    taken = Snapshots((), None)
+    try:
+        assert analysis.match is not None
+        with at_block(analysis.path, mode):
+            taken = snapshots(analysis.match, analysis.rewritten[mode])
+        with muted():
+            return taken, costs_of(analysis.captured[mode], analysis.rewritten[mode], taken)
+    except Exception:
+        log.exception("hexa_fx could not draw %s; the block itself is fine. Please report this", analysis.path)
+        return taken, None

@@ -1,0 +1,163 @@
+"""The kernels that a block's operators take on a card, and whether they are built. Needs neither a GPU nor a compiler.
+
+The operators' own CUDA implementations are run on tensors without data while kernels are only collected
+(`hexa_fx.runtime.cuda_launch.collect`), so what is listed is what they would launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.fx
+
+from hexa_fx.errors import HexaError, KernelError
+from hexa_fx.inspection.stages import FfnCase, operator_values
+from hexa_fx.observers import muted
+from hexa_fx.passes.base import op_name
+from hexa_fx.passes.fuse import FuseActivation
+from hexa_fx.passes.lower import lower_backward, lower_forward
+from hexa_fx.passes.program import BindKernels
+
+CARDS = {80: ("NVIDIA A100", 108), 86: ("NVIDIA A40", 84), 89: ("NVIDIA L40S", 142), 90: ("NVIDIA H200", 132)}
+"""A card of every compute capability that there are kernels for: name and multiprocessors."""
+
+DEFAULT_ARCH = 90
+
+
+@dataclass(frozen=True)
+class KernelUse:
+    """One kernel that a block takes.
+
+    Args:
+        node: the graph node that launches it. way: ``forward`` or ``backward``. operator: ``hexa.esmm_act``.
+        spec: the kernel as JSON (`hexa_fx.codegen.KernelSpec`); empty if there is none.
+        fallback: why torch's own operators run instead.
+    """
+
+    node: str
+    way: str
+    operator: str
+    spec: str = ""
+    fallback: str = ""
+
+    @property
+    def name(self) -> str:
+        """Readable identity: operator, family, tile."""
+        if not self.spec:
+            return f"{self.operator} on torch's operators"
+        spec = self._spec()
+        tile = f" {spec.bm}x{spec.bn}x{spec.bk} stages {spec.stages}" if spec.bn else ""
+        return f"{spec.op} [{spec.family} sm_{spec.arch} {spec.dtype.name}{tile}] {spec.key}"
+
+    @property
+    def source(self) -> str:
+        """The generated CUDA text; empty for a fallback."""
+        from hexa_fx.codegen import render
+
+        return render(self._spec(), self.node).text if self.spec else ""
+
+    @property
+    def cached(self) -> bool | None:
+        """Whether the kernel is built on this machine. None where no compiler is found, so that nobody can tell."""
+        return is_cached(self.spec) if self.spec else None
+
+    def _spec(self) -> Any:
+        from hexa_fx.codegen import KernelSpec
+
+        return KernelSpec.from_json(self.spec)
+
+
+def kernels_of(case: FfnCase, arch: int | None = None) -> tuple[KernelUse, ...]:
+    """Every kernel that forward and backward of a block launch, in order; the same one at two nodes twice.
+
+    Args:
+        case: the call, with its sizes and dtype.
+        arch: compute capability, 80, 86, 89 or 90. Default: this machine's GPU, else 90.
+
+    Raises:
+        KernelError: there are no kernels for ``arch``.
+    """
+    from hexa_fx.runtime.cuda_launch import Card, collect
+
+    arch = arch or local_arch() or DEFAULT_ARCH
+    if arch not in CARDS:
+        known = ", ".join(map(str, CARDS))
+        raise KernelError(f"there are no kernels for compute capability {arch}; give one of {known}, e.g. --arch 90")
+    name, multiprocessors = CARDS[arch]
+    known_values: dict[str, Any] = dict(case.operands)
+    found: list[KernelUse] = []
+    with muted(), collect(Card(name, arch, multiprocessors)) as specs:
+        for way, lower in (("forward", lower_forward), ("backward", lower_backward)):
+            gm = lower(case.request)
+            FuseActivation(gradients=True)(gm)
+            found += _Collector(way, known_values, specs).run(gm)
+    return tuple(found)
+
+
+def local_arch() -> int | None:
+    """Compute capability of this machine's first GPU, if kernels are there for it."""
+    if not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    return major * 10 + minor if major * 10 + minor in CARDS else None
+
+
+class _Collector:
+    """Runs a graph node by node, each operator by its CUDA implementation, and notes what it would launch."""
+
+    def __init__(self, way: str, known: dict[str, Any], specs: list[Any]) -> None:
+        self._way, self._known, self._specs = way, known, specs
+
+    def run(self, gm: torch.fx.GraphModule) -> list[KernelUse]:
+        import hexa_fx.runtime.cuda_ops  # noqa: F401  (registers the CUDA implementations)
+
+        operator_values(gm, self._known)
+        bound = {node.name: node for node in gm.graph.nodes}
+        BindKernels("cuda").apply(gm)
+        operators = {name: op for name, op in ((n.name, _operator(n)) for n in gm.graph.nodes) if op}
+        found: list[KernelUse] = []
+        for name, operator in operators.items():
+            found += self._node(bound[name], operator)
+        return found
+
+    def _node(self, node: torch.fx.Node, operator: str) -> list[KernelUse]:
+        first = len(self._specs)
+        if any(n.name not in self._known for n in node.all_input_nodes):
+            return [KernelUse(node.name, self._way, operator, fallback="the sizes of its operands are not known")]
+        args = torch.fx.map_arg(node.args, lambda n: self._known[n.name])
+        try:
+            node.target(*args)  # type: ignore[operator]
+        except HexaError as error:
+            return [KernelUse(node.name, self._way, operator, fallback=str(error))]
+        return [KernelUse(node.name, self._way, operator, spec.to_json()) for spec in self._specs[first:]]
+
+
+def _operator(node: torch.fx.Node) -> str:
+    """The operator that a bound node stands for; empty for views and sizes."""
+    if node.op != "call_function" or not getattr(node.target, "__module__", "").startswith("hexa_fx.runtime.cuda_"):
+        return ""
+    return f"hexa.{op_name(node)}"
+
+
+@lru_cache(maxsize=1024)
+def _build_key(spec: str) -> str | None:
+    from hexa_fx.codegen import KernelSpec, render
+    from hexa_fx.jit import JitSettings, ToolchainError, find_compiler
+    from hexa_fx.jit.build import build_key
+
+    try:
+        compiler = find_compiler(JitSettings.from_env())
+    except ToolchainError:
+        return None
+    return build_key(render(KernelSpec.from_json(spec)), compiler)
+
+
+def is_cached(spec: str) -> bool | None:
+    """Whether a kernel, given as JSON, is in this machine's cache. None where no compiler is found."""
+    from hexa_fx.jit import JitSettings, KernelCache
+
+    key = _build_key(spec)
+    return None if key is None else KernelCache(JitSettings.from_env().cache_dir).get(key) is not None

@@ -1,0 +1,155 @@
+"""A self-contained HTML page: a block's stages side by side, linked by provenance, with the generated CUDA text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from hexa_fx.inspection.kernels import KernelUse
+from hexa_fx.inspection.picture import Picture, picture_of
+from hexa_fx.inspection.stages import Stage
+from hexa_fx.inspection.svg import COLOURS, STYLE, draw
+from hexa_fx.inspection.view import NodeView
+
+ASSETS = Path(__file__).parent / "assets"
+_INCLUDE = re.compile(r"#\s*include\s*[<\"](hexa_fx/[^>\"]+)")
+
+
+@dataclass(frozen=True)
+class PageBlock:
+    """One block of the page.
+
+    Args:
+        path: where it stands. same: paths of the blocks that are like it.
+        facts: (name, value) pairs for the head.
+        stages: what to show. kernels: on which kernels it runs. card: and on which card.
+    """
+
+    path: str
+    facts: Sequence[tuple[str, str]]
+    stages: Sequence[Stage]
+    kernels: Sequence[KernelUse] = ()
+    card: str = ""
+    same: Sequence[str] = ()
+
+
+def page(blocks: Sequence[PageBlock], title: str) -> str:
+    """The page as text. It reads nothing from the network."""
+    pictures = [{stage.name: picture_of(stage.graph) for stage in block.stages} for block in blocks]
+    sources = {kernel.spec: kernel.source for block in blocks for kernel in block.kernels if kernel.spec}
+    numbers = {spec: str(number) for number, spec in enumerate(sources)}
+    data: dict[str, Any] = {
+        str(number): _block(block, pictures[number], numbers) for number, block in enumerate(blocks)
+    }
+    data["sources"] = {numbers[spec]: text for spec, text in sources.items()}
+    data["headers"] = dict(_headers(sources.values()))
+    shown = [
+        {
+            "path": block.path,
+            "same": block.same,
+            "stages": [{"name": s.name, "svg": draw(pictures[number][s.name], standalone=False)} for s in block.stages],
+        }
+        for number, block in enumerate(blocks)
+    ]
+    used = {box.role for by_stage in pictures for picture in by_stage.values() for box in picture.boxes}
+    return render(
+        "page.html.j2",
+        title=title,
+        blocks=shown,
+        css=_asset("page.css"),
+        svg_style=STYLE,
+        js=_asset("page.js"),
+        legend=[(role, colour) for role, colour in COLOURS.items() if role in used and role != "region"],
+        data=json.dumps(data).replace("</", "<\\/"),
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """One of the assets, filled in."""
+    return _environment().get_template(template).render(**values)
+
+
+def _block(block: PageBlock, pictures: Mapping[str, Picture], numbers: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "facts": list(block.facts),
+        "stages": [_stage(stage, pictures[stage.name]) for stage in block.stages],
+        "kernels": list(_kernels(block, numbers)),
+        "card": block.card,
+    }
+
+
+def _stage(stage: Stage, picture: Picture) -> dict[str, Any]:
+    times = {box.name: box.times for box in picture.boxes}
+    return {
+        "name": stage.name,
+        "title": stage.title,
+        "difference": stage.difference,
+        "first": stage.nodes_before is None,
+        "count": sum(stage.graph.counts.values()),
+        "code": stage.graph.readable(),
+        "nodes": {n.name: _node(n, times[n.name]) for n in stage.graph.nodes if n.name in times},
+    }
+
+
+def _node(node: NodeView, times: int) -> dict[str, Any]:
+    facts: dict[str, Any] = {"op": node.op, "times": times, "types": ", ".join(str(t) for t in node.types if t)}
+    facts.update({"detail": node.detail} if node.detail else {})
+    facts.update({"flops": node.flops} if node.flops else {})
+    facts.update({"moved": node.moved} if node.moved else {})
+    if node.where is not None:
+        facts.update(where=f"{node.where.file}:{node.where.line}", code=node.where.code)
+    return facts
+
+
+def _kernels(block: PageBlock, numbers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    keys: dict[tuple[str, str], set[str]] = {}
+    for stage in block.stages:
+        way = "backward" if stage.name.endswith("_backward") else "forward"
+        if stage.name.startswith("fuse_activation"):
+            keys.update({(way, node.name): set(node.keys) for node in stage.graph.nodes})
+    for kernel in block.kernels:
+        linked = keys.get((kernel.way, kernel.node), set())
+        yield {
+            "name": kernel.name,
+            "way": kernel.way,
+            "operator": kernel.operator,
+            "fallback": kernel.fallback,
+            "source": numbers.get(kernel.spec),
+            "keys": sorted(key for key in linked if key.startswith("l:") or kernel.way == "forward"),
+        }
+
+
+def _headers(sources: Any) -> Iterator[tuple[str, str]]:
+    """Our own headers that the kernels include, directly or not."""
+    from hexa_fx.templates import INCLUDE_DIR
+
+    seen: set[str] = set()
+    pending = list(sources)
+    while pending:
+        for name in _INCLUDE.findall(pending.pop()):
+            if name not in seen:
+                seen.add(name)
+                pending.append((INCLUDE_DIR / name).read_text(encoding="utf-8"))
+                yield name, pending[-1]
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ASSETS),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

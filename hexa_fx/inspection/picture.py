@@ -1,0 +1,206 @@
+"""What is drawn of a graph: boxes and arrows. Sizes and other plumbing are left out, tuples become several arrows, and a
+loop that ran many times is drawn once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hexa_fx.inspection.view import GraphView, NodeView, Role, TensorType
+
+_PLUMBING = ("size", "numel", "dim", "__len__", "item", "tolist", "__bool__", "__int__", "after", "require")
+_LONGEST_LOOP = 96
+
+
+@dataclass(frozen=True)
+class Box:
+    """A node of the picture.
+
+    Args:
+        name: the node's. title, subtitle: its text. role, keys: see `hexa_fx.inspection.roles`.
+        times: so many runs of a loop it stands for.
+        members: names of all nodes it stands for.
+    """
+
+    name: str
+    title: str
+    subtitle: str
+    role: Role
+    kind: str
+    keys: tuple[str, ...]
+    times: int = 1
+    members: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """A value on its way. ``name`` where it is one of several results."""
+
+    source: str
+    target: str
+    type: TensorType | None = None
+    name: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name and type."""
+        return f"{self.name} {self.type or ''}".strip()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Boxes in execution order, and arrows without repetition."""
+
+    boxes: tuple[Box, ...]
+    arrows: tuple[Arrow, ...]
+
+
+def picture_of(graph: GraphView) -> Picture:
+    """What to draw of a graph."""
+    return _Drawing(graph).picture()
+
+
+@dataclass
+class _Drawing:
+    graph: GraphView
+    by_name: dict[str, NodeView] = field(default_factory=dict)
+    stands_for: dict[str, str] = field(default_factory=dict)
+    times: dict[str, int] = field(default_factory=dict)
+
+    def picture(self) -> Picture:
+        self.by_name = {node.name: node for node in self.graph.nodes}
+        shown = [node for node in self.graph.nodes if self._is_shown(node)]
+        self._fold([node for node in shown if node.kind in ("call", "module")])
+        self._fold_leaves(shown)
+        arrows = self._arrows(shown)
+        touched = {a.source for a in arrows} | {a.target for a in arrows}
+        boxes = tuple(
+            self._box(node)
+            for node in shown
+            if self._is_head(node.name) and (node.name in touched or node.kind != "parameter")
+        )
+        return Picture(boxes, tuple(arrows))
+
+    def _is_shown(self, node: NodeView) -> bool:
+        if node.index is not None or node.op in _PLUMBING:
+            return False
+        holds_no_tensor = bool(node.types) and not any(node.types)
+        return node.kind != "call" or not holds_no_tensor
+
+    # -- loops ---------------------------------------------------------------------------------------------------------
+
+    def _fold(self, nodes: Sequence[NodeView]) -> None:
+        """Finds stretches of the run that repeat, and lets the first repetition stand for all."""
+        labels = [(n.op, n.role, str(n.where)) for n in nodes]
+        at = 0
+        while at < len(nodes):
+            period, times = _repetition(labels, at)
+            for k in range(1, times):
+                for i in range(period):
+                    self.stands_for[nodes[at + k * period + i].name] = nodes[at + i].name
+            if times > 1:
+                self.times.update({nodes[at + i].name: times for i in range(period)})
+            at += period * times
+
+    def _fold_leaves(self, shown: Iterable[NodeView]) -> None:
+        """A parameter that only folded nodes read is folded into the one that the first repetition reads in its place."""
+        for node in shown:
+            head = self.stands_for.get(node.name)
+            if head is None:
+                continue
+            for mine, first in zip(node.inputs, self.by_name[head].inputs):
+                leaf = self.by_name[mine]
+                if leaf.kind == "parameter" and mine != first and mine not in self.stands_for:
+                    self.stands_for[mine] = first
+                    self.times[first] = self.times.get(head, 1)
+
+    def _is_head(self, name: str) -> bool:
+        return name not in self.stands_for
+
+    def _head(self, name: str) -> str:
+        while name in self.stands_for:
+            name = self.stands_for[name]
+        return name
+
+    # -- arrows --------------------------------------------------------------------------------------------------------
+
+    def _arrows(self, shown: Sequence[NodeView]) -> list[Arrow]:
+        visible = {node.name for node in shown}
+        order = {node.name: i for i, node in enumerate(self.graph.nodes)}
+        found: dict[tuple[str, str, str], Arrow] = {}
+        for node in shown:
+            for name in node.inputs if self._is_head(node.name) else ():  # later runs of a loop read as the first does
+                arrow = self._arrow(name, node, visible)
+                if arrow is not None and order[arrow.source] < order[arrow.target]:
+                    found.setdefault((arrow.source, arrow.target, arrow.name), arrow)
+        return list(found.values())
+
+    def _arrow(self, name: str, node: NodeView, visible: set[str]) -> Arrow | None:
+        """From where a value really comes: past results of tuples and reads after a write."""
+        label, type_ = "", self.by_name[name].type
+        while name not in visible:
+            source = self.by_name[name]
+            if not source.inputs or (source.op in _PLUMBING and source.op != "after"):
+                return None
+            if source.index is not None and not label:
+                label = f"[{source.index}]" if source.name.startswith("getitem") else source.name
+            name = source.inputs[0]
+        head = self._head(name)
+        return None if head == node.name else Arrow(head, node.name, type_, label)
+
+    def _box(self, node: NodeView) -> Box:
+        members = [node.name, *(name for name in self.stands_for if self._head(name) == node.name)]
+        results = [n for n in self.graph.nodes if n.index is not None and n.inputs and n.inputs[0] in members]
+        keys = dict.fromkeys(k for name in members for k in self.by_name[name].keys)
+        keys.update(dict.fromkeys(k for n in results for k in n.keys))
+        return Box(
+            node.name,
+            _title(node),
+            _subtitle(node),
+            node.role,
+            node.kind,
+            tuple(keys),
+            self.times.get(node.name, 1),
+            (*members, *(n.name for n in results)),
+        )
+
+
+def _repetition(labels: Sequence[object], at: int) -> tuple[int, int]:
+    """(period, times) of the longest repetition that starts here; (1, 1) if nothing repeats three times, or twice in a row of
+    three and more."""
+    best, saved = (1, 1), 0
+    for period in range(1, min(_LONGEST_LOOP, (len(labels) - at) // 2) + 1):
+        unit, times = labels[at : at + period], 1
+        while labels[at + times * period : at + (times + 1) * period] == unit:
+            times += 1
+        if (times - 1) * period > saved and (times >= 3 or (times == 2 and period >= 4)):
+            best, saved = (period, times), (times - 1) * period
+    return best
+
+
+def _title(node: NodeView) -> str:
+    if node.kind == "parameter":
+        return _shortened(node.detail, 30)
+    if node.kind == "input":
+        return node.name
+    return _shortened(node.op, 34)
+
+
+def _subtitle(node: NodeView) -> str:
+    if node.kind in ("parameter", "input"):
+        return str(node.type or "")
+    return "" if node.kind == "output" else _shortened(node.detail if node.kind == "call" else "module", 36)
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[-(width // 2) :]}"
+
+
+def boxes_by_key(pictures: Mapping[str, Picture]) -> dict[str, list[tuple[str, str]]]:
+    """(stage, box) by key."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for stage, picture in pictures.items():
+        for box in picture.boxes:
+            for key in box.keys:
+                found.setdefault(key, []).append((stage, box.name))
+    return found

@@ -1,0 +1,75 @@
+"""A graph in the middle of the passes as data, whatever it is a graph of; and what changed since the one before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx
+
+from hexa_fx.inspection.view import GraphView, view_of
+from hexa_fx.observers import PassEvent
+from hexa_fx.passes.base import op_count_difference
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a listener saw.
+
+    Args:
+        name, when, path, mode, note: see `PassEvent`. graph: the graph as it was.
+        difference: operators that went and came since the last graph of the block and mode that was seen.
+    """
+
+    name: str
+    when: str
+    path: str
+    mode: str
+    note: str
+    graph: GraphView
+    difference: str
+
+    @property
+    def title(self) -> str:
+        """``after rewrite, model.layers.0.mlp (eval)``."""
+        mode = f" ({self.mode})" if self.mode else ""
+        return f"{self.when} {self.name}, {self.path or 'the model'}{mode}"
+
+    def __str__(self) -> str:
+        lines = [f"# {self.title}: {sum(self.graph.counts.values())} operators"]
+        lines += [f"# changed: {self.difference}"] if self.difference else []
+        lines += [f"# says: {self.note}"] if self.note else []
+        return "\n".join([*lines, self.graph.readable()])
+
+
+@dataclass
+class Memory:
+    """Turns events into `Seen`, remembering the operators of every block's last graph."""
+
+    _counts: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
+
+    def see(self, event: PassEvent) -> Seen:
+        """The graph of an event, at once: passes change it later."""
+        view = graph_view(event.graph)
+        key = (event.path, event.mode)
+        before = self._counts.get(key)
+        self._counts[key] = view.counts
+        difference = "" if before is None else op_count_difference(before, view.counts)
+        return Seen(event.name, event.when, event.path, event.mode, event.note, view, difference)
+
+
+def graph_view(graph: torch.fx.Graph) -> GraphView:
+    """A recorded graph with its values and lines, any other with what its nodes say of themselves."""
+    values: dict[torch.fx.Node, Any] = {}
+    for node in graph.nodes:
+        record = node.meta.get("hexa")
+        if hasattr(record, "storage"):
+            values[node] = record.value
+        elif "val" in node.meta:
+            values[node] = node.meta["val"]
+    return view_of(graph, values, graph.python_code("self").src, _where)
+
+
+def _where(node: torch.fx.Node) -> Any:
+    record = node.meta.get("hexa")
+    return getattr(record, "location", None) or node.meta.get("location")

@@ -1,0 +1,277 @@
+"""The snapshots of one block, one a pass: from the recorded run to what a device runs."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
+from hexa_fx.inspection.roles import MOE_FFN, mark_captured, mark_operators, mark_rewritten
+from hexa_fx.inspection.values import like_meta, values_on_meta
+from hexa_fx.inspection.view import GraphView, view_of
+from hexa_fx.ir import FfnSpec, RewrittenBlock, SourceLocation
+from hexa_fx.ops.program import OPERANDS, FfnRequest
+from hexa_fx.passes.base import op_count_difference
+from hexa_fx.passes.detect import MoEMatch
+from hexa_fx.passes.fuse import FuseActivation
+from hexa_fx.passes.lower import lower_backward, lower_forward
+from hexa_fx.passes.tile import TileRows
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A block's graph after one pass.
+
+    Args:
+        name: the pass, e.g. ``rewrite``; with ``_backward`` for the backward graph.
+        title: what one sees.
+        graph: as plain data.
+        difference: operators that went and came since the stage before, e.g. ``hexa.esmm -1, hexa.esmm_act +1``.
+        nodes_before: number of operator nodes of the stage before; None for a first one.
+    """
+
+    name: str
+    title: str
+    graph: GraphView
+    difference: str = ""
+    nodes_before: int | None = None
+
+    def __str__(self) -> str:
+        count = sum(self.graph.counts.values())
+        head = f"# {self.name}: {self.title}; {count} operators"
+        if self.nodes_before is not None:
+            head += f", before {self.nodes_before}" + (f" ({self.difference})" if self.difference else " (no change)")
+        return f"{head}\n{self.graph.readable()}"
+
+
+@dataclass(frozen=True)
+class FfnCase:
+    """A call of `hexa::moe_ffn` as the example makes it.
+
+    Args:
+        spec: the expert.
+        operands: tensors without data, by operand name; absent ones are left out.
+    """
+
+    spec: FfnSpec
+    operands: Mapping[str, torch.Tensor]
+
+    @property
+    def request(self) -> FfnRequest:
+        """For training with a gradient of every operand."""
+        given = frozenset(name for name in OPERANDS if name in self.operands)
+        return FfnRequest(self.spec, given, given, True)
+
+    def resized(self, tokens: int | None = None, dtype: torch.dtype | None = None) -> FfnCase:
+        """The same call with another number of tokens, or in another floating dtype."""
+        return replace(self, operands={n: _resized(n, t, tokens, dtype) for n, t in self.operands.items()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors without data do not pickle under every torch."""
+        facts = {n: (tuple(t.shape), t.stride(), t.dtype) for n, t in self.operands.items()}
+        return {"spec": self.spec, "facts": facts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        operands = {
+            name: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            for name, (shape, stride, dtype) in state["facts"].items()
+        }
+        self.__dict__.update(spec=state["spec"], operands=operands)
+
+
+def _resized(name: str, value: torch.Tensor, tokens: int | None, dtype: torch.dtype | None) -> torch.Tensor:
+    kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    if tokens is not None and name in ("x", "top_k_index", "top_k_weights"):
+        return torch.empty((tokens, *value.shape[1:]), dtype=kind, device="meta")
+    return torch.empty_strided(value.shape, value.stride(), dtype=kind, device="meta")
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """All stages of a block, and the call of `hexa::moe_ffn` in it if there is one."""
+
+    stages: tuple[Stage, ...]
+    case: FfnCase | None
+
+
+def snapshots(match: MoEMatch, rewritten: RewrittenBlock) -> Snapshots:
+    """The stages of a rewritten block."""
+    captured = match.captured
+    marks = mark_captured(match, rewritten)
+    recorded = _captured_view(captured, captured.graph)
+    stages = []
+    if captured.as_recorded is not None:
+        stages.append(
+            Stage("capture", "your code, as it ran on the example", _captured_view(captured, captured.as_recorded))
+        )
+        stages.append(_next("canonicalize", "fused ways of writing, taken apart", recorded, stages[-1]))
+    else:
+        stages.append(Stage("capture", "your code, as it ran on the example", recorded))
+    stages[-1] = replace(stages[-1], graph=recorded.marked(lambda n: marks.get(n.name, ("other", ()))))
+    values = _rewritten_values(captured, rewritten)
+    new = mark_rewritten(match, rewritten, marks)
+    graph = view_of(
+        rewritten.graph, values, _code(rewritten.graph), lambda n: _with_code(n.meta.get("location")), _is_view
+    )
+    graph = graph.marked(lambda n: new.get(n.name, ("other", ())))
+    stages.append(_next("rewrite", "the block's new forward", graph, stages[-1]))
+    case = _case(rewritten, values)
+    return Snapshots((*stages, *(lowered_stages(case) if case else ())), case)
+
+
+def lowered_stages(case: FfnCase) -> tuple[Stage, ...]:
+    """The operators' graphs: lowered, fused as CUDA runs them, and tiled as a CPU does; forward, then backward."""
+    known: dict[str, Any] = dict(case.operands)
+    found: list[Stage] = []
+    for suffix, lower in (("", lower_forward), ("_backward", lower_backward)):
+        way = "backward" if suffix else "forward"
+        gm = lower(case.request)
+        fused, tiled = copy.deepcopy(gm), copy.deepcopy(gm)
+        lowered = _operators(gm, known)
+        stages = [Stage(f"lower{suffix}", f"{way} in the expert-specific operators", lowered)]
+        FuseActivation(gradients=True)(fused)
+        view = _operators(fused, known, lowered)
+        stages.append(_next(f"fuse_activation{suffix}", f"{way} as CUDA runs it", view, stages[0]))
+        stages.append(_next(f"tile_rows{suffix}", f"{way} as a CPU runs it, for one tile", _tiled(tiled), stages[0]))
+        found += stages
+    return tuple(found)
+
+
+def _next(name: str, title: str, graph: GraphView, before: Stage) -> Stage:
+    counts = before.graph.counts
+    return Stage(name, title, graph, op_count_difference(counts, graph.counts), sum(counts.values()))
+
+
+def _captured_view(captured: CapturedBlock, graph: torch.fx.Graph) -> GraphView:
+    values = {node: record_of(node).value for node in graph.nodes if node.op != "output"}
+    return view_of(graph, values, _code(graph), lambda n: _with_code(record_of(n).location), _is_view)
+
+
+def _code(graph: torch.fx.Graph) -> str:
+    return graph.python_code("self").src
+
+
+def _with_code(location: SourceLocation | None) -> SourceLocation | None:
+    if location is None or location.code:
+        return location
+    return replace(location, code=linecache.getline(location.file, location.line).strip())
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    record = _record(node)
+    if record is None or record.writes or not isinstance(record.value, torch.Tensor):
+        return False
+    return any(found is not None and found.storage == record.storage for found in map(_record, node.all_input_nodes))
+
+
+def _record(node: torch.fx.Node) -> NodeRecord | None:
+    found = node.meta.get("hexa")
+    return found if isinstance(found, NodeRecord) else None
+
+
+# -- the rewritten graph -----------------------------------------------------------------------------------------------
+
+
+def _rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict[torch.fx.Node, Any]:
+    recorded = {node.name: record_of(node).value for node in captured.graph.nodes if node.op != "output"}
+    inputs = {name.lstrip("*"): value for name, value in captured.arguments}
+    results = {call.path: call.output for call in captured.calls}
+    packed = {weight.name: weight for weight in rewritten.packed}
+    known: dict[torch.fx.Node, Any] = {}
+    otherwise: dict[torch.fx.Node, Any] = {}
+    for node in rewritten.graph.nodes:
+        target = str(node.target)
+        if node.op == "placeholder":
+            value = inputs.get(target)
+            known[node] = record_of(value).value if isinstance(value, torch.fx.Node) else value
+        elif node.op == "get_attr":
+            known[node] = captured.tensor_of(target)
+        elif node.op == "call_module" and target in packed:
+            known[node] = _packed_value(captured, packed[target].parts)
+        elif node.op == "call_module" and target in results:
+            known[node] = torch.fx.map_arg(results[target], lambda n: record_of(n).value)
+        elif node.meta.get("from") in recorded:
+            otherwise[node] = like_meta(recorded[node.meta["from"]])
+    known = {node: like_meta(value) for node, value in known.items()}
+    root = nn.Module()
+    for name in packed:
+        root.add_module(name, nn.Identity())
+    return values_on_meta(_shell(rewritten.graph), known, otherwise)
+
+
+def _packed_value(captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> torch.Tensor:
+    firsts = [like_meta(captured.tensor_of(part[0])).contiguous() for part in parts]
+    whole = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
+    return torch.empty((len(parts[0]), *whole.shape), dtype=whole.dtype, device="meta")
+
+
+def _shell(graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module for a graph whose parameters and modules are not needed."""
+    root: dict[str, Any] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            root[str(node.target)] = torch.empty(0, device="meta")
+        elif node.op == "call_module":
+            root.setdefault(str(node.target), nn.Identity())
+    return torch.fx.GraphModule(root, graph)  # type: ignore[arg-type]
+
+
+def _case(rewritten: RewrittenBlock, values: Mapping[torch.fx.Node, Any]) -> FfnCase | None:
+    node = next((n for n in rewritten.graph.nodes if isinstance(n.meta.get("hexa"), FfnSpec)), None)
+    if node is None:
+        return None
+    given = {name: values.get(arg) for name, arg in zip(MOE_FFN, node.args) if isinstance(arg, torch.fx.Node)}
+    if not all(isinstance(value, torch.Tensor) for value in given.values()):
+        return None
+    return FfnCase(node.meta["hexa"], given)  # type: ignore[arg-type]
+
+
+# -- the operators' graphs ---------------------------------------------------------------------------------------------
+
+
+def _operators(gm: torch.fx.GraphModule, known: dict[str, Any], before: GraphView | None = None) -> GraphView:
+    """A graph of operators with types. What a forward graph gives is known to the backward graph by its name."""
+    values = operator_values(gm, known)
+    view = view_of(gm.graph, values, _code(gm.graph))
+    joined = _replaced(before, view) if before is not None else {}
+    return view.marked(lambda node: mark_operators(node, joined))
+
+
+def operator_values(gm: torch.fx.GraphModule, known: dict[str, Any]) -> dict[torch.fx.Node, Any]:
+    """Values of a graph of operators for what is ``known`` by name; adds to it what the graph gives."""
+    import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
+
+    inputs = {n: known[str(n.target)] for n in gm.graph.find_nodes(op="placeholder") if str(n.target) in known}
+    values = values_on_meta(gm, inputs)
+    for node, value in values.items():
+        known.setdefault(node.name, value)
+    known.setdefault("dy", known.get("y"))
+    return values
+
+
+def _replaced(before: GraphView, after: GraphView) -> dict[str, tuple[str, ...]]:
+    """For nodes that a fusion made: the nodes that it took away, where their names say so."""
+    old, new = {n.name for n in before.nodes}, {n.name for n in after.nodes}
+    gone = tuple(n.name for n in before.nodes if n.name not in new)
+    found: dict[str, tuple[str, ...]] = {}
+    for node in after.nodes:
+        if node.op == "hexa.esmm_act":
+            found[node.name] = tuple(n for n in ("gate", "up", "h", "a") if n in old)
+        elif node.op == "hexa.esmm_act_backward":
+            found[node.name] = tuple(n for n in ("da", "activate_backward") if n in gone or n == node.name)
+    return found
+
+
+def _tiled(gm: torch.fx.GraphModule) -> GraphView:
+    """What runs for every tile on a CPU."""
+    FuseActivation()(gm)
+    TileRows()(gm)
+    body = getattr(gm, "body", gm)
+    return view_of(body.graph, {}, _code(body.graph)).marked(lambda node: mark_operators(node, {}))

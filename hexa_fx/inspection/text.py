@@ -1,0 +1,99 @@
+"""A report in lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hexa_fx.inspection.costs import Costs
+
+if TYPE_CHECKING:
+    from hexa_fx.report import BlockReport
+
+
+def lines_of(blocks: Sequence[BlockReport]) -> Iterator[str]:
+    """Rewritten blocks with what is known of them, identical ones gathered; then what was left as it is, and why."""
+    for first, alike in _gathered(b for b in blocks if b.status == "rewritten"):
+        yield f"  {first.path or '(model)'}: {headline(first)}"
+        yield from (f"      {line}" for line in details(first))
+        if alike:
+            yield f"      the same in {len(alike)} more: {_span(alike)}"
+    yield from (f"  {line}" for line in refusal_lines(blocks))
+
+
+def headline(block: BlockReport) -> str:
+    """What was found, in one line."""
+    sizes = f"E={block.num_experts} k={block.top_k} D={block.hidden_size} I={block.intermediate_size}"
+    checked = f"checked: {error_text(block)}" if error_text(block) else "not checked"
+    return f"{block.idiom}, {sizes}, {block.expert}, {block.weights} weights, {checked}"
+
+
+def details(block: BlockReport) -> Iterator[str]:
+    """What it became, what it costs, and its kernels."""
+    if block.rewritten_to:
+        written = f"{block.code.code} at {block.code.file}:{block.code.line}" if block.code else "the block"
+        yield f"{written} now runs as {block.rewritten_to}"
+    if block.costs is not None:
+        yield f"{cost_text(block.costs)}"
+    for kernel in dict.fromkeys(block.kernels):
+        built = {True: "built", False: "not built yet", None: "no compiler found"}[kernel.cached]
+        yield f"kernel {kernel.name}, {built}" if kernel.spec else f"{kernel.name}: {kernel.fallback}"
+
+
+def cost_text(costs: Costs) -> str:
+    """``32 tokens, before -> after: 3.1 -> 3.1 MFLOP, ...``."""
+    before, after = costs.before, costs.after
+    parts = [
+        f"{amount(before.flops, 'FLOP')} -> {amount(after.flops, 'FLOP')}",
+        f"{amount(before.moved, 'B')} -> {amount(after.moved, 'B')} moved",
+    ]
+    if before.saved is not None and after.saved is not None:
+        parts.append(f"{amount(before.saved, 'B')} -> {amount(after.saved, 'B')} kept for backward")
+    return f"forward of {costs.tokens} tokens, before -> after: {', '.join(parts)}"
+
+
+def amount(number: float, unit: str) -> str:
+    """``3.1 MB``."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 1000:
+            digits = 0 if number >= 100 or not prefix else 1
+            return f"{number:.{digits}f} {prefix}{unit}"
+        number /= 1000
+    return f"{number:.0f} P{unit}"
+
+
+def error_text(block: BlockReport) -> str:
+    """Largest relative difference from the original, forward and gradients."""
+    if block.same_as:
+        return f"as {block.same_as}"
+    return f"{block.check.forward_error:.1e} / {block.check.gradient_error:.1e}" if block.check else ""
+
+
+def refusal_lines(blocks: Iterable[BlockReport]) -> Iterator[str]:
+    """Why blocks, or one of their modes, run the original code; equal sentences once."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for block in blocks:
+        where = f" ({block.location})" if block.location else ""
+        outcomes = block.modes.items() if block.status == "rewritten" else [("", block.reason)]
+        for mode, outcome in outcomes:
+            if outcome != "rewritten":
+                said.setdefault((mode, f"{outcome}{where}"), []).append(block.path or "(model)")
+    for (mode, sentence), paths in said.items():
+        does = f"runs the original code in {mode} mode" if mode else "left as it is"
+        more = f"; the same for {len(paths) - 1} more: {_span(paths[1:])}" if len(paths) > 1 else ""
+        yield f"{paths[0]}: {does}: {sentence}{more}"
+
+
+def _span(blocks: Sequence[BlockReport] | Sequence[str]) -> str:
+    paths = [b if isinstance(b, str) else b.path for b in blocks]
+    return ", ".join(paths) if len(paths) <= 3 else f"{paths[0]}, {paths[1]}, ... {paths[-1]}"
+
+
+def _gathered(blocks: Iterable[BlockReport]) -> Iterator[tuple[BlockReport, list[BlockReport]]]:
+    groups: dict[str, tuple[BlockReport, list[BlockReport]]] = {}
+    for block in blocks:
+        if block.same_as in groups:
+            groups[block.same_as][1].append(block)
+        else:
+            groups[block.path] = (block, [])
+    yield from groups.values()

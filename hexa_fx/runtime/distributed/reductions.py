@@ -1,0 +1,125 @@
+"""Gradients of gathered weights on their way to their owners, while backward goes on with the layers before.
+
+The reduce-scatter of one layer runs on a communicator of its own beside the attention of that layer and the experts of the
+one before. Its result reaches the parameters when the next layer's begins, at the latest when backward ends, so that one
+reduction is under way at a time and memory does not grow with the number of layers.
+
+Autograd would wait where the gradient is returned. So the gradient is not returned but added to ``parameter.grad`` here, as
+FSDP does. That is only the same where autograd would have done nothing but add: `destinations` and `can_defer` say when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.runtime import packing
+from hexa_fx.runtime.distributed.collectives import wait
+from hexa_fx.runtime.distributed.groups import Groups, guarded
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    layer: str
+    own: Tensor
+    deliver: Callable[[Tensor], None]
+
+
+class GradientReductions:
+    """The reduction under way, if any. Everything here is in the order of the layers, so equal on all ranks."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.deferred = 0
+        self._pending: list[_Reduction] = []
+        self._called_back = -1
+
+    def start(self, rows: Tensor, shards: Sequence[int]) -> Tensor:
+        """(I, row) partial sums -> this rank's rows of the sum, pending."""
+        own: Tensor = torch.ops.hexa.reduce_scatter_v(rows, list(shards), self.groups.reduce_name)
+        return own
+
+    def defer(self, layer: str, own: Tensor, deliver: Callable[[Tensor], None]) -> None:
+        """Delivers a pending sum later, at the latest when the backward that runs now ends."""
+        self._pending.append(_Reduction(layer, own, deliver))
+        self.deferred += 1
+        task = torch._C._current_graph_task_id()
+        if task != self._called_back:
+            self._called_back = task
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def finish(self) -> None:
+        """Waits for what is under way and gives it to the parameters."""
+        pending, self._pending = self._pending, []
+        for reduction in pending:
+            with guarded(f"the gradient reduction of {reduction.layer!r}", self.groups), torch.no_grad():
+                reduction.deliver(wait(reduction.own))
+
+    def forget(self) -> None:
+        """Drops what an interrupted backward left behind."""
+        self._pending.clear()
+
+
+# --- where a gradient goes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where autograd would add the gradient of a weight: the weight itself, or the parameters that lie in it side by side."""
+
+    parameters: tuple[Tensor, ...]
+    split: Callable[[Tensor], Sequence[Tensor]] = lambda grad: (grad,)
+
+    def add(self, grad: Tensor) -> None:
+        for parameter, part in zip(self.parameters, self.split(grad)):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = part
+            else:
+                parameter.grad += part
+
+
+def destinations(weights: Sequence[Tensor | None]) -> tuple[Destination | None, ...]:
+    """One a weight; None where there is no weight, or where autograd would do more than add."""
+    return tuple(None if w is None else _destination(w) for w in weights)
+
+
+def _destination(weight: Tensor) -> Destination | None:
+    node: Any = weight.grad_fn
+    if node is None:
+        return Destination((weight,))
+    if not isinstance(node, _READ_PACKED) or node.index is not None:
+        return None
+    return Destination(tuple(node.parameters), node.shelf.views)
+
+
+_READ_PACKED: type[Any] = getattr(packing._ReadPacked, "_backward_cls")  # noqa: B009
+
+
+def can_defer(node: Any, targets: Sequence[Destination | None]) -> bool:
+    """Whether a backward may add to the parameters itself: no hook waits for the gradients, nobody asked for them as values.
+
+    Args:
+        node: the autograd node in its backward; its first inputs are the weights of ``targets``.
+    """
+    for (source, _), need, target in zip(node.next_functions, node.needs_input_grad, targets):
+        if need and (target is None or any(map(_has_hooks, target.parameters)) or not _will_run(source)):
+            return False
+    return True
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _will_run(source: Any) -> bool:
+    leaves = [node for node, _ in source.next_functions if node is not None] or [source]
+    try:
+        return all(torch._C._will_engine_execute_node(leaf) for leaf in leaves)
+    except RuntimeError:  # torch.autograd.grad was asked for the gradient of a parameter
+        return False

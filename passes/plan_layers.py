@@ -1,0 +1,188 @@
+"""How MoE layers are spread over ranks, from numbers alone: shares, shard sizes and mode of every layer in, `Plan` out.
+
+Paper, section 3.4 (Eq. 1 and 2) for the shares; the mode is the cheaper one by `hexa_fx.passes.cost_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hexa_fx.allocation import allocate, even
+from hexa_fx.errors import PlanError
+from hexa_fx.passes.cost_model import Measured, layer_cost
+from hexa_fx.plan import ExpertShape, LayerCost, LayerPlan, Mode, Plan, Reduce
+
+Strategy = Literal["auto", "data", "model"] | Mapping[str, Literal["auto", "data", "model"]]
+
+_MODES: dict[str, Mode] = {"data": "data_centric", "model": "model_centric"}
+
+
+@dataclass(frozen=True)
+class PartitionConfig:
+    """What a user may say about a partition.
+
+    Args:
+        batch: samples of the global batch, split by Eq. 1. Default: the number of ranks.
+        tokens: tokens of the global batch in one forward, for the cost model. Default: taken as ``batch``.
+        static_tokens: fix T_i in the graph (``tokens`` split as ``batch`` is). Token counts are then not exchanged at
+            run time.
+        reduce: how model-centric outputs are summed; ``all_reduce`` is the paper's formulation.
+        slots: slots of the shared cache, 1 or 2; 0: none are shared, every layer keeps its gathered weights for backward.
+        prefetch: gather the next layer's weights ahead of their use.
+        tile: h_i are multiples of it, where the intermediate size allows.
+        memory_caps: most bytes of expert state each rank may hold, or None. Relative to ``bytes_per_element``.
+        bytes_per_element: of an expert parameter with its gradient and optimizer state.
+        data_parallel: what averages the gradients of the other parameters: ``sum`` (nobody divides), ``mean`` (DDP,
+            FSDP2).
+        dtype_bytes, reduce_bytes: of what is gathered, and of reduced weight gradients.
+        attention_seconds: forward time of what runs between two MoE layers on a rank's tokens, for ``auto``. Default:
+            measured, if the model can be run (`partition_model`'s ``example``), else 0: then nothing hides a gather.
+        measure: measure bandwidth and experts for ``auto``; otherwise it compares bytes.
+    """
+
+    batch: int | None = None
+    tokens: int | None = None
+    static_tokens: bool = False
+    reduce: Reduce = "reduce_scatter"
+    slots: int = 2
+    prefetch: bool = True
+    tile: int = 64
+    memory_caps: tuple[int, ...] | None = None
+    bytes_per_element: int = 16
+    data_parallel: Literal["sum", "mean"] = "sum"
+    dtype_bytes: int | None = None
+    reduce_bytes: int | None = None
+    attention_seconds: float | None = None
+    measure: bool = True
+
+
+# --- pure planning ---------------------------------------------------------------------------------------------------
+
+
+def plan_layers(
+    shapes: Mapping[str, ExpertShape],
+    capacities: Sequence[float],
+    strategy: Strategy = "auto",
+    config: PartitionConfig | None = None,
+    measured: Measured | Mapping[str, Measured] | None = None,
+) -> Plan:
+    """Shares and modes from numbers alone.
+
+    Args:
+        shapes: sizes of every MoE layer by path, in execution order.
+        capacities: t_i, seconds of the same task on rank i.
+        strategy: one for all layers, or by path of a layer or of a module that holds it (else ``auto``).
+        measured: bandwidth and times, for all layers or by path; without them ``auto`` compares bytes.
+
+    Raises:
+        PlanError: no split fits the caps, or the strategy names an unknown layer or mode.
+    """
+    config = config or PartitionConfig()
+    world = len(capacities)
+    batch = allocate(capacities, config.batch if config.batch is not None else world)
+    tokens = _static_tokens(config, batch) if config.static_tokens else None
+    wanted = wanted_modes(strategy, shapes)
+    layers = tuple(
+        _plan_layer(
+            path,
+            shape,
+            wanted[path],
+            capacities,
+            config,
+            measured.get(path) if isinstance(measured, Mapping) else measured,
+        )
+        for path, shape in shapes.items()
+    )
+    return Plan(
+        world=world,
+        layers=layers,
+        batch=batch,
+        tokens=tokens,
+        slots=config.slots,
+        prefetch=config.prefetch,
+        grad_scale=1.0 / world if config.data_parallel == "mean" else 1.0,
+        capacities=tuple(float(t) for t in capacities),
+    )
+
+
+def wanted_modes(strategy: Strategy, shapes: Mapping[str, ExpertShape]) -> dict[str, str]:
+    given = {"": strategy} if isinstance(strategy, str) else dict(strategy)
+    for path, kind in given.items():
+        if kind not in ("auto", "data", "model"):
+            raise PlanError(f"strategy {kind!r} of {path!r} is none of 'auto', 'data', 'model'")
+    unknown = [key for key in given if shapes and not any(_is_in(path, key) for path in shapes)]
+    if unknown:
+        raise PlanError(f"strategy names layers {sorted(unknown)}; the model's MoE layers are {list(shapes)}")
+    return {path: _closest(path, given) for path in shapes}
+
+
+def _is_in(path: str, key: str) -> bool:
+    """Whether a layer is the module ``key`` or lies in it."""
+    return not key or path == key or path.startswith(f"{key}.")
+
+
+def _closest(path: str, given: Mapping[str, str]) -> str:
+    found = [key for key in given if _is_in(path, key)]
+    return given[max(found, key=len)] if found else "auto"
+
+
+def _plan_layer(
+    path: str,
+    shape: ExpertShape,
+    kind: str,
+    capacities: Sequence[float],
+    config: PartitionConfig,
+    measured: Measured | None,
+) -> LayerPlan:
+    mode, cost = _choose(shape, kind, len(capacities), config, measured)
+    caps = _channel_caps(shape, config, len(capacities))
+    tile = min(config.tile, max(1, shape.intermediate_size // len(capacities)))
+    if mode == "model_centric":
+        shards = allocate(capacities, shape.intermediate_size, tile=tile, caps=caps)
+    else:  # every rank computes with all weights, so what it stores need not follow its speed
+        shards = even(shape.intermediate_size, len(capacities), caps=caps)
+    owner = max(range(len(shards)), key=lambda rank: (shards[rank], -rank))
+    return LayerPlan(path, mode, shape, shards, config.reduce, owner, cost)
+
+
+def _choose(
+    shape: ExpertShape, kind: str, world: int, config: PartitionConfig, measured: Measured | None
+) -> tuple[Mode, LayerCost | None]:
+    if kind != "auto":
+        return _MODES[kind], None
+    tokens = config.tokens if config.tokens is not None else (config.batch or world)
+    dtype_bytes = config.dtype_bytes or 2
+    return layer_cost(
+        shape,
+        tokens,
+        world,
+        dtype_bytes=dtype_bytes,
+        reduce_bytes=config.reduce_bytes or dtype_bytes,
+        slots=config.slots,
+        reduce=config.reduce,
+        measured=measured,
+    )
+
+
+def _channel_caps(shape: ExpertShape, config: PartitionConfig, world: int) -> list[int] | None:
+    """Most channels of this layer that each rank may hold; layers share a rank's bytes in proportion to their size."""
+    if config.memory_caps is None:
+        return None
+    if len(config.memory_caps) != world:
+        raise PlanError(f"{len(config.memory_caps)} memory_caps for {world} ranks")
+    channel = shape.weight_numel // shape.intermediate_size * config.bytes_per_element
+    return [cap // channel for cap in config.memory_caps]
+
+
+def _static_tokens(config: PartitionConfig, batch: tuple[int, ...]) -> tuple[int, ...]:
+    total = sum(batch)
+    if config.tokens is None or total == 0 or config.tokens % total:
+        raise PlanError(
+            f"static_tokens needs tokens as a multiple of the global batch, got tokens={config.tokens}, batch={total}"
+        )
+    return tuple(size * (config.tokens // total) for size in batch)
+
+
+# --- on a model ------------------------------------------------------------------------------------------------------

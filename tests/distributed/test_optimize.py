@@ -1,0 +1,240 @@
+"""`hexa_fx.optimize_` with a mesh on unmodified transformers models: every strategy, every kind of capacities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run
+from models import cut, largest
+from test_transformers import build, loss_of
+from torch import nn
+
+import hexa_fx
+from hexa_fx.errors import PlanError
+from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.runtime.distributed.data import split_batch
+from hexa_fx.runtime.distributed.gradients import sync_gradients, weighted_loss
+
+pytest.importorskip("transformers")
+
+
+def mesh_of(world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (world,))
+
+
+def compared(model, whole, data, rank, loss):
+    """Largest difference of loss and gradients to one process; the plan; the report."""
+    session = model.partition
+    mine = split_batch(data, session.plan, rank)
+    part = weighted_loss(session, loss(model, mine), len(mine))
+    part.backward()
+    sync_gradients(model, session)
+    reference = loss(whole, data)
+    reference.backward()
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    names, shards = dict(whole.named_parameters()), type("Installed", (), {"shards": session.shards})
+    pairs = [(total, reference.detach())]
+    for name, p in model.named_parameters():
+        grad = names[name].grad
+        pairs.append(
+            (
+                torch.zeros_like(p) if p.grad is None else p.grad,
+                cut(shards, name, torch.zeros_like(names[name]) if grad is None else grad),
+            )
+        )
+    plan, report = session.plan, str(model.report)
+    session.close()
+    return largest(pairs), plan, report, model.report.to_json()
+
+
+def one_step(rank, world, name, strategy, capacities):
+    model, whole = build(name), build(name)
+    ids = torch.randint(0, 40, (5, 6), generator=torch.Generator().manual_seed(1))
+    config = PartitionConfig(tile=4)
+    same = hexa_fx.optimize_(
+        model, {"input_ids": ids}, mesh=mesh_of(world), strategy=strategy, capacities=capacities, partition=config
+    )
+    assert same is model
+    return compared(model, whole, ids, rank, loss_of)
+
+
+MIXED = {"model.layers.0.mlp": "data", "model.layers.1.mlp": "model"}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "capacities"),
+    [
+        ("mixtral", "auto", (1.0, 2.0)),
+        ("qwen3", MIXED, "measure"),
+        ("mixtral", "data", None),
+        ("qwen3", "model", (3.0, 1.0)),
+    ],
+)
+def test_one_step_equals_one_process(name, strategy, capacities):
+    for worst, plan, report, text in run(2, one_step, name, strategy, capacities):
+        assert worst < 1e-10
+        assert sum(plan.batch) == 5  # the example's first dimension
+        assert [layer.shape.top_k for layer in plan.layers] == [2, 2]
+        assert plan.fingerprint in report
+        assert plan.fingerprint not in text  # JSON holds the plan itself
+        assert '"shards"' in text
+        if strategy == "auto":
+            assert all(layer.cost.seconds_data_centric > 0 for layer in plan.layers)
+            assert "GB/s" in report
+            assert "for 30 tokens" in report
+        if strategy is MIXED:
+            assert [layer.mode for layer in plan.layers] == ["data_centric", "model_centric"]
+            assert min(plan.capacities) > 0
+        if capacities == (3.0, 1.0):
+            assert plan.layers[0].shards == (4, 20)
+            assert plan.batch == (1, 4)
+
+
+def wrong_requests(rank, world):
+    ids = torch.randint(0, 40, (4, 6))
+    for strategy in ({"model.layers.7.mlp": "data"}, "expert"):
+        with pytest.raises(PlanError, match=r"model.layers.7.mlp|none of 'auto'"):
+            hexa_fx.optimize_(
+                build("mixtral"), {"input_ids": ids}, mesh=mesh_of(world), strategy=strategy, capacities=None
+            )
+    return True
+
+
+def test_wrong_requests():
+    assert all(run(2, wrong_requests))
+
+
+def test_profile_devices_is_at_the_top():
+    from hexa_fx.runtime.distributed.profile import profile_devices
+
+    assert hexa_fx.profile_devices is profile_devices
+
+
+# --- experts that are stored otherwise -------------------------------------------------------------------------------
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 4, bias=False)
+
+    def route(self, x):
+        return torch.topk(torch.softmax(self.gate(x), -1), 2, -1)
+
+
+class Expert(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(16, 24, bias), nn.Linear(16, 24, bias), nn.Linear(24, 16, bias)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Listed(Router):
+    """One module an expert, as most code on the hub has it."""
+
+    def __init__(self, bias=False):
+        super().__init__()
+        self.experts = nn.ModuleList([Expert(bias) for _ in range(4)])
+
+    def forward(self, x):
+        weights, index = self.route(x)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(index == e)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+class Stored(Router):
+    """Up before gate in one weight: as halves, or alternating; the gate is read through a slice."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.first = nn.Parameter(torch.randn(4, 16, 48) * 0.2)
+        self.bias = nn.Parameter(torch.randn(4, 48) * 0.2)
+        self.down = nn.Parameter(torch.randn(4, 24, 16) * 0.2)
+
+    def forward(self, x):
+        weights, index = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            token, slot = torch.where(index == e)
+            h = x[token] @ self.first[e] + self.bias[e]
+            up, gate = h.chunk(2, -1) if self.how == "halves" else (h[..., ::2], h[..., 1::2])
+            out.index_add_(0, token, ((nn.functional.silu(gate) * up) @ self.down[e]) * weights[token, slot, None])
+        return out
+
+
+class Flat(Router):
+    """All experts below each other in one matrix, as megablocks stores them."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2 = (nn.Parameter(torch.randn(4 * 24, 16) * 0.2) for _ in range(2))
+
+    def forward(self, x):
+        weights, index = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(4):
+            token, slot = torch.where(index == e)
+            h = nn.functional.gelu(x[token] @ self.w1.view(4, 24, 16)[e].t())
+            out.index_add_(0, token, (h @ self.w2.view(4, 24, 16)[e]) * weights[token, slot, None])
+        return out
+
+
+KINDS = {
+    "listed": lambda: Listed(),
+    "listed-bias": lambda: Listed(True),
+    "halves": lambda: Stored("halves"),
+    "alternating": lambda: Stored("alternating"),
+    "flat": lambda: Flat(),
+}
+
+
+class Two(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([KINDS[kind]() for _ in range(2)])
+        self.double()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(torch.tanh(self.mix(x)))
+        return x
+
+
+def square_loss(model, x):
+    return (model(x) ** 2).sum(-1).mean()
+
+
+def stored(rank, world, kind, strategy, capacities):
+    model, whole = Two(kind), Two(kind)
+    x = torch.randn(14, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    hexa_fx.optimize_(
+        model, x, mesh=mesh_of(world), strategy=strategy, capacities=capacities, partition=PartitionConfig(tile=4)
+    )
+    return compared(model, whole, x, rank, square_loss)
+
+
+@pytest.mark.parametrize("strategy", ["data", "model"])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_experts_stored_in_other_ways(kind, strategy):
+    for worst, plan, _, _ in run(2, stored, kind, strategy, (1.0, 3.0)):
+        assert worst < 1e-10
+        assert plan.layers[0].shards == ((12, 12) if strategy == "data" else (20, 4))
+
+
+@pytest.mark.parametrize("kind", ["listed-bias", "halves", "flat"])
+def test_other_storage_with_an_empty_shard(kind):
+    for worst, plan, _, _ in run(2, stored, kind, "model", (1.0, 1e9)):
+        assert worst < 1e-10
+        assert plan.layers[0].shards == (24, 0)
