@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 import hexa_fx
 from tests.zoo import families, family_table
