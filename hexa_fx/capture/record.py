@@ -48,9 +48,9 @@ class CapturedBlock:
         arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
         output: the result, with nodes for tensors.
         stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
-        as_recorded: the graph before it was put in canonical form, if that changed it; for reading.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
         stirred: values in the run of parameters that are all of one number, by name.
+        as_recorded: the graph before it was put in canonical form, if that changed it; for reading.
     """
 
     block: nn.Module
@@ -61,9 +61,9 @@ class CapturedBlock:
     arguments: tuple[tuple[str, Any], ...]
     output: Any
     stored: tuple[StoredValue, ...] = ()
-    as_recorded: torch.fx.Graph | None = None
     recalled: frozenset[str] = frozenset()
     stirred: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    as_recorded: torch.fx.Graph | None = None
 
     def tensor_of(self, name: str) -> torch.Tensor:
         """The parameter, buffer or constant behind a ``get_attr`` target, with the value that it had in the run."""

@@ -73,9 +73,9 @@ def _timed(run: Callable[[], Any], device: str) -> float:
 
 
 def _called(model: Any, inputs: Any) -> Any:
-    from hexa_fx.api import _call_arguments
+    from hexa_fx.analysis import call_arguments
 
-    args, kwargs = _call_arguments(inputs)
+    args, kwargs = call_arguments(inputs)
     return model(*args, **kwargs)
 
 

@@ -94,14 +94,14 @@ def layer_shapes(target: str) -> dict[str, ExpertShape]:
     Raises:
         InputError: there is no such target. PlanError: none of its blocks is rewritten.
     """
-    from hexa_fx.api import _analyse_model
+    from hexa_fx.analysis import analyse_model
     from hexa_fx.config import HexaConfig
     from hexa_fx.inspection.inspector import Inspector
     from hexa_fx.passes.partition_layers import read_layers
     from hexa_fx.targets import full_size, load_whole
 
     model, inputs = load_whole(target)
-    analyses, _ = _analyse_model(model, inputs, HexaConfig(verify=False), Inspector())
+    analyses = analyse_model(model, inputs, HexaConfig(verify=False), Inspector()).analyses
     whole = full_size(target) or model
     found: dict[str, ExpertShape] = {}
     for analysis in analyses:

@@ -17,6 +17,8 @@ class TileChoice:
         pingpong: each consumer warpgroup has its own tile; else they share one.
         cluster: CTAs that share a weight tile, 1 or 2.
         group_m: tiles along M that take one weight tile together (no part of the kernel's identity).
+        chunks: 16 x 64 chunks of shared memory a warp, through which results leave.
+        lag: steps that the second warpgroup of a shared tile stays behind the first.
     """
 
     bm: int = 128
@@ -25,6 +27,8 @@ class TileChoice:
     pingpong: bool = False
     cluster: int = 1
     group_m: int = 8
+    chunks: int = 2
+    lag: int = 2
 
     @property
     def kernel_schedule(self) -> KernelScheduleType:
@@ -35,18 +39,27 @@ class TileChoice:
 
 
 COOPERATIVE = TileChoice()
-PINGPONG = TileChoice(bn=128, stages=6, pingpong=True)
-PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True)
+PINGPONG = TileChoice(bn=128, stages=6, pingpong=True, chunks=1, lag=0)
+PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True, chunks=1, lag=0)
 
 
 FEW_ROWS = 96
 """Rows an expert up to which 64-row tiles waste least."""
 
 
-_ROW_TILES = tuple(
-    replace(tile, group_m=group) for tile in (COOPERATIVE, PINGPONG, PINGPONG_LOW) for group in (4, 8, 16)
+_COOP = (
+    COOPERATIVE,
+    replace(COOPERATIVE, lag=0),
+    replace(COOPERATIVE, lag=1),
+    replace(COOPERATIVE, lag=3),
+    replace(COOPERATIVE, group_m=16),
+    replace(COOPERATIVE, stages=3, chunks=4),
 )
-_BACKWARD_TILES = tuple(replace(tile, stages=3) for tile in _ROW_TILES if not (tile.pingpong and tile.bm == 128))
+_ROW_TILES = (*_COOP, PINGPONG, replace(PINGPONG, stages=5, chunks=3), PINGPONG_LOW)
+_BACKWARD_TILES = tuple(replace(COOPERATIVE, stages=3, lag=lag) for lag in (0, 1, 2)) + (
+    replace(PINGPONG, stages=4),
+    replace(PINGPONG_LOW, stages=3),
+)
 CANDIDATES = {
     "esmm": _ROW_TILES,
     "esmm_act": _ROW_TILES,

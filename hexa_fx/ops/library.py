@@ -29,6 +29,8 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _KERNELS: dict[tuple[str, str], Kernel] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
+_BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _DENSE = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
@@ -142,6 +144,26 @@ def is_plain_tensor(t: Tensor) -> bool:
         and not torch.is_grad_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
     )
+
+
+def is_eager(tensors: Sequence[Tensor | None]) -> bool:
+    """The same, asked outside torch's dispatcher: a call may go past it without anyone missing it. CPU only.
+
+    Args:
+        tensors: the arguments; the first one is a tensor.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_function_stack()
+        or not _PLAIN.issuperset(map(type, tensors))
+    ):
+        return False
+    first = tensors[0]
+    assert first is not None
+    keys = (torch._C._dispatch_tls_local_include_set() - _BACKEND_SELECT) | torch._C._dispatch_keys(first)
+    if (keys & _BELOW_AUTOGRAD).highestPriorityTypeId() != torch._C.DispatchKey.CPU:
+        return False
+    return torch._C._get_tracing_state() is None and not torch.is_autocast_enabled("cpu")
 
 
 def without_autocast() -> torch._C._ExcludeDispatchKeyGuard:

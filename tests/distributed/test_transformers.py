@@ -41,11 +41,11 @@ def build(name):
 
 
 def optimized(model, ids, **kwargs):
-    from hexa_fx import api
+    from hexa_fx.analysis import analyse_model
     from hexa_fx.config import HexaConfig
     from hexa_fx.inspection.inspector import Inspector
 
-    analyses, _ = api._analyse_model(model, {"input_ids": ids}, HexaConfig(), Inspector())
+    analyses = analyse_model(model, {"input_ids": ids}, HexaConfig(), Inspector()).analyses
     blocks = [analysis.rewritten for analysis in analyses if analysis.rewritten]
     assert len(blocks) == 2
     return apply_partition(model, blocks, **kwargs)

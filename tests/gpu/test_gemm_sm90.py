@@ -130,4 +130,4 @@ def test_queue_returns_to_zero() -> None:
         again = sm90.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
     torch.cuda.synchronize()
     assert torch.equal(first, again)
-    assert not plans._rings[torch.cuda.current_device()][0].any()
+    assert not plans._rings[torch.cuda.current_device()][1].any()

@@ -32,8 +32,8 @@ the code of every family here under `experts_implementation="eager"`, allow neit
 
 Made by `python -m tests.zoo.whole_models --write docs/whole_models.md`: tiny models of the real classes, blocks optimized, then
 captured with `use_cache=False` and called again. *export*: nodes in the exported graph and how many of them are `hexa` operators;
-its logits equal the original's. *compiled step*: forward and backward under `fullgraph=True, backend="aot_eager"` in train mode; its
-loss and gradients equal the original's. The last columns are the unmodified model.
+its logits equal the original's. *compiled step*: forward and backward under `fullgraph=True, backend="aot_eager"` in train mode;
+its loss and gradients equal the original's. The last columns are the unmodified model.
 
 """
 

@@ -35,17 +35,17 @@ struct Copier {
   static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
   Smem<C>& sm;
   const GroupedParams& p;
-  const TmaDescriptor* maps;  // rows, weight, weight of up, P, Q
+  const TmaDescriptor* maps;
   int rank;                   // in the cluster
   Pipe pipe;
 
   // Waits for room, announces the bytes to come. A stage without gathered part needs no relay: arrive in its place.
   template <bool Gathered>
-  CUTE_DEVICE uint64_t* open() {
+  CUTE_DEVICE uint64_t* open(uint32_t a_bytes = kABytes) {
     Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
     uint64_t* bar = &sm.full[pipe.index];
     if constexpr (C::AnyGather && !Gathered) Barrier::arrive(bar);
-    TxBarrier::arrive_and_expect_tx(bar, kBBytes + (Gathered ? 0 : kABytes));
+    TxBarrier::arrive_and_expect_tx(bar, kBBytes + (Gathered ? 0 : a_bytes));
     return bar;
   }
 
@@ -62,7 +62,7 @@ struct Copier {
   CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k) {
     halves(t, [&](int half, bool shared) {
       const bool up_tensor = C::SplitWeight && half == 1;
-      const TmaDescriptor* map = maps + (up_tensor ? 2 : 1);
+      const TmaDescriptor* map = maps + (up_tensor ? kUpMap : kWeightMap);
       const int n = t.n0 * C::WeightColumnScale + (up_tensor ? 0 : half * (C::PairedWeight ? p.N : C::BN / 2));
       uint8_t* dst = sm.b[pipe.index] + half * (C::BN / 2) * 128;
       if constexpr (!C::WeightKN) copy_3d(map, bar, dst, k * C::BK, n, t.expert, shared);
@@ -78,9 +78,13 @@ struct Copier {
   }
 
   CUTE_DEVICE void row_tile(const Tile& t) {
+    const int blocks = ceil_div(t.rows, 64);  // of rows; the others of the tile are neither read nor multiplied
     for (int k = 0; k < t.k_tiles; ++k) {
-      uint64_t* bar = open<C::GatherRows>();
-      if constexpr (!C::GatherRows) SM90_TMA_LOAD_2D::copy(maps, bar, kEvictNormal, sm.a[pipe.index], k * C::BK, t.row0);
+      uint64_t* bar = open<C::GatherRows>(blocks * (C::BK * 128));
+      if constexpr (!C::GatherRows) {
+        for (int i = 0; i < blocks; ++i)
+          SM90_TMA_LOAD_2D::copy(maps + kRowsMap, bar, kEvictNormal, sm.a[pipe.index] + i * (C::BK * 128), k * C::BK, t.row0 + 64 * i);
+      }
       load_weight(bar, t, k);
       pipe.template next<C::Stages>();
     }
@@ -95,15 +99,15 @@ struct Copier {
       if constexpr (!C::GatherWeight) {
         CUTE_UNROLL
         for (int j = 0; j < C::BM / 64; ++j)
-          SM90_TMA_LOAD_2D::copy(maps + 3, bar, kEvictNormal, sm.a[pipe.index] + j * (C::BK * 128), t.m0 + 64 * j, row);
+          SM90_TMA_LOAD_2D::copy(maps + kPMap, bar, kEvictNormal, sm.a[pipe.index] + j * (C::BK * 128), t.m0 + 64 * j, row);
       }
       halves(t, [&](int half, bool shared) {
         CUTE_UNROLL
         for (int i = 0; i < C::BN / 128; ++i) {
           const int j = half * (C::BN / 128) + i;
           uint8_t* dst = sm.b[pipe.index] + j * (C::BK * 128);
-          if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + 4, bar, 3, kEvictNormal, dst, t.n0 + 64 * j, row);
-          else SM90_TMA_LOAD_2D::copy(maps + 4, bar, kEvictNormal, dst, t.n0 + 64 * j, row);
+          if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + kQMap, bar, 3, kEvictNormal, dst, t.n0 + 64 * j, row);
+          else SM90_TMA_LOAD_2D::copy(maps + kQMap, bar, kEvictNormal, dst, t.n0 + 64 * j, row);
         }
       });
       pipe.template next<C::Stages>();
