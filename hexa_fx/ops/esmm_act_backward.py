@@ -63,7 +63,7 @@ def check(
 ) -> None:
     """Arguments of esmm_act_backward."""
     op = "esmm_act_backward"
-    _, inner, model_size = checks.check_weight(op, "weight", weight, layout)
+    _, model_size, inner = checks.check_weight(op, "weight", weight, layout)
     checks.check_rows(op, "dy", dy, model_size)
     da = h[:, :inner] if h.ndim == 2 else h
     check_backward(da, h, top_k_weights, v, offs, activation, glu, params)
