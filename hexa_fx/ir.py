@@ -108,6 +108,7 @@ class RewrittenBlock:
         guards: one per input, in signature order.
         stored: attributes that every run sets, as (module path relative to the block, name). If there are any, the graph
             returns the block's output and a tuple of their values.
+        small: elements of the first tensor argument up to which the block's own code is the quicker on a CPU.
         path: the block's path in the model.
     """
 
@@ -116,3 +117,4 @@ class RewrittenBlock:
     packed: tuple[PackedWeight, ...] = ()
     guards: tuple[InputGuard, ...] = ()
     stored: tuple[tuple[str, str], ...] = ()
+    small: int = 0

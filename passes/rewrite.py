@@ -21,6 +21,7 @@ from hexa_fx.passes.detect.routing import Source
 from hexa_fx.passes.detect.rules import is_outside
 from hexa_fx.passes.emit_rows import RowEmitter
 from hexa_fx.passes.kept_calls import Kept, keep
+from hexa_fx.passes.own_code import own_code_limit
 from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
 
@@ -68,7 +69,20 @@ class _Rewriter:
         self._drop_unused()
         self.graph.lint()
         stored = tuple((item.path, item.name) for item in self.match.stored)
-        return RewrittenBlock(captured.path, self.graph, tuple(weights.packed), self._guards(captured), stored)
+        packed, guards = tuple(weights.packed), self._guards(captured)
+        small = own_code_limit(captured, self._removed(kept), self._added())
+        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small)
+
+    def _removed(self, kept: Kept) -> list[torch.fx.Node]:
+        """Recorded nodes without a counterpart, neither alone nor in a call that is kept."""
+        order = [node for node in self.match.captured.graph.nodes if node.op != "output"]
+        calls = [kept.calls[node] for node in kept.order if node in kept.calls]
+        inside = {node for call in calls for node in order[call.start : call.end]}
+        return [node for node in order if node not in self.new and node not in inside]
+
+    def _added(self) -> list[torch.fx.Node]:
+        counterparts = {new for old, new in self.new.items() if old is not self.match.output}
+        return [node for node in self.graph.nodes if node not in counterparts]
 
     def _roots(self) -> list[torch.fx.Node]:
         routing = self.match.routing

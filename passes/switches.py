@@ -30,7 +30,7 @@ def switch_off(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
         if not config.expert_operators:
             node.target = dispatch_combine
     graph.lint()
-    return dataclasses.replace(block, graph=graph)
+    return dataclasses.replace(block, graph=graph, small=0)
 
 
 def _one_row_a_slot(graph: fx.Graph, node: fx.Node) -> None:

@@ -49,11 +49,11 @@ def _swiglu_oai(gate: Tensor, up: Tensor, params: Params) -> Tensor:
 def _swiglu_oai_backward(da: Tensor, gate: Tensor, up: Tensor, params: Params) -> tuple[Tensor, Tensor]:
     alpha, limit = params
     g = gate.clamp(max=limit)
-    s = torch.sigmoid(g * alpha)
-    swish = g * s
-    dswish = s + alpha * swish * (1 - s)
-    dgate = da * (up.clamp(-limit, limit) + 1) * dswish * (gate <= limit)
-    dup = da * swish * (up.abs() <= limit)
+    s = (g * alpha).sigmoid_()
+    swish = g.mul_(s)
+    dswish = (1 - s).mul_(swish).mul_(alpha).add_(s)
+    dgate = up.clamp(-limit, limit).add_(1).mul_(dswish).mul_(da).mul_(gate <= limit)
+    dup = swish.mul_(da).mul_(up.abs() <= limit)
     return dgate, dup
 
 
@@ -107,8 +107,8 @@ def gate_and_up(h: Tensor, glu: str) -> tuple[Tensor, Tensor]:
     """Views (n, I) of gate and up in a gated pre-activation (n, 2I)."""
     if glu == "interleaved":
         return h[:, ::2], h[:, 1::2]
-    gate, up = h.chunk(2, dim=1)
-    return gate, up
+    inner = h.shape[1] // 2
+    return h.narrow(1, 0, inner), h.narrow(1, inner, inner)
 
 
 def activation_forward(h: Tensor, activation: str, glu: str, params: Params) -> Tensor:
@@ -135,4 +135,70 @@ def activation_backward(da: Tensor, h: Tensor, activation: str, glu: str, params
     else:
         dgate, dup = act.backward(da * up, gate, params), da * act.forward(gate, params)
     assert isinstance(dgate, Tensor)
-    return torch.stack((dgate, dup), dim=2).flatten(1) if glu == "interleaved" else torch.cat((dgate, dup), dim=1)
+    return torch.stack((dgate, dup), dim=2).flatten(1, 2) if glu == "interleaved" else torch.cat((dgate, dup), dim=1)
+
+
+def weighted_backward(
+    da: Tensor, h: Tensor, w: Tensor | None, activation: str, glu: str, params: Params
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Backward of the activation together with the routing weight's, in few passes over the data.
+
+    Args:
+        da: gradient of a before the routing weight is applied, as h but half as wide in dimension 1 under a gate.
+        h: the pre-activation, channels in dimension 1.
+        w: the routing weight, of size 1 in dimension 1; None for 1.
+
+    Returns:
+        ``act'(h) (w da)``, ``w act(h)`` and, with w, ``<da, act(h)>`` over dimension 1.
+    """
+    act = ACTIVATIONS[activation]
+    if glu == "none":
+        a = act.forward(h, params)
+        weighted, dots = _weigh(da, a, w)
+        return act.backward(weighted, h, params), a, dots
+    gate, up = gate_and_up(h, glu)
+    dh = torch.empty_like(h)
+    dgate, dup = gate_and_up(dh, glu)
+    if act.pair:
+        a = act.forward(gate, up, params or act.params)
+        weighted, dots = _weigh(da, a, w)
+        for grad, value in zip((dgate, dup), act.backward(weighted, gate, up, params or act.params), strict=True):
+            grad.copy_(value)
+        return dh, a, dots
+    acted = act.forward(gate, params)
+    grad = da * acted
+    if w is None:
+        dots = None
+        dup.copy_(grad)
+        weighted = grad.copy_(up)
+    else:
+        torch.mul(grad, w, out=dup)
+        dots = grad.mul_(up).sum(1)
+        weighted = torch.mul(up, w, out=grad)
+    a = acted.mul_(weighted)
+    _backward_into(act, weighted.mul_(da), gate, params, dgate)
+    return dh, a, dots
+
+
+def _weigh(da: Tensor, a: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """``(w da, <da, a>)``; a is scaled in place."""
+    if w is None:
+        return da, None
+    dots = (da * a).sum(1)
+    a.mul_(w)
+    return da * w, dots
+
+
+_BACKWARD_INTO = {
+    "relu": lambda da, h, out: aten.threshold_backward.grad_input(da, h, 0, grad_input=out),
+    "gelu": lambda da, h, out: aten.gelu_backward.grad_input(da, h, grad_input=out),
+    "silu": lambda da, h, out: aten.silu_backward.grad_input(da, h, grad_input=out),
+}
+
+
+def _backward_into(act: Activation, da: Tensor, h: Tensor, params: Params, out: Tensor) -> None:
+    into = _BACKWARD_INTO.get(act.name)
+    if into is None:
+        out.copy_(act.backward(da, h, params))
+    else:
+        into(da, h, out)

@@ -92,18 +92,25 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     y, weights, inv, offs = ctx.saved_tensors
+    return *gradients(grad, y, weights, inv, offs, ctx.top_k, ctx.needs_input_grad[0]), None, None, None
+
+
+def gradients(
+    grad: Tensor, y: Tensor | None, weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int, needs_dy: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dy, dweights), the first where it is needed, the second where y is given."""
     dy = dweights = None
     wide = accumulate_dtype(grad.dtype)
     v = invert(inv)
     routed = routed_rows(offs, v.shape[0])
-    rows = grad.index_select(0, v.div(ctx.top_k, rounding_mode="floor")).to(wide)
-    if ctx.needs_input_grad[0]:
+    rows = grad.index_select(0, v.div(top_k, rounding_mode="floor")).to(wide)
+    if needs_dy:
         scaled = rows if weights is None else rows * weights.to(wide).reshape(-1).index_select(0, v).unsqueeze(1)
         dy = torch.where(routed, scaled, 0).to(grad.dtype)
-    if y is not None:
+    if y is not None and weights is not None:
         dots = torch.where(routed.squeeze(1), (rows * y.to(wide)).sum(1), 0)
         dweights = dots.index_select(0, inv).view(weights.shape).to(weights.dtype)
-    return dy, dweights, None, None, None
+    return dy, dweights
 
 
 library.register_kernel("combine", "cpu", combine_cpu, check)

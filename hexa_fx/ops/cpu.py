@@ -10,7 +10,8 @@ rows are multiplied in float32, one expert's weight converted at a time, and res
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 
@@ -46,6 +47,16 @@ def as_kn(weight: Tensor, layout: str) -> Tensor:
 def groups_of(bounds: list[int]) -> list[Group]:
     """The experts that have rows."""
     return [(e, start, end) for e, (start, end) in enumerate(pairwise(bounds)) if start < end]
+
+
+@lru_cache(maxsize=1)
+def settle_allocator() -> None:
+    """Lets glibc keep what is freed: giving memory back and faulting it in again takes a tenth of a training step.
+
+    glibc raises its thresholds when a large block is freed (mallopt, M_MMAP_THRESHOLD), as happens in most programs
+    sooner or later. The block is never touched, so it costs nothing.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 @lru_cache(maxsize=4)
@@ -161,3 +172,8 @@ def has_grouped_mm() -> bool:
     except (RuntimeError, NotImplementedError, AttributeError):
         return False
     return bool((y == 4).all())
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether all sums are finite, and so all elements."""
+    return all(math.isfinite(t.sum().item()) for t in tensors)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 
 from hexa_fx.errors import InputError
 
@@ -29,6 +29,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _KERNELS: dict[tuple[str, str], Kernel] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _DENSE = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
@@ -141,6 +142,26 @@ def is_plain_tensor(t: Tensor) -> bool:
         and not torch._C._len_torch_dispatch_stack()
         and not torch.is_grad_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+def is_eager(tensors: Sequence[Tensor | None]) -> bool:
+    """The same, asked outside torch's dispatcher: a call may go past it without anyone missing it. CPU only.
+
+    Args:
+        tensors: the arguments; the first one is a tensor.
+    """
+    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, tensors)):
+        return False
+    first = tensors[0]
+    assert first is not None
+    return first.is_cpu and not (
+        _C._len_torch_function_stack()
+        or _C._len_torch_dispatch_stack()
+        or _C._is_any_autocast_enabled()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state() is not None
+        or first.layout is not torch.strided
     )
 
 

@@ -7,7 +7,8 @@ the routing and the weights. Below autograd it is three operators:
 * ``moe_ffn_forward``, which also returns what backward needs;
 * ``moe_ffn_backward``.
 
-All three run the programs that the lowering pass makes (see `hexa_fx.ops.program`).
+All three run the programs that the lowering pass makes (see `hexa_fx.ops.program`). How autograd reaches them is in
+`hexa_fx.ops.moe_ffn_autograd`.
 """
 
 from __future__ import annotations
@@ -127,7 +128,6 @@ def _given(tensors: tuple[Any, ...]) -> tuple[bool, ...]:
 
 _NAMES = ("x", "w1", "b1", "w3", "b3", "w2", "b2")
 _NO_GRADS = (False,) * 8
-_ARGUMENTS = 16
 
 
 def _moe_ffn(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
@@ -188,62 +188,13 @@ def _fake_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -
     return [t.new_empty(t.shape) for t, need in zip(like, needs, strict=True) if need]
 
 
-class _MoeFfn(torch.autograd.Function):
-    """The autograd unit. Calls the operators below autograd so that a compiler sees them as nodes.
-
-    On plain tensors, with nothing there that would want to see them, it calls their kernels directly: torch's
-    dispatcher takes as long to reach a Python kernel as a small layer takes to run.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, plain: bool, *args: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            y, h, v, inv, offs = (_run_forward if plain else _OPS.moe_ffn_forward.default)(*args)
-        needs = ctx.needs_input_grad[1:]
-        x, top_k_index, recompute_h = args[0], args[1], args[14]
-        keep_x = x if needs[3] or needs[5] or recompute_h else None
-        ctx.save_for_backward(keep_x, None if recompute_h else h, v, inv, offs, *args[2:9])
-        ctx.static = (top_k_index.shape[1], *args[9:], [needs[0], *needs[2:9]])
-        return y  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        plain = library.is_plain_tensor(grads[0])
-        x, h, *saved = ctx.saved_tensors
-        if plain and h is not None:
-            h = [h]
-            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-        args = (grads[0], x, h, *saved, *ctx.static)
-        if plain:
-            with torch._C._AutoDispatchBelowAutograd():
-                found = _run_backward(*args)
-        else:
-            found = _OPS.moe_ffn_backward.default(*args)
-        left = iter(found)
-        del found
-        first, *others = (next(left) if need else None for need in args[-1])
-        return None, first, None, *others, *(None,) * 7
-
-
-def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-    plain = library.is_plain(keyset)
-    args = args if len(args) == _ARGUMENTS else (*args, True)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-        return _MoeFfn.apply(plain, *args)
-    with torch._C._AutoDispatchBelowAutograd():
-        if plain:
-            return _run(*args)
-        return _OPS.moe_ffn.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-
-_run = library.register_kernel("moe_ffn", "any", _moe_ffn, check)
+run = library.register_kernel("moe_ffn", "any", _moe_ffn, check)
 library.register_fake("moe_ffn", _fake, check)
-library.register_autograd_kernel("moe_ffn", _autograd)
 library.register_autocast("moe_ffn", cast=(0, 3, 4, 5, 6, 7, 8))
 
-_run_forward = library.register_kernel("moe_ffn_forward", "any", _moe_ffn_forward, check)
+run_forward = library.register_kernel("moe_ffn_forward", "any", _moe_ffn_forward, check)
 library.register_fake("moe_ffn_forward", _fake_forward, check)
 
-_run_backward = library.register_kernel("moe_ffn_backward", "any", _moe_ffn_backward)
+run_backward = library.register_kernel("moe_ffn_backward", "any", _moe_ffn_backward)
 library.register_fake("moe_ffn_backward", _fake_backward)
 library.refuse_double_backward("moe_ffn_backward")

@@ -11,7 +11,7 @@ in rows of the tile (a weight's gradient, a sum over tokens) goes to an output o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.ops import cpu
-from hexa_fx.ops.activations import ACTIVATIONS, Activation, gate_and_up
+from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up, weighted_backward
 from hexa_fx.ops.cpu import Group, accumulate_dtype, as_kn, compute_dtype
 from hexa_fx.ops.reindex import int_tensor, sort_slots
 
@@ -112,7 +112,7 @@ def run(tiling: Tiling, body: torch.nn.Module, pieces: bool, *operands: Any) -> 
         pieces: a long expert may be cut (where nothing sums over its rows).
         operands: tensors and None.
     """
-    _settle_allocator()
+    cpu.settle_allocator()
     groups = cpu.groups_of(tiling.bounds)
     limit = _FEW_ROWS
     if tiling.routed > limit:
@@ -124,16 +124,6 @@ def run(tiling: Tiling, body: torch.nn.Module, pieces: bool, *operands: Any) -> 
     for batch in _batches(groups, limit, pieces):
         body.forward(Tile(tiling, batch), *operands)
     return tiling
-
-
-@lru_cache(maxsize=1)
-def _settle_allocator() -> None:
-    """Lets glibc keep what tiles free: giving memory back and faulting it in again takes a tenth of a training step.
-
-    glibc raises its thresholds when a large block is freed (mallopt, M_MMAP_THRESHOLD), as happens in most programs
-    sooner or later. The block is never touched, so it costs nothing.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def whole(v: Tensor | None, offs: Tensor, top_k: int, like: Tensor) -> Tile:
@@ -314,49 +304,13 @@ def activate_backward(
         static = (activation, glu, params)
         dh, a = activate_backward(tile, dweights_key, da.to(wide), h.to(wide), top_k_weights, *static)
         return dh.to(dtype), a.to(dtype)
-    act = ACTIVATIONS[activation]
-    if glu == "none":
-        a = act.forward(h, params)
-        da = _weigh(tile, dweights_key, top_k_weights, da, a)
-        return act.backward(da, h, params), a
-    gate, up = gate_and_up(h, glu)
-    dh = torch.empty_like(h)
-    dgate, dup = gate_and_up(dh, glu)
-    if act.pair:
-        a = act.forward(gate, up, params or act.params)
-        da = _weigh(tile, dweights_key, top_k_weights, da, a)
-        for grad, value in zip((dgate, dup), act.backward(da, gate, up, params or act.params), strict=True):
-            grad.copy_(value)
-        return dh, a
-    acted = act.forward(gate, params)
-    grad = da * acted
-    if top_k_weights is None:
+    w = None if top_k_weights is None else tile.scale(top_k_weights)
+    dh, a, dots = weighted_backward(da, h, w, activation, glu, params)
+    if top_k_weights is None or dots is None:
         tile.tiling.buffer(dweights_key, lambda: da.new_empty(0))
-        dup.copy_(grad)
-        weighted = grad.copy_(up)
     else:
-        w = tile.scale(top_k_weights)
-        torch.mul(grad, w, out=dup)
-        _record_dweights(tile, dweights_key, top_k_weights, grad.mul_(up).sum(1))
-        weighted = torch.mul(up, w, out=grad)
-    a = acted.mul_(weighted)
-    _backward_into(act, weighted.mul_(da), gate, params, dgate)
+        _record_dweights(tile, dweights_key, top_k_weights, dots)
     return dh, a
-
-
-_BACKWARD_INTO = {
-    "relu": lambda da, h, out: torch.ops.aten.threshold_backward.grad_input(da, h, 0, grad_input=out),
-    "gelu": lambda da, h, out: torch.ops.aten.gelu_backward.grad_input(da, h, grad_input=out),
-    "silu": lambda da, h, out: torch.ops.aten.silu_backward.grad_input(da, h, grad_input=out),
-}
-
-
-def _backward_into(act: Activation, da: Tensor, h: Tensor, params: list[float], out: Tensor) -> None:
-    into = _BACKWARD_INTO.get(act.name)
-    if into is None:
-        out.copy_(act.backward(da, h, params))
-    else:
-        into(da, h, out)
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -365,18 +319,6 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _identity(t: Tensor, *_: object) -> Tensor:
     return t
-
-
-def _weigh(tile: Tile, key: str, weights: Tensor | None, da: Tensor, a: Tensor) -> Tensor:
-    """Records ``<da, a>``, scales a in place and returns ``w da``."""
-    tiling = tile.tiling
-    if weights is None:
-        tiling.buffer(key, lambda: da.new_empty(0))
-        return da
-    _record_dweights(tile, key, weights, (da * a).sum(1))
-    w = tile.scale(weights)
-    a.mul_(w)
-    return da * w
 
 
 def _record_dweights(tile: Tile, key: str, weights: Tensor, dots: Tensor) -> None:

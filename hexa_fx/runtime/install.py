@@ -18,12 +18,16 @@ from torch import nn
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import PackedWeight, RewrittenBlock
+from hexa_fx.ops import library
 from hexa_fx.runtime.guards import GuardMiss, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
 
 logger = logging.getLogger(__name__)
+
+OWN_CODE_WHEN_SMALL = True
+"""Whether a block runs its own code where that is the quicker (`RewrittenBlock.small`)."""
 
 
 class HexaForward:
@@ -52,6 +56,7 @@ class HexaForward:
         self.guards = {True: train.guards if train else (), False: eval.guards if eval else ()}
         self.packed_names = {True: _packed_names(train), False: _packed_names(eval)}
         self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
+        self.small = {True: train.small if train else 0, False: eval.small if eval else 0}
         self._own_original = original
         self._logged: set[str] = set()
         self._bind(module)
@@ -90,7 +95,8 @@ class HexaForward:
         return type(module).forward(module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.programs[bool(self.module.training)] is None:
+        training = bool(self.module.training)
+        if self.programs[training] is None or self._own_code_is_quicker(training, args, kwargs):
             return self.original(*args, **kwargs)
         try:
             return self.rewritten(*args, **kwargs)
@@ -99,6 +105,15 @@ class HexaForward:
         if not torch.compiler.is_compiling():
             self._log(reason)
         return self.original(*args, **kwargs)
+
+    def _own_code_is_quicker(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        limit = self.small[training]
+        if not limit or not OWN_CODE_WHEN_SMALL or torch.compiler.is_compiling():
+            return False
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                return value.numel() <= limit and library.is_eager((value,))
+        return False
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
         """The rewritten forward of the current mode, and nothing else.

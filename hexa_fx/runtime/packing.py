@@ -2,7 +2,8 @@
 
 The parameters of the user's experts stay what they are: same objects, names, order, hooks and ``requires_grad``, so
 an optimizer built before or after, ``state_dict`` and ``load_state_dict`` work as before. Only their storage moves:
-``parameter.data`` becomes a view of one packed tensor. Whatever moves it away again (``model.to``, ``half``, deepcopy,
+``parameter.data`` becomes a view of one packed tensor (tiny ones are copied where a gradient is wanted, which takes less
+time). Whatever moves it away again (``model.to``, ``half``, deepcopy,
 ``load_state_dict(assign=True)``, ...) is noticed at the next forward, and the parameters are packed again.
 
 Gradients: every expert's ``.grad`` is a slice of one (E, ...) gradient, also that of an expert without tokens, which is
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 REPACK_LIMIT = 3
 """Repackings in a row after which something else evidently owns the storage, and the weights are copied instead."""
+
+COPY_ELEMENTS = 1 << 16
+"""Elements up to which a read that needs a gradient copies: torch.cat and its gradient take less time than a Python
+autograd function."""
 
 _version = attrgetter("_version")
 _requires_grad = attrgetter("requires_grad")
@@ -127,6 +132,8 @@ class PackedExperts:
         assert packed is not None
         if not torch.is_grad_enabled() or not any(map(_requires_grad, parameters)):
             return packed.detach()
+        if top_k_index is None and packed.numel() <= COPY_ELEMENTS:
+            return self._copy(parameters)
         read: torch.Tensor = _ReadPacked.apply(packed, self._shelf, top_k_index, *parameters)
         return read
 

@@ -96,5 +96,7 @@ def move(parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
 
 def stack(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     """The stacked tensor as a differentiable copy: what runs wherever storage must not be moved."""
-    stacked = [torch.stack(list(part)) for part in parts]
-    return stacked[0] if len(stacked) == 1 else torch.cat(stacked, dim=1)
+    if len(parts) == 1:
+        return torch.stack(list(parts[0]))
+    rows = torch.cat([tensor for expert in zip(*parts) for tensor in expert])
+    return rows.view(len(parts[0]), -1, *rows.shape[1:])

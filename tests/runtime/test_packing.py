@@ -20,6 +20,12 @@ from hexa_fx.runtime.packing import PackedExperts
 from tests.runtime.handmade import WIDTH, D, E, ListMoE, list_packed, list_rewritten
 
 
+@pytest.fixture(autouse=True)
+def in_place(monkeypatch):
+    """Weights of any size are read where they are."""
+    monkeypatch.setattr(packing, "COPY_ELEMENTS", 0)
+
+
 @pytest.fixture
 def block() -> ListMoE:
     torch.manual_seed(0)
@@ -61,6 +67,21 @@ def test_an_optimizer_step_and_in_place_writes_are_seen(block):
         block.experts[2].w3.weight.fill_(3)
     assert packed()[2, WIDTH:].eq(3).all()
     assert packed()[2, :WIDTH].ne(3).all()
+
+
+def test_tiny_weights_are_copied_where_a_gradient_is_wanted(block, monkeypatch):
+    monkeypatch.setattr(packing, "COPY_ELEMENTS", 1 << 16)
+    for packed in both(block):
+        with torch.no_grad():
+            in_place = packed()
+        copied = packed()
+        assert torch.equal(copied, in_place)
+        assert copied.data_ptr() != in_place.data_ptr()
+        factor = torch.randn_like(copied)
+        (copied * factor).sum().backward()
+    for number, expert in enumerate(block.experts):
+        assert torch.equal(expert.w2.weight.grad, factor[number])
+        assert expert.w1.weight.grad is not None
 
 
 def test_gradients_are_slices_of_one_tensor(block):

@@ -1,0 +1,45 @@
+"""The operators of rewritten graphs without torch's dispatcher, where nothing there would want to see them.
+
+The dispatcher takes as long to reach a Python kernel as a small layer takes to run. Under a compiler, a mode, autocast, a
+tensor subclass or another device these functions are the operators themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hexa_fx.ops import direct_rows, library, moe_ffn_autograd
+
+_OPS = torch.ops.hexa
+
+
+def moe_ffn(*args: Any) -> Any:
+    """``hexa::moe_ffn``."""
+    return (moe_ffn_autograd.plain if library.is_eager(args[:9]) else _OPS.moe_ffn.default)(*args)
+
+
+def reindex(*args: Any) -> Any:
+    """``hexa::reindex``."""
+    return (direct_rows.reindex if library.is_eager(args[:1]) else _OPS.reindex.default)(*args)
+
+
+def esmm(*args: Any) -> Any:
+    """``hexa::esmm``."""
+    return (direct_rows.esmm if library.is_eager(args[:5]) else _OPS.esmm.default)(*args)
+
+
+def combine(*args: Any) -> Any:
+    """``hexa::combine``."""
+    return (direct_rows.combine if library.is_eager(args[:4]) else _OPS.combine.default)(*args)
+
+
+DIRECT: dict[Any, Callable[..., Any]] = {
+    _OPS.moe_ffn.default: moe_ffn,
+    _OPS.reindex.default: reindex,
+    _OPS.esmm.default: esmm,
+    _OPS.combine.default: combine,
+}
+"""The function that stands for an operator."""

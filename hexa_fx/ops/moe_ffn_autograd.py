@@ -1,0 +1,138 @@
+"""How autograd goes through `hexa::moe_ffn`: the operators below it, their kernels directly, or the dense way.
+
+On plain tensors, with nothing there that would want to see operators, kernels are called directly: torch's dispatcher
+takes as long to reach a Python kernel as a small layer takes to run. Layers that are small enough for it go the dense
+way (`hexa_fx.ops.dense`). A compiler, a dispatch mode or a tensor subclass sees ``moe_ffn_forward`` and
+``moe_ffn_backward`` as nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import dense, library
+from hexa_fx.ops.moe_ffn import check, run, run_backward, run_forward
+from hexa_fx.ops.program import OPERANDS
+
+_OPS = torch.ops.hexa
+_ARGUMENTS = 16
+Grads = tuple[Tensor | None, ...]
+
+
+class _ByExpertOrder(torch.autograd.Function):
+    """The autograd unit of the operators."""
+
+    @staticmethod
+    def forward(ctx: Any, plain: bool, *args: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            y, h, v, inv, offs = (run_forward if plain else _OPS.moe_ffn_forward.default)(*args)
+        needs = ctx.needs_input_grad[1:]
+        x, top_k_index, recompute_h = args[0], args[1], args[14]
+        keep_x = x if needs[3] or needs[5] or recompute_h else None
+        ctx.save_for_backward(keep_x, None if recompute_h else h, v, inv, offs, *args[2:9])
+        ctx.static = (top_k_index.shape[1], *args[9:], [needs[0], *needs[2:9]])
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        dy, plain = grads[0], library.is_plain_tensor(grads[0])
+        x, h, *saved = ctx.saved_tensors
+        if plain and h is not None:
+            h = [h]  # the backward program takes it out and frees it after its last use
+            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        return _by_argument(_gradients(plain, dy, x, h, *saved, *ctx.static))
+
+
+class _Dense(torch.autograd.Function):
+    """The autograd unit of the dense way. The result is there already; it may be that it could not be had."""
+
+    @staticmethod
+    def forward(ctx: Any, found: tuple[Tensor, dense.Kept], *args: Any) -> Tensor:
+        y, kept = found
+        needs = ctx.needs_input_grad[1:]
+        ctx.save_for_backward(args[0] if needs[3] or needs[5] else None, kept.h, kept.share, *args[1:9])
+        ctx.static = (*args[9:], [needs[0], *needs[2:9]])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Grads:
+        dy = grads[0]
+        x, h, share, top_k_index, *operands = ctx.saved_tensors
+        *static, needs = ctx.static
+        kept, plain = dense.Kept(h, share), library.is_plain_tensor(dy)
+        if plain:
+            with torch._C._AutoDispatchBelowAutograd(), library.without_autocast():
+                ffn = dense.ffn_of(*operands[1:], *static[:5])
+                found = dense.backward(dy, x, top_k_index, operands[0], ffn, kept, _wanted(needs))
+            if found is not None:
+                every = dense.by_operand(found, operands[3] is not None, *static[3:5])
+                return _by_argument(
+                    every.get(name) if need else None for name, need in zip(OPERANDS, needs, strict=True)
+                )
+        with torch.no_grad():
+            v, inv, offs = _OPS.reindex.default(top_k_index, operands[1].shape[0])
+            rows = dense.rows(kept, top_k_index, v, offs)
+        top_k = top_k_index.shape[1]
+        return _by_argument(_gradients(plain, dy, x, rows, v, inv, offs, *operands, top_k, *static, needs))
+
+
+def _wanted(needs: Iterable[bool]) -> frozenset[str]:
+    """Names of `dense.backward` for what is wanted of `OPERANDS`."""
+    return frozenset(dense.PART_OF.get(name, name) for name, need in zip(OPERANDS, needs, strict=True) if need)
+
+
+def _gradients(plain: bool, *args: Any) -> list[Tensor | None]:
+    """Gradients in the order of `OPERANDS`, by ``moe_ffn_backward`` of the arguments."""
+    if plain:
+        with torch._C._AutoDispatchBelowAutograd():
+            found = iter(run_backward(*args))
+    else:
+        found = iter(_OPS.moe_ffn_backward.default(*args))
+    return [next(found) if need else None for need in args[-1]]
+
+
+def _by_argument(grads: Iterable[Tensor | None]) -> Grads:
+    """Gradients in the order of `OPERANDS` as a backward returns them: a flag first, the ids third, constants last."""
+    dx, *others = grads
+    return None, dx, None, *others, *(None,) * 7
+
+
+def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+    """``hexa::moe_ffn`` on the Autograd key."""
+    args = args if len(args) == _ARGUMENTS else (*args, True)  # torch leaves a default at the end out
+    if library.is_plain(keyset):
+        return plain(*args)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        return _ByExpertOrder.apply(False, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _OPS.moe_ffn.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def plain(*args: Any) -> Any:
+    """``hexa::moe_ffn`` with autograd where nothing but autograd is to see it."""
+    args = args if len(args) == _ARGUMENTS else (*args, True)
+    training = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+    found = _try_dense(args)
+    if found is not None:
+        return _Dense.apply(found, *args) if training else found[0]
+    if training:
+        return _ByExpertOrder.apply(True, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return run(*args)
+
+
+def _try_dense(args: tuple[Any, ...]) -> tuple[Tensor, dense.Kept] | None:
+    """The result of the dense way where that is the faster one and gives it."""
+    x, top_k_index, top_k_weights, *rest, recompute_h, fused_backward = args
+    if recompute_h or not fused_backward or not dense.takes(x, top_k_index, w1=rest[0], w3=rest[2], w2=rest[4]):
+        return None
+    check(*args)
+    with torch._C._AutoDispatchBelowAutograd(), library.without_autocast():
+        return dense.forward(x, top_k_index, top_k_weights, dense.ffn_of(*rest))
+
+
+library.register_autograd_kernel("moe_ffn", autograd)

@@ -1,0 +1,63 @@
+"""Up to which size a block's own code is the quicker one on a CPU.
+
+Calls are what takes time where tensors are small. A rewrite that saves many calls, an unrolled loop over experts, is quicker at
+any size. Where the block had few calls to begin with (a batched product over all experts, two experts, experts of an unusual
+form) it wins only by doing less arithmetic, which does not show on a few thousand numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.passes.detect.graph import operation
+
+_CALLS = {"moe_ffn": 23, "esmm": 20, "reindex": 12, "combine": 10}
+"""Calls of torch's operators that take as long as one of ours on a CPU."""
+
+_FREE = frozenset(
+    "after chunk contiguous detach dim expand expand_as flatten float getattr getitem narrow permute reshape select size split "
+    "squeeze t to transpose unbind unflatten unsqueeze view view_as".split()
+)
+"""Operations in our graphs that give views or numbers."""
+
+_FEW_ELEMENTS = 1 << 18
+"""Elements that the block's own code may write in the region before arithmetic counts."""
+
+
+def own_code_limit(captured: CapturedBlock, removed: Iterable[torch.fx.Node], added: Iterable[torch.fx.Node]) -> int:
+    """Elements of the first tensor argument up to which the block's own code is the quicker on a CPU; 0 for never.
+
+    Args:
+        captured: the recorded run.
+        removed: its nodes that the rewrite leaves out.
+        added: nodes of the rewritten graph in their place.
+    """
+    written = _written(captured, set(removed))
+    calls = sum(_CALLS.get(operation(node), operation(node) not in _FREE) for node in added if _is_call(node))
+    arguments = (record_of(value).value for _, value in captured.arguments if isinstance(value, torch.fx.Node))
+    first = next((value for value in arguments if isinstance(value, torch.Tensor)), None)
+    if first is None or len(written) > calls:
+        return 0
+    return first.numel() * _FEW_ELEMENTS // max(sum(written), 1)
+
+
+def _is_call(node: torch.fx.Node) -> bool:
+    return node.op in ("call_function", "call_method")
+
+
+def _written(captured: CapturedBlock, nodes: set[torch.fx.Node]) -> list[int]:
+    """Elements that each of ``nodes`` writes, leaving out views and numbers."""
+    found, seen = [], set()
+    for node in captured.graph.nodes:
+        if node.op == "output":
+            continue
+        record = record_of(node)
+        new = record.storage not in seen
+        seen.add(record.storage)
+        if node in nodes and _is_call(node) and isinstance(record.value, torch.Tensor) and (new or record.writes):
+            found.append(record.value.numel())
+    return found

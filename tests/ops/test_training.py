@@ -1,0 +1,289 @@
+"""moe_ffn inside training: what is saved, frozen operands, checkpointing, autocast, compile, export."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from hexa_fx import ops
+from hexa_fx.errors import InputError
+from hexa_fx.ir import FfnSpec
+from hexa_fx.ops import dense
+from tests.ops.reference import GATED, NAMES, Layer, assert_is_loop, layer, row_error
+
+
+@pytest.fixture(params=["by expert order", "dense"], autouse=True)
+def way(request, monkeypatch):
+    """Both ways of a CPU."""
+    monkeypatch.setattr(dense, "SPARE_WORK", 1 << 62 if request.param == "dense" else -(1 << 62))
+    return request.param
+
+
+def frozen(one: Layer, *names: str) -> Layer:
+    for name, t in zip(NAMES, one.operands):
+        if t is not None:
+            t.requires_grad_(name not in names)
+    return one
+
+
+@pytest.mark.parametrize("glu", ["concat", "split"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("x",),
+        ("top_k_weights",),
+        ("w1", "b1", "w3", "b3"),
+        ("w1", "w3"),
+        ("w2", "b2"),
+        ("w1", "w3", "w2"),
+        NAMES[:7],
+        NAMES[1:],
+        ("b1", "b2"),
+    ],
+    ids="-".join,
+)  # fmt: skip
+@pytest.mark.parametrize("recompute", [False, True])
+def test_any_part_may_be_frozen(glu, names, recompute):
+    assert_is_loop(frozen(layer(FfnSpec("silu", glu), bias=True).with_spec(recompute_h=recompute), *names))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16, torch.uint8])
+def test_any_integer_ids_with_and_without_weights(weighted, bias, dtype):
+    for tokens in (5, 60, 3000):  # sorted in Python, by torch, by torch as short integers
+        one = layer(tokens=tokens, weighted=weighted, bias=bias, model_size=4, inner=2)
+        assert_is_loop(Layer(one.index.to(dtype), one.operands, one.spec), 1e-10)
+
+
+@pytest.mark.parametrize("experts", [1, 254, 255, 256, 300])
+def test_numbers_of_experts_around_a_byte(experts):
+    index = torch.randint(0, experts + 1, (1200, 2), generator=torch.Generator().manual_seed(0))
+    index[:4] = torch.tensor([0, experts - 1])
+    assert_is_loop(layer(tokens=1200, experts=experts, model_size=2, inner=2, index=index), 1e-9)
+    index[7, 1] = experts + 1
+    with pytest.raises(InputError, match=f"from 0 to {experts + 1}"):
+        ops.reindex(index, experts)
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("data", [torch.float32, torch.float64, torch.bfloat16])
+def test_routing_weights_in_another_dtype(weights, data):
+    one = layer(dtype=data)
+    operands = list(one.operands)
+    operands[1] = operands[1].detach().to(weights).requires_grad_()
+    eps = max(torch.finfo(weights).eps, torch.finfo(data).eps)
+    assert_is_loop(Layer(one.index, tuple(operands), GATED), 40 * eps)
+
+
+def test_gradcheck():
+    one = layer(FfnSpec("gelu", "interleaved"), tokens=4, model_size=3, inner=2, bias=True)
+    assert torch.autograd.gradcheck(
+        lambda *t: Layer(one.index, (*t[:4], None, None, *t[4:]), one.spec).run(), one.leaves()
+    )
+
+
+class Operators(TorchDispatchMode):
+    """Names of the hexa operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "hexa":
+            self.seen.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_without_gradients_h_is_not_kept():
+    one = layer()
+    with Operators() as seen, torch.no_grad():
+        one.run()
+    assert seen.seen == ["moe_ffn"]
+    with Operators() as seen:
+        one.run().sum().backward()
+    assert seen.seen == ["moe_ffn_forward", "moe_ffn_backward"]
+    with torch.inference_mode():
+        torch.testing.assert_close(one.run(), one.loop())
+
+
+def saved(one: Layer) -> int:
+    """Number of activations (not operands but x, not indices) that are kept for backward."""
+    mine = {t.untyped_storage().data_ptr() for t in one.operands[1:] if t is not None}
+    elements = 0
+
+    def pack(t: Tensor) -> Tensor:
+        nonlocal elements
+        if t.is_floating_point() and t.untyped_storage().data_ptr() not in mine:
+            elements += t.untyped_storage().nbytes() // t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        one.run()
+    return elements
+
+
+def test_what_is_saved(way):
+    x, h, shares = 13 * 8, 13 * 2 * 24, 0
+    if way == "dense":  # of every expert, with the routing weights
+        h, shares = 13 * 4 * 24, 13 * 5
+    assert saved(layer()) == x + h + shares
+    assert saved(layer().with_spec(recompute_h=True)) == x
+    assert saved(frozen(layer(), "w1")) == h + shares, "x is read only by the gradient of W1"
+    assert saved(frozen(layer(), *NAMES)) == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activation_checkpointing(reentrant, recompute):
+    one = layer(bias=True).with_spec(recompute_h=recompute)
+    plain = one.grads(one.run())
+    again = (
+        one.grads(checkpoint(lambda *_: one.run(), *one.leaves(), use_reentrant=reentrant)) if not reentrant else None
+    )
+    if reentrant:  # this mode only works with backward()
+        generator = torch.Generator().manual_seed(11)
+        value = checkpoint(lambda *_: one.run(), *one.leaves(), use_reentrant=True)
+        value.backward(torch.randn(value.shape, generator=generator, dtype=torch.float64))
+        again = [t.grad for t in one.leaves()]
+    for a, b in zip(plain, again):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_checkpointing_keeps_only_the_input():
+    one, held = layer(tokens=40), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
+        checkpoint(lambda *_: one.run(), *one.leaves(), use_reentrant=False)
+    assert max(held) <= max(t.numel() for t in one.leaves())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_that_of_linear(dtype):
+    one = layer(dtype=torch.float32, bias=True, tokens=40)
+    exact = one.to(torch.float64)
+    with torch.autocast("cpu", dtype=dtype):
+        value = one.run()
+        linear = F.linear(one.operands[0], one.operands[2][0])
+    assert value.dtype == linear.dtype == dtype
+    assert row_error(value, exact.loop()) < 16 * torch.finfo(dtype).eps
+    for leaf, g, e in zip(one.leaves(), one.grads(value), exact.grads(exact.loop())):
+        assert g.dtype == leaf.dtype == torch.float32
+        assert row_error(g, e) < 40 * torch.finfo(dtype).eps
+
+
+def test_autocast_leaves_float64_alone_and_ends_inside_the_operator():
+    one = layer(dtype=torch.float64, bias=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = one.run()
+        grads = one.grads(value)  # backward within autocast
+    assert value.dtype == torch.float64
+    assert row_error(value, one.loop()) < 1e-12
+    for g, e in zip(grads, one.grads(one.loop())):
+        assert row_error(g, e) < 1e-11
+
+
+def test_float32_forward_outside_and_backward_inside_autocast():
+    one = layer(dtype=torch.float32, bias=True)
+    value = one.run()
+    expected = one.grads(one.run())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for g, e in zip(one.grads(value), expected):
+            torch.testing.assert_close(g, e)
+
+
+class Block(nn.Module):
+    """A router and the operator."""
+
+    def __init__(self, spec: FfnSpec) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(8, 4)
+        self.w1, self.w2 = nn.Parameter(torch.randn(4, 24, 8)), nn.Parameter(torch.randn(4, 8, 12))
+        self.spec = spec
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        return ops.moe_ffn(x, index, weights, self.w1, None, None, None, self.w2, None, self.spec)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compile_in_one_graph(dynamic, recompute):
+    torch._dynamo.reset()
+    block = Block(FfnSpec("silu", "concat", recompute_h=recompute)).double()
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for tokens in (6, 6, 9):
+        x = torch.randn(tokens, 8, dtype=torch.float64, requires_grad=True)
+        torch.testing.assert_close(compiled(x), block(x))
+        mine = torch.autograd.grad(compiled(x).square().sum(), [x, *block.parameters()])
+        theirs = torch.autograd.grad(block(x).square().sum(), [x, *block.parameters()])
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_export_keeps_the_node_for_any_number_of_tokens():
+    block = Block(GATED)
+    tokens = torch.export.Dim("tokens", min=2)
+    program = torch.export.export(block, (torch.randn(6, 8),), dynamic_shapes={"x": {0: tokens}})
+    for p in (program, program.run_decompositions()):
+        targets = [n.target for n in p.graph.nodes if n.op == "call_function"]
+        assert targets.count(torch.ops.hexa.moe_ffn.default) == 1
+        x = torch.randn(17, 8)
+        torch.testing.assert_close(p.module()(x), block(x))
+
+
+def test_meta_tensors_have_shapes():
+    block = Block(GATED).to("meta")
+    y = block(torch.empty(5, 8, device="meta"))
+    assert y.shape == (5, 8)
+    y.sum().backward()
+    assert block.w1.grad.shape == block.w1.shape
+
+
+def test_three_steps_of_adamw_follow_the_loop():
+    mine, theirs = layer(bias=True), layer(bias=True)
+    optimizers = [torch.optim.AdamW(one.leaves(), lr=0.05) for one in (mine, theirs)]
+    for _ in range(3):
+        for value, optimizer in zip((mine.run(), theirs.loop()), optimizers):
+            for part in value.tensor_split(2):  # accumulated over two backward passes
+                part.square().sum().backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(mine.leaves(), theirs.leaves()):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_gradient_of_a_gradient_is_refused_in_words():
+    one = layer()
+    (g,) = torch.autograd.grad(one.run().sum(), one.operands[0], create_graph=True)
+    with pytest.raises(InputError, match="no second derivative"):
+        torch.autograd.grad(g.sum(), one.operands[2])
+
+
+def test_expanded_and_transposed_gradients():
+    one = layer()
+    value = one.run()
+    leaves = one.leaves()
+    torch.testing.assert_close(
+        torch.autograd.grad(value.sum(), leaves, retain_graph=True),
+        torch.autograd.grad(value, leaves, torch.ones_like(value), retain_graph=True),
+    )
+    g = torch.randn(value.shape[::-1], dtype=value.dtype).t()
+    torch.testing.assert_close(
+        torch.autograd.grad(value, leaves, g, retain_graph=True), torch.autograd.grad(value, leaves, g.contiguous())
+    )
+
+
+def test_slices_of_a_larger_weight():
+    """A device's share of the intermediate size, as the model-centric partition passes it."""
+    one = layer(FfnSpec("gelu", "none"), inner=12)
+    x, weights, w1, _, _, _, w2, _ = (None if t is None else t.detach() for t in one.operands)
+    parts = [
+        ops.moe_ffn(x, one.index, weights, w1[:, s], None, None, None, w2[:, :, s], None, one.spec)
+        for s in (slice(0, 5), slice(5, 12))
+    ]
+    torch.testing.assert_close(sum(parts), one.loop().detach())

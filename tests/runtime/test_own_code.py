@@ -1,0 +1,87 @@
+"""Blocks that make few calls run their own code on small CPU inputs, and only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hexa_fx
+from hexa_fx.runtime import install
+from tests.zoo.registry import by_name
+
+FEW_CALLS = ("dense_stacked_einsum", "shape_two_experts", "body_prelu", "sorted_torch_grouped_mm")
+MANY_CALLS = ("loop_where_plus_assign", "router_softmax", "sorted_gathered_bmm", "loop_stacked_gate_up")
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.setattr(install, "OWN_CODE_WHEN_SMALL", True)
+
+
+def optimized(name: str) -> tuple[nn.Module, install.HexaForward]:
+    variant = by_name(name)
+    (x,), _ = variant.inputs(2, 7, torch.float32, 0)
+    model = hexa_fx.optimize(variant.make(0).eval(), x, hexa_fx.HexaConfig(verify=False))
+    return model, next(f for m in model.modules() if isinstance(f := m.__dict__.get("forward"), install.HexaForward))
+
+
+def ran(forward: install.HexaForward, monkeypatch) -> list[str]:
+    """Fills with what the calls from now on ran."""
+    seen: list[str] = []
+    for name in ("original", "rewritten"):
+        plain = getattr(forward, name)
+        monkeypatch.setattr(forward, name, lambda *a, n=name, p=plain, **k: (seen.append(n), p(*a, **k))[1])
+    return seen
+
+
+def inputs(name: str, tokens: int) -> torch.Tensor:
+    (x,), _ = by_name(name).inputs(1, tokens, torch.float32, 0)
+    return x
+
+
+@pytest.mark.parametrize("name", FEW_CALLS)
+def test_few_calls_and_a_small_input(name, monkeypatch):
+    model, forward = optimized(name)
+    seen = ran(forward, monkeypatch)
+    for training in (False, True):
+        small = model.train(training)(inputs(name, 256))
+        large = model(inputs(name, 4096))
+        assert seen == ["original", "rewritten"]
+        seen.clear()
+        monkeypatch.setattr(install, "OWN_CODE_WHEN_SMALL", False)
+        torch.testing.assert_close(model(inputs(name, 256)), small, rtol=1e-4, atol=1e-5)
+        monkeypatch.setattr(install, "OWN_CODE_WHEN_SMALL", True)
+        assert seen == ["rewritten"]
+        seen.clear()
+        assert large is not None
+
+
+@pytest.mark.parametrize("name", MANY_CALLS)
+def test_what_saves_calls_or_much_memory_is_always_rewritten(name, monkeypatch):
+    model, forward = optimized(name)
+    seen = ran(forward, monkeypatch)
+    for tokens in (1, 256, 1024):
+        model(inputs(name, tokens))
+    assert set(seen) <= {"rewritten"} or forward.small[False] < inputs(name, 256).numel()
+    assert seen[1:] == ["rewritten", "rewritten"]
+
+
+def test_a_compiler_a_mode_and_autocast_see_the_rewritten_code(monkeypatch):
+    model, forward = optimized("dense_stacked_einsum")
+    x, seen = inputs("dense_stacked_einsum", 8), ran(forward, monkeypatch)
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x)
+    assert seen == ["rewritten", "rewritten"]
+    monkeypatch.undo()
+    monkeypatch.setattr(install, "OWN_CODE_WHEN_SMALL", True)
+    program = torch.export.export(model, (x,))
+    assert any(node.target is torch.ops.hexa.moe_ffn.default for node in program.graph.nodes)
