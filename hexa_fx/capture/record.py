@@ -132,7 +132,16 @@ def _capture(
     recalled = frozenset(name for name, identity in recorder.met.items() if identity in held)
     calls = tuple(recorder.calls)
     return CapturedBlock(
-        block, path, recorder.graph, recorder.constants, calls, arguments, output, stored, recalled, stirred
+        block,
+        path,
+        recorder.graph,
+        recorder.constants,
+        calls,
+        arguments,
+        output,
+        stored,
+        recalled=recalled,
+        stirred=stirred,
     )
 
 

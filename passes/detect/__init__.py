@@ -24,7 +24,14 @@ from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
-from hexa_fx.passes.detect.projections import Contraction, Instance, find_contractions, group_instances, match_rows
+from hexa_fx.passes.detect.projections import (
+    MIXED,
+    Contraction,
+    Instance,
+    find_contractions,
+    group_instances,
+    match_rows,
+)
 from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing
 from hexa_fx.passes.detect.rules import (
     is_constant,
@@ -36,10 +43,15 @@ from hexa_fx.passes.detect.rules import (
     stored_outside_calls,
 )
 from hexa_fx.passes.detect.stacks import WeightTable
-from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag
+from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag, uneven_experts
 from hexa_fx.passes.detect.verdict import Refuse
 
 __all__ = ["MoEMatch", "detect"]
+
+NO_PRODUCT = (
+    "no matrix product with the weights of single experts was seen; experts are like modules in a list or a dictionary, or "
+    "parameters with the experts as their first dimension, and their layers are matrix products"
+)
 
 
 def detect(captured: CapturedBlock, prefer_earliest: bool = False) -> MoEMatch | Refusal:
@@ -66,7 +78,9 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool) -> MoEMatch:
             return _detect_family(captured, groups, family, prefer_earliest)
         except Refuse as refusal:
             first = first or refusal
-    raise first or Refuse("no product with per-expert weights was seen")
+    if first is not None and first.reason == MIXED:
+        first = Refuse(uneven_experts(_parameters(captured)) or MIXED, first.node)
+    raise first or Refuse(NO_PRODUCT)
 
 
 def _families(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[str] | None]:
@@ -111,7 +125,7 @@ def _detect_standard(
     tags = tag(captured, groups, family)
     contractions = find_contractions(captured, tags)
     if not contractions:
-        raise Refuse("no product with per-expert weights was seen")
+        raise Refuse(uneven_experts(_parameters(captured)) or NO_PRODUCT)
     products = [contraction.node for contraction in contractions]
     stored = stored_outside_calls(captured, products)
     replay, weights = Replay(captured), WeightTable(captured, groups, tags)

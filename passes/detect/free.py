@@ -19,7 +19,7 @@ from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, T
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
-from hexa_fx.passes.detect.projections import Contraction, Instance, token_sources
+from hexa_fx.passes.detect.projections import NOT_TOKENS, Contraction, Instance, token_sources
 from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing, find_row_factor
 from hexa_fx.passes.detect.rules import (
     is_constant,
@@ -176,7 +176,7 @@ class _Search:
                 if found is not None:
                     return found
             frontier = [operands for column in frontier for operands in _operands(column)]
-        raise Refuse("the rows that experts read are not rows of one token tensor", end[0])
+        raise Refuse(NOT_TOKENS, end[0])
 
     def _given(self, end: Column, inside: list[list[torch.fx.Node]]) -> list[Column]:
         """Columns of tensors that enter the runs from outside and are no parameters."""

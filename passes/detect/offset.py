@@ -52,19 +52,19 @@ def explain_offset(
         expected.index_add_(0, pairs.token, pairs.after[:, None] * vectors[pairs.expert])
     if torch.allclose(offset, expected, rtol=1e-6, atol=1e-6):
         return Offset()
+    base = _holding(offset - expected, combine.node, tags, replay)
+    if base is not None:
+        return Offset(base=base)
     x = replay.value(source).reshape(-1, record_of(source).value.shape[-1])
     if x.shape == offset.shape:
         factor = (offset * x).sum(1) / (x * x).sum(1).clamp(min=1e-300)
         if torch.allclose(offset, factor[:, None] * x, rtol=1e-6, atol=1e-6):
             return Offset(identity=factor)
-    base = _holding(offset - expected, combine.node, tags, replay)
-    if base is None:
-        raise Refuse(
-            "the tensor that collects the expert outputs holds something besides them (neither the experts' biases, nor the "
-            "token itself, nor a tensor that the code had before)",
-            combine.node,
-        )
-    return Offset(base=base)
+    raise Refuse(
+        "the tensor that collects the expert outputs holds something besides them (neither the experts' biases, nor the "
+        "token itself, nor a tensor that the code had before)",
+        combine.node,
+    )
 
 
 def _holding(

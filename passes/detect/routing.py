@@ -250,7 +250,11 @@ def _index_from_columns(
         if not bool(remaining.any()):
             nodes = tuple(node for node, _ in columns)
             return Source(nodes, "columns"), torch.stack([ids for _, ids in columns], 1)
-    raise Refuse("no tensor holds the expert ids of every token; routing must be a fixed number of ids a token", end)
+    raise Refuse(
+        "no tensor holds the expert ids of every token; only a fixed number of ids a token is rewritten, not experts that choose "
+        "their tokens, nor a number of experts that differs from token to token",
+        end,
+    )
 
 
 # -- factors -----------------------------------------------------------------------------------------------------------
@@ -336,7 +340,11 @@ def _find_factor(
         return ()
     columns = _factor_columns(wanted, slots, known)
     if columns is None:
-        raise Refuse("the routing weights are not among the tensors computed before the experts", end)
+        raise Refuse(
+            "expert outputs enter their token times a number that no tensor computed before the experts holds; that number has to "
+            "be the router's weight alone, not also a constant, a count of tokens or something computed from the outputs",
+            end,
+        )
     return (Source(columns, "columns"),)
 
 
@@ -417,4 +425,8 @@ def _find_mask(
         for reading, table in _read_factor(value.double(), slots):
             if _agrees(table, reading, ones, slots) and _zero_when_dropped(table, reading, slots):
                 return Source((node,), reading)
-    raise Refuse("some choices of the router reach no expert, and no tensor tells which", end)
+    raise Refuse(
+        "some of the router's choices reach no expert, and no tensor says which; where tokens are dropped on purpose, multiply "
+        "the weights by a mask of those that are kept",
+        end,
+    )

@@ -139,7 +139,9 @@ def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
         training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
         if training and probability != 0:
             raise Refuse(
-                "dropout is active inside the experts, and its random numbers depend on the order experts run in", node
+                f"{operation(node)} is active inside the experts, and its random numbers depend on the order experts run in; with "
+                "probability 0 the block is rewritten in this mode too",
+                node,
             )
 
 
@@ -175,14 +177,20 @@ def shape_branches(
         if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
             continue
         if any(tags[n].experts and not tags[n].weight for n in behind):
-            raise Refuse("the code takes a decision on expert outputs", node)
+            raise Refuse(
+                "the code takes a host decision (if, while, assert, item()) on what the experts computed", node
+            )
         if not any(n.op == "placeholder" for n in behind):
             continue
         if _is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
             guards.append(ShapeBranch(node, bool(record_of(node).value)))
             continue
         if any(is_float(n) and n.op != "placeholder" and _read_by_value(n, behind) for n in behind):
-            raise Refuse("the code takes a decision that depends on the data and not on the routing", node)
+            raise Refuse(
+                "the code takes a host decision (if, while, item()) on the data, not on the routing; torch.where in its place, or "
+                "the decision outside of the block, can be rewritten",
+                node,
+            )
         guard = _guard(node)
         if guard is not None:
             guards.append(guard)
