@@ -231,8 +231,14 @@ def stored(rank, world, kind, strategy, capacities):
     return compared(model, whole, x, rank, square_loss)
 
 
-@pytest.mark.parametrize("strategy", ["data", "model"])
-@pytest.mark.parametrize("kind", list(KINDS))
+_slow = pytest.mark.slow
+STORED = [(kind, strategy) for kind in KINDS for strategy in ("data", "model")]
+QUICK = {("listed-bias", "data"), ("listed", "model"), ("halves", "data"), ("alternating", "model"), ("flat", "model")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [case if case in QUICK else pytest.param(*case, marks=_slow) for case in STORED]
+)
 def test_experts_stored_in_other_ways(kind, strategy):
     for worst, plan, _, _ in run(2, stored, kind, strategy, (1.0, 3.0)):
         assert worst < 1e-10
