@@ -7,8 +7,10 @@
 `optimize`: seconds of optimize() by number of experts and of layers, and by how much the process grows meanwhile.
 `zoo`: forward and backward of the rewritten block against its original for every block of the zoo that is rewritten.
 `experts`: the same for one block at 8, 64 and 128 experts, written in the idioms that are most in use.
-One line a row; `--json` writes all rows with the versions they were measured on. Times are medians of processor time (not
-of wall time, so that other work on the machine counts less), of one thread unless `--threads` says otherwise.
+Inputs want a gradient, as inside a model. ``runs`` says what the rewritten block runs at this size: its new forward, or its
+own code where that is the quicker (docs/operators.md).
+One line a row; `--json` writes all rows with the versions they were measured on. Times are medians, the two models in turns:
+of processor time on one thread, so that other work on the machine counts less, of wall time on several (`--threads`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ from torch import nn
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import hexa_fx
+from hexa_fx.runtime.install import HexaForward
 from tests.zoo import by_sorting, common, loops
 from tests.zoo.registry import VARIANTS
 
@@ -159,10 +163,11 @@ def bench_zoo(batch: int = 4, seq: int = 64) -> Iterator[Row]:
         if v.expect == "refused":
             continue
         model = v.make(0).eval()
-        args, kwargs = v.inputs(batch, seq, torch.float32, 0)
-        opt = _optimized(model, v.inputs(2, 7, torch.float32, 0))
+        args, kwargs = _wanting_gradients(*v.inputs(batch, seq, torch.float32, 0))
+        opt = _optimized(model, v.inputs(2, 7, torch.float32, 0), verify=False)  # the tests of the zoo verify
         if any(b.status == "rewritten" for b in opt.report.blocks):
-            yield {"question": "zoo", "block": v.name, "tokens": batch * seq, **_compared(model, opt, args, kwargs)}
+            row = {"question": "zoo", "block": v.name, "tokens": batch * seq, "runs": _runs(opt, args, kwargs)}
+            yield {**row, **_compared(model, opt, args, kwargs)}
 
 
 class ListMixture(nn.Module):
@@ -189,12 +194,13 @@ def bench_experts(dim: int = 128, hidden: int = 64, batch: int = 4, seq: int = 6
         for name, block in _idioms(num_experts, dim, hidden):
             x = torch.randn(batch, seq, dim, generator=torch.Generator().manual_seed(0))
             opt = _optimized(block.eval(), ((x[:2, :7].contiguous(),), {}))
+            x.requires_grad_()
             yield {
                 "question": "experts",
                 "block": name,
                 "experts": num_experts,
                 "tokens": batch * seq,
-                "rewritten": any(b.status == "rewritten" for b in opt.report.blocks),
+                "runs": _runs(opt, (x,), {}),
                 **_compared(block, opt, (x,), {}),
             }
 
@@ -232,18 +238,38 @@ class _sizes:
             setattr(self.module, name, values[name])
 
 
-def _optimized(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> nn.Module:
+def _optimized(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], verify: bool = True) -> nn.Module:
     args, kwargs = call
-    if not kwargs:
-        return hexa_fx.optimize(model, args)
-    names = list(inspect.signature(model.forward).parameters)
-    return hexa_fx.optimize(model, {**dict(zip(names, args)), **kwargs})
+    example = {**dict(zip(inspect.signature(model.forward).parameters, args)), **kwargs} if kwargs else args
+    return hexa_fx.optimize(model, example, hexa_fx.HexaConfig(verify=verify))
+
+
+def _wanting_gradients(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    for tensor in tensors:
+        tensor.requires_grad_(tensor.is_floating_point())
+    return args, kwargs
+
+
+def _runs(opt: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """``rewritten`` or ``own code``: what a call runs in every block."""
+    seen: set[str] = set()
+    forwards = [f for m in opt.modules() if isinstance(f := m.__dict__.get("forward"), HexaForward)]
+    for forward in forwards:
+        plain = forward.original
+        forward.original = lambda *a, p=plain, **k: (seen.add("own code"), p(*a, **k))[1]  # type: ignore[method-assign]
+    _forward(opt, args, kwargs)
+    for forward in forwards:
+        del forward.original
+    return next(iter(seen), "rewritten")
 
 
 def _compared(model: nn.Module, opt: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row:
     """Milliseconds of forward (eval mode, no gradients) and of forward plus backward, original and rewritten."""
     row: Row = {}
-    for name, step in (("forward", _forward), ("step", _step)):
+    inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    wanting = [t for t in (*model.parameters(), *opt.parameters(), *inputs) if t.requires_grad]
+    for name, step in (("forward", _forward), ("step", partial(_step, wanting=wanting))):
         original, rewritten = _interleaved(lambda s=step: s(model, args, kwargs), lambda s=step: s(opt, args, kwargs))
         row |= {
             f"{name}_ms": round(1e3 * original, 3),
@@ -258,10 +284,14 @@ def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         model(*args, **kwargs)
 
 
-def _step(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _step(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanting: Sequence[torch.Tensor] = ()
+) -> None:
+    """Forward and backward. The gradients of ``wanting`` are dropped at the end."""
     leaves = torch.utils._pytree.tree_leaves(model(*args, **kwargs))
     sum(t.sum() for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad).backward()
-    model.zero_grad(set_to_none=True)
+    for tensor in wanting:
+        tensor.grad = None
 
 
 def _interleaved(first: Callable[[], None], second: Callable[[], None], budget: float = 0.25) -> tuple[float, float]:
@@ -269,12 +299,13 @@ def _interleaved(first: Callable[[], None], second: Callable[[], None], budget: 
     for call in (first, second, first, second):
         call()
     times: tuple[list[float], list[float]] = ([], [])
-    started = time.process_time()
-    while time.process_time() - started < budget or len(times[0]) < 5:
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
+    while clock() - started < budget or len(times[0]) < 5:
         for call, into in zip((first, second), times):
-            before = time.process_time()
+            before = clock()
             call()
-            into.append(time.process_time() - before)
+            into.append(clock() - before)
     return statistics.median(times[0]), statistics.median(times[1])
 
 

@@ -292,12 +292,23 @@ def memory(args: Any, device: Any, dtype: Any) -> Iterator[Record]:
 
 
 def unequal_devices(args: Any, device: Any, dtype: Any) -> Iterator[Record]:
-    shapes = args.shapes if args.smoke else {"mixtral": (MIXTRAL, (32768,)), "swin-moe-b": (SWIN, (131072,))}
+    shapes = args.shapes if args.smoke else {"mixtral": (MIXTRAL, (65536,)), "swin-moe-b": (SWIN, (131072,))}
     for run in (unequal, unequal_steps):
         for name, (shape, counts) in shapes.items():
             clean(device)
             length = args.length if args.smoke else 1024 if name == "mixtral" else 2048
             yield from run(shape, name, counts[-1], length, device, dtype, args.repeats)
+
+
+def take_esfk_apart() -> None:
+    from hexa_fx.runtime import cuda_gemm_sm90 as sm90
+
+    def parts(x: Any, g: Any, weight: Any, x_index: Any, offs: Any, top_k: int, layout: Any, has_bias: bool) -> Any:
+        assert not has_bias
+        dx = sm90.esmm(g, weight, None, None, offs, 1, "kn" if layout == "nk" else "nk")
+        return dx, sm90.estmm(x, g, x_index, None, offs, top_k, layout), None
+
+    sm90.esfk = parts
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -327,9 +338,9 @@ def prebuild(worlds: list[int], args: Any) -> None:
             for sizes in SETTINGS[world]:
                 for share in sizes:
                     part = share / sum(sizes)
-                    experts(MIXTRAL, 32768, int(MIXTRAL.intermediate_size * part) // 64 * 64)
+                    experts(MIXTRAL, 65536, int(MIXTRAL.intermediate_size * part) // 128 * 128)
                     experts(SWIN, 131072, int(SWIN.intermediate_size * part) // 64 * 64)
-                    for shape, tokens in ((MIXTRAL, int(32768 * part)), (SWIN, int(131072 * part))):
+                    for shape, tokens in ((MIXTRAL, int(65536 * part)), (SWIN, int(131072 * part))):
                         experts(shape, tokens, shape.intermediate_size)
                         data_centric(shape, tokens)
         for shape in (MIXTRAL, QWEN3, SWIN):
@@ -366,6 +377,7 @@ def main() -> None:
     parser.add_argument("--out", default="partition.json")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--prebuild", default="")
+    parser.add_argument("--esfk-parts", action="store_true", help="dX and dW of a projection by a kernel each")
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--layers", type=int, default=2)
@@ -375,6 +387,8 @@ def main() -> None:
     args.end = time.monotonic() + args.seconds
     args.shapes = SMOKE if args.smoke else {name: SHAPES[name] for name in args.shapes.split(",")}
     args.length = 16 if args.smoke else 2048
+    if args.esfk_parts:
+        take_esfk_apart()
     if args.prebuild:
         prebuild([int(n) for n in args.prebuild.split(",")], args)
         return
@@ -393,7 +407,10 @@ def main() -> None:
         "unequal": lambda: unequal_devices(args, device, dtype),
     }
     header: Record = environment() if cuda else {"device": "cpu", "torch": torch.__version__}
-    options = f"--sections {args.sections} --layers {args.layers} --repeats {args.repeats}"
+    options = "--esfk-parts " if args.esfk_parts else ""
+    options += (
+        f"--sections {args.sections} --shapes {','.join(args.shapes)} --layers {args.layers} --repeats {args.repeats}"
+    )
     header["command"] = f"torchrun --nproc_per_node {dist.get_world_size()} benchmarks/bench_partition.py {options}"
     header["ranks"] = dist.get_world_size()
     records: list[Record] = []
@@ -416,8 +433,9 @@ def main() -> None:
 def save(path: str, header: Record, records: list[Record]) -> None:
     if dist.get_rank() == 0:
         print(json.dumps(records[-1]), flush=True)
-        with open(path, "w") as file:
+        with open(f"{path}.partial", "w") as file:
             json.dump(header | {"records": records}, file, indent=1)
+        os.replace(f"{path}.partial", path)
 
 
 if __name__ == "__main__":

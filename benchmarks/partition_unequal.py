@@ -132,9 +132,7 @@ def unequal(
         yield {"question": "green context", "sms": sms, "our_kernels_run": everywhere}
         with on(stream):
             gated = shape.matrices == 3
-            seconds = profile_devices(
-                shape, gated=gated, dtype=dtype, device=device, groups=make_groups(), repeats=3, min_seconds=0.03
-            )
+            seconds = profile_devices(shape, gated=gated, dtype=dtype, device=device, groups=make_groups(), repeats=3)
         alone = _each(work(shape, tokens, shape.intermediate_size, device, dtype, stream), device, repeats)
         ideal = 1 / sum(1 / t for t in alone)
         head = {"question": "unequal devices", "shape": name, "tokens": tokens, "sms": sms}
@@ -146,7 +144,7 @@ def unequal(
                     sizes = tuple(length * b for b in allocate(t, tokens // length))
                     run = work(shape, sizes[rank], shape.intermediate_size, device, dtype, stream)
                 else:
-                    sizes = allocate(t, shape.intermediate_size, tile=64)
+                    sizes = allocate(t, shape.intermediate_size, tile=_tile(shape))
                     run = work(shape, tokens, sizes[rank], device, dtype, stream)
                 each = _each(run, device, repeats)
                 times[split] = max(each)
@@ -163,6 +161,10 @@ def unequal(
         _known[name] = (head, seconds, stream)
 
 
+def _tile(shape: ExpertShape) -> int:
+    return 128 if shape.intermediate_size > 4096 else 64
+
+
 _known: dict[str, tuple[dict[str, Any], tuple[float, ...], Any]] = {}
 
 
@@ -176,7 +178,7 @@ def unequal_steps(
         times: dict[str, float] = {}
         for split, t in (("uniform", (1.0,) * world), ("weighted", seconds)):
             model = Stack(2, shape, length, device, dtype)
-            config = PartitionConfig(batch=tokens // length, tokens=tokens, static_tokens=True, tile=64)
+            config = PartitionConfig(batch=tokens // length, tokens=tokens, static_tokens=True, tile=_tile(shape))
             # uniform shards still feed equal batches; weighted ones feed B_i
             plan = plan_layers({f"layers.{i}.moe": shape for i in range(2)}, t, kind, config)
             if kind == "model":

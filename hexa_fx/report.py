@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hexa_fx.inspection.advice import advice
 from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
@@ -88,6 +89,11 @@ class BlockReport:
     kernels: tuple[KernelUse, ...] = ()
     case: FfnCase | None = None
 
+    @property
+    def advice(self) -> str:
+        """What helps against the refusal; empty where there is none."""
+        return advice(self.reason) if self.reason else ""
+
     def kernels_on(self, arch: int, tokens: int | None = None) -> tuple[KernelUse, ...]:
         """The kernels that the block would launch on a card of compute capability ``arch``, for the example's tokens or so many.
 
@@ -102,6 +108,7 @@ class BlockReport:
         """Plain values, for JSON."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("case", "kernels")}
         found = {name: asdict(v) if hasattr(v, "__dataclass_fields__") else v for name, v in plain.items()}
+        found["advice"] = self.advice
         found["kernels"] = [{**asdict(k), "name": k.name, "cached": k.cached} for k in self.kernels]
         return found
 

@@ -140,7 +140,7 @@ def _rewrite_mode(
     notify("detect", "before", captured.graph)
     match = detect(captured, prefer_earliest)
     if isinstance(match, Refusal):
-        notify("detect", "after", captured.graph, match)
+        notify("detect", "after", captured.graph, f"refused: {match.reason}")
         return match
     notify("detect", "after", captured.graph, match.idiom)
     notify("rewrite", "before", captured.graph)

@@ -12,7 +12,7 @@ from tests.zoo.families import FAMILIES
 
 torch.set_num_threads(1)
 
-REPRESENTATIVE = ("mixtral", "switch_transformers")
+REPRESENTATIVE = ("mixtral",)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import operator
 import sys
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx
@@ -322,7 +323,10 @@ class Recorder(TorchFunctionMode):
 
 
 _SYMBOLIC_FUNCTIONS = {"sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_not": operator.not_}
-_TYPE_AS_DTYPE: dict[Any, torch.dtype] = {bool: torch.bool, float: torch.float64, int: torch.int64}
+# Weak: a stand-in belongs to one recording and holds it, and with it the block's parameters.
+_TYPE_AS_DTYPE: WeakKeyDictionary[type, torch.dtype] = WeakKeyDictionary(
+    {bool: torch.bool, float: torch.float64, int: torch.int64}
+)
 
 
 def register_type_alias(alias: type, dtype: torch.dtype) -> None:

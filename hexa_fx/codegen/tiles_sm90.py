@@ -19,6 +19,7 @@ class TileChoice:
         group_m: tiles along M that take one weight tile together (no part of the kernel's identity).
         chunks: 16 x 64 chunks of shared memory a warp, through which results leave.
         lag: steps that the second warpgroup of a shared tile stays behind the first.
+        split: esfk as two launches, dX and then dW (no part of the kernel's identity).
     """
 
     bm: int = 128
@@ -29,6 +30,7 @@ class TileChoice:
     group_m: int = 8
     chunks: int = 2
     lag: int = 2
+    split: bool = False
 
     @property
     def kernel_schedule(self) -> KernelScheduleType:
@@ -43,29 +45,26 @@ PINGPONG = TileChoice(bn=128, stages=6, pingpong=True, chunks=1, lag=0)
 PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True, chunks=1, lag=0)
 
 
+MANY_EXPERTS = 256
+"""Experts beyond which the tables in shared memory leave less room for tiles."""
+
 FEW_ROWS = 96
 """Rows an expert up to which 64-row tiles waste least."""
 
 
-_COOP = (
+_SHARED = (
     COOPERATIVE,
     replace(COOPERATIVE, lag=0),
-    replace(COOPERATIVE, lag=1),
-    replace(COOPERATIVE, lag=3),
     replace(COOPERATIVE, group_m=16),
-    replace(COOPERATIVE, stages=3, chunks=4),
+    replace(COOPERATIVE, cluster=2, lag=0),
 )
-_ROW_TILES = (*_COOP, PINGPONG, replace(PINGPONG, stages=5, chunks=3), PINGPONG_LOW)
-_BACKWARD_TILES = tuple(replace(COOPERATIVE, stages=3, lag=lag) for lag in (0, 1, 2)) + (
-    replace(PINGPONG, stages=4),
-    replace(PINGPONG_LOW, stages=3),
-)
+_SHARED_BACKWARD = tuple(replace(COOPERATIVE, stages=3, lag=lag) for lag in (0, 2))
 CANDIDATES = {
-    "esmm": _ROW_TILES,
-    "esmm_act": _ROW_TILES,
-    "esmm_act_backward": _BACKWARD_TILES,
-    "estmm": tuple(tile for tile in _ROW_TILES if tile.bm == 128),
-    "esfk": tuple(tile for tile in _ROW_TILES if tile.bm == 128),
+    "esmm": (*_SHARED, PINGPONG_LOW),
+    "esmm_act": (*_SHARED, PINGPONG_LOW),
+    "esmm_act_backward": (*_SHARED_BACKWARD, replace(PINGPONG, stages=4), replace(PINGPONG_LOW, stages=3)),
+    "estmm": (*_SHARED, replace(COOPERATIVE, stages=3, chunks=4)),
+    "esfk": (COOPERATIVE, replace(COOPERATIVE, lag=0), replace(COOPERATIVE, split=True)),
 }
 """Tiles worth timing, by operator."""
 
@@ -83,6 +82,9 @@ def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gath
     """
     few = rows <= FEW_ROWS * max(experts, 1) and op in ("esmm", "esmm_act", "esmm_act_backward")
     tile = PINGPONG_LOW if few else COOPERATIVE
-    if op == "esmm_act_backward":  # h is staged in shared memory too
-        return replace(tile, stages=3)
-    return tile
+    many = experts > MANY_EXPERTS
+    if op == "esmm_act_backward":  # h is staged in shared memory too, and stages are too few to stagger
+        tile = replace(tile, lag=0)
+        return replace(tile, bn=128, stages=4) if many and not few else replace(tile, stages=2 if many else 3)
+    tile = replace(tile, split=op == "esfk")
+    return replace(tile, chunks=1) if many else tile

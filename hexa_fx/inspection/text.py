@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from hexa_fx.inspection.advice import advice
 from hexa_fx.inspection.costs import Costs
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def refusal_lines(blocks: Iterable[BlockReport]) -> Iterator[str]:
         does = f"runs the original code in {mode} mode" if mode else "left as it is"
         more = f"; the same for {len(paths) - 1} more: {_span(paths[1:])}" if len(paths) > 1 else ""
         yield f"{paths[0]}: {does}: {sentence}{more}"
+        yield f"    what helps: {advice(sentence)}"
 
 
 def _span(blocks: Sequence[BlockReport] | Sequence[str]) -> str:

@@ -49,11 +49,11 @@ def _swiglu_oai(gate: Tensor, up: Tensor, params: Params) -> Tensor:
 def _swiglu_oai_backward(da: Tensor, gate: Tensor, up: Tensor, params: Params) -> tuple[Tensor, Tensor]:
     alpha, limit = params
     g = gate.clamp(max=limit)
-    s = torch.sigmoid(g * alpha)
-    swish = g * s
-    dswish = s + alpha * swish * (1 - s)
-    dgate = da * (up.clamp(-limit, limit) + 1) * dswish * (gate <= limit)
-    dup = da * swish * (up.abs() <= limit)
+    s = (g * alpha).sigmoid_()
+    swish = g.mul_(s)
+    dswish = (1 - s).mul_(swish).mul_(alpha).add_(s)
+    dgate = up.clamp(-limit, limit).add_(1).mul_(dswish).mul_(da).mul_(gate <= limit)
+    dup = swish.mul_(da).mul_(up.abs() <= limit)
     return dgate, dup
 
 

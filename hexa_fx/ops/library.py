@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
 
 from hexa_fx.errors import InputError
 
@@ -30,7 +30,6 @@ _KERNELS: dict[tuple[str, str], Kernel] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
-_BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 _DENSE = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
@@ -152,18 +151,18 @@ def is_eager(tensors: Sequence[Tensor | None]) -> bool:
     Args:
         tensors: the arguments; the first one is a tensor.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_function_stack()
-        or not _PLAIN.issuperset(map(type, tensors))
-    ):
+    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, tensors)):
         return False
     first = tensors[0]
     assert first is not None
-    keys = (torch._C._dispatch_tls_local_include_set() - _BACKEND_SELECT) | torch._C._dispatch_keys(first)
-    if (keys & _BELOW_AUTOGRAD).highestPriorityTypeId() != torch._C.DispatchKey.CPU:
-        return False
-    return torch._C._get_tracing_state() is None and not torch.is_autocast_enabled("cpu")
+    return first.is_cpu and not (
+        _C._len_torch_function_stack()
+        or _C._len_torch_dispatch_stack()
+        or _C._is_any_autocast_enabled()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or _C._get_tracing_state() is not None
+        or first.layout is not torch.strided
+    )
 
 
 def without_autocast() -> torch._C._ExcludeDispatchKeyGuard:

@@ -220,25 +220,36 @@ def esfk(
     has_bias: bool,
     tile: TileChoice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The paper's fused backward: ``dx = g W^T`` (n, K), ``dW``, ``db`` (E, N) of one projection in one launch."""
+    """The paper's fused backward: ``dx = g W^T`` (n, K), ``dW``, ``db`` (E, N) of one projection in one launch.
+
+    A tile may say to `split` it where the card is faster with dX and dW in launches of their own; not with a bias, whose gradient
+    costs nothing in the one launch.
+    """
     flipped: Layout = "kn" if layout == "nk" else "nk"
     experts, n, rows, columns = weight.shape[0], g.shape[0], x.shape[1], g.shape[1]
-    dx, dw = g.new_empty((n, rows)), torch.empty_like(weight, memory_format=torch.contiguous_format)
-    db = g.new_empty((experts, columns)) if has_bias else None
     if not n:
-        return dx, dw.zero_(), None if db is None else db.zero_()
+        dw, db = torch.zeros_like(weight, memory_format=torch.contiguous_format), g.new_zeros((experts, columns))
+        return g.new_empty((0, rows)), dw, db if has_bias else None
     options = (("transpose", layout == "nk"),)
     key = SpecKey("esfk", x.dtype, flipped, x_index is not None, options=options, tables=_tables(experts))
+    found: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def run(tile: TileChoice) -> None:
+        if tile.split and not has_bias:
+            dx = esmm(g, weight, None, None, offs, 1, flipped)
+            found[:] = [(dx, estmm(x, g, x_index, None, offs, top_k, layout), None)]
+            return
+        dx, dw = g.new_empty((n, rows)), torch.empty_like(weight, memory_format=torch.contiguous_format)
+        db = g.new_empty((experts, columns)) if has_bias else None
         reads = row_maps(g, weight, None, flipped, tile)
         maps = reads._replace(out=chunk_map(dx), **weight_maps(x, g, x_index, dw))
         args = shared_args(x_index, offs, top_k, n, tile) | weight_args(x, g, dw, db)
         args |= {"K": columns, "N": rows, "out": dx.data_ptr(), "out_ld": rows}
         submit(key, tile, x.device.index, maps, pack(**args))
+        found[:] = [(dx, dw, db)]
 
     _run(key, x, n, experts, rows, columns, tile, run)
-    return dx, dw, db
+    return found[0]
 
 
 def _run(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family import validate
 from hexa_fx.codegen.family_gemm_sm90 import ARGS, TABLES
 from hexa_fx.codegen.heuristics import row_bucket
-from hexa_fx.codegen.spec import KernelSpec, Layout, Option
+from hexa_fx.codegen.spec import KernelSpec, Layout, Option, SpecError
 from hexa_fx.codegen.tiles_sm90 import TileChoice, choose_tile
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
@@ -90,10 +93,13 @@ def problem(key: SpecKey, rows: int, experts: int, inner: int, columns: int) -> 
 
 @plan
 def chosen_tile(key: SpecKey, device: int, rows: int, experts: int, inner: int, columns: int) -> TileChoice:
-    """The measured tile where a table has one, else the rule's."""
+    """The measured tile where a table has one that this kernel can take, else the rule's."""
     found = tuned_tile(problem(key, rows, experts, inner, columns), device)
-    if found is not None and key.tables == TABLES[0]:  # larger tables leave less shared memory
-        return TileChoice(**found)  # type: ignore[arg-type]
+    if found is not None:
+        with suppress(SpecError, TypeError):  # measured by another version, or with fewer experts
+            tile = TileChoice(**found)  # type: ignore[arg-type]
+            validate(get_family(FAMILY), key.spec(tile))
+            return tile
     return choose_tile(key.op, rows, experts, inner, columns, key.gather)
 
 

@@ -107,11 +107,13 @@ class HexaForward:
         return self.original(*args, **kwargs)
 
     def _own_code_is_quicker(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        limit = self.small[training] if OWN_CODE_WHEN_SMALL else 0
-        if not limit or torch.compiler.is_compiling():
+        limit = self.small[training]
+        if not limit or not OWN_CODE_WHEN_SMALL or torch.compiler.is_compiling():
             return False
-        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-        return first is not None and first.numel() <= limit and library.is_eager((first,))
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                return value.numel() <= limit and library.is_eager((value,))
+        return False
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
         """The rewritten forward of the current mode, and nothing else.

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -215,8 +216,16 @@ def test_optimized_model_compiles_with_the_backend_too() -> None:
     torch.testing.assert_close(outcome(compiled, optimized, 3), outcome(model, model, 3))
 
 
-def test_entry_point(tmp_path: Path) -> None:
-    """torch finds the backend by the name that pyproject gives it."""
+def test_entry_point() -> None:
+    """What pyproject names is the backend."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch_dynamo_backends"]
+    assert points.keys() == {"hexa"}
+    assert EntryPoint("hexa", points["hexa"], "torch_dynamo_backends").load() is hexa
+
+
+@pytest.mark.slow
+def test_entry_point_in_another_process(tmp_path: Path) -> None:
+    """torch finds the backend by its name once the package is installed."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch_dynamo_backends"]
     installed = tmp_path / "entry_of_hexa-0.dist-info"
     installed.mkdir()

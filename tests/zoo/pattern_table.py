@@ -106,6 +106,26 @@ def _row(line: Line) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def summary(page: str) -> str:
+    """The page of all blocks in short, one line a section, for the README."""
+    lines = ["| idiom | blocks | rewritten | for example |", "|---|---|---|---|"]
+    for part in page.split("\n## ")[1:]:
+        title, *rest = part.splitlines()
+        rows = [line.split(" | ") for line in rest if line.startswith("| ") and not line.startswith("| block ")]
+        done = sum(row[2] == "rewritten" for row in rows)
+        shown = "refused" if 2 * done < len(rows) else "rewritten"
+        examples = list(dict.fromkeys(row[1] for row in rows if row[2] == shown))[:3]
+        lines.append(f"| {title} | {len(rows)} | {done} | {'; '.join(examples)} |")
+    return "\n".join(lines)
+
+
+def put_in_readme(table: str, readme: pathlib.Path) -> None:
+    """Between the README's markers, so that the two pages cannot differ."""
+    start, end = "<!-- patterns -->\n", "<!-- /patterns -->"
+    before, rest = readme.read_text().split(start)
+    readme.write_text(before + start + table + "\n" + end + rest.split(end)[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=pathlib.Path)
@@ -117,6 +137,7 @@ def main() -> None:
     print(text)
     if options.write:
         options.write.write_text(PREAMBLE + text + "\n")
+        put_in_readme(summary(text), pathlib.Path("README.md"))
 
 
 if __name__ == "__main__":

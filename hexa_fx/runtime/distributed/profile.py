@@ -28,7 +28,7 @@ def profile_devices(
     device: torch.device | str | None = None,
     groups: Groups | None = None,
     repeats: int = 5,
-    min_seconds: float = 0.05,
+    min_seconds: float | None = None,
 ) -> tuple[float, ...]:
     """t_i of every rank: median seconds of the layer's experts, forward and backward, on that rank's device.
 
@@ -39,7 +39,8 @@ def profile_devices(
         shape: sizes of the layer. At most 8 experts and 64 MiB of weights are allocated, on CUDA 1 GiB.
         tokens: rows of the proxy batch. Default 1024, on CUDA 16384, which fill a large device.
         repeats: timed runs, of which the median counts.
-        min_seconds: a timed run repeats the operator until it lasts this long.
+        min_seconds: a timed run repeats the operator until it lasts this long, after a warm-up as long. Default 0.05, on
+            CUDA 0.3: a large device at full load lowers its clock within a tenth of a second, a small one may not.
 
     Returns:
         Seconds by rank, equal on all ranks.
@@ -49,7 +50,9 @@ def profile_devices(
     run = _proxy(shape, gated, tokens or (16384 if device.type == "cuda" else 1024), dtype, device)
     run()
     once = max(_timed(run, device, 1), 1e-6)
-    count = max(1, round(min_seconds / once))
+    least = min_seconds if min_seconds is not None else 0.3 if device.type == "cuda" else 0.05
+    count = max(1, round(least / once))
+    _timed(run, device, count)
     mine = statistics.median(_timed(run, device, count) / count for _ in range(repeats))
     return _gathered(mine, groups)
 

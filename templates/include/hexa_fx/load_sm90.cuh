@@ -13,8 +13,10 @@ CUTE_DEVICE void cp_async_16(uint32_t dst, const char* src, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
-// Hides where an address came from, so that constant offsets to it stay immediates of the instruction. A gathering warp issues
-// 16 loads a step; with an address computed for each it is bound by its own instruction latency.
+// Hides where an address came from, so that constant offsets to it stay immediates of the instruction. A load reads its address
+// some 80 cycles after it was issued. A gathering warp issues 16 a step: if their addresses take turns in the same registers it
+// is slower than the tensor cores. So each has its own, computed ahead, before the warp waits for room: the assembler does not move
+// the computation across that.
 CUTE_DEVICE uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -153,35 +155,33 @@ struct Gatherer {
 
   CUTE_DEVICE uint32_t stage_address() const { return cast_smem_ptr_to_uint(sm.a[0]) + pipe.index * Smem<C>::ABytes; }
 
-  // 8 threads a row of 64 columns; a thread keeps offsets of its BM / 8 rows for the whole tile. Rows past the end repeat the
+  // 8 threads a row of 64 columns; a thread keeps addresses of its BM / 8 rows for the whole tile. Rows past the end repeat the
   // last one: their results are never stored.
   CUTE_DEVICE void rows(const Tile& t) {
     constexpr int kRows = C::BM / 8;
     const int r = thread() >> 3, c = thread() & 7;
-    uint32_t from[kRows];  // 16-byte chunks from p.a
+    const char* row[kRows];
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const int slot = __ldg(p.v + t.row0 + min(r + 8 * i, t.rows - 1));
-      from[i] = token(slot) * (uint32_t(p.a_ld) / 8) + c;
+      row[i] = static_cast<const char*>(p.a) + (size_t(token(slot)) * uint32_t(p.a_ld) + c * 8) * 2;
     }
     const uint32_t offset = r * 128 + ((c ^ r) << 4);
     const int blocks = t.rows > 64 ? kRows / 8 : 1;
-    const char* base = opaque(static_cast<const char*>(p.a));
-    for (int k = 0; k < t.k_tiles; ++k, base += 128) {
+    for (int k = 0; k < t.k_tiles; ++k) {
       wait_for_room();
       const uint32_t dst = opaque(stage_address() + offset);
       const int bytes = k * C::BK + c * 8 < p.K ? 16 : 0;
       CUTE_UNROLL
       for (int h = 0; h < kRows / 8; ++h) {
         if (h < blocks) {
-          const char* row[8];
           CUTE_UNROLL
-          for (int i = 0; i < 8; ++i) row[i] = base + size_t(from[8 * h + i]) * 16;
-          CUTE_UNROLL
-          for (int i = 0; i < 8; ++i) cp_async_16(dst + (8 * h + i) * 1024, row[i], bytes);
+          for (int i = 8 * h; i < 8 * h + 8; ++i) cp_async_16(dst + i * 1024, row[i], bytes);
         }
       }
       issued();
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) row[i] = opaque(row[i] + 2 * C::BK);
     }
   }
 
@@ -206,20 +206,20 @@ struct Gatherer {
     };
     uint32_t now = row_offset(0), soon = row_offset(1);
     for (int k = 0; k < t.k_tiles; ++k) {
-      uint32_t at[kPasses];
+      const char* row[kPasses];
       CUTE_UNROLL
-      for (int i = 0; i < kPasses; ++i) at[i] = __shfl_sync(~0u, now, i * kRowsAPass + sub);
+      for (int i = 0; i < kPasses; ++i) row[i] = opaque(base + size_t(__shfl_sync(~0u, now, i * kRowsAPass + sub)) * 16);
       now = soon;
       soon = row_offset(k + 2);
-      wait_for_room();
       const uint32_t stage = stage_address();
       uint32_t dst[kPeriod];
       CUTE_UNROLL
       for (int i = 0; i < kPeriod; ++i) dst[i] = opaque(stage + offset[i]);
+      wait_for_room();
       const int last = k == 0 ? odd - w * 32 - sub : C::BK;  // rows of no interest become zeros
       CUTE_UNROLL
       for (int i = 0; i < kPasses; ++i)
-        cp_async_16(dst[i % kPeriod] + (i / kPeriod) * 1024, base + size_t(at[i]) * 16, i * kRowsAPass < last ? bytes : 0);
+        cp_async_16(dst[i % kPeriod] + (i / kPeriod) * 1024, row[i], i * kRowsAPass < last ? bytes : 0);
       issued();
       __syncwarp();
     }
@@ -244,6 +244,7 @@ template <class C>
 struct RelayWarp {
   Smem<C>& sm;
   Pipe pipe;
+  uint32_t parity = 0;  // of `landed`, a bit a stage: tiles without gathered operand pass it by, so the pipe's phase is not its
   CUTE_DEVICE void run() {
     TileReader<C> reader;
     while (true) {
@@ -252,7 +253,8 @@ struct RelayWarp {
       if (!gathered<C>(t)) { pipe.template skip<C::Stages>(t.k_tiles); continue; }
       if (lane_id() == 0) {
         for (int k = 0; k < t.k_tiles; ++k) {
-          Barrier::wait(&sm.landed[pipe.index], pipe.phase);
+          Barrier::wait(&sm.landed[pipe.index], (parity >> pipe.index) & 1);
+          parity ^= 1u << pipe.index;
           cutlass::arch::fence_view_async_shared();
           Barrier::arrive(&sm.full[pipe.index]);
           pipe.template next<C::Stages>();
