@@ -44,8 +44,7 @@ their blocks and were not tried; densemixer replaces the forward of transformers
 The refusals: a soft mixture gives every expert an average of all tokens, and expert choice has no fixed number of experts a
 token, so neither is a mixture of routed tokens. Two levels of routing, product keys and convolutional experts are of another
 kind. `SwitchMoE` of three libraries asks on the host whether any expert gave a NaN. mixlora keeps its experts in a plain
-dictionary, so they are no parameters of the module. The experts of st-moe-pytorch multiply by a vector between their
-projections, on inputs of three dimensions, which is not supported yet.
+dictionary, so they are no parameters of the module.
 """
 HEADER = "| library | version | block | outcome | in | forward | gradient | as, or why not |\n|---|---|---|---|---|---|---|---|"
 
