@@ -2,11 +2,12 @@
 
     python benchmarks/bench_moe_layer.py [--shapes mixtral,...] [--routing balanced,skewed,one] [--impls hexa,...] [--json FILE]
 
-Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is hexa::moe_ffn, ``hf-grouped``
-and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the eager loop over experts
-written here. Times are medians on random data, each implementation at its own sustained clock. ``saved`` is memory allocated by a
-training forward that is still there after it, output included; ``peak`` the maximum of forward + backward above what was
-there before, less the gradients. Errors are ||out - ref|| / ||ref|| against a float32 loop.
+Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is hexa::moe_ffn,
+``hf-grouped``, ``hf-batched`` and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the
+eager loop over experts written here, ``sonic``, ``liger``, ``scatter``, ``megablocks`` and ``tutel`` other packages where they are
+installed (peers.py). Times are medians on random data, each implementation at its own sustained clock. ``saved`` is memory
+allocated by a training forward that is still there after it, output included; ``peak`` the maximum of forward + backward above
+what was there before, less the gradients. Errors are ||out - ref|| / ||ref|| against a float32 loop.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 import torch.nn.functional as F
 from common import LARGE, SHAPES, MoeShape, environment, load, medians, routing
@@ -200,14 +203,19 @@ def implementations(shape: MoeShape, p: Weights, names: list[str]) -> dict[str, 
     makers: dict[str, Callable[[], Callable[[], Tensor]]] = {
         "hexa": lambda: hexa_layer(shape, p),
         "hf-grouped": lambda: transformers_layer(shape, p, "grouped_mm"),
+        "hf-batched": lambda: transformers_layer(shape, p, "batched_mm"),
         "hf-eager": lambda: transformers_layer(shape, p, "eager"),
         "loop": lambda: loop_layer(shape, p),
     }
+    makers |= {name: partial(maker, shape, p) for name, maker in peers.MAKERS.items()}
     found = {}
     for name in names:
         try:
             run = makers[name]()
             run()
+        except ImportError:
+            print(f"   {name}: not installed", flush=True)
+            continue
         except Exception as error:  # a peer that is not there, or that cannot do this shape, leaves a line
             print(f"   {name}: left out, {type(error).__name__}: {str(error)[:150]}", flush=True)
             continue

@@ -4,7 +4,7 @@
     python benchmarks/bench_optimize.py optimize zoo       # some of them: optimize, zoo, experts
     python benchmarks/bench_optimize.py --json results.json
 
-`optimize`: seconds of optimize() for a 4-layer 64-expert transformers model, by number of experts and of layers.
+`optimize`: seconds of optimize() by number of experts and of layers, and by how much the process grows meanwhile.
 `zoo`: forward and backward of the rewritten block against its original for every block of the zoo that is rewritten.
 `experts`: the same for one block at 8, 64 and 128 experts, written in the idioms that are most in use.
 Inputs want a gradient, as inside a model. ``runs`` says what the rewritten block runs at this size: its new forward, or its
@@ -24,6 +24,7 @@ import pathlib
 import platform
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -107,12 +108,39 @@ def bench_optimize() -> Iterator[Row]:
         yield _optimize_row("ModuleList", layers, experts, StackOfLists(layers, experts).eval(), x)
 
 
+class _Resident:
+    """By how much the process's resident memory grows inside the block, sampled every 2 ms."""
+
+    grown_mb = 0.0
+
+    def __enter__(self) -> _Resident:
+        self._before, self._done = self._now(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.grown_mb = max(self.grown_mb, self._now() - self._before)
+
+    @staticmethod
+    def _now() -> float:
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def _optimize_row(name: str, layers: int, experts: int, model: nn.Module, example: Any) -> Row:
-    seconds = {}
+    seconds, grown = {}, {}
     for verify in (True, False):
-        started = time.process_time()
-        opt = hexa_fx.optimize(model, example, hexa_fx.HexaConfig(verify=verify))
-        seconds[verify] = time.process_time() - started
+        with _Resident() as resident:
+            started = time.process_time()
+            opt = hexa_fx.optimize(model, example, hexa_fx.HexaConfig(verify=verify))
+            seconds[verify] = time.process_time() - started
+        grown[verify] = resident.grown_mb
     return {
         "question": "optimize",
         "model": name,
@@ -121,6 +149,9 @@ def _optimize_row(name: str, layers: int, experts: int, model: nn.Module, exampl
         "rewritten": sum(b.status == "rewritten" for b in opt.report.blocks),
         "seconds": round(seconds[True], 3),
         "seconds_without_verify": round(seconds[False], 3),
+        "weights_mb": round(sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20, 1),
+        "grown_mb": round(grown[True], 1),
+        "grown_mb_without_verify": round(grown[False], 1),
     }
 
 
@@ -285,10 +316,35 @@ QUESTIONS: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
+PAGE = """# What `optimize` costs
+
+Seconds of processor time of one `hexa_fx.optimize`, one thread, by number of experts and of layers (hidden size 128, experts of
+64, 4 experts a token), made by `python benchmarks/bench_optimize.py optimize --json FILE --page FILE`. Capture, detection and
+rewriting grow with the experts of a block; identical blocks of a model are analysed once, so that layers cost little. Tracing
+copies no weights (`tests/capture/test_stir.py`); detection holds one block's weights in float64, and verification a float64
+copy of one block and its gradients, however many blocks the model has. Memory is by how much the process grew, which also holds
+what the allocator did not give back.
+
+| model | layers | experts | rewritten | seconds | unverified | weights (MiB) | grown by (MiB) | unverified |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def page(rows: list[Row], measured_on: dict[str, str]) -> str:
+    """docs/optimize_time.md."""
+    keys = "model layers experts rewritten seconds seconds_without_verify weights_mb grown_mb grown_mb_without_verify"
+    lines = [
+        f"| {' | '.join(str(row[key]) for key in keys.split())} |" for row in rows if row["question"] == "optimize"
+    ]
+    versions_used = ", ".join(f"{key} {value}" for key, value in measured_on.items())
+    return PAGE + "\n".join(lines) + f"\n\nMeasured with {versions_used}.\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", help=f"any of {', '.join(QUESTIONS)}; all by default")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and versions")
+    parser.add_argument("--page", type=pathlib.Path, help="where to write the table of `optimize`")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     unknown = set(options.questions) - set(QUESTIONS)
@@ -301,6 +357,8 @@ def main() -> None:
         for row in QUESTIONS[question]():
             rows.append(row)
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+    if options.page:
+        options.page.write_text(page(rows, versions()))
     if options.json:
         options.json.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
 

@@ -79,17 +79,19 @@ def load(ids: Tensor, experts: int) -> str:
     return f"{float(counts.max() / counts.mean()):.2f},{int((counts == 0).sum())}"
 
 
-def medians(runs: dict[str, Callable[[], object]], rounds: int = 9, sustained: bool = True) -> dict[str, float]:
+def medians(
+    runs: dict[str, Callable[[], object]], rounds: int = 9, sustained: bool = True, warm_s: float = 0.25
+) -> dict[str, float]:
     """Median milliseconds of each.
 
     A matmul at full rate meets the card's power limit within milliseconds, and the clock falls by a tenth. `sustained` runs
-    each one alone for a quarter of a second before it is timed, so that each has the clock that it would train with.
+    each one alone for `warm_s` before it is timed, so that each has the clock that it would train with.
     Otherwise they take turns, and whoever follows an implementation that leaves the tensor cores idle starts on a cool card.
     """
     for run in runs.values():
         run()
     if sustained:
-        return {name: _median(_timed(run, 2 * rounds, warm_s=0.25)) for name, run in runs.items()}
+        return {name: _median(_timed(run, 2 * rounds, warm_s)) for name, run in runs.items()}
     pairs: dict[str, list[_Pair]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():

@@ -5,27 +5,25 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from hexa_fx.capture.observe import Candidate, Observation, observe
+from hexa_fx.analysis import ExampleInputs, analyse_model, call_arguments
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import NothingRewritten, VerificationError
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.watch import watching
-from hexa_fx.passes import BlockAnalysis, analyse
+from hexa_fx.observers import listening
 from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
-from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.passes.switches import switch_off
-from hexa_fx.progress import progress
-from hexa_fx.report import OptimizationReport, describe
+from hexa_fx.report import OptimizationReport, with_plan
+from hexa_fx.runtime.cuda_warmup import prebuild_blocks
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.preflight import check_model
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
-ExampleInputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
 def optimize(model: Model, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> Model:
@@ -87,11 +84,11 @@ def optimize_(
     check_model(model)
     config = config or HexaConfig.from_environment()
     inspector = Inspector()
-    with watching() as watch:
-        analyses, report = _analyse_model(model, example_inputs, config, inspector)
-        rewritten = [analysis for analysis in analyses if analysis.rewritten]
+    with watching() as watch, listening(inspector.see):
+        found = analyse_model(model, example_inputs, config, inspector)
+        report, rewritten = found.report, found.rewritten
         if mesh is not None and rewritten:
-            args, kwargs = _call_arguments(example_inputs)
+            args, kwargs = call_arguments(example_inputs)
             session = apply_partition(
                 model,
                 [analysis.rewritten for analysis in rewritten],
@@ -103,14 +100,15 @@ def optimize_(
                 example=lambda: model(*args, **kwargs),
             )
             model.__dict__["partition"] = session
-            report = replace(report, plan=session.plan)
+            report = with_plan(report, session.plan, inspector.partitioned)
         else:
             for analysis in rewritten:
                 block = model.get_submodule(analysis.path)
                 forms = {mode: switch_off(form, config) for mode, form in analysis.rewritten.items()}
                 install(block, forms.get("train"), forms.get("eval"))
+            prebuild_blocks(model, found.examples)
         model.__dict__["report"] = report
-        model.__dict__["graphs"] = Graphs.of(analyses, inspector)
+        model.__dict__["graphs"] = Graphs.of(found.analyses, inspector)
         watch.finish(report, model.__dict__["graphs"])
     _announce(report, config)
     return model
@@ -132,7 +130,7 @@ def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig 
     """What `optimize` would do. The model is not changed."""
     check_model(model)
     with watching() as watch:
-        _, report = _analyse_model(model, example_inputs, config or HexaConfig.from_environment(), Inspector())
+        report = analyse_model(model, example_inputs, config or HexaConfig.from_environment(), Inspector()).report
         watch.finish(report)
     return report
 
@@ -140,56 +138,6 @@ def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig 
 def _sharing_copy(model: Model) -> Model:
     shared = [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
-
-
-def _analyse_model(
-    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, inspector: Inspector
-) -> tuple[list[BlockAnalysis], OptimizationReport]:
-    started = time.perf_counter()
-    args, kwargs = _call_arguments(example_inputs)
-    cache = StructureCache()
-    analyses, reports = [], []
-    candidates = observe(model, args, kwargs)
-    with progress("analysing MoE blocks", len(candidates)) as advance:
-        for candidate in candidates:
-            analysis, same_as = _analyse_candidate(candidate, config, cache)
-            analyses.append(analysis)
-            reports.append(describe(analysis, same_as, inspector))
-            advance(analysis.path)
-    return analyses, OptimizationReport(tuple(reports), time.perf_counter() - started)
-
-
-def _analyse_candidate(
-    candidate: Candidate, config: HexaConfig, cache: StructureCache
-) -> tuple[BlockAnalysis, str | None]:
-    """The innermost level that can be rewritten; if none can, the first refusal."""
-    first: tuple[BlockAnalysis, str | None] | None = None
-    for observation in candidate.levels:
-        found = _analyse_level(observation, config, cache)
-        if found[0].rewritten:
-            return found
-        first = first or found
-    assert first is not None
-    return first
-
-
-def _analyse_level(
-    observation: Observation, config: HexaConfig, cache: StructureCache
-) -> tuple[BlockAnalysis, str | None]:
-    known = cache.find(observation)
-    if known is not None:
-        return moved_to(known, observation.path), known.path
-    analysis = analyse(observation, config)
-    cache.add(observation, analysis)
-    return analysis, None
-
-
-def _call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, (tuple, list)):
-        return tuple(example_inputs), {}
-    return (example_inputs,), {}
 
 
 def _announce(report: OptimizationReport, config: HexaConfig) -> None:

@@ -2,36 +2,199 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import importlib.util
+import json
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hexa_fx.errors import InputError
 
+EXPECTED = (
+    "expected MODULE:FACTORY or FILE.py:FACTORY (a function that returns a model and example inputs), the model type of a "
+    "transformers architecture such as mixtral, or a folder with a config.json"
+)
+
+_WIDTHS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""What makes a configuration cheap to run. Layers, experts and their routing stay as they are."""
+
 
 def load(target: str) -> tuple[nn.Module, Any]:
-    """``module:factory`` or a transformers model type.
+    """``module:factory``, ``file.py:factory``, a transformers model type, or a folder with a config.json.
+
+    Of a configuration the model is built with random weights and tiny widths; a folder's keeps its layers and experts.
 
     Raises:
         InputError: there is no such thing; says what is expected.
     """
     if ":" in target:
         return _from_factory(target)
+    if _is_folder(target):
+        return _tiny_from_config(target)
     from hexa_fx.integrations.transformers import tiny_model
 
-    return tiny_model(target)
+    try:
+        return tiny_model(target)
+    except InputError as error:
+        raise InputError(_unknown_type(target) or str(error)) from error
+
+
+def load_whole(target: str) -> tuple[nn.Module, Any]:
+    """As `load`, but a model type too has all layers and experts of its default configuration."""
+    if ":" in target or _is_folder(target):
+        return load(target)
+    return _tiny(_default_config(target), target)
+
+
+def full_size(target: str) -> nn.Module | None:
+    """The model at its configured widths on the meta device: shapes without memory. None for a factory, whose model is what
+    it is; for a model type, transformers' default configuration.
+
+    Raises:
+        InputError: as `load`.
+    """
+    if ":" in target:
+        return None
+    config = _config(target) if _is_folder(target) else _default_config(target)
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        made: nn.Module = AutoModelForCausalLM.from_config(config)
+    return made
+
+
+def name_of(target: str) -> str:
+    """A short name for headings."""
+    return Path(target).resolve().name if _is_folder(target) else target
+
+
+# -- factories ---------------------------------------------------------------------------------------------------------
 
 
 def _from_factory(target: str) -> tuple[nn.Module, Any]:
-    module_name, _, name = target.partition(":")
+    module_name, _, name = target.rpartition(":")
     try:
-        factory = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"{target!r}: {error}; expected MODULE:FACTORY with an importable module") from error
+        factory = getattr(_module(module_name), name)
+    except (ImportError, AttributeError, OSError) as error:
+        raise InputError(f"{target!r}: {error}; {EXPECTED}") from error
     made = factory()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise InputError(f"{target!r} returned {type(made).__name__}; expected a tuple (model, example_inputs)")
     model, inputs = made
     return model, dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+
+def _module(name: str) -> Any:
+    if not name.endswith(".py"):
+        if "" not in sys.path:  # a console script does not look in the working folder
+            sys.path.insert(0, "")
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+    if spec is None or spec.loader is None or not Path(name).is_file():
+        raise ImportError(f"there is no file {name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
+
+
+def _is_folder(target: str) -> bool:
+    return Path(target).is_dir() or "/" in target or target.endswith(".json")
+
+
+def _tiny_from_config(target: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return _tiny(_config(target), target)
+
+
+def _tiny(config: Any, target: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import AutoModelForCausalLM
+
+    text = config.get_text_config()
+    known = text.to_dict()
+    for key, value in _WIDTHS.items():
+        if isinstance(known.get(key), int):
+            setattr(text, key, value)
+    if known.get("num_key_value_heads") == known.get(
+        "num_attention_heads"
+    ):  # each head has its own, and has to keep it
+        text.num_key_value_heads = text.num_attention_heads
+    torch.manual_seed(0)
+    try:
+        model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise InputError(
+            f"{target!r}: the model does not build with tiny widths: {error}; write a factory for it"
+        ) from error
+    return model.eval(), {"input_ids": torch.randint(0, 100, (2, 16))}
+
+
+def _config(target: str) -> Any:
+    path = Path(target)
+    file = path if path.suffix == ".json" else path / "config.json"
+    if not file.is_file():
+        raise InputError(
+            f"{target!r}: there is no {file}. hexa-fx downloads nothing: give a folder that holds the model's config.json, "
+            "or its model type, such as mixtral"
+        )
+    config_class = _transformers().AutoConfig
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return config_class.for_model(values.pop("model_type"), **values)
+    except KeyError as error:
+        raise InputError(f"{file} has no {error}; expected the config.json of a transformers model") from error
+    except ValueError as error:
+        raise InputError(f"{file}: {_first_sentence(error)}") from error
+
+
+def _default_config(model_type: str) -> Any:
+    try:
+        return _transformers().AutoConfig.for_model(model_type)
+    except ValueError as error:
+        raise InputError(_unknown_type(model_type) or str(error)) from error
+
+
+def _unknown_type(model_type: str) -> str:
+    """A sentence if transformers does not know the type, with the nearest ones it knows."""
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError:
+        return ""
+    known = list(CONFIG_MAPPING.keys())
+    if model_type in known:
+        return ""
+    near = difflib.get_close_matches(model_type, known, n=3)
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    return f"transformers knows no model type {model_type!r}.{hint} {EXPECTED[0].upper()}{EXPECTED[1:]}"
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError("transformers is not installed; pip install 'hexa-fx[hf]'") from error
+    return transformers
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).split(". ")[0][:300]

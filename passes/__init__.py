@@ -140,7 +140,7 @@ def _rewrite_mode(
     notify("detect", "before", captured.graph)
     match = detect(captured, prefer_earliest)
     if isinstance(match, Refusal):
-        notify("detect", "after", captured.graph, match)
+        notify("detect", "after", captured.graph, f"refused: {match.reason}")
         return match
     notify("detect", "after", captured.graph, match.idiom)
     notify("rewrite", "before", captured.graph)
@@ -162,7 +162,10 @@ def _check(
     for mode in list(rewritten):
         with _in_mode(observation.module, mode), at_block(observation.path, mode):
             notify("verify", "before", rewritten[mode].graph)
-            brief = any(other in checks and _does_the_same(captured[mode], captured[other]) for other in MODES)
+            brief = any(
+                other in checks and checks[other].ok and _does_the_same(captured[mode], captured[other])
+                for other in MODES
+            )
             settings = VerifySettings(crowd=crowd_of(captured[mode].graph), brief=brief)
             with muted():
                 checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)

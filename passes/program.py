@@ -48,6 +48,31 @@ class BindKernels(GraphPass):
 
 
 @dataclass(frozen=True)
+class TakeSaved(GraphPass):
+    """What forward saved for one use, h, comes in a list and is popped from it.
+
+    A call's frames hold its arguments until it returns, and h is as large as all that backward makes of it: popped, its
+    memory is free as soon as the last operator has read it.
+    """
+
+    name: ClassVar[str] = "take_saved"
+    contract: ClassVar[Contract] = Contract()
+
+    def apply(self, gm: GraphModule) -> int:
+        """Puts a pop behind every placeholder of `SAVED`."""
+        saved = [n for n in gm.graph.nodes if n.op == "placeholder" and n.target in SAVED]
+        for box in saved:
+            with gm.graph.inserting_after(box):
+                taken = gm.graph.call_method("pop", (box,))
+            box.replace_all_uses_with(taken, delete_user_cb=lambda user, taken=taken: user is not taken)
+        return len(saved)
+
+
+SAVED = ("h",)
+"""Operands of the backward program that come in a list."""
+
+
+@dataclass(frozen=True)
 class Program:
     """The programs of one request on one device type, and the graphs they come from. Made when first asked for.
 
@@ -66,13 +91,14 @@ class Program:
 
     @cached_property
     def backward(self) -> Callable[..., Any]:
-        """The backward program, over dy, x, h, v, inv, offs, the other operands and top_k by position."""
+        """The backward program, over dy, x, [h], v, inv, offs, the other operands and top_k by position."""
         return _pick(self.bound(lower_backward(self.request)), _BACKWARD_OPERANDS)
 
     def bound(self, gm: GraphModule) -> GraphModule:
         """A lowered graph made ready for the device."""
         bind = TileRows() if self.device == "cpu" else BindKernels(self.device)
-        Pipeline((FuseActivation(gradients=self.device == "cuda"), bind), given=frozenset({LOWERED}))(gm)
+        passes = (FuseActivation(gradients=self.device == "cuda"), bind, TakeSaved())
+        Pipeline(passes, given=frozenset({LOWERED}))(gm)
         return gm
 
 

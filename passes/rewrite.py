@@ -15,15 +15,27 @@ from hexa_fx.capture import CapturedBlock, functional, record_of
 from hexa_fx.ir import FfnSpec, InputGuard, RewrittenBlock
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.free_body import FreeBody
+from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing import Source
+from hexa_fx.passes.detect.rules import is_outside
 from hexa_fx.passes.emit_rows import RowEmitter
 from hexa_fx.passes.kept_calls import Kept, keep
 from hexa_fx.passes.own_code import own_code_limit
 from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
 
-_FREE_OF_EFFECTS = ("size", "flatten", "index_select", "clamp", "view", "reshape", operator.getitem, operator.lt)
+_FREE_OF_EFFECTS = (
+    "size",
+    "detach",
+    "flatten",
+    "index_select",
+    "clamp",
+    "view",
+    "reshape",
+    operator.getitem,
+    operator.lt,
+)
 
 
 def rewrite(match: MoEMatch, recompute_h: bool = False, fused_backward: bool = True) -> RewrittenBlock:
@@ -79,6 +91,7 @@ class _Rewriter:
             self.match.source,
             *(self.match.body.roots if isinstance(self.match.body, FreeBody) else ()),
             *(node for source in sources for node in source.nodes),
+            *([] if self.match.base is None else [self.match.base]),
             *(b.condition for b in self.match.branches),
             *self._stored_nodes(),
         ]
@@ -108,13 +121,16 @@ class _Rewriter:
     def _copy(self, node: torch.fx.Node, kept: Kept) -> None:
         if node in self.new:
             return
+        if node.op == "get_attr" and node.target in self.match.captured.constants:
+            self.new[node] = self._constant(str(node.target))
+            return
         if node in kept.rereads:
             reread = kept.rereads[node]
             self.new[node] = self.graph.call_function(
                 functional.after, (self.new[reread.argument], self.new[reread.result])
             )
             return
-        copy = self.graph.node_copy(node, lambda argument: self._input_of(node, argument, kept))
+        copy = self.graph.node_copy(node, lambda argument: self._operand(node, argument, kept))
         copy.meta = {"from": node.name, "location": record_of(node).location}
         self.new[node] = copy
         for branch in self.match.branches:
@@ -127,6 +143,21 @@ class _Rewriter:
         after_call = node.target is functional.after and argument not in self.new
         return self.new[kept.stand_ins[argument] if after_call else argument]
 
+    def _constant(self, name: str) -> torch.fx.Node:
+        """A tensor that stood ready outside the block's parameters and buffers, such as a number that a module keeps."""
+        if is_outside(self.match.captured, name):
+            raise NotImplementedError(f"the code reads {name}, which is neither a parameter nor a buffer")
+        value = self.match.captured.constants[name]
+        options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        return self.graph.call_function(torch.tensor, (value.tolist(),), options)
+
+    def _operand(self, node: torch.fx.Node, argument: torch.fx.Node, kept: Kept) -> torch.fx.Node:
+        """The new node for an argument, without its gradient where the code computes under ``no_grad``."""
+        operand = self._input_of(node, argument, kept)
+        if record_of(node).gradient or not is_float(argument) or (record_of(node).writes and argument is node.args[0]):
+            return operand
+        return self.graph.call_method("detach", (operand,))
+
     def _call(self, node: torch.fx.Node, kept: Kept) -> None:
         """A submodule call, emitted once for all of its results."""
         call = kept.calls[node]
@@ -137,7 +168,8 @@ class _Rewriter:
 
     def _bind(self, output: Any, result: torch.fx.Node) -> None:
         if isinstance(output, torch.fx.Node):
-            self.new[output] = result
+            cut = is_float(output) and not record_of(output).gradient
+            self.new[output] = self.graph.call_method("detach", (result,)) if cut else result
         elif isinstance(output, (tuple, list)):
             for index, item in enumerate(output):
                 if isinstance(item, (torch.fx.Node, tuple, list)):
@@ -168,6 +200,9 @@ class _Rewriter:
         index = self._routing(routing.index, None)
         factor = self._product(routing.after, index)
         before = self._product(routing.before, index)
+        if match.detached:
+            tokens = self.graph.call_method("detach", (tokens,))
+            before = None if before is None else self.graph.call_method("detach", (before,))
         if before is not None:
             tokens, index, factor = self._scale_rows(tokens, index, factor, before)
         past_experts = self._identity(tokens, index, factor) if match.identity and factor is not None else None
@@ -182,7 +217,11 @@ class _Rewriter:
             )
         if past_experts is not None:
             result = self.graph.call_function(operator.add, (result, past_experts))
-        return self._restore(result)
+        if match.base is not None:
+            base = self._as_rows(self.new[match.base], record_of(match.base).value)
+            result = self.graph.call_function(operator.add, (base, result))
+        result = self._restore(result)
+        return self.graph.call_method("detach", (result,)) if match.constant else result
 
     def _canonical(
         self,
@@ -304,15 +343,21 @@ class _Rewriter:
         if value.dim() == 2:
             return result
         like = self._same_leading(value)
+        if like is None and sum(size != 1 for size in value.shape[:-1]) > 1:
+            raise NotImplementedError(
+                f"no input has the leading sizes {tuple(value.shape[:-1])} of the combined output"
+            )
+        if like is None:  # one group of all tokens: (1, T, D)
+            return self.graph.call_method("reshape", (result, *[1] * (value.dim() - 2), -1, value.shape[-1]))
         sizes = [self.graph.call_method("size", (like, d)) for d in range(value.dim() - 1)]
         return self.graph.call_method("reshape", (result, *sizes, value.shape[-1]))
 
-    def _same_leading(self, value: torch.Tensor) -> torch.fx.Node:
+    def _same_leading(self, value: torch.Tensor) -> torch.fx.Node | None:
         for old in (self.match.source, *(n for n in self.new if n.op == "placeholder")):
             known = record_of(old).value
             if known.dim() == value.dim() and known.shape[:-1] == value.shape[:-1]:
                 return self.new[old]
-        raise NotImplementedError(f"no input has the leading sizes {tuple(value.shape[:-1])} of the combined output")
+        return None
 
 
 def _as_recorded(condition: torch.fx.Node) -> str:

@@ -5,97 +5,16 @@ from __future__ import annotations
 import collections
 import logging
 import os
-import warnings
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 import hexa_fx
-from tests.test_zoo import optimized, rewritten
-from tests.zoo.compare import compare, perturb
-from tests.zoo.mutate import Mutant, mutant
+from tests.zoo.compare import compare
+from tests.zoo.judge import excuse_of, judge_seed
+from tests.zoo.mutate import mutant
 
 torch.set_num_threads(1)
-
-SIZES = ((2, 7), (3, 5), (1, 1), (2, 16))
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a mutant: ``invalid`` (its own code does not run or does not repeat itself), ``refused``, ``equal``, or
-    ``WRONG`` with the difference.
-    """
-
-    outcome: str
-    detail: str = ""
-
-
-def judge(case: Mutant) -> Verdict:
-    """Optimize the mutant and compare where it was rewritten."""
-    v = case.variant
-    dtype = torch.float64 if torch.float64 in v.dtypes else torch.float32
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        excuse = _excuse(case, dtype)
-        if excuse:
-            return Verdict("invalid", excuse)
-        model, opt = optimized(v, dtype)  # an exception here is the product's: let it fail
-        if not rewritten(opt):
-            return Verdict("refused", "; ".join(b.reason for b in opt.report.blocks) or "no candidate")
-        for changed in (False, True):
-            if changed:
-                perturb(model, opt)
-            wrong = _first_difference(case, model, opt, dtype)
-            if wrong:
-                return Verdict("WRONG", f"{'after parameters and buffers changed, ' if changed else ''}{wrong}")
-    return Verdict("equal")
-
-
-def _first_difference(case: Mutant, model: torch.nn.Module, opt: torch.nn.Module, dtype: torch.dtype) -> str:
-    """Where the two differ, over sizes, modes and inputs; empty if nowhere."""
-    v = case.variant
-    for place, (batch, seq) in enumerate(SIZES):
-        for train in (False, True):
-            for args, kwargs in _inputs(case, batch, seq, dtype, place):
-                try:
-                    found = compare(model, model, args, kwargs, train=train and v.train, seed=place)
-                except Exception:
-                    continue  # the original raises: nothing to compare with
-                if not found.within(0.0):
-                    continue  # uninitialised memory, or state kept in Python
-                found = compare(model, opt, args, kwargs, train=train and v.train, seed=place)
-                if not found.within(_tolerance(case, dtype)):
-                    return f"batch {batch}, seq {seq}, train {train}: {found}"
-    return ""
-
-
-def _tolerance(case: Mutant, dtype: torch.dtype) -> float:
-    """A cast to float32 inside a float64 block rounds; the operators keep float64 there, which is as good."""
-    return TOLERANCE[torch.float32] if "float32" in case.what else TOLERANCE[dtype]
-
-
-def _inputs(case: Mutant, batch: int, seq: int, dtype: torch.dtype, seed: int):
-    """Random tokens, and equal tokens: all to the same experts."""
-    args, kwargs = case.variant.inputs(batch, seq, dtype, 20 + seed)
-    yield args, kwargs
-    yield tuple(torch.ones_like(a) * 0.3 if _is_float(a) else a for a in args), kwargs
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _excuse(case: Mutant, dtype: torch.dtype) -> str:
-    """Why the mutant is no test: its own code fails on the traced size."""
-    try:
-        model = case.variant.make(0).to(dtype).eval()
-        args, kwargs = case.variant.inputs(2, 7, dtype, 0)
-        found = compare(model, model, args, kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}"
-    return "" if found.within(0.0) else "does not repeat itself"
 
 
 def run(seeds: range) -> tuple[collections.Counter[str], list[str]]:
@@ -103,17 +22,10 @@ def run(seeds: range) -> tuple[collections.Counter[str], list[str]]:
     counts: collections.Counter[str] = collections.Counter()
     wrong = []
     for seed in seeds:
-        case = mutant(seed)
-        if case is None:
-            counts["nothing to mutate"] += 1
-            continue
-        try:
-            verdict = judge(case)
-        except Exception as error:
-            verdict = Verdict("CRASH", f"{type(error).__name__}: {error}")
+        verdict, what = judge_seed(seed)
         counts[verdict.outcome] += 1
         if verdict.outcome in ("WRONG", "CRASH"):
-            wrong.append(f"seed {seed}: {case.what}: {verdict.outcome} {verdict.detail}")
+            wrong.append(f"seed {seed}: {what}: {verdict.outcome} {verdict.detail}")
     return counts, wrong
 
 
@@ -152,7 +64,7 @@ def test_mutants_differ_from_their_variants() -> None:
     changed = valid = 0
     for seed in range(200):
         case = mutant(seed)
-        if case is None or _excuse(case, torch.float32):
+        if case is None or excuse_of(case, torch.float32):
             continue
         valid += 1
         args, kwargs = case.variant.inputs(2, 7, torch.float32, 0)

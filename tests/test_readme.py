@@ -1,4 +1,4 @@
-"""The README's code runs, and its commands are the ones CI uses."""
+"""The README's commands are the ones CI uses, its links lead somewhere, its tables are what was recorded (code: test_docs)."""
 
 from __future__ import annotations
 
@@ -6,26 +6,10 @@ import importlib.util
 import re
 from pathlib import Path
 
-import pytest
+from tests.zoo.pattern_table import summary
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-
-
-def blocks() -> list[tuple[str, str]]:
-    """(page and number, code) of every Python block that is not marked ``no-test``."""
-    return [
-        (f"{page.name}-{number}", code)
-        for page in PAGES
-        for number, code in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")))
-    ]
-
-
-@pytest.mark.parametrize("code", [pytest.param(code, id=name) for name, code in blocks()])
-def test_code_block_runs(code: str) -> None:
-    pytest.importorskip("transformers")
-    exec(compile(code, "<documentation>", "exec"), {"__name__": "documentation"})
 
 
 def test_exactly_two_set_up_commands() -> None:
@@ -50,3 +34,10 @@ def test_result_tables_are_the_recorded_ones() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert tables.layers() in readme
     assert tables.decode() in readme
+
+
+def test_supported_patterns_are_those_of_the_zoo() -> None:
+    """`python -m tests.zoo.pattern_table --write docs/patterns.md` writes both pages."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"<!-- patterns -->\n(.*?)\n<!-- /patterns -->", readme, re.DOTALL)
+    assert table == summary((ROOT / "docs" / "patterns.md").read_text(encoding="utf-8"))

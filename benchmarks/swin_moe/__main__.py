@@ -12,6 +12,7 @@ benchmarks/results/swin_<experiment>.json, case by case.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import tempfile
 import time
@@ -33,7 +34,10 @@ def launch(names: tuple[str, ...], options: argparse.Namespace) -> None:
         rank_main(0, 1, "", names, options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (world, f"{folder}/store", names, options), nprocs=world)
+        multiprocessing.set_forkserver_preload(["benchmarks.swin_moe.ranks"])  # imports torch once
+        mp.start_processes(
+            rank_main, (world, f"{folder}/store", names, options), nprocs=world, start_method="forkserver"
+        )
 
 
 def ranks(name: str, options: argparse.Namespace) -> int:
@@ -45,7 +49,7 @@ def ranks(name: str, options: argparse.Namespace) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=(*experiments(False), "all", "plot", "docs"))
+    parser.add_argument("experiment", nargs="+", choices=(*experiments(False), "all", "plot", "docs"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--world", type=int, help="ranks")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -54,16 +58,17 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=120.0, help="of a collective, in seconds")
     parser.add_argument("--tag", default="", help="appended to the names of the JSON files")
     options = parser.parse_args()
-    if options.experiment in ("plot", "docs"):
+    first = options.experiment[0]
+    if first in ("plot", "docs"):
         from benchmarks.swin_moe import docs, plot
 
-        {"plot": plot.main, "docs": docs.main}[options.experiment](options.out)
+        {"plot": plot.main, "docs": docs.main}[first](options.out)
         return
     if options.tiny:
         options.device = "cpu"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options.end = time.monotonic() + options.seconds
-    names = ALL if options.experiment == "all" else (options.experiment,)
+    names = ALL if first == "all" else tuple(options.experiment)
     for world in sorted({ranks(name, options) for name in names}, reverse=True):
         launch(tuple(name for name in names if ranks(name, options) == world), options)
 

@@ -55,9 +55,7 @@ class PaddedExperts(OtherExperts):
         tokens, top_k = ids.shape
         capacity = math.ceil(self.factor * top_k * tokens / self.count) if self.factor else tokens
         place = places(ids, self.count, capacity)
-        source = torch.full((self.count * capacity + 1,), tokens, device=x.device)
-        source = source.scatter(0, place.flatten(), torch.arange(tokens, device=x.device).repeat_interleave(top_k))
-        sent = torch.cat((x, x.new_zeros(1, x.shape[1]))).index_select(0, source[:-1])
+        sent = _Encode.apply(x, place, self.count * capacity)
         rows = self._to_owners(sent.view(self.count, capacity, -1))
         hidden = F.gelu(bias_matmul(rows, self.w1, self.b1))
         out = self._from_owners(bias_matmul(hidden, self.w2, self.b2), capacity)
@@ -67,7 +65,7 @@ class PaddedExperts(OtherExperts):
         """(E, C, D) of this rank -> (E/N, N C, D) of its experts."""
         if self.world == 1:
             return rows
-        got = _AllToAll.apply(rows, None, None, self.group).view(self.world, -1, *rows.shape[1:])
+        got = _AllToAll.apply(rows.contiguous(), None, None, self.group).view(self.world, -1, *rows.shape[1:])
         return got.transpose(0, 1).reshape(got.shape[1], -1, rows.shape[2])
 
     def _from_owners(self, rows: Tensor, capacity: int) -> Tensor:
@@ -80,8 +78,8 @@ class PaddedExperts(OtherExperts):
 def places(ids: Tensor, experts: int, capacity: int) -> Tensor:
     """(T, k) row in the (E C) buffer of every choice, E C for dropped ones. First choices of all tokens queue first."""
     flat = ids.t().reshape(-1)
-    chosen = F.one_hot(flat, experts).to(torch.int32)
-    position = (chosen.cumsum(0) - 1).gather(1, flat[:, None]).squeeze(1)
+    chosen = (torch.arange(experts, device=ids.device)[:, None] == flat).to(torch.int32)
+    position = chosen.cumsum(1).gather(0, flat[None]).squeeze(0) - 1
     row = torch.where(position < capacity, flat * capacity + position, experts * capacity)
     return row.view(ids.shape[1], ids.shape[0]).t()
 
@@ -92,28 +90,54 @@ def bias_matmul(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.baddbmm(bias[:, None].to(rows.dtype), rows, weight.transpose(1, 2).to(rows.dtype))
 
 
+class _Encode(torch.autograd.Function):
+    """Tokens copied to their places, k writes of T rows; the gradient reads them back. No row is added to atomically."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(place)
+        buffer = x.new_zeros(rows + 1, x.shape[1])  # dropped choices go to the last row
+        for slot in place.unbind(1):
+            buffer.index_copy_(0, slot, x)
+        return buffer[:-1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        return _gather_sum(grads[0], place, None), None, None
+
+
 class _Decode(torch.autograd.Function):
     """Weighted sum of a token's rows. Keeps the buffer and not the T k gathered rows, as Tutel's kernel."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, place: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, place, weights)
-        y = rows.new_zeros(place.shape[0], rows.shape[1])
-        for slot in range(place.shape[1]):
-            kept = place[:, slot] < rows.shape[0]
-            y += rows[place[:, slot].clamp(max=rows.shape[0] - 1)] * (weights[:, slot] * kept)[:, None]
-        return y
+        return _gather_sum(rows, place, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, place, weights = ctx.saved_tensors
-        dy, drows, dweights = grads[0], torch.zeros_like(rows), torch.zeros_like(weights)
-        for slot in range(place.shape[1]):
-            kept = place[:, slot] < rows.shape[0]
-            at = place[:, slot].clamp(max=rows.shape[0] - 1)
-            drows.index_add_(0, at, dy * (weights[:, slot] * kept)[:, None])
-            dweights[:, slot] = (rows[at] * dy).sum(-1) * kept
-        return drows, None, dweights
+        dy, dweights = grads[0], torch.empty_like(weights)
+        drows = rows.new_zeros(rows.shape[0] + 1, rows.shape[1])
+        for slot, at in enumerate(place.unbind(1)):
+            drows.index_copy_(0, at, dy * weights[:, slot, None])
+            there, kept = _rows_at(rows, at)
+            dweights[:, slot] = (there * dy).sum(-1) * kept
+        return drows[:-1], None, dweights
+
+
+def _rows_at(rows: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows by place, and which of them were not dropped (the others are any rows)."""
+    return rows.index_select(0, at.clamp(max=rows.shape[0] - 1)), at < rows.shape[0]
+
+
+def _gather_sum(rows: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
+    y = rows.new_zeros(place.shape[0], rows.shape[1])
+    for slot, at in enumerate(place.unbind(1)):
+        there, kept = _rows_at(rows, at)
+        y.addcmul_(there, (kept if weights is None else weights[:, slot] * kept)[:, None].to(rows.dtype))
+    return y
 
 
 class DroplessExperts(OtherExperts):
@@ -133,10 +157,11 @@ class DroplessExperts(OtherExperts):
         expert, order = torch.sort(ids.flatten(), stable=True)
         token = torch.div(order, ids.shape[1], rounding_mode="floor")
         counts = torch.bincount(expert, minlength=self.count)
-        rows = x.index_select(0, token)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        rows = _Expand.apply(x, token, back)
         out = self._local(rows, counts) if self.world == 1 else self._remote(rows, counts)
-        out = out * weights.flatten()[order, None].to(out.dtype)
-        return out.new_zeros(x.shape).index_add(0, token, out).to(dtype)
+        slots = _Permute.apply(out, back, order).view(*ids.shape, -1)
+        return torch.bmm(weights[:, None].to(slots.dtype), slots).squeeze(1).to(dtype)
 
     def _remote(self, rows: Tensor, counts: Tensor) -> Tensor:
         theirs = torch.empty_like(counts)
@@ -147,9 +172,9 @@ class DroplessExperts(OtherExperts):
         own = torch.arange(self.count // self.world, device=rows.device).repeat(self.world)
         expert = torch.repeat_interleave(own, theirs, output_size=got.shape[0])
         order = torch.sort(expert, stable=True).indices
-        out = self._local(got.index_select(0, order), theirs.view(self.world, -1).sum(0))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        return _AllToAll.apply(out.index_select(0, back), receive, send, self.group)
+        out = self._local(_Permute.apply(got, order, back), theirs.view(self.world, -1).sum(0))
+        return _AllToAll.apply(_Permute.apply(out, back, order), receive, send, self.group)
 
     def _local(self, rows: Tensor, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
@@ -163,6 +188,34 @@ class DroplessExperts(OtherExperts):
 
     def _expert(self, e: int, rows: Tensor) -> Tensor:
         return F.linear(F.gelu(F.linear(rows, self.w1[e], self.b1[e])), self.w2[e], self.b2[e])
+
+
+class _Permute(torch.autograd.Function):
+    """rows[order]; the gradient takes the way back, which torch would do by atomic additions."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Expand(torch.autograd.Function):
+    """x[token] for every routed row; the gradient sums a token's k rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.tokens = x.shape[0]
+        return x.index_select(0, token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back).view(ctx.tokens, -1, grads[0].shape[1]).sum(1), None, None
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import platform
+import re
 import statistics
 import sys
 import time
@@ -58,6 +59,7 @@ class Bench:
     host: Any = None
     stream: Any = None
     records: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    base: int = 0
 
     def __post_init__(self) -> None:
         if self.world > 1:
@@ -82,6 +84,7 @@ class Bench:
         if self.agree(started > self.deadline):
             record["skipped"] = "out of time"
         else:
+            self.base = torch.cuda.memory_allocated() if self.cuda else 0
             try:
                 record |= run()
             except NotInstalled as error:
@@ -140,13 +143,16 @@ class Bench:
 
         ``peak_gib`` is the most that tensors held in a step, ``reserved_gib`` what the allocator took for it, both averaged
         over devices; parameters, gradients and optimizer state included, CUDA context and NCCL not. On a CPU, ``saved_mib`` are
-        the bytes that one forward keeps for backward.
+        the bytes that one forward keeps for backward. ``loss`` is that of the last warm-up step: equal data and seeds, so those
+        who drop nothing agree.
         """
         effort = effort or self.effort
         images, labels = entrant.images(batch), entrant.labels(batch)
+        entrant.prepare(images, labels)
         share = batch * self.world / max(1, round(self.reduce(batch, "mean") * self.world))
+        loss = torch.zeros(())
         for _ in range(effort.warm):
-            entrant.step(images, labels, share)
+            loss = entrant.step(images, labels, share)
         self.synchronize()
         if self.world > 1:
             dist.barrier(group=self.host)
@@ -154,12 +160,14 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
         seconds = self._timed(lambda: entrant.step(images, labels, share), effort.steps)
         record: dict[str, Any] = {"step_s": round(self.reduce(seconds, "max"), 5), "batch": batch}
+        record["loss"] = round(self.reduce(float(loss), "mean"), 5)
         if self.cuda:
-            for name, value in (
-                ("peak_gib", torch.cuda.max_memory_allocated()),
-                ("reserved_gib", torch.cuda.max_memory_reserved()),
-            ):
-                record[name] = round(self.reduce(value / GIB, "mean"), 4)
+            peaks = {
+                "peak_gib": torch.cuda.max_memory_allocated() - self.base,
+                "reserved_gib": torch.cuda.max_memory_reserved(),
+                "before_gib": self.base,
+            }
+            record |= {name: round(self.reduce(value / GIB, "mean"), 4) for name, value in peaks.items()}
         else:
             record["saved_mib"] = round(self.reduce(saved_bytes(entrant, images) / 2**20, "mean"), 4)
         return record
@@ -207,7 +215,7 @@ def environment(device: torch.device, world: int) -> dict[str, Any]:
     """What a result depends on: command, versions, device."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "command": " ".join(["python -m benchmarks.swin_moe", *sys.argv[1:]]),
+        "command": re.sub(r" --out \S+", "", " ".join(["python -m benchmarks.swin_moe", *sys.argv[1:]])),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),

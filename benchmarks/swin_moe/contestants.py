@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from benchmarks.swin_moe.baselines import DroplessExperts, PaddedExperts
 from benchmarks.swin_moe.libraries import MegablocksExperts, TutelExperts
 from benchmarks.swin_moe.model import Experts, MoeMlp, SwinConfig, SwinMoe
 from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.runtime.cuda_launch import prebuild
 from hexa_fx.runtime.distributed.gradients import ignore_in_ddp
 
 CAPACITY_FACTOR = 1.25
@@ -66,7 +68,7 @@ class Setting:
     model: SwinConfig
     batch: int
     seconds: tuple[float, ...] | None = None
-    config: hexa_fx.HexaConfig = field(default_factory=lambda: hexa_fx.HexaConfig(strict=True))
+    config: hexa_fx.HexaConfig = field(default_factory=lambda: hexa_fx.HexaConfig.from_environment(strict=True))
     amp: torch.dtype | None = torch.bfloat16
     lr: float = 1e-4
 
@@ -86,7 +88,11 @@ class Contestant:
         self.run: nn.Module = self.model
         if self.world > 1:
             devices = [device] if device.type == "cuda" else None
-            self.run = DistributedDataParallel(self.model, devices, gradient_as_bucket_view=True)
+            with warnings.catch_warnings():  # newer torch has another name for broadcast_buffers
+                warnings.simplefilter("ignore", FutureWarning)
+                self.run = DistributedDataParallel(
+                    self.model, devices, gradient_as_bucket_view=True, broadcast_buffers=False
+                )
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=setting.lr, weight_decay=0.05, fused=device.type == "cuda"
         )
@@ -108,7 +114,7 @@ class Contestant:
 
     def _optimize(self, mesh: Any) -> list[nn.Parameter]:
         images = self.images(2)
-        if self.world == 1:
+        if mesh is None:
             hexa_fx.optimize_(self.model, images, self.setting.config)
             return []
         setting = self.setting
@@ -133,10 +139,16 @@ class Contestant:
 
     def images(self, count: int) -> Tensor:
         config = self.setting.model
-        return torch.randn(count, config.channels, config.image, config.image, device=self.device)
+        size = (count, config.channels, config.image, config.image)
+        return torch.randn(size, device=self.device, generator=self._random())
 
     def labels(self, count: int) -> Tensor:
-        return torch.randint(0, self.setting.model.classes, (count,), device=self.device)
+        return torch.randint(0, self.setting.model.classes, (count,), device=self.device, generator=self._random())
+
+    def _random(self) -> torch.Generator:
+        """The same data for every contestant, other data on every rank."""
+        rank = dist.get_rank(self.group) if self.world > 1 else 0
+        return torch.Generator(self.device).manual_seed(1 + rank)
 
     def step(self, images: Tensor, labels: Tensor, share: float = 1.0) -> Tensor:
         """One training step; ``share``: this rank's part of the global batch times the number of ranks. Returns the loss."""
@@ -149,6 +161,20 @@ class Contestant:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def prepare(self, images: Tensor, labels: Tensor) -> None:
+        """Builds all GPU kernels that a step needs, several at a time. Changes nothing."""
+        if self.device.type != "cuda" or self.setting.name not in OURS:
+            return
+
+        def run() -> None:
+            with self.autocast():
+                scores, balance = self.run(images)
+                loss = nn.functional.cross_entropy(scores.float(), labels) + balance
+            loss.backward()
+
+        prebuild(run)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def close(self) -> None:
         """Before the next contestant: a model and its patched forward refer to each other."""

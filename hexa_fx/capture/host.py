@@ -19,6 +19,7 @@ from torch import nn
 from hexa_fx.capture import recorder as recorder_module
 from hexa_fx.capture.recorder import ModuleCall, Recorder
 from hexa_fx.capture.symint import SYMBOLIC, plain, wrap
+from hexa_fx.errors import CaptureError
 
 _EINOPS = ("rearrange", "reduce", "repeat", "einsum")
 
@@ -32,6 +33,8 @@ def visible_host(block: nn.Module, recorder: Recorder) -> Iterator[None]:
             _shim_builtins(namespace, recorder, undo)
             _shim_einops(namespace, recorder, undo)
         _record_module_calls(block, recorder, undo)
+        _shim_exchanges(undo)
+        _note_functions(recorder, undo)
         yield
     finally:
         for restore in reversed(undo):
@@ -122,6 +125,38 @@ def _shim_einops(namespace: dict[str, Any], recorder: Recorder, undo: list[Calla
         from_einops = callable(value) and str(getattr(value, "__module__", "")).startswith("einops")
         if from_einops and getattr(value, "__name__", "") in _EINOPS:
             _replace(namespace, name, _recorded_leaf(value, recorder), undo)
+
+
+def _shim_exchanges(undo: list[Callable[[], None]]) -> None:
+    """An exchange of tokens among the processes of a group writes its result in C; in a group of one it is a copy."""
+    namespace = vars(torch.distributed)
+
+    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group", args[2] if len(args) > 2 else None)
+        if torch.distributed.get_world_size(group) > 1:
+            raise CaptureError(
+                "the block exchanges tokens with other processes (all_to_all_single); build the model without expert "
+                "parallelism and let hexa_fx partition it (docs/partition.md)"
+            )
+        output.copy_(input)
+
+    if "all_to_all_single" in namespace:
+        _replace(namespace, "all_to_all_single", all_to_all_single, undo)
+
+
+def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
+    """Tells the recorder when an `autograd.Function` runs: that gradients are off in there says nothing about the code."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        recorder.inside_function += 1
+        try:
+            return original.__func__(cls, *args, **kwargs)
+        finally:
+            recorder.inside_function -= 1
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    undo.append(lambda: setattr(torch.autograd.Function, "apply", original))
 
 
 def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

@@ -176,6 +176,7 @@ def _candidates(
     model: nn.Module, suspects: set[str], mode: _Selections, recorded: Mapping[str, Observation]
 ) -> list[Candidate]:
     found: dict[str, Candidate] = {}
+    suspects = suspects - _halves(model, suspects)
     for path in (path for path, _ in model.named_modules() if path in suspects):
         if _is_list_of_layers(path, mode):
             continue
@@ -184,6 +185,21 @@ def _candidates(
             found.setdefault(around[0].path, Candidate(tuple(around[:_LEVELS])))
     innermost = {path: c for path, c in found.items() if not any(_is_inside(other, path) for other in found)}
     return [_alone(path, candidate, innermost) for path, candidate in innermost.items()]
+
+
+def _halves(model: nn.Module, suspects: set[str]) -> set[str]:
+    """Modules of one stacked weight that stand beside another such: an expert's projections, not experts.
+
+    The module around them has to be a suspect too, or nothing would be left to look at.
+    """
+    lone = [path for path in suspects if path and _is_one_stack(model.get_submodule(path))]
+    owners = [path.rpartition(".")[0] for path in lone]
+    return {path for path, owner in zip(lone, owners) if owners.count(owner) > 1 and owner in suspects}
+
+
+def _is_one_stack(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return sum(p.dim() >= 3 for p in parameters) == 1 and len(list(module.children())) == 0
 
 
 def _alone(path: str, candidate: Candidate, others: Mapping[str, Candidate]) -> Candidate:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import visible_host
 from hexa_fx.capture.recorder import ModuleCall, NodeRecord, Recorder, record_of
+from hexa_fx.capture.stir import stirred_parameters
 from hexa_fx.errors import CaptureError
 
 UNKNOWN = object()
@@ -46,6 +48,8 @@ class CapturedBlock:
         arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
         output: the result, with nodes for tensors.
         stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
+        recalled: constants that the block's modules held before the run, outside their parameters and buffers.
+        stirred: values in the run of parameters that are all of one number, by name.
         as_recorded: the graph before it was put in canonical form, if that changed it; for reading.
     """
 
@@ -57,12 +61,16 @@ class CapturedBlock:
     arguments: tuple[tuple[str, Any], ...]
     output: Any
     stored: tuple[StoredValue, ...] = ()
+    recalled: frozenset[str] = frozenset()
+    stirred: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
 
     def tensor_of(self, name: str) -> torch.Tensor:
-        """The parameter, buffer or constant behind a ``get_attr`` target."""
+        """The parameter, buffer or constant behind a ``get_attr`` target, with the value that it had in the run."""
         if name in self.constants:
             return self.constants[name]
+        if name in self.stirred:
+            return self.stirred[name]
         owner, _, leaf = name.rpartition(".")
         tensor: torch.Tensor = getattr(self.block.get_submodule(owner), leaf)
         return tensor
@@ -79,33 +87,62 @@ class CapturedBlock:
 def capture(
     block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = "", seed: int = 0
 ) -> CapturedBlock:
-    """Runs ``block`` once, without gradients, and returns what it did.
+    """Runs ``block`` once and returns what it did.
 
-    Neither parameters nor buffers of the block are changed by the run, and the global random state is put back.
+    Neither parameters nor buffers of the block are changed by the run, and the global random state is put back. The run is made
+    with gradients, so that the code's own ``no_grad`` shows, and with random numbers added to parameters that are all of one
+    number, as new biases are: what adds zero or multiplies by one would not show. Code that does not run so is run as it is.
 
     Raises:
         CaptureError: the block does not run on these inputs; the message carries its own error.
     """
+    try:
+        return _capture(block, args, kwargs, path, seed, as_it_is=False)
+    except Exception:
+        return _capture(block, args, kwargs, path, seed, as_it_is=True)
+
+
+def _capture(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str, seed: int, as_it_is: bool
+) -> CapturedBlock:
     parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
         block.named_buffers(remove_duplicate=False)
     )
-    recorder = Recorder(parameters)
     bound = _bind_arguments(block, args, kwargs)
     try:
-        with _restored_state(block) as attributes, torch.random.fork_rng(devices=[]), torch.no_grad():
+        with (
+            _restored_state(block) as attributes,
+            stirred_parameters({} if as_it_is else parameters) as stirred,
+            torch.random.fork_rng(devices=[]),
+            torch.set_grad_enabled(not as_it_is),
+        ):
+            recorder = Recorder(parameters, sees_gradients=not as_it_is)
             torch.manual_seed(seed)
             with _emptied() as emptied:
                 result, arguments = _run(block, recorder, bound)
-            output = recorder.lift(result)
+            output = recorder.lift_result(result)
             stored = tuple(_stored_values(block, attributes, emptied, recorder))
+            held = {id(leaf) for before in attributes.values() for leaf in tree_leaves(list(before.values()))}
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
     kept = [item.value for item in stored if item.value is not UNKNOWN]
     recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
+    recalled = frozenset(name for name, identity in recorder.met.items() if identity in held)
     calls = tuple(recorder.calls)
-    return CapturedBlock(block, path, recorder.graph, recorder.constants, calls, arguments, output, stored)
+    return CapturedBlock(
+        block,
+        path,
+        recorder.graph,
+        recorder.constants,
+        calls,
+        arguments,
+        output,
+        stored,
+        recalled=recalled,
+        stirred=stirred,
+    )
 
 
 @contextmanager

@@ -10,10 +10,12 @@ writes in place, the storage it lives in, and whether the host took a decision o
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import sys
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.fx
@@ -34,6 +36,8 @@ class NodeRecord:
     writes: bool = False
     storage: int | None = None
     decision: bool = False
+    gradient: bool = True
+    """Whether the code lets gradients through: False under its own ``no_grad``."""
 
 
 def record_of(node: torch.fx.Node) -> NodeRecord:
@@ -100,6 +104,8 @@ class Recorder(TorchFunctionMode):
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
+    sees_gradients: bool = True
+    """Whether the run is made with gradients, so that the code's own ``no_grad`` shows."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -113,13 +119,20 @@ class Recorder(TorchFunctionMode):
         ] = {}  # storage -> last write, id of the tensor written through
         self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
         self._parameter_storages = {_storage(tensor) for tensor in self.parameters.values()}
+        self.inside_function = 0
+        """Depth in the forward of an `autograd.Function`, where torch turns gradients off."""
+        self.met: dict[str, int] = {}
+        """For every constant, the id of the tensor it was read from."""
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
         node = self.graph.create_node(op, target, args, kwargs, name)
         storage = _storage(value) if isinstance(value, torch.Tensor) else None
-        node.meta["hexa"] = NodeRecord(self._snapshot(value), self.scopes[-1], _user_location(), storage=storage)
+        gradient = torch.is_grad_enabled() or not self.sees_gradients or self.inside_function > 0
+        node.meta["hexa"] = NodeRecord(
+            self._snapshot(value), self.scopes[-1], _user_location(), storage=storage, gradient=gradient
+        )
         self._index[node] = self.count
         self.count += 1
         return node
@@ -165,6 +178,7 @@ class Recorder(TorchFunctionMode):
         if name is None:
             name = f"_constant_{len(self.constants)}"
             self.constants[name] = tensor.detach().clone()
+            self.met[name] = id(tensor)
         node = self.add("get_attr", name, (), {}, tensor)
         self._bind(tensor, node)
         return node
@@ -183,9 +197,21 @@ class Recorder(TorchFunctionMode):
             return {key: self.lift(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self.lift(item) for item in value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.lift(item) for item in value))
         if isinstance(value, tuple):
             return tuple(self.lift(item) for item in value)
         return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else value
+
+    def lift_result(self, result: Any) -> Any:
+        """As `lift`; a dataclass, or a mapping with a class of its own, is made by a node that calls its class."""
+        if dataclasses.is_dataclass(result) and not isinstance(result, type):
+            fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.init}
+        elif isinstance(result, dict) and type(result) is not dict:
+            fields = dict(result)
+        else:
+            return self.lift(result)
+        return self.add("call_function", type(result), (), self.lift(fields), result)
 
     def _wrap_result(self, result: Any, node: torch.fx.Node) -> Any:
         if isinstance(result, torch.Tensor):
@@ -266,7 +292,8 @@ class Recorder(TorchFunctionMode):
 
     def _decide(self, func: Any, name: str, args: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         value = func(*plain_args, **plain_kwargs)
-        node = self.add("call_method", name, self.lift(args[:1]), {}, value if name in ("item", "tolist") else None)
+        kept = value if name in ("item", "tolist", "__bool__") else None
+        node = self.add("call_method", name, self.lift(args[:1]), {}, kept)
         if name != "item":  # an item stays symbolic; what the host does with it is noted when it does it
             self.note_decision(node, value)
         return self._wrap_numbers(value, node) if name in ("item", "tolist") else value
@@ -296,7 +323,10 @@ class Recorder(TorchFunctionMode):
 
 
 _SYMBOLIC_FUNCTIONS = {"sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_not": operator.not_}
-_TYPE_AS_DTYPE: dict[Any, torch.dtype] = {bool: torch.bool, float: torch.float64, int: torch.int64}
+# Weak: a stand-in belongs to one recording and holds it, and with it the block's parameters.
+_TYPE_AS_DTYPE: WeakKeyDictionary[type, torch.dtype] = WeakKeyDictionary(
+    {bool: torch.bool, float: torch.float64, int: torch.int64}
+)
 
 
 def register_type_alias(alias: type, dtype: torch.dtype) -> None:
@@ -320,7 +350,7 @@ def _strip(value: Any) -> Any:
         return {key: _strip(item) for key, item in value.items()}
     if isinstance(value, SymbolicSize):
         return tuple(_strip(item) for item in value)
-    if type(value) in (tuple, list):
+    if type(value) in (tuple, list, torch.Size):
         return type(value)(_strip(item) for item in value)
     return value
 

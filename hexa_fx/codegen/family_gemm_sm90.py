@@ -18,7 +18,11 @@ SCHEDULES = {
     KernelScheduleType.TmaWarpSpecializedCooperative: "cooperative",
     KernelScheduleType.TmaWarpSpecializedPingpong: "pingpong",
 }
-MAX_EXPERTS = 1024
+TABLES = (256, 1024)
+"""Experts that the tables in shared memory have room for."""
+
+MAX_EXPERTS = TABLES[-1]
+CHUNK_BYTES = 2048
 ARGS = struct.Struct("14P2i2I11i2f0P")
 """hexa::sm90::GroupedParams, in its order."""
 
@@ -40,12 +44,18 @@ class GemmShape:
     transpose_weight: bool
     column_sums: bool
     stage_bytes: int
+    max_experts: int
+    lag: int
     producer_registers: int
     consumer_registers: int
 
 
 def gemm_shape(spec: KernelSpec) -> GemmShape:
-    """Template values of `spec`. Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``."""
+    """Template values of `spec`.
+
+    Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``, ``chunks`` (16 x 64 chunks of staging a warp),
+    ``lag`` (steps between the two warpgroups of a cooperative tile), ``experts`` (room in the tables).
+    """
     row, weight = spec.op != "estmm", spec.op in ("estmm", "esfk")
     kind = {"esmm_act": "activate", "esmm_act_backward": "activate_backward"}.get(spec.op, "store")
     paired = kind == "activate" and spec.glu in ("concat", "split")
@@ -63,7 +73,9 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
         row_columns=spec.bn // 2 if paired or inter else spec.bn,
         transpose_weight=bool(spec.option("transpose", False)),
         column_sums=spec.op == "esfk",
-        stage_bytes=8192 if kind == "activate_backward" else 2048,
+        stage_bytes=_chunks(spec) * CHUNK_BYTES,
+        max_experts=int(spec.option("experts", TABLES[0])),
+        lag=0 if _pingpong(spec) else int(spec.option("lag", 0)),
         producer_registers=_registers(spec)[0],
         consumer_registers=_registers(spec)[1],
     )
@@ -74,10 +86,17 @@ def _registers(spec: KernelSpec) -> tuple[int, int]:
     return (72, 216) if spec.gather else (40, 232)
 
 
+def _chunks(spec: KernelSpec) -> int:
+    """Chunks of staging a warp; the gradient's epilogue keeps two buffers of h and one of a."""
+    needed = 1 if spec.op != "esmm_act_backward" else 3 if spec.glu == "none" else 5
+    return max(needed, int(spec.option("chunks", 1)))
+
+
 def smem_bytes(spec: KernelSpec) -> int:
     """sizeof(Smem): stages, epilogue staging, barriers, the ring of tiles and the expert tables."""
-    tiles = spec.stages * (spec.bm + spec.bn) * spec.bk * 2 + 8 * gemm_shape(spec).stage_bytes
-    small = 24 * spec.stages + 16 * 4 + 48 * 4 + 2 * 4 * (MAX_EXPERTS + 4)
+    shape = gemm_shape(spec)
+    tiles = spec.stages * (spec.bm + spec.bn) * spec.bk * 2 + 8 * shape.stage_bytes
+    small = 24 * spec.stages + 16 * 4 + 16 * 8 + 48 * 4 + 10 * shape.max_experts + 14
     return -(-(tiles + small) // 1024) * 1024
 
 

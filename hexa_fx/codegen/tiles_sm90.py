@@ -17,6 +17,9 @@ class TileChoice:
         pingpong: each consumer warpgroup has its own tile; else they share one.
         cluster: CTAs that share a weight tile, 1 or 2.
         group_m: tiles along M that take one weight tile together (no part of the kernel's identity).
+        chunks: 16 x 64 chunks of shared memory a warp, through which results leave.
+        lag: steps that the second warpgroup of a shared tile stays behind the first.
+        split: esfk as two launches, dX and then dW (no part of the kernel's identity).
     """
 
     bm: int = 128
@@ -25,6 +28,9 @@ class TileChoice:
     pingpong: bool = False
     cluster: int = 1
     group_m: int = 8
+    chunks: int = 2
+    lag: int = 2
+    split: bool = False
 
     @property
     def kernel_schedule(self) -> KernelScheduleType:
@@ -35,24 +41,30 @@ class TileChoice:
 
 
 COOPERATIVE = TileChoice()
-PINGPONG = TileChoice(bn=128, stages=6, pingpong=True)
-PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True)
+PINGPONG = TileChoice(bn=128, stages=6, pingpong=True, chunks=1, lag=0)
+PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True, chunks=1, lag=0)
 
+
+MANY_EXPERTS = 256
+"""Experts beyond which the tables in shared memory leave less room for tiles."""
 
 FEW_ROWS = 96
 """Rows an expert up to which 64-row tiles waste least."""
 
 
-_ROW_TILES = tuple(
-    replace(tile, group_m=group) for tile in (COOPERATIVE, PINGPONG, PINGPONG_LOW) for group in (4, 8, 16)
+_SHARED = (
+    COOPERATIVE,
+    replace(COOPERATIVE, lag=0),
+    replace(COOPERATIVE, group_m=16),
+    replace(COOPERATIVE, cluster=2, lag=0),
 )
-_BACKWARD_TILES = tuple(replace(tile, stages=3) for tile in _ROW_TILES if not (tile.pingpong and tile.bm == 128))
+_SHARED_BACKWARD = tuple(replace(COOPERATIVE, stages=3, lag=lag) for lag in (0, 2))
 CANDIDATES = {
-    "esmm": _ROW_TILES,
-    "esmm_act": _ROW_TILES,
-    "esmm_act_backward": _BACKWARD_TILES,
-    "estmm": tuple(tile for tile in _ROW_TILES if tile.bm == 128),
-    "esfk": tuple(tile for tile in _ROW_TILES if tile.bm == 128),
+    "esmm": (*_SHARED, PINGPONG_LOW),
+    "esmm_act": (*_SHARED, PINGPONG_LOW),
+    "esmm_act_backward": (*_SHARED_BACKWARD, replace(PINGPONG, stages=4), replace(PINGPONG_LOW, stages=3)),
+    "estmm": (*_SHARED, replace(COOPERATIVE, stages=3, chunks=4)),
+    "esfk": (COOPERATIVE, replace(COOPERATIVE, lag=0), replace(COOPERATIVE, split=True)),
 }
 """Tiles worth timing, by operator."""
 
@@ -70,6 +82,10 @@ def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gath
     """
     few = rows <= FEW_ROWS * max(experts, 1) and op in ("esmm", "esmm_act", "esmm_act_backward")
     tile = PINGPONG_LOW if few else COOPERATIVE
-    if op == "esmm_act_backward":  # h is staged in shared memory too
-        return replace(tile, stages=3)
-    return tile
+    many = experts > MANY_EXPERTS
+    if op == "esmm_act_backward":  # h is staged in shared memory too, and stages are too few to stagger
+        tile = replace(tile, lag=0)
+        return replace(tile, bn=128, stages=4) if many and not few else replace(tile, stages=2 if many else 3)
+    if op == "esmm_act" and not few:  # two tiles of an expert share the weight's: fewer reads from L2, less power
+        tile = replace(tile, cluster=2, lag=0)
+    return replace(tile, chunks=1) if many else tile

@@ -8,7 +8,7 @@ example and every tensor that autograd keeps is counted once, parameters left ou
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,14 +50,15 @@ def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snap
     stages = {stage.name: stage.graph for stage in snapshots.stages}
     before = stages["canonicalize"] if "canonicalize" in stages else stages["capture"]
     flops, moved = _of_parts(before, REGION)
+    new = _Rewritten(captured, rewritten)
     after_flops, after_moved = _of_parts(stages["rewrite"], (*REGION, "other"))
     if "fuse_activation" in stages:
         after_flops += stages["fuse_activation"].flops
         after_moved += stages["fuse_activation"].moved
     return Costs(
         _tokens(captured, snapshots),
-        Cost(flops, moved, _measured(captured, captured.block.forward)),
-        Cost(after_flops, after_moved, _measured(captured, _Rewritten(captured, rewritten))),
+        Cost(flops, moved, _measured(captured, captured.block.forward, ())),
+        Cost(after_flops, after_moved, _measured(captured, new, new.weights)),
     )
 
 
@@ -77,12 +78,12 @@ def _tokens(captured: CapturedBlock, snapshots: Snapshots) -> int:
 # -- memory kept for backward ------------------------------------------------------------------------------------------
 
 
-def _measured(captured: CapturedBlock, forward: Callable[..., Any]) -> int | None:
-    """Bytes that autograd keeps, or None where the block does not run this way."""
+def _measured(captured: CapturedBlock, forward: Callable[..., Any], weights: Sequence[torch.Tensor]) -> int | None:
+    """Bytes that autograd keeps beside parameters and ``weights``, or None where the block does not run this way."""
     state = ModuleState(captured.block)
     try:
         with _training(captured.block), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            return _kept(captured, forward)
+            return _kept(captured, forward, weights)
     except Exception as error:
         log.debug("memory of %s was not measured: %s", captured.path, error)
         return None
@@ -103,14 +104,14 @@ def _training(block: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def _kept(captured: CapturedBlock, forward: Callable[..., Any]) -> int:
-    parameters = {p.untyped_storage().data_ptr() for p in captured.block.parameters()}
+def _kept(captured: CapturedBlock, forward: Callable[..., Any], weights: Sequence[torch.Tensor]) -> int:
+    parameters = {p.untyped_storage().data_ptr() for p in (*captured.block.parameters(), *weights)}
     found: dict[int, int] = {}
     alive: list[torch.Tensor] = []  # addresses stay unique while these live
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters and not getattr(tensor, "_hexa_stand_in", False):
+        if storage.data_ptr() not in parameters:
             found[storage.data_ptr()] = storage.nbytes()
             alive.append(tensor.detach())
         return tensor.detach()  # the tensor itself would hold the graph that holds it, for ever
@@ -134,13 +135,14 @@ class _Rewritten:
 
     def __init__(self, captured: CapturedBlock, rewritten: RewrittenBlock) -> None:
         self._captured, self._rewritten = captured, rewritten
+        self._packed = {weight.name: _StandIn(captured, weight.parts) for weight in rewritten.packed}
+        self.weights = [stand_in.weight for stand_in in self._packed.values()]
 
     def __call__(self, **arguments: Any) -> Any:
-        packed = {weight.name: _StandIn(self._captured, weight.parts) for weight in self._rewritten.packed}
-        root: dict[str, Any] = dict(packed)
+        root: dict[str, Any] = dict(self._packed)
         for node in self._rewritten.graph.nodes:
             target = str(node.target)
-            if node.op == "call_module" and target not in packed:
+            if node.op == "call_module" and target not in self._packed:
                 root[target] = self._captured.block.get_submodule(target)
             elif node.op == "get_attr":
                 root[target] = self._captured.tensor_of(target)
@@ -157,14 +159,6 @@ class _StandIn(nn.Module):
         firsts = [captured.tensor_of(part[0]).detach() for part in parts]
         whole = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
         self.weight = nn.Parameter(whole.unsqueeze(0).expand(len(parts[0]), *whole.shape))
-        self.weight._hexa_stand_in = True  # type: ignore[attr-defined]
 
     def forward(self) -> torch.Tensor:
         return self.weight
-
-
-def ratio(before: Mapping[str, int] | int | None, after: int | None) -> str:
-    """``0.25x``; empty where there is nothing to compare."""
-    if not isinstance(before, int) or not before or after is None:
-        return ""
-    return f"{after / before:.2f}x"

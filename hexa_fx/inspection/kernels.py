@@ -14,8 +14,7 @@ import torch
 import torch.fx
 
 from hexa_fx.errors import HexaError, KernelError
-from hexa_fx.inspection.stages import FfnCase
-from hexa_fx.inspection.values import values_on_meta
+from hexa_fx.inspection.stages import FfnCase, operator_values
 from hexa_fx.observers import muted
 from hexa_fx.passes.base import op_name
 from hexa_fx.passes.fuse import FuseActivation
@@ -83,19 +82,33 @@ def kernels_of(case: FfnCase, arch: int | None = None) -> tuple[KernelUse, ...]:
     """
     from hexa_fx.runtime.cuda_launch import Card, collect
 
-    arch = arch or local_arch() or DEFAULT_ARCH
+    arch = arch or default_arch()
     if arch not in CARDS:
         known = ", ".join(map(str, CARDS))
         raise KernelError(f"there are no kernels for compute capability {arch}; give one of {known}, e.g. --arch 90")
-    name, multiprocessors = CARDS[arch]
-    known_values: dict[str, Any] = {**case.operands, "dy": case.operands["x"]}
+    known_values: dict[str, Any] = dict(case.operands)
     found: list[KernelUse] = []
-    with muted(), collect(Card(name, arch, multiprocessors)) as specs:
+    with muted(), collect(Card(*_card(arch))) as specs:
         for way, lower in (("forward", lower_forward), ("backward", lower_backward)):
             gm = lower(case.request)
             FuseActivation(gradients=True)(gm)
             found += _Collector(way, known_values, specs).run(gm)
     return tuple(found)
+
+
+def default_arch() -> int:
+    """Of this machine's GPU; else what HEXA_FX_CUDA_ARCH says, else 90."""
+    from hexa_fx.jit import JitSettings
+
+    return local_arch() or JitSettings.from_env().cuda_arch or DEFAULT_ARCH
+
+
+def _card(arch: int) -> tuple[str, int, int]:
+    """Name, compute capability and multiprocessors: of this machine's GPU if it is of that capability."""
+    name, multiprocessors = CARDS[arch]
+    if local_arch() == arch:
+        name, multiprocessors = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).multi_processor_count
+    return name, arch, multiprocessors
 
 
 def local_arch() -> int | None:
@@ -115,9 +128,7 @@ class _Collector:
     def run(self, gm: torch.fx.GraphModule) -> list[KernelUse]:
         import hexa_fx.runtime.cuda_ops  # noqa: F401  (registers the CUDA implementations)
 
-        inputs = {n: self._known[n.name] for n in gm.graph.find_nodes(op="placeholder") if n.name in self._known}
-        values = values_on_meta(gm, inputs)
-        self._known.update({node.name: value for node, value in values.items()})
+        operator_values(gm, self._known)
         bound = {node.name: node for node in gm.graph.nodes}
         BindKernels("cuda").apply(gm)
         operators = {name: op for name, op in ((n.name, _operator(n)) for n in gm.graph.nodes) if op}
@@ -128,6 +139,8 @@ class _Collector:
 
     def _node(self, node: torch.fx.Node, operator: str) -> list[KernelUse]:
         first = len(self._specs)
+        if any(n.name not in self._known for n in node.all_input_nodes):
+            return [KernelUse(node.name, self._way, operator, fallback="the sizes of its operands are not known")]
         args = torch.fx.map_arg(node.args, lambda n: self._known[n.name])
         try:
             node.target(*args)  # type: ignore[operator]

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.fx
 
-from hexa_fx.capture import CapturedBlock
+from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.inspection.view import NodeView, Role
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product
-from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, is_float, operation
+from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, operation
 from hexa_fx.passes.detect.tags import expert_groups
 
 Mark = tuple[Role, tuple[str, ...]]
@@ -116,8 +116,8 @@ class _Parts:
         if node.op == "get_attr" and str(node.target) in self._weights:
             self._operand[node] = self._weights[str(node.target)]
             return "weight"
-        data = [n for n in inputs if n not in self._operand and is_float(n)]
-        if operands and not data and is_float(node):  # a view, a slice, a stack of weights
+        data = [n for n in inputs if n not in self._operand and _holds_floats(n)]
+        if operands and not data and _holds_floats(node):  # a view, a slice, a stack of weights
             self._operand[node] = operands[0]
             return "weight"
         if operands and operation(node) in CONTRACTIONS:
@@ -132,6 +132,12 @@ class _Parts:
         if parts & {"down", "combine"}:
             return "combine"
         return "act" if parts & {"up", "act"} else "dispatch"
+
+
+def _holds_floats(node: torch.fx.Node) -> bool:
+    value = record_of(node).value
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(v, torch.Tensor) and v.is_floating_point() for v in values)
 
 
 def mark_rewritten(match: MoEMatch, rewritten: RewrittenBlock, marks: Mapping[str, Mark]) -> dict[str, Mark]:

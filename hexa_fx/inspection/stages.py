@@ -15,7 +15,7 @@ from torch import nn
 from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
 from hexa_fx.inspection.roles import MOE_FFN, mark_captured, mark_operators, mark_rewritten
 from hexa_fx.inspection.values import like_meta, values_on_meta
-from hexa_fx.inspection.view import GraphView, view_of
+from hexa_fx.inspection.view import GraphView, NodeView, Role, view_of
 from hexa_fx.ir import FfnSpec, RewrittenBlock, SourceLocation
 from hexa_fx.ops.program import OPERANDS, FfnRequest
 from hexa_fx.passes.base import op_count_difference
@@ -144,6 +144,27 @@ def lowered_stages(case: FfnCase) -> tuple[Stage, ...]:
     return tuple(found)
 
 
+def partition_stage(graph: torch.fx.Graph, before: Stage) -> Stage:
+    """A block's graph with this rank's collectives."""
+    known = {node.name: node for node in before.graph.nodes}
+    exchanges = {node.name for node in graph.nodes if is_exchange(node)}
+
+    def mark(node: NodeView) -> tuple[Role, tuple[str, ...]]:
+        if node.name in exchanges:
+            return "collective", ()
+        old = known.get(node.name)
+        return (old.role, old.keys) if old is not None else ("other", ())
+
+    view = view_of(graph, {}, _code(graph), lambda n: _with_code(n.meta.get("location"))).marked(mark)
+    return _next("partition", "this rank's part, with its collectives", view, before)
+
+
+def is_exchange(node: torch.fx.Node) -> bool:
+    """Whether a node of a partitioned graph talks to other ranks, or waits for them."""
+    home = getattr(node.target, "__module__", "") or ""
+    return home.startswith("hexa_fx.runtime.distributed") or "c10d" in str(node.target)
+
+
 def _next(name: str, title: str, graph: GraphView, before: Stage) -> Stage:
     counts = before.graph.counts
     return Stage(name, title, graph, op_count_difference(counts, graph.counts), sum(counts.values()))
@@ -185,6 +206,7 @@ def _rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dic
     results = {call.path: call.output for call in captured.calls}
     packed = {weight.name: weight for weight in rewritten.packed}
     known: dict[torch.fx.Node, Any] = {}
+    otherwise: dict[torch.fx.Node, Any] = {}
     for node in rewritten.graph.nodes:
         target = str(node.target)
         if node.op == "placeholder":
@@ -197,12 +219,12 @@ def _rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dic
         elif node.op == "call_module" and target in results:
             known[node] = torch.fx.map_arg(results[target], lambda n: record_of(n).value)
         elif node.meta.get("from") in recorded:
-            known[node] = recorded[node.meta["from"]]
+            otherwise[node] = like_meta(recorded[node.meta["from"]])
     known = {node: like_meta(value) for node, value in known.items()}
     root = nn.Module()
     for name in packed:
         root.add_module(name, nn.Identity())
-    return values_on_meta(_shell(rewritten.graph), known)
+    return values_on_meta(_shell(rewritten.graph), known, otherwise)
 
 
 def _packed_value(captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> torch.Tensor:
@@ -247,11 +269,11 @@ def operator_values(gm: torch.fx.GraphModule, known: dict[str, Any]) -> dict[tor
     """Values of a graph of operators for what is ``known`` by name; adds to it what the graph gives."""
     import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 
-    known.setdefault("dy", known.get("x"))
     inputs = {n: known[str(n.target)] for n in gm.graph.find_nodes(op="placeholder") if str(n.target) in known}
     values = values_on_meta(gm, inputs)
     for node, value in values.items():
         known.setdefault(node.name, value)
+    known.setdefault("dy", known.get("y"))
     return values
 
 

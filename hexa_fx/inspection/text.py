@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from hexa_fx.inspection.advice import advice
 from hexa_fx.inspection.costs import Costs
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def details(block: BlockReport) -> Iterator[str]:
         yield f"{written} now runs as {block.rewritten_to}"
     if block.costs is not None:
         yield f"{cost_text(block.costs)}"
+    if block.collectives:
+        yield f"exchanges: {', '.join(block.collectives)}"
     for kernel in dict.fromkeys(block.kernels):
         built = {True: "built", False: "not built yet", None: "no compiler found"}[kernel.cached]
         yield f"kernel {kernel.name}, {built}" if kernel.spec else f"{kernel.name}: {kernel.fallback}"
@@ -82,6 +85,7 @@ def refusal_lines(blocks: Iterable[BlockReport]) -> Iterator[str]:
         does = f"runs the original code in {mode} mode" if mode else "left as it is"
         more = f"; the same for {len(paths) - 1} more: {_span(paths[1:])}" if len(paths) > 1 else ""
         yield f"{paths[0]}: {does}: {sentence}{more}"
+        yield f"    what helps: {advice(sentence)}"
 
 
 def _span(blocks: Sequence[BlockReport] | Sequence[str]) -> str:

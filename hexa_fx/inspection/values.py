@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,43 +26,47 @@ def like_meta(value: Any) -> Any:
 class _Values(torch.fx.Interpreter):
     """Keeps what every node gives. A node that cannot run without data, and what depends on it, has no value."""
 
-    def __init__(self, module: torch.fx.GraphModule, known: Mapping[torch.fx.Node, Any]) -> None:
+    def __init__(
+        self, module: torch.fx.GraphModule, known: Mapping[torch.fx.Node, Any], otherwise: Mapping[torch.fx.Node, Any]
+    ) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.found: dict[torch.fx.Node, Any] = {}
-        self._known = known
-        self.before: Callable[[torch.fx.Node], None] = lambda node: None
+        self._known, self._otherwise = known, otherwise
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        self.before(n)
         if n in self._known:
             self.found[n] = self._known[n]
             return self._known[n]
-        if n.op in ("placeholder", "call_module") or any(i not in self.found for i in n.all_input_nodes):
-            return None
         try:
-            value = super().run_node(n)
+            value = self._run(n)
         except Exception as error:
-            log.debug("no shape for %s: %s", n.name, error)
-            return None
+            if n not in self._otherwise:
+                log.debug("no shape for %s: %s", n.name, error)
+                return None
+            value = self._otherwise[n]
         self.found[n] = value
         return value
+
+    def _run(self, n: torch.fx.Node) -> Any:
+        missing = [i.name for i in n.all_input_nodes if i not in self.found]
+        if missing or n.op in ("placeholder", "call_module"):
+            raise LookupError(f"nothing is known of {missing or n.op}")
+        return super().run_node(n)
 
 
 def values_on_meta(
     module: torch.fx.GraphModule,
     known: Mapping[torch.fx.Node, Any],
-    before: Callable[[torch.fx.Node], None] | None = None,
+    otherwise: Mapping[torch.fx.Node, Any] | None = None,
 ) -> dict[torch.fx.Node, Any]:
     """What the nodes of a graph give, as tensors without data.
 
     Args:
         module: the graph. Its own modules are not run.
         known: values of inputs, parameters and module calls, on the meta device.
-        before: sees every node before it is run.
+        otherwise: values of nodes that cannot run without data.
     """
-    interpreter = _Values(module, known)
-    if before is not None:
-        interpreter.before = before
+    interpreter = _Values(module, known, otherwise or {})
     inputs = [None] * len(module.graph.find_nodes(op="placeholder"))
     with torch.no_grad():
         interpreter.run(*inputs, enable_io_processing=False)

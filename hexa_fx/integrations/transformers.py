@@ -1,4 +1,4 @@
-"""Small transformers models by architecture name, for the command line and the demonstration."""
+"""transformers: the experts implementation ``hexa``, and small models by architecture name for the command line."""
 
 from __future__ import annotations
 
@@ -27,6 +27,31 @@ _TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def register(name: str = "hexa") -> None:
+    """Makes ``experts_implementation="hexa"`` known to transformers 5, for the whole process.
+
+    After it ``from_pretrained(..., experts_implementation="hexa")`` and ``model.set_experts_implementation("hexa")`` run the
+    experts of every family that has the choice on `hexa::moe_ffn`. Routers, parameter names and checkpoints stay the
+    library's; nothing of the choice is written to config.json. Calling it again changes nothing.
+
+    Unlike `hexa_fx.optimize` it needs no example inputs and verifies nothing: it relies on the library's own contract. Families
+    without the choice (dbrx, switch_transformers, ...) need `hexa_fx.optimize`.
+
+    Raises:
+        InputError: transformers is missing, or older than 5.
+    """
+    try:
+        from transformers.integrations.moe import ExpertsInterface
+    except ImportError as error:
+        raise InputError(
+            "transformers 5 or later is needed for experts_implementation; pip install 'hexa-fx[hf]', "
+            "or call hexa_fx.optimize on the model"
+        ) from error
+    from hexa_fx.integrations.experts import hexa_experts_forward
+
+    ExpertsInterface.register(name, hexa_experts_forward)
 
 
 def tiny_model(model_type: str, seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]:

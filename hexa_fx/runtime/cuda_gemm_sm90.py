@@ -13,18 +13,19 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS
+from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
 from hexa_fx.codegen.spec import KernelSpec, Layout
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
 from hexa_fx.runtime.cuda_launch import address
 from hexa_fx.runtime.cuda_plans_sm90 import (
+    Maps,
     SpecKey,
     chosen_tile,
+    chunk_map,
     pack,
     problem,
     row_args,
     row_maps,
-    rows_map,
     shared_args,
     submit,
     weight_args,
@@ -69,12 +70,13 @@ def esmm(
     y = x.new_empty((n, columns))
     if not n:
         return y
-    key = SpecKey("esmm", x.dtype, layout, v is not None, bias is not None)
+    key = SpecKey("esmm", x.dtype, layout, v is not None, bias is not None, tables=_tables(weight.shape[0]))
 
     def run(tile: TileChoice) -> None:
         args = row_args(x, weight, v, offs, top_k, layout, tile)
         args |= {"out": y.data_ptr(), "out_ld": columns, "N": columns, "bias": address(bias), "bias_ld": columns}
-        submit(key, tile, x.device.index, row_maps(x, weight, v, layout, tile), pack(**args))
+        maps = row_maps(x, weight, v, layout, tile)._replace(out=chunk_map(y))
+        submit(key, tile, x.device.index, maps, pack(**args))
 
     _run(key, x, n, weight.shape[0], x.shape[1], columns, tile, run)
     return y
@@ -104,14 +106,19 @@ def esmm_act(
     if not n:
         return h, a
     options = (("store_h", store_h),)
-    key = SpecKey("esmm_act", x.dtype, layout, v is not None, b1 is not None, activation, glu, options)
+    tables = _tables(w1.shape[0])
+    key = SpecKey("esmm_act", x.dtype, layout, v is not None, b1 is not None, activation, glu, options, tables)
 
     def run(tile: TileChoice) -> None:
-        up = None if w3 is None else weight_map(w3, layout, tile.bn // 2)
+        maps = row_maps(x, w1, v, layout, tile)._replace(act=chunk_map(a))
+        if w3 is not None:
+            maps = maps._replace(up=weight_map(w3, layout, tile.bn // 2))
+        if store_h:
+            maps = maps._replace(out=chunk_map(h))
         args = row_args(x, w1, v, offs, top_k, layout, tile)
         args |= {"out": h.data_ptr() if store_h else 0, "out_ld": width, "act": a.data_ptr(), "act_ld": inner}
         args |= {"N": inner, "bias": address(b1), "bias_up": address(b3), "bias_ld": columns, "params": params}
-        submit(key, tile, x.device.index, row_maps(x, w1, v, layout, tile, up), pack(**args))
+        submit(key, tile, x.device.index, maps, pack(**args))
 
     _run(key, x, n, w1.shape[0], x.shape[1], width, tile, run)
     return h, a
@@ -147,7 +154,8 @@ def esmm_act_backward(
     if not n:
         return dh, a, torch.empty(0, dtype=torch.float32, device=h.device)
     half = "concat" if glu == "split" else glu
-    key = SpecKey("esmm_act_backward", dy.dtype, layout, True, False, activation, half)
+    tables = _tables(w2.shape[0])
+    key = SpecKey("esmm_act_backward", dy.dtype, layout, True, False, activation, half, tables=tables)
     found: list[Tensor] = []
 
     def run(tile: TileChoice) -> None:
@@ -156,7 +164,9 @@ def esmm_act_backward(
         args |= {"out": dh.data_ptr(), "out_ld": dh.stride(0), "act": a.data_ptr(), "act_ld": inner, "N": inner}
         args |= {"h": h.data_ptr(), "h_ld": h.stride(0), "slot_scale": address(weights), "row_dot": dots.data_ptr()}
         args["params"] = params
-        submit(key, tile, dy.device.index, row_maps(dy, w2, v, layout, tile), pack(**args))
+        maps = row_maps(dy, w2, v, layout, tile)
+        maps = maps._replace(h=chunk_map(h), out=chunk_map(dh), act=chunk_map(a))
+        submit(key, tile, dy.device.index, maps, pack(**args))
         found[:] = [dots]
 
     _run(key, dy, n, w2.shape[0], dy.shape[1], inner, tile, run)
@@ -188,11 +198,12 @@ def estmm(
         return dw.zero_()
     if not dw.numel():
         return dw
-    key = SpecKey("estmm", x.dtype, "nk", v is not None, options=(("transpose", transpose),))
+    options = (("transpose", transpose),)
+    key = SpecKey("estmm", x.dtype, "nk", v is not None, options=options, tables=_tables(experts))
 
     def run(tile: TileChoice) -> None:
         args = shared_args(v, offs, top_k, n, tile) | weight_args(p, q, dw)
-        submit(key, tile, x.device.index, (None, None, None, *weight_maps(p, q, v)), pack(**args))
+        submit(key, tile, x.device.index, Maps(**weight_maps(p, q, v, dw)), pack(**args))
 
     _run(key, x, n, experts, rows, columns, tile, run)
     return dw
@@ -209,23 +220,36 @@ def esfk(
     has_bias: bool,
     tile: TileChoice | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The paper's fused backward: ``dx = g W^T`` (n, K), ``dW``, ``db`` (E, N) of one projection in one launch."""
+    """The paper's fused backward: ``dx = g W^T`` (n, K), ``dW``, ``db`` (E, N) of one projection in one launch.
+
+    A tile may say to `split` it where the card is faster with dX and dW in launches of their own; not with a bias, whose gradient
+    costs nothing in the one launch.
+    """
     flipped: Layout = "kn" if layout == "nk" else "nk"
     experts, n, rows, columns = weight.shape[0], g.shape[0], x.shape[1], g.shape[1]
-    dx, dw = g.new_empty((n, rows)), torch.empty_like(weight, memory_format=torch.contiguous_format)
-    db = g.new_empty((experts, columns)) if has_bias else None
     if not n:
-        return dx, dw.zero_(), None if db is None else db.zero_()
-    key = SpecKey("esfk", x.dtype, flipped, x_index is not None, options=(("transpose", layout == "nk"),))
+        dw, db = torch.zeros_like(weight, memory_format=torch.contiguous_format), g.new_zeros((experts, columns))
+        return g.new_empty((0, rows)), dw, db if has_bias else None
+    options = (("transpose", layout == "nk"),)
+    key = SpecKey("esfk", x.dtype, flipped, x_index is not None, options=options, tables=_tables(experts))
+    found: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def run(tile: TileChoice) -> None:
-        maps = (rows_map(g, tile.bm), weight_map(weight, flipped, tile.bn // 2), None, *weight_maps(x, g, x_index))
+        if tile.split and not has_bias:
+            dx = esmm(g, weight, None, None, offs, 1, flipped)
+            found[:] = [(dx, estmm(x, g, x_index, None, offs, top_k, layout), None)]
+            return
+        dx, dw = g.new_empty((n, rows)), torch.empty_like(weight, memory_format=torch.contiguous_format)
+        db = g.new_empty((experts, columns)) if has_bias else None
+        reads = row_maps(g, weight, None, flipped, tile)
+        maps = reads._replace(out=chunk_map(dx), **weight_maps(x, g, x_index, dw))
         args = shared_args(x_index, offs, top_k, n, tile) | weight_args(x, g, dw, db)
         args |= {"K": columns, "N": rows, "out": dx.data_ptr(), "out_ld": rows}
         submit(key, tile, x.device.index, maps, pack(**args))
+        found[:] = [(dx, dw, db)]
 
     _run(key, x, n, experts, rows, columns, tile, run)
-    return dx, dw, db
+    return found[0]
 
 
 def _run(
@@ -249,6 +273,11 @@ def _run(
         bucket = problem(key, rows, experts, inner, columns)
         tune(bucket, device, tiles, spec_of, lambda fields: run(TileChoice(**fields)))  # type: ignore[arg-type]
     run(tile or chosen_tile(key, device, rows, experts, inner, columns))
+
+
+def _tables(experts: int) -> int:
+    """The smallest expert tables that hold `experts`."""
+    return next(size for size in TABLES if experts <= size)
 
 
 def _columns(weight: Tensor, layout: Layout) -> int:

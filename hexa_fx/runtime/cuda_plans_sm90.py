@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import ARGS
+from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family import validate
+from hexa_fx.codegen.family_gemm_sm90 import ARGS, TABLES
 from hexa_fx.codegen.heuristics import row_bucket
-from hexa_fx.codegen.spec import KernelSpec, Layout, Option
+from hexa_fx.codegen.spec import KernelSpec, Layout, Option, SpecError
 from hexa_fx.codegen.tiles_sm90 import TileChoice, choose_tile
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
@@ -30,6 +34,7 @@ _NO_MAP = bytes(TENSOR_MAP_BYTES)
 _QUEUES = 4096
 _rings: dict[int, tuple[int, Tensor]] = {}
 _turns: dict[int, int] = {}
+_making = Lock()
 
 
 class SpecKey(NamedTuple):
@@ -43,6 +48,7 @@ class SpecKey(NamedTuple):
     activation: str = "none"
     glu: str = "none"
     options: tuple[tuple[str, Option], ...] = ()
+    tables: int = TABLES[0]
 
     def spec(self, tile: TileChoice) -> KernelSpec:
         """The kernel with this tile."""
@@ -62,7 +68,22 @@ class SpecKey(NamedTuple):
             glu=self.glu,  # type: ignore[arg-type]
             bias=self.bias,
         )
-        return spec.with_options(cluster=tile.cluster, **dict(self.options))
+        made = {"cluster": tile.cluster, "chunks": tile.chunks, "lag": tile.lag, "experts": self.tables}
+        return spec.with_options(**made, **dict(self.options))
+
+
+class Maps(NamedTuple):
+    """Tensor maps of a launch, in the kernel's order; see enum Map of grouped_sm90.cuh."""
+
+    rows: bytes = _NO_MAP
+    weight: bytes = _NO_MAP
+    up: bytes = _NO_MAP
+    p: bytes = _NO_MAP
+    q: bytes = _NO_MAP
+    h: bytes = _NO_MAP
+    out: bytes = _NO_MAP
+    act: bytes = _NO_MAP
+    grad: bytes = _NO_MAP
 
 
 def problem(key: SpecKey, rows: int, experts: int, inner: int, columns: int) -> Problem:
@@ -72,10 +93,13 @@ def problem(key: SpecKey, rows: int, experts: int, inner: int, columns: int) -> 
 
 @plan
 def chosen_tile(key: SpecKey, device: int, rows: int, experts: int, inner: int, columns: int) -> TileChoice:
-    """The measured tile where a table has one, else the rule's."""
+    """The measured tile where a table has one that this kernel can take, else the rule's."""
     found = tuned_tile(problem(key, rows, experts, inner, columns), device)
     if found is not None:
-        return TileChoice(**found)  # type: ignore[arg-type]
+        with suppress(SpecError, TypeError):  # measured by another version, or with fewer experts
+            tile = TileChoice(**found)  # type: ignore[arg-type]
+            validate(get_family(FAMILY), key.spec(tile))
+            return tile
     return choose_tile(key.op, rows, experts, inner, columns, key.gather)
 
 
@@ -86,16 +110,10 @@ def _kernel(key: SpecKey, tile: TileChoice, device: int) -> tuple[Kernel, tuple[
     return kernel_of(key.spec(tile)), (blocks, 1, 1)
 
 
-def submit(key: SpecKey, tile: TileChoice, device: int, maps: tuple[bytes | None, ...], args: bytes) -> None:
-    """Queues a launch.
-
-    Args:
-        maps: tensor maps of the rows, the weight, the up weight, and of estmm's P and Q; missing ones at the end or None.
-        args: the packed argument struct.
-    """
+def submit(key: SpecKey, tile: TileChoice, device: int, maps: Maps, args: bytes) -> None:
+    """Queues a launch with these tensor maps and the packed argument struct."""
     kernel, grid = _kernel(key, tile, device)
-    padded = (*maps, *(None,) * (5 - len(maps)))
-    launch(kernel, device, grid, b"".join([m or _NO_MAP for m in padded]), args)
+    launch(kernel, device, grid, b"".join(maps), args)
 
 
 def pack(
@@ -166,16 +184,15 @@ def shared_args(v: Tensor | None, offs: Tensor, top_k: int, n: int, tile: TileCh
     }
 
 
-def row_maps(
-    x: Tensor, weight: Tensor, v: Tensor | None, layout: Layout, tile: TileChoice, up: bytes | None = None
-) -> tuple[bytes | None, ...]:
-    """Tensor maps of a row product; gathered rows need none."""
-    return None if v is not None else rows_map(x, tile.bm), weight_map(weight, layout, tile.bn // 2), up
+def row_maps(x: Tensor, weight: Tensor, v: Tensor | None, layout: Layout, tile: TileChoice) -> Maps:
+    """What a row product reads; gathered rows need no map."""
+    return Maps(_NO_MAP if v is not None else rows_map(x, 64), weight_map(weight, layout, tile.bn // 2))
 
 
-def weight_maps(p: Tensor, q: Tensor, v: Tensor | None) -> tuple[bytes | None, bytes]:
-    """Tensor maps of P, unless it is gathered, and of Q."""
-    return None if v is not None else rows_map(p, 64), rows_map(q, 64)
+def weight_maps(p: Tensor, q: Tensor, v: Tensor | None, dw: Tensor) -> dict[str, bytes]:
+    """What a weight's gradient reads and writes: P, unless it is gathered, Q, and dW as it lies."""
+    p_map = _NO_MAP if v is not None else rows_map(p, 64)
+    return {"p": p_map, "q": rows_map(q, 64), "grad": weight_map(dw, "nk", 16)}
 
 
 def rows_map(x: Tensor, rows: int) -> bytes:
@@ -183,6 +200,11 @@ def rows_map(x: Tensor, rows: int) -> bytes:
     if described():
         return _NO_MAP
     return tensor_map(x.data_ptr(), DTYPES[x.dtype], (x.shape[1], x.shape[0]), (x.stride(0),), (64, rows))
+
+
+def chunk_map(x: Tensor) -> bytes:
+    """The boxes that a warp writes, or h's that it reads."""
+    return rows_map(x, 16)
 
 
 def weight_map(weight: Tensor, layout: Layout, columns: int) -> bytes:
@@ -204,11 +226,17 @@ def queue(device: torch.device) -> int:
         return torch.zeros(2, dtype=torch.int32, device=device).data_ptr()
     index = device.index
     if index not in _rings:
-        ring = torch.zeros(2 * _QUEUES, dtype=torch.int32, device=device)
-        torch.cuda.synchronize(index)  # once a process: other streams may use it next
-        _rings[index] = (ring.data_ptr(), ring)
+        _make_ring(device)
     turn = _turns[index] = (_turns.get(index, 0) + 1) % _QUEUES
     return _rings[index][0] + 8 * turn
+
+
+def _make_ring(device: torch.device) -> None:
+    with _making:
+        if device.index not in _rings:
+            ring = torch.zeros(2 * _QUEUES, dtype=torch.int32, device=device)
+            torch.cuda.synchronize(device)  # once a process: other streams may use it next
+            _rings[device.index] = (ring.data_ptr(), ring)
 
 
 @plan

@@ -24,14 +24,34 @@ from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
-from hexa_fx.passes.detect.projections import Contraction, Instance, find_contractions, group_instances, match_rows
+from hexa_fx.passes.detect.projections import (
+    MIXED,
+    Contraction,
+    Instance,
+    find_contractions,
+    group_instances,
+    match_rows,
+)
 from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing
-from hexa_fx.passes.detect.rules import opaque_nodes, refuse_stored_intermediates, shape_branches, stored_outside_calls
+from hexa_fx.passes.detect.rules import (
+    is_constant,
+    is_cut_off,
+    opaque_nodes,
+    refuse_outside_tensors,
+    refuse_stored_intermediates,
+    shape_branches,
+    stored_outside_calls,
+)
 from hexa_fx.passes.detect.stacks import WeightTable
-from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag
+from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag, uneven_experts
 from hexa_fx.passes.detect.verdict import Refuse
 
 __all__ = ["MoEMatch", "detect"]
+
+NO_PRODUCT = (
+    "no matrix product with the weights of single experts was seen; experts are like modules in a list or a dictionary, or "
+    "parameters with the experts as their first dimension, and their layers are matrix products"
+)
 
 
 def detect(captured: CapturedBlock, prefer_earliest: bool = False) -> MoEMatch | Refusal:
@@ -51,6 +71,7 @@ def detect(captured: CapturedBlock, prefer_earliest: bool = False) -> MoEMatch |
 
 def _detect(captured: CapturedBlock, prefer_earliest: bool) -> MoEMatch:
     """Tries every family of expert weights: shared experts in a list look like experts until their routing is asked for."""
+    _refuse_own_operators(captured)
     groups = expert_groups(_parameters(captured))
     first: Refuse | None = None
     for family in _families(captured, groups):
@@ -58,7 +79,15 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool) -> MoEMatch:
             return _detect_family(captured, groups, family, prefer_earliest)
         except Refuse as refusal:
             first = first or refusal
-    raise first or Refuse("no product with per-expert weights was seen")
+    if first is not None and first.reason == MIXED:
+        first = Refuse(uneven_experts(_parameters(captured)) or MIXED, first.node)
+    raise first or Refuse(NO_PRODUCT)
+
+
+def _refuse_own_operators(captured: CapturedBlock) -> None:
+    for node in captured.graph.nodes:
+        if getattr(node.target, "namespace", "") == "hexa":
+            raise Refuse("its experts run on hexa_fx's operators already; nothing is left to do", node)
 
 
 def _families(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[str] | None]:
@@ -103,7 +132,7 @@ def _detect_standard(
     tags = tag(captured, groups, family)
     contractions = find_contractions(captured, tags)
     if not contractions:
-        raise Refuse("no product with per-expert weights was seen")
+        raise Refuse(uneven_experts(_parameters(captured)) or NO_PRODUCT)
     products = [contraction.node for contraction in contractions]
     stored = stored_outside_calls(captured, products)
     replay, weights = Replay(captured), WeightTable(captured, groups, tags)
@@ -114,15 +143,30 @@ def _detect_standard(
     body = identify_body(instances, tags, replay, weights, _late_bias(instances, combine.node, tags))
     experts = body.down.matrices.shape[0]
     pairs = _pairs(instances, body, combine)
-    identity = explain_offset(pairs, body.down_bias, combine, replay.value(source), weights)
+    offset = explain_offset(pairs, body.down_bias, combine, source, weights, tags, replay)
     routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, prefer_earliest)
-    if identity is not None:
-        check_identity(identity, routing, tokens, experts, combine.node)
+    if offset.identity is not None:
+        check_identity(offset.identity, routing, tokens, experts, combine.node)
     branches = shape_branches(captured, tags, set(routing.index.nodes), opaque)
+    refuse_outside_tensors(captured, [source, *routing.nodes], combine.node, opaque)
     refuse_stored_intermediates(stored, tags, combine.node)
     idiom = _idiom(contractions, captured)
+    identity = offset.identity is not None
+    detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])
     return MoEMatch(
-        captured, source, combine.node, experts, body, routing, identity is not None, branches, idiom, stored
+        captured,
+        source,
+        combine.node,
+        experts,
+        body,
+        routing,
+        identity,
+        branches,
+        idiom,
+        stored,
+        offset.base,
+        detached,
+        is_constant(combine.node),
     )
 
 

@@ -42,7 +42,10 @@ def find_alike_runs(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) 
         raise Refuse("no operation with per-expert parameters was seen")
     for reader in readers:
         if not in_one_expert(reader, tags):
-            raise Refuse("an unusual expert is only rewritten where the code runs one expert at a time", reader)
+            raise Refuse(
+                "the experts are not of the form act(x W1) W2, and others are rewritten only where the code runs one at a time",
+                reader,
+            )
     signature = _signatures(captured, tags)
     classes: dict[Hashable, list[torch.fx.Node]] = defaultdict(list)
     for node, value in signature.items():
@@ -52,7 +55,9 @@ def find_alike_runs(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) 
         if len(classes[signature[reader]]) != runs:
             raise Refuse("experts differ in what they compute", reader)
     if runs < 2:
-        raise Refuse("only one expert ran on the example, so there is nothing to compare it with", readers[0])
+        raise Refuse(
+            "only one expert ran on the example, so there is nothing to compare it with; give more tokens", readers[0]
+        )
     ends = tuple(tuple(column) for column in classes.values() if len(column) == runs and _may_end(column, readers))
     if not ends:
         raise Refuse("the outputs of the experts are not computed alike", readers[-1])

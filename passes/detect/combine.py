@@ -63,8 +63,15 @@ def find_combine(
             return Combine(last, coefficients, answers[0])
     refuse_randomness(descendants(seconds) & ancestors(candidates))
     if decides_later:
-        raise Refuse("a host loop or branch on data is left after the experts are combined", candidates[-1])
-    raise Refuse("expert outputs are not combined as a weighted sum for each token", candidates[0])
+        raise Refuse(
+            "after the experts are combined the code takes another host decision (if, while, item()) on data",
+            candidates[-1],
+        )
+    raise Refuse(
+        "the expert outputs do not enter the result as a weighted sum for each token; they are overwritten, compared, normalised, "
+        "or mixed between tokens",
+        candidates[0],
+    )
 
 
 def _last_alike(node: torch.fx.Node, candidates: Sequence[torch.fx.Node]) -> torch.fx.Node:
@@ -94,7 +101,7 @@ def _gates(graph: torch.fx.Graph, instances: list[Instance], numel: int, width: 
     reached = descendants(inside)
     seconds = {instance.second.node for instance in instances}
     if not seconds & live:
-        raise Refuse("expert outputs are not used", instances[0].second.node)
+        raise Refuse("no result of the block depends on the expert outputs", instances[0].second.node)
     gates = []
     for node in _dominators(graph, reached & live, inside):
         value = record_of(node).value

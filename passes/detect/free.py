@@ -19,10 +19,12 @@ from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, T
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
-from hexa_fx.passes.detect.projections import Contraction, Instance, token_sources
+from hexa_fx.passes.detect.projections import NOT_TOKENS, Contraction, Instance, token_sources
 from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing, find_row_factor
 from hexa_fx.passes.detect.rules import (
+    is_constant,
     opaque_nodes,
+    refuse_outside_tensors,
     refuse_randomness,
     refuse_stored_intermediates,
     shape_branches,
@@ -109,12 +111,12 @@ class _Search:
         instances = [_instance(*run) for run in zip(end, inside, experts, tokens.rows)]
         combine = find_combine(captured.graph, instances, count, self.replay, opaque)
         pairs = _pairs(instances, combine)
-        identity = explain_offset(pairs, None, combine, self.replay.value(tokens.node), self.weights)
+        offset = explain_offset(pairs, None, combine, tokens.node, self.weights, self.tags, self.replay)
         total = self._experts()
         search = (count, total, captured, self.tags, combine.node)
         routing = find_routing(pairs, *search, self.prefer_earliest)
-        if identity is not None:
-            check_identity(identity, routing, count, total, combine.node)
+        if offset.identity is not None:
+            check_identity(offset.identity, routing, count, total, combine.node)
         reader = StepReader(
             captured=captured,
             tags=self.tags,
@@ -132,6 +134,7 @@ class _Search:
         refuse_mixing(reader)
         body = self._body(roles, end[reader.run], total)
         branches = shape_branches(captured, self.tags, set(routing.index.nodes), opaque)
+        refuse_outside_tensors(captured, [tokens.node, *routing.nodes], combine.node, opaque)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
         idiom = "loop over experts, unusual expert"
         return MoEMatch(
@@ -141,10 +144,12 @@ class _Search:
             total,
             body,
             routing,
-            identity is not None,
+            offset.identity is not None,
             branches,
             idiom,
             self.stored,
+            offset.base,
+            constant=is_constant(combine.node),
         )
 
     def _experts(self) -> int:
@@ -171,7 +176,7 @@ class _Search:
                 if found is not None:
                     return found
             frontier = [operands for column in frontier for operands in _operands(column)]
-        raise Refuse("the rows that experts read are not rows of one token tensor", end[0])
+        raise Refuse(NOT_TOKENS, end[0])
 
     def _given(self, end: Column, inside: list[list[torch.fx.Node]]) -> list[Column]:
         """Columns of tensors that enter the runs from outside and are no parameters."""

@@ -23,6 +23,9 @@ class MoEMatch:
         identity: ids of E and above stand for experts that return the token itself.
         branches: size conditions under which the region looks like this.
         idiom: how the experts are run, in words, for reports.
+        base: node that the combined outputs are added onto, where the code starts from it and not from zeros.
+        detached: the experts read their tokens without a gradient.
+        constant: the code lets no gradient through the region.
         stored: results that the code keeps on modules and that the rewritten block has to set.
     """
 
@@ -36,3 +39,6 @@ class MoEMatch:
     branches: tuple[ShapeBranch, ...]
     idiom: str
     stored: tuple[StoredValue, ...] = ()
+    base: torch.fx.Node | None = None
+    detached: bool = False
+    constant: bool = False

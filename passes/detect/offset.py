@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import torch
+import torch.fx
+
+from hexa_fx.capture import record_of
+from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.combine import Combine
+from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.routing import Pairs
 from hexa_fx.passes.detect.stacks import WeightTable
+from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 
-def explain_offset(
-    pairs: Pairs, down_bias: str | None, combine: Combine, source: torch.Tensor, weights: WeightTable
-) -> torch.Tensor | None:
-    """What the combine holds without the products: the weighted biases, or the tokens themselves times a factor.
+@dataclass(frozen=True)
+class Offset:
+    """Args:
+    identity: the factor (T,) with which identity ("zero-computation") experts add the token, if they do.
+    base: the tensor that the code adds the expert outputs onto, if it is not zeros.
+    """
 
-    Returns:
-        None, or the factor (T,) with which identity ("zero-computation") experts add the token.
+    identity: torch.Tensor | None = None
+    base: torch.fx.Node | None = None
+
+
+def explain_offset(
+    pairs: Pairs,
+    down_bias: str | None,
+    combine: Combine,
+    source: torch.fx.Node,
+    weights: WeightTable,
+    tags: Mapping[torch.fx.Node, Tag],
+    replay: Replay,
+) -> Offset:
+    """What the combine holds without the products: the weighted biases, the tokens themselves times a factor, another tensor.
+
+    Raises:
+        Refuse: it holds something else.
     """
     offset = combine.offset
     expected = torch.zeros_like(offset)
@@ -26,10 +51,34 @@ def explain_offset(
             raise Refuse("an expert parameter after the second projection is not a bias vector", combine.node)
         expected.index_add_(0, pairs.token, pairs.after[:, None] * vectors[pairs.expert])
     if torch.allclose(offset, expected, rtol=1e-6, atol=1e-6):
-        return None
-    x = source.reshape(-1, source.shape[-1])
+        return Offset()
+    base = _holding(offset - expected, combine.node, tags, replay)
+    if base is not None:
+        return Offset(base=base)
+    x = replay.value(source).reshape(-1, record_of(source).value.shape[-1])
     if x.shape == offset.shape:
         factor = (offset * x).sum(1) / (x * x).sum(1).clamp(min=1e-300)
         if torch.allclose(offset, factor[:, None] * x, rtol=1e-6, atol=1e-6):
-            return factor
-    raise Refuse("the combined output contains something besides the weighted expert outputs", combine.node)
+            return Offset(identity=factor)
+    raise Refuse(
+        "the tensor that collects the expert outputs holds something besides them (neither the experts' biases, nor the "
+        "token itself, nor a tensor that the code had before)",
+        combine.node,
+    )
+
+
+def _holding(
+    wanted: torch.Tensor, end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], replay: Replay
+) -> torch.fx.Node | None:
+    """The last tensor before ``end`` with these numbers that no expert has a part in."""
+    behind = ancestors([end]) - {end}
+    nodes: list[torch.fx.Node] = list(end.graph.nodes)
+    for node in reversed(nodes):
+        if node not in behind or not is_float(node) or tags[node].experts or tags[node].weight:
+            continue
+        value = record_of(node).value
+        if value.numel() != wanted.numel() or value.shape[-1] != wanted.shape[-1]:
+            continue
+        if torch.allclose(replay.value(node).reshape(wanted.shape), wanted, rtol=1e-6, atol=1e-6):
+            return node
+    return None

@@ -25,11 +25,17 @@ from hexa_fx.passes.detect.stacks import Stack, WeightTable
 from hexa_fx.passes.detect.tags import ALL, Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
+NOT_TOKENS = (
+    "what the experts read are not rows of one tensor that has a row for every token, times at most one number a row"
+)
 _SAME_ROWS = frozenset(
     "view reshape flatten unflatten squeeze unsqueeze contiguous clone to type_as float double half bfloat16 "
     "getitem index_select gather masked_select take_along_dim".split()
 )
 """Operations that move rows or cast them: the earlier of the two tensors is as good."""
+
+
+MIXED = "the weight of an expert's matrix product is made of several parameters; it has to be one parameter, or a part of one"
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ def _read_contraction(
         raise Refuse(f"an expert product takes {len(data)} token operands where one was expected", node)
     matrices = [n for n in weights if record_of(n).value.dim() >= 2 and not _is_bias(n, node, weights)]
     if len(matrices) != 1 or len(tags[matrices[0]].bases) != 1:
-        raise Refuse("an expert product mixes several parameters in its weight", node)
+        raise Refuse(MIXED, node)
     weight = matrices[0]
     biases = [n for n in weights if n is not weight]
     experts = tags[weight].experts or frozenset({ALL})
@@ -123,10 +129,15 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
     levels = {c.level for c in contractions}
     if levels == {1}:
         raise Refuse(
-            "every expert is a single projection; only experts of two projections are rewritten", contractions[0].node
+            "every expert is a single matrix product; such experts are rewritten only where the code runs one expert at a time",
+            contractions[0].node,
         )
     if max(levels) > 2:
-        raise Refuse(f"experts have {max(levels)} projections in a row; only two are rewritten", contractions[-1].node)
+        raise Refuse(
+            f"the experts have {max(levels)} matrix products in a row, or read each other's outputs; more than two are rewritten "
+            "only where the code runs one expert at a time, and each on its tokens alone",
+            contractions[-1].node,
+        )
     pairs = []
     for second in (c for c in contractions if c.level == 2):
         behind = ancestors([second.data])
@@ -220,7 +231,7 @@ def match_rows(
         if not any(bool((instance.token >= 0).any()) for instance in instances):
             raise Refuse("on the example every row that the experts are given is zero", leader.node)
         return _last_alike(source, leader, instances, replay), instances
-    raise Refuse("the rows that experts read are not rows of one token tensor", leader.data)
+    raise Refuse(NOT_TOKENS, leader.data)
 
 
 def _last_alike(source: torch.fx.Node, leader: Contraction, instances: list[Instance], replay: Replay) -> torch.fx.Node:

@@ -15,6 +15,7 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_tensor, operation
+from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -62,6 +63,11 @@ class Routing:
     before: tuple[Source, ...]
     after: tuple[Source, ...]
 
+    @property
+    def nodes(self) -> list[torch.fx.Node]:
+        """All that hold a part of it."""
+        return [node for source in (self.index, *self.before, *self.after) for node in source.nodes]
+
 
 def find_routing(
     pairs: Pairs,
@@ -88,6 +94,8 @@ def find_routing(
     index, ids = _find_index(active, tokens, experts, known, in_order, inner, end)
     slots = _Slots(ids, active, tokens, experts)
     before = _find_factor(active.before, slots, known, inner, end, covers_dropped=False)
+    if prefer_earliest and not before:
+        before = _straight_through(slots, in_order[::-1])
     after = _find_factor(active.after, slots, known, inner, end, covers_dropped=not _covered(before, slots))
     if slots.dropped and not _covered((*before, *after), slots):
         after = (*after, _find_mask(slots, known, inner, end))
@@ -242,7 +250,11 @@ def _index_from_columns(
         if not bool(remaining.any()):
             nodes = tuple(node for node, _ in columns)
             return Source(nodes, "columns"), torch.stack([ids for _, ids in columns], 1)
-    raise Refuse("no tensor holds the expert ids of every token; routing must be a fixed number of ids a token", end)
+    raise Refuse(
+        "no tensor holds the expert ids of every token; only a fixed number of ids a token is rewritten, not experts that choose "
+        "their tokens, nor a number of experts that differs from token to token",
+        end,
+    )
 
 
 # -- factors -----------------------------------------------------------------------------------------------------------
@@ -328,8 +340,25 @@ def _find_factor(
         return ()
     columns = _factor_columns(wanted, slots, known)
     if columns is None:
-        raise Refuse("the routing weights are not among the tensors computed before the experts", end)
+        raise Refuse(
+            "expert outputs enter their token times a number that no tensor computed before the experts holds; that number has to "
+            "be the router's weight alone, not also a constant, a count of tokens or something computed from the outputs",
+            end,
+        )
     return (Source(columns, "columns"),)
+
+
+def _straight_through(slots: _Slots, known: Sequence[torch.fx.Node]) -> tuple[Source, ...]:
+    """The last factor of 1 for every pair that has a gradient all the same, as in ``mask + w - w.detach()``; () without one."""
+    ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
+    for node in known:
+        value = record_of(node).value
+        if not value.is_floating_point() or is_constant(node):
+            continue
+        for reading, table in _read_factor(value.double(), slots):
+            if _agrees(table, reading, ones, slots):
+                return (Source((node,), reading),)
+    return ()
 
 
 def _agrees(table: torch.Tensor, reading: Reading, wanted: torch.Tensor, slots: _Slots) -> bool:
@@ -396,4 +425,8 @@ def _find_mask(
         for reading, table in _read_factor(value.double(), slots):
             if _agrees(table, reading, ones, slots) and _zero_when_dropped(table, reading, slots):
                 return Source((node,), reading)
-    raise Refuse("some choices of the router reach no expert, and no tensor tells which", end)
+    raise Refuse(
+        "some of the router's choices reach no expert, and no tensor says which; where tokens are dropped on purpose, multiply "
+        "the weights by a mask of those that are kept",
+        end,
+    )

@@ -16,6 +16,7 @@ from hexa_fx.passes.detect.verdict import Refuse
 
 _COUNTING = frozenset(["nonzero", "where", "unique", "unique_consecutive", "masked_select", "argwhere"])
 _SIZES = frozenset(("size", "numel", "nelement", "dim"))
+_CHECKS = frozenset(("isfinite", "isnan", "isinf"))
 _SELECTIONS = frozenset(
     "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min "
     "__eq__ multinomial isin searchsorted cumsum".split()
@@ -24,7 +25,9 @@ _SELECTIONS = frozenset(
 
 @dataclass(frozen=True)
 class ShapeBranch:
-    """A host decision on sizes: the rewritten graph holds only while ``condition`` keeps its recorded ``outcome``."""
+    """A host decision on sizes, or on whether numbers are finite: the rewritten graph holds only while ``condition`` keeps its
+    recorded ``outcome``.
+    """
 
     condition: torch.fx.Node
     outcome: bool
@@ -56,7 +59,7 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
         if any(item.path == kept or item.path.startswith(f"{kept}.") for kept in live):
             continue
         behind = ancestors(_nodes(item.value))
-        if item.value is UNKNOWN or any(n.op == "get_attr" and n.target in captured.constants for n in behind):
+        if item.value is UNKNOWN or any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
             raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")
         found.append(item)
     return tuple(found)
@@ -81,6 +84,50 @@ def _nodes(value: Any) -> list[torch.fx.Node]:
     return found
 
 
+_LONGEST_CONSTANT = 64
+
+
+def is_outside(captured: CapturedBlock, name: str) -> bool:
+    """Whether a ``get_attr`` target is a tensor that a rewritten block cannot read again, nor hold as a constant."""
+    return name in captured.constants and (
+        name in captured.recalled or captured.constants[name].numel() > _LONGEST_CONSTANT
+    )
+
+
+def refuse_outside_tensors(
+    captured: CapturedBlock, roots: Iterable[torch.fx.Node], end: torch.fx.Node, opaque: set[torch.fx.Node]
+) -> None:
+    """Raises:
+    Refuse: ``roots`` or the code after ``end`` read a tensor that is neither parameter, buffer nor a few constant numbers.
+    """
+    read = ancestors([*roots, captured.graph.output_node()], stop=lambda node: node is end)
+    for node in read - opaque:
+        if node.op == "get_attr" and is_outside(captured, str(node.target)):
+            raise Refuse(
+                "the code reads a tensor that is neither a parameter nor a buffer, and may have another value next time; "
+                "register it as a buffer",
+                next(iter(node.users), node),
+            )
+
+
+def is_cut_off(source: torch.fx.Node, rows: Iterable[torch.fx.Node]) -> bool:
+    """Whether ``rows`` are taken from ``source`` without its gradient, all of them."""
+    return all(source not in ancestors([node], stop=_stops_gradient) for node in rows)
+
+
+def is_constant(end: torch.fx.Node) -> bool:
+    """Whether no gradient gets from ``end`` to an input or a parameter."""
+    return not any(n.op in ("placeholder", "get_attr") and is_float(n) for n in ancestors([end], stop=_stops_gradient))
+
+
+def _stops_gradient(node: torch.fx.Node) -> bool:
+    if not node.op.startswith("call"):
+        return False
+    record = record_of(node)
+    holds_no_float = not is_float(node) and not isinstance(record.value, (tuple, list))
+    return operation(node) == "detach" or not record.gradient or holds_no_float
+
+
 def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
     """Raises:
     Refuse: one of ``nodes`` draws random numbers.
@@ -92,7 +139,9 @@ def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
         training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
         if training and probability != 0:
             raise Refuse(
-                "dropout is active inside the experts, and its random numbers depend on the order experts run in", node
+                f"{operation(node)} is active inside the experts, and its random numbers depend on the order experts run in; with "
+                "probability 0 the block is rewritten in this mode too",
+                node,
             )
 
 
@@ -128,15 +177,31 @@ def shape_branches(
         if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
             continue
         if any(tags[n].experts and not tags[n].weight for n in behind):
-            raise Refuse("the code takes a decision on expert outputs", node)
+            raise Refuse(
+                "the code takes a host decision (if, while, assert, item()) on what the experts computed", node
+            )
         if not any(n.op == "placeholder" for n in behind):
             continue
+        if _is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
+            guards.append(ShapeBranch(node, bool(record_of(node).value)))
+            continue
         if any(is_float(n) and n.op != "placeholder" and _read_by_value(n, behind) for n in behind):
-            raise Refuse("the code takes a decision that depends on the data and not on the routing", node)
+            raise Refuse(
+                "the code takes a host decision (if, while, item()) on the data, not on the routing; torch.where in its place, or "
+                "the decision outside of the block, can be rewritten",
+                node,
+            )
         guard = _guard(node)
         if guard is not None:
             guards.append(guard)
     return tuple(guards)
+
+
+def _is_check_of_numbers(node: torch.fx.Node) -> bool:
+    """Whether the decision asks of float tensors only if their numbers are finite, as assertions do."""
+    asked = ancestors([node], stop=lambda n: operation(n) in _CHECKS)
+    checks = {n for n in asked if operation(n) in _CHECKS}
+    return bool(checks) and not any(is_float(n) for n in asked - checks)
 
 
 def _read_by_value(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:

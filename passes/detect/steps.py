@@ -103,7 +103,11 @@ class StepReader:
         if operation(node) in CONTRACTIONS and any(record_of(n).value.dim() >= 2 for n in parameters):
             return self._product(column)
         if parameters and operation(node) not in BROADCASTING | NORMS | ACTIVATIONS_WITH_PARAMETER:
-            raise Refuse(f"a parameter of the expert is an operand of {operation(node)}", node)
+            raise Refuse(
+                f"the experts apply {operation(node)} with parameters of their own; matrix products, sums, products, layer and RMS "
+                "norms are what can be rewritten",
+                node,
+            )
         return self._copy(column)
 
     def _check_rows(self, column: Column) -> None:

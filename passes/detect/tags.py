@@ -70,6 +70,26 @@ def _same_shape(by_index: Mapping[int, str], parameters: Mapping[str, torch.Tens
     return len({parameters[name].shape for name in by_index.values()}) == 1
 
 
+def uneven_experts(parameters: Mapping[str, torch.Tensor]) -> str | None:
+    """A sentence on the first numbered list of parameters that differ in shape, or of which some modules have none."""
+    found: dict[str, dict[int, torch.Size]] = defaultdict(dict)
+    modules: dict[str, set[int]] = defaultdict(set)
+    for name, parameter in parameters.items():
+        for match in _INDEX.finditer(name):
+            found[name[: match.start()] + "{}" + name[match.end() :]][int(match.group())] = parameter.shape
+            modules[name[: match.start()]].add(int(match.group()))
+    for pattern, shapes in found.items():
+        sizes = sorted({tuple(shape) for shape in shapes.values()})
+        if len(sizes) > 1:
+            return (
+                f"the experts differ in shape: {pattern} is {' and '.join(str(size) for size in sizes)}; only experts of one shape "
+                "are rewritten"
+            )
+        if len(shapes) < len(modules[pattern.partition("{}")[0]]) and len(shapes) > 1:
+            return f"the experts differ in structure: only some of them hold {pattern}; only experts of one structure are rewritten"
+    return None
+
+
 def tag(captured: CapturedBlock, groups: ExpertGroups, only: frozenset[str] | None = None) -> dict[torch.fx.Node, Tag]:
     """A tag for every node of the recorded graph.
 

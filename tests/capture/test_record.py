@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -151,3 +153,18 @@ def test_replay_of_nothing_returns_recorded_values(block):
     replay = Replay(captured)
     (result,) = captured.graph.output_node().all_input_nodes
     torch.testing.assert_close(replay.run({}, [result])[result].float(), record_of(result).value)
+
+
+def test_a_recording_does_not_outlive_its_use():
+    """Nothing global holds the recorder, which holds the block's parameters."""
+    from hexa_fx.capture.recorder import Recorder
+
+    def recorders():
+        gc.collect()
+        return sum(type(thing) is Recorder for thing in gc.get_objects())
+
+    before, block = recorders(), nn.Linear(4, 4)
+    captured = capture(block, (torch.randn(2, 4),), {}, "")
+    assert captured.graph
+    del captured
+    assert recorders() == before

@@ -10,6 +10,7 @@ import torch
 from harness import run, start
 from models import KINDS, MODES, SPLITS, Net, batch, cut, install, largest, loss_sum, make_plan, own
 
+from hexa_fx.errors import InputError
 from hexa_fx.runtime.distributed import checkpoint
 from hexa_fx.runtime.distributed.gradients import sync_gradients
 
@@ -117,7 +118,7 @@ def test_checkpoint_of_one_device_loads_into_a_plan(tmp_path):
 
 def dies_while_saving(rank, world, plan, path):
     model = Net(THREE)
-    session = install(model, plan, timeout=timedelta(seconds=3)).session
+    session = install(model, plan, timeout=timedelta(seconds=2)).session
     if rank == 1:
 
         def die(*_, **__):
@@ -132,12 +133,19 @@ def test_a_crash_leaves_the_old_checkpoint(tmp_path):
     plan = make_plan(2, "uneven", MODES["data"], THREE)
     run(2, saved, plan, path)
     before = sorted(os.listdir(path))
-    outcomes = start(2, dies_while_saving, plan, path, timeout=3)
+    outcomes = start(2, dies_while_saving, plan, path, timeout=2)
     assert outcomes[0][0] == "error"
     assert "RankError" in outcomes[0][1]
     assert sorted(os.listdir(path)) == before
     model = Net(THREE)
     checkpoint.load(path, model)  # still loads
+    os.rename(
+        path, path + ".old"
+    )  # the instant at which a job has taken the old one away and not yet put the new one there
+    checkpoint.load(path, model)
+    os.remove(os.path.join(path + ".old", ".metadata"))
+    with pytest.raises(InputError, match="no complete checkpoint"):
+        checkpoint.load(path, model)
 
 
 def test_splits_of_this_file_cover_empty_shards():

@@ -58,9 +58,9 @@ def test_plan_for_another_model():
 
 def missing(rank, world):
     if rank == 1:
-        time.sleep(6)
+        time.sleep(4)
         return
-    install(Net(TWO), make_plan(2, "even", MODES["model"][:2], TWO), timeout=timedelta(seconds=3))
+    install(Net(TWO), make_plan(2, "even", MODES["model"][:2], TWO), timeout=timedelta(seconds=2))
 
 
 def test_missing_rank_is_an_error_in_time():
@@ -68,12 +68,12 @@ def test_missing_rank_is_an_error_in_time():
     kind, text = start(2, missing, timeout=5)[0]
     assert time.monotonic() - began < 30
     assert kind == "error"
-    assert "1" in text
+    assert "RankError: ranks [1] did not arrive within 2 s" in text
 
 
 def crash(rank, world, plan, when):
     model = Net(TWO)
-    installed = install(model, plan, timeout=timedelta(seconds=4))
+    installed = install(model, plan, timeout=timedelta(seconds=2))
     x, target = batch(sum(plan.batch))
     mine = own(plan.batch, rank)
     loss_sum(model(x[mine]), target[mine]).backward()
@@ -89,8 +89,8 @@ def crash(rank, world, plan, when):
 @pytest.mark.parametrize(
     ("mode", "when"),
     [
-        ("model", "backward"),
         ("data", "forward"),
+        pytest.param("model", "backward", marks=pytest.mark.slow),
         pytest.param("model", "forward", marks=pytest.mark.slow),
         pytest.param("data", "backward", marks=pytest.mark.slow),
     ],
@@ -98,7 +98,7 @@ def crash(rank, world, plan, when):
 def test_crash_is_named_by_survivors(mode, when):
     plan = make_plan(4, "uneven", MODES[mode][:2], TWO)
     began = time.monotonic()
-    outcomes = start(4, crash, plan, when, timeout=4)
+    outcomes = start(4, crash, plan, when, timeout=2)
     assert time.monotonic() - began < 30
     assert outcomes[1][0] == "gone"
     for rank in (0, 2, 3):
@@ -110,17 +110,17 @@ def test_crash_is_named_by_survivors(mode, when):
 
 def hang(rank, world, plan):
     model = Net(TWO)
-    install(model, plan, timeout=timedelta(seconds=3))
+    install(model, plan, timeout=timedelta(seconds=2))
     x, _ = batch(sum(plan.batch))
     if rank == 1:
-        time.sleep(7)
+        time.sleep(8)
         return
     with torch.no_grad():
         model(x[own(plan.batch, rank)])
 
 
 def test_hanging_rank_is_named():
-    outcomes = start(2, hang, make_plan(2, "uneven", MODES["data"][:2], TWO), timeout=3)
+    outcomes = start(2, hang, make_plan(2, "uneven", MODES["data"][:2], TWO), timeout=2)
     kind, text = outcomes[0]
     assert kind == "error"
     assert "RankError" in text

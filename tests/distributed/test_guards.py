@@ -131,14 +131,14 @@ def test_weights_changed_between_forward_and_backward():
 
 def wrong_rows(rank, world, plan):
     model = Net(TWO)
-    install(model, plan, timeout=timedelta(seconds=3))
+    install(model, plan, timeout=timedelta(seconds=2))
     x, _ = batch(5)
     model(x)
 
 
 def test_other_token_counts_than_planned():
     plan = make_plan(2, "uneven", MODES["model"][:2], TWO, static=True)  # (5, 2) tokens; 5 is right on rank 0 only
-    outcomes = start(2, wrong_rows, plan, timeout=3)
+    outcomes = start(2, wrong_rows, plan, timeout=2)
     assert "PlanError: rank 1 has 5 tokens, the plan fixed [5, 2]" in outcomes[1][1]
     assert outcomes[0][0] == "error"
     assert "RankError" in outcomes[0][1]
@@ -177,28 +177,29 @@ def traffic(rank, world, plan, kinds):
     return dict(counter), cache.nbytes, cache.gathers, row
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_bytes_of_data_centric(slots):
-    plan = make_plan(2, "uneven", MODES["data"], THREE, slots=slots)
-    for rank, (counted, nbytes, gathers, row) in enumerate(run(2, traffic, plan, THREE)):
+@pytest.mark.parametrize(("world", "slots"), [(2, 1), (2, 2), (4, 2)])
+def test_bytes_of_data_centric(world, slots):
+    plan = make_plan(world, "uneven", MODES["data"], THREE, slots=slots)
+    for rank, (counted, nbytes, gathers, row) in enumerate(run(world, traffic, plan, THREE)):
         shards = plan.layers[0].shards
         # forward gathers every layer; backward every layer but those still in a slot
         assert gathers == 3 + 3 - slots
         assert counted["all_gather_v"] == gathers * (24 - shards[rank]) * row * 8
-        assert counted["reduce_scatter_v"] == 3 * shards[rank] * row * 8
+        assert counted["reduce_scatter_v"] == 3 * (world - 1) * shards[rank] * row * 8
         assert nbytes == slots * 24 * row * 8
 
 
-def test_bytes_of_model_centric():
-    plan = make_plan(2, "uneven", MODES["model"], THREE)
-    for rank, (counted, _, _, _) in enumerate(run(2, traffic, plan, THREE)):
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_of_model_centric(world):
+    plan = make_plan(world, "uneven", MODES["model"], THREE)
+    for rank, (counted, _, _, _) in enumerate(run(world, traffic, plan, THREE)):
         mine, total = plan.batch[rank], sum(plan.batch)
         other = total - mine
         token, weights, ids = 8 * 8, 2 * 8, 2 * 8
         forward = other * (token + weights + ids)
         backward = other * token
         assert counted["all_gather_v"] == 3 * (forward + backward)
-        assert counted["reduce_scatter_v"] == 3 * (mine * token + mine * (token + weights))
+        assert counted["reduce_scatter_v"] == 3 * (world - 1) * (mine * token + mine * (token + weights))
 
 
 def saved_bytes(rank, world, layers, slots):
@@ -222,6 +223,68 @@ def test_gathered_memory_does_not_grow_with_layers(slots):
     assert few_aliases == aliases == 0
     assert nbytes == few_bytes
     assert many > few > 0  # the surrounding hooks saw everything else
+
+
+def other_router(rank, world, plan):
+    """Rank 1's router breaks ties, and everything else, differently."""
+    model, whole = Net(TWO), Net(TWO)
+    install(model, plan)
+    if rank == 1:
+        for net in (model, whole):
+            net.layers[0].wg.data.mul_(-1)
+    x, _ = batch(sum(plan.batch))
+    mine = own(plan.batch, rank)
+    with torch.no_grad():
+        return float((model(x[mine]) - whole(x)[mine]).abs().max())
+
+
+def test_a_token_is_routed_by_its_own_rank():
+    assert max(run(2, other_router, make_plan(2, "uneven", MODES["model"][:2], TWO))) < 1e-12
+
+
+def living_graph(rank, world, plan):
+    """A forward from before the cut is still alive, and with it autograd's note of the whole weights' shape."""
+    model, whole = Net(TWO), Net(TWO)
+    x, target = batch(sum(plan.batch))
+    alive = model(x)
+    installed = install(model, plan)
+    mine = own(plan.batch, rank)
+    loss_sum(model(x[mine]), target[mine]).backward()
+    loss_sum(whole(x), target).backward()
+    return largest(gradient_pairs(model, whole, installed)), alive.shape
+
+
+@pytest.mark.parametrize("mode", ["model", "data"])
+def test_a_graph_from_before_the_cut(mode):
+    assert max(worst for worst, _ in run(2, living_graph, make_plan(2, "uneven", MODES[mode][:2], TWO))) < 1e-10
+
+
+def swapped(rank, world, plan):
+    """Weights exchanged through ``.data``, which changes no version."""
+    model = Net(TWO)
+    session = install(model, plan).session
+    session.follow(model)
+    x, _ = batch(sum(plan.batch))
+    mine = own(plan.batch, rank)
+    for _ in range(2):
+        model(x[mine]).sum().backward()
+    for layer in model.layers:
+        layer.w1.data = layer.w1.data * 2
+    try:
+        model(x[mine])
+    except PlanError as error:
+        first = str(error)
+    session.invalidate()
+    whole = Net(TWO)
+    for layer in whole.layers:
+        layer.w1.data.mul_(2)
+    return first, float((model(x[mine]) - whole(x)[mine]).detach().abs().max())
+
+
+def test_weights_that_were_replaced():
+    for text, worst in run(2, swapped, make_plan(2, "uneven", MODES["data"][:2], TWO, slots=2)):
+        assert "invalidate()" in text
+        assert worst < 1e-12
 
 
 def routing_is_gathered(rank, world, plan):

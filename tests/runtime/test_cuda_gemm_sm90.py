@@ -10,7 +10,7 @@ import torch
 
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
-from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG_LOW
+from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG_LOW, choose_tile
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
 from hexa_fx.runtime import cuda_launch, cuda_plans_sm90, cuda_tune
@@ -144,12 +144,38 @@ def test_a_measured_tile_beats_the_rule(recorder: Recorder, monkeypatch: pytest.
     sm90.esmm(*arguments)
     assert recorder.spec.bm == COOPERATIVE.bm
     key = cuda_plans_sm90.SpecKey("esmm", BF16, "nk", True)
-    fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16}
+    fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16, "chunks": 1, "lag": 0}
     table = TunedTable().with_entry(cuda_plans_sm90.problem(key, T * K, E, D, N), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_launch.forget_plans()
     sm90.esmm(*arguments)
     assert (recorder.spec.bm, recorder.values["group_m"]) == (PINGPONG_LOW.bm, 16)
+
+
+@pytest.mark.parametrize("fields", [{"bm": 128, "bn": 256, "stages": 9}, {"bm": 128, "warps": 4}], ids=str)
+def test_a_measured_tile_that_cannot_be_generated_is_passed_over(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, fields: dict[str, int]
+) -> None:
+    v, offs = routing()
+    key = cuda_plans_sm90.SpecKey("esmm", BF16, "nk", True)
+    table = TunedTable().with_entry(cuda_plans_sm90.problem(key, T * K, E, D, N), fields, 1.0)
+    monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
+    cuda_launch.forget_plans()
+    sm90.esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk")
+    assert recorder.spec.stages == COOPERATIVE.stages
+
+
+@pytest.mark.parametrize("op", CANDIDATES)
+@pytest.mark.parametrize("experts", [1, 256, 257, 1024])
+@pytest.mark.parametrize("rows", [64, 1000])
+@pytest.mark.parametrize("glu", ["none", "concat"])
+def test_the_rule_s_tile_can_be_generated(op: str, experts: int, rows: int, glu: str) -> None:
+    act = "act" in op
+    tables = next(size for size in (256, 1024) if experts <= size)
+    key = cuda_plans_sm90.SpecKey(
+        op, BF16, "nk", True, activation="silu" if act else "none", glu=glu if act else "none", tables=tables
+    )
+    render(key.spec(choose_tile(op, rows * experts, experts, 2048, 1536, True)))
 
 
 @pytest.mark.parametrize("op", CANDIDATES)

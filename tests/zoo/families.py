@@ -422,7 +422,7 @@ def make(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = auto.from_config(config, attn_implementation="eager")
-    if len(spec.implementations) > 1:
+    if len(spec.implementations) > 1 and hasattr(model, "set_experts_implementation"):  # transformers 4 has loops only
         model.set_experts_implementation(experts_implementation)
     _spread_weights(model, seed)
     for router in (m for m in model.modules() if type(m).__name__.endswith(("Top1Router", "Top2Router"))):

@@ -23,9 +23,13 @@ PREAMBLE = """# Supported patterns
 What `hexa_fx.optimize` does with every block of the test zoo (`tests/zoo`), made by
 `python -m tests.zoo.pattern_table --write docs/patterns.md`. A rewritten block equals its original in float64 to 1e-10 in the
 outputs and in the gradients of all inputs and parameters, at other sizes than the traced one, in train and in eval mode
-(`tests/test_zoo.py`). A refused one runs the original code.
+(`tests/test_zoo.py`). A refused one runs the original code. Real libraries are in [libraries.md](libraries.md), transformers
+families in [families.md](families.md).
 
 """
+
+MUTANTS = pathlib.Path(__file__).with_name("mutants.txt")
+"""The last tally of `tests.zoo.judge`, which writes it with --record."""
 
 SECTIONS = (
     ("loop_", "Loops over experts"),
@@ -38,6 +42,7 @@ SECTIONS = (
     ("around_", "Around the experts"),
     ("weight_", "Where the routing weight goes"),
     ("tied_", "Shared weights"),
+    ("library_", "In the style of libraries"),
     ("refuse_", "Looks like a mixture, but is not one that can be rewritten"),
 )
 
@@ -81,6 +86,13 @@ def render(lines: list[Line]) -> str:
     """Sections of Markdown tables."""
     done = sum(line.outcome == "rewritten" for line in lines)
     parts = [f"{done} of {len(lines)} blocks are rewritten, {len(lines) - done} refused."]
+    if MUTANTS.exists():
+        parts.append(
+            "Blocks with one random change each, such as another operator, a wrong index, a dropped statement or one expert with "
+            "another activation (`tests/zoo/mutate.py`, judged by `python -m tests.zoo.judge`): "
+            + MUTANTS.read_text().strip()
+            + "."
+        )
     for prefix, title in SECTIONS:
         inside = [line for line in lines if line.variant.name.startswith(prefix)]
         parts.append(f"## {title}\n\n| block | what is special | outcome | as |\n|---|---|---|---|")
@@ -94,6 +106,26 @@ def _row(line: Line) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def summary(page: str) -> str:
+    """The page of all blocks in short, one line a section, for the README."""
+    lines = ["| idiom | blocks | rewritten | for example |", "|---|---|---|---|"]
+    for part in page.split("\n## ")[1:]:
+        title, *rest = part.splitlines()
+        rows = [line.split(" | ") for line in rest if line.startswith("| ") and not line.startswith("| block ")]
+        done = sum(row[2] == "rewritten" for row in rows)
+        shown = "refused" if 2 * done < len(rows) else "rewritten"
+        examples = list(dict.fromkeys(row[1] for row in rows if row[2] == shown))[:3]
+        lines.append(f"| {title} | {len(rows)} | {done} | {'; '.join(examples)} |")
+    return "\n".join(lines)
+
+
+def put_in_readme(table: str, readme: pathlib.Path) -> None:
+    """Between the README's markers, so that the two pages cannot differ."""
+    start, end = "<!-- patterns -->\n", "<!-- /patterns -->"
+    before, rest = readme.read_text().split(start)
+    readme.write_text(before + start + table + "\n" + end + rest.split(end)[1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", type=pathlib.Path)
@@ -105,6 +137,7 @@ def main() -> None:
     print(text)
     if options.write:
         options.write.write_text(PREAMBLE + text + "\n")
+        put_in_readme(summary(text), pathlib.Path("README.md"))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.zoo import bodies, by_sorting, capacity, dense, loops, refusals, routers
+from tests.zoo import bodies, by_sorting, capacity, dense, library_styles, loops, refusals, routers
 from tests.zoo.variant import Variant
 
 VARIANTS: tuple[Variant, ...] = (
@@ -12,6 +12,7 @@ VARIANTS: tuple[Variant, ...] = (
     *capacity.VARIANTS,
     *routers.VARIANTS,
     *bodies.VARIANTS,
+    *library_styles.VARIANTS,
     *refusals.VARIANTS,
 )
 

@@ -102,6 +102,8 @@ function keep(side, box) {
   light(side, box);
   const found = counterparts(side, box);
   detail.replaceChildren(about(side, [box]), about(other(side), found), kernels(box));
+  detail.scrollTop = 0;
+  if (found.length) bringIntoView(other(side), found[0]);
 }
 
 function release() {
@@ -125,7 +127,19 @@ function about(side, found) {
     return made;
   }
   const nodes = stageOf(side).nodes;
-  for (const box of found.slice(0, 4)) {
+  if (found.length > 2) {
+    made.append(element("h3", `${found.length} boxes of ${shown[side]}`));
+    const chips = element("div", undefined, "many");
+    for (const box of found) {
+      const node = nodes[box.dataset.node], line = node.where ? `:${node.where.split(":").pop()}` : "";
+      const chip = element("code", `${node.op}${line}`);
+      chip.title = `${node.types || ""} ${node.code || ""}`;
+      chips.append(chip);
+    }
+    made.append(chips);
+    return made;
+  }
+  for (const box of found) {
     const node = nodes[box.dataset.node];
     const head = element("h3", node.op + " ");
     head.append(element("small", `${box.dataset.node} in ${shown[side]}${node.times > 1 ? `, ran ${node.times} times` : ""}`));
@@ -144,7 +158,6 @@ function about(side, found) {
       made.append(where);
     }
   }
-  if (found.length > 4) made.append(element("p", `and ${found.length - 4} more`));
   return made;
 }
 
@@ -213,8 +226,16 @@ function fit(side) {
   svg.removeAttribute("width");
   svg.removeAttribute("height");
   const least = [view.clientWidth / 1.5, view.clientHeight / 1.5];  // small graphs are not blown up
-  const w = Math.max(width, least[0]), h = Math.max(height, least[1]);
+  const w = Math.max(width, least[0]);
+  const h = Math.min(Math.max(height, least[1]), Math.max(view.clientHeight / 0.5, least[1]));  // nor is a tall one illegible
   svg.setAttribute("viewBox", `${(width - w) / 2} ${Math.min(0, (height - h) / 2)} ${w} ${h}`);
+}
+
+/** Moves a side's picture so that a box is seen. */
+function bringIntoView(side, found) {
+  const svg = panes[side].querySelector("svg"), [left, top, w, h] = box(svg), at = found.getBBox();
+  const inside = at.y >= top && at.y + at.height <= top + h && at.x + at.width >= left && at.x <= left + w;
+  if (!inside) svg.setAttribute("viewBox", `${at.x + at.width / 2 - w / 2} ${at.y + at.height / 2 - h / 2} ${w} ${h}`);
 }
 
 function zoom(side, factor, x = 0.5, y = 0.5) {

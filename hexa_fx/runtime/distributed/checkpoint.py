@@ -169,7 +169,12 @@ def load(
     session: PartitionSession | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Reads a checkpoint that `save` wrote under any plan into the live model and optimizer, in place."""
+    """Reads a checkpoint that `save` wrote under any plan into the live model and optimizer, in place.
+
+    Raises:
+        InputError: there is no complete checkpoint under this name.
+    """
+    found = _whole(os.fspath(path))
     if optimizer is not None:
         _create_state(optimizer)
     contents = state_dict(model, session, optimizer)
@@ -177,7 +182,7 @@ def load(
     with torch.no_grad():
         _dcp_load(
             contents,
-            checkpoint_id=os.fspath(path),
+            checkpoint_id=found,
             no_dist=alone,
             process_group=None if session is None else session.groups.host,
         )
@@ -186,6 +191,14 @@ def load(
             group.update(contents[f"{_GROUP}{number}"])
     if session is not None:
         session.invalidate()
+
+
+def _whole(path: str) -> str:
+    """The folder to read: the one that was there before, if a job died between taking it away and putting the new one there."""
+    for folder in (path, f"{path}.old"):
+        if is_complete(folder):
+            return folder
+    raise InputError(f"{path!r} holds no complete checkpoint: its .metadata, which is written last, is missing")
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:

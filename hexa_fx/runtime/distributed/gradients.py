@@ -41,6 +41,26 @@ def weighted_loss(session: PartitionSession, loss: Tensor, count: int) -> Tensor
     return loss * loss_weight(session, count)
 
 
+def load_balancing_loss(session: PartitionSession, probabilities: Tensor, top_k_index: Tensor) -> Tensor:
+    """A rank's part of the load-balancing loss of the global batch (Switch Transformers, eq. 4), for one layer.
+
+    ``E * sum over e of (share of routed slots that go to e) * (mean probability of e)`` is a product of two means, so it is
+    not the mean of what the ranks compute alone. Here the counts are those of all ranks; the parts of all ranks sum to the
+    global loss, and so do their gradients. Add it to what `weighted_loss` returned.
+
+    Args:
+        probabilities: router probabilities of this rank's tokens, (T, E).
+        top_k_index: the experts chosen, (T, k).
+    """
+    experts = probabilities.shape[-1]
+    chosen = top_k_index.flatten()
+    counts = torch.bincount(chosen[chosen < experts], minlength=experts).to(probabilities.dtype)
+    totals = session.sum(torch.cat([counts, counts.new_tensor([probabilities.shape[0]])]))
+    share = totals[:-1] / totals[-1].clamp(min=1)
+    averaged = session.groups.world if session.plan.grad_scale != 1.0 else 1
+    return averaged * experts * (share * probabilities.sum(0)).sum() / totals[-1].clamp(min=1)
+
+
 def expert_names(session: PartitionSession) -> list[str]:
     """Names of the parameters that the plan cut, equal on all ranks."""
     return [shard.name for shard in session.shards]

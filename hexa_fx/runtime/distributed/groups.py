@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 _incidents = 0
 
 _LONGEST_GRACE = 30.0
+_DEFAULT_TIMEOUT = timedelta(minutes=5)
+_arrivals: Counter[str] = Counter()
 
 # Communicators cost memory and sockets: one set a mesh. Weak, as torch's own table of groups owns them.
 _made: WeakKeyDictionary[Any, dict[timedelta | None, Groups]] = WeakKeyDictionary()
@@ -75,6 +78,7 @@ def make_groups(mesh: Any = None, timeout: timedelta | None = None) -> Groups:
     main = _group_of(mesh)
     known = _made.get(main, {})
     if timeout not in known:
+        _arrive(main, (timeout or _DEFAULT_TIMEOUT).total_seconds())
         known = {**known, timeout: _new_groups(main, timeout)}
         _made[main] = known
     return known[timeout]
@@ -85,10 +89,36 @@ def _new_groups(main: Any, timeout: timedelta | None) -> Groups:
     local = len(ranks) != dist.get_world_size()
     gather, reduce = (dist.new_group(ranks, timeout=timeout, use_local_synchronization=local) for _ in range(2))
     host = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
-    made = Groups(main, gather, reduce, host, dist.get_rank(main), len(ranks), timeout or timedelta(minutes=5))
+    made = Groups(main, gather, reduce, host, dist.get_rank(main), len(ranks), timeout or _DEFAULT_TIMEOUT)
     for name in (made.main_name, made.gather_name, made.reduce_name):
         _by_name[name] = made
     return made
+
+
+def _arrive(main: Any, seconds: float) -> None:
+    """Waits for all ranks in the job's store: creating a communicator would wait too, but not say for whom."""
+    name = str(main.group_name)
+    _arrivals[name] += 1
+    key = f"hexa_fx/arrival/{name}/{_arrivals[name]}"
+    missing = _missing(key, dist.get_rank(main), dist.get_world_size(main), seconds)
+    if missing:
+        raise RankError(
+            f"ranks {missing} did not arrive within {seconds:g} s to partition the model: all ranks must call it"
+        )
+
+
+def _missing(key: str, rank: int, world: int, seconds: float) -> list[int]:
+    """Leaves this rank's mark in the job's store, and says whose marks do not appear in time."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{key}/{rank}", "here")
+    end = time.monotonic() + seconds
+    missing = []
+    for other in range(world):
+        try:
+            store.wait([f"{key}/{other}"], timedelta(seconds=max(0.05, end - time.monotonic())))
+        except RuntimeError:
+            missing.append(other)
+    return missing
 
 
 def _group_of(mesh: Any) -> Any:
@@ -161,21 +191,11 @@ def explain_failure(error: BaseException, where: str, groups: Groups) -> RankErr
 def _silent_ranks(groups: Groups, grace: float) -> list[int]:
     global _incidents
     _incidents += 1
-    key = f"hexa_fx/incident/{_incidents}"
-    missing = []
     try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"{key}/{groups.rank}", "here")
-        end = time.monotonic() + grace
-        for rank in range(groups.world):
-            left = max(0.05, end - time.monotonic())
-            try:
-                store.wait([f"{key}/{rank}"], timedelta(seconds=left))
-            except RuntimeError:
-                missing.append(rank)
+        return _missing(f"hexa_fx/incident/{_incidents}", groups.rank, groups.world, grace)
     except RuntimeError as error:
         logger.warning("the job's store is gone too, so lost ranks cannot be named: %s", first_line(error))
-    return missing
+        return []
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hexa_fx.allocation import even
 from hexa_fx.plan import ExpertShape
+from hexa_fx.runtime.distributed.collectives import gather_even, wait
 from hexa_fx.runtime.distributed.geometry import Geometry, Weights
 from hexa_fx.runtime.distributed.groups import Groups, make_groups
 
@@ -22,12 +23,12 @@ def profile_devices(
     shape: ExpertShape,
     *,
     gated: bool = True,
-    tokens: int = 1024,
+    tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     groups: Groups | None = None,
     repeats: int = 5,
-    min_seconds: float = 0.05,
+    min_seconds: float | None = None,
 ) -> tuple[float, ...]:
     """t_i of every rank: median seconds of the layer's experts, forward and backward, on that rank's device.
 
@@ -35,20 +36,23 @@ def profile_devices(
     ranks measure at once, as they will run at once. A collective call.
 
     Args:
-        shape: sizes of the layer. At most 8 experts and 64 MiB of weights are allocated.
-        tokens: rows of the proxy batch.
+        shape: sizes of the layer. At most 8 experts and 64 MiB of weights are allocated, on CUDA 1 GiB.
+        tokens: rows of the proxy batch. Default 1024, on CUDA 16384, which fill a large device.
         repeats: timed runs, of which the median counts.
-        min_seconds: a timed run repeats the operator until it lasts this long.
+        min_seconds: a timed run repeats the operator until it lasts this long, after a warm-up as long. Default 0.05, on
+            CUDA 0.3: a large device at full load lowers its clock within a tenth of a second, a small one may not.
 
     Returns:
         Seconds by rank, equal on all ranks.
     """
     groups = groups or make_groups()
     device = torch.device(device if device is not None else "cpu")
-    run = _proxy(shape, gated, tokens, dtype, device)
+    run = _proxy(shape, gated, tokens or (16384 if device.type == "cuda" else 1024), dtype, device)
     run()
     once = max(_timed(run, device, 1), 1e-6)
-    count = max(1, round(min_seconds / once))
+    least = min_seconds if min_seconds is not None else 0.3 if device.type == "cuda" else 0.05
+    count = max(1, round(least / once))
+    _timed(run, device, count)
     mine = statistics.median(_timed(run, device, count) / count for _ in range(repeats))
     return _gathered(mine, groups)
 
@@ -58,13 +62,14 @@ def _proxy(
 ) -> Callable[[], None]:
     import hexa_fx.ops  # noqa: F401  (defines the operator)
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     hidden, experts, inner = shape.hidden_size, min(shape.num_experts, 8), shape.intermediate_size
-    budget = 64 * 2**20 // (3 * dtype.itemsize)
+    budget = (64 if device.type == "cpu" else 1024) * 2**20 // (3 * dtype.itemsize)
     inner = max(16, min(inner, budget // max(1, experts * hidden)))
 
     def rand(*size: int) -> Tensor:
-        return (torch.randn(size, generator=generator) * 0.1).to(device=device, dtype=dtype).requires_grad_()
+        values = torch.randn(size, generator=generator, device=device, dtype=dtype)
+        return values.mul_(0.1).requires_grad_()
 
     x, w1, w2 = rand(tokens, hidden), rand(experts, (2 if gated else 1) * inner, hidden), rand(experts, hidden, inner)
     index = (torch.arange(tokens, device=device) % experts).unsqueeze(1)
@@ -111,22 +116,17 @@ def measure_modes(
     small = replace(geometry, shape=replace(shape, num_experts=experts, top_k=min(shape.top_k, experts)))
     scale = tokens * shape.top_k / (rows * small.shape.top_k)
 
-    def seconds(run: Callable[[], None]) -> float:
+    def seconds(run: Callable[..., None]) -> float:
         run()
         return max(_gathered(statistics.median(_timed(run, device, 1) for _ in range(repeats)), groups)) * scale
 
     by_model = seconds(_experts_model_centric(small, rows, world, dtype, device))
     forward, step, gather = _experts_data_centric(small, max(1, rows // world), dtype, device, groups)
     by_data, alone = seconds(step), seconds(gather)
-    both = seconds(lambda: _both(gather, step))
+    both = seconds(lambda: gather(step))
     covered = min(alone, by_data)
     contention = min(1.0, max(0.0, (both - max(by_data, alone)) / covered)) if covered else 0.0
     return ModeTimes(by_model, by_data, seconds(forward), contention)
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()
 
 
 def _room(device: torch.device) -> float:
@@ -171,8 +171,8 @@ def _experts_model_centric(
 
 def _experts_data_centric(
     geometry: Geometry, tokens: int, dtype: torch.dtype, device: torch.device, groups: Groups
-) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
-    """Forward; forward and backward with the copies; a gather of the weights. Each to be timed."""
+) -> tuple[Callable[[], None], Callable[[], None], Callable[..., None]]:
+    """Forward; forward and backward with the copies; a gather of the weights, with something beside it. Each to be timed."""
     import hexa_fx.ops  # noqa: F401  (defines the operator)
 
     x, index, weights = _tokens(geometry.shape, tokens, dtype, device)
@@ -198,8 +198,11 @@ def _experts_data_centric(
 
     buffer, own = torch.empty_like(rows), rows[:mine].clone()
 
-    def gather() -> None:
+    def gather(beside: Callable[[], None] | None = None) -> None:
         torch.ops.hexa.all_gather_v_(buffer, own, list(sizes), groups.gather_name)
+        if beside is not None:
+            beside()
+        wait(buffer)
 
     def forward_alone() -> None:
         forward()
@@ -267,7 +270,7 @@ def measure_bandwidth(
     def gather(size: int) -> Callable[[], None]:
         own = torch.zeros(size, dtype=torch.uint8, device=device)
         out = torch.empty(size * groups.world, dtype=torch.uint8, device=device)
-        return lambda: dist.all_gather_into_tensor(out, own, group=groups.main)
+        return lambda: gather_even(out, own, group=groups.main)
 
     small, large = gather(16), gather(nbytes)
     for run in (small, large):

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.distributed.geometry import Chunk, Geometry
 
+_OTHER = {torch.float32: torch.float64}
+
 
 @dataclass(frozen=True)
 class WeightSource:
@@ -114,7 +116,10 @@ def _cut_parameter(model: nn.Module, name: str, chunks: tuple[Chunk, ...]) -> Sh
     whole = tuple(parameter.shape)
     with torch.no_grad():
         pieces = [parameter.data.narrow(chunk.dim, chunk.start, chunk.length) for chunk in chunks]
-        parameter.data = torch.cat(pieces, dim=chunks[0].dim).contiguous()
+        local = torch.cat(pieces, dim=chunks[0].dim).contiguous()
+        # A graph that is still alive keeps autograd's note of the whole shape; another dtype makes it forget.
+        parameter.data = parameter.data.new_empty(0, dtype=_OTHER.get(parameter.dtype, torch.float32))
+        parameter.data = local
     parameter.grad = None
     return ShardedParameter(name, parameter, whole, chunks)
 

@@ -1,8 +1,10 @@
-// Epilogues: accumulators -> (bias, activation, its gradient) -> memory. A warp handles chunks of 16 rows x 64 columns that go
-// through its own shared memory, so that every global access is 16 bytes and 8 lanes cover 128 contiguous bytes.
+// Epilogues: accumulators -> (bias, activation, its gradient) -> memory. A warp writes chunks of 16 rows x 64 columns to its own
+// shared memory, from where the copy engine stores them while the warp goes on. Chunks with rows or columns that must not be
+// written go out by predicated 16-byte stores.
 //
 // Accumulator map: lane l holds, of 8-column group j and row half r, row l / 4 + 8 r and columns 8 j + 2 (l % 4) + {0, 1}.
 #pragma once
+#include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 
 #include <hexa_fx/mma_sm90.cuh>
@@ -22,13 +24,47 @@ CUTE_DEVICE float2 unpack(uint32_t two) {
   else return __half22float2(*reinterpret_cast<const __half2*>(&two));
 }
 
-// One 16 x 64 chunk in shared memory: rows of 128 bytes, 16-byte chunks XORed by row.
+// One 16 x 64 chunk in shared memory: rows of 128 bytes, 16-byte pieces XORed by row, as the copy engine swizzles.
 struct Stage {
   uint8_t* base;
   CUTE_DEVICE uint32_t* pair(int row, int group, int word) const {
     return reinterpret_cast<uint32_t*>(base + row * 128 + (((group ^ row) & 7) << 4) + word * 4);
   }
-  CUTE_DEVICE uint4* chunk(int row, int c) const { return reinterpret_cast<uint4*>(base + row * 128 + (((c ^ row) & 7) << 4)); }
+  CUTE_DEVICE uint4* piece(int row, int c) const { return reinterpret_cast<uint4*>(base + row * 128 + (((c ^ row) & 7) << 4)); }
+  // Where a lane points ldmatrix and stmatrix for groups j and j + 1 (j even): four 8 x 8 matrices, row halves first.
+  CUTE_DEVICE uint128_t& matrices(int j) const {
+    const int l = lane_id(), z = l >> 3, row = (l & 7) + 8 * (z & 1);
+    return *reinterpret_cast<uint128_t*>(base + row * 128 + ((((z >> 1) ^ (l & 7)) ^ j) << 4));
+  }
+  // `value(j, r)` packs the pair of 8-column group j and row half r.
+  template <class Value>
+  CUTE_DEVICE void put(Value value) const {
+    CUTE_UNROLL
+    for (int j = 0; j < 8; j += 2)
+      SM90_U32x4_STSM_N::copy(value(j, 0), value(j, 1), value(j + 1, 0), value(j + 1, 1), matrices(j));
+  }
+};
+
+// A consumer warp's chunks. Chunk i of the four warps of a warpgroup lie one after another: 64 rows.
+template <class C>
+struct Outbox {
+  static constexpr int kChunks = C::StageBytes / kChunkBytes;
+  uint8_t* base;
+  int turn = 0;
+  CUTE_DEVICE Outbox(Smem<C>& sm, int group) : base(sm.stage[4 * group] + warp_in_group() * kChunkBytes) {}
+  CUTE_DEVICE Stage at(int i) const { return {base + i * (4 * kChunkBytes)}; }
+  // Waits until the copy engine has read all but the newest `Pending` chunks (one bulk group each).
+  template <int Pending>
+  CUTE_DEVICE void wait() const {
+    tma_store_wait<Pending>();  // lanes without groups pass
+    __syncwarp();
+  }
+  CUTE_DEVICE Stage next() {
+    wait<kChunks - 1>();
+    const Stage stage = at(turn);
+    turn = turn + 1 == kChunks ? 0 : turn + 1;
+    return stage;
+  }
 };
 
 // Where a warp's 16 rows of a result lie.
@@ -37,27 +73,33 @@ struct Rows {
   T* base;       // row 0 of the chunk
   int64_t ld;
   int valid;     // rows of the 16 that exist
-  CUTE_DEVICE void store(const Stage& stage, int column, int columns) const {  // columns `column` .. + 64 of `columns`
+  const TmaDescriptor* map;
+  int x, y;      // of base, in the map
+
+  CUTE_DEVICE Rows right(int columns) const { return {base + columns, ld, valid, map, x + columns, y}; }
+  // Columns `column` .. + 64 of `columns`; `Full`: all of them, and all rows, exist. Every lane has written the chunk; its bulk
+  // group is left open.
+  template <bool Full>
+  CUTE_DEVICE void store(const Stage& stage, int column, int columns) const {
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if constexpr (!Full) direct(stage, column, columns);
+    else if (lane_id() == 0) SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y);
+  }
+  CUTE_DEVICE void direct(const Stage& stage, int column, int columns) const {
     const int c = lane_id() & 7, n = column + c * 8;
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int r = (lane_id() >> 3) + 4 * i;
-      const uint4 d = *stage.chunk(r, c);
+      const uint4 d = *stage.piece(r, c);
       if (r < valid && n < columns) *reinterpret_cast<uint4*>(base + r * ld + n) = d;
     }
   }
-  // Starts copying columns `column` .. + 64 into `stage`; what does not exist becomes zero.
-  CUTE_DEVICE void fetch(const Stage& stage, int column, int columns) const {
-    const int c = lane_id() & 7, n = column + c * 8;
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int r = (lane_id() >> 3) + 4 * i;
-      const bool inside = r < valid && n < columns;
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(cast_smem_ptr_to_uint(stage.chunk(r, c))),
-                   "l"(inside ? base + r * ld + n : base), "r"(inside ? 16 : 0) : "memory");
-    }
-  }
 };
+
+CUTE_DEVICE void close_group() {
+  if (lane_id() == 0) tma_store_arrive();
+}
 
 // The accumulators of a thread as chunks of 32, in the order of the tile. A loop works on the first and moves the rest down, so
 // that it may be rolled: the gradient's is, which halves its text and ends its spills; the others run faster unrolled.
@@ -83,52 +125,49 @@ struct RowEpilogue {
   using T = typename C::T;
   Smem<C>& sm;
   const GroupedParams& p;
+  const TmaDescriptor* maps;
   const Tile& t;
-  int warp;  // consumer warp, 0..7
+  Outbox<C>& box;
 
-  CUTE_DEVICE Stage stage(int i) const { return {sm.stage[warp] + i * 2048}; }
-  CUTE_DEVICE Rows<T> rows(const void* base, int ld, int row) const {
+  CUTE_DEVICE Rows<T> rows(const void* base, int ld, int row, Map map) const {
     T* first = static_cast<T*>(const_cast<void*>(base));
-    return {first + (int64_t(t.row0) + row) * ld, ld, t.rows - row};
+    return {first + (int64_t(t.row0) + row) * ld, ld, t.rows - row, maps + map, 0, t.row0 + row};
   }
   CUTE_DEVICE float2 bias2(const void* bias, int64_t at, bool inside) const {
     return inside ? unpack<T>(__ldg(reinterpret_cast<const uint32_t*>(static_cast<const T*>(bias) + at))) : float2{0.f, 0.f};
   }
 
-  // A chunk of values through shared memory: `value(j, r)` packs the pair of 8-column group j and row half r.
-  template <class Value>
-  CUTE_DEVICE void chunk(const Stage& s, const Rows<T>& out, int column, int columns, Value value) const {
-    const int l = lane_id();
-    __syncwarp();
-    CUTE_UNROLL
-    for (int j = 0; j < 8; ++j)
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) *s.pair((l >> 2) + 8 * r, j, l & 3) = value(j, r);
-    __syncwarp();
-    out.store(s, column, columns);
+  // A chunk of values; see Stage::put.
+  template <bool Full, class Value>
+  CUTE_DEVICE void chunk(const Rows<T>& out, int column, int columns, Value value) const {
+    if (!Full && column >= columns) return;
+    const Stage s = box.next();
+    s.put(value);
+    out.template store<Full>(s, column, columns);
+    close_group();
   }
 
   // A pair of values (+ bias), columns `first` .. + 64 of a `columns` wide weight or half of it.
   CUTE_DEVICE float2 pair(const float (&x)[32], int j, int r, const void* bias, int64_t at, int first, int columns) const {
     const int i = 2 * r + 4 * j, n = first + j * 8 + (lane_id() & 3) * 2;
-    float2 b{0.f, 0.f};
-    if constexpr (C::Bias) b = bias2(bias, int64_t(t.expert) * p.bias_ld + at + n, n < columns);
+    if constexpr (!C::Bias) return {x[i], x[i + 1]};
+    const float2 b = bias2(bias, int64_t(t.expert) * p.bias_ld + at + n, n < columns);
     return {x[i] + b.x, x[i + 1] + b.y};
   }
 
   // Chunk of the plain result: columns `first` .. + 64.
+  template <bool Full>
   CUTE_DEVICE void plain(const float (&x)[32], const Rows<T>& out, int first, int columns) const {
-    if (first >= columns) return;
-    chunk(stage(0), out, first, columns, [&](int j, int r) {
+    chunk<Full>(out, first, columns, [&](int j, int r) {
       const float2 v = pair(x, j, r, p.bias, 0, first, columns);
       return pack<T>(v.x, v.y);
     });
   }
 
+  template <bool Full>
   CUTE_DEVICE void ungated(const float (&x)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
-    if constexpr (C::StoreH) plain(x, out, first, p.N);
-    if (first >= p.N) return;
-    chunk(stage(0), act, first, p.N, [&](int j, int r) {
+    if constexpr (C::StoreH) plain<Full>(x, out, first, p.N);
+    chunk<Full>(act, first, p.N, [&](int j, int r) {
       const float2 v = pair(x, j, r, p.bias, 0, first, p.N);
       float unused;
       return pack<T>(activate<C::Activation, false>(v.x, unused), activate<C::Activation, false>(v.y, unused));
@@ -136,33 +175,33 @@ struct RowEpilogue {
   }
 
   // Gate columns in the tile's left half, up columns in its right half.
+  template <bool Full>
   CUTE_DEVICE void gated(const float (&xg)[32], const float (&xu)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
-    if (first >= p.N) return;
     const void* up_bias = C::SplitWeight ? p.bias_up : p.bias;
     const int64_t up_at = C::SplitWeight ? 0 : p.N;
     auto gate = [&](int j, int r) { return pair(xg, j, r, p.bias, 0, first, p.N); };
     auto up = [&](int j, int r) { return pair(xu, j, r, up_bias, up_at, first, p.N); };
     if constexpr (C::StoreH) {
-      const Rows<T> out_up{out.base + p.N, out.ld, out.valid};
-      chunk(stage(0), out, first, p.N, [&](int j, int r) { const float2 g = gate(j, r); return pack<T>(g.x, g.y); });
-      chunk(stage(0), out_up, first, p.N, [&](int j, int r) { const float2 u = up(j, r); return pack<T>(u.x, u.y); });
+      const Rows<T> out_up = out.right(p.N);
+      chunk<Full>(out, first, p.N, [&](int j, int r) { const float2 g = gate(j, r); return pack<T>(g.x, g.y); });
+      chunk<Full>(out_up, first, p.N, [&](int j, int r) { const float2 u = up(j, r); return pack<T>(u.x, u.y); });
     }
-    chunk(stage(0), act, first, p.N, [&](int j, int r) {
+    chunk<Full>(act, first, p.N, [&](int j, int r) {
       const float2 g = gate(j, r), u = up(j, r);
       return pack<T>(glu<C::Activation>(g.x, u.x, p.act_params), glu<C::Activation>(g.y, u.y, p.act_params));
     });
   }
 
   // Two chunks whose even columns are gate and odd ones up. Lane pairs trade groups so that each packs two neighbouring results.
+  template <bool Full>
   CUTE_DEVICE void interleaved(const float (&x0)[32], const float (&x1)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
     const int l = lane_id(), odd = l & 1, columns = 2 * p.N;
-    if (2 * first >= columns) return;
+    if (!Full && 2 * first >= columns) return;
     if constexpr (C::StoreH) {
-      plain(x0, out, 2 * first, columns);
-      plain(x1, out, 2 * first + 64, columns);
+      plain<Full>(x0, out, 2 * first, columns);
+      plain<Full>(x1, out, 2 * first + 64, columns);
     }
-    const Stage s = stage(0);
-    __syncwarp();
+    const Stage s = box.next();
     CUTE_UNROLL
     for (int j = 0; j < 16; j += 2) {
       CUTE_UNROLL
@@ -177,8 +216,8 @@ struct RowEpilogue {
         *s.pair((l >> 2) + 8 * r, j / 2, odd * 2 + ((l & 3) >> 1)) = odd ? pack<T>(theirs, a[1]) : pack<T>(a[0], theirs);
       }
     }
-    __syncwarp();
-    act.store(s, first, p.N);
+    act.template store<Full>(s, first, p.N);
+    close_group();
   }
 
   // All of a warp's rows: block m starts at row `block_row(m)` of the tile.
@@ -190,35 +229,41 @@ struct RowEpilogue {
     static_assert(!kPairs || kBlocks == 1 || kUnits == 1, "units of two chunks lie a fixed distance apart");
     constexpr int kStep = !kPairs ? 1 : (kBlocks > 1 || C::GluMode == Glu::interleaved ? 2 : 1);
     constexpr int kSecond = !kPairs ? 0 : (C::GluMode == Glu::interleaved ? 1 : kUnits);
-    Values<kBlocks * kChunks> v(acc);
-    CUTE_UNROLL
-    for (int i = 0; i < kBlocks * kUnits; ++i) {
-      const int row = block_row(i / kUnits), first = t.n0 + (i % kUnits) * 64;
-      if (row < t.rows) {
-        const Rows<T> out = rows(p.out, p.out_ld, row), act = rows(p.act, p.act_ld, row);
-        if constexpr (C::Kind == Epilogue::store) plain(v.x[0], out, first, p.N);
-        else if constexpr (C::GluMode == Glu::none) ungated(v.x[0], out, act, first);
-        else if constexpr (C::GluMode == Glu::interleaved) interleaved(v.x[0], v.x[1], out, act, first);
-        else gated(v.x[0], v.x[kSecond], out, act, first);
+    auto all = [&](auto full) {
+      constexpr bool kFull = decltype(full)::value;
+      Values<kBlocks * kChunks> v(acc);
+      CUTE_UNROLL
+      for (int i = 0; i < kBlocks * kUnits; ++i) {
+        const int row = block_row(i / kUnits), first = t.n0 + (i % kUnits) * 64;
+        if (kFull || row < t.rows) {
+          const Rows<T> out = rows(p.out, p.out_ld, row, kOutMap), act = rows(p.act, p.act_ld, row, kActMap);
+          if constexpr (C::Kind == Epilogue::store) plain<kFull>(v.x[0], out, first, p.N);
+          else if constexpr (C::GluMode == Glu::none) ungated<kFull>(v.x[0], out, act, first);
+          else if constexpr (C::GluMode == Glu::interleaved) interleaved<kFull>(v.x[0], v.x[1], out, act, first);
+          else gated<kFull>(v.x[0], v.x[kSecond], out, act, first);
+        }
+        v.template advance<kStep>();
       }
-      v.template advance<kStep>();
-    }
+    };
+    if (block_row(kBlocks - 1) + 16 <= t.rows && t.n0 + C::RowColumns <= p.N) all(true_type{});
+    else all(false_type{});
   }
 
   CUTE_DEVICE void zeros(int row) const {
     const int width = C::HColumns * p.N;
-    const Stage s = stage(0);
-    for (int i = lane_id(); i < 128; i += 32) reinterpret_cast<uint4*>(s.base)[i] = uint4{};
+    box.template wait<0>();
+    const Stage s = box.at(0);
+    for (int i = lane_id(); i < kChunkBytes / 16; i += 32) reinterpret_cast<uint4*>(s.base)[i] = uint4{};
     __syncwarp();
-    const bool h = C::Kind == Epilogue::store || C::StoreH;
-    if (h) {
-      const Rows<T> out = rows(p.out, p.out_ld, row);
-      for (int f = 0; f < C::RowColumns * C::HColumns; f += 64) out.store(s, t.n0 * C::HColumns + f, width);
+    if (C::Kind == Epilogue::store || C::StoreH) {
+      const Rows<T> out = rows(p.out, p.out_ld, row, kOutMap);
+      for (int f = 0; f < C::RowColumns * C::HColumns; f += 64) out.direct(s, t.n0 * C::HColumns + f, width);
     }
     if constexpr (C::Kind != Epilogue::store) {
-      const Rows<T> act = rows(p.act, p.act_ld, row);
-      for (int f = 0; f < C::RowColumns; f += 64) act.store(s, t.n0 + f, p.N);
+      const Rows<T> act = rows(p.act, p.act_ld, row, kActMap);
+      for (int f = 0; f < C::RowColumns; f += 64) act.direct(s, t.n0 + f, p.N);
     }
+    cutlass::arch::fence_view_async_shared();
     if constexpr (C::Kind == Epilogue::activate_backward) {
       if (p.row_dot && lane_id() < 16 && row + lane_id() < t.rows)
         p.row_dot[int64_t(t.n_tile) * p.n + __ldg(p.v + t.row0 + row + lane_id())] = 0.f;
@@ -226,17 +271,20 @@ struct RowEpilogue {
   }
 };
 
-// da -> dh = act'(h) (w da), scaled activation w a, and <da, a> a row. A warp's chunks of h come by cp.async into two buffers in
-// turn, the first two while the main loop runs.
+// da -> dh = act'(h) (w da), scaled activation w a, and <da, a> a row. The copy engine brings a warp's chunks of h into two buffers
+// in turn, the first two while the main loop runs; dh takes the place of h there and leaves from it.
 template <class C>
 struct GradEpilogue : RowEpilogue<C> {
   using T = typename C::T;
   using Base = RowEpilogue<C>;
   static constexpr int kParts = C::HColumns;  // matrices of h a chunk: 1, or gate and up
   static constexpr int kChunks = C::BN / 64;  // of one 64-row block
-  static_assert(C::Kind != Epilogue::activate_backward || C::StageBytes >= 2 * kParts * 2048, "two buffers a warp");
+  static_assert(C::Kind != Epilogue::activate_backward || Outbox<C>::kChunks >= 2 * kParts + 1, "two buffers of h and one of a");
+  int warp;        // consumer warp, 0..7
+  uint32_t& phase; // of the two barriers, one bit each
 
-  CUTE_DEVICE Stage buffer(int index, int part) const { return this->stage((index & 1) * kParts + part); }
+  CUTE_DEVICE Stage buffer(int index, int part) const { return this->box.at((index & 1) * kParts + part); }
+  CUTE_DEVICE uint64_t* fetched(int index) const { return &this->sm.fetched[warp][index & 1]; }
 
   CUTE_DEVICE int h_column(int part, int q) const {
     const int a = this->t.n0 + q * 64;
@@ -245,16 +293,31 @@ struct GradEpilogue : RowEpilogue<C> {
   CUTE_DEVICE int h_limit(int part) const {
     return C::GluMode == Glu::interleaved ? 2 * this->p.N : (part + 1) * this->p.N;
   }
-  // Chunk `index` of the tile's `blocks`; nothing past the last row or the last chunk, but always a group.
+  template <class BlockRow>
+  CUTE_DEVICE bool exists(int index, int blocks, BlockRow block_row) const {
+    const int m = index / kChunks, q = index % kChunks;
+    return m < blocks && block_row(m) < this->t.rows && this->t.n0 + q * 64 < this->p.N;
+  }
+  // Starts copying chunk `index` of the tile's `blocks`, if it exists, into buffers that the copy engine no longer reads. One
+  // lane. Rows past the expert's and gate columns past the last are read too; nothing that comes of them is stored.
   template <class BlockRow>
   CUTE_DEVICE void fetch(int index, int blocks, BlockRow block_row) const {
+    if (!exists(index, blocks, block_row)) return;
     const int m = index / kChunks, q = index % kChunks;
-    if (m < blocks && block_row(m) < this->t.rows) {
-      const Rows<T> h = this->rows(this->p.h, this->p.h_ld, block_row(m));
-      CUTE_UNROLL
-      for (int i = 0; i < kParts; ++i) h.fetch(buffer(index, i), h_column(i, q), h_limit(i));
+    TxBarrier::arrive_and_expect_tx(fetched(index), kParts * kChunkBytes);
+    CUTE_UNROLL
+    for (int i = 0; i < kParts; ++i)
+      SM90_TMA_LOAD_2D::copy(this->maps + kHMap, fetched(index), kEvictNormal, buffer(index, i).base, h_column(i, q), this->t.row0 + block_row(m));
+  }
+  // The first two chunks, when the buffers have been read.
+  template <class BlockRow>
+  CUTE_DEVICE void begin(int blocks, BlockRow block_row) const {
+    if (lane_id() == 0) {
+      tma_store_wait<0>();
+      fetch(0, blocks, block_row);
+      fetch(1, blocks, block_row);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    __syncwarp();
   }
 
   // The pairs of h that lane holds of 8-column group j and row `at`: one, or gate and up (interleaved: as they lie).
@@ -285,6 +348,83 @@ struct GradEpilogue : RowEpilogue<C> {
     return d0 * a.x + d1 * a.y;
   }
 
+  // In the middle of chunk `index`: by now the chunk before it has left, and its buffers take the chunk after it.
+  template <class BlockRow>
+  CUTE_DEVICE void refill(int index, int blocks, BlockRow block_row) const {
+    if (lane_id() == 0) {
+      tma_store_wait<0>();
+      if (index > 0) fetch(index + 1, blocks, block_row);
+    }
+    __syncwarp();
+  }
+
+  // Pairs of groups j .. j + 3 of chunk `index`: from its buffers, or back.
+  CUTE_DEVICE void read(int index, int j, uint32_t (&h)[4][2][kParts]) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kParts; ++i) {
+      if constexpr (C::GluMode == Glu::interleaved) {
+        CUTE_UNROLL
+        for (int n = 0; n < 8; ++n) h[n / 2][n % 2][i] = *pair_of_h(index, i, (lane_id() >> 2) + 8 * (n % 2), j + n / 2);
+      } else {
+        CUTE_UNROLL
+        for (int n = 0; n < 4; n += 2)
+          SM75_U32x4_LDSM_N::copy(buffer(index, i).matrices(j + n), h[n][0][i], h[n][1][i], h[n + 1][0][i], h[n + 1][1][i]);
+      }
+    }
+  }
+  CUTE_DEVICE void write(int index, int j, const uint32_t (&h)[4][2][kParts]) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kParts; ++i) {
+      if constexpr (C::GluMode == Glu::interleaved) {
+        CUTE_UNROLL
+        for (int n = 0; n < 8; ++n) *pair_of_h(index, i, (lane_id() >> 2) + 8 * (n % 2), j + n / 2) = h[n / 2][n % 2][i];
+      } else {
+        CUTE_UNROLL
+        for (int n = 0; n < 4; n += 2)
+          SM90_U32x4_STSM_N::copy(h[n][0][i], h[n][1][i], h[n + 1][0][i], h[n + 1][1][i], buffer(index, i).matrices(j + n));
+      }
+    }
+  }
+
+  // Chunk `index`; x are its accumulators.
+  template <class BlockRow>
+  CUTE_DEVICE void chunk(int index, int blocks, const float (&x)[32], const float (&w)[2], float (&dot)[2], BlockRow block_row) const {
+    const int q = index % kChunks, row = block_row(index / kChunks);
+    Barrier::wait(fetched(index), (phase >> (index & 1)) & 1);
+    phase ^= 1u << (index & 1);
+    uint32_t scaled[8][2];
+    CUTE_UNROLL
+    for (int half = 0; half < 8; half += 4) {  // all loads before the first store, so that the pairs overlap
+      uint32_t h[4][2][kParts];
+      read(index, half, h);
+      CUTE_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          const int at = 2 * r + 4 * (half + j);
+          float2 a;
+          dot[r] += grad(x[at], x[at + 1], w[r], h[j][r], a);
+          scaled[half + j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
+        }
+      }
+      if (C::GluMode == Glu::interleaved) __syncwarp();  // pairs of other lanes
+      write(index, half, h);
+      if (half == 0) refill(index, blocks, block_row);
+    }
+    const Stage s = this->box.at(2 * kParts);
+    s.put([&](int j, int r) { return scaled[j][r]; });
+    const Rows<T> out = this->rows(this->p.out, this->p.out_ld, row, kOutMap), act = this->rows(this->p.act, this->p.act_ld, row, kActMap);
+    auto store = [&](auto full) {
+      constexpr bool kFull = decltype(full)::value;
+      CUTE_UNROLL
+      for (int i = 0; i < kParts; ++i) out.template store<kFull>(buffer(index, i), h_column(i, q), h_limit(i));
+      act.template store<kFull>(s, this->t.n0 + q * 64, this->p.N);
+    };
+    if (row + 16 <= this->t.rows && this->t.n0 + (q + 1) * 64 <= this->p.N) store(true_type{});
+    else store(false_type{});
+    close_group();
+  }
+
   template <class Acc, class BlockRow>
   CUTE_DEVICE void run(const Acc& acc, BlockRow block_row) const {
     constexpr int kBlocks = decltype(size<1>(acc))::value;
@@ -306,42 +446,8 @@ struct GradEpilogue : RowEpilogue<C> {
           dot[r] = 0.f;
         }
       }
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-      __syncwarp();
-      uint32_t scaled[8][2];
-      CUTE_UNROLL
-      for (int half = 0; half < 8; half += 4) {  // all loads before the first store, so that the pairs overlap
-        uint32_t h[4][2][kParts];
-        CUTE_UNROLL
-        for (int j = 0; j < 4; ++j)
-          CUTE_UNROLL
-          for (int r = 0; r < 2; ++r)
-            CUTE_UNROLL
-            for (int i = 0; i < kParts; ++i) h[j][r][i] = *pair_of_h(index, i, (l >> 2) + 8 * r, half + j);
-        CUTE_UNROLL
-        for (int j = 0; j < 4; ++j) {
-          CUTE_UNROLL
-          for (int r = 0; r < 2; ++r) {
-            const int at = 2 * r + 4 * (half + j);
-            float2 a;
-            dot[r] += grad(v.x[0][at], v.x[0][at + 1], w[r], h[j][r], a);
-            scaled[half + j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
-          }
-        }
-        CUTE_UNROLL
-        for (int j = 0; j < 4; ++j)
-          CUTE_UNROLL
-          for (int r = 0; r < 2; ++r)
-            CUTE_UNROLL
-            for (int i = 0; i < kParts; ++i) *pair_of_h(index, i, (l >> 2) + 8 * r, half + j) = h[j][r][i];
-      }
-      __syncwarp();
-      const Rows<T> out = this->rows(p.out, p.out_ld, row), act = this->rows(p.act, p.act_ld, row);
-      CUTE_UNROLL
-      for (int i = 0; i < kParts; ++i) out.store(buffer(index, i), h_column(i, q), h_limit(i));
-      this->chunk(buffer(index, 0), act, this->t.n0 + q * 64, p.N, [&](int j, int r) { return scaled[j][r]; });
-      __syncwarp();
-      fetch(index + 2, kBlocks, block_row);
+      if (exists(index, kBlocks, block_row)) chunk(index, kBlocks, v.x[0], w, dot, block_row);
+      else refill(index, kBlocks, block_row);
       if (q == kChunks - 1) {
         CUTE_UNROLL
         for (int r = 0; r < 2; ++r) {
@@ -355,44 +461,52 @@ struct GradEpilogue : RowEpilogue<C> {
   }
 };
 
+// The copy engine drops what lies outside of dW.
 template <class C>
 struct WeightEpilogue {
   using T = typename C::T;
   Smem<C>& sm;
   const GroupedParams& p;
+  const TmaDescriptor* maps;
   const Tile& t;
+  Outbox<C>& box;
   int warp, group;
 
   // rows m0 + row .. + 16 of dW[e]
   template <class Acc>
   CUTE_DEVICE void plain(const Acc& acc, int m, int row) const {
-    const Stage s{sm.stage[warp]};
-    const int l = lane_id(), f = t.m0 + row;
-    const Rows<T> out{static_cast<T*>(p.dw) + (int64_t(t.expert) * p.R + f) * p.C, p.C, p.R - f};
     CUTE_UNROLL
     for (int q = 0; q < C::BN / 64; ++q) {
       if (t.n0 + q * 64 >= p.C) break;
-      __syncwarp();
-      CUTE_UNROLL
-      for (int j = 0; j < 8; ++j)
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r)
-          *s.pair((l >> 2) + 8 * r, j, l & 3) = pack<T>(acc(2 * r + 4 * (8 * q + j), m, 0), acc(2 * r + 1 + 4 * (8 * q + j), m, 0));
-      __syncwarp();
-      out.store(s, t.n0 + q * 64, p.C);
+      const Stage s = box.next();
+      s.put([&](int j, int r) {
+        const int at = 2 * r + 4 * (8 * q + j);
+        return pack<T>(acc(at, m, 0), acc(at + 1, m, 0));
+      });
+      send(s, t.n0 + q * 64, t.m0 + row);
+    }
+  }
+  CUTE_DEVICE void send(const Stage& s, int x, int y) const {
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if (lane_id() == 0) {
+      SM90_TMA_STORE_3D::copy(maps + kGradMap, s.base, x, y, t.expert);
+      tma_store_arrive();
     }
   }
 
-  // dW[e] is (C, R): the warpgroup turns 64 x 64 blocks round in its four warps' shared memory.
+  // dW[e] is (C, R): the warpgroup turns 64 x 64 blocks round in its four warps' chunks.
   template <class Acc>
   CUTE_DEVICE void transposed(const Acc& acc, int m, int row64) const {
-    uint8_t* s = sm.stage[group * 4];
-    const int l = lane_id(), w = warp_in_group(), f = t.m0 + row64;
-    static_assert(!C::TransposeWeight || C::StageBytes == 2048, "a warpgroup's stages are one 8 KB block");
+    constexpr int kChunks = Outbox<C>::kChunks;
+    const int l = lane_id(), w = warp_in_group();
     CUTE_UNROLL
     for (int q = 0; q < C::BN / 64; ++q) {
       if (t.n0 + q * 64 >= p.C) break;
-      cutlass::arch::NamedBarrier::sync(128, kStageBarrier + group);
+      if (q == 0) box.template wait<0>();
+      else box.template wait<kChunks - 1>();
+      if (q == 0 || q >= kChunks) cutlass::arch::NamedBarrier::sync(128, kStageBarrier + group);
+      uint8_t* s = sm.stage[4 * group] + (q % kChunks) * (4 * kChunkBytes);
       CUTE_UNROLL
       for (int j = 0; j < 8; j += 2) {
         uint32_t x[4];  // (group j, rows 0-7), (j, 8-15), (j + 1, 0-7), (j + 1, 8-15)
@@ -404,33 +518,33 @@ struct WeightEpilogue {
         const int z = l >> 3, n = (j + (z >> 1)) * 8 + (l & 7), c = 2 * w + (z & 1);
         SM90_U16x8_STSM_T::copy(x[0], x[1], x[2], x[3], *reinterpret_cast<uint128_t*>(s + n * 128 + (((c ^ n) & 7) << 4)));
       }
+      cutlass::arch::fence_view_async_shared();
       cutlass::arch::NamedBarrier::sync(128, kStageBarrier + group);
-      const Stage mine{s + w * 2048};
-      const int first = t.n0 + q * 64 + w * 16;
-      const Rows<T> out{static_cast<T*>(p.dw) + (int64_t(t.expert) * p.C + first) * p.R, p.R, p.C - first};
-      out.store(mine, f, p.R);
+      send(box.at(q % kChunks), t.m0 + row64, t.n0 + q * 64 + w * 16);
+      box.turn = (q + 1) % kChunks;
     }
   }
 
   CUTE_DEVICE void column_sum(const ColumnSum<C>& sum) const {
     using S = ColumnSum<C>;
     const int w = C::PingPong ? warp_in_group() : warp, l = lane_id();
-    float2* mine = reinterpret_cast<float2*>(sm.stage[warp]);
-    __syncwarp();
+    auto sums = [&](int of) { return reinterpret_cast<float2*>(sm.stage[of & 4] + (of & 3) * kChunkBytes); };
+    float2* mine = sums(warp);
+    box.template wait<0>();
     mine[l] = {sum.x, sum.y};
-    cutlass::arch::NamedBarrier::sync(C::PingPong ? 128 : 256, kTailBarrier + (C::PingPong ? group : 0));
+    cutlass::arch::NamedBarrier::sync(C::PingPong ? 128 : 256, kSumBarrier + (C::PingPong ? group : 0));
     if (w % S::kParts == 0) {
       float2 total = mine[l];
       CUTE_UNROLL
       for (int i = 1; i < S::kParts; ++i) {
-        const float2 other = reinterpret_cast<float2*>(sm.stage[warp + i])[l];
+        const float2 other = sums(warp + i)[l];
         total.x += other.x;
         total.y += other.y;
       }
       const int n = t.n0 + (w / S::kParts) * 64 + 2 * l;
       if (n < p.C) *reinterpret_cast<uint32_t*>(static_cast<T*>(p.db) + int64_t(t.expert) * p.C + n) = pack<T>(total.x, total.y);
     }
-    cutlass::arch::NamedBarrier::sync(C::PingPong ? 128 : 256, kTailBarrier + (C::PingPong ? group : 0));
+    cutlass::arch::NamedBarrier::sync(C::PingPong ? 128 : 256, kSumBarrier + (C::PingPong ? group : 0));
   }
 };
 

@@ -9,13 +9,31 @@ template <class C>
 struct Consumer {
   Smem<C>& sm;
   const GroupedParams& p;
+  const TmaDescriptor* maps;
   int group;  // consumer warpgroup, 0 or 1
+  Outbox<C> box;
   Pipe pipe;
+  uint32_t h_phase = 0;
+  bool late = false;  // see stagger
+
+  CUTE_DEVICE Consumer(Smem<C>& sm, const GroupedParams& p, const TmaDescriptor* maps, int group)
+      : sm(sm), p(p), maps(maps), group(group), box(sm, group), late(C::Lag > 0 && group == 1) {}
 
   CUTE_DEVICE int warp() const { return group * 4 + warp_in_group(); }
   CUTE_DEVICE int block_row(int m) const { return C::PingPong ? m * 64 : m * 128 + group * 64; }  // first row of block m
   CUTE_DEVICE void wait_turn() const {
     if constexpr (C::PingPong) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + group);
+  }
+
+  // Warpgroup 1 starts `Lag` steps behind warpgroup 0, once. The distance stays, as neither waits for the other but through the
+  // pipeline, and so one's epilogue runs while the other still multiplies, or again.
+  CUTE_DEVICE void stagger(const Tile& t) {
+    if (C::Lag == 0 || !late || t.k_tiles == 0) return;
+    Barrier::wait(&sm.full[pipe.index], pipe.phase);
+    constexpr long long kStep = C::BM / 2 * C::BN * C::BK / 2048;  // cycles of a warpgroup's own wgmmas
+    const long long start = clock64();
+    while (clock64() - start < C::Lag * kStep) {}
+    late = false;
   }
 
   CUTE_DEVICE void row_tile(const Tile& t) {
@@ -24,17 +42,16 @@ struct Consumer {
     constexpr int kBlocks = decltype(size<1>(acc))::value;
     const int w16 = warp_in_group() * 16;
     ColumnSum<C> none;
-    const GradEpilogue<C> epilogue{{sm, p, t, warp()}};
+    const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), h_phase};
     auto warp_row = [&](int m) { return block_row(m) + w16; };
-    if constexpr (C::Kind == Epilogue::activate_backward) {
-      __syncwarp();
-      epilogue.fetch(0, kBlocks, warp_row);
-      epilogue.fetch(1, kBlocks, warp_row);
-    }
+    auto begin = [&] {
+      if constexpr (C::Kind == Epilogue::activate_backward) epilogue.begin(kBlocks, warp_row);
+    };
     wait_turn();
-    if (kBlocks > 1 && block_row(kBlocks - 1) < t.rows) loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, none);
-    else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none);
-    else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none);
+    stagger(t);
+    if (kBlocks > 1 && block_row(kBlocks - 1) < t.rows) loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
+    else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
+    else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     if constexpr (C::Kind == Epilogue::activate_backward) epilogue.run(acc, warp_row);
     else epilogue.RowEpilogue<C>::run(acc, warp_row);
   }
@@ -45,7 +62,7 @@ struct Consumer {
       cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (group ^ 1));
     }
     constexpr int kBlocks = C::PingPong ? C::BM / 64 : C::BM / 128;
-    const RowEpilogue<C> epilogue{sm, p, t, warp()};
+    const RowEpilogue<C> epilogue{sm, p, maps, t, box};
     for (int m = 0; m < kBlocks; ++m) {
       __syncwarp();
       const int row = block_row(m) + warp_in_group() * 16;
@@ -60,11 +77,12 @@ struct Consumer {
     const bool sums = p.db && t.m0 == 0;
     ColumnSum<C> sum;
     if (t.k_tiles == 0) clear(acc);
-    clear_tail(sm, pipe, t, group);
+    const int first = C::ColumnSums && sums ? clear_tail<C, true>(sm, pipe, t, group) : clear_tail<C, false>(sm, pipe, t, group);
     wait_turn();
-    if (C::ColumnSums && sums) loop.template run<kBlocks, true>(sm, pipe, t.k_tiles, group, acc, sum);
-    else loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, sum);
-    const WeightEpilogue<C> epilogue{sm, p, t, warp(), group};
+    stagger(t);
+    if (C::ColumnSums && sums) loop.template run<kBlocks, true>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, first);
+    else loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, first);
+    const WeightEpilogue<C> epilogue{sm, p, maps, t, box, warp(), group};
     CUTE_UNROLL
     for (int m = 0; m < kBlocks; ++m) {
       if constexpr (C::TransposeWeight) {
@@ -75,7 +93,6 @@ struct Consumer {
       }
     }
     if constexpr (C::ColumnSums) {
-      if (C::TransposeWeight) cutlass::arch::NamedBarrier::sync(128, kStageBarrier + group);
       if (sums) epilogue.column_sum(sum);
     }
   }
@@ -98,6 +115,7 @@ struct Consumer {
         if (t.kind == kWeightTile) weight_tile(t);
       }
     }
+    box.template wait<0>();  // shared memory lasts as long as it is read
   }
 };
 
@@ -116,6 +134,7 @@ CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) 
       Barrier::init(&sm.tile_full[i], 1);
       Barrier::init(&sm.tile_empty[i], (kConsumerWarps + (C::AnyGather ? 4 : 1)) * C::Cluster);  // + copier (+ gatherers + relay)
     }
+    for (int i = 0; i < 2 * kConsumerWarps; ++i) Barrier::init(&sm.fetched[0][0] + i, 1);
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < 32) plan(sm, p);
@@ -131,7 +150,7 @@ CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) 
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::ConsumerRegisters>();
-    Consumer<C>{sm, p, group - 1}.run();
+    Consumer<C>(sm, p, maps, group - 1).run();
   }
   if constexpr (C::Cluster > 1) {  // the other CTA may still write to this one's shared memory
     __syncwarp();

@@ -70,7 +70,11 @@ struct Shape_ {
 };
 
 inline constexpr int kRowTile = 0, kWeightTile = 1, kZeroTile = 2, kEnd = 3;
-inline constexpr int kMaxExperts = 1024, kTileSlots = 4, kConsumerWarps = 8, kGatherThreads = 64;
+inline constexpr int kTileSlots = 4, kConsumerWarps = 8, kGatherThreads = 64;
+inline constexpr int kChunkBytes = 2048;  // 16 rows x 64 columns of 16 bits
+
+// Tensor maps of a launch: what is read, then what is written 16 rows x 64 columns at a time.
+enum Map { kRowsMap, kWeightMap, kUpMap, kPMap, kQMap, kHMap, kOutMap, kActMap, kGradMap, kMaps };
 
 struct alignas(16) Tile {
   int kind, expert;
@@ -91,10 +95,12 @@ struct alignas(1024) Smem {
   uint64_t empty[C::Stages];
   uint64_t landed[C::Stages];  // gathered part arrived, not yet fenced
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
+  uint64_t fetched[kConsumerWarps][2];  // a warp's chunk of h arrived
   Tile tile[kTileSlots];
-  int offs[kMaxExperts + 4];
-  int m_tiles[kMaxExperts + 4];  // exclusive prefix sum of row tiles; entry E: rows of no expert. In a cluster of pairs << 11,
-                                 // plus tiles without a partner
+  // by expert, and by place in the queue; entry E: rows of no expert
+  int offs[C::MaxExperts + 1];
+  int m_tiles[C::MaxExperts + 2];       // exclusive prefix sum of row tiles. In a cluster of pairs << 11, plus tiles without a partner
+  uint16_t expert_at[C::MaxExperts + 1];
 };
 
 struct Pipe {
@@ -115,7 +121,7 @@ struct Pipe {
 using Barrier = cutlass::arch::ClusterBarrier;
 using TxBarrier = cutlass::arch::ClusterTransactionBarrier;
 inline constexpr uint64_t kEvictNormal = static_cast<uint64_t>(TMA::CacheHintSm90::EVICT_NORMAL);
-inline constexpr uint32_t kTurnBarrier = 0, kStageBarrier = 2, kTailBarrier = 4;  // named barriers
+inline constexpr uint32_t kTurnBarrier = 0, kStageBarrier = 2, kTailBarrier = 4, kSumBarrier = 6;  // named barriers
 
 CUTE_DEVICE int lane_id() { return threadIdx.x & 31; }
 CUTE_DEVICE int warp_in_group() { return (threadIdx.x >> 5) & 3; }

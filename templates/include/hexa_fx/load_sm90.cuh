@@ -13,8 +13,10 @@ CUTE_DEVICE void cp_async_16(uint32_t dst, const char* src, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
-// Hides where an address came from, so that constant offsets to it stay immediates of the instruction. A gathering warp issues
-// 16 loads a step; with an address computed for each it is bound by its own instruction latency.
+// Hides where an address came from, so that constant offsets to it stay immediates of the instruction. A load reads its address
+// some 80 cycles after it was issued. A gathering warp issues 16 a step: if their addresses take turns in the same registers it
+// is slower than the tensor cores. So each has its own, computed ahead, before the warp waits for room: the assembler does not move
+// the computation across that.
 CUTE_DEVICE uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -35,17 +37,17 @@ struct Copier {
   static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
   Smem<C>& sm;
   const GroupedParams& p;
-  const TmaDescriptor* maps;  // rows, weight, weight of up, P, Q
+  const TmaDescriptor* maps;
   int rank;                   // in the cluster
   Pipe pipe;
 
   // Waits for room, announces the bytes to come. A stage without gathered part needs no relay: arrive in its place.
   template <bool Gathered>
-  CUTE_DEVICE uint64_t* open() {
+  CUTE_DEVICE uint64_t* open(uint32_t a_bytes = kABytes) {
     Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
     uint64_t* bar = &sm.full[pipe.index];
     if constexpr (C::AnyGather && !Gathered) Barrier::arrive(bar);
-    TxBarrier::arrive_and_expect_tx(bar, kBBytes + (Gathered ? 0 : kABytes));
+    TxBarrier::arrive_and_expect_tx(bar, kBBytes + (Gathered ? 0 : a_bytes));
     return bar;
   }
 
@@ -62,7 +64,7 @@ struct Copier {
   CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k) {
     halves(t, [&](int half, bool shared) {
       const bool up_tensor = C::SplitWeight && half == 1;
-      const TmaDescriptor* map = maps + (up_tensor ? 2 : 1);
+      const TmaDescriptor* map = maps + (up_tensor ? kUpMap : kWeightMap);
       const int n = t.n0 * C::WeightColumnScale + (up_tensor ? 0 : half * (C::PairedWeight ? p.N : C::BN / 2));
       uint8_t* dst = sm.b[pipe.index] + half * (C::BN / 2) * 128;
       if constexpr (!C::WeightKN) copy_3d(map, bar, dst, k * C::BK, n, t.expert, shared);
@@ -78,9 +80,13 @@ struct Copier {
   }
 
   CUTE_DEVICE void row_tile(const Tile& t) {
+    const int blocks = ceil_div(t.rows, 64);  // of rows; the others of the tile are neither read nor multiplied
     for (int k = 0; k < t.k_tiles; ++k) {
-      uint64_t* bar = open<C::GatherRows>();
-      if constexpr (!C::GatherRows) SM90_TMA_LOAD_2D::copy(maps, bar, kEvictNormal, sm.a[pipe.index], k * C::BK, t.row0);
+      uint64_t* bar = open<C::GatherRows>(blocks * (C::BK * 128));
+      if constexpr (!C::GatherRows) {
+        for (int i = 0; i < blocks; ++i)
+          SM90_TMA_LOAD_2D::copy(maps + kRowsMap, bar, kEvictNormal, sm.a[pipe.index] + i * (C::BK * 128), k * C::BK, t.row0 + 64 * i);
+      }
       load_weight(bar, t, k);
       pipe.template next<C::Stages>();
     }
@@ -95,15 +101,15 @@ struct Copier {
       if constexpr (!C::GatherWeight) {
         CUTE_UNROLL
         for (int j = 0; j < C::BM / 64; ++j)
-          SM90_TMA_LOAD_2D::copy(maps + 3, bar, kEvictNormal, sm.a[pipe.index] + j * (C::BK * 128), t.m0 + 64 * j, row);
+          SM90_TMA_LOAD_2D::copy(maps + kPMap, bar, kEvictNormal, sm.a[pipe.index] + j * (C::BK * 128), t.m0 + 64 * j, row);
       }
       halves(t, [&](int half, bool shared) {
         CUTE_UNROLL
         for (int i = 0; i < C::BN / 128; ++i) {
           const int j = half * (C::BN / 128) + i;
           uint8_t* dst = sm.b[pipe.index] + j * (C::BK * 128);
-          if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + 4, bar, 3, kEvictNormal, dst, t.n0 + 64 * j, row);
-          else SM90_TMA_LOAD_2D::copy(maps + 4, bar, kEvictNormal, dst, t.n0 + 64 * j, row);
+          if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + kQMap, bar, 3, kEvictNormal, dst, t.n0 + 64 * j, row);
+          else SM90_TMA_LOAD_2D::copy(maps + kQMap, bar, kEvictNormal, dst, t.n0 + 64 * j, row);
         }
       });
       pipe.template next<C::Stages>();
@@ -149,35 +155,33 @@ struct Gatherer {
 
   CUTE_DEVICE uint32_t stage_address() const { return cast_smem_ptr_to_uint(sm.a[0]) + pipe.index * Smem<C>::ABytes; }
 
-  // 8 threads a row of 64 columns; a thread keeps offsets of its BM / 8 rows for the whole tile. Rows past the end repeat the
+  // 8 threads a row of 64 columns; a thread keeps addresses of its BM / 8 rows for the whole tile. Rows past the end repeat the
   // last one: their results are never stored.
   CUTE_DEVICE void rows(const Tile& t) {
     constexpr int kRows = C::BM / 8;
     const int r = thread() >> 3, c = thread() & 7;
-    uint32_t from[kRows];  // 16-byte chunks from p.a
+    const char* row[kRows];
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const int slot = __ldg(p.v + t.row0 + min(r + 8 * i, t.rows - 1));
-      from[i] = token(slot) * (uint32_t(p.a_ld) / 8) + c;
+      row[i] = static_cast<const char*>(p.a) + (size_t(token(slot)) * uint32_t(p.a_ld) + c * 8) * 2;
     }
     const uint32_t offset = r * 128 + ((c ^ r) << 4);
     const int blocks = t.rows > 64 ? kRows / 8 : 1;
-    const char* base = opaque(static_cast<const char*>(p.a));
-    for (int k = 0; k < t.k_tiles; ++k, base += 128) {
+    for (int k = 0; k < t.k_tiles; ++k) {
       wait_for_room();
       const uint32_t dst = opaque(stage_address() + offset);
       const int bytes = k * C::BK + c * 8 < p.K ? 16 : 0;
       CUTE_UNROLL
       for (int h = 0; h < kRows / 8; ++h) {
         if (h < blocks) {
-          const char* row[8];
           CUTE_UNROLL
-          for (int i = 0; i < 8; ++i) row[i] = base + size_t(from[8 * h + i]) * 16;
-          CUTE_UNROLL
-          for (int i = 0; i < 8; ++i) cp_async_16(dst + (8 * h + i) * 1024, row[i], bytes);
+          for (int i = 8 * h; i < 8 * h + 8; ++i) cp_async_16(dst + i * 1024, row[i], bytes);
         }
       }
       issued();
+      CUTE_UNROLL
+      for (int i = 0; i < kRows; ++i) row[i] = opaque(row[i] + 2 * C::BK);
     }
   }
 
@@ -202,20 +206,20 @@ struct Gatherer {
     };
     uint32_t now = row_offset(0), soon = row_offset(1);
     for (int k = 0; k < t.k_tiles; ++k) {
-      uint32_t at[kPasses];
+      const char* row[kPasses];
       CUTE_UNROLL
-      for (int i = 0; i < kPasses; ++i) at[i] = __shfl_sync(~0u, now, i * kRowsAPass + sub);
+      for (int i = 0; i < kPasses; ++i) row[i] = opaque(base + size_t(__shfl_sync(~0u, now, i * kRowsAPass + sub)) * 16);
       now = soon;
       soon = row_offset(k + 2);
-      wait_for_room();
       const uint32_t stage = stage_address();
       uint32_t dst[kPeriod];
       CUTE_UNROLL
       for (int i = 0; i < kPeriod; ++i) dst[i] = opaque(stage + offset[i]);
+      wait_for_room();
       const int last = k == 0 ? odd - w * 32 - sub : C::BK;  // rows of no interest become zeros
       CUTE_UNROLL
       for (int i = 0; i < kPasses; ++i)
-        cp_async_16(dst[i % kPeriod] + (i / kPeriod) * 1024, base + size_t(at[i]) * 16, i * kRowsAPass < last ? bytes : 0);
+        cp_async_16(dst[i % kPeriod] + (i / kPeriod) * 1024, row[i], i * kRowsAPass < last ? bytes : 0);
       issued();
       __syncwarp();
     }
@@ -240,6 +244,7 @@ template <class C>
 struct RelayWarp {
   Smem<C>& sm;
   Pipe pipe;
+  uint32_t parity = 0;  // of `landed`, a bit a stage: tiles without gathered operand pass it by, so the pipe's phase is not its
   CUTE_DEVICE void run() {
     TileReader<C> reader;
     while (true) {
@@ -248,7 +253,8 @@ struct RelayWarp {
       if (!gathered<C>(t)) { pipe.template skip<C::Stages>(t.k_tiles); continue; }
       if (lane_id() == 0) {
         for (int k = 0; k < t.k_tiles; ++k) {
-          Barrier::wait(&sm.landed[pipe.index], pipe.phase);
+          Barrier::wait(&sm.landed[pipe.index], (parity >> pipe.index) & 1);
+          parity ^= 1u << pipe.index;
           cutlass::arch::fence_view_async_shared();
           Barrier::arrive(&sm.full[pipe.index]);
           pipe.template next<C::Stages>();

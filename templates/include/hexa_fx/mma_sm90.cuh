@@ -71,9 +71,11 @@ struct MainLoop {
     }
   }
 
-  // `Active` of the warpgroup's 64-row blocks hold rows. `group` is the consumer warpgroup.
-  template <int Active, bool Sum, class Acc>
-  CUTE_DEVICE void run(Smem<C>& sm, Pipe& pipe, int k_tiles, int group, Acc& acc, ColumnSum<C>& sum) {
+  // `Active` of the warpgroup's 64-row blocks hold rows. `group` is the consumer warpgroup. `meanwhile` is called once, behind
+  // the first step's multiplications. `first` sixteenths of the contraction are multiplied in step 0 of a weight tile.
+  template <int Active, bool Sum, class Acc, class Meanwhile>
+  CUTE_DEVICE void run(Smem<C>& sm, Pipe& pipe, int k_tiles, int group, Acc& acc, ColumnSum<C>& sum, Meanwhile meanwhile,
+                       int first = 0) {
     Tensor a = make_tensor(make_smem_ptr(reinterpret_cast<T*>(sm.a)), typename M::LayoutA{});
     Tensor b = make_tensor(make_smem_ptr(reinterpret_cast<T*>(sm.b)), typename M::LayoutB{});
     auto slice = mma.get_slice(C::PingPong ? 0 : group * 128);
@@ -85,7 +87,27 @@ struct MainLoop {
       mma.accumulate_ = GMMA::ScaleOut::Zero;
       warpgroup_fence_operand(acc);
     }
-    for (int k = 0; k < k_tiles; ++k) {
+    int k = 0;
+    if (Weight && k_tiles > 0) {  // finished before the loop begins: the compiler would make that wait for every wgmma too
+      Barrier::wait(&sm.full[pipe.index], pipe.phase);
+#pragma unroll 1
+      for (int kk = 0; kk < first; ++kk) {
+        warpgroup_fence_operand(acc);
+        warpgroup_arrive();
+        CUTE_UNROLL
+        for (int m = 0; m < Active; ++m) gemm(mma, fa(_, m, kk, pipe.index), fb(_, 0, kk, pipe.index), acc(_, m, 0));
+        mma.accumulate_ = GMMA::ScaleOut::One;
+        warpgroup_commit_batch();
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(acc);
+      }
+      if constexpr (Sum) sum.add(sm, pipe.index, warp);
+      release(sm, pipe.index);
+      pipe.template next<C::Stages>();
+      k = 1;
+    }
+    if (Weight) mma.accumulate_ = GMMA::ScaleOut::One;
+    for (; k < k_tiles; ++k) {
       Barrier::wait(&sm.full[pipe.index], pipe.phase);
       if constexpr (Active > 0) {
         warpgroup_arrive();
@@ -98,6 +120,7 @@ struct MainLoop {
         warpgroup_commit_batch();
       }
       if constexpr (Sum) sum.add(sm, pipe.index, warp);
+      if (k == 0) meanwhile();
       if constexpr (Active > 0) warpgroup_wait<1>();
       if (previous >= 0) release(sm, previous);
       previous = pipe.index;
@@ -112,23 +135,31 @@ struct MainLoop {
   }
 };
 
-// The rows that step 0 of a weight tile has beyond its odd rows belong to another expert: zero them, in the copied operands
-// (a gathered one was zero-filled on its way).
-template <class C>
-CUTE_DEVICE void clear_tail(Smem<C>& sm, const Pipe& pipe, const Tile& t, int group) {
-  const int odd = t.rows - (t.k_tiles - 1) * C::BK;
-  if (t.k_tiles == 0 || odd == C::BK) return;
-  constexpr int kThreads = C::PingPong ? 128 : 256;
-  const int id = (C::PingPong ? 0 : group * 128) + (threadIdx.x & 127);
+// The rows that step 0 of a weight tile has beyond its odd rows belong to another expert. The contraction goes by 16 rows: returns
+// how many sixteens hold rows of this expert, and zeroes what else the last of them holds, in the copied operands (a gathered one
+// was zero-filled on its way). Each warpgroup zeroes all that it reads, so that neither waits for the other. `All`: everything up
+// to the end of the step, for column sums.
+template <class C, bool All>
+CUTE_DEVICE int clear_tail(Smem<C>& sm, const Pipe& pipe, const Tile& t, int group) {
+  if (t.k_tiles == 0) return 0;
+  const int odd = t.rows - (t.k_tiles - 1) * C::BK, sixteens = ceil_div(odd, 16), end = All ? C::BK : 16 * sixteens;
+  if (odd == end) return sixteens;
+  constexpr int kThreads = 128;
+  const int id = threadIdx.x & 127;
   Barrier::wait(&sm.full[pipe.index], pipe.phase);
-  const int chunks = (C::BK - odd) * 8;  // 16 bytes each, at the end of every 64-column block
+  const int chunks = (end - odd) * 8;  // 16 bytes each, at the end of every 64-column block
   for (int i = id; i < chunks * (C::BN / 64); i += kThreads)
     *reinterpret_cast<uint4*>(sm.b[pipe.index] + (i / chunks) * (C::BK * 128) + odd * 128 + (i % chunks) * 16) = uint4{};
-  if constexpr (!C::GatherWeight)
-    for (int i = id; i < chunks * (C::BM / 64); i += kThreads)
-      *reinterpret_cast<uint4*>(sm.a[pipe.index] + (i / chunks) * (C::BK * 128) + odd * 128 + (i % chunks) * 16) = uint4{};
+  if constexpr (!C::GatherWeight) {
+    constexpr int kOwn = C::PingPong ? 1 : 2;  // every second block of features is the other warpgroup's
+    for (int i = id; i < chunks * (C::BM / 64 / kOwn); i += kThreads) {
+      const int block = i / chunks * kOwn + (C::PingPong ? 0 : group);
+      *reinterpret_cast<uint4*>(sm.a[pipe.index] + block * (C::BK * 128) + odd * 128 + (i % chunks) * 16) = uint4{};
+    }
+  }
   cutlass::arch::fence_view_async_shared();
-  cutlass::arch::NamedBarrier::sync(kThreads, kTailBarrier + (C::PingPong ? group : 0));
+  cutlass::arch::NamedBarrier::sync(kThreads, kTailBarrier + group);
+  return sixteens;
 }
 
 }  // namespace hexa::sm90

@@ -19,35 +19,52 @@ struct Counts {
     weight = units(w_m, w_n);
   }
   static CUTE_DEVICE int units(int mb, int nb) { return mb / C::Cluster * nb + mb % C::Cluster * ceil_div(nb, C::Cluster); }
-  CUTE_DEVICE int before(const Smem<C>& sm, int e) const {
-    const int tiles = sm.m_tiles[e];
-    return (C::Cluster == 1 ? tiles * n_tiles : (tiles >> 11) * n_tiles + (tiles & 2047) * n_pairs) + e * weight;
+  CUTE_DEVICE int before(const Smem<C>& sm, int place) const {
+    const int tiles = sm.m_tiles[place];
+    return (C::Cluster == 1 ? tiles * n_tiles : (tiles >> 11) * n_tiles + (tiles & 2047) * n_pairs) + place * weight;
   }
 };
 
-// Every CTA: offsets and the prefix sums of row tiles into shared memory. Called by warp 0.
+// Every CTA: offsets, the order of the experts and the prefix sums of row tiles into shared memory. Called by warp 0. Experts
+// with far more rows than the mean come first: the weight tiles of one have as many steps as it has rows, and would run alone
+// at the end.
 template <class C>
 CUTE_DEVICE void plan(Smem<C>& sm, const GroupedParams& p) {
-  const int lane = lane_id();
-  int done = 0;
-  for (int base = 0; base <= p.experts; base += 32) {
-    const int e = base + lane;
-    const int from = e <= p.experts ? __ldg(p.offs + e) : 0;
-    const int to = e < p.experts ? __ldg(p.offs + e + 1) : p.n;
-    const int tiles = e <= p.experts ? ceil_div(to - from, C::BM) : 0;
-    const int own = C::Cluster == 1 ? tiles : (tiles >> 1 << 11) + (tiles & 1);
-    int sum = own;
-    CUTE_UNROLL
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, d);
-      if (lane >= d) sum += other;
+  const int lane = lane_id(), mean = p.n / max(p.experts, 1) + 1;
+  for (int e = lane; e <= p.experts; e += 32) sm.offs[e] = __ldg(p.offs + e);
+  __syncwarp();
+  auto own_tiles = [&](int rows) {
+    const int tiles = ceil_div(rows, C::BM);
+    return C::Cluster == 1 ? tiles : (tiles >> 1 << 11) + (tiles & 1);
+  };
+  int done = 0, placed = 0;
+  for (int size = 2; size >= 0; --size) {
+    for (int base = 0; base < p.experts; base += 32) {
+      const int e = base + lane;
+      const int rows = e < p.experts ? sm.offs[e + 1] - sm.offs[e] : 0;
+      const bool mine = e < p.experts && (rows > 4 * mean) + (2 * rows > 3 * mean) == size;
+      const uint32_t all = __ballot_sync(~0u, mine);
+      if (all == 0) continue;
+      const int own = mine ? own_tiles(rows) : 0;
+      int sum = own;
+      CUTE_UNROLL
+      for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(~0u, sum, d);
+        if (lane >= d) sum += other;
+      }
+      if (mine) {
+        const int place = placed + __popc(all & ((1u << lane) - 1));
+        sm.expert_at[place] = uint16_t(e);
+        sm.m_tiles[place] = done + sum - own;
+      }
+      done += __shfl_sync(~0u, sum, 31);
+      placed += __popc(all);
     }
-    if (e <= p.experts) {
-      sm.offs[e] = from;
-      sm.m_tiles[e] = done + sum - own;
-    }
-    if (e == p.experts) sm.m_tiles[e + 1] = done + sum;
-    done += __shfl_sync(~0u, sum, 31);
+  }
+  if (lane == 0) {
+    sm.expert_at[p.experts] = uint16_t(p.experts);
+    sm.m_tiles[p.experts] = done;
+    sm.m_tiles[p.experts + 1] = done + own_tiles(p.n - sm.offs[p.experts]);
   }
 }
 
@@ -74,24 +91,25 @@ template <class C>
 CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<C>& c, int q, int rank) {
   Tile t{};
   if (q >= c.before(sm, p.experts + 1) - c.weight) { t.kind = kEnd; return t; }
-  int lo = 0, hi = p.experts + 1;  // group `experts`: rows of no expert
+  int lo = 0, hi = p.experts + 1;  // place `experts`: rows of no expert
   while (hi - lo > 1) {
     const int mid = (lo + hi) >> 1;
     if (c.before(sm, mid) <= q) lo = mid; else hi = mid;
   }
   q -= c.before(sm, lo);
-  t.expert = lo;
-  const int first = sm.offs[lo], end = lo < p.experts ? sm.offs[lo + 1] : p.n;
+  const int expert = sm.expert_at[lo];
+  t.expert = expert;
+  const int first = sm.offs[expert], end = expert < p.experts ? sm.offs[expert + 1] : p.n;
   const int mb = ceil_div(end - first, C::BM), row_units = C::RowOp ? Counts<C>::units(mb, c.n_tiles) : 0;
   int m, n;
   if (q < row_units) {
     raster<C>(q, mb, c.n_tiles, p.group_m, rank, m, n, t.multicast);
-    t.kind = lo < p.experts ? kRowTile : kZeroTile;
+    t.kind = expert < p.experts ? kRowTile : kZeroTile;
     t.row0 = first + m * C::BM;
     t.rows = min(C::BM, end - t.row0);
     t.n0 = n * C::RowColumns;
     t.n_tile = n;
-    t.k_tiles = lo < p.experts ? ceil_div(p.K, C::BK) : 0;
+    t.k_tiles = expert < p.experts ? ceil_div(p.K, C::BK) : 0;
   } else {
     raster<C>(q - row_units, c.w_m, c.w_n, p.group_m, rank, m, n, t.multicast);
     t.kind = kWeightTile;

@@ -1,0 +1,98 @@
+"""Every MoE block of a model, analysed: what `hexa_fx.optimize` installs and `hexa_fx.explain` reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.capture.observe import Candidate, Observation, observe
+from hexa_fx.config import HexaConfig
+from hexa_fx.inspection.inspector import Inspector
+from hexa_fx.passes import BlockAnalysis, analyse
+from hexa_fx.passes.structure import StructureCache, moved_to
+from hexa_fx.progress import progress
+from hexa_fx.report import OptimizationReport, describe
+from hexa_fx.runtime.cuda_warmup import Example
+
+ExampleInputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelAnalysis:
+    """What the passes made of a model.
+
+    Args:
+        analyses: of every block that looked like MoE, in model order. report: the same, for reading.
+        examples: by path, an example call of every rewritten block that is unlike those before it.
+    """
+
+    analyses: tuple[BlockAnalysis, ...]
+    report: OptimizationReport
+    examples: Mapping[str, Example]
+
+    @property
+    def rewritten(self) -> list[BlockAnalysis]:
+        """The blocks that can be replaced."""
+        return [analysis for analysis in self.analyses if analysis.rewritten]
+
+
+def analyse_model(
+    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, inspector: Inspector
+) -> ModelAnalysis:
+    """Runs the model once on the example and takes every block that looks like MoE through the passes."""
+    started = time.perf_counter()
+    args, kwargs = call_arguments(example_inputs)
+    cache = StructureCache()
+    analyses, reports = [], []
+    examples: dict[str, Example] = {}
+    candidates = observe(model, args, kwargs)
+    with progress("analysing MoE blocks", len(candidates)) as advance:
+        for candidate in candidates:
+            analysis, same_as = _analyse_candidate(candidate, config, cache)
+            analyses.append(analysis)
+            reports.append(describe(analysis, same_as, inspector))
+            if analysis.rewritten and same_as is None:
+                at_path = (seen for seen in candidate.levels if seen.path == analysis.path)
+                examples |= {seen.path: (seen.args, seen.kwargs) for seen in at_path}
+            advance(analysis.path)
+    report = OptimizationReport(tuple(reports), time.perf_counter() - started)
+    return ModelAnalysis(tuple(analyses), report, examples)
+
+
+def _analyse_candidate(
+    candidate: Candidate, config: HexaConfig, cache: StructureCache
+) -> tuple[BlockAnalysis, str | None]:
+    """The innermost level that can be rewritten; if none can, the first refusal."""
+    first: tuple[BlockAnalysis, str | None] | None = None
+    for observation in candidate.levels:
+        found = _analyse_level(observation, config, cache)
+        if found[0].rewritten:
+            return found
+        first = first or found
+    assert first is not None
+    return first
+
+
+def _analyse_level(
+    observation: Observation, config: HexaConfig, cache: StructureCache
+) -> tuple[BlockAnalysis, str | None]:
+    known = cache.find(observation)
+    if known is not None:
+        return moved_to(known, observation.path), known.path
+    analysis = analyse(observation, config)
+    cache.add(observation, analysis)
+    return analysis, None
+
+
+def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of the call that the example stands for."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}

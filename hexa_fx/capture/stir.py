@@ -1,0 +1,36 @@
+"""Random numbers in place of parameters that are all of one number, for the time of a recorded run.
+
+New biases are zeros and new norm weights ones. On such values ``x + b`` and ``x * w`` are ``x``, so the run would not show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def stirred_parameters(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Gives the new values by name. Parameters keep their identity, and have their own memory back afterwards."""
+    generator = torch.Generator().manual_seed(2)
+    plain = {id(p): p for p in parameters.values() if _is_of_one_number(p)}
+    before = {key: parameter.data for key, parameter in plain.items()}
+    try:
+        for parameter in plain.values():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data = parameter.data + noise.to(parameter.data) / 8
+        yield {name: p.data for name, p in parameters.items() if id(p) in plain}
+    finally:
+        for key, parameter in plain.items():
+            parameter.data = before[key]
+
+
+def _is_of_one_number(value: torch.Tensor) -> bool:
+    if type(value) is not nn.Parameter or not value.is_floating_point() or value.is_meta or not value.numel():
+        return False
+    first = value.detach().flatten()[0]
+    one_number = bool((value.detach() == first).all())
+    return one_number and (value.numel() > 1 or float(first) in (0.0, 1.0))

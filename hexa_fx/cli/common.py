@@ -1,0 +1,90 @@
+"""What the commands share: their argument, their errors, their JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, ParamSpec
+
+import typer
+
+import hexa_fx
+from hexa_fx.errors import HexaError
+
+P = ParamSpec("P")
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="MODULE:FACTORY or FILE.py:FACTORY, a function that returns (model, example_inputs); the model type of a "
+        "transformers architecture, such as mixtral, which is built with tiny widths; or a folder with a config.json, of "
+        "which layers and experts are kept."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Arch = Annotated[
+    int | None,
+    typer.Option("--arch", help="Compute capability: 80, 86, 89 or 90. Default: this machine's GPU, else 90."),
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="Element type of the block: bf16, f16, f32, or as the model has it.")
+]
+Tokens = Annotated[int | None, typer.Option("--tokens", help="Tokens of a forward. Default: those of the example.")]
+
+
+def errors_shown(command: Callable[P, None]) -> Callable[P, None]:
+    """Makes errors one line on standard error, or an object with ``error`` under --json; exit status 2."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except HexaError as error:
+            fail(str(error), bool(kwargs.get("as_json")))
+        except Exception as error:
+            if os.environ.get("HEXA_FX_LOGS", "").lower() == "debug":
+                raise
+            fail(_foreign(error), bool(kwargs.get("as_json")))
+
+    return wrapped
+
+
+def _foreign(error: Exception) -> str:
+    """An error of the model's own, or of a library, with the place it comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(hexa_fx.__file__).parent)
+    place = next(
+        (f for f in reversed(frames) if not f.filename.startswith(ours) and "/torch/" not in f.filename), frames[-1]
+    )
+    said = (str(error).splitlines() or [""])[0][:300]
+    return (
+        f"{type(error).__name__}: {said}, raised at {place.filename}:{place.lineno}; check the model and the example inputs. "
+        "HEXA_FX_LOGS=debug shows the whole traceback"
+    )
+
+
+def fail(sentence: str, as_json: bool = False) -> NoReturn:
+    """Ends with exit status 2."""
+    if as_json:
+        typer.echo(json.dumps({"error": sentence}))
+    else:
+        typer.echo(f"hexa-fx: {sentence}", err=True)
+    raise typer.Exit(2)
+
+
+def echo_json(value: Any) -> None:
+    """Prints a value as JSON."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def optimized(target: str) -> Any:
+    """A target's model, optimized, with its report and graphs."""
+    from hexa_fx.api import optimize
+    from hexa_fx.targets import load
+
+    model, inputs = load(target)
+    return optimize(model, inputs)

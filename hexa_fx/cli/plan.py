@@ -1,0 +1,95 @@
+"""``hexa-fx plan TARGET``"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, cast
+
+import typer
+
+from hexa_fx.cli.common import Json, Target, echo_json, errors_shown
+from hexa_fx.cli.prediction import Machine, Predicted, predict
+from hexa_fx.errors import InputError
+from hexa_fx.plan import Plan
+
+Capacities = Annotated[
+    str,
+    typer.Option(
+        "--capacities", help="Seconds of the same task on every device, e.g. 1,1,2: the third is half as fast."
+    ),
+]
+Strategy = Annotated[str, typer.Option("--strategy", help="auto, data or model.")]
+Batch = Annotated[int, typer.Option("--batch", help="Samples of the global batch, shared out by speed.")]
+GlobalTokens = Annotated[int, typer.Option("--tokens", help="Tokens of the global batch in one forward.")]
+Slots = Annotated[int, typer.Option("--slots", help="Slots of the shared weight cache, 1 or 2.")]
+Bandwidth = Annotated[float, typer.Option("--bandwidth", help="GB/s that a device receives in a collective.")]
+Tflops = Annotated[float, typer.Option("--tflops", help="TFLOP/s of the fastest device in the experts' products.")]
+
+
+@errors_shown
+def plan(
+    target: Target,
+    capacities: Capacities = "1,1",
+    strategy: Strategy = "auto",
+    batch: Batch = 64,
+    tokens: GlobalTokens = 16384,
+    slots: Slots = 2,
+    bandwidth: Bandwidth = 300.0,
+    tflops: Tflops = 400.0,
+    as_json: Json = False,
+) -> None:
+    """Print how a model's MoE layers would be spread over unequal devices: shard sizes and predicted times. Needs no GPU.
+
+    A model type or a folder is planned at its full widths; its weights are never made.
+    """
+    times = _times(capacities)
+    if strategy not in ("auto", "data", "model"):
+        raise InputError(f"--strategy {strategy!r}: expected auto, data or model")
+    machine = Machine(bandwidth * 1e9, tflops * 1e12)
+    chosen = cast(Literal["auto", "data", "model"], strategy)
+    made, layers = predict(target, times, chosen, batch=batch, tokens=tokens, slots=slots, machine=machine)
+    if as_json:
+        echo_json({"plan": json.loads(made.to_json()), "predicted": [layer.as_dict() for layer in layers]})
+        return
+    _print(target, made, layers, tokens)
+
+
+def _times(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"--capacities {text!r}: expected numbers with commas between, e.g. 1,1,2") from None
+    if len(found) < 2:
+        raise InputError(f"--capacities {text!r}: expected one number a device, at least two, e.g. 1,2")
+    return found
+
+
+def _print(target: str, made: Plan, layers: tuple[Predicted, ...], tokens: int) -> None:
+    typer.echo(f"{target} over {made.world} devices, {tokens} tokens a step; plan {made.fingerprint}")
+    typer.echo(
+        f"seconds of the same task t_i  {list(made.capacities)}\nsamples of the batch     B_i  {list(made.batch)}"
+    )
+    groups: dict[Any, list[str]] = {}
+    for layer in layers:
+        groups.setdefault(layer.like, []).append(layer.path)
+    for layer in {layer.like: layer for layer in reversed(layers)}.values():
+        _print_layer(layer, groups[layer.like])
+    step = sum(layer.seconds for layer in layers)
+    typer.echo(f"experts and their exchange, all layers, forward and backward: {step * 1e3:.1f} ms a step")
+
+
+def _print_layer(layer: Predicted, paths: list[str]) -> None:
+    shape = layer.shape
+    gated = "gated " if shape.matrices == 3 else ""
+    sizes = f"E={shape.num_experts} k={shape.top_k} D={shape.hidden_size} I={shape.intermediate_size}"
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    typer.echo(f"\n{paths[0]}{more}: {sizes}, {gated}experts, {layer.mode.replace('_', '-')}")
+    typer.echo(f"  channels of I       h_i  {list(layer.shards)}")
+    typer.echo("              received  exchange, exposed   experts         total   (forward and backward)")
+    for mode, cost in layer.costs.items():
+        chosen = "*" if mode == layer.mode else " "
+        name = mode.removesuffix("_centric")
+        typer.echo(
+            f" {chosen} {name:6} {cost.bytes / 1e6:10.1f} MB {cost.exchange * 1e3:10.2f} ms {cost.experts * 1e3:10.2f} ms "
+            f"{cost.total * 1e3:10.2f} ms"
+        )

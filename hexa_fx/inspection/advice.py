@@ -1,0 +1,102 @@
+"""What a user can do about a refusal. Detection says what it saw; this says what would be rewritten instead."""
+
+from __future__ import annotations
+
+from hexa_fx.ops.activations import ACTIVATIONS
+
+_SAFE = "The block runs its own code, which is always right."
+
+_ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        ("hexa_fx itself failed", "differs from the original"),
+        f"{_SAFE} Please report it with what HEXA_FX_DUMP_DIR=folder writes.",
+    ),
+    (
+        ("could not record",),
+        "Call the block on the example outside hexa_fx first: it has to run there, in eval and in train mode.",
+    ),
+    (
+        ("with per-expert weights was seen", "with per-expert parameters was seen"),
+        "If this is no mixture of experts, nothing is to be done. Else hold the experts as an nn.ModuleList "
+        "of modules of one class, or "
+        "as one parameter (experts, out, in).",
+    ),
+    (
+        ("only one expert ran", "every row that the experts are given is zero", "are not used"),
+        "Give a larger or more varied example, in which at least two experts get tokens.",
+    ),
+    (
+        ("rows of different tokens", "keep their rows apart"),
+        "Normalise and reduce over the last dimension only: what an expert computes for a token may not "
+        "depend on the other tokens it gets.",
+    ),
+    (
+        ("dropout is active",),
+        "Put the dropout behind the weighted sum over experts, or set its probability to 0. In eval mode the "
+        "block is rewritten as it is.",
+    ),
+    (
+        ("soft) mixture",),
+        "Only top-k routing is rewritten: where every expert works on every token there is nothing to leave out.",
+    ),
+    (
+        ("fixed number of ids", "reach no expert", "same expert twice in one pass"),
+        "Choose with topk or argmax, the same number of experts for every token, and keep the ids in one "
+        "tensor (tokens, k). Thresholds and "
+        "experts that choose tokens are not supported.",
+    ),
+    (
+        ("routing weights are not", "no routing weight", "does not say with which weight", "not the router's"),
+        "Compute the routing weights before the experts run, and multiply each expert's output with its "
+        "token's weight once.",
+    ),
+    (
+        ("rows that experts read are not", "given their rows in different ways", "one token tensor"),
+        "Give every expert rows of one tensor of tokens, e.g. x[token] with token from torch.where(chosen == expert).",
+    ),
+    (
+        ("not combined", "do not come together", "collects the expert outputs", "host loop or branch on data is left"),
+        "Sum every token's weighted expert outputs into one tensor with a row a token, e.g. out.index_add_(0,"
+        " token, weight * y), and do "
+        "the rest on that tensor.",
+    ),
+    (
+        ("keeps a result on the module", "compute on the module"),
+        "Return the value, or keep what the router computes instead of what the experts do; do not assign it "
+        "to self in forward.",
+    ),
+    (("neither a parameter nor a buffer",), "self.register_buffer(name, tensor, persistent=False) in __init__."),
+    (
+        ("takes a decision",),
+        "Replace the `if`, loop or .item() on data by tensor operations such as torch.where, or move it out "
+        "of the block's forward.",
+    ),
+    (
+        ("no known activation", "unusual expert is only rewritten", "single projection", "projections in a row"),
+        f"Batched experts may use {', '.join(sorted(ACTIVATIONS))} between two projections. Experts that run "
+        "one at a time, as modules in a "
+        "loop, may be any function of a row.",
+    ),
+    (
+        (
+            "differ in what they compute",
+            "in different ways",
+            "different numbers",
+            "computed alike",
+            "only some of the experts",
+        ),
+        "Give all experts one class, the same shapes and the same arguments; experts of two kinds want a mixture each.",
+    ),
+    (
+        ("parameter", "bias", "weight", "expert product", "second projection", "operand", "neither their tokens'"),
+        "Give every expert matrices and biases of its own that forward only multiplies with and adds; combine"
+        " parameters outside forward.",
+    ),
+)
+
+DEFAULT = f"{_SAFE} docs/patterns.md lists the ways of writing that are rewritten."
+
+
+def advice(reason: str) -> str:
+    """What helps against a refusal, by its sentence."""
+    return next((said for parts, said in _ADVICE if any(part in reason for part in parts)), DEFAULT)

@@ -1,0 +1,88 @@
+"""Builds the kernels of installed blocks before a model's first step needs them one after the other."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hexa_fx.errors import HexaError
+from hexa_fx.runtime.outcome import ModuleState
+
+log = logging.getLogger(__name__)
+
+Example = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def prebuild_blocks(model: nn.Module, examples: Mapping[str, Example]) -> int:
+    """Builds what forward and backward of the blocks at these paths launch, several kernels at a time.
+
+    Every block runs once on its example, and what it launches is only noted: buffers, attributes and the random state are
+    put back, results are thrown away, gradients are not accumulated. Kernels do not depend on the number of tokens but by the
+    power of two of the rows that an expert gets, so the example should be of about the size of a step. A failure is logged:
+    the kernels are then built when they are needed.
+
+    Args:
+        model: with installed blocks.
+        examples: arguments of a call, by the block's path.
+
+    Returns:
+        How many kernels the blocks launch; 0 if none of them is on a CUDA device.
+    """
+    blocks = [(model.get_submodule(path), example) for path, example in examples.items()]
+    blocks = [(block, example) for block, example in blocks if _device(block) is not None]
+    if not blocks:
+        return 0
+    from hexa_fx.runtime import cuda_launch  # needs CUTLASS's Python and a device
+
+    started = time.perf_counter()
+    try:
+        count = cuda_launch.prebuild(lambda: _steps(blocks))
+    except HexaError as error:
+        log.warning("kernels are built when they are needed: %s", error)
+        return 0
+    log.info("%d kernels ready in %.1f s", count, time.perf_counter() - started)
+    return count
+
+
+def _device(block: nn.Module) -> torch.device | None:
+    return next((p.device for p in block.parameters() if p.device.type == "cuda"), None)
+
+
+def _steps(blocks: Sequence[tuple[nn.Module, Example]]) -> None:
+    for block, (args, kwargs) in blocks:
+        _step(block, args, kwargs)
+
+
+def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Forward, and backward if the block trains."""
+    state, device = ModuleState(block), _device(block)
+    assert device is not None
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device]))
+        stack.callback(state.restore)
+        stack.enter_context(torch.set_grad_enabled(block.training))
+        results = _floating(block(*(_leaf(a) for a in args), **{name: _leaf(a) for name, a in kwargs.items()}))
+        wanted = [p for p in block.parameters() if p.requires_grad]
+        if block.training and results and wanted:
+            torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results], allow_unused=True)
+
+
+def _leaf(value: Any) -> Any:
+    """A layer inside a model is asked for its input's gradient too."""
+    if isinstance(value, Tensor) and value.is_floating_point() and torch.is_grad_enabled():
+        return value.detach().requires_grad_()
+    return value
+
+
+def _floating(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [t for item in value for t in _floating(item)] if isinstance(value, list | tuple) else []

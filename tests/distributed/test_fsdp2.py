@@ -1,0 +1,92 @@
+"""FSDP2: an optimized model under `fully_shard`, compared with the whole original on one device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hexa_fx
+
+
+class Block(nn.Module):
+    """Experts as a list, whose weights an optimized block keeps side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+def listed() -> tuple[nn.Module, object, object]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Block(), Block()).double()
+    data = [torch.randn(9, 8, dtype=torch.float64) for _ in range(2)]
+    return model, data, lambda m, x: m(x).square().mean()
+
+
+def mixtral() -> tuple[nn.Module, object, object]:
+    import transformers as hf
+
+    config = hf.MixtralConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = hf.MixtralForCausalLM(config).double()
+    model.set_experts_implementation("eager")
+    data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 40, (2, 2, 5))]
+    return model, data, lambda m, batch: m(**batch).loss
+
+
+def compare(rank: int, world: int, name: str) -> str:
+    mesh = init_device_mesh("cpu", (world,))
+    build = {"mixtral": mixtral, "listed": listed}[name]
+    whole, data, loss_of = build()
+    example = data[0]
+    sharded = hexa_fx.optimize_(copy.deepcopy(whole), example)
+    assert len(sharded.report.rewritten) == 2
+    for layer in sharded.model.layers if build is mixtral else list(sharded)[1:]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, sharded)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.stack([loss_of(whole, batch) for batch in data]).mean().backward()
+        own = loss_of(sharded, data[rank])
+        own.backward()
+        torch.testing.assert_close(own.detach(), loss_of(whole, data[rank]).detach(), rtol=1e-9, atol=1e-9)
+        for (label, a), b in zip(whole.named_parameters(), sharded.parameters()):
+            torch.testing.assert_close(b.grad.full_tensor(), a.grad, rtol=1e-8, atol=1e-10, msg=label)
+        for optimizer in optimizers:
+            optimizer.step()
+    for (label, a), b in zip(whole.named_parameters(), sharded.parameters()):
+        torch.testing.assert_close(b.full_tensor(), a, rtol=1e-8, atol=1e-10, msg=label)
+    return "equal"
+
+
+@pytest.mark.parametrize("name", ["listed", "mixtral"])
+def test_loss_gradients_and_steps_equal_one_device(name: str) -> None:
+    if name == "mixtral":
+        pytest.importorskip("transformers")
+    assert run(2, compare, name) == ["equal", "equal"]

@@ -1,0 +1,198 @@
+"""The command line: what it prints, what it writes, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hexa_fx.cli import app
+from hexa_fx.cli.prediction import Machine, predict
+
+FACTORY = f"{Path(__file__).with_name('models.py')}:factory"
+REFUSED = FACTORY.replace(":factory", ":refused")
+
+
+def call(*words: str, code: int = 0) -> str:
+    """A command's output, errors included."""
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def test_explain():
+    text = call("explain", FACTORY, "--arch", "80")
+    assert "2 of 2 MoE blocks rewritten" in text
+    assert "Block at" in text
+    assert "kernels on sm_80" in text
+    assert "gemm_sm80" in text
+
+
+def test_explain_as_json_and_html(tmp_path):
+    found = json.loads(CliRunner().invoke(app, ["explain", FACTORY, "--json"]).stdout)
+    assert [block["status"] for block in found["blocks"]] == ["rewritten", "rewritten"]
+    call("explain", REFUSED, "--html", tmp_path / "report.html")
+    assert "left" in call("explain", REFUSED)
+    assert "refused" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_graph_writes_page_picture_and_dot(tmp_path):
+    html, svg, dot = (tmp_path / f"graph.{kind}" for kind in ("html", "svg", "dot"))
+    text = call("graph", FACTORY, "--html", html, "--svg", svg, "--dot", dot, "--stage", "lower", "--arch", "90")
+    assert all(str(path) in text for path in (html, svg, dot))
+    assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert "hexa.reindex" in svg.read_text(encoding="utf-8")
+    assert "digraph" in dot.read_text(encoding="utf-8")
+
+
+def test_graph_prints_a_stage():
+    assert "torch.ops.hexa.moe_ffn" in call("graph", FACTORY)
+    found = json.loads(call("graph", FACTORY, "--block", "layers.1", "--json"))
+    assert found["block"] == "layers.1"
+    assert found["stages"][1]["operators"]["hexa.moe_ffn"] == 1
+
+
+def test_kernels(monkeypatch, tmp_path):
+    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
+    lines = call("kernels", "list", FACTORY, "--arch", "80", "--dtype", "bf16").splitlines()
+    assert any("esmm [gemm_sm80 sm_80 bf16" in line for line in lines)
+    key = next(line.split()[-1] for line in lines if "h_a" in line)
+    assert "__global__" in call("kernels", "show", key[:8], FACTORY, "--arch", "80", "--dtype", "bf16")
+    wrong = call("kernels", "show", "nothing", FACTORY, "--arch", "80", "--dtype", "bf16", code=2)
+    assert key in wrong
+    found = json.loads(call("kernels", "list", FACTORY, "--arch", "90", "--json"))
+    assert {kernel["way"] for kernel in found} == {"forward", "backward"}
+
+
+def test_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
+    assert "0 kernels, 0.0 MB" in call("cache", "info")
+    for name, meta in (("aaaa", json.dumps({"spec": json.dumps({"op": "esmm"}), "target": "sm_80"})), ("bbbb", "{")):
+        (tmp_path / "kernels" / name).mkdir(parents=True)
+        (tmp_path / "kernels" / name / "meta.json").write_text(meta)
+    found = json.loads(call("cache", "info", "--json"))
+    assert [(entry["key"], entry["op"].split(";")[0]) for entry in found["kernels"]] == [
+        ("aaaa", "esmm"),
+        ("bbbb", "damaged"),
+    ]
+    assert "removed 2 kernels" in call("cache", "clear")
+    assert json.loads(call("cache", "clear", "--json"))["removed"] == 0
+
+
+def test_env(monkeypatch):
+    monkeypatch.setenv("HEXA_FX_BUILD_JOBS", "2")
+    text = call("env")
+    assert "torch " in text
+    assert "compiler: " in text
+    assert "HEXA_FX_BUILD_JOBS=2" in text
+    assert json.loads(call("env", "--json"))["packages"]["torch"]
+
+
+def test_bench():
+    found = json.loads(call("bench", FACTORY, "--repeat", "1", "--json"))
+    assert [row["what"] for row in found["rows"]] == ["forward", "forward and backward"]
+    assert all(row["original_ms"] > 0 and row["rewritten_ms"] > 0 for row in found["rows"])
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_of_a_factory():
+    text = call("plan", FACTORY, "--capacities", "1,2", "--strategy", "model")
+    assert "layers.0 and 1 more: E=4 k=2 D=8 I=12" in text
+    assert "h_i  [6, 6]" in text or "h_i  [12, 0]" in text or "h_i  [8, 4]" in text
+
+
+def test_plan_of_a_configuration_has_its_full_widths(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model("mixtral", num_hidden_layers=3).save_pretrained(tmp_path)
+    found = json.loads(call("plan", tmp_path, "--capacities", "1,1,2,4", "--json"))
+    layers = found["plan"]["layers"]
+    assert len(layers) == len(found["predicted"]) == 3
+    shape = layers[0]["shape"]
+    assert [shape[n] for n in ("num_experts", "top_k", "hidden_size", "intermediate_size")] == [8, 2, 4096, 14336]
+    assert sum(found["plan"]["batch"]) == 64
+
+
+def test_predicted_times_follow_capacities_tokens_and_links():
+    slow, fast = Machine(1e9, 1e12), Machine(1e11, 1e12)
+    options = {"batch": 6, "slots": 2}
+    _, few = predict(FACTORY, (1.0, 1.0), "auto", tokens=16, machine=slow, **options)
+    _, many = predict(FACTORY, (1.0, 1.0), "auto", tokens=1600, machine=slow, **options)
+    assert (few[0].mode, many[0].mode) == ("model_centric", "data_centric")
+    assert many[0].costs["model_centric"].bytes == pytest.approx(100 * few[0].costs["model_centric"].bytes)
+    assert many[0].costs["data_centric"].bytes == few[0].costs["data_centric"].bytes
+    _, quick = predict(FACTORY, (1.0, 1.0), "auto", tokens=1600, machine=fast, **options)
+    assert quick[0].costs["model_centric"].exchange < many[0].costs["model_centric"].exchange / 50
+    plan, uneven = predict(FACTORY, (1.0, 2.0), "data", tokens=1600, machine=slow, **options)
+    assert plan.batch == (4, 2)
+    forward = 2 * 1600 * 2 * 8 * 12 * 2 / 1e12
+    assert uneven[0].costs["data_centric"].experts == pytest.approx(3 * forward * 4 / 6)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("explain", "nosuch.module:thing"), "No module named 'nosuch'; expected MODULE:FACTORY"),
+        (("explain", "nosuch.py:thing"), "there is no file nosuch.py; expected MODULE:FACTORY or FILE.py:FACTORY"),
+        (("explain", FACTORY.replace(":factory", ":nothing")), "has no attribute 'nothing'"),
+        (("explain", FACTORY.replace(":factory", ":not_a_pair")), "expected a tuple (model, example_inputs)"),
+        (
+            ("explain", FACTORY.replace(":factory", ":failing")),
+            "RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+        ),
+        (("explain", "/no/such/folder"), "downloads nothing: give a folder that holds the model's config.json"),
+        (("graph", REFUSED), "was rewritten, so there is nothing to draw; `hexa-fx explain"),
+        (("graph", FACTORY, "--block", "layer.0"), "no rewritten block at 'layer.0'; there are 'layers.0', 'layers.1'"),
+        (
+            ("graph", FACTORY, "--stage", "lowered", "--svg", "/dev/null"),
+            "has no stage 'lowered'; it has capture, rewrite",
+        ),
+        (("kernels", "list", FACTORY, "--arch", "75"), "compute capability 75; give one of 80, 86, 89, 90"),
+        (("kernels", "list", FACTORY, "--dtype", "int8"), "--dtype 'int8': expected one of bf16, f16, f32, f64"),
+        (("kernels", "list", FACTORY, "--tokens", "0"), "--tokens 0: expected a positive number"),
+        (("kernels", "list", REFUSED), "runs as hexa::moe_ffn; `hexa-fx explain"),
+        (("plan", FACTORY, "--capacities", "1;2"), "expected numbers with commas between, e.g. 1,1,2"),
+        (("plan", FACTORY, "--capacities", "1"), "at least two, e.g. 1,2"),
+        (("plan", FACTORY, "--capacities", "1,0"), "capacities are times of the same task and must be positive"),
+        (("plan", FACTORY, "--strategy", "fast"), "--strategy 'fast': expected auto, data or model"),
+        (("plan", REFUSED), "can be partitioned; `hexa-fx explain"),
+        (("bench", FACTORY, "--repeat", "0"), "--repeat 0: expected at least 1"),
+    ],
+)
+def test_errors_say_what_to_do(words, said):
+    text = call(*words, code=2)
+    assert said in text
+    assert text.startswith("hexa-fx: ")
+    assert "Traceback" not in text
+
+
+def test_errors_as_json():
+    assert "expected MODULE:FACTORY" in json.loads(call("explain", "nosuch:thing", "--json", code=2))["error"]
+
+
+def test_the_models_own_error_names_the_users_line():
+    text = call("explain", FACTORY.replace(":factory", ":failing"), code=2)
+    assert "models.py:" in text
+
+
+def test_a_misspelt_model_type_gets_a_hint():
+    pytest.importorskip("transformers")
+    assert "Did you mean mixtral" in call("explain", "mixtrall", code=2)
+
+
+def test_a_folder_keeps_layers_and_experts(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model("qwen3_moe", num_hidden_layers=3, num_experts=6, num_experts_per_tok=3)
+    config.save_pretrained(tmp_path)
+    found = json.loads(call("explain", tmp_path, "--json"))
+    assert [(b["num_experts"], b["top_k"], b["hidden_size"]) for b in found["blocks"]] == [(6, 3, 64)] * 3
+    (tmp_path / "config.json").write_text('{"model_type": "resnet5000"}')
+    assert "resnet5000" in call("explain", tmp_path, code=2)
+    (tmp_path / "config.json").write_text("{}")
+    assert "has no 'model_type'" in call("explain", tmp_path, code=2)

@@ -1,0 +1,230 @@
+"""The report: numbers that can be worked out by hand, and every form of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+import hexa_fx.errors
+from hexa_fx.inspection.kernels import kernels_of
+from hexa_fx.inspection.stages import FfnCase
+from hexa_fx.ir import FfnSpec
+from hexa_fx.passes.plan_layers import plan_layers
+from hexa_fx.plan import ExpertShape
+from hexa_fx.report import OptimizationReport
+
+T, K, E, D, I = 14, 2, 4, 8, 12  # noqa: E741
+
+
+def test_costs_are_those_of_the_sizes(optimized):
+    costs = optimized.report.blocks[0].costs
+    assert costs.tokens == T
+    assert costs.before.flops == costs.after.flops == 2 * T * K * D * I * 2
+    assert costs.after.saved < costs.before.saved
+    assert costs.after.moved < costs.before.moved
+
+
+def test_memory_kept_for_backward_is_that_of_the_operators(models, monkeypatch):
+    from hexa_fx.ops import dense
+
+    monkeypatch.setattr(
+        dense, "takes", lambda *_, **__: False
+    )  # a CPU trades memory for time where a layer is this small
+    experts, tokens, width = 16, 200, 16
+    block = models.make(models.Block(width, experts)).layers[0]
+    (report,) = hexa_fx.explain(block, torch.randn(tokens, width)).rewritten
+    rows = tokens * K
+    kept = 4 * (tokens * width + rows * I) + 4 * (2 * rows + experts + 1)  # x and h, and the re-index vectors
+    router = 4 * (tokens * experts + tokens * K) + 8 * tokens * K  # softmax, weights, ids
+    assert report.costs.after.saved == kept + router
+    assert report.costs.after.saved < 0.65 * report.costs.before.saved
+
+
+def test_dense_experts_cost_less_afterwards():
+    class Dense(nn.Module):
+        """All experts on all tokens."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(D, E)
+            self.w1, self.w2 = nn.Parameter(torch.randn(E, I, D)), nn.Parameter(torch.randn(E, D, I))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights, chosen = torch.softmax(self.router(x), -1).topk(K, -1)
+            gates = torch.zeros(x.shape[0], E).scatter(1, chosen, weights)
+            a = torch.relu(torch.einsum("td,eid->tei", x, self.w1))
+            return torch.einsum("tei,edi,te->td", a, self.w2, gates)
+
+    torch.manual_seed(0)
+    report = hexa_fx.explain(Dense(), torch.randn(T, D))
+    (block,) = report.rewritten
+    assert block.costs.before.flops == pytest.approx(E / K * block.costs.after.flops, rel=0.5)
+    assert block.costs.before.flops > 1.9 * block.costs.after.flops
+
+
+def test_where_the_code_is_and_what_it_became(optimized, models):
+    block = optimized.report.blocks[0]
+    assert (block.activation, block.weights, block.layout) == ("relu", "listed", "(E, out, in)")
+    assert block.rewritten_to == "hexa::moe_ffn"
+    assert block.code.code == "Block"
+    with open(block.code.file, encoding="utf-8") as file:
+        assert "def forward" in file.readlines()[block.code.line - 1]
+
+
+def test_text_gathers_identical_blocks(optimized):
+    text = str(optimized.report)
+    assert "2 of 2 MoE blocks rewritten" in text
+    assert text.count("loop over experts") == 1
+    assert "the same in 1 more: layers.1" in text
+    assert "kept for backward" in text
+
+
+def test_a_refusal_says_why_and_where(models):
+    report = hexa_fx.explain(*models.refused())
+    (block,) = report.refused
+    line = next(line for line in str(report).splitlines() if "left as it is" in line)
+    assert "mean" in line
+    assert f"{block.location.file}:{block.location.line}" in line
+
+
+def test_json_has_everything(optimized):
+    found = json.loads(optimized.report.to_json())
+    block = found["blocks"][0]
+    assert block["costs"]["after"]["flops"] == 2 * T * K * D * I * 2
+    assert block["path"] == "layers.0"
+    assert block["code"]["code"] == "Block"
+    assert found["plan"] is None
+    assert found["blocks"][1]["same_as"] == "layers.0"
+
+
+def test_html_stands_alone(optimized, models, tmp_path):
+    text = optimized.report.to_html(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "layers.0" in text
+    assert "and 1 alike" in text
+    assert "kept for backward" in text
+    assert "http" not in text
+    assert "src=" not in text
+    text = hexa_fx.explain(*models.refused()).to_html(tmp_path / "refused.html").read_text(encoding="utf-8")
+    assert "super().forward(x - x.mean(0))" in text
+
+
+def test_plan_is_part_of_the_report(optimized, tmp_path):
+    plan = plan_layers({"layers.0": ExpertShape(E, D, I)}, [1.0, 2.0], "model")
+    report = OptimizationReport(optimized.report.blocks, 0.1, plan)
+    assert plan.fingerprint in str(report)
+    assert json.loads(report.to_json())["plan"]["capacities"] == [1.0, 2.0]
+    assert plan.fingerprint in report.to_html(tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_table_where_rich_is_and_lines_where_it_is_not(optimized, monkeypatch, capsys):
+    from rich.console import Console
+
+    console = Console(width=200, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
+    console.print(optimized.report.table())
+    assert "layers.0" in console.export_text()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    optimized.report.print()
+    assert "2 of 2 MoE blocks rewritten" in capsys.readouterr().out
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def case(dtype: torch.dtype = torch.bfloat16, tokens: int = 4096, width: int = 1024, bias: bool = False) -> FfnCase:
+    """A gated layer of 16 experts."""
+
+    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    operands = {
+        "x": empty(tokens, width),
+        "top_k_index": empty(tokens, 2, kind=torch.int64),
+        "top_k_weights": empty(tokens, 2),
+        "w1": empty(16, 1024, width),
+        "w2": empty(16, width, 512),
+    }
+    biases = {"b1": empty(16, 1024), "b2": empty(16, width)} if bias else {}
+    return FfnCase(FfnSpec("silu", "concat"), operands | biases)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "family"),
+    [(90, torch.bfloat16, "gather_gemm_sm90"), (80, torch.bfloat16, "gemm_sm80"), (90, torch.float32, "gemm_sm80")],
+)
+def test_kernels_are_chosen_without_a_gpu(arch, dtype, family):
+    found = kernels_of(case(dtype), arch)
+    by_node = {(kernel.way, kernel.node): json.loads(kernel.spec) for kernel in found}
+    up = by_node["forward", "h_a"]
+    assert (up["family"], up["arch"], up["activation"]) == (family, arch, "silu")
+    assert {kernel.operator for kernel in found} >= {
+        "hexa.reindex",
+        "hexa.esmm_act",
+        "hexa.combine",
+        "hexa.estmm",
+        "hexa.esfk",
+    }
+    for kernel in found:
+        assert kernel.fallback == ""
+        assert f"// node     {kernel.node}" in kernel.source
+        assert "hexa_kernel" in kernel.source
+
+
+def test_few_rows_take_other_kernels():
+    def up(tokens: int) -> dict:
+        return next(json.loads(k.spec) for k in kernels_of(case(tokens=tokens), 90) if k.node == "h_a")
+
+    assert up(4)["family"] == "gemm_sm80"
+    assert up(65536)["family"] == "gather_gemm_sm90"
+
+
+def test_operands_without_a_kernel_fall_back_with_a_reason():
+    huge = case()
+    huge.operands["w1"] = torch.empty(60000, 1024, 1024, dtype=torch.bfloat16, device="meta")
+    huge.operands["w2"] = torch.empty(60000, 1024, 512, dtype=torch.bfloat16, device="meta")
+    kernel = next(k for k in kernels_of(huge, 90) if k.operator == "hexa.reindex")
+    assert "60000 experts" in kernel.fallback
+    assert kernel.source == ""
+    assert kernel.cached is None
+    assert kernel.name == "hexa.reindex on torch's operators"
+
+
+def test_biases_are_summed_by_a_kernel_of_their_own():
+    assert any(k.operator == "hexa.ess" for k in kernels_of(case(bias=True), 80))
+
+
+def test_collecting_leaves_nothing_behind():
+    from hexa_fx.runtime import cuda_launch
+
+    kernels_of(case(), 90)
+    assert cuda_launch.described() is None
+    assert not cuda_launch.fallbacks
+
+
+def test_other_cards_are_refused_with_those_there_are():
+    with pytest.raises(hexa_fx.errors.KernelError, match="75; give one of 80, 86, 89, 90"):
+        kernels_of(case(), 75)
+
+
+def test_cached_follows_the_cache(monkeypatch, tmp_path):
+    from hexa_fx.inspection import kernels
+
+    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
+    kernels._build_key.cache_clear()
+    kernel = kernels_of(case(), 80)[0]
+    if kernel.cached is None:
+        pytest.skip("no compiler, so that nothing can be in the cache")
+    assert kernel.cached is False
+    from hexa_fx.jit import KernelCache
+
+    cache, key = KernelCache(tmp_path), kernels._build_key(kernel.spec)
+    with cache.lock(key):
+        workspace = cache.workspace(key)
+        (workspace / "kernel.cubin").write_bytes(b"cubin")
+        cache.publish(key, workspace, {})
+    assert kernel.cached is True

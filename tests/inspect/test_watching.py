@@ -1,0 +1,201 @@
+"""Dumps, `hexa_fx.debug`, logs, traces and progress bars."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hexa_fx
+from hexa_fx import observers
+from hexa_fx.errors import InputError
+from hexa_fx.inspection import watch
+from hexa_fx.progress import may_draw, progress
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_dump_directory(models, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEXA_FX_DUMP_DIR", str(tmp_path))
+    hexa_fx.optimize(*models.factory())
+    folder = tmp_path / "000"
+    names = sorted(path.name for path in folder.glob("*.txt"))
+    assert names[:4] == [
+        f"00{i}-layers.0-eval-{p}.txt" for i, p in enumerate(("capture", "canonicalize", "detect", "rewrite"))
+    ]
+    assert [name for name in names if "verify" in name]
+    assert [name for name in names if "fuse_activation" in name]
+    text = (folder / names[3]).read_text(encoding="utf-8")
+    assert text.startswith("# after rewrite, layers.0 (eval): 16 operators\n# changed: ")
+    assert "torch.ops.hexa.moe_ffn" in text
+    assert "# operators: {" in text
+    assert "# nodes" in text
+    assert json.loads((folder / "report.json").read_text())["blocks"]
+    assert (folder / "graphs.html").stat().st_size > 50_000
+    assert (folder / "report.html").is_file()
+    assert len(list((folder / "kernels").glob("*.cu"))) >= 8
+    hexa_fx.explain(*models.factory())
+    assert (tmp_path / "001" / "report.txt").is_file()
+    assert not (tmp_path / "001" / "graphs.html").exists()
+
+
+def test_a_refused_model_is_dumped_too(models, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEXA_FX_DUMP_DIR", str(tmp_path))
+    hexa_fx.optimize(*models.refused())
+    detect = next((tmp_path / "000").glob("*experts-eval-detect.txt"), None) or next(
+        (tmp_path / "000").glob("*eval-detect.txt")
+    )
+    assert "# says: refused: mean inside the experts" in detect.read_text(encoding="utf-8")
+
+
+def test_nobody_listens_unless_asked():
+    assert watch.Watch({}).listeners == ()
+
+
+def test_debug_prints_and_keeps(models, capsys):
+    with hexa_fx.debug(before=["rewrite"], after=["rewrite", "fuse_activation"]) as seen:
+        hexa_fx.optimize(*models.factory())
+    out = capsys.readouterr().out
+    assert "# before rewrite, layers.0 (eval)" in out
+    assert "# after rewrite, layers.0 (train)" in out
+    names = [(s.when, s.name, s.mode) for s in seen]
+    assert names[:4] == [(w, "rewrite", m) for m in ("eval", "train") for w in ("before", "after")]
+    assert {s.name for s in seen[4:]} == {"fuse_activation"}
+    after = seen[1]
+    assert after.graph.counts["hexa.moe_ffn"] == 1
+    assert "hexa.moe_ffn +1" in after.difference
+
+
+def test_debug_of_one_block_quietly(models, capsys):
+    model = models.make(models.Block(), models.Block(experts=5))
+    with hexa_fx.debug(after="*", block="layers.1", quiet=True) as seen:
+        hexa_fx.explain(model, models.INPUT)
+    assert capsys.readouterr().out == ""
+    assert {s.path for s in seen} == {"layers.1"}
+    assert {"capture", "detect", "rewrite", "verify"} <= {s.name for s in seen}
+
+
+def test_debug_of_no_such_pass():
+    with (
+        pytest.raises(InputError, match="no pass is called 'fuse'; there are capture, canonicalize"),
+        hexa_fx.debug(["fuse"]),
+    ):
+        pass
+
+
+def test_debug_ends_with_its_block(models):
+    with hexa_fx.debug(after=["rewrite"], quiet=True) as seen:
+        pass
+    hexa_fx.explain(*models.factory())
+    assert seen == []
+    assert observers._listeners.get() == ()
+
+
+def test_graphs_in_the_log(models, caplog):
+    with caplog.at_level(logging.DEBUG, logger="hexa_fx"):
+        hexa_fx.optimize(*models.factory())
+    text = "\n".join(record.getMessage() for record in caplog.records if record.name == "hexa_fx.passes.graphs")
+    assert "# after rewrite, layers.0 (eval)" in text
+
+
+def test_a_level_that_is_none_is_named():
+    with pytest.raises(InputError, match="HEXA_FX_LOGS='loud': expected one of debug, info, warning"):
+        watch.Watch({"HEXA_FX_LOGS": "loud"})
+
+
+def test_torch_logs_and_traces(tmp_path):
+    code = (
+        "import importlib.util, hexa_fx\n"
+        f"spec = importlib.util.spec_from_file_location('models', {str(Path(__file__).with_name('models.py'))!r})\n"
+        "models = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(models)\n"
+        "hexa_fx.explain(*models.factory(), hexa_fx.HexaConfig(verify=False))\n"
+    )
+    environment = {**os.environ, "TORCH_LOGS": "+hexa_fx", "TORCH_TRACE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "# after rewrite, layers.0 (eval)" in done.stderr
+    (trace,) = tmp_path.glob("*.log")
+    text = trace.read_text()
+    assert '"name": "hexa_fx_layers_0_eval_rewrite"' in text
+    assert "torch.ops.hexa.moe_ffn" in text
+
+
+def test_the_table_of_passes_is_the_passes_there_are():
+    from hexa_fx.passes.fuse import FuseActivation
+    from hexa_fx.passes.program import BindKernels
+    from hexa_fx.passes.tile import TileRows
+
+    assert {p.name for p in (FuseActivation, BindKernels, TileRows)} <= set(observers.PASSES)
+
+
+def test_variables_are_documented():
+    rows = set(
+        re.findall(r"(?m)^\| `(HEXA_FX_\w+)` \|", (ROOT / "docs" / "environment.md").read_text(encoding="utf-8"))
+    )
+    assert {"HEXA_FX_DUMP_DIR", "HEXA_FX_LOGS", "HEXA_FX_PROGRESS"} <= rows
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run(stream: io.StringIO, total: int = 3) -> str:
+    with progress("building kernels", total, stream) as advance:
+        for number in range(total):
+            advance(f"kernel {number}")
+    return stream.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def rank_0(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "HEXA_FX_PROGRESS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_bar_without_rich(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    text = run(Terminal())
+    assert "building kernels ##########.................... 1/3" in text
+    assert "3/3" in text
+    assert text.endswith("\r\033[K")
+
+
+def test_a_bar_with_rich():
+    pytest.importorskip("rich")
+    assert "building kernels" in run(Terminal())
+
+
+def test_no_bar_where_there_is_no_terminal():
+    assert run(io.StringIO()) == ""
+
+
+def test_no_bar_for_one_thing():
+    assert run(Terminal(), 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "3"), ("LOCAL_RANK", "1"), ("SLURM_PROCID", "2"), ("HEXA_FX_PROGRESS", "0")]
+)
+def test_no_bar_on_other_ranks_or_when_switched_off(monkeypatch, name, value):
+    assert may_draw()
+    monkeypatch.setenv(name, value)
+    assert not may_draw()
+    assert run(Terminal()) == ""
+
+
+def test_a_bar_is_taken_away_when_something_fails(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    stream = Terminal()
+    with pytest.raises(ValueError), progress("x", 2, stream):
+        raise ValueError
+    assert stream.getvalue().endswith("\r\033[K")

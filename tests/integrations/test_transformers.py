@@ -1,0 +1,250 @@
+"""An optimized model in transformers' own hands: Trainer, generate, save_pretrained and from_pretrained; PEFT and accelerate."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", minversion="5")
+
+import transformers
+
+import hexa_fx
+from hexa_fx.runtime.install import is_installed
+from tests.zoo import families
+from tests.zoo.compare import operators_run
+
+torch.set_num_threads(1)
+
+
+def pair(family: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """Two models of equal but separate weights, the second optimized."""
+    original = families.make(family, dtype=dtype)
+    return original, hexa_fx.optimize_(copy.deepcopy(original), families.inputs(2, 7))
+
+
+def blocks(model: nn.Module) -> int:
+    return sum(is_installed(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_generate_gives_the_same_tokens_in_float32(family: str) -> None:
+    original, optimized = pair(family)
+    ids = families.inputs(2, 5)["input_ids"]
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}, {"num_beams": 2}):
+        tokens = []
+        for model in (original, optimized):
+            torch.manual_seed(3)
+            tokens.append(model.generate(ids, max_new_tokens=6, pad_token_id=0, **sampling))
+        assert torch.equal(*tokens), sampling
+
+
+@pytest.mark.parametrize("family", ["mixtral", "switch_transformers"])
+def test_save_pretrained_and_from_pretrained(family: str, tmp_path: Path) -> None:
+    """Optimized, saved, and loaded by plain transformers; and a saved plain model loaded and optimized."""
+    original, optimized = pair(family)
+    original.save_pretrained(tmp_path / "plain")
+    optimized.save_pretrained(tmp_path / "optimized")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "plain" / name).read_text() == (tmp_path / "optimized" / name).read_text()
+    plain = type(original).from_pretrained(tmp_path / "optimized", attn_implementation="eager").eval()
+    assert blocks(plain) == 0
+    theirs = original.state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in plain.state_dict().items())
+    loaded = type(original).from_pretrained(tmp_path / "plain", attn_implementation="eager").eval()
+    loaded = hexa_fx.optimize(loaded, families.inputs(2, 7))
+    assert blocks(loaded) == families.FAMILIES[family].blocks
+    batch = families.inputs(3, 5)
+    torch.testing.assert_close(loaded(**batch).logits, original(**batch).logits, rtol=1e-4, atol=1e-5)
+
+
+class Sentences(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = families.inputs(1, 7, seed=index)["input_ids"][0]
+        return {"input_ids": ids, "labels": ids}
+
+
+def losses(model: nn.Module, folder: Path) -> list[float]:
+    """The loss of every step of a Trainer run, with clipping, accumulation and weight decay as it comes."""
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=1,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=Sentences())
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_trainer_follows_the_original(tmp_path: Path) -> None:
+    logging.getLogger("transformers.trainer").setLevel(logging.ERROR)
+    original, optimized = pair("qwen3_moe", torch.float64)
+    first = losses(original, tmp_path / "a")
+    second = losses(optimized, tmp_path / "b")
+    assert len(first) == 4
+    assert first[-1] < first[0]
+    torch.testing.assert_close(second, first, rtol=1e-6, atol=1e-6)
+    assert operators_run(optimized, (), families.inputs(3, 5)) == 2
+    for (name, a), b in zip(original.named_parameters(), optimized.parameters()):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-8, msg=name)
+
+
+def test_gradient_checkpointing() -> None:
+    original, optimized = pair("mixtral", torch.float64)
+    for model in (original, optimized):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    reference = families.logits_and_gradients(original, families.inputs(2, 5), train=True)
+    value = families.logits_and_gradients(optimized, families.inputs(2, 5), train=True)
+    for name, gradient in reference.gradients.items():
+        torch.testing.assert_close(value.gradients[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
+
+
+# -- PEFT --------------------------------------------------------------------------------------------------------------
+
+
+def adapted(model: nn.Module, **where: object) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, task_type="CAUSAL_LM", **where)
+    return peft.get_peft_model(model, config)
+
+
+def same_training(first: nn.Module, second: nn.Module) -> None:
+    """Logits, and the gradients of what is trained, agree; frozen experts get none."""
+    outcomes = [families.logits_and_gradients(model, families.inputs(3, 5), train=True) for model in (first, second)]
+    torch.testing.assert_close(outcomes[1].logits, outcomes[0].logits, rtol=1e-9, atol=1e-10)
+    trained = [name for name, gradient in outcomes[0].gradients.items() if gradient is not None]
+    assert trained
+    assert all("lora" in name for name in trained)
+    for name in trained:
+        torch.testing.assert_close(outcomes[1].gradients[name], outcomes[0].gradients[name], rtol=1e-8, atol=1e-10)
+    assert [n for n, g in outcomes[1].gradients.items() if g is not None] == trained
+
+
+def test_lora_on_attention_of_an_optimized_model(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    original, optimized = pair("mixtral", torch.float64)
+    plain = copy.deepcopy(original)
+    original, optimized = (adapted(m, target_modules=["q_proj", "v_proj"]) for m in (original, optimized))
+    same_training(original, optimized)
+    assert blocks(optimized) == 2
+    optimized.eval().save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
+    batch = families.inputs(2, 5)
+    torch.testing.assert_close(loaded(**batch).logits, optimized(**batch).logits, rtol=1e-9, atol=1e-10)
+    merged = optimized.merge_and_unload()
+    torch.testing.assert_close(merged(**batch).logits, loaded(**batch).logits, rtol=1e-6, atol=1e-8)
+
+
+def test_lora_on_expert_parameters_of_an_optimized_model() -> None:
+    """PEFT wraps the experts module and parametrizes its weights while it runs; the operators get the adapted ones."""
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    original, optimized = pair("mixtral", torch.float64)
+    original, optimized = (adapted(m, target_modules=[], target_parameters=names) for m in (original, optimized))
+    same_training(original, optimized)
+    assert operators_run(optimized, (), families.inputs(3, 5)) >= 2
+
+
+def test_optimize_after_lora() -> None:
+    """The other order: experts are rewritten inside the adapted model."""
+    original = adapted(families.make("mixtral", dtype=torch.float64), target_modules=["q_proj", "v_proj"])
+    optimized = hexa_fx.optimize(original, families.inputs(2, 7))
+    assert blocks(optimized) == 2
+    same_training(original, optimized)
+
+
+class Listed(nn.Module):
+    """Experts in a list, whose linears PEFT exchanges for its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            y = expert["down"](nn.functional.gelu(expert["up"](x[token])))
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+
+def test_lora_on_a_list_of_experts(caplog: pytest.LogCaptureFixture) -> None:
+    """Added after `optimize` the block runs its original code and says why; added before, or merged, it is rewritten."""
+    peft = pytest.importorskip("peft")
+
+    def with_lora(model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Listed()).double(), torch.randn(9, 8, dtype=torch.float64)
+    optimized = hexa_fx.optimize_(copy.deepcopy(plain), x)
+    reference, after = with_lora(plain), with_lora(optimized)
+    torch.testing.assert_close(after(x), reference(x))
+    after(x)
+    said = [r.message for r in caplog.records if "exchanged" in r.message]
+    assert len(said) == 1
+    assert "runs its original forward" in said[0]
+    assert operators_run(after, (x,)) == 0
+    before = hexa_fx.optimize(reference, x)
+    assert operators_run(before, (x,)) > 0
+    torch.testing.assert_close(before(x), reference(x), rtol=1e-9, atol=1e-10)
+    merged = after.merge_and_unload()
+    assert operators_run(merged, (x,)) > 0
+    torch.testing.assert_close(merged(x), reference(x), rtol=1e-9, atol=1e-10)
+
+
+# -- accelerate --------------------------------------------------------------------------------------------------------
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    """prepare, backward, clipping, save_state and load_state, step by step as with the original."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    finals = []
+    for name, model in zip("ab", pair("qwen2_moe", torch.float64)):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model.train(), optimizer)
+        for step in range(4):
+            if step == 2:
+                accelerator.save_state(str(tmp_path / name))
+            loss = train_step(accelerator, model, optimizer, step)
+        accelerator.load_state(str(tmp_path / name))
+        again = [train_step(accelerator, model, optimizer, step) for step in (2, 3)][-1]
+        torch.testing.assert_close(again, loss, rtol=1e-9, atol=1e-9)
+        finals.append(loss)
+        accelerator.free_memory()
+    torch.testing.assert_close(finals[1], finals[0], rtol=1e-7, atol=1e-8)
+
+
+def train_step(accelerator: object, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
+    loss = model(**families.inputs(2, 5, seed=step)).loss
+    optimizer.zero_grad()
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return loss.detach()

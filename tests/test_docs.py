@@ -1,0 +1,69 @@
+"""Every Python block of the README and of docs/ runs; the blocks of one page share their names, as a reader would run them.
+
+A fence ``python no-test`` (with the reason after it, or in the text before) is compiled only: it needs a GPU, several processes, or
+is a part of code that stands elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+FENCE = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(what stands behind ``python``, code) of every block; empty lines before the code keep the page's line numbers."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (found.group(1).strip(), "\n" * text[: found.start(2)].count("\n") + found.group(2))
+        for found in FENCE.finditer(text)
+    ]
+
+
+def marks(page: Path) -> object:
+    return pytest.param(page, id=page.relative_to(ROOT).as_posix())
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that a page writes go to a folder of their own; the backend's name is known also where an older installation is."""
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    if "hexa" not in torch._dynamo.list_backends():
+        from hexa_fx.integrations.dynamo import hexa
+
+        torch._dynamo.register_backend(hexa, name="hexa")
+
+
+@pytest.mark.parametrize("page", [marks(page) for page in PAGES if blocks(page)])
+def test_blocks_of_the_page_run(page: Path) -> None:
+    pytest.importorskip("transformers")
+    names: dict[str, object] = {"__name__": "documentation"}
+    for kind, code in blocks(page):
+        compiled = compile(code, page.name, "exec")
+        if not kind.startswith("no-test"):
+            assert not kind, f"{page.name}: a fence says {kind!r}; only `no-test` is known"
+            exec(compiled, names)
+
+
+def test_no_block_is_hidden_by_another_spelling() -> None:
+    """``py``, ``Python`` and the like would not be found above."""
+    for page in PAGES:
+        for info in re.findall(r"^```(\S*)", page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert info in ("", "python", "bash", "text", "html", "cuda", "toml", "json"), f"{page.name}: ```{info}"
+
+
+def test_every_page_is_linked() -> None:
+    """A page that nothing leads to is not found by anyone."""
+    linked = {
+        (page.parent / target).resolve()
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+    }
+    assert not [page.name for page in PAGES[1:-1] if page.resolve() not in linked]

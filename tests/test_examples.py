@@ -1,0 +1,49 @@
+"""Every script in examples/ runs, and is in its README."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5")
+
+torch.set_num_threads(1)
+FOLDER = Path(__file__).parents[1] / "examples"
+SAYS = {
+    "transformers_inference": "same tokens",
+    "fine_tuning": "saved and loaded by plain transformers",
+    "handwritten_moe": "same weights after training",
+    "inspect_graph": "The second block runs its own code: expert outputs are not combined as a weighted sum",
+    "unequal_devices": "of one process",
+}
+
+
+def test_all_are_tested_and_listed() -> None:
+    scripts = {path.stem for path in FOLDER.glob("*.py")}
+    assert scripts == set(SAYS)
+    assert all(f"examples/{name}.py" in (FOLDER / "README.md").read_text() for name in scripts)
+
+
+@pytest.mark.parametrize("name", [name for name in SAYS if name != "unequal_devices"])
+def test_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "fine_tuning":
+        pytest.importorskip("accelerate")
+    monkeypatch.setattr(sys, "argv", [name])
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    assert SAYS[name] in capsys.readouterr().out
+
+
+def test_two_processes_under_torchrun() -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launcher, str(FOLDER / "unequal_devices.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert SAYS["unequal_devices"] in done.stdout

@@ -1,0 +1,198 @@
+"""Judges mutants of the zoo: is what `hexa_fx.optimize` makes of them equal to them?
+
+    python -m tests.zoo.judge --log mutants.jsonl --judged 5000      # goes on where the log ends
+    python -m tests.zoo.judge --log mutants.jsonl --tally            # counts what is in it
+
+The log has a line a seed: outcome, detail, what was changed, seconds of processor time. It can be stopped at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import logging
+import pathlib
+import sys
+import time
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from tests.zoo import pattern_table
+from tests.zoo.compare import Difference, compare, perturb
+from tests.zoo.mutate import Mutant, mutant
+from tests.zoo.variant import Variant
+
+SIZES = ((2, 7), (3, 5), (1, 1), (2, 16))
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant: ``invalid`` (its own code does not run or does not repeat itself), ``refused``, ``equal``, or
+    ``WRONG`` with the difference.
+    """
+
+    outcome: str
+    detail: str = ""
+
+
+def judge(case: Mutant) -> Verdict:
+    """Optimize the mutant and compare where it was rewritten."""
+    v = case.variant
+    dtype = torch.float64 if torch.float64 in v.dtypes else torch.float32
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        excuse = excuse_of(case, dtype)
+        if excuse:
+            return Verdict("invalid", excuse)
+        model, opt = _optimized(v, dtype)  # an exception here is the product's: let it fail
+        if not any(block.status == "rewritten" for block in opt.report.blocks):
+            return Verdict("refused", "; ".join(b.reason for b in opt.report.blocks) or "no candidate")
+        for changed in (False, True):
+            if changed:
+                perturb(model, opt)
+            wrong = _first_difference(case, model, opt, dtype)
+            if wrong:
+                return Verdict("WRONG", f"{'after parameters and buffers changed, ' if changed else ''}{wrong}")
+    return Verdict("equal")
+
+
+def _first_difference(case: Mutant, model: torch.nn.Module, opt: torch.nn.Module, dtype: torch.dtype) -> str:
+    """Where the two differ, over sizes, modes and inputs; empty if nowhere."""
+    v = case.variant
+    for place, (batch, seq) in enumerate(SIZES):
+        for train in (False, True):
+            for args, kwargs in _inputs(case, batch, seq, dtype, place):
+                try:
+                    found = compare(model, model, args, kwargs, train=train and v.train, seed=place)
+                except Exception:
+                    continue  # the original raises: nothing to compare with
+                if not found.within(0.0):
+                    continue  # uninitialised memory, or state kept in Python
+                found = compare(model, opt, args, kwargs, train=train and v.train, seed=place)
+                if not found.within(_tolerance(case, dtype)) and not _chaotic(
+                    model, args, kwargs, train and v.train, found
+                ):
+                    return f"batch {batch}, seq {seq}, train {train}: {found}"
+    return ""
+
+
+def _chaotic(model: torch.nn.Module, args: tuple, kwargs: dict, train: bool, found: Difference) -> bool:
+    """Whether rounding alone moves the original about as far: it divides by what is zero but for rounding."""
+    moved = tuple(a * (1 + 4 * torch.finfo(a.dtype).eps) if _is_float(a) else a for a in args)
+    first = compare(model, _OnOthers(model, moved), args, kwargs, train=train)
+    return max(first.forward, first.gradient) >= max(found.forward, found.gradient) / 100
+
+
+class _OnOthers(torch.nn.Module):
+    """The model, called with other positional arguments; the gradients of the inputs given are not compared."""
+
+    def __init__(self, model: torch.nn.Module, args: tuple) -> None:
+        super().__init__()
+        self.__dict__["model"], self.__dict__["args"] = model, args
+
+    def named_parameters(self, *args: object, **kwargs: object):
+        return self.model.named_parameters()
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        self.model.train(self.training)
+        return self.model(*(m + 0 * a if _is_float(a) else a for m, a in zip(self.args, args)), **kwargs)
+
+
+def _tolerance(case: Mutant, dtype: torch.dtype) -> float:
+    """A cast to float32 inside a float64 block rounds; the operators keep float64 there, which is as good."""
+    return TOLERANCE[torch.float32] if "float32" in case.what else TOLERANCE[dtype]
+
+
+def _inputs(case: Mutant, batch: int, seq: int, dtype: torch.dtype, seed: int):
+    """Random tokens, and equal tokens: all to the same experts."""
+    args, kwargs = case.variant.inputs(batch, seq, dtype, 20 + seed)
+    yield args, kwargs
+    yield tuple(torch.ones_like(a) * 0.3 if _is_float(a) else a for a in args), kwargs
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def excuse_of(case: Mutant, dtype: torch.dtype) -> str:
+    """Why the mutant is no test: its own code fails on the traced size."""
+    try:
+        model = case.variant.make(0).to(dtype).eval()
+        args, kwargs = case.variant.inputs(2, 7, dtype, 0)
+        found = compare(model, model, args, kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}"
+    return "" if found.within(0.0) else "does not repeat itself"
+
+
+def judge_seed(seed: int) -> tuple[Verdict, str]:
+    """The verdict on the mutant of that number, and what was changed."""
+    case = mutant(seed)
+    if case is None:
+        return Verdict("nothing to mutate"), ""
+    try:
+        return judge(case), case.what
+    except Exception as error:
+        return Verdict("CRASH", f"{type(error).__name__}: {error}"), case.what
+
+
+def _optimized(v: Variant, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.nn.Module]:
+    model = v.make(0).to(dtype).eval()
+    args, kwargs = v.inputs(2, 7, dtype, 0)
+    return model, pattern_table.optimized(model, args, kwargs)
+
+
+def tally(lines: list[dict]) -> str:
+    """One sentence, and a line for each wrong one."""
+    counts = collections.Counter(line["outcome"] for line in lines)
+    judged = counts["equal"] + counts["refused"] + counts["WRONG"] + counts["CRASH"]
+    wrong = [f"seed {x['seed']}: {x['what']}: {x['detail']}" for x in lines if x["outcome"] in ("WRONG", "CRASH")]
+    text = (
+        f"{judged} mutants judged: {counts['equal']} rewritten and equal, {counts['refused']} refused, {counts['WRONG']} wrong, "
+        f"{counts['CRASH']} crashed ({counts['invalid']} more do not run or do not repeat themselves)"
+    )
+    return "\n".join([text, *wrong])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--log", type=pathlib.Path, nargs="+", required=True, help="the first is written to")
+    parser.add_argument("--start", type=int, default=1000, help="first seed")
+    parser.add_argument("--judged", type=int, default=5000, help="stop after so many that were rewritten or refused")
+    parser.add_argument("--tally", action="store_true", help="only count")
+    parser.add_argument("--record", action="store_true", help="write the tally where docs/patterns.md takes it from")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    lines = [json.loads(line) for log in options.log if log.exists() for line in log.read_text().splitlines()]
+    if not options.tally:
+        _go_on(options.log[0], lines, options.start, options.judged)
+    print(tally(lines))
+    if options.record:
+        pattern_table.MUTANTS.write_text(tally(lines) + "\n")
+    return int(any(line["outcome"] in ("WRONG", "CRASH") for line in lines))
+
+
+def _go_on(log: pathlib.Path, lines: list[dict], start: int, wanted: int) -> None:
+    seen = {line["seed"] for line in lines}
+    judged = sum(line["outcome"] not in ("invalid", "nothing to mutate") for line in lines)
+    seed = start
+    with log.open("a") as file:
+        while judged < wanted:
+            if seed not in seen:
+                started = time.process_time()
+                verdict, what = judge_seed(seed)
+                line = {"seed": seed, "outcome": verdict.outcome, "detail": verdict.detail, "what": what}
+                lines.append(line | {"seconds": round(time.process_time() - started, 2)})
+                file.write(json.dumps(lines[-1]) + "\n")
+                file.flush()
+                judged += verdict.outcome not in ("invalid", "nothing to mutate")
+            seed += 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

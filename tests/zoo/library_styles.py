@@ -1,0 +1,312 @@
+"""Blocks in the styles in which libraries and model repositories write them, where that differs from the rest of the zoo."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.common import MLP, SwiGLU, TopKGate, experts
+from tests.zoo.variant import D, E, I, K, hidden_states, variant, weight
+
+
+class NoGradInference(nn.Module):
+    """Repeats and masks in train mode; in eval mode sorted slices by numpy counts, all under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts, self.shared = TopKGate(), experts(SwiGLU), SwiGLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.view(-1, D)
+        weights, indices = self.gate(flat)
+        chosen = indices.view(-1)
+        if self.training:
+            repeated = flat.repeat_interleave(K, dim=0)
+            y = torch.empty_like(repeated)
+            for e, expert in enumerate(self.experts):
+                y[chosen == e] = expert(repeated[chosen == e])
+            y = (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
+        else:
+            y = self.infer(flat, chosen, weights.view(-1, 1))
+        return y.view(*x.shape) + self.shared(x)
+
+    @torch.no_grad()
+    def infer(self, flat: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        cache = torch.zeros_like(flat)
+        order = chosen.argsort()
+        ends = chosen.bincount().cpu().numpy().cumsum(0)
+        for e, end in enumerate(ends):
+            start = 0 if e == 0 else ends[e - 1]
+            if start == end:
+                continue
+            mine = order[start:end]
+            out = self.experts[e](flat[mine // K])
+            out.mul_(weights[mine])
+            cache.scatter_reduce_(0, (mine // K).view(-1, 1).repeat(1, D), out, reduce="sum")
+        return cache
+
+
+class Loop(nn.Module):
+    """Base: tokens, weights and what the outputs are added onto can be overridden."""
+
+    def __init__(self, make_expert: type[nn.Module] = SwiGLU) -> None:
+        super().__init__()
+        self.gate, self.experts = TopKGate(), experts(make_expert)
+
+    def mix(self, flat: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(indices == e)
+            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out
+
+    def forward(self, x: torch.Tensor) -> Any:
+        flat = x.reshape(-1, D)
+        return self.mix(flat, *self.gate(flat), torch.zeros_like(flat)).view(x.shape)
+
+
+class FiniteAssert(Loop):
+    """Asserts that router scores are finite before it goes on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        assert torch.isfinite(weights).all(), "NaN in the router"
+        if torch.isnan(flat).any():
+            raise ValueError("NaN in the input")
+        return self.mix(flat, weights, indices, torch.zeros_like(flat)).view(x.shape)
+
+
+class OntoShared(Loop):
+    """The expert outputs are added onto the shared expert's, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = MLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        return self.mix(flat, *self.gate(flat), self.shared(flat)).view(x.shape)
+
+
+class OntoInput(Loop):
+    """The residual is what the expert outputs are added onto."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        return self.mix(flat, *self.gate(flat), flat.clone()).view(x.shape)
+
+
+class DetachedScaled(nn.Module):
+    """Llama-4 reference style: all experts on all tokens times sigmoid scores, cut off from the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.w_gate, self.w_up, self.w_down = (
+            weight(E, D),
+            weight(E, D, I),
+            weight(E, D, I),
+            weight(E, I, D),
+        )
+        self.shared = SwiGLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        scores = flat @ self.router.t()
+        top, chosen = scores.topk(1, dim=1)
+        scores = torch.full_like(scores, float("-inf")).scatter_(1, chosen, top).t().sigmoid()
+        rows = torch.arange(len(flat)).view(1, -1).expand(E, -1).reshape(-1, 1).expand(-1, D)
+        routed = (torch.gather(flat, 0, rows) * scores.reshape(-1, 1)).detach().view(E, -1, D)
+        hidden = F.silu(torch.bmm(routed, self.w_gate)) * torch.bmm(routed, self.w_up)
+        out = self.shared(flat)
+        out.scatter_add_(0, rows, torch.bmm(hidden, self.w_down).view(-1, D))
+        return out.view(x.shape)
+
+
+_DISTRIBUTIONS: dict[str, torch.distributions.Distribution] = {}
+
+
+class NoiseFromDistribution(Loop):
+    """Gumbel noise of a distribution that is made once and kept in a global."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        logits = self.gate.weight(flat)
+        if self.training:
+            if "gumbel" not in _DISTRIBUTIONS:
+                zero, one = torch.tensor(0.0), torch.tensor(1.0)
+                _DISTRIBUTIONS["gumbel"] = torch.distributions.gumbel.Gumbel(zero, one)
+            logits = logits + _DISTRIBUTIONS["gumbel"].rsample(logits.shape).to(logits)
+        weights, indices = logits.softmax(-1).topk(K, dim=-1)
+        return self.mix(flat, weights, indices, torch.zeros_like(flat)).view(x.shape)
+
+
+class StraightThroughDispatch(nn.Module):
+    """One-hot dispatch whose ones carry the gradient of the combine weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = TopKGate(), experts(MLP)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        marks = F.one_hot(indices, E).to(x.dtype)
+        positions = (marks.sum(1).cumsum(0) - 1).unsqueeze(1).expand_as(marks)
+        slots = F.one_hot((positions * marks).sum(-1).long(), len(flat)).to(x.dtype)
+        combine = torch.einsum("tk,tke,tkc->tec", weights, marks, slots)
+        dispatch = (combine > 0).to(x.dtype)
+        dispatch = dispatch + combine - combine.detach()
+        given = torch.einsum("tec,td->ecd", dispatch, flat)
+        out = torch.stack([expert(rows) for expert, rows in zip(self.experts, given)])
+        return torch.einsum("tec,ecd->td", combine, out).view(x.shape)
+
+
+class Result(NamedTuple):
+    """What `NamedResult` returns."""
+
+    output: torch.Tensor
+    balance: torch.Tensor
+
+
+class NamedResult(Loop):
+    """Returns a named tuple."""
+
+    def forward(self, x: torch.Tensor) -> Result:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        out = self.mix(flat, weights, indices, torch.zeros_like(flat))
+        return Result(out.view(x.shape), weights.sum(0).square().mean())
+
+
+class MultiplicativeBias(nn.Module):
+    """ST-MoE's expert: GEGLU times a vector that starts as ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.down = nn.Linear(D, 2 * I), nn.Parameter(torch.ones(I)), nn.Linear(I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, gate = self.up(x).chunk(2, dim=-1)
+        return self.down(F.gelu(gate) * value * self.scale)
+
+
+class _Grouped(nn.Module):
+    """A stacked weight applied to sorted tokens."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.weight = weight(E, inner, outer)
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(len(rows), self.weight.shape[-1], dtype=rows.dtype)
+        ends = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+        for e in range(E):
+            out[ends[e] : ends[e + 1]] = rows[ends[e] : ends[e + 1]] @ self.weight[e]
+        return out
+
+
+class _GroupedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = _Grouped(D, 2 * I), _Grouped(I, D)
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        gate, up = self.fc1(rows, counts).chunk(2, dim=-1)
+        return self.fc2(F.silu(gate) * up, counts)
+
+
+class ProjectionModules(nn.Module):
+    """Aria style: every projection of all experts is a module of its own, given the sorted tokens and their counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = TopKGate(), _GroupedExperts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        order = indices.view(-1).argsort(stable=True)
+        out = self.experts(flat[order // K], torch.bincount(indices.view(-1), minlength=E))
+        back = torch.zeros_like(out)
+        back.index_copy_(0, order, out)
+        return (back.view(-1, K, D) * weights.unsqueeze(-1)).sum(1).view(x.shape)
+
+
+class MaskedTokens(Loop):
+    """Padding is cut out of the tokens by a mask, of which the example has only ones."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        flat = flat * mask.reshape(-1, 1)
+        return self.mix(flat, weights, indices, torch.zeros_like(flat)).view(x.shape)
+
+
+class MaskedWeights(Loop):
+    """Padding is cut out of the weights by a mask, of which the example has only ones."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        return self.mix(flat, weights * mask.reshape(-1, 1), indices, torch.zeros_like(flat)).view(x.shape)
+
+
+def with_mask(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tuple[tuple[Any, ...], dict]:
+    """Tokens, and a mask that is all ones for the seeds that blocks are optimized with."""
+    (x,), kwargs = hidden_states(batch, seq, dtype, seed)
+    mask = torch.ones(batch, seq, dtype=dtype)
+    if seed > 1:
+        mask = (torch.rand(batch, seq, generator=torch.Generator().manual_seed(seed)) < 0.6).to(dtype)
+    return (x, mask), kwargs
+
+
+class _AddLoss(torch.autograd.Function):
+    """DeepSeek's way of adding an auxiliary loss: the output as it is, and a gradient of one for the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, torch.ones(1, dtype=ctx.dtype).squeeze(0)
+
+
+class LossThroughFunction(Loop):
+    """The balance loss enters through a custom backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        out = self.mix(flat, weights, indices, torch.zeros_like(flat))
+        return _AddLoss.apply(out, weights.sum(0).square().mean()).view(x.shape)
+
+
+VARIANTS = (
+    variant("library_no_grad_inference", NoGradInference, "eval mode under no_grad, other code in train mode"),
+    variant("library_finite_assert", FiniteAssert, "asserts that numbers are finite"),
+    variant("library_onto_shared", OntoShared, "added onto the shared expert's output in place"),
+    variant("library_onto_input", OntoInput, "added onto a copy of the input"),
+    variant(
+        "library_detached_scaled", DetachedScaled, "all experts on scaled tokens, detached, onto the shared expert"
+    ),
+    variant("library_distribution", NoiseFromDistribution, "noise of a torch.distributions object kept in a global"),
+    variant("library_straight_through_dispatch", StraightThroughDispatch, "ones of the dispatch carry a gradient"),
+    variant("library_named_result", NamedResult, "returns a named tuple"),
+    variant("library_multiplicative_bias", Loop, "GEGLU with a multiplicative bias", make_expert=MultiplicativeBias),
+    variant("library_projection_modules", ProjectionModules, "a module for each projection of all experts"),
+    variant(
+        "library_masked_tokens", MaskedTokens, "padding mask on the tokens, all ones on the example", inputs=with_mask
+    ),
+    variant(
+        "library_masked_weights",
+        MaskedWeights,
+        "padding mask on the weights, all ones on the example",
+        inputs=with_mask,
+    ),
+    variant("library_loss_through_function", LossThroughFunction, "auxiliary loss by a custom backward", "either"),
+)
