@@ -33,8 +33,18 @@ PREAMBLE = """# MoE blocks of libraries
 What `hexa_fx.optimize` does with the code of installable libraries as it is, made by
 `python benchmarks/libraries.py --write docs/libraries.md` (its docstring says how to install them). Errors are the largest
 over eval and train mode, the traced batch and half of it, and moved parameters, relative to the tensor's scale; they are those
-of the first floating point type that the library's own code runs in.
+of the first floating point type that the library's own code runs in, and 0 where nothing differs by more than rounding.
 
+"""
+APPENDIX = """
+Looked at and not in the table: tutel, fastmoe, scattermoe and gpt-oss have no package on the index for this Python; nanotron and
+torchtune hold no MoE code in their packages; megatron-core, ai2-olmo-core, mlora and moe_peft want a whole training setup around
+their blocks and were not tried; densemixer replaces the forward of transformers' own blocks.
+
+The refusals: a soft mixture gives every expert an average of all tokens, and expert choice has no fixed number of experts a
+token, so neither is a mixture of routed tokens. Two levels of routing, product keys and convolutional experts are of another
+kind. `SwitchMoE` of three libraries asks on the host whether any expert gave a NaN. mixlora keeps its experts in a plain
+dictionary, so they are no parameters of the module.
 """
 HEADER = "| library | version | block | outcome | in | forward | gradient | as, or why not |\n|---|---|---|---|---|---|---|---|"
 
@@ -155,7 +165,7 @@ def main() -> None:
             lines.append(judge(block).render())
             print(lines[-1], flush=True)
     if options.write:
-        options.write.write_text(PREAMBLE + "\n".join(lines) + "\n")
+        options.write.write_text(PREAMBLE + "\n".join(lines) + "\n" + APPENDIX)
 
 
 if __name__ == "__main__":

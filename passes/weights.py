@@ -72,6 +72,11 @@ class WeightEmitter:
         ):  # storage for experts that have no second projection
             experts = slice(None, body.down.matrices.shape[0])
             w1, w3 = self._cut(w1, 0, experts), None if w3 is None else self._cut(w3, 0, experts)
+        if body.gain is not None:  # act(h) * g @ W2 is act(h) @ (g * W2)
+            gain = self.graph.call_method(
+                "unsqueeze", (self._bias("hexa_gain", [body.gain]), 1 if body.down.layout == "nk" else 2)
+            )
+            w2 = self.graph.call_function(operator.mul, (w2, gain))
         b2 = None if body.down_bias is None else self._bias("hexa_b2", [body.down_bias])
         return WeightNodes(w1, b1, w3, b3, w2, b2, glu, body.gate.layout, body.down.layout)
 

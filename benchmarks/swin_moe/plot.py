@@ -123,6 +123,8 @@ DRAW = {f.__name__: f for f in (memory, latency, crossover, heterogeneity, ablat
 def main(folder: Path, figures: Path = FIGURES) -> None:
     figures.mkdir(parents=True, exist_ok=True)
     for name, draw in DRAW.items():
+        if not any(load(folder, experiment) for experiment in (name, f"{name}_memory", f"{name}_latency")):
+            continue
         figure = draw(folder)
         for kind in ("png", "svg"):
             figure.savefig(figures / f"swin_{name}.{kind}", dpi=110, metadata={"Date": None} if kind == "svg" else None)

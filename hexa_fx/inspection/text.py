@@ -36,6 +36,8 @@ def details(block: BlockReport) -> Iterator[str]:
         yield f"{written} now runs as {block.rewritten_to}"
     if block.costs is not None:
         yield f"{cost_text(block.costs)}"
+    if block.collectives:
+        yield f"exchanges: {', '.join(block.collectives)}"
     for kernel in dict.fromkeys(block.kernels):
         built = {True: "built", False: "not built yet", None: "no compiler found"}[kernel.cached]
         yield f"kernel {kernel.name}, {built}" if kernel.spec else f"{kernel.name}: {kernel.fallback}"

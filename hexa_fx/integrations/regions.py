@@ -165,8 +165,8 @@ def _relative(name: str, path: str) -> str:
 def require_sizes(sizes: Sequence[Sequence[int | None]], *tensors: torch.Tensor) -> None:
     """Raises ValueError for tensors of other sizes than the graph was captured for; None is any size.
 
-    A graph that Dynamo captured with fixed sizes has them in its code, and with others it may run and give nonsense. A recording
-    does not see this check, and the rewritten graph does not need it: Dynamo guards the sizes.
+    A graph that Dynamo captured with fixed sizes has them in its code, and with others it may run and give nonsense. A
+    recording does not see this check, and the rewritten graph does not need it: Dynamo guards the sizes.
     """
     with torch._C.DisableTorchFunction():
         for expected, tensor in zip(sizes, tensors):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -137,7 +138,7 @@ def observe(
     state.restore()
     with torch.random.fork_rng(devices), torch.set_grad_enabled(gradients):
         torch.manual_seed(seed)
-        result = call(*args, **kwargs)
+        result = _unfolded(call(*args, **kwargs))
         streams = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
         values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
         values.update({f"input {i}": leaf for i, leaf in enumerate(given) if _is_tensor(leaf)})
@@ -152,6 +153,13 @@ def observe(
     facts["outputs that are no tensors"] = [leaf for leaf in pytree.tree_leaves(result) if not _is_tensor(leaf)]
     facts["random numbers drawn"] = [stream.tolist() for stream in streams]
     return Outcome(values, taken, facts, backward_error)
+
+
+def _unfolded(result: Any) -> Any:
+    """A dataclass that pytree does not know, as its class and its fields."""
+    if not dataclasses.is_dataclass(result) or isinstance(result, type) or type(result) in pytree.SUPPORTED_NODES:
+        return result
+    return type(result), {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
 
 
 def difference(original: Outcome, other: Outcome) -> Difference:

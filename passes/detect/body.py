@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import permutations, product
 
 import torch
 import torch.fx
@@ -38,6 +38,7 @@ class ExpertBody:
         pairing: how gate and up lie in ``gate`` when there is no ``up``: ``concat`` or ``interleaved``, with the suffix
             ``_up_first`` when up comes first; ``separate`` with ``up``; ``none`` for an ungated expert.
         between: per instance, the factor (R,) every row is multiplied by between the projections.
+        gain: base of a vector (I,) an expert that the activations are multiplied by, or None.
     """
 
     gate: Stack
@@ -50,6 +51,7 @@ class ExpertBody:
     params: tuple[float, ...]
     pairing: str
     between: tuple[torch.Tensor, ...]
+    gain: str | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -97,16 +99,14 @@ def identify_body(
     first = instances[0].first
     probe = _experiment(instances, replay, _range(segment))
     later_biases = bias_bases(segment, tags, instances[0].readings[0].matrices.shape[0])
-    for order in permutations(range(len(first))):
-        biases = _assign_biases([first[i] for i in order], later_biases)
+    experts = len(instances[0].readings[0].matrices)
+    orders = permutations(range(len(first)))
+    for order, (added, gain) in product(orders, _ways_to_read(later_biases, first)):
+        biases = _assign_biases([first[i] for i in order], added)
+        values = _bias_values(biases, weights, experts, first[0].node)
+        (gains,) = _bias_values([gain], weights, experts, first[0].node)
         for hypothesis in _hypotheses(instances[0], segment):
-            between = _explain(
-                hypothesis,
-                order,
-                probe,
-                instances,
-                _bias_values(biases, weights, len(instances[0].readings[0].matrices), first[0].node),
-            )
+            between = _explain(hypothesis, order, probe, instances, values, gains)
             if between is None:
                 continue
             down, inner_bias = _second_projection(instances, replay, weights)
@@ -122,6 +122,7 @@ def identify_body(
                 params=hypothesis.params,
                 pairing=hypothesis.pairing,
                 between=between,
+                gain=gain,
             )
     names = ", ".join(dict.fromkeys(operation(node) for node in segment)) or "nothing"
     raise Refuse(
@@ -190,17 +191,28 @@ def _assign_biases(ordered: Sequence[Contraction], later: list[str]) -> list[str
     """Biases inside the product calls are replaced along with the products; those added later are part of the experiment."""
     if not later:
         return [None if c.bias is None else c.bias for c in ordered]
-    if len(later) > len(ordered) or any(c.bias is not None for c in ordered):
-        raise Refuse(
-            f"the experts compute with {_count(len(later), 'parameter')} between their projections "
-            f"({', '.join(later)}) beside the projections' biases",
-            ordered[0].node,
-        )
     return [later[i] if i < len(later) else None for i in range(len(ordered))]
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _ways_to_read(later: list[str], first: Sequence[Contraction]) -> list[tuple[list[str], str | None]]:
+    """Expert parameters between the projections as (biases, gain), likeliest first.
+
+    Raises:
+        Refuse: there are more of them than a body has places for.
+    """
+    inside = any(contraction.bias is not None for contraction in first)
+    ways: list[tuple[list[str], str | None]] = []
+    if len(later) <= len(first) and not (later and inside):
+        ways.append((later, None))
+    if later and (inside or len(later) - 1 <= len(first)) and (len(later) == 1 or not inside):
+        ways.append((later[:-1], later[-1]))
+    if not ways:
+        raise Refuse(
+            f"between their projections the experts compute with {len(later)} parameters ({', '.join(later)}); biases of the first "
+            "projections and one vector after the activation can be rewritten",
+            first[0].node,
+        )
+    return ways
 
 
 def _bias_values(
@@ -249,6 +261,7 @@ def _explain(
     probe: _Probe,
     instances: list[Instance],
     biases: list[torch.Tensor | None],
+    gains: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...] | None:
     """The row factors under which the hypothesis is what was observed, or None."""
     factors = []
@@ -260,6 +273,10 @@ def _explain(
             for h, bias, added_later in zip(inputs, biases, outside)
         ]
         expected = _activate(hypothesis, shifted)
+        if gains is not None and gains.shape[1:] == expected.shape[1:]:
+            expected = expected * gains[instance.expert]
+        elif gains is not None:
+            return None
         if expected.shape != activated.shape:
             return None
         real = instance.token >= 0  # whose bias a padding row gets is arbitrary

@@ -174,9 +174,9 @@ def inference_then_training(rank, world, plan):
 
 
 def test_inference_before_training():
-    for worst, between in run(2, inference_then_training, make_plan(2, "uneven", MODES["mixed"], THREE, slots=2)):
+    for worst, apart in run(2, inference_then_training, make_plan(2, "uneven", MODES["mixed"], THREE, slots=2)):
         assert worst < 1e-10
-        assert between < 1e-12
+        assert apart < 1e-12
 
 
 def frozen(rank, world, plan):

@@ -164,6 +164,7 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=1000, help="first seed")
     parser.add_argument("--judged", type=int, default=5000, help="stop after so many that were rewritten or refused")
     parser.add_argument("--tally", action="store_true", help="only count")
+    parser.add_argument("--record", action="store_true", help="write the tally where docs/patterns.md takes it from")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -171,6 +172,8 @@ def main() -> int:
     if not options.tally:
         _go_on(options.log[0], lines, options.start, options.judged)
     print(tally(lines))
+    if options.record:
+        pattern_table.MUTANTS.write_text(tally(lines) + "\n")
     return int(any(line["outcome"] in ("WRONG", "CRASH") for line in lines))
 
 

@@ -23,9 +23,13 @@ PREAMBLE = """# Supported patterns
 What `hexa_fx.optimize` does with every block of the test zoo (`tests/zoo`), made by
 `python -m tests.zoo.pattern_table --write docs/patterns.md`. A rewritten block equals its original in float64 to 1e-10 in the
 outputs and in the gradients of all inputs and parameters, at other sizes than the traced one, in train and in eval mode
-(`tests/test_zoo.py`). A refused one runs the original code.
+(`tests/test_zoo.py`). A refused one runs the original code. Real libraries are in [libraries.md](libraries.md), transformers
+families in [families.md](families.md).
 
 """
+
+MUTANTS = pathlib.Path(__file__).with_name("mutants.txt")
+"""The last tally of `tests.zoo.judge`, which writes it with --record."""
 
 SECTIONS = (
     ("loop_", "Loops over experts"),
@@ -38,6 +42,7 @@ SECTIONS = (
     ("around_", "Around the experts"),
     ("weight_", "Where the routing weight goes"),
     ("tied_", "Shared weights"),
+    ("library_", "In the style of libraries"),
     ("refuse_", "Looks like a mixture, but is not one that can be rewritten"),
 )
 
@@ -81,6 +86,13 @@ def render(lines: list[Line]) -> str:
     """Sections of Markdown tables."""
     done = sum(line.outcome == "rewritten" for line in lines)
     parts = [f"{done} of {len(lines)} blocks are rewritten, {len(lines) - done} refused."]
+    if MUTANTS.exists():
+        parts.append(
+            "Blocks with one random change each, such as another operator, a wrong index, a dropped statement or one expert with "
+            "another activation (`tests/zoo/mutate.py`, judged by `python -m tests.zoo.judge`): "
+            + MUTANTS.read_text().strip()
+            + "."
+        )
     for prefix, title in SECTIONS:
         inside = [line for line in lines if line.variant.name.startswith(prefix)]
         parts.append(f"## {title}\n\n| block | what is special | outcome | as |\n|---|---|---|---|")

@@ -370,7 +370,7 @@ VARIANTS = (
     variant("router_returns_logits", WithLogits, "returns router logits"),
     variant("router_balance_loss", BalanceLoss, "returns a balance loss"),
     variant("router_z_loss_dict", ZLossDict, "returns a dict with z-loss and counts"),
-    variant("router_z_loss_record", ZLossRecord, "returns a dataclass", "either"),
+    variant("router_z_loss_record", ZLossRecord, "returns a dataclass"),
     variant("router_loss_on_self", LossOnSelf, "leaves the loss on self: a side effect"),
     variant("router_top1", Top1Unnormalised, "k = 1"),
     variant("router_top1_weight_one", Top1WeightOne, "k = 1, weight always 1"),
