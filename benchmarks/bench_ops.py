@@ -90,7 +90,7 @@ def operators(shape: str) -> dict[str, tuple[Callable[[], object], float, float]
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", default="qwen3-30b,mixtral,decode-64")
+    parser.add_argument("--shapes", default="qwen3-30b,mixtral,qwen3-30b-t64")
     parser.add_argument("--only", default="", help="operators whose name starts with one of these")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

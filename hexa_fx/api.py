@@ -18,10 +18,11 @@ from hexa_fx.errors import NothingRewritten, VerificationError
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.watch import watching
+from hexa_fx.observers import listening
 from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.passes.switches import switch_off
-from hexa_fx.report import OptimizationReport
+from hexa_fx.report import OptimizationReport, with_plan
 from hexa_fx.runtime.cuda_warmup import prebuild_blocks
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.preflight import check_model
@@ -83,7 +84,7 @@ def optimize_(
     check_model(model)
     config = config or HexaConfig.from_environment()
     inspector = Inspector()
-    with watching() as watch:
+    with watching() as watch, listening(inspector.see):
         found = analyse_model(model, example_inputs, config, inspector)
         report, rewritten = found.report, found.rewritten
         if mesh is not None and rewritten:
@@ -99,7 +100,7 @@ def optimize_(
                 example=lambda: model(*args, **kwargs),
             )
             model.__dict__["partition"] = session
-            report = replace(report, plan=session.plan)
+            report = with_plan(report, session.plan, inspector.partitioned)
         else:
             for analysis in rewritten:
                 block = model.get_submodule(analysis.path)

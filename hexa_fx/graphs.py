@@ -14,7 +14,7 @@ from torch import nn
 from hexa_fx.errors import InputError
 from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.inspection.kernels import DEFAULT_ARCH, KernelUse, kernels_of, local_arch
+from hexa_fx.inspection.kernels import KernelUse, default_arch, kernels_of
 from hexa_fx.inspection.stages import FfnCase, Stage
 from hexa_fx.ir import FfnSpec, RewrittenBlock
 from hexa_fx.observers import muted
@@ -49,13 +49,14 @@ class BlockGraphs:
         """The graphs of an analysis."""
         mode = next(iter(analysis.rewritten))
         rewritten, captured = analysis.rewritten[mode], analysis.captured[mode]
-        taken = (inspector or Inspector()).snapshots(analysis)
+        inspector = inspector or Inspector()
+        taken = inspector.snapshots(analysis)
         facts = facts_of(analysis)
         return cls(
             captured.graph.python_code("self").src,
             _readable(rewritten, captured.block),
             _lowered(rewritten),
-            taken.stages,
+            inspector.with_partition(analysis.path, taken.stages),
             taken.case,
             analysis.path,
             facts.pairs() if facts else (),
@@ -145,6 +146,14 @@ class Graphs(Mapping[str, BlockGraphs]):
     def __repr__(self) -> str:
         return f"Graphs({', '.join(self._by_path)})"
 
+    def kernels(self, arch: int | None = None) -> tuple[KernelUse, ...]:
+        """The kernels of all blocks on a card of compute capability ``arch`` (default: this machine's, else 90), each once."""
+        found: dict[str, KernelUse] = {}
+        for graphs in self._by_path.values():
+            for kernel in graphs.kernels(arch):
+                found.setdefault(kernel.spec or kernel.name, kernel)
+        return tuple(found.values())
+
     def to_html(self, path: str | Path, arch: int | None = None, title: str = "graphs") -> Path:
         """Writes a self-contained page: every block's graph before and after side by side, linked, one click from the CUDA
         text of its kernels. Identical blocks are shown once.
@@ -157,12 +166,13 @@ class Graphs(Mapping[str, BlockGraphs]):
         """
         from hexa_fx.inspection.page import PageBlock, page
 
-        if not self._by_path:
+        drawn = [graphs for graphs in self._by_path.values() if graphs.stages]
+        if not drawn:
             raise InputError("there are no graphs to show, since no block was rewritten; the report says why")
-        card = f"sm_{arch or local_arch() or DEFAULT_ARCH}"
+        card = f"sm_{arch or default_arch()}"
         groups: dict[int, list[BlockGraphs]] = {}
-        for graphs in self._by_path.values():
-            groups.setdefault(id(graphs.stages), []).append(graphs)
+        for graphs in drawn:
+            groups.setdefault(id(graphs.stages[0]), []).append(graphs)
         blocks = [
             PageBlock(first.path, first.facts, first.stages, first.kernels(arch), card, [g.path for g in rest])
             for first, *rest in groups.values()

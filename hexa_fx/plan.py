@@ -127,10 +127,11 @@ class Plan:
     def describe(self) -> str:
         """A few readable lines, for the report."""
         head = f"plan {self.fingerprint}: {self.world} ranks, B_i {list(self.batch)}, cache slots {self.slots}"
-        return "\n".join([head, *(_describe_layer(layer) for layer in self.layers)])
+        return "\n".join([head, *(describe_layer(layer) for layer in self.layers)])
 
 
-def _describe_layer(layer: LayerPlan) -> str:
+def describe_layer(layer: LayerPlan) -> str:
+    """One readable line."""
     text = f"  {layer.path}: {layer.mode}, h_i {list(layer.shards)}"
     if layer.mode == "model_centric":
         text += f", {layer.reduce}"

@@ -5,19 +5,23 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch.fx
 
 from hexa_fx.inspection.advice import advice
 from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import KernelUse, kernels_of
-from hexa_fx.inspection.stages import FfnCase
+from hexa_fx.inspection.stages import FfnCase, is_exchange
 from hexa_fx.inspection.text import error_text, lines_of, refusal_lines
 from hexa_fx.ir import SourceLocation
 from hexa_fx.passes import BlockAnalysis
+from hexa_fx.passes.base import op_name
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.plan import Plan
 
@@ -64,6 +68,7 @@ class BlockReport:
         costs: FLOPs, bytes moved and memory kept for backward, before and after.
         kernels: on a GPU, the kernels that forward and backward launch. Elsewhere ask `kernels_on`.
         case: sizes and dtype of the block's call.
+        collectives: nodes of this rank's graph that exchange something, in order, if the block is spread over devices.
     """
 
     path: str
@@ -88,6 +93,7 @@ class BlockReport:
     costs: Costs | None = None
     kernels: tuple[KernelUse, ...] = ()
     case: FfnCase | None = None
+    collectives: tuple[str, ...] = ()
 
     @property
     def advice(self) -> str:
@@ -188,6 +194,13 @@ class OptimizationReport:
         if self.plan:
             console.print(self.plan.describe(), highlight=False)
         console.print(self.summary())
+
+
+def with_plan(report: OptimizationReport, plan: Plan, graphs: Mapping[str, torch.fx.Graph]) -> OptimizationReport:
+    """The report of a model that is spread over devices. ``graphs`` are its blocks' graphs with collectives, by path."""
+    found = {path: tuple(op_name(n) for n in graph.nodes if is_exchange(n)) for path, graph in graphs.items()}
+    blocks = tuple(replace(block, collectives=found.get(block.path, ())) for block in report.blocks)
+    return replace(report, blocks=blocks, plan=plan)
 
 
 def _wide_console() -> Any:

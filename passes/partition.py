@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -36,6 +37,8 @@ from hexa_fx.runtime.distributed.profile import (
 from hexa_fx.runtime.distributed.session import PartitionSession
 from hexa_fx.runtime.distributed.shards import LayerWeights, ShardedParameter, cut_layer, find_tensor
 from hexa_fx.runtime.install import install
+
+log = logging.getLogger(__name__)
 
 Modes = Mapping[Any, RewrittenBlock]
 """One block's rewritten forms by mode (train, eval). They read the same weights."""
@@ -209,6 +212,9 @@ def install_plan(
             schedules += [overlap(form.graph, plan.slots or len(plan.layers)) for form in done[-1].values()]
         if finish is not None:
             done[-1] = {mode: finish(form) for mode, form in done[-1].items()}
+        session.graphs[_any_mode(block).path] = {str(mode): form.graph for mode, form in done[-1].items()}
+        if not here:
+            log.info("%r has experts of a form that is not cut: they stay whole on every rank", _any_mode(block).path)
     session.shards = tuple(shards)
     return Installed(session, tuple(done), session.shards, tuple(schedules))
 

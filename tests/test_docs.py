@@ -67,3 +67,16 @@ def test_every_page_is_linked() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
     }
     assert not [page.name for page in PAGES[1:-1] if page.resolve() not in linked]
+
+
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    """Ours, in the first column; so that a sentence that is changed is changed there too."""
+    folders = [*(ROOT / "hexa_fx").rglob("*.py"), *(ROOT / "passes").rglob("*.py")]
+    source = re.sub(r'"\s*\n\s*f?"', "", "\n".join(path.read_text(encoding="utf-8") for path in folders))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [
+        text.strip(" .") for text in re.findall(r"^\| `(?:\.\.\. )?([^`]+?)(?:\.\.\.[^`]*)?`", page, re.MULTILINE)
+    ]
+    ours = [text for text in quoted if not text.startswith(("Unsupported", "Could not guard", "Invalid backend"))]
+    assert len(ours) > 8
+    assert not [text for text in ours if text not in source]

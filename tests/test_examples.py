@@ -19,7 +19,7 @@ SAYS = {
     "transformers_inference": "same tokens",
     "fine_tuning": "saved and loaded by plain transformers",
     "handwritten_moe": "same weights after training",
-    "inspect_graph": "The second block runs its own code: expert outputs are not combined as a weighted sum",
+    "inspect_graph": "The second block runs its own code:",
     "unequal_devices": "of one process",
 }
 

@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import platform
+import re
 import statistics
 import sys
 import time
@@ -214,7 +215,7 @@ def environment(device: torch.device, world: int) -> dict[str, Any]:
     """What a result depends on: command, versions, device."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "command": " ".join(["python -m benchmarks.swin_moe", *sys.argv[1:]]),
+        "command": re.sub(r" --out \S+", "", " ".join(["python -m benchmarks.swin_moe", *sys.argv[1:]])),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),

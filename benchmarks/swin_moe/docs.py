@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.swin_moe import paper
 from benchmarks.swin_moe.contestants import OURS, TITLES
+from benchmarks.swin_moe.experiments import PAPER_BATCH
 
 PAGE = Path(__file__).parents[2] / "docs" / "swin_moe.md"
 LIBRARIES = ("tutel", "megablocks-moe", "megablocks-dmoe")
@@ -37,7 +38,7 @@ def _cells(records: list[Record], key: str, value: Callable[[Record], str], want
 
 def _cell(record: Record | None, value: Callable[[Record], str]) -> str:
     if record is None:
-        return ""
+        return "not run"
     if "error" in record:
         return "failed"
     if "skipped" in record:
@@ -50,8 +51,8 @@ def memory(folder: Path) -> str:
     records, counts, parts = load(folder, "memory"), range(1, 9), []
     for scale in ("base", "small"):
         here = [r for r in records if r["scale"] == scale]
-        rows = []
-        for name in dict.fromkeys(r["name"] for r in here):
+        rows: list[Sequence[object]] = []
+        for name in dict.fromkeys(r["name"] for r in records):
             mine = [r for r in here if r["name"] == name]
             rows.append([TITLES[name], *_cells(mine, "top_k", lambda r: f"{r['peak_gib']:.2f}", counts)])
         rows += _savings(here, counts)
@@ -69,7 +70,8 @@ def _savings(records: list[Record], counts: Sequence[int]) -> list[list[str]]:
                 f"{100 * (1 - peak[ours, k] / peak[other, k]):.0f} %" if {(ours, k), (other, k)} <= set(peak) else ""
                 for k in counts
             ]
-            rows.append([f"{ours}-centric below {other}", *cells])
+            if any(cells):
+                rows.append([f"{ours}-centric below {other}", *cells])
     return rows
 
 
@@ -78,10 +80,10 @@ def latency(folder: Path) -> str:
     records, parts = load(folder, "latency"), []
     for scale in ("base", "small"):
         here = [r for r in records if r["scale"] == scale]
-        batches = {r["top_k"]: r["batch"] for r in here}
+        batches = PAPER_BATCH[scale]
         counts, rows = sorted(batches), []
         best = {k: _fastest([r for r in here if r["top_k"] == k]) for k in counts}
-        for name in dict.fromkeys(r["name"] for r in here):
+        for name in dict.fromkeys(r["name"] for r in records):
             mine = {r["top_k"]: r for r in here if r["name"] == name}
             rows.append([TITLES[name], *(_cell(mine.get(k), functools.partial(_step, best=best[k])) for k in counts)])
         rows += [[f"paper: {t}", *(f"{v:.2f} s" for v in values)] for t, values in paper.LATENCY[scale].items()]
@@ -103,6 +105,8 @@ def _step(record: Record, best: float) -> str:
 
 def saturated(folder: Path) -> str:
     records = load(folder, "saturated")
+    if not records:
+        return "not run"
     best = _fastest(records)
     rows = [
         [
@@ -159,20 +163,29 @@ def heterogeneity(folder: Path) -> str:
 
 
 def ablation(folder: Path) -> str:
-    by = {metric: {r["variant"]: r for r in load(folder, f"ablation_{metric}")} for metric in ("memory", "latency")}
+    """Memory and step of the memory run, step of the latency run, each beside the whole of its setting."""
+    memory, latency = ({r["variant"]: r for r in load(folder, f"ablation_{m}")} for m in ("memory", "latency"))
+    if "peak_gib" not in memory.get("padded capacity", {}):  # the same case is in the memory table
+        same = [r for r in load(folder, "memory") if (r["name"], r["scale"], r["top_k"]) == ("padded", "base", 4)]
+        memory |= {"padded capacity": same[0]} if same else {}
     rows = []
     for variant, said in paper.ABLATION.items():
         base = variant.split(",")[0] if variant != "padded capacity" else "data"
-        row = [variant]
-        for metric, key, unit in (("memory", "peak_gib", 1.0), ("latency", "step_s", 1e3)):
-            record, whole = by[metric].get(variant), by[metric].get(base, {})
-            row += [
-                _cell(record, lambda r, k=key, u=unit: f"{u * r[k]:.2f}"),  # type: ignore[misc]
-                _cell(record, lambda r, k=key, w=whole: f"{100 * (r[k] / w[k] - 1):+.1f} %" if k in w else ""),  # type: ignore[misc]
-            ]
-        rows.append([*row, *said])
-    head = ["", "GiB", "change", "ms a step", "change", "paper: memory", "paper: latency"]
-    return table(head, rows)
+        cells = []
+        for by, key, unit in ((memory, "peak_gib", 1.0), (memory, "step_s", 1e3), (latency, "step_s", 1e3)):
+            cells.append(
+                _cell(by.get(variant), functools.partial(_changed, key=key, unit=unit, whole=by.get(base, {})))
+            )
+        rows.append([variant, *cells, *said])
+    head = ["", "GiB, 2 GPUs", "ms a step, 2 GPUs, batch 40", "ms a step, 4 GPUs, batch 80"]
+    return table([*head, "paper: memory", "paper: latency"], rows)
+
+
+def _changed(record: Record, key: str, unit: float, whole: Record) -> str:
+    value = f"{unit * record[key]:.2f}"
+    if key not in whole or whole is record:
+        return value
+    return f"{value} ({100 * (record[key] / whole[key] - 1):+.1f} %)"
 
 
 def convergence(folder: Path) -> str:

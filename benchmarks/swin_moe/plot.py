@@ -84,7 +84,8 @@ def heterogeneity(folder: Path) -> Any:
 def ablation(folder: Path) -> Any:
     figure, axes = _axes(2, "One technique off at a time (top-4, Base)", "")
     for axis, (metric, key, unit) in zip(axes, (("memory", "peak_gib", 1.0), ("latency", "step_s", 1e3))):
-        records = [r for r in load(folder, f"ablation_{metric}") if key in r]
+        found = load(folder, f"ablation_{metric}") or load(folder, "ablation_memory")  # steps are timed there too
+        records = [r for r in found if key in r]
         names = [r["variant"] for r in records]
         axis.barh(names, [unit * r[key] for r in records], color=[COLOURS.get(r["name"], "gray") for r in records])
         axis.invert_yaxis()
@@ -123,6 +124,8 @@ DRAW = {f.__name__: f for f in (memory, latency, crossover, heterogeneity, ablat
 def main(folder: Path, figures: Path = FIGURES) -> None:
     figures.mkdir(parents=True, exist_ok=True)
     for name, draw in DRAW.items():
+        if not any(load(folder, experiment) for experiment in (name, f"{name}_memory", f"{name}_latency")):
+            continue
         figure = draw(folder)
         for kind in ("png", "svg"):
             figure.savefig(figures / f"swin_{name}.{kind}", dpi=110, metadata={"Date": None} if kind == "svg" else None)

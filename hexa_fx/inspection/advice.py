@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from hexa_fx.ops.activations import ACTIVATIONS
 
 _SAFE = "The block runs its own code, which is always right."
@@ -22,7 +24,12 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "as one parameter (experts, out, in).",
     ),
     (
-        ("only one expert ran", "every row that the experts are given is zero", "are not used"),
+        (
+            "only one expert ran",
+            "every row that the experts are given is zero",
+            "are not used",
+            "depends on the expert outputs",
+        ),
         "Give a larger or more varied example, in which at least two experts get tokens.",
     ),
     (
@@ -31,7 +38,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "depend on the other tokens it gets.",
     ),
     (
-        ("dropout is active",),
+        ("dropout is active", "is active inside the experts"),
         "Put the dropout behind the weighted sum over experts, or set its probability to 0. In eval mode the "
         "block is rewritten as it is.",
     ),
@@ -67,12 +74,12 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("neither a parameter nor a buffer",), "self.register_buffer(name, tensor, persistent=False) in __init__."),
     (
-        ("takes a decision",),
+        ("takes a decision", "host decision"),
         "Replace the `if`, loop or .item() on data by tensor operations such as torch.where, or move it out "
         "of the block's forward.",
     ),
     (
-        ("no known activation", "unusual expert is only rewritten", "single projection", "projections in a row"),
+        ("no known activation", "one expert at a time", "code runs one at a time", "single projection", "in a row"),
         f"Batched experts may use {', '.join(sorted(ACTIVATIONS))} between two projections. Experts that run "
         "one at a time, as modules in a "
         "loop, may be any function of a row.",
@@ -88,7 +95,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "Give all experts one class, the same shapes and the same arguments; experts of two kinds want a mixture each.",
     ),
     (
-        ("parameter", "bias", "weight", "expert product", "second projection", "operand", "neither their tokens'"),
+        ("parameter", "bias", "weight", "expert product", "projection", "operand", "neither their tokens'"),
         "Give every expert matrices and biases of its own that forward only multiplies with and adds; combine"
         " parameters outside forward.",
     ),
@@ -97,6 +104,11 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
 DEFAULT = f"{_SAFE} docs/patterns.md lists the ways of writing that are rewritten."
 
 
+_SAYS_IT_ITSELF = re.compile(r"; .*(rewritten|register|multiply|give more|has to be)")
+
+
 def advice(reason: str) -> str:
-    """What helps against a refusal, by its sentence."""
+    """What helps against a refusal, by its sentence; empty where the sentence says so itself."""
+    if _SAYS_IT_ITSELF.search(reason) and "differs from the original" not in reason:
+        return ""
     return next((said for parts, said in _ADVICE if any(part in reason for part in parts)), DEFAULT)

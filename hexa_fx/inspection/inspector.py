@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch.fx
 
 from hexa_fx.inspection.costs import Costs, costs_of
-from hexa_fx.inspection.stages import Snapshots, snapshots
-from hexa_fx.observers import at_block, muted
+from hexa_fx.inspection.stages import Snapshots, Stage, partition_stage, snapshots
+from hexa_fx.observers import PassEvent, at_block, muted
 from hexa_fx.passes import BlockAnalysis
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,21 @@ class Inspector:
     """Call it before rewritten blocks are installed: costs are measured on the original's own forward."""
 
     _known: dict[torch.fx.Graph, tuple[Snapshots, Costs | None]] = field(default_factory=dict)
+
+    partitioned: dict[str, torch.fx.Graph] = field(default_factory=dict)
+    """Graphs with collectives by block path, of blocks that are spread over devices."""
+
+    def see(self, event: PassEvent) -> None:
+        """A listener for the partition pass, which runs after the block was looked at."""
+        if event.name == "partition" and event.when == "after":
+            self.partitioned[event.path] = event.graph
+
+    def with_partition(self, path: str, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        """The stages with the one of this rank's collectives behind the rewrite, if the block has such a graph."""
+        if path not in self.partitioned or not stages:
+            return stages
+        at = 1 + next(i for i, stage in enumerate(stages) if stage.name == "rewrite")
+        return (*stages[:at], partition_stage(self.partitioned[path], stages[at - 1]), *stages[at:])
 
     def snapshots(self, analysis: BlockAnalysis) -> Snapshots:
         """The stages of a rewritten block."""

@@ -82,19 +82,33 @@ def kernels_of(case: FfnCase, arch: int | None = None) -> tuple[KernelUse, ...]:
     """
     from hexa_fx.runtime.cuda_launch import Card, collect
 
-    arch = arch or local_arch() or DEFAULT_ARCH
+    arch = arch or default_arch()
     if arch not in CARDS:
         known = ", ".join(map(str, CARDS))
         raise KernelError(f"there are no kernels for compute capability {arch}; give one of {known}, e.g. --arch 90")
-    name, multiprocessors = CARDS[arch]
     known_values: dict[str, Any] = dict(case.operands)
     found: list[KernelUse] = []
-    with muted(), collect(Card(name, arch, multiprocessors)) as specs:
+    with muted(), collect(Card(*_card(arch))) as specs:
         for way, lower in (("forward", lower_forward), ("backward", lower_backward)):
             gm = lower(case.request)
             FuseActivation(gradients=True)(gm)
             found += _Collector(way, known_values, specs).run(gm)
     return tuple(found)
+
+
+def default_arch() -> int:
+    """Of this machine's GPU; else what HEXA_FX_CUDA_ARCH says, else 90."""
+    from hexa_fx.jit import JitSettings
+
+    return local_arch() or JitSettings.from_env().cuda_arch or DEFAULT_ARCH
+
+
+def _card(arch: int) -> tuple[str, int, int]:
+    """Name, compute capability and multiprocessors: of this machine's GPU if it is of that capability."""
+    name, multiprocessors = CARDS[arch]
+    if local_arch() == arch:
+        name, multiprocessors = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).multi_processor_count
+    return name, arch, multiprocessors
 
 
 def local_arch() -> int | None:

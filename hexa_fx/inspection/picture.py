@@ -150,7 +150,8 @@ class _Drawing:
 
     def _box(self, node: NodeView) -> Box:
         members = [node.name, *(name for name in self.stands_for if self._head(name) == node.name)]
-        results = [n for n in self.graph.nodes if n.index is not None and n.inputs and n.inputs[0] in members]
+        own = set(members)
+        results = [n for n in self.graph.nodes if n.index is not None and n.inputs and n.inputs[0] in own]
         keys = dict.fromkeys(k for name in members for k in self.by_name[name].keys)
         keys.update(dict.fromkeys(k for n in results for k in n.keys))
         return Box(

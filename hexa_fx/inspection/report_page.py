@@ -58,7 +58,7 @@ def _costs(block: BlockReport) -> list[tuple[str, str, str, float]]:
     rows = [
         ("matrix products", "FLOP", before.flops, after.flops),
         ("bytes moved", "B", before.moved, after.moved),
-        ("kept for backward", "B", before.saved, after.saved),
+        (f"kept for backward, {block.costs.device}", "B", before.saved, after.saved),
     ]
     return [
         (name, amount(old, unit), amount(new, unit), round(min(100.0, 100 * new / max(old, 1)), 1))

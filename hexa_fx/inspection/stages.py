@@ -15,7 +15,7 @@ from torch import nn
 from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
 from hexa_fx.inspection.roles import MOE_FFN, mark_captured, mark_operators, mark_rewritten
 from hexa_fx.inspection.values import like_meta, values_on_meta
-from hexa_fx.inspection.view import GraphView, view_of
+from hexa_fx.inspection.view import GraphView, NodeView, Role, view_of
 from hexa_fx.ir import FfnSpec, RewrittenBlock, SourceLocation
 from hexa_fx.ops.program import OPERANDS, FfnRequest
 from hexa_fx.passes.base import op_count_difference
@@ -142,6 +142,27 @@ def lowered_stages(case: FfnCase) -> tuple[Stage, ...]:
         stages.append(_next(f"tile_rows{suffix}", f"{way} as a CPU runs it, for one tile", _tiled(tiled), stages[0]))
         found += stages
     return tuple(found)
+
+
+def partition_stage(graph: torch.fx.Graph, before: Stage) -> Stage:
+    """A block's graph with this rank's collectives."""
+    known = {node.name: node for node in before.graph.nodes}
+    exchanges = {node.name for node in graph.nodes if is_exchange(node)}
+
+    def mark(node: NodeView) -> tuple[Role, tuple[str, ...]]:
+        if node.name in exchanges:
+            return "collective", ()
+        old = known.get(node.name)
+        return (old.role, old.keys) if old is not None else ("other", ())
+
+    view = view_of(graph, {}, _code(graph), lambda n: _with_code(n.meta.get("location"))).marked(mark)
+    return _next("partition", "this rank's part, with its collectives", view, before)
+
+
+def is_exchange(node: torch.fx.Node) -> bool:
+    """Whether a node of a partitioned graph talks to other ranks, or waits for them."""
+    home = getattr(node.target, "__module__", "") or ""
+    return home.startswith("hexa_fx.runtime.distributed") or "c10d" in str(node.target)
 
 
 def _next(name: str, title: str, graph: GraphView, before: Stage) -> Stage:

@@ -36,6 +36,8 @@ def details(block: BlockReport) -> Iterator[str]:
         yield f"{written} now runs as {block.rewritten_to}"
     if block.costs is not None:
         yield f"{cost_text(block.costs)}"
+    if block.collectives:
+        yield f"exchanges: {', '.join(block.collectives)}"
     for kernel in dict.fromkeys(block.kernels):
         built = {True: "built", False: "not built yet", None: "no compiler found"}[kernel.cached]
         yield f"kernel {kernel.name}, {built}" if kernel.spec else f"{kernel.name}: {kernel.fallback}"
@@ -49,7 +51,7 @@ def cost_text(costs: Costs) -> str:
         f"{amount(before.moved, 'B')} -> {amount(after.moved, 'B')} moved",
     ]
     if before.saved is not None and after.saved is not None:
-        parts.append(f"{amount(before.saved, 'B')} -> {amount(after.saved, 'B')} kept for backward")
+        parts.append(f"{amount(before.saved, 'B')} -> {amount(after.saved, 'B')} kept for backward on {costs.device}")
     return f"forward of {costs.tokens} tokens, before -> after: {', '.join(parts)}"
 
 
@@ -83,7 +85,8 @@ def refusal_lines(blocks: Iterable[BlockReport]) -> Iterator[str]:
         does = f"runs the original code in {mode} mode" if mode else "left as it is"
         more = f"; the same for {len(paths) - 1} more: {_span(paths[1:])}" if len(paths) > 1 else ""
         yield f"{paths[0]}: {does}: {sentence}{more}"
-        yield f"    what helps: {advice(sentence)}"
+        if advice(sentence):
+            yield f"    what helps: {advice(sentence)}"
 
 
 def _span(blocks: Sequence[BlockReport] | Sequence[str]) -> str:

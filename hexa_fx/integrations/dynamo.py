@@ -75,7 +75,7 @@ def hexa(
         InputError: an unknown option. NothingRewritten: under ``strict``, a block that looks like MoE was refused.
     """
     chosen = BackendOptions.of(options)
-    report = rewrite_graph(gm, example_inputs, chosen.config)
+    report = _rewrite_or_leave(gm, example_inputs, chosen.config)
     if chosen.on_report is not None and report.blocks:
         chosen.on_report(report)
     if chosen.config.strict and report.refused:
@@ -85,6 +85,31 @@ def hexa(
         rest["options"] = dict(chosen.rest_options)
     compiled: Callable[..., Any] = following(gm, list(example_inputs), **rest)
     return compiled
+
+
+def _rewrite_or_leave(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: HexaConfig
+) -> OptimizationReport:
+    """A failure of ours must not keep the user from compiling: the graph is left as Dynamo made it."""
+    backup = _copy(gm.graph)
+    try:
+        return rewrite_graph(gm, example_inputs, config)
+    except Exception:
+        log.exception("hexa_fx failed on a graph of %d nodes and leaves it; please report this", len(backup.nodes))
+        gm.graph = backup
+        return OptimizationReport(())
+
+
+def _copy(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """With the attributes that Dynamo keeps on nodes."""
+    copied = torch.fx.Graph()
+    new: dict[torch.fx.Node, torch.fx.Node] = {}
+    copied.output(copied.graph_copy(graph, val_map=new))
+    copied.set_codegen(graph._codegen)
+    for node, twin in new.items():
+        if hasattr(node, "_dynamo_source"):
+            twin._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    return copied
 
 
 def rewrite_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: HexaConfig) -> OptimizationReport:
@@ -164,8 +189,17 @@ def _analyse(
     )
     if key in known:
         return moved_to(known[key], region.path), known[key].path
-    known[key] = analyse(Observation(region.path, module, args, {}), config)
+    if regions.has_fixed_rows(region):  # then it cannot be tried on fewer
+        rows = max(arg.numel() for arg in args) if args else 0
+        config = dataclasses.replace(config, probe_tokens=max(config.probe_tokens, rows))
+    known[key] = _without_places(analyse(Observation(region.path, module, args, {}), config))
     return known[key], None
+
+
+def _without_places(analysis: BlockAnalysis) -> BlockAnalysis:
+    """Refusals name lines of the graph's code, which nobody has written."""
+    refusals = {mode: dataclasses.replace(refusal, location=None) for mode, refusal in analysis.refusals.items()}
+    return dataclasses.replace(analysis, refusals=refusals)
 
 
 class _Noting(torch.fx.Interpreter):

@@ -162,6 +162,24 @@ def _relative(name: str, path: str) -> str:
     return name[len(path) + 1 :] if path and name.startswith(f"{path}.") else name
 
 
+def require_sizes(sizes: Sequence[Sequence[int | None]], *tensors: torch.Tensor) -> None:
+    """Raises ValueError for tensors of other sizes than the graph was captured for; None is any size.
+
+    A graph that Dynamo captured with fixed sizes has them in its code, and with others it may run and give nonsense. A
+    recording does not see this check, and the rewritten graph does not need it: Dynamo guards the sizes.
+    """
+    with torch._C.DisableTorchFunction():
+        for expected, tensor in zip(sizes, tensors):
+            if any(size not in (None, int(found)) for size, found in zip(expected, tensor.shape)):
+                raise ValueError(f"the graph is of sizes {tuple(expected)}, not {tuple(tensor.shape)}")
+
+
+def has_fixed_rows(region: Region) -> bool:
+    """Whether the graph holds for one number of rows only."""
+    shapes = [node.meta["example_value"].shape for node in region.inputs if _is_tensor(node)]
+    return not any(isinstance(size, torch.SymInt) for shape in shapes for size in shape)
+
+
 class UnknownSize(Exception):
     """A region reads a size that is none of its own tensors'."""
 
@@ -178,6 +196,8 @@ def as_module(region: Region, values: Mapping[torch.fx.Node, Any]) -> torch.fx.G
     tensors = [node for node in region.inputs if not _is_size(node)]
     for number, node in enumerate(tensors):
         new[node] = graph.placeholder(f"input_{number}")
+    sizes = [tuple(d if isinstance(d, int) else None for d in node.meta["example_value"].shape) for node in tensors]
+    graph.call_function(require_sizes, (sizes, *(new[node] for node in tensors)))
     for node in region.inputs:
         if _is_size(node):
             new[node] = _size(node, tensors, new, graph)

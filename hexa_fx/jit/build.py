@@ -73,6 +73,8 @@ def _build(source: KernelSource, key: str, compiler: Compiler, cache: KernelCach
     text.write_text(source.text)
     command = _command(source, compiler, workspace, settings)
     output = _compile(source, compiler, command, workspace)
+    if "are serialized" in output:  # ptxas found no way to keep several wgmma in flight: right, and a third slower
+        log.warning("kernel %s (%s): ptxas serialised its wgmma instructions; see %s", key, source.spec.op, text)
     if settings.verbose_build:
         log.info("%s\n%s", " ".join(command), output.strip())
     meta: dict[str, object] = {

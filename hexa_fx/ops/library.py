@@ -151,13 +151,12 @@ def is_eager(tensors: Sequence[Tensor | None]) -> bool:
     Args:
         tensors: the arguments; the first one is a tensor.
     """
-    if torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, tensors)):
+    if torch.compiler.is_compiling() or _C._len_torch_function_stack() or not _PLAIN.issuperset(map(type, tensors)):
         return False
     first = tensors[0]
     assert first is not None
     return first.is_cpu and not (
-        _C._len_torch_function_stack()
-        or _C._len_torch_dispatch_stack()
+        _C._len_torch_dispatch_stack()
         or _C._is_any_autocast_enabled()
         or _C._functorch.peek_interpreter_stack() is not None
         or _C._get_tracing_state() is not None

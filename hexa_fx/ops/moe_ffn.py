@@ -69,6 +69,9 @@ def moe_ffn(
     Returns:
         (T, D) in x's dtype (under autocast: in the autocast dtype, as torch.nn.functional.linear).
 
+    Mixed precision: a weight or bias with an attribute ``main_grad``, a float32 tensor of its shape, gets its gradient added to
+    that and none in ``.grad``: the gradients of many micro-batches in 16 bits add up in float32. Not under a compiler.
+
     Saved for backward: x (not if W1 and W3 are frozen), h (not with ``recompute_h``), the routing and the weights.
 
     Raises:

@@ -8,12 +8,13 @@ way (`hexa_fx.ops.dense`). A compiler, a dispatch mode or a tensor subclass sees
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hexa_fx.errors import InputError
 from hexa_fx.ops import dense, library
 from hexa_fx.ops.moe_ffn import check, run, run_backward, run_forward
 from hexa_fx.ops.program import OPERANDS
@@ -44,7 +45,8 @@ class _ByExpertOrder(torch.autograd.Function):
         if plain and h is not None:
             h = [h]  # the backward program takes it out and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-        return _by_argument(_gradients(plain, dy, x, h, *saved, *ctx.static))
+        grads_found = _gradients(plain, dy, x, h, *saved, *ctx.static)
+        return _by_argument(_into_masters(saved[3:], grads_found) if plain else grads_found)
 
 
 class _Dense(torch.autograd.Function):
@@ -70,14 +72,14 @@ class _Dense(torch.autograd.Function):
                 found = dense.backward(dy, x, top_k_index, operands[0], ffn, kept, _wanted(needs))
             if found is not None:
                 every = dense.by_operand(found, operands[3] is not None, *static[3:5])
-                return _by_argument(
-                    every.get(name) if need else None for name, need in zip(OPERANDS, needs, strict=True)
-                )
+                wanted = [every.get(name) if need else None for name, need in zip(OPERANDS, needs, strict=True)]
+                return _by_argument(_into_masters(operands, wanted))
         with torch.no_grad():
             v, inv, offs = _OPS.reindex.default(top_k_index, operands[1].shape[0])
             rows = dense.rows(kept, top_k_index, v, offs)
         top_k = top_k_index.shape[1]
-        return _by_argument(_gradients(plain, dy, x, rows, v, inv, offs, *operands, top_k, *static, needs))
+        late = _gradients(plain, dy, x, rows, v, inv, offs, *operands, top_k, *static, needs)
+        return _by_argument(_into_masters(operands, late) if plain else late)
 
 
 def _wanted(needs: Iterable[bool]) -> frozenset[str]:
@@ -93,6 +95,26 @@ def _gradients(plain: bool, *args: Any) -> list[Tensor | None]:
     else:
         found = iter(_OPS.moe_ffn_backward.default(*args))
     return [next(found) if need else None for need in args[-1]]
+
+
+def _into_masters(operands: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Adds gradients of operands that have a ``main_grad`` to that, and leaves autograd none of them.
+
+    Args:
+        operands: without x.
+        grads: in the order of `OPERANDS`.
+    """
+    left = list(grads)
+    for i, operand in enumerate(operands, 1):
+        master, gradient = getattr(operand, "main_grad", None), left[i]
+        if gradient is None or not isinstance(master, Tensor):
+            continue
+        if master.shape != gradient.shape:
+            shapes = f"main_grad is {tuple(master.shape)}, the gradient of {OPERANDS[i]} {tuple(gradient.shape)}"
+            raise InputError(f"hexa::moe_ffn: {shapes}; a main_grad has its parameter's shape")
+        master.add_(gradient)
+        left[i] = None
+    return left
 
 
 def _by_argument(grads: Iterable[Tensor | None]) -> Grads:

@@ -161,6 +161,11 @@ def described() -> Card | None:
     return _card
 
 
+def collecting() -> bool:
+    """Whether launches are only noted, so that no kernel writes what it was given."""
+    return _collecting is not None
+
+
 def prebuild(run: Callable[[], object]) -> int:
     """Builds every kernel that `run` needs, several at a time, before anything needs them one after the other.
 

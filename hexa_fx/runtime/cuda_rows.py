@@ -23,6 +23,7 @@ from hexa_fx.runtime.cuda_launch import (
     aligned,
     arch,
     ceil_div,
+    collecting,
     cuda_kernel,
     dense_rows,
     described,
@@ -70,6 +71,9 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
         count = _reindex_kernel("reindex_count", arch(device), ID_TYPES[ids.dtype], warps, num_experts)
         launch(count, device, (blocks, 1, 1), args)
     launch(kernel, device, (blocks, 1, 1), args)
+    if collecting():  # torch's operators may index by them
+        for index in (v, inv, offs):
+            index.zero_()
     return v, inv, offs
 
 

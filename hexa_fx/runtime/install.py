@@ -96,7 +96,9 @@ class HexaForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         training = bool(self.module.training)
-        if self.programs[training] is None or self._own_code_is_quicker(training, args, kwargs):
+        if self.programs[training] is None:
+            return self.original(*args, **kwargs)
+        if self.small[training] and OWN_CODE_WHEN_SMALL and self._is_small(self.small[training], args, kwargs):
             return self.original(*args, **kwargs)
         try:
             return self.rewritten(*args, **kwargs)
@@ -106,10 +108,10 @@ class HexaForward:
             self._log(reason)
         return self.original(*args, **kwargs)
 
-    def _own_code_is_quicker(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        limit = self.small[training]
-        if not limit or not OWN_CODE_WHEN_SMALL or torch.compiler.is_compiling():
-            return False
+    def _is_small(self, limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this is a plain CPU call whose first tensor has no more elements than ``limit``."""
+        if torch.compiler.is_compiling():
+            return False  # a tracer must not compare sizes
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor):
                 return value.numel() <= limit and library.is_eager((value,))

@@ -71,6 +71,7 @@ def detect(captured: CapturedBlock, prefer_earliest: bool = False) -> MoEMatch |
 
 def _detect(captured: CapturedBlock, prefer_earliest: bool) -> MoEMatch:
     """Tries every family of expert weights: shared experts in a list look like experts until their routing is asked for."""
+    _refuse_own_operators(captured)
     groups = expert_groups(_parameters(captured))
     first: Refuse | None = None
     for family in _families(captured, groups):
@@ -81,6 +82,12 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool) -> MoEMatch:
     if first is not None and first.reason == MIXED:
         first = Refuse(uneven_experts(_parameters(captured)) or MIXED, first.node)
     raise first or Refuse(NO_PRODUCT)
+
+
+def _refuse_own_operators(captured: CapturedBlock) -> None:
+    for node in captured.graph.nodes:
+        if getattr(node.target, "namespace", "") == "hexa":
+            raise Refuse("its experts run on hexa_fx's operators already; nothing is left to do", node)
 
 
 def _families(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[str] | None]:

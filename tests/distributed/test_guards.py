@@ -177,28 +177,29 @@ def traffic(rank, world, plan, kinds):
     return dict(counter), cache.nbytes, cache.gathers, row
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_bytes_of_data_centric(slots):
-    plan = make_plan(2, "uneven", MODES["data"], THREE, slots=slots)
-    for rank, (counted, nbytes, gathers, row) in enumerate(run(2, traffic, plan, THREE)):
+@pytest.mark.parametrize(("world", "slots"), [(2, 1), (2, 2), (4, 2)])
+def test_bytes_of_data_centric(world, slots):
+    plan = make_plan(world, "uneven", MODES["data"], THREE, slots=slots)
+    for rank, (counted, nbytes, gathers, row) in enumerate(run(world, traffic, plan, THREE)):
         shards = plan.layers[0].shards
         # forward gathers every layer; backward every layer but those still in a slot
         assert gathers == 3 + 3 - slots
         assert counted["all_gather_v"] == gathers * (24 - shards[rank]) * row * 8
-        assert counted["reduce_scatter_v"] == 3 * shards[rank] * row * 8
+        assert counted["reduce_scatter_v"] == 3 * (world - 1) * shards[rank] * row * 8
         assert nbytes == slots * 24 * row * 8
 
 
-def test_bytes_of_model_centric():
-    plan = make_plan(2, "uneven", MODES["model"], THREE)
-    for rank, (counted, _, _, _) in enumerate(run(2, traffic, plan, THREE)):
+@pytest.mark.parametrize("world", [2, 4])
+def test_bytes_of_model_centric(world):
+    plan = make_plan(world, "uneven", MODES["model"], THREE)
+    for rank, (counted, _, _, _) in enumerate(run(world, traffic, plan, THREE)):
         mine, total = plan.batch[rank], sum(plan.batch)
         other = total - mine
         token, weights, ids = 8 * 8, 2 * 8, 2 * 8
         forward = other * (token + weights + ids)
         backward = other * token
         assert counted["all_gather_v"] == 3 * (forward + backward)
-        assert counted["reduce_scatter_v"] == 3 * (mine * token + mine * (token + weights))
+        assert counted["reduce_scatter_v"] == 3 * (world - 1) * (mine * token + mine * (token + weights))
 
 
 def saved_bytes(rank, world, layers, slots):

@@ -59,7 +59,8 @@ def one_step(rank, world, name, strategy, capacities):
         model, {"input_ids": ids}, mesh=mesh_of(world), strategy=strategy, capacities=capacities, partition=config
     )
     assert same is model
-    return compared(model, whole, ids, rank, loss_of)
+    code = [model.partition.readable(layer.path) for layer in model.partition.plan.layers]
+    return *compared(model, whole, ids, rank, loss_of), code
 
 
 MIXED = {"model.layers.0.mlp": "data", "model.layers.1.mlp": "model"}
@@ -75,7 +76,12 @@ MIXED = {"model.layers.0.mlp": "data", "model.layers.1.mlp": "model"}
     ],
 )
 def test_one_step_equals_one_process(name, strategy, capacities):
-    for worst, plan, report, text in run(2, one_step, name, strategy, capacities):
+    for worst, plan, report, text, code in run(2, one_step, name, strategy, capacities):
+        for layer, shown in zip(plan.layers, code):
+            data = layer.mode == "data_centric"
+            assert f"h_i {list(layer.shards)}" in shown
+            assert ("cache_gather" if data else "hexa.all_gather_v") in shown
+            assert ("cache_release" if data else "hexa.reduce_scatter_v") in shown
         assert worst < 1e-10
         assert sum(plan.batch) == 5  # the example's first dimension
         assert [layer.shape.top_k for layer in plan.layers] == [2, 2]
@@ -225,8 +231,14 @@ def stored(rank, world, kind, strategy, capacities):
     return compared(model, whole, x, rank, square_loss)
 
 
-@pytest.mark.parametrize("strategy", ["data", "model"])
-@pytest.mark.parametrize("kind", list(KINDS))
+_slow = pytest.mark.slow
+STORED = [(kind, strategy) for kind in KINDS for strategy in ("data", "model")]
+QUICK = {("listed-bias", "data"), ("listed", "model"), ("halves", "data"), ("alternating", "model"), ("flat", "model")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [case if case in QUICK else pytest.param(*case, marks=_slow) for case in STORED]
+)
 def test_experts_stored_in_other_ways(kind, strategy):
     for worst, plan, _, _ in run(2, stored, kind, strategy, (1.0, 3.0)):
         assert worst < 1e-10

@@ -170,13 +170,13 @@ def inference_then_training(rank, world, plan):
     loss_sum(model(x[mine]), target[mine]).backward()
     loss_sum(whole(x), target).backward()
     pairs = [(second, whole(x)[mine]), *gradient_pairs(model, whole, installed)]
-    return largest(pairs), bool(torch.equal(first, second))
+    return largest(pairs), float((first - second).abs().max())
 
 
 def test_inference_before_training():
-    for worst, same in run(2, inference_then_training, make_plan(2, "uneven", MODES["mixed"], THREE, slots=2)):
+    for worst, apart in run(2, inference_then_training, make_plan(2, "uneven", MODES["mixed"], THREE, slots=2)):
         assert worst < 1e-10
-        assert same
+        assert apart < 1e-12
 
 
 def frozen(rank, world, plan):

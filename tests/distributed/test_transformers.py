@@ -94,18 +94,20 @@ _slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"),
+    ("name", "strategy", "capacities"),
     [
-        ("mixtral", "data"),
-        ("qwen3", "model"),
-        pytest.param("mixtral", "model", marks=_slow),
-        pytest.param("mixtral", "auto", marks=_slow),
-        pytest.param("qwen3", "data", marks=_slow),
-        pytest.param("qwen3", "auto", marks=_slow),
+        ("mixtral", "data", (1.0, 2.0)),
+        ("qwen3", "model", (1.0, 2.0)),
+        pytest.param("mixtral", "model", (1.0, 2.0), marks=_slow),
+        pytest.param("mixtral", "auto", (1.0, 2.0), marks=_slow),
+        pytest.param("qwen3", "data", (1.0, 2.0), marks=_slow),
+        pytest.param("qwen3", "auto", (1.0, 2.0), marks=_slow),
+        pytest.param("mixtral", "model", (1.0, 2.0, 1.5, 2.0), marks=_slow),
+        pytest.param("qwen3", "data", (1.0, 2.0, 1.5, 2.0), marks=_slow),
     ],
 )
-def test_five_training_steps(name, strategy):
-    for worst, text in run(2, five_steps, name, strategy, (1.0, 2.0), timeout=60):
+def test_five_training_steps(name, strategy, capacities):
+    for worst, text in run(len(capacities), five_steps, name, strategy, capacities, timeout=60):
         assert worst < 1e-9
         assert "layers.0" in text
 

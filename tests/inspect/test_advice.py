@@ -56,6 +56,7 @@ def test_nearly_every_refusal_has_advice_of_its_own():
         ),
         ("the code reads a tensor that is neither a parameter nor a buffer, and may have", "register_buffer"),
         ("only one expert ran on the example, so there is nothing to compare it with", "more varied example"),
+        ("the code takes a host decision (if, while, assert, item()) on what the experts computed", "torch.where"),
         ("no known activation is what experts compute between their projections (cos)", "silu"),
         ("experts differ in what they compute", "one class"),
         ("the code takes a decision that depends on the data and not on the routing", "torch.where"),
@@ -67,6 +68,14 @@ def test_nearly_every_refusal_has_advice_of_its_own():
 )
 def test_advice(reason, says):
     assert says in advice(reason)
+
+
+def test_a_sentence_that_says_it_itself_is_left_alone():
+    assert advice("only one expert ran on the example, so there is nothing to compare it with; give more tokens") == ""
+    assert (
+        advice("... is not a parameter nor a buffer, and may have another value next time; register it as a buffer")
+        == ""
+    )
 
 
 def test_it_is_part_of_every_form_of_the_report(models, tmp_path):

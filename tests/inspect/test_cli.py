@@ -105,11 +105,12 @@ def test_plan_of_a_factory():
     assert "h_i  [6, 6]" in text or "h_i  [12, 0]" in text or "h_i  [8, 4]" in text
 
 
-def test_plan_of_a_model_type_has_its_full_widths():
-    pytest.importorskip("transformers")
-    found = json.loads(call("plan", "mixtral", "--capacities", "1,1,2,4", "--json"))
+def test_plan_of_a_configuration_has_its_full_widths(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model("mixtral", num_hidden_layers=3).save_pretrained(tmp_path)
+    found = json.loads(call("plan", tmp_path, "--capacities", "1,1,2,4", "--json"))
     layers = found["plan"]["layers"]
-    assert len(layers) == len(found["predicted"]) == 32
+    assert len(layers) == len(found["predicted"]) == 3
     shape = layers[0]["shape"]
     assert [shape[n] for n in ("num_experts", "top_k", "hidden_size", "intermediate_size")] == [8, 2, 4096, 14336]
     assert sum(found["plan"]["batch"]) == 64

@@ -136,6 +136,18 @@ def test_blocks_are_rewritten_and_equal(block: type[nn.Module], rest: str) -> No
     assert reports[0].blocks[1].same_as == "blocks.0"
 
 
+def test_more_tokens_than_a_block_is_usually_tried_on() -> None:
+    """With fixed sizes the graph holds for all 300 only; with symbolic ones fewer will do."""
+    model, x = make(Gathered), torch.randn(60, 5, D).double()
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        reports: list[OptimizationReport] = []
+        options = {"rest": "eager", "on_report": reports.append}
+        compiled = torch.compile(model, backend=hexa, dynamic=dynamic, options=options)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-9, atol=1e-9)
+        assert len(reports[0].rewritten) == 2
+
+
 def test_the_operator_is_in_the_graph_that_the_rest_gets() -> None:
     model, seen = make(Gathered), []
 
@@ -199,6 +211,18 @@ def test_a_model_without_experts_goes_through() -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D))
     x = torch.randn(3, D)
     torch.testing.assert_close(torch.compile(model, backend=hexa, options={"rest": "eager"})(x), model(x))
+
+
+def test_a_failure_of_ours_leaves_the_graph(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(gm: torch.fx.GraphModule, region: object, *_: object) -> None:
+        gm.graph.erase_node(next(iter(gm.graph.find_nodes(op="output"))))
+        raise RuntimeError("half done")
+
+    monkeypatch.setattr(dynamo.regions, "put_back", broken)
+    model = make(Gathered)
+    compiled = torch.compile(model, backend=hexa, options={"rest": "aot_eager"})
+    torch.testing.assert_close(outcome(compiled, model, 3), outcome(model, model, 3))
+    assert "please report this" in caplog.text
 
 
 def test_unknown_options_are_named() -> None:

@@ -14,6 +14,7 @@ import transformers
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
+import hexa_fx
 from hexa_fx.integrations import experts as hexa_experts
 from hexa_fx.integrations.experts import Gate
 from hexa_fx.integrations.transformers import register
@@ -190,6 +191,15 @@ def test_generate_and_compile_and_export() -> None:
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, logits)
     assert torch.equal(model.generate(ids, **options), expected)
+
+
+def test_optimize_says_that_nothing_is_left_to_do() -> None:
+    model = families.make("mixtral")
+    model.set_experts_implementation("hexa")
+    report = hexa_fx.explain(model, families.inputs(2, 7))
+    assert [block.reason.split(";")[0] for block in report.refused] == [
+        "its experts run on hexa_fx's operators already"
+    ] * 2
 
 
 def test_unknown_implementation_is_the_librarys_error_and_register_repeats() -> None:

@@ -57,7 +57,7 @@ def test_the_original_does_not_export() -> None:
         torch.export.export(model, (x,), strict=False)
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_round_trip_with_dynamic_sizes(strict: bool, tmp_path: Path) -> None:
     model, x = make()
     optimized = hexa_fx.optimize(model, x)

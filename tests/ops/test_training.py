@@ -287,3 +287,31 @@ def test_slices_of_a_larger_weight():
         for s in (slice(0, 5), slice(5, 12))
     ]
     torch.testing.assert_close(sum(parts), one.loop().detach())
+
+
+def test_gradients_add_up_in_a_float32_master():
+    """Many small bfloat16 gradients: a sum in bfloat16 stops growing, the master's does not."""
+    one = layer(tokens=40)
+    x, gates, w1, _, _, _, w2, _ = (None if t is None else t.detach().bfloat16() for t in one.operands)
+    w1, w2, x = (t.requires_grad_() for t in (w1, w2, x))
+    w1.main_grad = torch.zeros(w1.shape)
+
+    def step():
+        y = ops.moe_ffn(x, one.index, gates, w1, None, None, None, w2, None, one.spec)
+        y.float().sum().backward()
+
+    step()
+    first, own = w1.main_grad.clone(), w2.grad.clone()
+    for _ in range(299):
+        step()
+    assert w1.grad is None
+    assert row_error(w1.main_grad, 300 * first) < 1e-4
+    assert row_error(w2.grad.float(), 300 * own.float()) > 1e-2
+
+
+def test_a_master_of_another_shape_is_refused():
+    one = layer(tokens=40)
+    w1 = one.operands[2]
+    w1.main_grad = torch.zeros(3)
+    with pytest.raises(InputError, match="main_grad"):
+        one.run().sum().backward()

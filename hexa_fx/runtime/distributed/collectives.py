@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import _register_work
 
 from hexa_fx.runtime.distributed.groups import guarded
 
-__all__ = ["all_gather_into", "count_traffic", "gather_even", "wait"]
+__all__ = ["all_gather_into", "count_traffic", "fill_slot", "gather_even", "scatter_sum", "wait"]
 
 assert _functional_collectives is not None
 
@@ -118,10 +118,20 @@ def all_gather_into(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) ->
     An operator of our own, because a write through ``.data`` or a plain broadcast does not tell autograd that saved
     views of ``out`` became stale.
     """
+    _gather_into(out, x, sizes, group)
+
+
+def _gather_into(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> None:
     pg = _resolve_process_group(group)
     _check_rows("all_gather_v_", x, sizes[dist.get_rank(pg)], sizes)
     for work in _start_gather(out, x, sizes, pg):
         _register_work(out, work)
+
+
+def fill_slot(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> None:
+    """`all_gather_into` for the runtime: the dispatcher takes longer to reach it than a small gather takes to start."""
+    _gather_into(out, x, sizes, group)
+    torch.autograd.graph.increment_version(out)
 
 
 @torch.library.custom_op(
@@ -129,6 +139,11 @@ def all_gather_into(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) ->
 )
 def reduce_scatter_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
     """Sum over ranks, each rank keeping its rows: (sum(sizes), ...) -> (sizes[rank], ...). Pending until waited for."""
+    return scatter_sum(x, sizes, group)
+
+
+def scatter_sum(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
+    """`reduce_scatter_v` for the runtime, without the dispatcher and without a gradient of its own."""
     pg = _resolve_process_group(group)
     rank, world = dist.get_rank(pg), len(sizes)
     _check_rows("reduce_scatter_v", x, sum(sizes), sizes)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.runtime import packing
-from hexa_fx.runtime.distributed.collectives import wait
+from hexa_fx.runtime.distributed.collectives import scatter_sum, wait
 from hexa_fx.runtime.distributed.groups import Groups, guarded
 
 
@@ -40,8 +40,7 @@ class GradientReductions:
 
     def start(self, rows: Tensor, shards: Sequence[int]) -> Tensor:
         """(I, row) partial sums -> this rank's rows of the sum, pending."""
-        own: Tensor = torch.ops.hexa.reduce_scatter_v(rows, list(shards), self.groups.reduce_name)
-        return own
+        return scatter_sum(rows, shards, self.groups.reduce_name)
 
     def defer(self, layer: str, own: Tensor, deliver: Callable[[Tensor], None]) -> None:
         """Delivers a pending sum later, at the latest when the backward that runs now ends."""

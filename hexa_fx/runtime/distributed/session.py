@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.fx as fx
 from torch import Tensor, nn
 
 from hexa_fx.errors import PlanError
-from hexa_fx.plan import Plan
+from hexa_fx.plan import Plan, describe_layer
 from hexa_fx.runtime.distributed import groups as groups_module
 from hexa_fx.runtime.distributed.geometry import Geometry
 from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, make_groups
@@ -55,6 +56,7 @@ class PartitionSession:
         self.reductions = GradientReductions(self.groups)
         self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch)
         self.shards: tuple[ShardedParameter, ...] = ()
+        self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
         self._unbind: list[Callable[[], None]] = []
         register_session(self.name, self)
 
@@ -65,6 +67,23 @@ class PartitionSession:
     def geometry(self, layer: str) -> Geometry:
         """Layout of a planned layer's experts."""
         return self._geometries[layer]
+
+    def readable(self, path: str, mode: str = "train") -> str:
+        """The code that a block runs, with its collectives, below the plan of its layers.
+
+        Args:
+            path: the block's path in the model; one of ``graphs``.
+            mode: ``train`` or ``eval``.
+        """
+        if path not in self.graphs:
+            raise PlanError(f"no partitioned block at {path!r}; they are {list(self.graphs)}")
+        forms = self.graphs[path]
+        graph = forms.get(mode) or next(iter(forms.values()))
+        here = [
+            layer for layer in self.plan.layers if layer.path == path or layer.path.startswith(f"{path}.") or not path
+        ]
+        head = [f"# rank {self.rank} of {self.plan.world}", *(f"# {describe_layer(layer).strip()}" for layer in here)]
+        return "\n".join([*head, graph.python_code("self").src])
 
     def bind(self, module: nn.Module, where: str = "") -> nn.Module:
         """Wraps the forward of a module that runs a partitioned graph. Returns the module.

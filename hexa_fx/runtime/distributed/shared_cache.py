@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hexa_fx.errors import PlanError
-from hexa_fx.runtime.distributed.collectives import wait
+from hexa_fx.runtime.distributed.collectives import fill_slot, wait
 from hexa_fx.runtime.distributed.geometry import Geometry, Weights
 from hexa_fx.runtime.distributed.groups import Groups, guarded
 from hexa_fx.runtime.distributed.reductions import destinations
@@ -320,7 +320,7 @@ class SharedCache:
         with torch.no_grad(), torch.inference_mode(False):
             rows = layer.geometry.pack(source.weights, layer.shards[self.groups.rank], dtype)
             out = self._rows(slot, layer, dtype, rows.device)
-            torch.ops.hexa.all_gather_v_(out, rows, list(layer.shards), self.groups.gather_name)
+            fill_slot(out, rows, layer.shards, self.groups.gather_name)
         slot.index, slot.dtype, slot.versions = index, dtype, source.versions
         slot.epoch, slot.pending, slot.busy, slot.prefetched = self._epoch, True, False, False
         self.gathers += 1

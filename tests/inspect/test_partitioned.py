@@ -1,0 +1,37 @@
+"""A model that is spread over devices: its plan, its exchanges and its graph with collectives can be seen too."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import hexa_fx
+
+
+@pytest.fixture
+def spread(models, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        yield hexa_fx.optimize_(models.make(), models.INPUT, mesh=mesh, strategy="model", capacities=None)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_plan_exchanges_and_graph(spread, tmp_path):
+    report = spread.report
+    assert report.plan == spread.partition.plan
+    for block in report.blocks:
+        assert block.collectives
+    assert "exchanges: " in str(report)
+    assert report.plan.fingerprint in str(report)
+    graphs = spread.graphs["layers.1"]
+    names = [stage.name for stage in graphs.stages]
+    assert names[:3] == ["capture", "rewrite", "partition"]
+    roles = {node.op: node.role for node in graphs.stage("partition").graph.nodes}
+    assert all(roles[op] == "collective" for op in report.blocks[1].collectives)
+    assert 'data-role="collective"' in graphs.to_svg("partition")
+    text = spread.graphs.to_html(tmp_path / "graphs.html", 90).read_text(encoding="utf-8")
+    assert text.count('<template data-block="0"') == len(names)
+    assert '<template data-block="1"' not in text  # identical blocks once

@@ -1,0 +1,69 @@
+"""What building kernels ahead does to a model: nothing. On the CPU, with the launches left out by hand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hexa_fx.runtime import cuda_launch, cuda_warmup
+
+
+class Block(nn.Module):
+    """Keeps a buffer and an attribute, draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.last: Tensor | None = None
+        self.seen: list[bool] = []
+
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        self.last = self.linear(x) * scale + torch.rand(4)
+        self.seen.append(torch.is_grad_enabled() and x.requires_grad)
+        return self.last, x.argmax()
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pretends that the CPU is a device with kernels; counts the runs."""
+    runs: list[int] = []
+
+    def prebuild(run: Callable[[], object]) -> int:
+        run()
+        runs.append(1)
+        return 3
+
+    monkeypatch.setattr(cuda_launch, "prebuild", prebuild)
+    monkeypatch.setattr(cuda_warmup, "_device", lambda block: torch.device("cpu"))
+    return runs
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_block_is_as_it_was(ran: list[int], training: bool) -> None:
+    model = nn.Sequential(Block().train(training))
+    state, example = torch.get_rng_state(), ((torch.randn(3, 4),), {"scale": torch.ones(())})
+    state = torch.get_rng_state()
+    assert cuda_warmup.prebuild_blocks(model, {"0": example}) == 3
+    block = model[0]
+    assert ran == [1]
+    assert block.seen == [training]
+    assert block.calls == 0
+    assert block.last is None
+    assert block.linear.weight.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_nothing_happens_off_cuda() -> None:
+    assert cuda_warmup.prebuild_blocks(nn.Sequential(Block()), {"0": ((torch.randn(3, 4),), {})}) == 0
+
+
+def test_a_failure_is_logged_and_not_raised(ran: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert cuda_warmup.prebuild_blocks(nn.Sequential(Block()), {"0": ((torch.randn(3, 5),), {})}) == 0
+    assert "when they are needed" in caplog.text
