@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hexa_fx.runtime import install
 from tests.zoo import pattern_table
 from tests.zoo.compare import Difference, compare, perturb
 from tests.zoo.mutate import Mutant, mutant
@@ -168,6 +169,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
+    install.OWN_CODE_WHEN_SMALL = False  # mutants are small: they would be compared with themselves
     lines = [json.loads(line) for log in options.log if log.exists() for line in log.read_text().splitlines()]
     if not options.tally:
         _go_on(options.log[0], lines, options.start, options.judged)
