@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from hexa_fx.analysis import ExampleInputs, analyse_model, call_arguments
+from hexa_fx.capture.copies import copied
 from hexa_fx.config import HexaConfig
-from hexa_fx.errors import NothingRewritten, VerificationError
+from hexa_fx.errors import InputError, NothingRewritten, VerificationError
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.watch import watching
@@ -136,8 +137,18 @@ def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig 
 
 
 def _sharing_copy(model: Model) -> Model:
-    shared = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    """A copy with the model's own parameters and buffers, and its own process groups, locks and the like."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    try:
+        return copy.deepcopy(model, dict(shared))
+    except (TypeError, RuntimeError) as error:
+        log.info("copying the model: %s; what cannot be copied is shared", error)
+    held = [value for module in model.modules() for value in vars(module).values()]
+    shared |= {id(value): value for value in held if not isinstance(value, nn.Module) and copied(value) is value}
+    try:
+        return copy.deepcopy(model, shared)
+    except (TypeError, RuntimeError) as error:
+        raise InputError(f"the model cannot be copied ({error}); hexa_fx.optimize_ rewrites it in place") from error
 
 
 def _announce(report: OptimizationReport, config: HexaConfig) -> None:

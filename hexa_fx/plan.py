@@ -155,7 +155,7 @@ def _layer_from(entry: dict[str, Any]) -> LayerPlan:
 def _build(cls: type[Any], data: dict[str, Any]) -> Any:
     unknown = set(data) - {f.name for f in fields(cls)}
     if unknown:
-        raise PlanError(f"{cls.__name__} has no fields {sorted(unknown)}")
+        raise PlanError(f"{cls.__name__} has no fields {sorted(unknown)}: plan again with this release")
     return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
 
 
@@ -185,9 +185,11 @@ def _check_layer(layer: LayerPlan, world: int) -> None:
             f"the intermediate size is {layer.shape.intermediate_size}"
         )
     if not 0 <= layer.bias_owner < world:
-        raise PlanError(f"bias_owner {layer.bias_owner} of {layer.path!r} is no rank of {world}")
+        raise PlanError(f"bias_owner {layer.bias_owner} of {layer.path!r} is none of the ranks 0 to {world - 1}")
     if layer.shards[layer.bias_owner] == 0:
-        raise PlanError(f"bias_owner {layer.bias_owner} of {layer.path!r} has h_i = 0, so it computes nothing")
+        raise PlanError(
+            f"bias_owner {layer.bias_owner} of {layer.path!r} has h_i = 0, so it computes nothing; name another"
+        )
 
 
 def _check_sizes(what: str, sizes: tuple[int, ...], world: int) -> None:

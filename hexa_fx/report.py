@@ -69,6 +69,7 @@ class BlockReport:
         kernels: on a GPU, the kernels that forward and backward launch. Elsewhere ask `kernels_on`.
         case: sizes and dtype of the block's call.
         collectives: nodes of this rank's graph that exchange something, in order, if the block is spread over devices.
+        small: on a CPU, inputs of up to so many elements run the block's own code, which is the quicker there.
     """
 
     path: str
@@ -94,6 +95,7 @@ class BlockReport:
     kernels: tuple[KernelUse, ...] = ()
     case: FfnCase | None = None
     collectives: tuple[str, ...] = ()
+    small: int = 0
 
     @property
     def advice(self) -> str:
@@ -254,6 +256,7 @@ def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Ins
         costs=inspector.costs(analysis) if analysis.rewritten else None,
         kernels=kernels_of(case) if case is not None and _on_gpu(analysis) else (),
         case=case,
+        small=max((form.small for form in analysis.rewritten.values()), default=0),
     )
 
 

@@ -34,6 +34,8 @@ def details(block: BlockReport) -> Iterator[str]:
     if block.rewritten_to:
         written = f"{block.code.code} at {block.code.file}:{block.code.line}" if block.code else "the block"
         yield f"{written} now runs as {block.rewritten_to}"
+    if block.small:
+        yield f"on a CPU, inputs of up to {block.small} elements run its own code, which is the quicker there"
     if block.costs is not None:
         yield f"{cost_text(block.costs)}"
     if block.collectives:

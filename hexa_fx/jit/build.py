@@ -13,7 +13,7 @@ from hexa_fx.codegen.render import FLAGS, KernelSource
 from hexa_fx.jit import nvrtc
 from hexa_fx.jit.cache import Entry, KernelCache, cache_key
 from hexa_fx.jit.env import JitSettings
-from hexa_fx.jit.errors import BuildError, ToolchainError
+from hexa_fx.jit.errors import BuildDisabledError, BuildError
 from hexa_fx.jit.toolchain import Compiler, find_compiler
 from hexa_fx.progress import progress
 from hexa_fx.templates import INCLUDE_DIR
@@ -38,7 +38,7 @@ def build(source: KernelSource, settings: JitSettings | None = None) -> Entry:
     if entry is not None:
         return entry
     if settings.disable_jit:
-        raise ToolchainError("HEXA_FX_DISABLE_JIT is set")
+        raise BuildDisabledError(key)
     with cache.lock(key):
         return cache.get(key) or _build(source, key, compiler, cache, settings)
 

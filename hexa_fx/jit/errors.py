@@ -14,6 +14,15 @@ class ToolchainError(KernelError):
     )
 
 
+class BuildDisabledError(ToolchainError):
+    """Nothing may be built, and the cache does not have the kernel."""
+
+    message = (
+        "HEXA_FX_DISABLE_JIT is set and the cache has no kernel {detail}. Unset it once to build the kernel; "
+        "until then other implementations are used"
+    )
+
+
 class BuildError(KernelError):
     """The compiler refused a source. Shows where the source is and the end of the log."""
 

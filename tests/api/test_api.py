@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -183,3 +184,27 @@ def test_a_block_that_is_refused_keeps_running_beside_a_rewritten_one(model):
 def test_import_is_light():
     code = "import sys, hexa_fx; assert not {'transformers', 'jinja2', 'hexa_fx.api'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_cannot_be_copied_is_shared():
+    class Locked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock, self.layer = threading.Lock(), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    model = Locked()
+    opt = hexa_fx.optimize(model, torch.randn(2, 2))
+    assert opt is not model
+    assert opt.layer is not model.layer
+    assert opt.layer.weight is model.layer.weight
+    assert opt.lock is model.lock
+
+
+def test_a_model_that_cannot_be_copied_is_told_to_be_rewritten_in_place():
+    model = nn.Linear(2, 2)
+    model.state = [threading.Lock()]
+    with pytest.raises(InputError, match="optimize_"):
+        hexa_fx.optimize(model, torch.randn(2, 2))

@@ -191,7 +191,7 @@ def _some(tensors: Weights) -> Tensor:
     for tensor in tensors:
         if tensor is not None:
             return tensor
-    raise PlanError("no gradient of any expert weight arrived")
+    raise PlanError("no gradient of any expert weight arrived; at least one of a layer's weights must require one")
 
 
 def shape_of(w1: Tensor, w3: Tensor | None, w2: Tensor, glu: Glu, layout1: Layout, top_k: int) -> ExpertShape:

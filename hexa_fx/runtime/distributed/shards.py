@@ -76,7 +76,9 @@ def cut_layer(model: nn.Module, weights: LayerWeights, lo: int, hi: int) -> list
                 name = f"{weights.root}.{path}" if weights.root else path
                 shared = source.form != "own"
                 if name in wanted and not (shared and wanted[name] == chunks):
-                    raise PlanError(f"{name!r} is used twice by the layer, so it cannot be cut")
+                    raise PlanError(
+                        f"{name!r} is used twice by the layer, so it cannot be cut; give each use a parameter of its own"
+                    )
                 wanted[name] = chunks
     return [_cut_parameter(model, name, chunks) for name, chunks in wanted.items()]
 
