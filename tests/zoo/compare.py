@@ -84,6 +84,21 @@ def compare(
     return difference(first, second)
 
 
+def is_finite(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    train: bool = False,
+    seed: int = 0,
+) -> bool:
+    """Whether all that the model gives is finite. If not, its gradients are NaN or infinite by the order of products."""
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    run = _run(model, args, kwargs or {}, train, seed, False)
+    _restore(model, before)
+    return all(bool(value.isfinite().all()) for value in run.outputs.values())
+
+
 def difference(first: Run, second: Run) -> Difference:
     """Compare two runs; the first is the reference."""
     forward, forward_of = _largest(first.outputs, second.outputs)

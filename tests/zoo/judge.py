@@ -22,7 +22,7 @@ import torch
 
 from hexa_fx.runtime import install
 from tests.zoo import pattern_table
-from tests.zoo.compare import Difference, compare, perturb
+from tests.zoo.compare import Difference, compare, is_finite, perturb
 from tests.zoo.mutate import Mutant, mutant
 from tests.zoo.variant import Variant
 
@@ -73,7 +73,8 @@ def _first_difference(case: Mutant, model: torch.nn.Module, opt: torch.nn.Module
                     continue  # the original raises: nothing to compare with
                 if not found.within(0.0):
                     continue  # uninitialised memory, or state kept in Python
-                found = compare(model, opt, args, kwargs, train=train and v.train, seed=place)
+                gradients = is_finite(model, args, kwargs, train=train and v.train, seed=place)
+                found = compare(model, opt, args, kwargs, train=train and v.train, seed=place, backward=gradients)
                 if not found.within(_tolerance(case, dtype)) and not _chaotic(
                     model, args, kwargs, train and v.train, found
                 ):
