@@ -29,7 +29,7 @@ class FreshInputs:
         self._seed = seed
         self._sizes = _sizes(self._leaves)
         self.num_experts = num_experts
-        self._kinds = [self._kind(leaf) for leaf in self._leaves]
+        self._kinds = _with_tokens([self._kind(leaf) for leaf in self._leaves], self._leaves)
         self.given_routing = any(kind in ("ids", "marks", "scores") for kind in self._kinds)
 
     def example(self, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -144,6 +144,15 @@ class FreshInputs:
         if routing is None and bool((leaf == 0).all(-1).any()):
             values = values * (torch.rand(count, 1, generator=generator) < 0.75)
         return torch.zeros(count, experts, dtype=torch.float64).scatter(1, chosen[key], values).reshape(shape)
+
+
+def _with_tokens(kinds: list[Kind], leaves: Sequence[Any]) -> list[Kind]:
+    """Where every matrix of floats has the width of scores, the first one is the tokens: the hidden size is E as well."""
+    matrices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2]
+    floats = [i for i in matrices if leaves[i].is_floating_point() and kinds[i] != "marks"]
+    if floats and all(kinds[i] == "scores" for i in floats):
+        kinds[floats[0]] = "signed"
+    return kinds
 
 
 def _cast(new: Any, leaf: Any, dtype: torch.dtype) -> Any:

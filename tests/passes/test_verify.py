@@ -469,3 +469,13 @@ def test_a_router_that_compares_with_the_kth_logit_passes():
     result = verify(Thresholded(), RewrittenBlock("", graph, list_packed(), ()), example())
     assert result.ok, result.reason
     assert [case.outcome for case in result.cases] == ["equal"] * 10
+
+
+def test_tokens_as_wide_as_there_are_experts_are_no_scores():
+    assert not FreshInputs((torch.randn(6, E),), {}, E, 0).given_routing
+    tokens, scores = torch.randn(6, E), torch.randn(6, E)
+    inputs = FreshInputs((tokens, scores), {}, E, 0)
+    assert inputs.given_routing
+    (x, scores), _ = inputs.like_example(torch.float64, ROUTINGS[1])
+    assert set(scores.argmax(-1).tolist()) <= {E - 1, E - 2}
+    assert x.argmax(-1).unique().numel() > 1
