@@ -185,7 +185,7 @@ def _check_layer(layer: LayerPlan, world: int) -> None:
             f"the intermediate size is {layer.shape.intermediate_size}"
         )
     if not 0 <= layer.bias_owner < world:
-        raise PlanError(f"bias_owner {layer.bias_owner} of {layer.path!r} is none of the ranks 0 to {world - 1}")
+        raise PlanError(f"bias_owner {layer.bias_owner} of {layer.path!r} is no rank; there are 0 to {world - 1}")
     if layer.shards[layer.bias_owner] == 0:
         raise PlanError(
             f"bias_owner {layer.bias_owner} of {layer.path!r} has h_i = 0, so it computes nothing; name another"
