@@ -37,7 +37,11 @@ class Mutant:
 
 def mutant(seed: int) -> Mutant | None:
     """The mutant of that number, or None when the dice find nothing to mutate. The same seed gives the same mutant."""
-    dice = random.Random(seed)
+    return mutant_of(random.Random(seed))
+
+
+def mutant_of(dice: random.Random) -> Mutant | None:
+    """A mutant by dice, which may be hypothesis's."""
     base = dice.choice([v for v in VARIANTS if v.expect != "refused" or dice.random() < 0.1])
     if dice.random() < 0.2:
         return _mutated_instance(base, dice)
