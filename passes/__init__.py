@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 
 from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.observe import Observation
-from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs
+from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs, repeats_tokens
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal, RewrittenBlock
@@ -76,6 +76,10 @@ class BlockAnalysis:
     seconds: float = 0.0
 
 
+_ALIKE = (
+    "most tokens of the example are alike here, which hides what goes where: give example inputs with different tokens"
+)
+
 _ATTEMPTS = (Attempt(), Attempt(crowded=True), Attempt(prefer_earliest=True), Attempt(scale=0.1), Attempt(scale=10.0))
 
 
@@ -101,6 +105,10 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
         if best.match is None or all(check.ok for check in best.checks.values()):
             break
     assert best is not None
+    if not best.rewritten and repeats_tokens(observation.args, observation.kwargs):
+        return replace(
+            best, refusals={mode: replace(r, reason=f"{r.reason}; {_ALIKE}") for mode, r in best.refusals.items()}
+        )
     return best
 
 

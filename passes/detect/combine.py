@@ -21,6 +21,9 @@ from hexa_fx.passes.detect.rules import leaves_decision, refuse_randomness
 from hexa_fx.passes.detect.verdict import Refuse
 
 _TOLERANCE = 1e-6
+_FACTORS = (1.0, -1.0, 64.0)
+"""Of the random rows: a branch on the outputs' sign or size, which keeps one sum, does not keep all."""
+
 _SAME_NUMBERS = frozenset(
     "view reshape flatten unflatten contiguous to type_as float half bfloat16 double clone after".split()
 )
@@ -135,7 +138,7 @@ def _dominators(
 
 
 class _Probes:
-    """Zeros, one-hot rows (each row of a token on its own feature), and one random run that checks linearity."""
+    """Zeros, one-hot rows (each row of a token on its own feature), and random runs that check linearity."""
 
     def __init__(self, instances: list[Instance], width: int, replay: Replay) -> None:
         self._instances = instances
@@ -157,7 +160,8 @@ class _Probes:
 
     def run(self, replay: Replay, wanted: Sequence[torch.fx.Node]) -> list[dict[torch.fx.Node, torch.Tensor]]:
         zeros = torch.zeros_like(self._random)
-        settings = [zeros, *(self._one_hot(r) for r in range(self._rounds)), self._random]
+        settings = [zeros, *(self._one_hot(r) for r in range(self._rounds))]
+        settings += [factor * self._random for factor in _FACTORS]
         return [self._set(replay, rows, wanted) for rows in settings]
 
     def _one_hot(self, number: int) -> torch.Tensor:
@@ -176,10 +180,9 @@ class _Probes:
 
     def coefficients(self, outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
         """One coefficient a row, or None if the outputs are no token-wise weighted sum of the rows."""
-        zero, *one_hot, random = outputs
+        zero, one_hot, random = outputs[0], outputs[1 : -len(_FACTORS)], outputs[-len(_FACTORS) :]
         real = self._real
         found = torch.zeros(len(self._tokens), dtype=torch.float64, device=zero.device)
-        expected = zero.clone()
         for number, output in enumerate(one_hot):
             chosen = real & ((self._slot // self._width) == number)
             difference = output - zero
@@ -187,11 +190,15 @@ class _Probes:
             difference[self._tokens[chosen], self._slot[chosen] % self._width] = 0
             if not bool((difference.abs() <= _TOLERANCE).all()):
                 return None
-        expected.index_add_(0, self._tokens[real], found[real, None] * self._random[real])
-        scale = expected.abs().amax().clamp(min=1.0) if expected.numel() else 1.0
-        if not bool(((random - expected).abs() <= _TOLERANCE * scale).all()):
-            return None
-        return tuple(found.split(self._sizes))
+        summed = torch.zeros_like(zero).index_add_(0, self._tokens[real], found[real, None] * self._random[real])
+        if all(_is_near(output, zero + factor * summed) for factor, output in zip(_FACTORS, random)):
+            return tuple(found.split(self._sizes))
+        return None
+
+
+def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    scale = expected.abs().amax().clamp(min=1.0) if expected.numel() else 1.0
+    return bool(((found - expected).abs() <= _TOLERANCE * scale).all())
 
 
 def _position_in_token(tokens: torch.Tensor) -> torch.Tensor:

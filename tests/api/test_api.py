@@ -208,3 +208,18 @@ def test_a_model_that_cannot_be_copied_is_told_to_be_rewritten_in_place():
     model.state = [threading.Lock()]
     with pytest.raises(InputError, match="optimize_"):
         hexa_fx.optimize(model, torch.randn(2, 2))
+
+
+def test_an_example_of_equal_tokens_is_named(model):
+    equal = torch.randn(1, 1, 8).expand(2, 16, 8).clone()
+    report = hexa_fx.optimize(model, equal).report
+    assert report.refused
+    assert all("give example inputs with different tokens" in block.reason for block in report.refused)
+
+
+def test_the_demonstration_is_large_enough_for_the_operators():
+    from hexa_fx import demo
+
+    example, inputs = demo.example()
+    for block in hexa_fx.explain(example, inputs).rewritten:
+        assert inputs["input_ids"].numel() * block.hidden_size > block.small

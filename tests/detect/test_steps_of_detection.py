@@ -185,6 +185,22 @@ def test_an_expert_that_reads_what_came_before():
     assert isinstance(found(Chained()), Refusal)
 
 
+@pytest.mark.parametrize("holds", [lambda out: out.sum() > 0, lambda out: out.abs().sum() < 1e3], ids=["sign", "size"])
+def test_a_branch_on_the_sum_so_far_without_an_if(holds):
+    """The factor is 1 on most inputs, and the same for all tokens."""
+
+    class Gated(Loop):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            weights, ids = self.router(x).softmax(-1).topk(2, -1)
+            out = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                out = out + expert(x) * (weights * (ids == number)).sum(-1, keepdim=True)
+                out = out * holds(out)
+            return out
+
+    assert isinstance(found(Gated()), Refusal)
+
+
 def test_rows_that_see_each_other():
     class Mean(Loop):
         def expert(self, number: int, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
