@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -288,7 +289,8 @@ def _step(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanting: Sequence[torch.Tensor] = ()
 ) -> None:
     """Forward and backward. The gradients of ``wanting`` are dropped at the end."""
-    leaves = torch.utils._pytree.tree_leaves(model(*args, **kwargs))
+    output = model(*args, **kwargs)
+    leaves = torch.utils._pytree.tree_leaves(vars(output) if is_dataclass(output) else output)
     sum(t.sum() for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad).backward()
     for tensor in wanting:
         tensor.grad = None
