@@ -225,3 +225,8 @@ def check_esfk(esfk: Callable[..., tuple[Tensor, Tensor, Tensor | None]], layout
 @pytest.mark.parametrize(("tile", "layout"), [("coop", "nk"), ("coop2", "kn"), ("pp", "nk")])
 def test_esfk_of_sm90(tile: str, layout: str) -> None:
     check_esfk(sm90.esfk, layout, TILES[tile])
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_esfk_of_sm80(layout: str) -> None:
+    check_esfk(sm80.esfk, layout)
