@@ -110,16 +110,16 @@ def _fused_check(spec: KernelSpec) -> Iterable[str]:
     yield from dict.fromkeys((*_check(rows), *_check(weight)))
 
 
-# a, b, b2, bias, bias2, d, act, a_index, b_index, offs, a_stride, b_stride, b_expert, d_stride, d_expert, act_stride, rows, m, n,
-# k, experts, top_k (value, magic, shift), alpha, limit
-_ARGS = "PPPPPPPPPPqqqqqqiiiiiIIIff0P"
+POINTERS, SIZES = "PPPPPPPPPP", "qqqqqqiiiiiIIIff0P"
+"""hexa::GemmParams: a, b, b2, bias, bias2, d, act, a_index, b_index, offs; then what a shape decides: a_stride, b_stride, b_expert,
+d_stride, d_expert, act_stride, rows, m, n, k, experts, top_k (value, magic, shift), alpha, limit."""
 
 FAMILIES = (
     Family(
         name="gemm_sm80",
         template="gemm_sm80.cu.j2",
         ops=("esmm", "estmm"),
-        args=struct.Struct(_ARGS),
+        args=struct.Struct(POINTERS + SIZES),
         shape=_shape,
         check=_check,
     ),
@@ -127,7 +127,7 @@ FAMILIES = (
         name="esfk_sm80",
         template="esfk_sm80.cu.j2",
         ops=("esfk",),
-        args=struct.Struct(_ARGS + _ARGS + "P"),  # dX, dW, db
+        args=struct.Struct(2 * (POINTERS + SIZES) + "P"),  # dX, dW, db
         shape=_fused_shape,
         check=_fused_check,
     ),

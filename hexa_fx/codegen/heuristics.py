@@ -26,7 +26,7 @@ class Tile:
 
 def row_bucket(rows: int, experts: int) -> int:
     """log2 of the rows an expert gets on average, rounded up; 0 for one row or none. The only thing tiles know of T."""
-    return max(0, (max(rows, 1) - 1) // max(experts, 1)).bit_length()
+    return ((rows - 1) // (experts or 1)).bit_length() if rows > 1 else 0
 
 
 def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, columns: int) -> Tile:

@@ -145,17 +145,18 @@ def is_plain_tensor(t: Tensor) -> bool:
     )
 
 
-def is_eager(tensors: Sequence[Tensor | None]) -> bool:
-    """The same, asked outside torch's dispatcher: a call may go past it without anyone missing it. CPU only.
+def is_eager(tensors: Sequence[Tensor | None], cuda: bool = False) -> bool:
+    """The same, asked outside torch's dispatcher: a call may go past it without anyone missing it.
 
     Args:
         tensors: the arguments; the first one is a tensor.
+        cuda: the call may be for a CUDA device; else for the CPU only.
     """
     if torch.compiler.is_compiling() or _C._len_torch_function_stack() or not _PLAIN.issuperset(map(type, tensors)):
         return False
     first = tensors[0]
     assert first is not None
-    return first.is_cpu and not (
+    return (first.is_cpu or (cuda and first.is_cuda)) and not (
         _C._len_torch_dispatch_stack()
         or _C._is_any_autocast_enabled()
         or _C._functorch.peek_interpreter_stack() is not None

@@ -5,20 +5,23 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family_gemm_sm80 import POINTERS, SIZES
 from hexa_fx.codegen.heuristics import Tile, row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.ops.activations import ACTIVATIONS
-from hexa_fx.runtime.cuda_launch import address, ceil_div, dense_rows, launch, plan
+from hexa_fx.runtime.cuda_launch import Kernel, address, ceil_div, dense_rows, launch, plan
 from hexa_fx.runtime.cuda_plans_sm80 import EsfkKey, EsmmKey, EstmmKey, kernel_for, tune_key
 from hexa_fx.runtime.cuda_tune import autotuning
 
 _ARGS, _FUSED_ARGS = get_family("gemm_sm80").args, get_family("esfk_sm80").args
+_POINTERS, _SIZES = Struct(POINTERS), Struct(SIZES)
 _GROUP = 8
 """Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""
 
@@ -150,7 +153,9 @@ def _product(
     """One launch of esmm. `inner` is the width of one glu half."""
     x = dense_rows(x)
     first, second = _weights(weights, layout)
-    bias, bias_up = (None if b is None else b.contiguous() for b in biases)
+    bias, bias_up = biases
+    if bias is not None:
+        bias, bias_up = bias.contiguous(), None if bias_up is None else bias_up.contiguous()
     n, k, experts, device = x.shape[0] if v is None else v.shape[0], x.shape[1], offs.shape[0] - 1, x.device.index
     if n == 0 or inner == 0:
         return
@@ -173,20 +178,38 @@ def _product(
         d is not None,
     )
     pointers = (x_at, w_at, up_at, address(bias), address(bias_up), address(d), address(act), address(v), 0)
-    results = (0 if d is None else d.shape[1], 0, inner)
-    sizes = (n, 0, inner, k, experts)
-    args = _ARGS.pack(
-        *pointers, offs.data_ptr(), *strides, *results, *sizes, *divisor(top_k), *_constants(activation, tuple(params))
-    )
+    args = _POINTERS.pack(*pointers, offs.data_ptr())
+    sizes = (n, experts, *strides, 0 if d is None else d.shape[1], top_k, tuple(params))
 
-    def run(tile: Tile | None = None) -> None:
-        kernel, bm, step = kernel_for(key, tile)
-        row_tiles = ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP
-        launch(kernel, device, (row_tiles * ceil_div(inner, step), 1, 1), args)
+    def run(tile: Tile) -> None:
+        kernel, grid, shape = _esmm_launch(key, tile, *sizes)
+        launch(kernel, device, grid, args + shape)
 
     if autotuning():
         tune_key(key, run)
-    run()
+    kernel, grid, shape = _esmm_launch(key, None, *sizes)
+    launch(kernel, device, grid, args + shape)
+
+
+@plan
+def _esmm_launch(
+    key: EsmmKey,
+    tile: Tile | None,
+    rows: int,
+    experts: int,
+    x_stride: int,
+    w_stride: int,
+    w_expert: int,
+    width: int,
+    top_k: int,
+    params: tuple[float, ...],
+) -> tuple[Kernel, tuple[int, int, int], bytes]:
+    """Kernel, grid and all arguments but the pointers."""
+    kernel, bm, step = kernel_for(key, tile)
+    row_tiles = ceil_div(rows // bm + min(experts, rows), _GROUP) * _GROUP
+    strides, sizes = (x_stride, w_stride, w_expert, width, 0, key.inner), (rows, 0, key.inner, key.depth, experts)
+    shape = _SIZES.pack(*strides, *sizes, *divisor(top_k), *_constants(key.activation, params))
+    return kernel, (row_tiles * ceil_div(key.inner, step), 1, 1), shape
 
 
 def _weight_args(
@@ -226,11 +249,10 @@ def _weights(weights: tuple[Tensor, Tensor | None], layout: Layout) -> tuple[_We
 
 
 def _weight(weight: Tensor, layout: Layout) -> _Weight:
-    _, rows, columns = weight.shape
     expert, row, column = weight.stride()
-    if column == 1 or columns == 1:
+    if column == 1 or weight.shape[2] == 1:
         return _Weight(weight, layout, row, expert)
-    if row == 1 or rows == 1:  # stored transposed: the other layout, as it lies
+    if row == 1 or weight.shape[1] == 1:  # stored transposed: the other layout, as it lies
         return _Weight(weight, "kn" if layout == "nk" else "nk", column, expert)
     weight = weight.contiguous()
     return _Weight(weight, layout, weight.stride(1), weight.stride(0))
