@@ -27,7 +27,7 @@ from common import LARGE, SHAPES, MoeShape, environment, load, medians, routing
 from torch import Tensor
 
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import moe_ffn
+from hexa_fx.ops import direct
 from hexa_fx.runtime import cuda_ops
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -72,8 +72,10 @@ def activate(h: Tensor, gated: bool) -> Tensor:
 
 
 def hexa_layer(shape: MoeShape, p: Weights) -> Callable[[], Tensor]:
+    """hexa::moe_ffn as an optimized block calls it."""
     spec = FfnSpec("silu", "concat") if shape.gated else FfnSpec("gelu", "none")
-    return lambda: moe_ffn(p.x, p.ids, p.gates, p.w1, p.b1, None, None, p.w2, p.b2, spec)
+    static = (spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h, spec.fused_backward)
+    return lambda: direct.moe_ffn(p.x, p.ids, p.gates, p.w1, p.b1, None, None, p.w2, p.b2, *static)  # type: ignore[no-any-return]
 
 
 def loop_layer(shape: MoeShape, p: Weights) -> Callable[[], Tensor]:

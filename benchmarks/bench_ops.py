@@ -83,6 +83,13 @@ def operators(shape: str) -> dict[str, tuple[Callable[[], object], float, float]
             0.0,
             4 * flops,
         ),
+        "esfk parts sm80": (
+            lambda: (sm80.esmm(h, w1, None, None, offs, 1, "kn"), sm80.estmm(x, h, v, None, offs, k, "nk")),
+            0.0,
+            4 * flops,
+        ),
+        "esfk sm80": (lambda: sm80.esfk(x, h, w1, v, offs, k, "nk", False), 0.0, 4 * flops),
+        "esfk bias sm80": (lambda: sm80.esfk(x, h, w1, v, offs, k, "nk", True), 0.0, 4 * flops),
         "esfk": (lambda: ops.esfk(x, h, w1, v, offs, k, "nk", False), 0.0, 4 * flops),
     }
 

@@ -1,8 +1,10 @@
 #!/bin/sh
-# Everything that needs a GPU, in one command:   sh benchmarks/gpu.sh [tests | bench | all] [pytest arguments]
-#   tests   tests/gpu; kernels build as tests need them, JOBS processes at a time (default: three quarters of the cores)
-#   bench   the operators alone, then whole layers; JSON to OUT (default: benchmarks/results)
-# Two processes never build the same kernel, and the cache outlives the run: HEXA_FX_CACHE_DIR says where it is.
+# Everything that needs a GPU, in one command:   sh benchmarks/gpu.sh [tests | sanitize | bench | all] [pytest arguments]
+#   tests     tests/gpu; kernels build as tests need them, JOBS processes at a time (default: three quarters of the cores)
+#   sanitize  a small case of each kernel (tests/gpu/test_small.py) under compute-sanitizer's memcheck and racecheck; logs to OUT.
+#             Fails on any error or hazard. Needs a driver that lets debuggers in: gVisor's does not
+#   bench     the operators alone, then whole layers; JSON to OUT (default: benchmarks/results)
+# `all` is tests and bench. Two processes never build the same kernel, and the cache outlives the run: HEXA_FX_CACHE_DIR says where it is.
 set -eu
 cd "$(dirname "$0")/.."
 what=${1:-all}
@@ -12,6 +14,37 @@ out=${OUT:-benchmarks/results}
 mkdir -p "$out"
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
+# Only our kernels are watched (torch's need not be), and only what they do to memory: one test wants a driver call to be refused.
+# Each tensor gets an allocation of its own, so that memcheck sees the first byte past it.
+sanitize() { # TOOL [pytest arguments]
+  tool=$1 log="$out/sanitize_$1.log"
+  shift
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool "$tool" --kernel-name kns=hexa_kernel --report-api-errors no \
+    --error-exitcode 9 --target-processes application-only \
+    python3 -m pytest tests/gpu/test_small.py -q --timeout 600 -p no:cacheprovider -p no:xdist "$@" >"$log" 2>&1 && code=0 || code=$?
+  echo "$tool: exit code $code, log in $log"
+  grep -E "SUMMARY|passed|failed" "$log" || true
+  if grep -q "Device not supported" "$log"; then
+    echo "compute-sanitizer cannot watch this device: the driver (gVisor's, for one) does not let it in" >&2
+    return 3
+  fi
+  grep -q "SUMMARY: 0 " "$log" || code=9
+  return $code
+}
+
+case $what in
+sanitize)
+  PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
+  command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer on PATH; it comes with the CUDA toolkit" >&2; exit 2; }
+  python3 -m pytest tests/gpu/test_small.py -n "$jobs" -q --timeout 240 -p no:cacheprovider "$@" # builds the kernels
+  sanitize memcheck "$@" &
+  memcheck=$!
+  racecheck=0
+  sanitize racecheck "$@" || racecheck=$?
+  wait $memcheck
+  exit $racecheck
+  ;;
+esac
 if [ "$what" != bench ]; then
   python3 -m pytest tests/gpu -m gpu -n "$jobs" -q --timeout 240 -p no:cacheprovider "$@"
 fi

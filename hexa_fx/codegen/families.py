@@ -11,6 +11,7 @@ from hexa_fx.errors import KernelError
 _MODULES = {
     "activate": "hexa_fx.codegen.family_rows",
     "combine": "hexa_fx.codegen.family_rows",
+    "esfk_sm80": "hexa_fx.codegen.family_gemm_sm80",
     "ess": "hexa_fx.codegen.family_rows",
     "gemm_sm80": "hexa_fx.codegen.family_gemm_sm80",
     "gather_gemm_sm90": "hexa_fx.codegen.family_gemm_sm90",

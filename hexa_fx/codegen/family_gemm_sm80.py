@@ -1,13 +1,15 @@
 """gemm_sm80: grouped matrix products with mma.sync, cp.async and ldmatrix; sm_80 and everything after it.
 
 Serves esmm (with or without an activation in its epilogue) and estmm in bf16, fp16, fp32 (tf32, 3xTF32 or FMA) and
-fp64 (FMA), any size, any row stride.
+fp64 (FMA), any size, any row stride. ``esfk_sm80`` is an esmm and an estmm in one launch, with the same tile: the backward of a
+projection. Its ``layout`` is the weight's in dX = dY W^T; with option ``transpose`` dW is (E, N, K).
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from dataclasses import replace
 
 from cutlass_library import DataType, DataTypeSize, KernelScheduleType, MathOperation
 
@@ -93,15 +95,40 @@ def _check_registers(spec: KernelSpec) -> Iterable[str]:
         yield f"{accumulators} accumulators a thread, more than 128 would spill: use more warps or a smaller tile"
 
 
+def _products(spec: KernelSpec) -> tuple[KernelSpec, KernelSpec]:
+    """What an esfk consists of."""
+    return replace(spec, op="esmm", gather=False, bias=False), replace(spec, op="estmm", bias=False)
+
+
+def _fused_shape(spec: KernelSpec) -> LaunchShape:
+    rows, weight = (_shape(product) for product in _products(spec))
+    return LaunchShape(threads=rows.threads, shared_bytes=max(rows.shared_bytes, weight.shared_bytes))
+
+
+def _fused_check(spec: KernelSpec) -> Iterable[str]:
+    rows, weight = _products(spec)
+    yield from dict.fromkeys((*_check(rows), *_check(weight)))
+
+
+POINTERS, SIZES = "PPPPPPPPPP", "qqqqqqiiiiiIIIff0P"
+"""hexa::GemmParams: a, b, b2, bias, bias2, d, act, a_index, b_index, offs; then what a shape decides: a_stride, b_stride, b_expert,
+d_stride, d_expert, act_stride, rows, m, n, k, experts, top_k (value, magic, shift), alpha, limit."""
+
 FAMILIES = (
     Family(
         name="gemm_sm80",
         template="gemm_sm80.cu.j2",
         ops=("esmm", "estmm"),
-        # a, b, b2, bias, bias2, d, act, a_index, b_index, offs, a_stride, b_stride, b_expert, d_stride, d_expert,
-        # act_stride, rows, m, n, k, experts, top_k (value, magic, shift), alpha, limit
-        args=struct.Struct("PPPPPPPPPPqqqqqqiiiiiIIIff0P"),
+        args=struct.Struct(POINTERS + SIZES),
         shape=_shape,
         check=_check,
+    ),
+    Family(
+        name="esfk_sm80",
+        template="esfk_sm80.cu.j2",
+        ops=("esfk",),
+        args=struct.Struct(2 * (POINTERS + SIZES) + "P"),  # dX, dW, db
+        shape=_fused_shape,
+        check=_fused_check,
     ),
 )

@@ -26,18 +26,18 @@ class Tile:
 
 def row_bucket(rows: int, experts: int) -> int:
     """log2 of the rows an expert gets on average, rounded up; 0 for one row or none. The only thing tiles know of T."""
-    return max(0, (max(rows, 1) - 1) // max(experts, 1)).bit_length()
+    return ((rows - 1) // (experts or 1)).bit_length() if rows > 1 else 0
 
 
 def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, columns: int) -> Tile:
     """The tile of one product.
 
     Args:
-        op: ``esmm`` or ``estmm``.
+        op: ``esmm``, ``estmm`` or ``esfk``.
         arch: compute capability, 80 for 8.0.
         dtype: element type.
         math: ``tensor``, ``fast_f32`` (3xTF32) or ``simt``.
-        bucket: `row_bucket` of the launch; the height of esmm's tile.
+        bucket: `row_bucket` of the launch; the height of tiles whose rows are an expert's.
         columns: columns of the result.
     """
     if math == "simt":
@@ -49,10 +49,12 @@ def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, col
     else:
         tile = Tile(64, 64, 64, 3, 2, 2) if narrow else Tile(128, 128, 32, 4, 2, 2)
         low = Tile(16, 64, 64, 4, 1, 4)
-    if op == "estmm" and not narrow and dtype != DataType.f32:
+    if op != "esmm" and not narrow and dtype != DataType.f32:
         tile = Tile(128, 128, 32, 4, 2, 4)
     if op == "esmm":
         tile = low if bucket <= 4 else _lower(tile) if bucket <= 6 else tile
+    if op == "esfk" and bucket <= 6:
+        tile = _lower(tile)
     if shared_limit(arch) < 163 * 1024 and tile.stages > 3:  # two blocks a multiprocessor with 100 KiB
         tile = Tile(tile.bm, tile.bn, tile.bk, 3, tile.warps_m, tile.warps_n)
     return tile
@@ -67,7 +69,7 @@ def candidates(op: str, dtype: DataType, math: str, bucket: int) -> list[Tile]:
     large = [Tile(128, 128, k, s, *warps) for s in (3, 4) for warps in ((2, 2), (2, 4))]
     large += [Tile(128, 128, 2 * k, 3, 2, 4), Tile(128, 256, k, 3, 2, 4), Tile(256, 128, k, 3, 4, 2)]
     low = [Tile(16, 64, 2 * k, 4, 1, 4), Tile(16, 128, 2 * k, 4, 1, 4), Tile(32, 128, k, 4, 1, 4)]
-    if op == "estmm":
+    if op != "esmm":
         return square + large
     return low + square[:2] if bucket <= 4 else low[2:] + square if bucket <= 6 else square + large
 

@@ -18,7 +18,7 @@ _OPS = torch.ops.hexa
 
 def moe_ffn(*args: Any) -> Any:
     """``hexa::moe_ffn``."""
-    return (moe_ffn_autograd.plain if library.is_eager(args[:9]) else _OPS.moe_ffn.default)(*args)
+    return (moe_ffn_autograd.plain if library.is_eager(args[:9], cuda=True) else _OPS.moe_ffn.default)(*args)
 
 
 def reindex(*args: Any) -> Any:

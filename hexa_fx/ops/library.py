@@ -155,20 +155,21 @@ def is_plain_tensor(t: Tensor) -> bool:
     )
 
 
-def is_eager(tensors: Sequence[Tensor | None]) -> bool:
-    """The same, asked outside torch's dispatcher: a call may go past it without anyone missing it. CPU only.
+def is_eager(tensors: Sequence[Tensor | None], cuda: bool = False) -> bool:
+    """The same, asked outside torch's dispatcher: a call may go past it without anyone missing it.
 
     The names of what is asked are bound where this module is imported: between matmuls, a look into the dictionaries of
     ``torch`` and ``torch._C`` misses the caches and takes microseconds.
 
     Args:
         tensors: the arguments; the first one is a tensor.
+        cuda: the call may be for a CUDA device; else for the CPU only.
     """
     if is_compiling() or _len_torch_function_stack() or not _PLAIN.issuperset(map(type, tensors)):
         return False
     first = tensors[0]
     assert first is not None
-    return first.is_cpu and not (
+    return (first.is_cpu or (cuda and first.is_cuda)) and not (
         _len_torch_dispatch_stack()
         or _is_any_autocast_enabled()
         or peek_interpreter_stack() is not None

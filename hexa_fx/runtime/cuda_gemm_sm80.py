@@ -1,24 +1,27 @@
-"""esmm, esmm_act and estmm through the gemm_sm80 family: every element type, every stride, sm_80 and newer.
+"""esmm, esmm_act, estmm and esfk through the gemm_sm80 family: every element type, every stride, sm_80 and newer.
 
 Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 """
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family_gemm_sm80 import POINTERS, SIZES
 from hexa_fx.codegen.heuristics import Tile, row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.ops.activations import ACTIVATIONS
-from hexa_fx.runtime.cuda_launch import address, ceil_div, dense_rows, launch, plan
-from hexa_fx.runtime.cuda_plans_sm80 import EsmmKey, EstmmKey, kernel_for, tune_key
+from hexa_fx.runtime.cuda_launch import Kernel, address, ceil_div, dense_rows, launch, plan
+from hexa_fx.runtime.cuda_plans_sm80 import EsfkKey, EsmmKey, EstmmKey, kernel_for, tune_key
 from hexa_fx.runtime.cuda_tune import autotuning
 
-_ARGS = get_family("gemm_sm80").args
+_ARGS, _FUSED_ARGS = get_family("gemm_sm80").args, get_family("esfk_sm80").args
+_POINTERS, _SIZES = Struct(POINTERS), Struct(SIZES)
 _GROUP = 8
 """Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""
 
@@ -80,15 +83,10 @@ def estmm(
     d = a.new_empty((experts, m, n))
     if not (experts and m and n):
         return d
-    rows = (a if a_index is None else a_index).shape[0]
-    a_at, b_at, a_stride, b_stride = a.data_ptr(), b.data_ptr(), a.stride(0), b.stride(0)
-    fit = not (a_at | b_at | (a_stride | b_stride) * a.element_size()) & 15
-    bucket = row_bucket(rows, experts)
+    bucket = row_bucket((a if a_index is None else a_index).shape[0], experts)
     gathered = (a_index is not None, b_index is not None)
-    key = EstmmKey(device, a.dtype, _math(a.dtype), bucket, m, n, *gathered, fit)
-    pointers = (a_at, b_at, 0, 0, 0, d.data_ptr(), 0, address(a_index), address(b_index), offs.data_ptr())
-    strides = (a_stride, b_stride, 0, n, m * n, 0)
-    args = _ARGS.pack(*pointers, *strides, rows, m, n, 0, experts, *divisor(top_k), 0.0, 0.0)
+    key = EstmmKey(device, a.dtype, _math(a.dtype), bucket, m, n, *gathered, _fit(a, b))
+    args = _ARGS.pack(*_weight_args(a, a_index, b, b_index, offs, top_k, d))
 
     def run(tile: Tile | None = None) -> None:
         kernel, bm, bn = kernel_for(key, tile)
@@ -98,6 +96,43 @@ def estmm(
         tune_key(key, run)
     run()
     return d
+
+
+def esfk(
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    x_index: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dX, dW and db of one projection in one launch. No width may be zero."""
+    x, g, transpose = dense_rows(x), dense_rows(g), layout == "nk"
+    stored = _weight(weight, "kn" if layout == "nk" else "nk")
+    n, columns, k, experts, device = g.shape[0], g.shape[1], x.shape[1], offs.shape[0] - 1, g.device.index
+    dx, dw = g.new_empty((n, k)), torch.empty_like(weight, memory_format=torch.contiguous_format)
+    db = g.new_empty((experts, columns)) if has_bias else None
+    fit = _fit(x, g) and not (stored.tensor.data_ptr() | (stored.stride | stored.expert) * g.element_size()) & 15
+    static = (device, g.dtype, _math(g.dtype), row_bucket(n, experts), k, columns)
+    key = EsfkKey(*static, stored.layout, x_index is not None, transpose, has_bias, fit)
+    pointers = (g.data_ptr(), stored.tensor.data_ptr(), 0, 0, 0, dx.data_ptr(), 0, 0, 0, offs.data_ptr())
+    strides = (g.stride(0), stored.stride, stored.expert, k, 0, 0)
+    rows = (*pointers, *strides, n, 0, k, columns, experts, *divisor(1), 0.0, 0.0)
+    a, a_index, b, b_index = (g, None, x, x_index) if transpose else (x, x_index, g, None)
+    args = _FUSED_ARGS.pack(*rows, *_weight_args(a, a_index, b, b_index, offs, top_k, dw), address(db))
+
+    def run(tile: Tile | None = None) -> None:
+        kernel, bm, bn = kernel_for(key, tile)
+        weight_tiles = experts * ceil_div(dw.shape[1], bm) * ceil_div(dw.shape[2], bn)
+        row_tiles = (n // bm + min(experts, n)) * ceil_div(k, bn)
+        launch(kernel, device, (row_tiles + weight_tiles, 1, 1), args)
+
+    if autotuning():
+        tune_key(key, run)
+    run()
+    return dx, dw, db
 
 
 def _product(
@@ -118,7 +153,9 @@ def _product(
     """One launch of esmm. `inner` is the width of one glu half."""
     x = dense_rows(x)
     first, second = _weights(weights, layout)
-    bias, bias_up = (None if b is None else b.contiguous() for b in biases)
+    bias, bias_up = biases
+    if bias is not None:
+        bias, bias_up = bias.contiguous(), None if bias_up is None else bias_up.contiguous()
     n, k, experts, device = x.shape[0] if v is None else v.shape[0], x.shape[1], offs.shape[0] - 1, x.device.index
     if n == 0 or inner == 0:
         return
@@ -141,20 +178,63 @@ def _product(
         d is not None,
     )
     pointers = (x_at, w_at, up_at, address(bias), address(bias_up), address(d), address(act), address(v), 0)
-    results = (0 if d is None else d.shape[1], 0, inner)
-    sizes = (n, 0, inner, k, experts)
-    args = _ARGS.pack(
-        *pointers, offs.data_ptr(), *strides, *results, *sizes, *divisor(top_k), *_constants(activation, tuple(params))
-    )
+    args = _POINTERS.pack(*pointers, offs.data_ptr())
+    sizes = (n, experts, *strides, 0 if d is None else d.shape[1], top_k, tuple(params))
 
-    def run(tile: Tile | None = None) -> None:
-        kernel, bm, step = kernel_for(key, tile)
-        row_tiles = ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP
-        launch(kernel, device, (row_tiles * ceil_div(inner, step), 1, 1), args)
+    def run(tile: Tile) -> None:
+        kernel, grid, shape = _esmm_launch(key, tile, *sizes)
+        launch(kernel, device, grid, args + shape)
 
     if autotuning():
         tune_key(key, run)
-    run()
+    kernel, grid, shape = _esmm_launch(key, None, *sizes)
+    launch(kernel, device, grid, args + shape)
+
+
+@plan
+def _esmm_launch(
+    key: EsmmKey,
+    tile: Tile | None,
+    rows: int,
+    experts: int,
+    x_stride: int,
+    w_stride: int,
+    w_expert: int,
+    width: int,
+    top_k: int,
+    params: tuple[float, ...],
+) -> tuple[Kernel, tuple[int, int, int], bytes]:
+    """Kernel, grid and all arguments but the pointers."""
+    kernel, bm, step = kernel_for(key, tile)
+    row_tiles = ceil_div(rows // bm + min(experts, rows), _GROUP) * _GROUP
+    strides, sizes = (x_stride, w_stride, w_expert, width, 0, key.inner), (rows, 0, key.inner, key.depth, experts)
+    shape = _SIZES.pack(*strides, *sizes, *divisor(top_k), *_constants(key.activation, params))
+    return kernel, (row_tiles * ceil_div(key.inner, step), 1, 1), shape
+
+
+def _weight_args(
+    a: Tensor, a_index: Tensor | None, b: Tensor, b_index: Tensor | None, offs: Tensor, top_k: int, d: Tensor
+) -> tuple[float, ...]:
+    """hexa::GemmParams of ``d[e]``, the sum of ``a[row]^T b[row]``."""
+    rows, (experts, m, n) = (a if a_index is None else a_index).shape[0], d.shape
+    pointers = (
+        a.data_ptr(),
+        b.data_ptr(),
+        0,
+        0,
+        0,
+        d.data_ptr(),
+        0,
+        address(a_index),
+        address(b_index),
+        offs.data_ptr(),
+    )
+    return *pointers, a.stride(0), b.stride(0), 0, n, m * n, 0, rows, m, n, 0, experts, *divisor(top_k), 0.0, 0.0
+
+
+def _fit(a: Tensor, b: Tensor) -> bool:
+    """Whether every row of both starts at a multiple of 16 bytes."""
+    return not (a.data_ptr() | b.data_ptr() | (a.stride(0) | b.stride(0)) * a.element_size()) & 15
 
 
 def _weights(weights: tuple[Tensor, Tensor | None], layout: Layout) -> tuple[_Weight, _Weight | None]:
@@ -169,11 +249,10 @@ def _weights(weights: tuple[Tensor, Tensor | None], layout: Layout) -> tuple[_We
 
 
 def _weight(weight: Tensor, layout: Layout) -> _Weight:
-    _, rows, columns = weight.shape
     expert, row, column = weight.stride()
-    if column == 1 or columns == 1:
+    if column == 1 or weight.shape[2] == 1:
         return _Weight(weight, layout, row, expert)
-    if row == 1 or rows == 1:  # stored transposed: the other layout, as it lies
+    if row == 1 or weight.shape[1] == 1:  # stored transposed: the other layout, as it lies
         return _Weight(weight, "kn" if layout == "nk" else "nk", column, expert)
     weight = weight.contiguous()
     return _Weight(weight, layout, weight.stride(1), weight.stride(0))

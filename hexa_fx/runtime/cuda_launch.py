@@ -246,10 +246,14 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 def aligned(*tensors: Tensor | None) -> bool:
     """Whether every row of every matrix starts at a multiple of 16 bytes."""
+    steps = 0
     for t in tensors:
-        if t is not None and (t.data_ptr() % 16 or any(s * t.element_size() % 16 for s in t.stride()[:-1])):
-            return False
-    return True
+        if t is not None:
+            size = t.element_size()
+            steps |= t.data_ptr()
+            for stride in t.stride()[:-1]:
+                steps |= stride * size
+    return not steps & 15
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -78,7 +78,38 @@ class EstmmKey(NamedTuple):
         return Problem("gemm_sm80", "estmm", _math_name(self), gather, self.bucket, self.m, self.n)
 
 
-Key = EsmmKey | EstmmKey
+class EsfkKey(NamedTuple):
+    """Everything that decides the kernel of one esfk: dX (n, k) of a weight with this layout in dX = dY W^T, and dW (k, n).
+
+    Args:
+        k, n: columns of X and of dY.
+        transpose: dW is stored (n, k).
+    """
+
+    device: int
+    dtype: torch.dtype
+    math: str
+    bucket: int
+    k: int
+    n: int
+    layout: Layout
+    gather: bool
+    transpose: bool
+    bias: bool
+    fit: bool
+
+    def spec(self, tile: Tile | None = None) -> KernelSpec:
+        """The kernel with this tile, or with the one its bucket has."""
+        spec = _spec("esfk", self, tile or _tile(self.problem(), self, min(self.k, self.n)), "esfk_sm80")
+        spec = replace(spec, layout=self.layout, gather=self.gather, bias=self.bias)
+        return spec.with_options(transpose=self.transpose)
+
+    def problem(self) -> Problem:
+        """What tuning knows of it."""
+        return Problem("esfk_sm80", "esfk", _math_name(self), self.gather, self.bucket, self.k, self.n)
+
+
+Key = EsmmKey | EstmmKey | EsfkKey
 
 
 @plan
@@ -103,12 +134,12 @@ def _tile(problem: Problem, key: Key, columns: int) -> Tile:
     return choose_tile(problem.op, family_arch(key.device), DTYPES[key.dtype], key.math, key.bucket, columns)
 
 
-def _spec(op: str, key: Key, tile: Tile) -> KernelSpec:
+def _spec(op: str, key: Key, tile: Tile, family: str = "gemm_sm80") -> KernelSpec:
     if arch(key.device) < 80:
         raise Unsupported(f"sm_{arch(key.device)}; the kernels need sm_80 or newer")
     exact = key.math == "fast_f32"
     spec = KernelSpec(
-        family="gemm_sm80",
+        family=family,
         op=op,
         arch=arch(key.device),
         dtype=DTYPES[key.dtype],

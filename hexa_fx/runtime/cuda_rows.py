@@ -5,6 +5,8 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -52,29 +54,43 @@ _MAX_BLOCKS = 64
 @cuda_kernel("reindex")
 def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """A stable counting sort: one launch up to 4096 slots, two beyond."""
-    if checked_mode() and not described():
+    if _checked() and not described():
         _check_ids(top_k_index, num_experts)
     ids = top_k_index.contiguous()
     device, n = ids.device.index, ids.numel()
-    warps = reindex_warps(num_experts, arch(device))
-    if not warps:
-        raise Unsupported(f"{num_experts} experts: the tallies of one warp do not fit in shared memory")
-    v, inv = (torch.empty(n, dtype=torch.int32, device=ids.device) for _ in range(2))
-    offs = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
-    blocks = 1 if n <= _ONE_BLOCK_SLOTS else min(_MAX_BLOCKS, ceil_div(n, _BLOCK_SLOTS))
-    chunk = ceil_div(ceil_div(max(n, 1), blocks * warps), 32) * 32
-    counts = torch.empty((blocks, num_experts + 1), dtype=torch.int32, device=ids.device) if blocks > 1 else None
+    count, place, grid, sizes = _reindex_launch(arch(device), ids.dtype, n, num_experts)
+    v = torch.empty(n, dtype=torch.int32, device=ids.device)
+    inv, offs = torch.empty_like(v), v.new_empty(num_experts + 1)
+    counts = None if count is None else v.new_empty((grid[0], num_experts + 1))
     pointers = (ids.data_ptr(), address(counts), v.data_ptr(), inv.data_ptr(), offs.data_ptr())
-    args = _REINDEX_ARGS.pack(*pointers, n, num_experts, chunk, 0)
-    kernel = _reindex_kernel("reindex_place", arch(device), ID_TYPES[ids.dtype], warps, num_experts)
-    if blocks > 1:
-        count = _reindex_kernel("reindex_count", arch(device), ID_TYPES[ids.dtype], warps, num_experts)
-        launch(count, device, (blocks, 1, 1), args)
-    launch(kernel, device, (blocks, 1, 1), args)
+    args = _REINDEX_ARGS.pack(*pointers, *sizes)
+    if count is not None:
+        launch(count, device, grid, args)
+    launch(place, device, grid, args)
     if collecting():  # torch's operators may index by them
         for index in (v, inv, offs):
             index.zero_()
     return v, inv, offs
+
+
+@plan
+def _checked() -> bool:
+    return checked_mode()
+
+
+@plan
+def _reindex_launch(
+    arch: int, dtype: torch.dtype, n: int, experts: int
+) -> tuple[Kernel | None, Kernel, tuple[int, int, int], tuple[int, int, int, int]]:
+    """Counting and placing kernel, their grid, and the numbers among their arguments. Few slots need no counting."""
+    warps = reindex_warps(experts, arch)
+    if not warps:
+        raise Unsupported(f"{experts} experts: the tallies of one warp do not fit in shared memory")
+    spec = KernelSpec("reindex", "reindex_place", arch).with_options(id=ID_TYPES[dtype], warps=warps, experts=experts)
+    blocks = 1 if n <= _ONE_BLOCK_SLOTS else min(_MAX_BLOCKS, ceil_div(n, _BLOCK_SLOTS))
+    chunk = ceil_div(ceil_div(max(n, 1), blocks * warps), 32) * 32
+    count = kernel_of(replace(spec, op="reindex_count")) if blocks > 1 else None
+    return count, kernel_of(spec), (blocks, 1, 1), (n, experts, chunk, 0)
 
 
 def _check_ids(top_k_index: Tensor, num_experts: int) -> None:
@@ -95,16 +111,10 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
     tokens, width, device = inv.shape[0] // top_k, y.shape[1], y.device.index
     out = y.new_empty((tokens, width))
     weights = None if top_k_weights is None else top_k_weights.contiguous()
-    w_name = "f32" if weights is None else DTYPES[weights.dtype].name
-    fit = aligned(y, out) and out.data_ptr() % 16 == 0
-    kernel = _combine_kernel(arch(device), y.dtype, w_name, weights is not None, top_k, width, fit)
-    pointers = (
-        y.data_ptr(),
-        address(weights),
-        inv.data_ptr(),
-        offs.data_ptr() + 4 * (offs.shape[0] - 1),
-        out.data_ptr(),
-    )
+    w_dtype = None if weights is None else weights.dtype
+    kernel = _combine_kernel(arch(device), y.dtype, w_dtype, top_k, width, aligned(y, out))
+    routed = offs.data_ptr() + 4 * (offs.shape[0] - 1)
+    pointers = (y.data_ptr(), address(weights), inv.data_ptr(), routed, out.data_ptr())
     args = _COMBINE_ARGS.pack(*pointers, y.stride(0), width, width, top_k)
     launch(kernel, device, (tokens if width else 0, 1, 1), args)
     return out
@@ -183,20 +193,16 @@ def activate_backward(
 
 
 @plan
-def _reindex_kernel(op: str, arch: int, id_type: str, warps: int, experts: int) -> Kernel:
-    return kernel_of(KernelSpec("reindex", op, arch).with_options(id=id_type, warps=warps, experts=experts))
-
-
-@plan
 def _combine_kernel(
-    arch: int, dtype: torch.dtype, weights: str, weighted: bool, top_k: int, width: int, fit: bool
+    arch: int, dtype: torch.dtype, weights: torch.dtype | None, top_k: int, width: int, fit: bool
 ) -> Kernel:
     unrolled = top_k if top_k in UNROLLED_TOP_K and dtype != torch.float64 else 0
     chunks = max(1, ceil_div(width, 8))
     # the block that wastes the fewest threads; the largest of those that waste the same
     threads = min(COMBINE_THREADS, key=lambda t: (ceil_div(chunks, t) * t, -t))
-    spec = KernelSpec("combine", "combine", arch, dtype=DTYPES[dtype], scale=weighted, aligned=fit)
-    return kernel_of(spec.with_options(weights=weights, top_k=unrolled, threads=threads))
+    spec = KernelSpec("combine", "combine", arch, dtype=DTYPES[dtype], scale=weights is not None, aligned=fit)
+    name = "f32" if weights is None else DTYPES[weights].name
+    return kernel_of(spec.with_options(weights=name, top_k=unrolled, threads=threads))
 
 
 @plan

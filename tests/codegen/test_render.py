@@ -29,6 +29,9 @@ SPECS = {
         bk=16,
         stages=3,
     ).with_options(warps_m=2, warps_n=2, gather_b=True),
+    "esfk_sm80": KernelSpec(
+        *("esfk_sm80", "esfk", 80), bm=128, bn=128, bk=32, stages=4, layout="kn", gather=True, bias=True
+    ).with_options(warps_m=2, warps_n=4, transpose=True),
     "combine": KernelSpec("combine", "combine", 90, scale=True).with_options(weights="f32", top_k=8, threads=256),
     "ess": KernelSpec("ess", "ess_partial", 90, bm=256, gather=True).with_options(weights="f32"),
     "activate_backward": KernelSpec(

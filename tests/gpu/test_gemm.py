@@ -38,6 +38,7 @@ class Operators:
     esmm = staticmethod(lambda *args: torch.ops.hexa.esmm(*args))
     esmm_act = staticmethod(lambda *args: torch.ops.hexa.esmm_act(*args))
     estmm = staticmethod(lambda *args: torch.ops.hexa.estmm(*args))
+    esfk = staticmethod(lambda *args: torch.ops.hexa.esfk(*args))
 
 
 PATHS = {"sm80": sm80, "op": Operators}
@@ -177,19 +178,32 @@ def test_estmm(path: str, dtype: torch.dtype, layout: str, m: int, n: int) -> No
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_esfk_is_its_three_parts(layout: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("path", "dtype"), [("sm80", t) for t in (BF16, F16, F32, F64)] + [("op", BF16), ("op", F32)])
+@pytest.mark.parametrize(("k", "n"), [(200, 328), (77, 45)], ids=["aligned", "odd"])
+def test_esfk_is_its_three_parts(path: str, dtype: torch.dtype, layout: str, k: int, n: int) -> None:
+    esfk, other = PATHS[path].esfk, "kn" if layout == "nk" else "nk"
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
-        x, g, w = randn(TOKENS, 200, dtype=dtype), randn(r.n, 328, dtype=dtype), weight(328, 200, layout, dtype)
-        g[r.routed :] = 0
-        dx, dw, db = torch.ops.hexa.esfk(x, g, w, r.v, r.offs, TOP_K, layout, True)
-        other = "kn" if layout == "nk" else "nk"
-        assert_close(dx, reference_esmm(g, w, None, None, r, other), dtype)
+        x, g, w = randn(TOKENS, k, dtype=dtype), randn(r.n, n, dtype=dtype), weight(n, k, layout, dtype)
+        g[r.routed :] = float("nan")
+        dx, dw, db = esfk(x, g, w, r.v, r.offs, TOP_K, layout, True)
+        assert_close(dx, reference_esmm(g.nan_to_num(0), w, None, None, r, other), dtype)
         assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), dtype)
         offs = r.offs.tolist()
         want = torch.stack([g[offs[e] : offs[e + 1]].double().sum(0) for e in range(EXPERTS)])
-        assert_close(db, want, dtype)
+        assert_close(db, want, dtype, 2)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_esfk_of_sm80_reads_what_lies_transposed_and_strided(layout: str) -> None:
+    """More rows, so that an expert has several tiles of each kind; x in expert order; without a bias."""
+    r = make_routing("sentinels", 1500, TOP_K, EXPERTS)
+    x, g = randn(r.n, 264, dtype=BF16)[:, :200], randn(r.n, 328, dtype=BF16)
+    w = weight(328, 200, "kn" if layout == "nk" else "nk", BF16).transpose(1, 2)
+    dx, dw, db = sm80.esfk(x, g, w, None, r.offs, 1, layout, False)
+    assert db is None
+    assert_close(dx, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)
+    assert_close(dw, reference_estmm(x, g, None, None, r, layout), BF16)
 
 
 def test_autotuning_measures_a_bucket_once_and_gives_the_same_values(

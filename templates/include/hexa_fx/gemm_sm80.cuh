@@ -209,6 +209,11 @@ struct GemmConfig {
   static constexpr bool kActs = kAct_ != Act::none || kGlu_ != Glu::none;
 };
 
+// What weight tiles may add up as they go: nothing. See fused_sm80.cuh.
+struct NoSum {
+  template <class A, class B> __device__ void add(const A&, const B&) {}
+};
+
 template <class C>
 struct Gemm {
   using T = typename C::T;
@@ -250,14 +255,29 @@ struct Gemm {
   static __device__ void run(const GemmParams& p, unsigned char* shared) {
     if constexpr (kEsmm) zero_tail(p);
     const Tile t = tile_of(p);
-    if (t.expert < 0) return;
+    NoSum none;
+    if (t.expert >= 0) tile(p, t, shared, none);
+  }
+
+  // `sum` sees every fragment of a weight tile.
+  template <class Sum>
+  static __device__ void tile(const GemmParams& p, const Tile& t, unsigned char* shared, Sum& sum) {
     auto acc = cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<BM>, cute::Int<BN>>{});
     cute::clear(acc);
     T* sa = reinterpret_cast<T*>(shared);
     T* sb = reinterpret_cast<T*>(shared + kBytesA);
     if constexpr (kEsmm) multiply_esmm(p, t, sa, sb, acc);
-    else multiply_estmm(p, t, sa, sb, acc);
+    else multiply_estmm(p, t, sa, sb, acc, sum);
     epilogue(p, t, reinterpret_cast<F*>(shared), acc);
+  }
+
+  // Rows that belong to no expert are zero.
+  static __device__ void zero_tail(const GemmParams& p) {
+    const int width = C::kGlu == Glu::none ? p.n : 2 * p.n;
+    for (int row = __ldg(p.offs + p.experts) + blockIdx.x; row < p.rows; row += gridDim.x) {
+      if constexpr (C::kKeep || !C::kActs) zero_row(static_cast<T*>(p.d) + row * p.d_stride, width);
+      if constexpr (C::kActs) zero_row(static_cast<T*>(p.act) + row * p.act_stride, p.n);
+    }
   }
 
  private:
@@ -278,14 +298,6 @@ struct Gemm {
   // columns of one half that a tile covers
   static __device__ constexpr int step_n() { return C::kGlu == Glu::interleaved ? BN / 2 : kHalf; }
 
-  // Rows that belong to no expert are zero.
-  static __device__ void zero_tail(const GemmParams& p) {
-    const int width = C::kGlu == Glu::none ? p.n : 2 * p.n;
-    for (int row = __ldg(p.offs + p.experts) + blockIdx.x; row < p.rows; row += gridDim.x) {
-      if constexpr (C::kKeep || !C::kActs) zero_row(static_cast<T*>(p.d) + row * p.d_stride, width);
-      if constexpr (C::kActs) zero_row(static_cast<T*>(p.act) + row * p.act_stride, p.n);
-    }
-  }
   static __device__ void zero_row(T* row, int width) {
     const F zero[kChunk] = {};
     for (int c = threadIdx.x * kChunk; c < width; c += kThreads * kChunk) store_chunk(row + c, zero, width - c);
@@ -293,6 +305,7 @@ struct Gemm {
 
   template <class Acc>
   static __device__ void multiply_esmm(const GemmParams& p, const Tile& t, T* sa, T* sb, Acc& acc) {
+    NoSum none;
     const T* a = static_cast<const T*>(p.a);
     LinesAlongK<T, LayoutA, BM, BK, kThreads, C::kAligned> load_a(a, p.k, [&](int r) -> const T* {
       const int row = t.row + r;
@@ -310,17 +323,17 @@ struct Gemm {
         const int n = n0 + r % kHalf;
         return n < width ? (kHalves && r >= kHalf ? up : gate) + n * p.b_stride : nullptr;
       });
-      mainloop(load_a, load_b, p.k, sa, sb, acc);
+      mainloop(load_a, load_b, p.k, sa, sb, acc, none);
     } else {
       const int column = threadIdx.x % (BN / (16 / int(sizeof(T)))) * (16 / int(sizeof(T))), n = n0 + column % kHalf;
       const Lines<T, false> lines{gate, (kHalves && column >= kHalf ? up : gate) + n, nullptr, p.b_stride, 0, p.k, {}};
       LinesAcrossK<T, LayoutB, BN, BK, kThreads, C::kAligned, Lines<T, false>> load_b(lines, width - n);
-      mainloop(load_a, load_b, p.k, sa, sb, acc);
+      mainloop(load_a, load_b, p.k, sa, sb, acc, none);
     }
   }
 
-  template <class Acc>
-  static __device__ void multiply_estmm(const GemmParams& p, const Tile& t, T* sa, T* sb, Acc& acc) {
+  template <class Acc, class Sum>
+  static __device__ void multiply_estmm(const GemmParams& p, const Tile& t, T* sa, T* sb, Acc& acc, Sum& sum) {
     const int rows = t.end - t.row;
     if (rows <= 0) return;
     constexpr int kVec = 16 / int(sizeof(T));
@@ -333,11 +346,11 @@ struct Gemm {
     const LinesB b_lines{b, b + j0, p.b_index, p.b_stride, t.row, t.end, p.top_k};
     LinesAcrossK<T, LayoutA, BM, BK, kThreads, C::kAligned, LinesA> load_a(a_lines, p.m - i0);
     LinesAcrossK<T, LayoutB, BN, BK, kThreads, C::kAligned, LinesB> load_b(b_lines, p.n - j0);
-    mainloop(load_a, load_b, rows, sa, sb, acc);
+    mainloop(load_a, load_b, rows, sa, sb, acc, sum);
   }
 
-  template <class LoadA, class LoadB, class Acc>
-  static __device__ void mainloop(LoadA& load_a, LoadB& load_b, int depth, T* sa, T* sb, Acc& acc) {
+  template <class LoadA, class LoadB, class Acc, class Sum>
+  static __device__ void mainloop(LoadA& load_a, LoadB& load_b, int depth, T* sa, T* sb, Acc& acc, Sum& column_sum) {
     using namespace cute;
     Tensor a = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(sa)), LayoutA{});
     Tensor b = make_tensor(make_smem_ptr(reinterpret_cast<Element*>(sb)), LayoutB{});
@@ -377,6 +390,7 @@ struct Gemm {
         for (int kk = 0; kk < size<2>(ra); ++kk) {
           copy(copy_a, from_a(_, _, kk, read), to_a(_, _, kk));
           copy(copy_b, from_b(_, _, kk, read), to_b(_, _, kk));
+          column_sum.add(ra(_, _, kk), rb(_, _, kk));
           product(mma, ra(_, _, kk), rb(_, _, kk), sum);
         }
       };

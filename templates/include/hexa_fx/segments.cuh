@@ -9,15 +9,24 @@ struct Segment {
   int end;     // one past the last row, inside the expert
 };
 
-// Sum over experts before `lane_base + lane` etc. is done 32 experts at a time by every warp for itself: no shared memory.
+// One of the units that an expert's rows are cut into.
+struct Unit {
+  int expert;  // -1: there is no such unit
+  int begin;   // the expert's rows
+  int end;
+  int index;   // among the expert's units
+};
+
+// Unit `index` where an expert has `scale` units for each kRows of its rows, and `extra` besides. The sum over the experts before
+// is done 32 experts at a time by every warp for itself: no shared memory.
 template <int kRows>
-__device__ Segment find_segment(const int* offs, int experts, int index) {
+__device__ Unit find_unit(const int* offs, int experts, int index, int scale, int extra) {
   const int lane = threadIdx.x % 32;
   int before = 0;
   for (int e0 = 0; e0 < experts; e0 += 32) {
     const int e = e0 + lane;
     const int begin = e < experts ? __ldg(offs + e) : 0, end = e < experts ? __ldg(offs + e + 1) : 0;
-    int upto = (end - begin + kRows - 1) / kRows;
+    int upto = e < experts ? (end - begin + kRows - 1) / kRows * scale + extra : 0;
     const int own = upto;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -27,13 +36,19 @@ __device__ Segment find_segment(const int* offs, int experts, int index) {
     const unsigned past = __ballot_sync(0xffffffffu, before + upto > index);
     if (past) {
       const int owner = __ffs(past) - 1;
-      const int first = index - (before + __shfl_sync(0xffffffffu, upto - own, owner));
-      const int row = __shfl_sync(0xffffffffu, begin, owner) + first * kRows;
-      return {e0 + owner, row, min(row + kRows, __shfl_sync(0xffffffffu, end, owner))};
+      const int at = index - (before + __shfl_sync(0xffffffffu, upto - own, owner));
+      return {e0 + owner, __shfl_sync(0xffffffffu, begin, owner), __shfl_sync(0xffffffffu, end, owner), at};
     }
     before += __shfl_sync(0xffffffffu, upto, 31);
   }
-  return {-1, 0, 0};
+  return {-1, 0, 0, 0};
+}
+
+template <int kRows>
+__device__ Segment find_segment(const int* offs, int experts, int index) {
+  const Unit u = find_unit<kRows>(offs, experts, index, 1, 0);
+  const int row = u.begin + u.index * kRows;
+  return {u.expert, row, min(row + kRows, u.end)};
 }
 
 // Index of the first segment of `expert`.

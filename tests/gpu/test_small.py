@@ -1,0 +1,232 @@
+"""A small case of each kernel, for compute-sanitizer: `sh benchmarks/gpu.sh sanitize`.
+
+Sizes are the smallest that reach what can go wrong: more steps than stages, several tiles a block (the persistent kernels get
+four blocks), a ragged end of rows and of columns, an expert without rows, rows of no expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW
+from hexa_fx.ops import activations
+from hexa_fx.runtime import cuda_gemm_sm80 as sm80
+from hexa_fx.runtime import cuda_gemm_sm90 as sm90
+from hexa_fx.runtime import cuda_launch, cuda_plans_sm90
+from tests.gpu.cases import (
+    Routing,
+    assert_close,
+    make_routing,
+    randn,
+    reference_esmm,
+    reference_estmm,
+    reference_reindex,
+)
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+TOKENS, TOP_K, EXPERTS, D, N = 220, 2, 4, 328, 264
+TILES = {
+    "coop": COOPERATIVE,
+    "coop2": replace(COOPERATIVE, cluster=2),
+    "pp": PINGPONG,
+    "low2": replace(PINGPONG_LOW, cluster=2),
+}
+GRADIENT_TILES = {
+    "coop": replace(COOPERATIVE, stages=3),
+    "pp2": replace(PINGPONG, stages=4, cluster=2),
+    "low": replace(PINGPONG_LOW, stages=3),
+}
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
+)
+
+
+@pytest.fixture(autouse=True)
+def four_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A few persistent blocks, so that each takes several tiles."""
+    monkeypatch.setattr(cuda_plans_sm90, "multiprocessors", lambda device: 4)
+    cuda_launch.forget_plans()
+    yield
+    cuda_launch.forget_plans()
+
+
+def routing(top_k: int = TOP_K) -> Routing:
+    """Expert 2 has no rows, and some rows no expert."""
+    r = make_routing("sentinels", TOKENS, top_k, EXPERTS)
+    index = torch.where(r.index == 2, 1, r.index)
+    return reference_reindex(index, EXPERTS)
+
+
+def weight(n: int, k: int, layout: str, dtype: torch.dtype) -> Tensor:
+    return randn(*((EXPERTS, n, k) if layout == "nk" else (EXPERTS, k, n)), dtype=dtype, scale=k**-0.5)
+
+
+@pytest.mark.parametrize("tokens", [40, 2200], ids=["one launch", "two launches"])
+def test_reindex(tokens: int) -> None:
+    want = make_routing("sentinels", tokens, 2, 9)
+    for got, expected in zip(torch.ops.hexa.reindex(want.index, 9), (want.v, want.inv, want.offs), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(("width", "top_k"), [(264, 2), (37, 3)], ids=["aligned", "odd"])
+def test_combine_and_its_backward(width: int, top_k: int) -> None:
+    r = routing(top_k)
+    y, w = randn(r.n, width, dtype=F32).requires_grad_(), torch.rand(TOKENS, top_k, device="cuda", requires_grad=True)
+    out = torch.ops.hexa.combine(y, w, r.inv, r.offs, top_k)
+    routed = (r.inv < r.routed).view(TOKENS, top_k, 1)
+    rows = y.double()[r.inv.long()].view(TOKENS, top_k, width) * routed
+    want = (rows * w.double()[..., None]).sum(1)
+    assert_close(out, want.detach(), F32)
+    dy = randn(TOKENS, width, dtype=F32)
+    for got, expected in zip(
+        torch.autograd.grad(out, (y, w), dy), torch.autograd.grad(want, (y, w), dy.double()), strict=True
+    ):
+        assert_close(got, expected.double(), F32, 4)
+
+
+@pytest.mark.parametrize("width", [264, 37])
+def test_ess(width: int) -> None:
+    r, scale = routing(), torch.rand(TOKENS, TOP_K, device="cuda")
+    g = randn(TOKENS, width, dtype=BF16)
+    rows = g.double()[r.v.long() // TOP_K] * scale.double().view(-1)[r.v.long()][:, None]
+    ones = torch.ones(r.n, 1, dtype=F64, device="cuda")
+    want = reference_estmm(ones, rows, None, None, r, "kn")[:, 0]
+    assert_close(torch.ops.hexa.ess(g, r.v, r.offs, TOP_K, scale), want, BF16, 2)
+
+
+@pytest.mark.parametrize(("glu", "width"), [("concat", 264), ("interleaved", 37), ("none", 600)])
+def test_activate_and_its_backward(glu: str, width: int) -> None:
+    r, w = routing(), torch.rand(TOKENS, TOP_K, device="cuda")
+    h, da = randn(r.n, width if glu == "none" else 2 * width, dtype=BF16), randn(r.n, width, dtype=BF16)
+    a = activations.activation_forward(h.double(), "silu", glu, ())
+    assert_close(torch.ops.hexa.activate(h, "silu", glu, []), a, BF16, 2)
+    dh, scaled, _ = torch.ops.hexa.activate_backward(da, h, w, r.v, r.offs, "silu", glu, [])
+    row_w = w.double().view(-1)[r.v.long()][:, None] * (torch.arange(r.n, device="cuda") < r.routed)[:, None]
+    assert_close(dh, activations.activation_backward(da.double() * row_w, h.double(), "silu", glu, ()), BF16, 2)
+    assert_close(scaled, a * row_w, BF16, 2)
+
+
+SM80 = {
+    "bf16": (BF16, D, N, "nk"),
+    "f16 kn": (F16, D, N, "kn"),
+    "odd sizes": (BF16, 129, 67, "kn"),
+    "3xTF32": (F32, 72, 72, "nk"),
+    "f64": (F64, 40, 72, "kn"),
+}
+
+
+@pytest.mark.parametrize("case", SM80)
+def test_products_of_sm80(case: str) -> None:
+    dtype, k, n, layout = SM80[case]
+    r, w, bias = routing(), weight(n, k, layout, dtype), randn(EXPERTS, n, dtype=dtype)
+    x, rows, g = randn(TOKENS, k, dtype=dtype), randn(r.n, k, dtype=dtype), randn(r.n, n, dtype=dtype)
+    y = sm80.esmm(x, w, bias, r.v, r.offs, TOP_K, layout)
+    assert_close(y, reference_esmm(x, w, bias, r.v, r, layout), dtype)
+    y = sm80.esmm(rows, w, None, None, r.offs, 1, layout)
+    assert_close(y, reference_esmm(rows, w, None, None, r, layout), dtype)
+    dw = sm80.estmm(x, g, r.v, None, r.offs, TOP_K, layout)
+    assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), dtype)
+
+
+def test_few_rows_of_sm80() -> None:
+    r = make_routing("random", 5, TOP_K, EXPERTS)
+    x, w = randn(5, D, dtype=BF16), weight(N, D, "nk", BF16)
+    y = sm80.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
+    assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), BF16)
+
+
+Activated = Callable[..., tuple[Tensor, Tensor]]
+ACTIVATED = [("silu", "concat"), ("swiglu_oai", "interleaved"), ("gelu", "none"), ("gelu_tanh", "split")]
+
+
+def check_esmm_act(esmm_act: Activated, activation: str, glu: str, layout: str, *rest: object) -> None:
+    r, params = routing(), activations.ACTIVATIONS[activation].params
+    columns = 2 * N if glu in ("concat", "interleaved") else N
+    x, w1, b1 = randn(TOKENS, D, dtype=BF16), weight(columns, D, layout, BF16), randn(EXPERTS, columns, dtype=BF16)
+    w3, b3 = (weight(columns, D, layout, BF16), randn(EXPERTS, N, dtype=BF16)) if glu == "split" else (None, None)
+    h, a = esmm_act(x, w1, b1, w3, b3, r.v, r.offs, TOP_K, layout, activation, glu, params, True, *rest)
+    want = reference_esmm(x, w1, b1, r.v, r, layout)
+    if w3 is not None:
+        want = torch.cat((want, reference_esmm(x, w3, b3, r.v, r, layout)), 1)
+    assert_close(h, want, BF16)
+    want = activations.activation_forward(want, activation, glu, params)
+    want[r.routed :] = 0
+    assert_close(a, want, BF16, 2)
+
+
+@pytest.mark.parametrize(("activation", "glu"), ACTIVATED[:2])
+def test_esmm_act_of_sm80(activation: str, glu: str) -> None:
+    check_esmm_act(sm80.esmm_act, activation, glu, "nk")
+
+
+@hopper
+@pytest.mark.parametrize(("tile", "case"), zip(TILES, ACTIVATED, strict=True))
+def test_esmm_act_of_sm90(tile: str, case: tuple[str, str]) -> None:
+    check_esmm_act(sm90.esmm_act, *case, "nk" if tile in ("coop", "low2") else "kn", TILES[tile])
+
+
+@hopper
+@pytest.mark.parametrize("tile", TILES)
+def test_esmm_of_sm90(tile: str) -> None:
+    r, w, bias = routing(), weight(N, D, "nk", BF16), randn(EXPERTS, N, dtype=BF16)
+    x, rows = randn(TOKENS, D, dtype=BF16), randn(r.n, D, dtype=BF16)
+    y = sm90.esmm(x, w, bias, r.v, r.offs, TOP_K, "nk", TILES[tile])
+    assert_close(y, reference_esmm(x, w, bias, r.v, r, "nk"), BF16)
+    y = sm90.esmm(rows, w.transpose(1, 2).contiguous(), None, None, r.offs, 1, "kn", TILES[tile])
+    assert_close(y, reference_esmm(rows, w, None, None, r, "nk"), BF16)
+
+
+@hopper
+@pytest.mark.parametrize(("tile", "case"), zip(GRADIENT_TILES, ACTIVATED, strict=False))
+def test_esmm_act_backward_of_sm90(tile: str, case: tuple[str, str]) -> None:
+    (activation, glu), r = case, routing()
+    params = activations.ACTIVATIONS[activation].params
+    dy, w2 = randn(TOKENS, D, dtype=BF16), weight(N, D, "kn", BF16)
+    h, scale = randn(r.n, N if glu == "none" else 2 * N, dtype=BF16), torch.rand(r.n, device="cuda")
+    dh, a, _ = sm90.esmm_act_backward(
+        dy, w2, h, scale, r.v, r.offs, TOP_K, "kn", activation, glu, params, GRADIENT_TILES[tile]
+    )
+    da, w = reference_esmm(dy, w2, None, r.v, r, "kn"), scale.double()[r.v.long()].unsqueeze(1)
+    w[r.routed :] = 0
+    assert_close(a, activations.activation_forward(h.double(), activation, glu, params) * w, BF16, 2)
+    assert_close(dh, activations.activation_backward(da * w, h.double(), activation, glu, params), BF16, 2)
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("tile", "side", "layout"),
+    [("coop", "x", "nk"), ("coop2", "g", "nk"), ("pp", "neither", "kn"), ("low2", "x", "kn")],
+)
+def test_estmm_of_sm90(tile: str, side: str, layout: str) -> None:
+    r = routing()
+    x, g = randn(TOKENS if side == "x" else r.n, D, dtype=BF16), randn(TOKENS if side == "g" else r.n, N, dtype=BF16)
+    xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
+    dw = sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, TILES[tile])
+    assert_close(dw, reference_estmm(x, g, xi, gi, r, layout), BF16)
+
+
+def check_esfk(esfk: Callable[..., tuple[Tensor, Tensor, Tensor | None]], layout: str, *rest: object) -> None:
+    r, w = routing(), weight(N, D, layout, BF16)
+    x, g = randn(TOKENS, D, dtype=BF16), randn(r.n, N, dtype=BF16)
+    dx, dw, db = esfk(x, g, w, r.v, r.offs, TOP_K, layout, True, *rest)
+    assert_close(dx, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)
+    assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), BF16)
+    ones = torch.ones(r.n, 1, dtype=BF16, device="cuda")
+    assert db is not None
+    assert_close(db, reference_estmm(ones, g, None, None, r, "kn")[:, 0], BF16)
+
+
+@hopper
+@pytest.mark.parametrize(("tile", "layout"), [("coop", "nk"), ("coop2", "kn"), ("pp", "nk")])
+def test_esfk_of_sm90(tile: str, layout: str) -> None:
+    check_esfk(sm90.esfk, layout, TILES[tile])
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_esfk_of_sm80(layout: str) -> None:
+    check_esfk(sm80.esfk, layout)
