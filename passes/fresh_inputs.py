@@ -56,9 +56,11 @@ class FreshInputs:
         return self._make(shapes, dtype, routing)
 
     def _resized(self, leaf: torch.Tensor, size: tuple[int, int]) -> tuple[int, ...]:
-        """One token as a row makes every first size of 1 a number of tokens, which no other size is."""
-        if self._flat and self._sizes == (1, 1) and leaf.dim() and leaf.shape[0] == 1:
+        """Of a single token, sizes of 1 count tokens where tokens are rows; else those of a mask count batch and sequence."""
+        if self.one_token and self._flat and leaf.dim() and leaf.shape[0] == 1:
             return (size[0] * size[1], *leaf.shape[1:])
+        if self.one_token and not self._flat and leaf.dtype == torch.bool and leaf.shape == (1, 1):
+            return size
         return _resized(leaf.shape, self._sizes, size)
 
     def with_fresh_tokens(self, size: tuple[int, int] | None, vocabulary: int | None) -> tuple[Any, Any] | None:
