@@ -71,7 +71,7 @@ class _Rewriter:
         stored = tuple((item.path, item.name) for item in self.match.stored)
         packed, guards = tuple(weights.packed), self._guards(captured)
         small = own_code_limit(captured, self._removed(kept), self._added())
-        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small)
+        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, self.match.num_experts)
 
     def _removed(self, kept: Kept) -> list[torch.fx.Node]:
         """Recorded nodes without a counterpart, neither alone nor in a call that is kept."""
