@@ -192,4 +192,3 @@ def _static_tokens(config: PartitionConfig, batch: tuple[int, ...]) -> tuple[int
             f"static_tokens needs tokens as a multiple of the global batch, got tokens={config.tokens}, batch={total}"
         )
     return tuple(size * (config.tokens // total) for size in batch)
-

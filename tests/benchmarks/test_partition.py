@@ -60,3 +60,43 @@ def test_the_whole_script(tmp_path: Path) -> None:
         found = {r["section"].partition(":")[0] for r in result["records"] if r["question"] == "seconds"}
         assert found == {"correctness", "sweep", "overlap", "memory", "unequal"}
         assert result["ranks"] == ranks
+
+
+def test_tables_of_the_page_are_those_of_the_records() -> None:
+    from benchmarks import partition_docs as docs
+
+    page = docs.PAGE.read_text()
+    assert page == docs.fill(page, docs.RESULTS), "run python benchmarks/partition_docs.py"
+    assert all(f"<!-- {name} -->" in page for name in docs.SECTIONS)
+
+
+def test_tables_from_records(tmp_path: Path) -> None:
+    from benchmarks import partition_docs as docs
+
+    gather = {"kernels": 4, "ms": 0.8, "hidden": 0.9, "shorter": 3, "hidden_of_shorter": 0.95}
+    rank = {"compute_ms": 9.0, "span_ms": 10.0, "layer_forward_ms": 0.5, "AllGather": gather, "ReduceScatter": gather}
+    worse = rank | {"AllGather": gather | {"hidden": 0.7}}
+    devices = {"question": "unequal devices", "shape": "mixtral", "tokens": 96, "sms": [132, 64], "kind": "model"}
+    records = [
+        {"question": "step time", "shape": "mixtral", "tokens": 8, "mode": "data", "step_ms": 2.0, "peak_mib": 2048},
+        {"question": "step time", "shape": "mixtral", "tokens": 8, "mode": "ep", "error": "out of memory"},
+        {"question": "step time", "shape": "mixtral", "tokens": 8, "mode": "auto", "picked": "data_centric", "over_best": 1.03},
+        {"question": "overlap", "shape": "swin", "tokens": 8, "layers": 6, "ranks": [rank, worse]},
+        {"question": "overlap", "shape": "swin", "tokens": 16, "layers": 6, "skipped": "out of time"},
+        devices | {"split": "uniform", "sizes": [48, 48], "over_ideal": 1.4, "gain_over_uniform": 0.0},
+        devices | {"split": "weighted", "sizes": [64, 32], "over_ideal": 1.05, "gain_over_uniform": 0.25},
+        {"question": "failed", "section": "sweep:mixtral", "error": "ValueError: broken"},
+    ]  # fmt: skip
+    head = {"ranks": 2, "device": "GPU", "torch": "2", "cuda": "13", "python": "3", "nccl": "2.28"}
+    (tmp_path / "partition_h200x2.json").write_text(json.dumps(head | {"records": records}))
+    runs = docs.load(tmp_path)
+    assert "| 2 | mixtral | 8 | - | 2.0 | - | - | - | - | data, 3.0 % | 2.0 / - / - / - |" in docs.steps(runs)
+    assert "| 2 | swin, 8, 6 | 200-200 | 500 | 70 % | 95 % | 90 % | 10 % |" in docs.overlap(runs)
+    assert "| 132, 64 | mixtral | model | 64, 32 | 1.40 | 1.05 | - | - | 25.0 % | - |" in docs.unequal(runs)
+    setup = docs.setup(runs)
+    assert "NCCL 2.28" in setup
+    assert "failed in sweep:mixtral: ValueError: broken" in setup
+    assert "out of time: swin, 16, overlap" in setup
+    assert "mixtral, 8, ep: out of memory" in setup
+    page = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in docs.SECTIONS)
+    assert docs.fill(docs.fill(page, tmp_path), tmp_path) == docs.fill(page, tmp_path)
