@@ -49,8 +49,9 @@ def _unequal(sizes: Sequence[int]) -> None:
         whole = shape.intermediate_size
         _experts(shape, 1024, 512)
         _experts(shape, tokens, whole)
-        for count, channels in ((16384, whole), (4096, whole), (16384, whole // 2), (16384, whole // 8)):  # the profile
-            _experts(shape, count, channels // 128 * 128)
+        share = min(tokens, int(1.5 * tokens / len(sizes)))
+        for count, channels in ((share, whole), (share // 4, whole), (tokens, whole // 2), (tokens, whole // 8)):
+            _experts(shape, count, channels // 128 * 128)  # of profile_costs
         for part in (share / sum(sizes) for share in sizes):
             _experts(shape, tokens, int(whole * part) // tile(shape) * tile(shape))
             _experts(shape, int(tokens * part), whole)

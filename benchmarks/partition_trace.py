@@ -27,6 +27,8 @@ def hidden_shares(run: Callable[[], None], align: Callable[[], None], steps: int
             ``shorter`` has the gathers that last less.
     """
     kernels = _kernels(lambda: [run() for _ in range(steps)], align)
+    if not kernels:
+        return {"communication": ["the profiler recorded no kernels"]}
     compute = _union([_span(e) for e in kernels if not _is_communication(e)])
     out: dict[str, Any] = {
         "communication": sorted({e["name"].split("(")[0] for e in kernels if _is_communication(e)}),

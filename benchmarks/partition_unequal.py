@@ -127,7 +127,7 @@ def unequal(
         yield {"question": "green context", "shape": name, "sms": sms, "our_kernels_run": everywhere}
         with on(stream):
             gated = shape.matrices == 3
-            costs = profile_costs(shape, gated=gated, dtype=dtype, device=device, groups=make_groups())
+            costs = profile_costs(shape, gated=gated, tokens=tokens, dtype=dtype, device=device, groups=make_groups())
         whole = work(shape, tokens, shape.intermediate_size, device, dtype, stream)
         alone = [round(1e3 * t, 3) for t in gathered(_sustained(whole, device, seconds), make_groups())]
         del whole

@@ -72,8 +72,8 @@ def partition_model(
     groups = make_groups(mesh)
     join(groups, "to plan the partition")
     sample = _first_tensor(model, layers[0])
-    costs = _capacities(capacities, layers[0].geometry, sample, groups)
     config = _with_tokens(_with_dtypes(config, sample), _recorded_tokens(blocks))
+    costs = _capacities(capacities, layers[0].geometry, config.tokens, sample, groups)
     shapes = {layer.path: layer.geometry.shape for layer in layers}
     measured: dict[str, Measured] = {}
     if "auto" in wanted_modes(strategy, shapes).values() and config.measure and groups.world > 1:
@@ -114,15 +114,20 @@ def _measure(
 
 
 def _capacities(
-    capacities: Literal["measure"] | Sequence[float] | None, geometry: Geometry, sample: Tensor, groups: Groups
+    capacities: Literal["measure"] | Sequence[float] | None,
+    geometry: Geometry,
+    tokens: int | None,
+    sample: Tensor,
+    groups: Groups,
 ) -> DeviceCosts:
     if capacities is None:
         return DeviceCosts.proportional((1.0,) * groups.world)
     if isinstance(capacities, str):
         if capacities != "measure":
             raise PlanError(f"capacities is 'measure', a sequence of seconds or None, got {capacities!r}")
+        dtype, device = sample.dtype, sample.device
         return profile_costs(
-            geometry.shape, gated=geometry.gated, dtype=sample.dtype, device=sample.device, groups=groups
+            geometry.shape, gated=geometry.gated, tokens=tokens, dtype=dtype, device=device, groups=groups
         )
     if len(capacities) != groups.world:
         raise PlanError(f"{len(capacities)} capacities for {groups.world} ranks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -66,32 +66,35 @@ def profile_costs(
     repeats: int = 3,
     min_seconds: float | None = None,
 ) -> DeviceCosts:
-    """t_i as `profile_devices`, and how the time of every device grows with tokens and with channels.
+    """t_i, and how the time of every device grows with tokens and with channels.
 
     A device spends time on a share that does not depend on its size: it reads all weights for however few tokens, moves all
     tokens for however few channels, launches kernels. So each axis is measured at two sizes, around the shares that devices
-    get. A warm-up of ``min_seconds``, then the sizes in turn without a pause, each for a third of that. A collective call.
+    get: 3/2 and 3/8 of an even share of the tokens, half and an eighth of the channels. A warm-up of ``min_seconds``, then
+    the sizes in turn without a pause, each for a third of that. A collective call.
 
     Args:
-        shape, gated, tokens, dtype, device, groups, repeats, min_seconds: as for `profile_devices`.
+        tokens: of the global batch. Default 16384 a rank on CUDA, 1024 / top_k on a CPU; at most 131072, on a CPU
+            2048 / top_k, and what fits a quarter of the free memory.
+        shape, gated, dtype, device, groups, repeats, min_seconds: as for `profile_devices`. t_i is the time of 3/2 of an
+            even share of the tokens.
     """
-    bench = _Proxy.of(shape, gated, tokens, dtype, device, groups)
-    least = bench.least(min_seconds)
-    points = {"whole": (1.0, 1.0), "few tokens": (0.25, 1.0), "half": (1.0, 0.5), "eighth": (1.0, 0.125)}
+    bench = _Proxy.of(shape, gated, tokens, dtype, device, groups).of_batch(tokens)
+    least, share = bench.least(min_seconds), min(1.0, 1.5 / bench.groups.world)
+    points = {"tokens": (share, 1.0), "few tokens": (share / 4, 1.0), "half": (1.0, 0.5), "eighth": (1.0, 0.125)}
     runs = {name: bench.work(*point) for name, point in points.items()}
     for run in runs.values():
         run()
-    _warm(runs["whole"], bench.device, least)
+    _warm(runs["tokens"], bench.device, least)
     samples: dict[str, list[float]] = {name: [] for name in points}
     for _ in range(repeats):
         for name, run in runs.items():
             samples[name].append(_seconds(run, bench.device, least / 3))
     times = {name: gathered(statistics.median(found), bench.groups) for name, found in samples.items()}
-    by_tokens = Affine.through(
-        (bench.tokens_of(0.25), times["few tokens"]), (bench.tokens, times["whole"]), scale=bench.fixed_scale
-    )
-    by_channels = Affine.through((bench.channels_of(0.125), times["eighth"]), (bench.channels_of(0.5), times["half"]))
-    return DeviceCosts(times["whole"], by_tokens, by_channels)
+    low, high = bench.tokens_of(share / 4), bench.tokens_of(share)
+    by_tokens = Affine.through((low, times["few tokens"]), (high, times["tokens"]), scale=bench.fixed_scale)
+    low, high = bench.channels_of(0.125), bench.channels_of(0.5)
+    return DeviceCosts(times["tokens"], by_tokens, Affine.through((low, times["eighth"]), (high, times["half"])))
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,15 @@ class _Proxy:
         experts, channels = _fitting(shape, int(budget // channel))
         count = tokens or (16384 if on_cuda else max(1, 1024 // shape.top_k))
         return cls(shape, gated, count, experts, channels, dtype, device, groups)
+
+    def of_batch(self, tokens: int | None) -> _Proxy:
+        """With the tokens of a global batch, as far as time and memory allow."""
+        if self.device.type == "cpu":
+            return replace(self, tokens=min(self.tokens, max(1, 2048 // self.shape.top_k)))
+        count = min(tokens or 16384 * self.groups.world, 131072)
+        widest = max(self.channels, self.shape.hidden_size)
+        token = 4 * self.shape.top_k * widest * self.dtype.itemsize
+        return replace(self, tokens=max(1, min(count, int(min(gathered(room(self.device), self.groups)) / 4 // token))))
 
     @property
     def fixed_scale(self) -> float:
