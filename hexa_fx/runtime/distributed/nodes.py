@@ -162,9 +162,9 @@ class _CacheGather(torch.autograd.Function):
         session: PartitionSession = ctx.session
         geometry, reductions, needs = session.geometry(ctx.layer), session.reductions, ctx.needs_input_grad[:5]
         with session.guard(f"the gradient reduction of {ctx.layer!r}"):
+            session.cache.release(ctx.layer)  # first: the gather of the layer before the one before starts with it
             reductions.finish()  # of the layer after, whose communication ran beside this layer's experts
             own = reductions.start(geometry.view_grads(grads, ctx.dtype), ctx.shards)
-            session.cache.release(ctx.layer)
 
             def local(own: Tensor) -> tuple[Tensor | None, ...]:
                 scaled = own if session.plan.grad_scale == 1.0 else own * session.plan.grad_scale
