@@ -12,7 +12,7 @@ from typing import Literal
 from hexa_fx.allocation import DeviceCosts, even
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.cost_model import Measured, layer_cost
-from hexa_fx.plan import ExpertShape, LayerCost, LayerPlan, Mode, Plan, Reduce
+from hexa_fx.plan import ExpertShape, GradDtype, LayerCost, LayerPlan, Mode, Plan, Reduce
 
 Strategy = Literal["auto", "data", "model"] | Mapping[str, Literal["auto", "data", "model"]]
 
@@ -36,6 +36,8 @@ class PartitionConfig:
         bytes_per_element: of an expert parameter with its gradient and optimizer state.
         data_parallel: what averages the gradients of the other parameters: ``sum`` (nobody divides), ``mean`` (DDP,
             FSDP2).
+        grad_dtype: in which data-centric weight gradients are summed over the ranks. ``compute`` (the autocast dtype; FSDP2's
+            default too) halves what travels and what the largest layer holds in backward; ``parameter`` rounds once less.
         dtype_bytes, reduce_bytes: of what is gathered, and of reduced weight gradients.
         attention_seconds: forward time of what runs between two MoE layers on a rank's tokens, for ``auto``. Default:
             measured, if the model can be run (`partition_model`'s ``example``), else 0: then nothing hides a gather.
@@ -52,6 +54,7 @@ class PartitionConfig:
     memory_caps: tuple[int, ...] | None = None
     bytes_per_element: int = 16
     data_parallel: Literal["sum", "mean"] = "sum"
+    grad_dtype: GradDtype = "parameter"
     dtype_bytes: int | None = None
     reduce_bytes: int | None = None
     attention_seconds: float | None = None
@@ -104,6 +107,7 @@ def plan_layers(
         slots=config.slots,
         prefetch=config.prefetch,
         grad_scale=1.0 / world if config.data_parallel == "mean" else 1.0,
+        grad_dtype=config.grad_dtype,
         capacities=costs.seconds,
     )
 
