@@ -49,12 +49,13 @@ class Attempt:
     Args:
         scale: of the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
         crowded: many tokens that are nearly alike, so that an expert's capacity is exceeded.
-        prefer_earliest: see `hexa_fx.passes.detect.detect`.
+        prefer_earliest, alone: see `hexa_fx.passes.detect.detect`.
     """
 
     scale: float = 1.0
     crowded: bool = False
     prefer_earliest: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,14 @@ _ALIKE = (
     "most tokens of the example are alike here, which hides what goes where: give example inputs with different tokens"
 )
 
-_ATTEMPTS = (Attempt(), Attempt(crowded=True), Attempt(prefer_earliest=True), Attempt(scale=0.1), Attempt(scale=10.0))
+_ATTEMPTS = (
+    Attempt(),
+    Attempt(crowded=True),
+    Attempt(prefer_earliest=True),
+    Attempt(scale=0.1),
+    Attempt(scale=10.0),
+    Attempt(alone=True),
+)
 
 
 def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
@@ -128,6 +136,8 @@ def _was_recorded(analysis: BlockAnalysis) -> bool:
 def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     best: BlockAnalysis | None = None
     for attempt in _ATTEMPTS:
+        if attempt.alone and (best is None or best.match is None or not best.match.others):
+            continue
         analysis = _analyse_on(observation, config, attempt)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis
@@ -148,7 +158,7 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) 
     match: MoEMatch | None = None
     for mode in MODES:
         with _in_mode(observation.module, mode), at_block(observation.path, mode):
-            outcome = _rewrite_mode(observation, args, kwargs, config, attempt.prefer_earliest)
+            outcome = _rewrite_mode(observation, args, kwargs, config, attempt)
         if isinstance(outcome, Refusal):
             refusals[mode] = outcome
             continue
@@ -160,7 +170,7 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) 
 
 
 def _rewrite_mode(
-    observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, prefer_earliest: bool
+    observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, attempt: Attempt
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     try:
         captured = capture(observation.module, args, kwargs, observation.path)
@@ -171,7 +181,7 @@ def _rewrite_mode(
     captured = canonicalize(captured)
     notify("canonicalize", "after", captured.graph)
     notify("detect", "before", captured.graph)
-    match = detect(captured, prefer_earliest)
+    match = detect(captured, attempt.prefer_earliest, attempt.alone)
     if isinstance(match, Refusal):
         notify("detect", "after", captured.graph, f"refused: {match.reason}")
         return match

@@ -59,7 +59,7 @@ def find_combine(
     for node in candidates:
         answers = [output[node].reshape(tokens, width) for output in outputs]
         coefficients = probes.coefficients(answers)
-        if coefficients is not None and leaves_decision(node, opaque):
+        if coefficients is not None and leaves_decision([node], opaque):
             decides_later = True
         elif coefficients is not None:
             last = _last_alike(node, candidates)
