@@ -164,13 +164,8 @@ class _CacheGather(torch.autograd.Function):
         with session.guard(f"the gradient reduction of {ctx.layer!r}"):
             session.cache.release(ctx.layer)  # first: the gather of the layer before the one before starts with it
             reductions.finish()  # of the layer after, whose communication ran beside this layer's experts
-<<<<<<< HEAD
-            own = reductions.start(geometry.view_grads(grads, ctx.dtype), ctx.shards)
-=======
             dtype = ctx.dtype if session.plan.grad_dtype == "parameter" else ctx.compute_dtype
             own = reductions.start(geometry.view_grads(grads, dtype), ctx.shards)
-            session.cache.release(ctx.layer)
->>>>>>> swin
 
             def local(own: Tensor) -> tuple[Tensor | None, ...]:
                 with torch.no_grad():  # the sum is nobody else's
