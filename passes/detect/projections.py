@@ -116,7 +116,7 @@ def _operands(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 def _is_expert_weight(weight: torch.fx.Node, tag: Tag, product: torch.fx.Node) -> bool:
     """One expert's parameter, all experts' gathered, or a whole stack in a batched product."""
-    return bool(tag.experts) or record_of(weight).value.dim() >= 3
+    return bool(tag.experts) or (record_of(weight).value.dim() >= 3 and not tag.ordinary)
 
 
 def _is_bias(weight: torch.fx.Node, node: torch.fx.Node, weights: list[torch.fx.Node]) -> bool:

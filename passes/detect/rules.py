@@ -183,7 +183,7 @@ def shape_branches(
         if node.op == "output" or not record_of(node).decision or node in opaque:
             continue
         behind = ancestors([node])
-        of_experts = {n for n in _asked(node) if is_float(n) and tags[n].experts and not tags[n].weight}
+        of_experts = {n for n in _asked(node, output) if is_float(n) and tags[n].experts and not tags[n].weight}
         if _is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
             if of_experts <= after:
                 guards.append(ShapeBranch(node, bool(record_of(node).value)))
@@ -208,11 +208,14 @@ def shape_branches(
     return tuple(guards)
 
 
-def _asked(decision: torch.fx.Node) -> set[torch.fx.Node]:
-    """What the decision reads the values of: not what only its sizes, or choices such as a later router's ids, follow from."""
+def _asked(decision: torch.fx.Node, output: torch.fx.Node) -> set[torch.fx.Node]:
+    """What the decision reads the values of, back to ``output``.
+
+    Not what only its sizes, or choices such as a later router's ids, follow from.
+    """
     if operation(decision) == "unbind":  # asks for a size
         return set()
-    return ancestors([decision], stop=_is_size_or_choice)
+    return ancestors([decision], stop=lambda node: node is output or _is_size_or_choice(node))
 
 
 def _is_size_or_choice(node: torch.fx.Node) -> bool:
