@@ -15,7 +15,7 @@ from hexa_fx.ir import FfnSpec
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.routing import Source
+from hexa_fx.passes.detect.routing_factors import Source
 from hexa_fx.passes.emit_rows import RowEmitter
 from hexa_fx.passes.weights import WeightEmitter
 

@@ -25,15 +25,10 @@ from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
-from hexa_fx.passes.detect.projections import (
-    MIXED,
-    Contraction,
-    Instance,
-    find_contractions,
-    group_instances,
-    match_rows,
-)
-from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing
+from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
+from hexa_fx.passes.detect.routing import check_identity, find_routing
+from hexa_fx.passes.detect.routing_factors import Pairs
+from hexa_fx.passes.detect.rows import Instance, match_rows
 from hexa_fx.passes.detect.rules import (
     is_constant,
     is_cut_off,

@@ -19,8 +19,10 @@ from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, T
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
-from hexa_fx.passes.detect.projections import NOT_TOKENS, Contraction, Instance, token_sources
-from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing, find_row_factor
+from hexa_fx.passes.detect.projections import Contraction
+from hexa_fx.passes.detect.routing import check_identity, find_routing, find_row_factor
+from hexa_fx.passes.detect.routing_factors import Pairs
+from hexa_fx.passes.detect.rows import NOT_TOKENS, Instance, token_sources
 from hexa_fx.passes.detect.rules import (
     is_constant,
     opaque_nodes,
