@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+import torch.fx
 from torch import nn
 
 from hexa_fx.capture import CapturedBlock, capture
@@ -31,10 +32,11 @@ from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.observers import at_block, muted, notify
 from hexa_fx.passes.canonicalize import canonicalize
+from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
 from hexa_fx.passes.rewrite import rewrite
-from hexa_fx.passes.verify import VerificationResult, VerifySettings, verify
+from hexa_fx.passes.verify import VerificationResult, verify
 
 log = logging.getLogger(__name__)
 
@@ -49,12 +51,13 @@ class Attempt:
     Args:
         scale: of the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
         crowded: many tokens that are nearly alike, so that an expert's capacity is exceeded.
-        prefer_earliest: see `hexa_fx.passes.detect.detect`.
+        prefer_earliest, alone: see `hexa_fx.passes.detect.detect`.
     """
 
     scale: float = 1.0
     crowded: bool = False
     prefer_earliest: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,14 @@ _ALIKE = (
     "most tokens of the example are alike here, which hides what goes where: give example inputs with different tokens"
 )
 
-_ATTEMPTS = (Attempt(), Attempt(crowded=True), Attempt(prefer_earliest=True), Attempt(scale=0.1), Attempt(scale=10.0))
+_ATTEMPTS = (
+    Attempt(),
+    Attempt(crowded=True),
+    Attempt(prefer_earliest=True),
+    Attempt(scale=0.1),
+    Attempt(scale=10.0),
+    Attempt(alone=True),
+)
 
 
 def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
@@ -128,6 +138,8 @@ def _was_recorded(analysis: BlockAnalysis) -> bool:
 def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     best: BlockAnalysis | None = None
     for attempt in _ATTEMPTS:
+        if attempt.alone and (best is None or best.match is None or not best.match.others):
+            continue
         analysis = _analyse_on(observation, config, attempt)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis
@@ -148,7 +160,7 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) 
     match: MoEMatch | None = None
     for mode in MODES:
         with _in_mode(observation.module, mode), at_block(observation.path, mode):
-            outcome = _rewrite_mode(observation, args, kwargs, config, attempt.prefer_earliest)
+            outcome = _rewrite_mode(observation, args, kwargs, config, attempt)
         if isinstance(outcome, Refusal):
             refusals[mode] = outcome
             continue
@@ -160,26 +172,42 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) 
 
 
 def _rewrite_mode(
-    observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, prefer_earliest: bool
+    observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, attempt: Attempt
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     try:
         captured = capture(observation.module, args, kwargs, observation.path)
     except CaptureError as error:
         return _NotRecorded(observation.path, str(error))
     notify("capture", "after", captured.graph)
-    notify("canonicalize", "before", captured.graph)
-    captured = canonicalize(captured)
-    notify("canonicalize", "after", captured.graph)
-    notify("detect", "before", captured.graph)
-    match = detect(captured, prefer_earliest)
+    with _announced("canonicalize", captured.graph) as done:
+        captured = canonicalize(captured)
+        done.graph = captured.graph
+    with _announced("detect", captured.graph) as done:
+        match = detect(captured, attempt.prefer_earliest, attempt.alone)
+        done.note = f"refused: {match.reason}" if isinstance(match, Refusal) else match.idiom
     if isinstance(match, Refusal):
-        notify("detect", "after", captured.graph, f"refused: {match.reason}")
         return match
-    notify("detect", "after", captured.graph, match.idiom)
-    notify("rewrite", "before", captured.graph)
-    rewritten = rewrite(match, config.recompute_h, config.fused_kernel)
-    notify("rewrite", "after", rewritten.graph)
+    with _announced("rewrite", captured.graph) as done:
+        rewritten = rewrite(match, config.recompute_h, config.fused_kernel)
+        done.graph = rewritten.graph
     return match, rewritten
+
+
+@dataclass
+class _Done:
+    """What is told after a pass: the graph it leaves, and how it went."""
+
+    graph: torch.fx.Graph
+    note: str = ""
+
+
+@contextmanager
+def _announced(name: str, graph: torch.fx.Graph) -> Iterator[_Done]:
+    """A pass between its two notifications."""
+    notify(name, "before", graph)
+    done = _Done(graph)
+    yield done
+    notify(name, "after", done.graph, done.note)
 
 
 def _check(
@@ -194,15 +222,14 @@ def _check(
     checks: dict[Mode, VerificationResult] = {}
     for mode in list(rewritten):
         with _in_mode(observation.module, mode), at_block(observation.path, mode):
-            notify("verify", "before", rewritten[mode].graph)
             brief = any(
                 other in checks and checks[other].ok and _does_the_same(captured[mode], captured[other])
                 for other in MODES
             )
             settings = VerifySettings(crowd=crowd_of(captured[mode].graph), brief=brief)
-            with muted():
+            with _announced("verify", rewritten[mode].graph) as done, muted():
                 checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
-            notify("verify", "after", rewritten[mode].graph, checks[mode].reason or "equal")
+                done.note = checks[mode].reason or "equal"
         if not checks[mode].ok:
             refusals[mode] = Refusal(
                 observation.path, f"the rewritten block differs from the original: {checks[mode].reason}"

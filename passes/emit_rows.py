@@ -32,7 +32,7 @@ from hexa_fx.passes.detect.free_body import (
     TokenRows,
 )
 from hexa_fx.passes.detect.graph import is_float, operation
-from hexa_fx.passes.detect.routing import Source
+from hexa_fx.passes.detect.routing_factors import Source
 from hexa_fx.passes.weights import WeightEmitter
 
 Node = torch.fx.Node

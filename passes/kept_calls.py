@@ -35,8 +35,8 @@ class Reread:
     result: torch.fx.Node
 
 
-def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], region_output: torch.fx.Node) -> Kept:
-    """What is needed for ``roots``, the block's results and its effects, without looking behind the region's output.
+def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Sequence[torch.fx.Node]) -> Kept:
+    """What is needed for ``roots``, the block's results and its effects, without looking behind the regions' ``outputs``.
 
     A submodule call stays a call, so that its hooks run (a model may collect its router logits that way) and its own control
     flow is taken anew. A value inside it that is needed by name is computed again beside it, from the call's results as far
@@ -45,16 +45,17 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], region_output:
     order = [node for node in captured.graph.nodes if node.op != "output"]
     position = {node: index for index, node in enumerate(order)}
     wanted = [*roots, *_nodes(captured.output)]
-    calls = _candidates(captured, position[region_output])
+    places = [position[node] for node in outputs]
+    calls = _candidates(captured, places)
     while True:
         by_result = {node: call for call in calls for node in _nodes(call.output)}
         stand_ins, rereads = _writes_of_calls(calls, order, by_result)
-        needed = _needed([*wanted, *_effects(captured, calls, position)], by_result, stand_ins, rereads, region_output)
+        needed = _needed([*wanted, *_effects(captured, calls, position)], by_result, stand_ins, rereads, outputs)
         outside = needed - rereads.keys()
         opened = [call for call in calls if _inner_needed(call, order, outside, by_result)]
         torn = [call for call in opened if not _repeatable(_inner_needed(call, order, outside, by_result))]
         if torn:
-            calls = [c for c in calls if c not in torn] + _inner_calls(torn, captured, position[region_output])
+            calls = [c for c in calls if c not in torn] + _inner_calls(torn, captured, places)
             continue
         unseen = [_nodes(call.output)[0] for call in opened if not needed & set(_nodes(call.output))]
         if not unseen:
@@ -76,20 +77,20 @@ def _covers(outer: ModuleCall, inner: ModuleCall) -> bool:
     return outer is not inner and outer.start <= inner.start and inner.end <= outer.end
 
 
-def _usable(call: ModuleCall, region_output: int) -> bool:
-    outputs = _nodes(call.output)
-    return bool(outputs) and call.end > call.start and not call.start <= region_output < call.end
+def _usable(call: ModuleCall, places: Sequence[int]) -> bool:
+    results = _nodes(call.output)
+    return bool(results) and call.end > call.start and not any(call.start <= place < call.end for place in places)
 
 
-def _candidates(captured: CapturedBlock, region_output: int) -> list[ModuleCall]:
-    """The outermost calls that do not run the region."""
-    usable = [call for call in captured.calls if _usable(call, region_output)]
+def _candidates(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
+    """The outermost calls that run no region, whose outputs are at ``places``."""
+    usable = [call for call in captured.calls if _usable(call, places)]
     return [call for call in usable if not any(_covers(other, call) for other in usable)]
 
 
-def _inner_calls(torn: Sequence[ModuleCall], captured: CapturedBlock, region_output: int) -> list[ModuleCall]:
+def _inner_calls(torn: Sequence[ModuleCall], captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
     """The next level of calls inside calls that cannot stay."""
-    inner = [c for c in captured.calls if _usable(c, region_output) and any(_covers(t, c) for t in torn)]
+    inner = [c for c in captured.calls if _usable(c, places) and any(_covers(t, c) for t in torn)]
     return [c for c in inner if not any(_covers(other, c) for other in inner)]
 
 
@@ -127,9 +128,9 @@ def _needed(
     by_result: Mapping[torch.fx.Node, ModuleCall],
     stand_ins: Mapping[torch.fx.Node, torch.fx.Node],
     rereads: Mapping[torch.fx.Node, Reread],
-    region_output: torch.fx.Node,
+    outputs: Sequence[torch.fx.Node],
 ) -> set[torch.fx.Node]:
-    needed: set[torch.fx.Node] = {region_output}
+    needed: set[torch.fx.Node] = set(outputs)
     frontier = list(wanted)
     while frontier:
         node = frontier.pop()

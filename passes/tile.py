@@ -16,7 +16,7 @@ import torch
 import torch.fx
 from torch.fx import Graph, GraphModule, Node
 
-from hexa_fx.ops import tiles
+from hexa_fx.ops import tiles, tiling
 from hexa_fx.passes.base import Contract, GraphPass
 from hexa_fx.passes.fuse import FUSED
 
@@ -28,7 +28,7 @@ _ROW_INPUTS = ("h",)
 
 @dataclass(frozen=True)
 class TileRows(GraphPass):
-    """The row operators of a graph become the ``body`` that `hexa_fx.ops.tiles.run` calls for every tile."""
+    """The row operators of a graph become the ``body`` that `hexa_fx.ops.tiling.run` calls for every tile."""
 
     name: ClassVar[str] = "tile_rows"
     contract: ClassVar[Contract] = Contract(
@@ -111,13 +111,13 @@ class _Tiler:
         self.body.output(())
         self.gm.add_submodule("body", GraphModule(torch.nn.Module(), self.body, "Tile"))
         outer = self.outer
-        tiling = self._tiling(outer)
+        made = self._tiling(outer)
         cut = not any(n.target in (tiles.estmm, tiles.esfk, tiles.ess) for n in self.body.nodes)
-        args: tuple[Any, ...] = (tiling, outer.get_attr("body"), cut, *(self.in_outer[n] for n in self.operands))
-        done = outer.create_node("call_function", tiles.run, args, name="done")
+        args: tuple[Any, ...] = (made, outer.get_attr("body"), cut, *(self.in_outer[n] for n in self.operands))
+        done = outer.create_node("call_function", tiling.run, args, name="done")
         for node, key in self.keys.items():
             if node.users:
-                self.in_outer[node] = outer.create_node("call_function", tiles.output, (done, key), name=node.name)
+                self.in_outer[node] = outer.create_node("call_function", tiling.output, (done, key), name=node.name)
         for node in after:
             self.in_outer[node] = outer.node_copy(node, self.in_outer.__getitem__)
         outer.eliminate_dead_code()
@@ -128,14 +128,14 @@ class _Tiler:
         v, offs, top_k, like = self.routing
         if v.op == "placeholder":
             args = tuple(self.in_outer[n] for n in (v, offs, top_k, like))
-            return outer.create_node("call_function", tiles.routed, args, name="tiling")
+            return outer.create_node("call_function", tiling.routed, args, name="tiling")
         reindex = v.args[0]
         assert isinstance(reindex, Node)
         index, experts = (self.in_outer[n] for n in reindex.all_input_nodes)
         args = (index, experts, self.in_outer[like])
         if not any(user.op == "output" for tensor in reindex.users for user in tensor.users):
-            return outer.create_node("call_function", tiles.route, args, name="tiling")
-        both = outer.create_node("call_function", tiles.route_and_reindex, args, name="routing")
+            return outer.create_node("call_function", tiling.route, args, name="tiling")
+        both = outer.create_node("call_function", tiling.route_and_reindex, args, name="routing")
         for tensor in reindex.users:
             self.in_outer[tensor].args = (both, int(tensor.args[1]) + 1)  # type: ignore[arg-type]
             both.append(self.in_outer[tensor])

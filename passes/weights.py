@@ -33,10 +33,16 @@ class WeightNodes:
 
 @dataclass
 class WeightEmitter:
-    """Adds the nodes that read expert weights to a graph. ``packed`` collects what has to be stored side by side."""
+    """Adds the nodes that read a region's expert weights to a graph.
+
+    Args:
+        suffix: of the names of packed storage, for a block's second region and further ones.
+        packed: collects what has to be stored side by side.
+    """
 
     graph: torch.fx.Graph
     captured: CapturedBlock
+    suffix: str = ""
     packed: list[PackedWeight] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -152,6 +158,7 @@ class WeightEmitter:
     def _read(self, name: str, bases: list[str], experts: int) -> torch.fx.Node:
         """One tensor for ``bases``: the user's own if it is stacked, packed storage if there is one parameter an expert."""
         if bases[0] in self._groups:
+            name += self.suffix
             self.packed.append(PackedWeight(name, tuple(self._groups[base] for base in bases)))
             return self.graph.call_module(name)
         node = self.graph.get_attr(bases[0])

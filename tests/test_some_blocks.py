@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hexa_fx
-from tests.zoo.common import SwiGLU, TopKGate, experts
+from tests.zoo.library_styles import Loop
 from tests.zoo.loops import OneHotIndexAdd
 from tests.zoo.refusals import MaxCombine
 from tests.zoo.variant import D
@@ -29,21 +29,6 @@ class Mixed(nn.Module):
         x = x + (first[0] if isinstance(first, tuple) else first)
         x = x + self.dense(self.odd(self.norm(x)))
         return x + self.second(self.norm(x))
-
-
-class Loop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = TopKGate(), experts(SwiGLU)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, D)
-        weights, indices = self.gate(flat)
-        out = torch.zeros_like(flat)
-        for e, expert in enumerate(self.experts):
-            token, slot = torch.where(indices == e)
-            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out.view(x.shape)
 
 
 def test_some_rewritten_some_refused_trains_alike() -> None:

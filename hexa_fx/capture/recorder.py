@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +21,17 @@ import torch.fx
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture import functional
+from hexa_fx.capture.calls import (
+    DECISIONS,
+    METADATA,
+    SYMBOLIC_FUNCTIONS,
+    as_plain,
+    fx_target,
+    is_bookkeeping,
+    memory_of,
+    user_location,
+    written_tensor,
+)
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
 from hexa_fx.ir import SourceLocation
 
@@ -57,45 +67,6 @@ class ModuleCall:
     output: Any
 
 
-_METADATA = frozenset(
-    "dtype device layout is_cuda requires_grad ndim is_cpu is_leaf grad_fn is_sparse is_quantized is_meta names "
-    "is_mps itemsize is_xpu is_mkldnn grad _base _version output_nr is_nested nbytes".split()
-)
-_UNRECORDED = frozenset(
-    "is_grad_enabled dim is_floating_point is_contiguous data_ptr stride element_size get_device __repr__ "
-    "__format__ __hash__ is_complex storage_offset untyped_storage is_autocast_enabled get_autocast_dtype "
-    "requires_grad_ finfo is_inference ndimension are_deterministic_algorithms_enabled is_signed is_same_size "
-    "_is_view is_pinned __set__ __delete__ register_hook".split()
-)
-_DECISIONS = frozenset("__bool__ __int__ __float__ __index__ __contains__ item tolist numpy __array__".split())
-_OPERATORS = {
-    "__getitem__": operator.getitem,
-    "__setitem__": functional.set_item,
-    "__add__": operator.add,
-    "__sub__": operator.sub,
-    "__mul__": operator.mul,
-    "__truediv__": operator.truediv,
-    "__floordiv__": operator.floordiv,
-    "__matmul__": operator.matmul,
-    "__neg__": operator.neg,
-    "__and__": operator.and_,
-    "__or__": operator.or_,
-    "__invert__": operator.invert,
-    "__eq__": operator.eq,
-    "__ne__": operator.ne,
-    "__lt__": operator.lt,
-    "__le__": operator.le,
-    "__gt__": operator.gt,
-    "__ge__": operator.ge,
-    "__iadd__": operator.iadd,
-    "__isub__": operator.isub,
-    "__imul__": operator.imul,
-    "__itruediv__": operator.itruediv,
-    "__ior__": operator.ior,
-    "__iand__": operator.iand,
-}
-
-
 @dataclass
 class Recorder(TorchFunctionMode):
     """The recording mode. `hexa_fx.capture.record.capture` is the way in."""
@@ -118,7 +89,7 @@ class Recorder(TorchFunctionMode):
             int, tuple[torch.fx.Node, int]
         ] = {}  # storage -> last write, id of the tensor written through
         self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
-        self._parameter_storages = {_storage(tensor) for tensor in self.parameters.values()}
+        self._parameter_storages = {memory_of(tensor) for tensor in self.parameters.values()}
         self.inside_function = 0
         """Depth in the forward of an `autograd.Function`, where torch turns gradients off."""
         self.met: dict[str, int] = {}
@@ -128,10 +99,10 @@ class Recorder(TorchFunctionMode):
 
     def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
         node = self.graph.create_node(op, target, args, kwargs, name)
-        storage = _storage(value) if isinstance(value, torch.Tensor) else None
+        storage = memory_of(value) if isinstance(value, torch.Tensor) else None
         gradient = torch.is_grad_enabled() or not self.sees_gradients or self.inside_function > 0
         node.meta["hexa"] = NodeRecord(
-            self._snapshot(value), self.scopes[-1], _user_location(), storage=storage, gradient=gradient
+            self._snapshot(value), self.scopes[-1], user_location(), storage=storage, gradient=gradient
         )
         self._index[node] = self.count
         self.count += 1
@@ -155,7 +126,7 @@ class Recorder(TorchFunctionMode):
         if not isinstance(value, torch.Tensor):
             return value
         detached = value.detach()
-        return detached if _storage(value) in self._parameter_storages else detached.clone()
+        return detached if memory_of(value) in self._parameter_storages else detached.clone()
 
     def _bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
         self._node_of[id(tensor)] = node
@@ -165,7 +136,7 @@ class Recorder(TorchFunctionMode):
         node = self._node_of.get(id(tensor))
         if node is None:
             node = self._introduce(tensor)
-        written = self._written.get(_storage(tensor))
+        written = self._written.get(memory_of(tensor))
         if written is None or self._index[written[0]] <= self._index[node] or written[1] == id(tensor):
             return node
         read = self.add("call_function", functional.after, (node, written[0]), {}, tensor)
@@ -238,7 +209,7 @@ class Recorder(TorchFunctionMode):
         """Calls ``function`` and records it as one node, whatever it calls itself."""
         with torch._C.DisableTorchFunction():
             lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
-            result = function(*_strip(tuple(args)), **_strip(kwargs))
+            result = function(*as_plain(tuple(args)), **as_plain(kwargs))
             return self._wrap_result(result, self.add("call_function", function, lifted_args, lifted_kwargs, result))
 
     # -- the mode ------------------------------------------------------------------------------------------------------
@@ -248,14 +219,14 @@ class Recorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._read_property(func, args)
-        plain_args, plain_kwargs = _strip(args), _strip(kwargs)
-        if _is_bookkeeping(func, name, plain_args, plain_kwargs):
+        plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
+        if is_bookkeeping(func, name, plain_args, plain_kwargs):
             return func(*plain_args, **plain_kwargs)
-        if name in _SYMBOLIC_FUNCTIONS:
-            return self._number_function(_SYMBOLIC_FUNCTIONS[name], args)
+        if name in SYMBOLIC_FUNCTIONS:
+            return self._number_function(SYMBOLIC_FUNCTIONS[name], args)
         if name in ("size", "numel", "nelement", "__len__"):
             return self._read_size(func, name, args, kwargs, plain_args, plain_kwargs)
-        if name in _DECISIONS:
+        if name in DECISIONS:
             return self._decide(func, name, args, plain_args, plain_kwargs)
         return self._call(func, name, args, kwargs, plain_args, plain_kwargs)
 
@@ -264,7 +235,7 @@ class Recorder(TorchFunctionMode):
         value = func(*args)
         if attribute == "shape":
             return self._size(args[0], value)
-        if attribute in _METADATA or not isinstance(value, torch.Tensor):
+        if attribute in METADATA or not isinstance(value, torch.Tensor):
             return value
         node = self.add("call_function", getattr, (self.lift(args[0]), attribute), {}, value)
         return self._wrap_result(value, node)
@@ -303,8 +274,8 @@ class Recorder(TorchFunctionMode):
         result = func(*plain_args, **plain_kwargs)
         if isinstance(result, torch.Size):
             return result
-        op, target = _fx_target(func, name)
-        written = _written_tensor(name, plain_args, plain_kwargs, result)
+        op, target = fx_target(func, name)
+        written = written_tensor(name, plain_args, plain_kwargs, result)
         node = self.add(op, target, lifted_args, lifted_kwargs, result if written is None else written)
         if name == "unbind":  # also what iterating over a tensor calls: the host now knows how many rows there are
             self.note_decision(node, len(result))
@@ -318,11 +289,10 @@ class Recorder(TorchFunctionMode):
     def _note_write(self, written: torch.Tensor, node: torch.fx.Node, result: Any) -> Any:
         record_of(node).writes = True
         self._bind(written, node)
-        self._written[_storage(written)] = (node, id(written))
+        self._written[memory_of(written)] = (node, id(written))
         return result
 
 
-_SYMBOLIC_FUNCTIONS = {"sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_not": operator.not_}
 # Weak: a stand-in belongs to one recording and holds it, and with it the block's parameters.
 _TYPE_AS_DTYPE: WeakKeyDictionary[type, torch.dtype] = WeakKeyDictionary(
     {bool: torch.bool, float: torch.float64, int: torch.int64}
@@ -332,76 +302,3 @@ _TYPE_AS_DTYPE: WeakKeyDictionary[type, torch.dtype] = WeakKeyDictionary(
 def register_type_alias(alias: type, dtype: torch.dtype) -> None:
     """Lets a stand-in for a Python type be given as ``dtype=``."""
     _TYPE_AS_DTYPE[alias] = dtype
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Identity of the memory. An empty tensor has none of its own; a negative id keeps it apart."""
-    pointer = tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
-    return pointer or -id(tensor)
-
-
-def _strip(value: Any) -> Any:
-    """Symbolic numbers back to plain ones, for the call that is really made."""
-    if isinstance(value, SYMBOLIC):
-        return value.node.value
-    if isinstance(value, slice):
-        return slice(_strip(value.start), _strip(value.stop), _strip(value.step))
-    if isinstance(value, dict):
-        return {key: _strip(item) for key, item in value.items()}
-    if isinstance(value, SymbolicSize):
-        return tuple(_strip(item) for item in value)
-    if type(value) in (tuple, list, torch.Size):
-        return type(value)(_strip(item) for item in value)
-    return value
-
-
-def _is_bookkeeping(func: Any, name: str, args: Any, kwargs: Any) -> bool:
-    """Calls that neither compute a tensor nor decide anything."""
-    if name in _UNRECORDED or "set_grad" in name or "autocast" in name:
-        return True
-    if _holds_tensor(args) or _holds_tensor(kwargs):
-        return False
-    return not hasattr(torch, name) and not hasattr(torch.nn.functional, name)
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, dict):
-        return any(_holds_tensor(item) for item in value.values())
-    return isinstance(value, (tuple, list)) and any(_holds_tensor(item) for item in value)
-
-
-def _fx_target(func: Any, name: str) -> tuple[str, Any]:
-    if name in _OPERATORS:
-        return "call_function", _OPERATORS[name]
-    if getattr(torch.Tensor, name, None) is func:
-        return "call_method", name
-    return "call_function", func
-
-
-def _written_tensor(name: str, args: Any, kwargs: Any, result: Any) -> torch.Tensor | None:
-    """The tensor a call wrote into, if it is one of the in-place forms."""
-    if isinstance(kwargs.get("out"), torch.Tensor):
-        return kwargs["out"]  # type: ignore[no-any-return]
-    if not args or not isinstance(args[0], torch.Tensor):
-        return None
-    target: torch.Tensor = args[0]
-    in_place_name = name.endswith("_") and not name.endswith("__")
-    in_place_operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    returns_target = result is target and (in_place_name or in_place_operator or bool(kwargs.get("inplace")))
-    return target if name == "__setitem__" or returns_target else None
-
-
-_OWN_PACKAGES = ("torch.", "hexa_fx.capture", "contextlib")
-
-
-def _user_location() -> SourceLocation | None:
-    """The innermost line of code that belongs neither to torch nor to this package."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module != "torch" and not module.startswith(_OWN_PACKAGES):
-            return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
-    return None

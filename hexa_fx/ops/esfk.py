@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library, tiles
-from hexa_fx.ops.tiles import whole
+from hexa_fx.ops.tiling import output, whole
 
 library.define(
     "esfk(Tensor x, Tensor g, Tensor weight, Tensor? x_index, Tensor offs, SymInt top_k, str layout, bool has_bias) "
@@ -64,8 +64,8 @@ def esfk_cpu(
     db_key = "db" if has_bias else None
     g_rows = tile.operand(g, None)
     dx = tiles.esfk(tile, "dw", db_key, tile.operand(x, x_index), g_rows, weight, x_index is not None, layout)
-    db = tiles.output(tile.tiling, "db") if has_bias else g.new_empty(0)
-    return tile.padded(dx), tiles.output(tile.tiling, "dw"), db
+    db = output(tile.tiling, "db") if has_bias else g.new_empty(0)
+    return tile.padded(dx), output(tile.tiling, "dw"), db
 
 
 def _fake(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.rows import flip, invert
-from hexa_fx.ops.tiles import whole
+from hexa_fx.ops.tiling import whole
 
 library.define(
     "esmm(Tensor x, Tensor weight, Tensor? bias, Tensor? v, Tensor offs, SymInt top_k, str layout) -> Tensor"

@@ -12,7 +12,7 @@ from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.activations import check_activation
 from hexa_fx.ops.cpu import as_kn
 from hexa_fx.ops.esmm import projection_backward
-from hexa_fx.ops.tiles import whole
+from hexa_fx.ops.tiling import output, whole
 
 library.define(
     "esmm_act(Tensor x, Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor? v, Tensor offs, SymInt top_k, "
@@ -131,7 +131,7 @@ def esmm_act_cpu(
     operands = (tile.operand(x, v), w1, b1, w3, b3, v is not None)
     a = tiles.esmm_act(tile, "h" if keep_h else None, *operands, layout, activation, glu, params)
     width = as_kn(w1, layout).shape[2] * (1 if w3 is None else 2)
-    return tiles.output(tile.tiling, "h") if keep_h else x.new_empty((0, width)), tile.padded(a)
+    return output(tile.tiling, "h") if keep_h else x.new_empty((0, width)), tile.padded(a)
 
 
 def _fake(

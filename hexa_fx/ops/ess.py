@@ -10,7 +10,7 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.rows import accumulate_dtype, expert_rows, invert
-from hexa_fx.ops.tiles import whole
+from hexa_fx.ops.tiling import output, whole
 
 library.define("ess(Tensor g, Tensor? v, Tensor offs, SymInt top_k, Tensor? scale) -> Tensor")
 
@@ -57,7 +57,7 @@ def ess_cpu(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor
     """CPU kernel."""
     tile = whole(v, offs, top_k, g)
     tiles.ess(tile, "db", tile.operand(g, v), v is not None, scale)
-    return tiles.output(tile.tiling, "db")
+    return output(tile.tiling, "db")
 
 
 def _fake(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.rows import flip, gather_rows, invert
-from hexa_fx.ops.tiles import whole
+from hexa_fx.ops.tiling import output, whole
 
 library.define(
     "estmm(Tensor x, Tensor g, Tensor? x_index, Tensor? g_index, Tensor offs, SymInt top_k, str layout) -> Tensor"
@@ -62,7 +62,7 @@ def estmm_cpu(
     x, g = gather_rows(x, x_index, top_k), gather_rows(g, g_index, top_k)
     tile = whole(None, offs, 1, x)
     tiles.estmm(tile, "dw", tile.operand(x, None), tile.operand(g, None), False, False, layout)
-    return tiles.output(tile.tiling, "dw")
+    return output(tile.tiling, "dw")
 
 
 def _fake(

@@ -11,6 +11,7 @@ rules -> what one run cannot show
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.fx
@@ -24,15 +25,10 @@ from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
-from hexa_fx.passes.detect.projections import (
-    MIXED,
-    Contraction,
-    Instance,
-    find_contractions,
-    group_instances,
-    match_rows,
-)
-from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing
+from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
+from hexa_fx.passes.detect.routing import check_identity, find_routing
+from hexa_fx.passes.detect.routing_factors import Pairs
+from hexa_fx.passes.detect.rows import Instance, match_rows
 from hexa_fx.passes.detect.rules import (
     is_constant,
     is_cut_off,
@@ -42,6 +38,7 @@ from hexa_fx.passes.detect.rules import (
     shape_branches,
     stored_outside_calls,
 )
+from hexa_fx.passes.detect.several import families_of, find_several
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag, uneven_experts
 from hexa_fx.passes.detect.verdict import Refuse
@@ -54,14 +51,16 @@ NO_PRODUCT = (
 )
 
 
-def detect(captured: CapturedBlock, prefer_earliest: bool = False) -> MoEMatch | Refusal:
-    """The block's MoE region, or the sentence that says why there is none to rewrite. Changes nothing.
+def detect(captured: CapturedBlock, prefer_earliest: bool = False, alone: bool = False) -> MoEMatch | Refusal:
+    """The block's MoE region, with further ones in it, or the sentence that says why there is none to rewrite. Changes nothing.
 
-    ``prefer_earliest``: of several tensors that hold the same routing take the first, not the last. They differ where the code
-    detaches in between, which values do not show.
+    Args:
+        prefer_earliest: of several tensors that hold the same routing take the first, not the last. They differ where the code
+            detaches in between, which values do not show.
+        alone: look for one region only.
     """
     try:
-        return _detect(captured, prefer_earliest)
+        return _detect(captured, prefer_earliest, alone)
     except Refuse as refusal:
         location = (
             record_of(refusal.node).location if refusal.node is not None and refusal.node.op != "output" else None
@@ -69,14 +68,19 @@ def detect(captured: CapturedBlock, prefer_earliest: bool = False) -> MoEMatch |
         return Refusal(captured.path, refusal.reason, location)
 
 
-def _detect(captured: CapturedBlock, prefer_earliest: bool) -> MoEMatch:
+def _detect(captured: CapturedBlock, prefer_earliest: bool, alone: bool) -> MoEMatch:
     """Tries every family of expert weights: shared experts in a list look like experts until their routing is asked for."""
     _refuse_own_operators(captured)
     groups = expert_groups(_parameters(captured))
-    first: Refuse | None = None
-    for family in _families(captured, groups):
+    look = partial(_detect_family, captured, groups, prefer_earliest=prefer_earliest)
+    families = families_of(captured, groups)
+    found = None if alone else find_several(captured, families, look)
+    if found is not None:
+        return found
+    first = families.repeated
+    for family in families.side_by_side or [None]:
         try:
-            return _detect_family(captured, groups, family, prefer_earliest)
+            return look(family)
         except Refuse as refusal:
             first = first or refusal
     if first is not None and first.reason == MIXED:
@@ -90,44 +94,33 @@ def _refuse_own_operators(captured: CapturedBlock) -> None:
             raise Refuse("its experts run on hexa_fx's operators already; nothing is left to do", node)
 
 
-def _families(captured: CapturedBlock, groups: ExpertGroups) -> list[frozenset[str] | None]:
-    """Sets of weights that work together in one kind of expert, the ones with most experts first; None for all as one."""
-    try:
-        contractions = find_contractions(captured, tag(captured, groups))
-        pairs = group_instances(contractions) if contractions else []
-    except Refuse:
-        return [None]
-    runs: dict[frozenset[str], int] = {}
-    for first, second in pairs:
-        bases = frozenset(base for c in (*first, second) for base in (c.base, c.bias) if base)
-        runs[bases] = runs.get(bases, 0) + 1
-    if len(runs) < 2:
-        return [None]
-    return [family | _companions(family, groups) for family in sorted(runs, key=lambda bases: -runs[bases])]
-
-
-def _companions(family: frozenset[str], groups: ExpertGroups) -> frozenset[str]:
-    """Parameters that stand beside a family's in the same modules, such as biases that are added later."""
-    owners = {base.rpartition(".")[0].rpartition(".")[0] for base in family if base in groups.members}
-    return frozenset(base for base in groups.members if base.rpartition(".")[0].rpartition(".")[0] in owners)
-
-
 def _detect_family(
-    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_earliest: bool
+    captured: CapturedBlock,
+    groups: ExpertGroups,
+    family: frozenset[str] | None,
+    prefer_earliest: bool,
+    passed: frozenset[torch.fx.Node] = frozenset(),
 ) -> MoEMatch:
-    """The region as experts of the standard form; where it is not that, as experts of any form that run one at a time."""
+    """The region as experts of the standard form; where it is not that, as experts of any form that run one at a time.
+
+    ``passed``: host decisions after the experts that do not count.
+    """
     try:
-        return _detect_standard(captured, groups, family, prefer_earliest)
+        return _detect_standard(captured, groups, family, prefer_earliest, passed)
     except Refuse as refusal:
         standard = refusal
     try:
-        return detect_free(captured, groups, family, prefer_earliest)
+        return detect_free(captured, groups, family, prefer_earliest, passed)
     except NotFree:
         raise standard from None
 
 
 def _detect_standard(
-    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_earliest: bool
+    captured: CapturedBlock,
+    groups: ExpertGroups,
+    family: frozenset[str] | None,
+    prefer_earliest: bool,
+    passed: frozenset[torch.fx.Node],
 ) -> MoEMatch:
     tags = tag(captured, groups, family)
     contractions = find_contractions(captured, tags)
@@ -139,7 +132,7 @@ def _detect_standard(
     source, instances = match_rows(group_instances(contractions), captured, tags, replay, weights)
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
     opaque = opaque_nodes(captured, products)
-    combine = find_combine(captured.graph, instances, tokens, replay, opaque)
+    combine = find_combine(captured.graph, instances, tokens, replay, opaque | passed)
     body = identify_body(instances, tags, replay, weights, _late_bias(instances, combine.node, tags))
     experts = body.down.matrices.shape[0]
     pairs = _pairs(instances, body, combine)
@@ -147,7 +140,7 @@ def _detect_standard(
     routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, prefer_earliest)
     if offset.identity is not None:
         check_identity(offset.identity, routing, tokens, experts, combine.node)
-    branches = shape_branches(captured, tags, set(routing.index.nodes), opaque)
+    branches = shape_branches(captured, tag(captured, groups), set(routing.index.nodes), opaque, combine.node)
     refuse_outside_tensors(captured, [source, *routing.nodes], combine.node, opaque)
     refuse_stored_intermediates(stored, tags, combine.node)
     idiom = _idiom(contractions, captured)

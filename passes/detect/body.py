@@ -7,7 +7,7 @@ differs between experts breaks the equality, so none needs a rule of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
 
@@ -16,9 +16,10 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import Replay
-from hexa_fx.ops.activations import ACTIVATIONS
+from hexa_fx.passes.detect.expert_function import Hypothesis, activate, hypotheses, row_factor
 from hexa_fx.passes.detect.graph import ancestors, literals, operation
-from hexa_fx.passes.detect.projections import Contraction, Instance, feature_size, linear_part
+from hexa_fx.passes.detect.projections import Contraction, feature_size
+from hexa_fx.passes.detect.rows import Instance, linear_part
 from hexa_fx.passes.detect.rules import refuse_randomness
 from hexa_fx.passes.detect.stacks import Form, Stack, WeightTable
 from hexa_fx.passes.detect.tags import Tag
@@ -68,13 +69,6 @@ class ExpertBody:
 
 
 @dataclass(frozen=True)
-class _Hypothesis:
-    activation: str
-    params: tuple[float, ...]
-    pairing: str
-
-
-@dataclass(frozen=True)
 class _Probe:
     """The experiment: pre-activations put in (one tensor a product of the instance), activations read at the second product."""
 
@@ -105,7 +99,7 @@ def identify_body(
         biases = _assign_biases([first[i] for i in order], added)
         values = _bias_values(biases, weights, experts, first[0].node)
         (gains,) = _bias_values([gain], weights, experts, first[0].node)
-        for hypothesis in _hypotheses(instances[0], segment):
+        for hypothesis in hypotheses(instances[0], segment):
             between = _explain(hypothesis, order, probe, instances, values, gains)
             if between is None:
                 continue
@@ -226,37 +220,8 @@ def _bias_values(
     return values
 
 
-def _hypotheses(instance: Instance, segment: Sequence[torch.fx.Node]) -> Iterator[_Hypothesis]:
-    """Every activation with every way gate and up can lie in what the first projection gives."""
-    width = feature_size(instance.second.data)
-    if len(instance.first) == 2:
-        pairings = ["separate"]
-    elif len(instance.first) > 2:
-        pairings = []
-    elif feature_size(instance.first[0].node) == width:
-        pairings = ["none"]
-    elif feature_size(instance.first[0].node) == 2 * width:
-        pairings = ["concat", "interleaved", "concat_up_first", "interleaved_up_first"]
-    else:
-        pairings = []
-    for pairing in pairings:
-        for activation in ACTIVATIONS.values():
-            if activation.pair and pairing == "none":
-                continue
-            for params in _param_choices(activation.params, segment):
-                yield _Hypothesis(activation.name, params, pairing)
-
-
-def _param_choices(defaults: tuple[float, ...], segment: Sequence[torch.fx.Node]) -> Iterator[tuple[float, ...]]:
-    """The activation's own constants, then every choice among the numbers in the code."""
-    yield defaults
-    if defaults:
-        positive = [value for value in literals(segment) if value > 0]
-        yield from (choice for choice in permutations(positive, len(defaults)) if choice != defaults)
-
-
 def _explain(
-    hypothesis: _Hypothesis,
+    hypothesis: Hypothesis,
     order: Sequence[int],
     probe: _Probe,
     instances: list[Instance],
@@ -272,7 +237,7 @@ def _explain(
             h if bias is None or not added_later else h + bias[instance.expert]
             for h, bias, added_later in zip(inputs, biases, outside)
         ]
-        expected = _activate(hypothesis, shifted)
+        expected = activate(hypothesis, shifted)
         if gains is not None and gains.shape[1:] == expected.shape[1:]:
             expected = expected * gains[instance.expert]
         elif gains is not None:
@@ -280,44 +245,13 @@ def _explain(
         if expected.shape != activated.shape:
             return None
         real = instance.token >= 0  # whose bias a padding row gets is arbitrary
-        found = _row_factor(activated[real], expected[real])
+        found = row_factor(activated[real], expected[real])
         if found is None:
             return None
         factor = torch.ones(len(real), dtype=found.dtype, device=found.device)
         factor[real] = found
         factors.append(factor)
     return tuple(factors)
-
-
-def _activate(hypothesis: _Hypothesis, inputs: list[torch.Tensor]) -> torch.Tensor:
-    activation = ACTIVATIONS[hypothesis.activation]
-    if hypothesis.pairing == "none":
-        value = activation.forward(inputs[0], hypothesis.params)
-        return value if isinstance(value, torch.Tensor) else value[0]
-    gate, up = inputs if hypothesis.pairing == "separate" else _halves(inputs[0], hypothesis.pairing)
-    if activation.pair:
-        return activation.forward(gate, up, hypothesis.params)
-    return activation.forward(gate, hypothesis.params) * up
-
-
-def _halves(hidden: torch.Tensor, pairing: str) -> tuple[torch.Tensor, torch.Tensor]:
-    interleaved = pairing.startswith("interleaved")
-    half = hidden.shape[1] // 2
-    first, second = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else (hidden[:, :half], hidden[:, half:])
-    return (second, first) if pairing.endswith("up_first") else (first, second)
-
-
-def _row_factor(observed: torch.Tensor, expected: torch.Tensor) -> torch.Tensor | None:
-    """m (R,) with ``observed == m[:, None] * expected``, or None."""
-    if observed.shape[0] == 0:
-        return observed.new_zeros(0)
-    column = expected.abs().argmax(1, keepdim=True)
-    factor = observed.gather(1, column) / expected.gather(1, column)
-    scale = observed.abs().amax(1, keepdim=True).clamp(min=1e-6)
-    if not bool(((observed - factor * expected).abs() <= _TOLERANCE * scale).all()):
-        return None
-    factor = factor[:, 0]
-    return torch.where((factor - 1).abs() < 1e-9, torch.ones_like(factor), factor)
 
 
 def _second_projection(instances: list[Instance], replay: Replay, weights: WeightTable) -> tuple[Stack, str | None]:

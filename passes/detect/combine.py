@@ -16,7 +16,8 @@ import torch.fx
 from hexa_fx.capture import functional, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes, operation
-from hexa_fx.passes.detect.projections import Instance, feature_size
+from hexa_fx.passes.detect.projections import feature_size
+from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.rules import leaves_decision, refuse_randomness
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -59,7 +60,7 @@ def find_combine(
     for node in candidates:
         answers = [output[node].reshape(tokens, width) for output in outputs]
         coefficients = probes.coefficients(answers)
-        if coefficients is not None and leaves_decision(node, opaque):
+        if coefficients is not None and leaves_decision([node], opaque):
             decides_later = True
         elif coefficients is not None:
             last = _last_alike(node, candidates)

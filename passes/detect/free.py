@@ -19,8 +19,10 @@ from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, T
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
-from hexa_fx.passes.detect.projections import NOT_TOKENS, Contraction, Instance, token_sources
-from hexa_fx.passes.detect.routing import Pairs, check_identity, find_routing, find_row_factor
+from hexa_fx.passes.detect.projections import Contraction
+from hexa_fx.passes.detect.routing import check_identity, find_routing, find_row_factor
+from hexa_fx.passes.detect.routing_factors import Pairs
+from hexa_fx.passes.detect.rows import NOT_TOKENS, Instance, token_sources
 from hexa_fx.passes.detect.rules import (
     is_constant,
     opaque_nodes,
@@ -49,9 +51,13 @@ class _Tokens:
 
 
 def detect_free(
-    captured: CapturedBlock, groups: ExpertGroups, family: frozenset[str] | None, prefer_earliest: bool
+    captured: CapturedBlock,
+    groups: ExpertGroups,
+    family: frozenset[str] | None,
+    prefer_earliest: bool,
+    passed: frozenset[torch.fx.Node] = frozenset(),
 ) -> MoEMatch:
-    """Raises:
+    """``passed``: host decisions after the experts that do not count. Raises:
     NotFree: the code is of another kind. Refuse: it is of this kind, but something in it forbids the rewrite.
     """
     for members in _families(groups, family):
@@ -60,7 +66,7 @@ def detect_free(
             runs = find_alike_runs(captured, tags)
         except Refuse:
             continue
-        return _Search(captured, tags, groups, runs, prefer_earliest).match()
+        return _Search(captured, tags, groups, runs, prefer_earliest, passed).match()
     raise NotFree
 
 
@@ -82,6 +88,7 @@ class _Search:
     groups: ExpertGroups
     runs: AlikeRuns
     prefer_earliest: bool
+    passed: frozenset[torch.fx.Node]
 
     def __post_init__(self) -> None:
         self.replay = Replay(self.captured)
@@ -109,7 +116,7 @@ class _Search:
         count = value.numel() // value.shape[-1]
         opaque = opaque_nodes(captured, everything)
         instances = [_instance(*run) for run in zip(end, inside, experts, tokens.rows)]
-        combine = find_combine(captured.graph, instances, count, self.replay, opaque)
+        combine = find_combine(captured.graph, instances, count, self.replay, opaque | self.passed)
         pairs = _pairs(instances, combine)
         offset = explain_offset(pairs, None, combine, tokens.node, self.weights, self.tags, self.replay)
         total = self._experts()
@@ -133,7 +140,7 @@ class _Search:
         roles = reader.read(end)
         refuse_mixing(reader)
         body = self._body(roles, end[reader.run], total)
-        branches = shape_branches(captured, self.tags, set(routing.index.nodes), opaque)
+        branches = shape_branches(captured, tag(captured, self.groups), set(routing.index.nodes), opaque, combine.node)
         refuse_outside_tensors(captured, [tokens.node, *routing.nodes], combine.node, opaque)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
         idiom = "loop over experts, unusual expert"

@@ -27,6 +27,7 @@ class MoEMatch:
         detached: the experts read their tokens without a gradient.
         constant: the code lets no gradient through the region.
         stored: results that the code keeps on modules and that the rewritten block has to set.
+        others: further regions of the same block.
     """
 
     captured: CapturedBlock
@@ -42,3 +43,9 @@ class MoEMatch:
     base: torch.fx.Node | None = None
     detached: bool = False
     constant: bool = False
+    others: tuple[MoEMatch, ...] = ()
+
+    @property
+    def regions(self) -> tuple[MoEMatch, ...]:
+        """This one and the others."""
+        return (self, *self.others)

@@ -1,4 +1,4 @@
-"""Which recorded tensors hold the routing: the experts of every token, and their weights.
+"""Which recorded tensors hold the routing: the experts of every token, and their weights (`routing_factors`).
 
 Found by value among everything computed before the experts ran. The candidates are read as (T, k) however they are laid out;
 numbers that happen to agree are told apart by preferring the least surprising reading, and by verification afterwards.
@@ -8,46 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_tensor, operation
-from hexa_fx.passes.detect.rules import is_constant
+from hexa_fx.passes.detect.routing_factors import (
+    Pairs,
+    Reading,
+    Slots,
+    Source,
+    covered,
+    find_factor,
+    find_mask,
+    straight_through,
+)
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
-
-Reading = Literal[
-    "token_slot", "slot_token", "token_expert", "expert_token", "token_expert_position", "token", "columns", "one_hot"
-]
-"""How a tensor is read: (T, k), (k, T), (T, E), (E, T), (T, E, C) summed over C, (T,) for all slots, one (T,) a slot, or
-(T, k, E) with a one at the chosen expert, if any.
-"""
-
-_TOLERANCE = 1e-6
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """The (token, expert) pairs in which an expert's output reaches a token, with the factors on the way.
-
-    before: factor on the token before the first projection. after: product of the factors between and after the projections.
-    """
-
-    token: torch.Tensor
-    expert: torch.Tensor
-    before: torch.Tensor
-    after: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Source:
-    """A routing quantity: the nodes that hold it and how they are read. ``value`` for a constant factor."""
-
-    nodes: tuple[torch.fx.Node, ...]
-    reading: Reading = "token_slot"
 
 
 @dataclass(frozen=True)
@@ -92,13 +70,13 @@ def find_routing(
         raise Refuse("a token reaches the same expert twice in one pass, so its routing cannot be read off", end)
     in_order, known = known, known if prefer_earliest else known[::-1]
     index, ids = _find_index(active, tokens, experts, known, in_order, inner, end)
-    slots = _Slots(ids, active, tokens, experts)
-    before = _find_factor(active.before, slots, known, inner, end, covers_dropped=False)
+    slots = Slots(ids, active, tokens, experts)
+    before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
     if prefer_earliest and not before:
-        before = _straight_through(slots, in_order[::-1])
-    after = _find_factor(active.after, slots, known, inner, end, covers_dropped=not _covered(before, slots))
-    if slots.dropped and not _covered((*before, *after), slots):
-        after = (*after, _find_mask(slots, known, inner, end))
+        before = straight_through(slots, in_order[::-1])
+    after = find_factor(active.after, slots, known, inner, end, covers_dropped=not covered(before, slots))
+    if slots.dropped and not covered((*before, *after), slots):
+        after = (*after, find_mask(slots, known, inner, end))
     return Routing(ids.shape[1], index, before, after)
 
 
@@ -124,9 +102,9 @@ def find_row_factor(
         ids = torch.stack([value.reshape(-1) for value in values], 1)
     else:
         ids = dict(_read_ids(values[0], tokens, experts))[routing.index.reading]
-    slots = _Slots(ids, active, tokens, experts)
+    slots = Slots(ids, active, tokens, experts)
     known = _candidates(captured, tags, end)[::-1]
-    return _find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
+    return find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
 
 
 def check_identity(factor: torch.Tensor, routing: Routing, tokens: int, experts: int, end: torch.fx.Node) -> None:
@@ -159,9 +137,6 @@ def _candidates(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end:
         and record_of(node).value.numel()
         and operation(node) not in UNINITIALISED
     ]
-
-
-# -- expert ids --------------------------------------------------------------------------------------------------------
 
 
 def _find_index(
@@ -253,180 +228,5 @@ def _index_from_columns(
     raise Refuse(
         "no tensor holds the expert ids of every token; only a fixed number of ids a token is rewritten, not experts that choose "
         "their tokens, nor a number of experts that differs from token to token",
-        end,
-    )
-
-
-# -- factors -----------------------------------------------------------------------------------------------------------
-
-
-class _Slots:
-    """The pairs laid out on (T, k): where each pair's slot is, and which slots no expert output belongs to."""
-
-    def __init__(self, ids: torch.Tensor, pairs: Pairs, tokens: int, experts: int) -> None:
-        self.ids, self.pairs, self.tokens, self.experts = ids, pairs, tokens, experts
-        self.top_k = ids.shape[1]
-        self.slot = (ids[pairs.token] == pairs.expert[:, None]).int().argmax(1)
-        taken = torch.zeros_like(ids, dtype=torch.bool)
-        taken[pairs.token, self.slot] = True
-        sentinel = (ids < 0) | (ids >= experts)
-        self.dropped_token, self.dropped_slot = torch.nonzero(~taken & ~sentinel, as_tuple=True)
-        self.dropped_expert = ids[self.dropped_token, self.dropped_slot]
-
-    @property
-    def dropped(self) -> int:
-        return len(self.dropped_token)
-
-
-def _read_factor(value: torch.Tensor, slots: _Slots) -> Iterator[tuple[Reading, torch.Tensor]]:
-    """Readings of a tensor as a factor: always (T, k) or (T, E) by reading."""
-    t, k, e = slots.tokens, slots.top_k, slots.experts
-    if value.numel() == t * k:
-        if k == 1 or value.shape[-1] == k or value.dim() == 1 or value.shape[-2:] == (k, 1):
-            yield "token_slot", value.reshape(t, k)
-        if k > 1 and value.shape[0] == k:
-            yield "slot_token", value.reshape(k, t).t()
-    if value.numel() == t * e and value.dim() >= 2:
-        if value.shape[-1] == e:
-            yield "token_expert", value.reshape(t, e)
-        if value.shape[0] == e:
-            yield "expert_token", value.reshape(e, t).t()
-    if value.dim() >= 3 and value.shape[-2] == e and value.numel() // (e * value.shape[-1]) == t:
-        yield "token_expert_position", value.sum(-1).reshape(t, e)
-    if value.numel() == t and k > 1:
-        yield "token", value.reshape(t, 1).expand(t, k)
-
-
-_RANK: dict[str, int] = {
-    "token_slot": 0,
-    "slot_token": 0,
-    "token": 1,
-    "token_expert": 2,
-    "expert_token": 2,
-    "token_expert_position": 3,
-}
-
-
-def _by_expert(reading: Reading) -> bool:
-    return reading in ("token_expert", "expert_token", "token_expert_position")
-
-
-def _find_factor(
-    wanted: torch.Tensor,
-    slots: _Slots,
-    known: Sequence[torch.fx.Node],
-    inner: frozenset[torch.fx.Node],
-    end: torch.fx.Node,
-    covers_dropped: bool,
-) -> tuple[Source, ...]:
-    """Where the factors ``wanted`` of the pairs stand, () if they are all 1."""
-    constant = bool(((wanted - 1).abs() <= 1e-9).all())
-    if constant and not (slots.dropped and covers_dropped):
-        return ()
-    best: tuple[tuple[bool, bool, int, int], Source] | None = None
-    for place, node in enumerate(known):
-        value = record_of(node).value
-        if not value.is_floating_point():
-            continue
-        for reading, table in _read_factor(value.double(), slots):
-            if not _agrees(table, reading, wanted, slots):
-                continue
-            key = (not _zero_when_dropped(table, reading, slots), node in inner, _RANK[reading], place)
-            if best is None or key < best[0]:
-                best = key, Source((node,), reading)
-    if best is not None and not (constant and best[0][0]):
-        return (best[1],)
-    if constant:
-        return ()
-    columns = _factor_columns(wanted, slots, known)
-    if columns is None:
-        raise Refuse(
-            "expert outputs enter their token times a number that no tensor computed before the experts holds; that number has to "
-            "be the router's weight alone, not also a constant, a count of tokens or something computed from the outputs",
-            end,
-        )
-    return (Source(columns, "columns"),)
-
-
-def _straight_through(slots: _Slots, known: Sequence[torch.fx.Node]) -> tuple[Source, ...]:
-    """The last factor of 1 for every pair that has a gradient all the same, as in ``mask + w - w.detach()``; () without one."""
-    ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
-    for node in known:
-        value = record_of(node).value
-        if not value.is_floating_point() or is_constant(node):
-            continue
-        for reading, table in _read_factor(value.double(), slots):
-            if _agrees(table, reading, ones, slots):
-                return (Source((node,), reading),)
-    return ()
-
-
-def _agrees(table: torch.Tensor, reading: Reading, wanted: torch.Tensor, slots: _Slots) -> bool:
-    column = slots.pairs.expert if _by_expert(reading) else slots.slot
-    got = table[slots.pairs.token, column]
-    return bool(((got - wanted).abs() <= _TOLERANCE * wanted.abs().clamp(min=1e-3)).all())
-
-
-def _zero_when_dropped(table: torch.Tensor, reading: Reading, slots: _Slots) -> bool:
-    column = slots.dropped_expert if _by_expert(reading) else slots.dropped_slot
-    return bool((table[slots.dropped_token, column] == 0).all())
-
-
-def _factor_columns(
-    wanted: torch.Tensor, slots: _Slots, known: Sequence[torch.fx.Node]
-) -> tuple[torch.fx.Node, ...] | None:
-    """One (T,) tensor a slot."""
-    columns = []
-    for slot in range(slots.top_k):
-        mine = slots.slot == slot
-        dropped = slots.dropped_token[slots.dropped_slot == slot]
-        fitting: list[tuple[bool, int, torch.fx.Node]] = []
-        for node in known:
-            value = record_of(node).value
-            if not value.is_floating_point() or value.numel() != slots.tokens:
-                continue
-            flat = value.double().reshape(-1)
-            expected = wanted[mine]
-            if bool(
-                ((flat[slots.pairs.token[mine]] - expected).abs() <= _TOLERANCE * expected.abs().clamp(min=1e-3)).all()
-            ):
-                fitting.append((not bool((flat[dropped] == 0).all()), len(fitting), node))
-        if not fitting:
-            return None
-        columns.append(min(fitting, key=lambda item: item[:2])[2])
-    return tuple(columns)
-
-
-def _covered(sources: Sequence[Source], slots: _Slots) -> bool:
-    """Whether one of the factors is zero wherever a slot was dropped."""
-    if not slots.dropped:
-        return True
-    for source in sources:
-        if source.reading == "columns":
-            table = torch.stack([record_of(node).value.double().reshape(-1) for node in source.nodes], 1)
-            if _zero_when_dropped(table, "token_slot", slots):
-                return True
-            continue
-        readings = dict(_read_factor(record_of(source.nodes[0]).value.double(), slots))
-        if _zero_when_dropped(readings[source.reading], source.reading, slots):
-            return True
-    return False
-
-
-def _find_mask(
-    slots: _Slots, known: Sequence[torch.fx.Node], inner: frozenset[torch.fx.Node], end: torch.fx.Node
-) -> Source:
-    """A 0/1 tensor that says which slots are kept."""
-    ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
-    for node in sorted(known, key=lambda node: node in inner):
-        value = record_of(node).value
-        if value.is_complex():
-            continue
-        for reading, table in _read_factor(value.double(), slots):
-            if _agrees(table, reading, ones, slots) and _zero_when_dropped(table, reading, slots):
-                return Source((node,), reading)
-    raise Refuse(
-        "some of the router's choices reach no expert, and no tensor says which; where tokens are dropped on purpose, multiply "
-        "the weights by a mask of those that are kept",
         end,
     )

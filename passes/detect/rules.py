@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import UNKNOWN, CapturedBlock, StoredValue, record_of
-from hexa_fx.passes.detect.graph import RANDOM, ancestors, effects, is_float, operation
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, descendants, effects, is_float, is_tensor, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -21,6 +21,9 @@ _SELECTIONS = frozenset(
     "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min "
     "__eq__ multinomial isin searchsorted cumsum".split()
 )
+
+
+_CHOICES = frozenset("topk argmax argmin argsort sort nonzero where one_hot multinomial bincount unique".split())
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,10 @@ def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
             )
 
 
-def leaves_decision(end: torch.fx.Node, opaque: set[torch.fx.Node]) -> bool:
-    """Whether code after ``end`` still holds a host loop or branch on data, which one run fixes."""
-    left = ancestors([end.graph.output_node(), *effects(end.graph)], stop=lambda node: node is end)
+def leaves_decision(ends: Sequence[torch.fx.Node], opaque: set[torch.fx.Node]) -> bool:
+    """Whether code after ``ends``, or beside them, still holds a host loop or branch on data, which one run fixes."""
+    graph = ends[0].graph
+    left = ancestors([graph.output_node(), *effects(graph)], stop=lambda node: node in ends)
     return any(record_of(n).decision and n not in opaque and _depends_on_data(n) for n in left)
 
 
@@ -159,9 +163,13 @@ def _depends_on_data(decision: torch.fx.Node) -> bool:
 
 
 def shape_branches(
-    captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], routing: set[torch.fx.Node], opaque: set[torch.fx.Node]
+    captured: CapturedBlock,
+    tags: Mapping[torch.fx.Node, Tag],
+    routing: set[torch.fx.Node],
+    opaque: set[torch.fx.Node],
+    output: torch.fx.Node,
 ) -> tuple[ShapeBranch, ...]:
-    """Checks every host decision of the run.
+    """Checks every host decision of the run. ``tags`` are those of all experts; ``output`` is where the region ends.
 
     A decision that follows from the routing is replaced by the expert-specific operators. One that follows from sizes alone
     becomes a guard. Any other makes the trace valid for this input only.
@@ -169,21 +177,24 @@ def shape_branches(
     Raises:
         Refuse: a decision depends on data other than the routing, or turns a size into a plain number.
     """
-    guards = []
+    guards: list[ShapeBranch] = []
+    after = descendants([output]) | {output}
     for node in captured.graph.nodes:
         if node.op == "output" or not record_of(node).decision or node in opaque:
             continue
         behind = ancestors([node])
-        if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
+        of_experts = {n for n in _asked(node, output) if is_float(n) and tags[n].experts and not tags[n].weight}
+        if _is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
+            if of_experts <= after:
+                guards.append(ShapeBranch(node, bool(record_of(node).value)))
             continue
-        if any(tags[n].experts and not tags[n].weight for n in behind):
+        if of_experts:
             raise Refuse(
                 "the code takes a host decision (if, while, assert, item()) on what the experts computed", node
             )
-        if not any(n.op == "placeholder" for n in behind):
+        if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
             continue
-        if _is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
-            guards.append(ShapeBranch(node, bool(record_of(node).value)))
+        if not any(n.op == "placeholder" for n in behind):
             continue
         if any(is_float(n) and n.op != "placeholder" and _read_by_value(n, behind) for n in behind):
             raise Refuse(
@@ -195,6 +206,24 @@ def shape_branches(
         if guard is not None:
             guards.append(guard)
     return tuple(guards)
+
+
+def _asked(decision: torch.fx.Node, output: torch.fx.Node) -> set[torch.fx.Node]:
+    """What the decision reads the values of, back to ``output``.
+
+    Not what only its sizes, or choices such as a later router's ids, follow from.
+    """
+    if operation(decision) == "unbind":  # asks for a size
+        return set()
+    return ancestors([decision], stop=lambda node: node is output or _is_size_or_choice(node))
+
+
+def _is_size_or_choice(node: torch.fx.Node) -> bool:
+    if not node.op.startswith("call"):
+        return False
+    made = node.args[0] if operation(node) == "getitem" else node
+    chosen = isinstance(made, torch.fx.Node) and made.op.startswith("call") and operation(made) in _CHOICES
+    return operation(node) in _SIZES or (chosen and is_tensor(node) and not is_float(node))
 
 
 def _is_check_of_numbers(node: torch.fx.Node) -> bool:

@@ -28,7 +28,7 @@ from hexa_fx.passes.detect.free_body import (
     TokenRows,
 )
 from hexa_fx.passes.detect.graph import CONTRACTIONS, is_float, is_tensor, operation
-from hexa_fx.passes.detect.routing import Source
+from hexa_fx.passes.detect.routing_factors import Source
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse

@@ -24,11 +24,13 @@ class Tag:
     experts: the experts whose parameters the value depends on; `ALL` where they are used together.
     weight: the value depends on nothing but parameters.
     bases: for a weight, the parameter or the expert group it comes from.
+    ordinary: a weight that counts as no expert's, whatever its shape.
     """
 
     experts: frozenset[int] = frozenset()
     weight: bool = False
     bases: frozenset[str] = frozenset()
+    ordinary: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def tag(captured: CapturedBlock, groups: ExpertGroups, only: frozenset[str] | No
             continue
         found = _tag_node(node, tags, group_of, captured, counts)
         ordinary = only is not None and found.weight and not found.bases & only
-        tags[node] = Tag(weight=True, bases=found.bases) if ordinary else found
+        tags[node] = Tag(weight=True, bases=found.bases, ordinary=True) if ordinary else found
     return tags
 
 
@@ -131,7 +133,9 @@ def _tag_node(
     if weights and all(tags[n].weight or not is_tensor(n) for n in inputs):
         return _tag_weight_operation(node, weights, tags)
     experts = _union(tags[n].experts for n in inputs)
-    if operation(node) in CONTRACTIONS and any(not tags[n].experts and _is_stack(n) for n in weights):
+    if operation(node) in CONTRACTIONS and any(
+        not tags[n].experts and not tags[n].ordinary and _is_stack(n) for n in weights
+    ):
         experts |= {ALL}
     return Tag(experts)
 

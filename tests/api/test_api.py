@@ -15,51 +15,13 @@ from torch import nn
 import hexa_fx
 from hexa_fx.errors import InputError, NothingRewritten
 from hexa_fx.ir import FfnSpec
-
-
-class Expert(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = 8, experts: int = 4) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, experts)
-        self.experts = nn.ModuleList(Expert(width, 12) for _ in range(experts))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.reshape(-1, x.shape[-1])
-        weights, chosen = torch.softmax(self.router(tokens), -1).topk(2, -1)
-        out = torch.zeros_like(tokens)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(chosen == number)
-            out.index_add_(0, token, expert(tokens[token]) * weights[token, slot, None])
-        return out.view(x.shape)
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+from tests.inspect.models import INPUT, Block, Expert, Model
 
 
 @pytest.fixture
 def model() -> Model:
     torch.manual_seed(0)
     return Model()
-
-
-INPUT = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(1))
 
 
 def test_optimize_returns_a_new_model_that_shares_parameters(model):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx import ops
 from hexa_fx.ir import FfnSpec
@@ -14,6 +15,19 @@ from hexa_fx.ops.activations import activation_forward
 
 NAMES = ("x", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
 GATED = FfnSpec("silu", "concat")
+
+
+class Operators(TorchDispatchMode):
+    """Names of the hexa operators that run, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "hexa":
+            self.seen.append(func._opname)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import dense
 from hexa_fx.ops.activations import ACTIVATIONS
-from tests.ops.reference import GATED, Layer, assert_is_loop, layer
+from tests.ops.reference import GATED, Layer, Operators, assert_is_loop, layer
 
 
 @pytest.fixture
@@ -100,21 +100,12 @@ def test_a_second_derivative_is_refused_in_words(calls):
 
 
 def test_backward_under_a_mode_is_by_expert_order(calls):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Seen(TorchDispatchMode):
-        names: list[str] = []  # noqa: RUF012
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.names.append(func._opname)
-            return func(*args, **(kwargs or {}))
-
     one = layer(bias=True)
     expected = one.grads(one.run())
     value = one.run()
-    with Seen() as seen:
+    with Operators() as operators:
         found = one.grads(value)
-    assert "moe_ffn_backward" in seen.names
+    assert "moe_ffn_backward" in operators.seen
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
 

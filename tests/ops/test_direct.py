@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import direct, direct_rows, library
 from hexa_fx.ops.direct import DIRECT
 from hexa_fx.ops.rows import flip
+from tests.ops.reference import Operators
 
 hexa = torch.ops.hexa
 T, K, E, C, N = 9, 2, 4, 6, 5
@@ -114,19 +114,6 @@ def test_second_derivatives_are_an_error():
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises((InputError, RuntimeError), match=r"second|twice|double"):
         torch.autograd.grad(g.sum(), weight)
-
-
-class Operators(TorchDispatchMode):
-    """Names of the hexa operators that are dispatched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "hexa":
-            self.seen.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 class Subclass(Tensor):

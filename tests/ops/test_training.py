@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from hexa_fx import ops
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import dense
-from tests.ops.reference import GATED, NAMES, Layer, assert_is_loop, layer, row_error
+from tests.ops.reference import GATED, NAMES, Layer, Operators, assert_is_loop, layer, row_error
 
 
 @pytest.fixture(params=["by expert order", "dense"], autouse=True)
@@ -85,19 +84,6 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(
         lambda *t: Layer(one.index, (*t[:4], None, None, *t[4:]), one.spec).run(), one.leaves()
     )
-
-
-class Operators(TorchDispatchMode):
-    """Names of the hexa operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "hexa":
-            self.seen.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 def test_without_gradients_h_is_not_kept():

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, RoutingOverride
-from hexa_fx.passes.verify import VerificationResult, VerifySettings, verify
+from hexa_fx.passes.verify import VerificationResult, verify
 from hexa_fx.runtime.install import is_installed
 from tests.runtime.handmade import (
     D,

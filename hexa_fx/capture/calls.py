@@ -1,0 +1,132 @@
+"""Calls of torch as the recorder sees them: which are recorded, as what, what they write to, and where in the code they stand."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import functional
+from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize
+from hexa_fx.ir import SourceLocation
+
+METADATA = frozenset(
+    "dtype device layout is_cuda requires_grad ndim is_cpu is_leaf grad_fn is_sparse is_quantized is_meta names "
+    "is_mps itemsize is_xpu is_mkldnn grad _base _version output_nr is_nested nbytes".split()
+)
+
+_UNRECORDED = frozenset(
+    "is_grad_enabled dim is_floating_point is_contiguous data_ptr stride element_size get_device __repr__ "
+    "__format__ __hash__ is_complex storage_offset untyped_storage is_autocast_enabled get_autocast_dtype "
+    "requires_grad_ finfo is_inference ndimension are_deterministic_algorithms_enabled is_signed is_same_size "
+    "_is_view is_pinned __set__ __delete__ register_hook".split()
+)
+
+
+DECISIONS = frozenset("__bool__ __int__ __float__ __index__ __contains__ item tolist numpy __array__".split())
+
+_OPERATORS = {
+    "__getitem__": operator.getitem,
+    "__setitem__": functional.set_item,
+    "__add__": operator.add,
+    "__sub__": operator.sub,
+    "__mul__": operator.mul,
+    "__truediv__": operator.truediv,
+    "__floordiv__": operator.floordiv,
+    "__matmul__": operator.matmul,
+    "__neg__": operator.neg,
+    "__and__": operator.and_,
+    "__or__": operator.or_,
+    "__invert__": operator.invert,
+    "__eq__": operator.eq,
+    "__ne__": operator.ne,
+    "__lt__": operator.lt,
+    "__le__": operator.le,
+    "__gt__": operator.gt,
+    "__ge__": operator.ge,
+    "__iadd__": operator.iadd,
+    "__isub__": operator.isub,
+    "__imul__": operator.imul,
+    "__itruediv__": operator.itruediv,
+    "__ior__": operator.ior,
+    "__iand__": operator.iand,
+}
+
+
+SYMBOLIC_FUNCTIONS = {"sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_not": operator.not_}
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Identity of the memory. An empty tensor has none of its own; a negative id keeps it apart."""
+    pointer = tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
+    return pointer or -id(tensor)
+
+
+def as_plain(value: Any) -> Any:
+    """Symbolic numbers back to plain ones, for the call that is really made."""
+    if isinstance(value, SYMBOLIC):
+        return value.node.value
+    if isinstance(value, slice):
+        return slice(as_plain(value.start), as_plain(value.stop), as_plain(value.step))
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, SymbolicSize):
+        return tuple(as_plain(item) for item in value)
+    if type(value) in (tuple, list, torch.Size):
+        return type(value)(as_plain(item) for item in value)
+    return value
+
+
+def is_bookkeeping(func: Any, name: str, args: Any, kwargs: Any) -> bool:
+    """Calls that neither compute a tensor nor decide anything."""
+    if name in _UNRECORDED or "set_grad" in name or "autocast" in name:
+        return True
+    if _holds_tensor(args) or _holds_tensor(kwargs):
+        return False
+    return not hasattr(torch, name) and not hasattr(torch.nn.functional, name)
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, dict):
+        return any(_holds_tensor(item) for item in value.values())
+    return isinstance(value, (tuple, list)) and any(_holds_tensor(item) for item in value)
+
+
+def fx_target(func: Any, name: str) -> tuple[str, Any]:
+    if name in _OPERATORS:
+        return "call_function", _OPERATORS[name]
+    if getattr(torch.Tensor, name, None) is func:
+        return "call_method", name
+    return "call_function", func
+
+
+def written_tensor(name: str, args: Any, kwargs: Any, result: Any) -> torch.Tensor | None:
+    """The tensor a call wrote into, if it is one of the in-place forms."""
+    if isinstance(kwargs.get("out"), torch.Tensor):
+        return kwargs["out"]  # type: ignore[no-any-return]
+    if not args or not isinstance(args[0], torch.Tensor):
+        return None
+    target: torch.Tensor = args[0]
+    in_place_name = name.endswith("_") and not name.endswith("__")
+    in_place_operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    returns_target = result is target and (in_place_name or in_place_operator or bool(kwargs.get("inplace")))
+    return target if name == "__setitem__" or returns_target else None
+
+
+_OWN_PACKAGES = ("torch.", "hexa_fx.capture", "contextlib")
+
+
+def user_location() -> SourceLocation | None:
+    """The innermost line of code that belongs neither to torch nor to this package."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module != "torch" and not module.startswith(_OWN_PACKAGES):
+            return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -1,0 +1,206 @@
+"""Cutting the rows of a routing into tiles, and the outputs that the tiles fill together.
+
+The kernels on a tile are in `hexa_fx.ops.tiles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import cpu
+from hexa_fx.ops.cpu import Group, accumulate_dtype, compute_dtype
+from hexa_fx.ops.reindex import int_tensor, sort_slots
+
+TILE_ELEMENTS = 1 << 17
+"""Elements a thread of a tile's rows: what several operators go over should fit a core's cache."""
+
+_PIECE_ROWS = 512
+"""Rows at which a matmul is efficient: a longer expert may be done in pieces."""
+
+_FEW_ROWS = 16
+"""So few rows are one tile at any width."""
+
+
+class Tiling:
+    """All tiles of one routing, and the outputs that they fill together.
+
+    Args:
+        slots: (n,) int64, slot of every row; None when no operand is gathered.
+        token: (n,) int64, token of every row; None likewise.
+        bounds: E + 1 row offsets.
+        n: rows, with those that have no expert.
+        top_k: slots a token.
+        dtype: of the operands and the outputs.
+    """
+
+    def __init__(
+        self, slots: Tensor | None, token: Tensor | None, bounds: list[int], n: int, top_k: int, dtype: torch.dtype
+    ) -> None:
+        self.slots, self.token, self.bounds = slots, token, bounds
+        self.n, self.tokens = n, n // top_k
+        self.experts, self.routed = len(bounds) - 1, bounds[-1]
+        self.dtype = dtype
+        self.wide = accumulate_dtype(dtype)
+        self.outputs: dict[str, Callable[[], Tensor]] = {}
+        self.buffers: dict[str, Tensor] = {}
+
+    def all(self) -> Tile:
+        """One tile of everything."""
+        return Tile(self, cpu.groups_of(self.bounds))
+
+    def buffer(self, key: str, make: Callable[[], Tensor], finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The tensor behind an output, made by the first tile that asks for it; ``finish`` makes the output of it."""
+        found = self.buffers.get(key)
+        if found is None:
+            found = self.buffers[key] = make()
+            self.outputs[key] = partial(finish or _identity, found)
+        return found
+
+    def accumulator(self, key: str, rows: int, columns: int) -> Tensor:
+        """A float32 (float64) output that tiles add to, zero at first; it ends in the operands' dtype."""
+        found = self.buffers.get(key)
+        if found is None:
+            found = self.buffers[key] = torch.zeros((rows, columns), dtype=self.wide)
+            self.outputs[key] = partial(_identity if self.wide == self.dtype else _cast, found, self.dtype)
+        return found
+
+
+def route(top_k_index: Tensor, num_experts: int, like: Tensor) -> Tiling:
+    """The tiling of a routing, for operands like ``like``."""
+    found = sort_slots(top_k_index, num_experts)
+    return Tiling(found.slots, found.token, found.bounds, found.slots.shape[0], top_k_index.shape[1], like.dtype)
+
+
+def route_and_reindex(top_k_index: Tensor, num_experts: int, like: Tensor) -> tuple[Tiling, Tensor, Tensor, Tensor]:
+    """`route` and the tensors (v, inv, offs) that `hexa::reindex` gives."""
+    found = sort_slots(top_k_index, num_experts)
+    tiling = Tiling(found.slots, found.token, found.bounds, found.slots.shape[0], top_k_index.shape[1], like.dtype)
+    return tiling, *found.tensors()
+
+
+def routed(v: Tensor | None, offs: Tensor, top_k: int, like: Tensor) -> Tiling:
+    """The tiling of what `hexa::reindex` gave; with v None, of operands in expert order, of as many rows as like."""
+    bounds: list[int] = offs.tolist()
+    if v is None:
+        return Tiling(None, None, bounds, like.shape[0], 1, like.dtype)
+    slots = v.long()
+    token = slots if top_k == 1 else slots.div(top_k, rounding_mode="floor")
+    return Tiling(slots, token, bounds, v.shape[0], top_k, like.dtype)
+
+
+def run(tiling: Tiling, body: torch.nn.Module, pieces: bool, *operands: Any) -> Tiling:
+    """Calls ``body(tile, *operands)`` for every tile (once with an empty one when there is no row at all).
+
+    Args:
+        tiling: the tiles and their outputs. It is also what is returned.
+        body: row operators of this module, tile first.
+        pieces: a long expert may be cut (where nothing sums over its rows).
+        operands: tensors and None.
+    """
+    cpu.settle_allocator()
+    groups = cpu.groups_of(tiling.bounds)
+    limit = _FEW_ROWS
+    if tiling.routed > limit:
+        width = max(max(t.shape[-2:]) if t.ndim == 3 else t.shape[-1] for t in operands if t is not None)
+        limit = max(limit, TILE_ELEMENTS * torch.get_num_threads() // max(width, 1))
+    if tiling.routed <= limit:
+        body.forward(Tile(tiling, groups), *operands)
+        return tiling
+    for batch in _batches(groups, limit, pieces):
+        body.forward(Tile(tiling, batch), *operands)
+    return tiling
+
+
+def whole(v: Tensor | None, offs: Tensor, top_k: int, like: Tensor) -> Tile:
+    """One tile of all rows, for an operator that is called on its own."""
+    return routed(v, offs, top_k, like).all()
+
+
+def output(tiling: Tiling, key: str) -> Tensor:
+    """A finished output. The tiling lets go of it: autograd copies a gradient that something else still holds."""
+    del tiling.buffers[key]
+    return tiling.outputs.pop(key)()
+
+
+class Tile:
+    """A range of rows, of one or several experts."""
+
+    def __init__(self, tiling: Tiling, groups: list[Group]) -> None:
+        self.tiling = tiling
+        self.groups = groups
+        self.start = groups[0][1] if groups else 0
+        self.end = groups[-1][2] if groups else 0
+        self.whole = self.start == 0 and self.end == tiling.n
+        self._rows: dict[int, Tensor] = {}
+
+    def part(self, t: Tensor) -> Tensor:
+        """The tile's rows of a tensor in expert order."""
+        return t if self.whole else t[self.start : self.end]
+
+    def operand(self, x: Tensor, v: Tensor | None) -> Tensor:
+        """x as the kernels take it: whole when it is to be gathered by v, else the tile's rows in compute dtype."""
+        return x if v is not None else self.part(x).to(compute_dtype(x.dtype))
+
+    def padded(self, y: Tensor) -> Tensor:
+        """Rows of the tile as all rows, zero where no expert is, in the operands' dtype."""
+        tiling = self.tiling
+        if y.shape[0] == tiling.n:
+            return y.to(tiling.dtype)
+        full = y.new_zeros((tiling.n, y.shape[1]), dtype=tiling.dtype)
+        full[self.start : self.end].copy_(y)
+        return full
+
+    def rows(self, x: Tensor, gathered: bool) -> Tensor:
+        """The row operand in its compute dtype; what is gathered is kept for the tile's next operator."""
+        if not gathered:
+            return x
+        found = self._rows.get(id(x))
+        if found is None:
+            assert self.tiling.token is not None
+            found = x.index_select(0, self.part(self.tiling.token))
+            if cpu.multiplies_in_float32(x.dtype):
+                found = found.float()
+            self._rows[id(x)] = found
+        return found
+
+    def scale(self, weights: Tensor) -> Tensor:
+        """(rows, 1): the routing weight of every row, in float32 (float64)."""
+        found = self._rows.get(id(weights))
+        if found is None:
+            assert self.tiling.slots is not None
+            found = weights.reshape(-1, 1).index_select(0, self.part(self.tiling.slots)).to(self.tiling.wide)
+            self._rows[id(weights)] = found
+        return found
+
+    def local_offs(self) -> tuple[int, int, Tensor]:
+        """(first expert, end expert, end rows of them within the tile)."""
+        first, end = self.groups[0][0], self.groups[-1][0] + 1
+        return first, end, int_tensor("i", [row - self.start for row in self.tiling.bounds[first + 1 : end + 1]])
+
+
+def _batches(groups: list[Group], limit: int, pieces: bool) -> Iterator[list[Group]]:
+    piece = max(limit, _PIECE_ROWS)
+    batch: list[Group] = []
+    for e, start, end in groups:
+        if batch and end - batch[0][1] > limit:
+            yield batch
+            batch = []
+        while pieces and end - start > 2 * piece:
+            yield [(e, start, start + piece)]
+            start += piece
+        batch.append((e, start, end))
+    if batch:
+        yield batch
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t.to(dtype)
+
+
+def _identity(t: Tensor, *_: object) -> Tensor:
+    return t

@@ -1,0 +1,245 @@
+"""The token behind every row of the expert products: `row = s * x[t] @ W[e]`, found by projecting on random directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.replay import Replay
+from hexa_fx.passes.detect.graph import (
+    UNINITIALISED,
+    ancestors,
+    descendants,
+    inside_calls,
+    is_float,
+    is_tensor,
+    operation,
+)
+from hexa_fx.passes.detect.projections import Contraction, feature_size
+from hexa_fx.passes.detect.stacks import Stack, WeightTable
+from hexa_fx.passes.detect.tags import ALL, Tag
+from hexa_fx.passes.detect.verdict import Refuse
+
+NOT_TOKENS = (
+    "what the experts read are not rows of one tensor that has a row for every token, times at most one number a row"
+)
+
+_SAME_ROWS = frozenset(
+    "view reshape flatten unflatten squeeze unsqueeze contiguous clone to type_as float double half bfloat16 "
+    "getitem index_select gather masked_select take_along_dim".split()
+)
+"""Operations that move rows or cast them: the earlier of the two tensors is as good."""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One run of one expert (or of all of them at once): its first products, how their weights are read, and its second.
+
+    ``token``, ``expert`` and ``scale`` say for every row which token it is, -1 for padding, whose expert's it is, and the
+    factor the token was multiplied by before the first product.
+    """
+
+    first: tuple[Contraction, ...]
+    readings: tuple[Stack, ...]
+    second: Contraction
+    token: torch.Tensor
+    expert: torch.Tensor
+    scale: torch.Tensor
+
+
+def linear_part(contraction: Contraction, replay: Replay) -> tuple[torch.Tensor, torch.Tensor]:
+    """(product, constant) of a recorded contraction: what depends on the data, and the bias inside the call."""
+    data = replay.value(contraction.data)
+    constant = replay.call(contraction.node, {contraction.data: torch.zeros_like(data)})
+    return replay.call(contraction.node, {contraction.data: data}) - constant, constant
+
+
+class RowMatch(NamedTuple):
+    """token (R,), expert (R,) and scale (R,) of the rows of a product."""
+
+    token: torch.Tensor
+    expert: torch.Tensor
+    scale: torch.Tensor
+
+
+class RowMatcher:
+    """Finds for rows of a first projection the token and expert they were computed from: ``row = s * x[t] @ W[e]``.
+
+    All tokens and experts are projected on a few random directions once; a row is looked up among them by its direction, so
+    that the factor s, if any, falls out. Idiom-free: loops, sorts, one-hot einsums and gathered weights all look alike here.
+    """
+
+    _DIRECTIONS = 8
+    _TOLERANCE = 1e-6
+
+    def __init__(self, tokens: torch.Tensor, matrices: torch.Tensor) -> None:
+        """tokens (T, K); matrices (E, N, K), the experts' weights."""
+        generator = torch.Generator().manual_seed(7)
+        probe = torch.randn(matrices.shape[1], self._DIRECTIONS, generator=generator, dtype=torch.float64)
+        self._probe = probe.to(matrices.device)
+        table = torch.einsum("tk,enk,nd->etd", tokens, matrices, self._probe)
+        self._experts, self._tokens = table.shape[:2]
+        self._table = table.reshape(-1, self._DIRECTIONS)
+        self._norms = self._table.norm(dim=1)
+
+    def match(self, product: torch.Tensor, expert: int) -> RowMatch | None:
+        """Looks up product (R, N); None when a row is not explained. Zero rows are token -1."""
+        wanted = product @ self._probe
+        norms = wanted.norm(dim=1)
+        low, high = (0, len(self._table)) if expert == ALL else (expert * self._tokens, (expert + 1) * self._tokens)
+        table, table_norms = self._table[low:high], self._norms[low:high].clamp(min=1e-300)
+        zero = norms <= 1e-12 * table_norms.max()
+        found = _nearest(wanted / norms[:, None].clamp(min=1e-300), table / table_norms[:, None])
+        scale = norms / table_norms[found]
+        error = (wanted - scale[:, None] * table[found]).norm(dim=1)
+        if not bool(((error <= self._TOLERANCE * norms) | zero).all()):  # so that NaN is no match
+            return None
+        scale = torch.where((scale - 1).abs() < self._TOLERANCE, torch.ones_like(scale), scale)
+        flat = found + low
+        token = torch.where(zero, -1, flat % self._tokens)
+        return RowMatch(token, flat // self._tokens, scale)
+
+
+def _nearest(wanted: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """Index of the most similar unit vector, in blocks so that the similarity matrix stays small."""
+    step = max(1, 4_000_000 // max(1, len(candidates)))
+    return torch.cat([(block @ candidates.T).argmax(1) for block in wanted.split(step)] or [wanted.new_zeros(0).long()])
+
+
+def match_rows(
+    pairs: list[tuple[tuple[Contraction, ...], Contraction]],
+    captured: CapturedBlock,
+    tags: Mapping[torch.fx.Node, Tag],
+    replay: Replay,
+    weights: WeightTable,
+) -> tuple[torch.fx.Node, list[Instance]]:
+    """Finds the token source (the node whose rows are the tokens) and every instance's rows."""
+    leader = max(pairs, key=lambda pair: replay.value(pair[0][0].data).numel())[0][0]
+    for source in token_sources(leader.node, feature_size(leader.data), captured, tags):
+        tokens = replay.value(source).reshape(-1, feature_size(leader.data))
+        reader = _Reader(tokens, replay, weights)
+        if reader.read(leader) is None:
+            continue
+        instances = _read_instances(pairs, reader)
+        if instances is None:
+            continue
+        if not any(bool((instance.token >= 0).any()) for instance in instances):
+            raise Refuse("on the example every row that the experts are given is zero", leader.node)
+        return _last_alike(source, leader, instances, replay), instances
+    raise Refuse(NOT_TOKENS, leader.data)
+
+
+def _last_alike(source: torch.fx.Node, leader: Contraction, instances: list[Instance], replay: Replay) -> torch.fx.Node:
+    """The last node that holds the same rows as ``source`` and that the experts' rows are really taken from.
+
+    ``x * mask`` equals ``x`` while the mask is all ones, and a dropout that is off changes nothing: only the later one is right.
+    """
+    between = descendants([source]) & ancestors([leader.data])
+    alike, found = {source}, source
+    for node in (node for node in source.graph.nodes if node in between and is_float(node)):
+        if not any(operand in alike for operand in node.all_input_nodes):
+            continue
+        if torch.equal(replay.value(node).flatten(), replay.value(source).flatten()):
+            alike.add(node)
+            if operation(node) not in _SAME_ROWS and _carries(node, leader, instances, replay):
+                found = node
+    return found
+
+
+def _carries(node: torch.fx.Node, leader: Contraction, instances: list[Instance], replay: Replay) -> bool:
+    """Whether all experts read ``node``, and their rows become its rows when it is replaced and the routing is held."""
+    if any(node not in ancestors([instance.first[0].data]) for instance in instances):
+        return False
+    token = next(instance.token for instance in instances if leader in instance.first)
+    width = feature_size(leader.data)
+    recorded = replay.value(node)
+    noise = torch.randn(recorded.shape, generator=torch.Generator().manual_seed(19), dtype=torch.float64)
+    replace = {n: replay.value(n) for n in descendants([node]) if is_tensor(n) and not is_float(n)}
+    rows = replay.run(replace | {node: noise.to(recorded.device)}, [leader.data])[leader.data].reshape(-1, width)
+    if len(rows) != len(token):
+        return False
+    expected = noise.to(recorded.device).reshape(-1, width)[token.clamp(min=0)]
+    along = (rows * expected).sum(1, keepdim=True) / (expected * expected).sum(1, keepdim=True)
+    close = (rows - along * expected).abs() <= 1e-9 * (1 + along.abs())
+    return bool((close & (along != 0) | (token < 0)[:, None]).all())
+
+
+class _Reader:
+    """Reads first-level products as rows of one token tensor; matchers are kept per reading of a weight."""
+
+    def __init__(self, tokens: torch.Tensor, replay: Replay, weights: WeightTable) -> None:
+        self._tokens, self._replay, self._weights = tokens, replay, weights
+        self._matchers: dict[tuple[str, str, str], tuple[Stack, RowMatcher]] = {}
+
+    def read(self, contraction: Contraction) -> tuple[Stack, RowMatch] | None:
+        product, _ = linear_part(contraction, self._replay)
+        width = feature_size(contraction.node)
+        for stack, matcher in self._candidates(contraction):
+            match = matcher.match(product.reshape(-1, width), contraction.expert)
+            if match is not None:
+                return stack, match
+        return None
+
+    def _candidates(self, contraction: Contraction) -> Iterator[tuple[Stack, RowMatcher]]:
+        for stack in self._weights.matrices(contraction.base, *_feature_sizes(contraction)):
+            key = (stack.base, stack.layout, stack.part)
+            if key not in self._matchers:
+                self._matchers[key] = stack, RowMatcher(self._tokens, stack.matrices)
+            yield self._matchers[key]
+
+
+def _read_instances(pairs: list[tuple[tuple[Contraction, ...], Contraction]], reader: _Reader) -> list[Instance] | None:
+    instances: list[Instance] = []
+    for first, second in pairs:
+        readings = [reader.read(contraction) for contraction in first]
+        read = [reading for reading in readings if reading is not None]
+        if len(read) < len(first):
+            return None
+        token, expert, scale = read[0][1]
+        if any(not torch.equal(token, m.token) or not torch.equal(expert, m.expert) for _, m in read[1:]):
+            return None
+        if any(not torch.allclose(scale, m.scale, rtol=1e-6) for _, m in read[1:]):
+            return None
+        instances.append(Instance(first, tuple(stack for stack, _ in read), second, token, expert, scale))
+    _check_alike(instances)
+    return instances
+
+
+def _check_alike(instances: list[Instance]) -> None:
+    expected = [(s.base, s.layout, s.part) for s in instances[0].readings]
+    for instance in instances[1:]:
+        if [(s.base, s.layout, s.part) for s in instance.readings] != expected:
+            raise Refuse("experts use their weights in different ways", instance.second.node)
+
+
+def _feature_sizes(contraction: Contraction) -> tuple[int, int]:
+    """(out, in) features of a product."""
+    return feature_size(contraction.node), feature_size(contraction.data)
+
+
+def token_sources(
+    first: torch.fx.Node, width: int, captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]
+) -> Iterator[torch.fx.Node]:
+    """Untagged float tensors of ``width`` computed before the node ``first``, each distinct value once.
+
+    Earliest first, but values inside submodule calls last: using one would compute it a second time.
+    """
+    inner, behind = inside_calls(captured), ancestors([first])
+    before = [node for node in captured.graph.nodes if node in behind and operation(node) not in UNINITIALISED]
+    seen: set[tuple[int, bytes]] = set()
+    for node in sorted(before, key=lambda node: node in inner):
+        if not is_float(node) or tags[node].experts or tags[node].weight:
+            continue
+        value = record_of(node).value
+        if value.dim() < 2 or value.shape[-1] != width or value.numel() == 0:
+            continue
+        flat = value.reshape(-1, width)
+        key = (len(flat), flat.double().sum(1).cpu().numpy().tobytes())
+        if key not in seen:
+            seen.add(key)
+            yield node

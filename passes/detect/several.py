@@ -1,0 +1,112 @@
+"""Several mixtures in one forward, side by side or one on the other's result: a region each.
+
+Each is looked for with the parameters of the others taken for ordinary ones. Host decisions of the others' loops are let pass
+while one is looked for; those that none of the regions replaces are counted in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances
+from hexa_fx.passes.detect.rules import leaves_decision
+from hexa_fx.passes.detect.tags import ExpertGroups, tag
+from hexa_fx.passes.detect.verdict import Refuse
+
+Family = frozenset[str]
+"""Parameters and groups that work together in one kind of expert."""
+
+
+@dataclass(frozen=True)
+class Families:
+    """Args:
+    side_by_side: the families of a block, the ones with most runs first; empty if there is one, or they cannot be told apart.
+    in_a_row: the same where each family works on what the one before gave.
+    ordinary: expert weights that belong to none of them, such as biases that are added on their own.
+    repeated: said where the same experts run again on what they gave.
+    """
+
+    side_by_side: tuple[Family, ...] = ()
+    in_a_row: tuple[Family, ...] = ()
+    ordinary: Family = frozenset()
+    repeated: Refuse | None = None
+
+
+class Look(Protocol):
+    """Finds the region of one family, and lets the given host decisions pass."""
+
+    def __call__(self, family: Family, passed: frozenset[torch.fx.Node]) -> MoEMatch: ...
+
+
+def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
+    """Reads off the matrix products which weights work together."""
+    tags = tag(captured, groups)
+    try:
+        contractions = find_contractions(captured, tags)
+        levels = max((c.level for c in contractions), default=0)
+        if levels < 2 or levels % 2:
+            return Families()
+        found = [_of_pairs(contractions, level, groups) for level in range(1, levels, 2)]
+    except Refuse:
+        return Families()
+    families = tuple(family for pairs in found for family in pairs)
+    together = frozenset[str]().union(*families)
+    ordinary = frozenset[str]().union(*(t.bases for t in tags.values())) - together
+    if len(families) < 2:
+        return Families()
+    if levels == 2:
+        return Families(side_by_side=families, ordinary=ordinary)
+    if sum(map(len, families)) == len(together):
+        return Families(in_a_row=families, ordinary=ordinary)
+    reason = "the same experts run more than once in a forward; where each run is a call of a module of its own, they are rewritten"
+    return Families(repeated=Refuse(reason, contractions[-1].node))
+
+
+def _of_pairs(contractions: Sequence[Contraction], level: int, groups: ExpertGroups) -> list[Family]:
+    """The families whose first products are of this level."""
+    pair = [replace(c, level=c.level - level + 1) for c in contractions if c.level in (level, level + 1)]
+    runs: dict[Family, int] = {}
+    for first, second in group_instances(pair):
+        bases = frozenset(base for c in (*first, second) for base in (c.base, c.bias) if base)
+        runs[bases] = runs.get(bases, 0) + 1
+    return [family | _companions(family, groups) for family in sorted(runs, key=lambda bases: -runs[bases])]
+
+
+def _companions(family: Family, groups: ExpertGroups) -> Family:
+    """Parameters that stand beside a family's in the same modules, such as biases that are added later."""
+    owners = {base.rpartition(".")[0].rpartition(".")[0] for base in family if base in groups.members}
+    return frozenset(base for base in groups.members if base.rpartition(".")[0].rpartition(".")[0] in owners)
+
+
+def find_several(captured: CapturedBlock, families: Families, look: Look) -> MoEMatch | None:
+    """The first region with the others in it; None unless there are at least two that leave no host decision."""
+    decisions = frozenset(n for n in captured.graph.nodes if n.op != "output" and record_of(n).decision)
+    regions: list[MoEMatch] = []
+    for family in families.side_by_side or families.in_a_row:
+        try:
+            regions.append(look(family | families.ordinary, passed=decisions))
+        except Refuse:
+            continue
+    outputs = [region.output for region in regions]
+    if len(outputs) < 2 or len(set(outputs)) < len(outputs):
+        return None
+    if leaves_decision(outputs, _in_calls_without(captured, outputs)):
+        return None
+    return replace(regions[0], others=tuple(regions[1:]))
+
+
+def _in_calls_without(captured: CapturedBlock, outputs: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
+    """Nodes inside submodule calls in which no region ends: such calls can stay calls."""
+    order = [node for node in captured.graph.nodes if node.op != "output"]
+    places = [order.index(node) for node in outputs]
+    inside: set[torch.fx.Node] = set()
+    for call in captured.calls:
+        if not any(call.start <= place < call.end for place in places):
+            inside.update(order[call.start : call.end])
+    return inside
