@@ -1,30 +1,28 @@
 #!/bin/sh
-# bench_partition.py on a machine of four GPUs: on two of them in two halves at once, then on all four. About three minutes.
-#   sh benchmarks/gpu_partition.sh [missing]      JSON to OUT (default: benchmarks/results)
-#   missing   only what the recorded files lack: qwen3-30b, and unequal devices; added to them
+# bench_partition.py on a machine of four GPUs: on two of them in two halves at once, then on all four. About four minutes.
+#   sh benchmarks/gpu_partition.sh           JSON to OUT (default: benchmarks/results), its parts and logs to OUT/partition_parts
+#   SMOKE=1 sh benchmarks/gpu_partition.sh   the same tiny, over Gloo on CPUs
+#   python3 benchmarks/partition_docs.py     then writes the tables of docs/partition.md
+# A section that fails or hangs costs only itself (partition_run.py); files of earlier runs stay if nothing was recorded.
 set -eu
 cd "$(dirname "$0")/.."
 out=${OUT:-benchmarks/results}
-mkdir -p "$out"
-export OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1 HEXA_FX_BUILD_JOBS=${HEXA_FX_BUILD_JOBS:-$(nproc)} PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-bench=benchmarks/bench_partition.py
-if [ "${1:-}" = missing ]; then
-  shapes=qwen3-30b first=sweep,overlap second=unequal old=benchmarks/results
-else
-  shapes=mixtral,qwen3-30b,swin-moe-b first=sweep second=correctness,overlap,memory,unequal old=
-fi
-python3 $bench --prebuild 2,4 --shapes $shapes
+work=$out/partition_parts
+rm -rf "$work" && mkdir -p "$work"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 HEXA_FX_BUILD_JOBS=${HEXA_FX_BUILD_JOBS:-$(nproc)}
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+smoke=${SMOKE:+--smoke}
 
-part() { # devices, port, processes, sections, file
-  CUDA_VISIBLE_DEVICES=$1 timeout 150 torchrun --master_port "$2" --nproc_per_node "$3" $bench --shapes $shapes --sections "$4" --out "$5" \
-    > "$5.log" 2>&1 || { echo "$4 on $3 GPUs failed:"; grep -v '^{' "$5.log" | tail -30; }
-}
-work=$(mktemp -d)
-part 0,1 29501 2 $first "$work/2a.json" &
-part 2,3 29502 2 $second "$work/2b.json" &
-wait
-part 0,1,2,3 29503 4 $first,$second "$work/4a.json"
-for n in 2 4; do
+[ -n "$smoke" ] || timeout -k 10 150 python3 benchmarks/bench_partition.py --prebuild 2,4 || echo "prebuild failed: kernels build as they are needed"
+
+part() { # file, port, GPUs, processes, deadline in seconds, sections
   # shellcheck disable=SC2086
-  python3 benchmarks/merge_records.py "$out/partition_h200x$n.json" ${old:+$old/partition_h200x$n.json} "$work"/$n*.json
+  python3 benchmarks/partition_run.py --out "$work/$1" --port "$2" --gpus "$3" --processes "$4" --deadline "$5" --sections "$6" $smoke
+}
+part 2a 29501 0,1 2 160 sweep &
+part 2b 29601 2,3 2 160 unequal,overlap,correctness,memory &
+wait
+part 4a 29701 0,1,2,3 4 200 unequal,overlap,sweep,correctness,memory
+for n in 2 4; do
+  python3 benchmarks/merge_records.py "$out/partition_h200x$n.json" "$work/$n"*.json
 done

@@ -24,6 +24,8 @@ def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     out, *given = sys.argv[1:]
     runs = [json.loads(Path(path).read_text()) for path in given if Path(path).exists()]
+    if not runs:
+        sys.exit(f"nothing was recorded, {out} stays as it is")
     Path(out).write_text(json.dumps(merged(runs), indent=1) + "\n")
 
 

@@ -1,18 +1,18 @@
 """Unequal devices, emulated: each rank's experts run on a green context of some of its GPU's multiprocessors.
 
 Reported for weighted and uniform shards, data-centric (B_i) and model-centric (h_i): the slowest rank's time in the experts,
-forward and backward, against the ideal, 1 / sum of 1 / t_i, where t_i is the time of all the work on rank i alone; and the
-whole step with communication. Memory and links are not slowed down.
+forward and backward, against the ideal, 1 / sum of 1 / t_i, where t_i is the time of all the work on rank i without pauses;
+and the whole step with communication. Memory and links are not slowed down. Shares by `profile_costs`, beside shares
+proportional to its t_i and to the time of all the work.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.partition_layers import Stack, partition
-from hexa_fx.allocation import allocate
-from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
+from hexa_fx.allocation import DeviceCosts
+from hexa_fx.passes.plan_layers import PartitionConfig, batch_shares, plan_layers
 from hexa_fx.plan import ExpertShape
+from hexa_fx.runtime.distributed.clock import gathered, synchronize, timed
 from hexa_fx.runtime.distributed.groups import make_groups
-from hexa_fx.runtime.distributed.profile import profile_devices
+from hexa_fx.runtime.distributed.profile import profile_costs
 
 SETTINGS = {2: ((132, 64),), 4: ((132, 132, 64, 32),)}
 
@@ -111,15 +112,9 @@ def work(
 
 
 def unequal(
-    shape: ExpertShape,
-    name: str,
-    tokens: int,
-    length: int,
-    device: Any,
-    dtype: torch.dtype,
-    repeats: int,
+    shape: ExpertShape, name: str, tokens: int, length: int, device: Any, dtype: torch.dtype, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Records of one shape for every setting of this number of ranks."""
+    """Records of one shape for every setting of this number of ranks; each case is timed for so many seconds."""
     world, rank = dist.get_world_size(), dist.get_rank()
     for sms in SETTINGS.get(world, ((132,) * world,)):
         stream = green_stream(sms[rank], device)
@@ -129,24 +124,32 @@ def unequal(
             fine = works_on(stream, shape, device, dtype)
         everywhere: list[Any] = [None] * world
         dist.all_gather_object(everywhere, fine, group=make_groups().host)
-        yield {"question": "green context", "sms": sms, "our_kernels_run": everywhere}
+        yield {"question": "green context", "shape": name, "sms": sms, "our_kernels_run": everywhere}
         with on(stream):
             gated = shape.matrices == 3
-            seconds = profile_devices(shape, gated=gated, dtype=dtype, device=device, groups=make_groups(), repeats=3)
-        alone = _each(work(shape, tokens, shape.intermediate_size, device, dtype, stream), device, repeats)
+            costs = profile_costs(shape, gated=gated, tokens=tokens, dtype=dtype, device=device, groups=make_groups())
+        whole = work(shape, tokens, shape.intermediate_size, device, dtype, stream)
+        alone = [round(1e3 * t, 3) for t in gathered(_sustained(whole, device, seconds), make_groups())]
+        del whole
         ideal = 1 / sum(1 / t for t in alone)
         head = {"question": "unequal devices", "shape": name, "tokens": tokens, "sms": sms}
-        yield head | {"capacities": seconds, "alone_ms": alone, "ideal_ms": round(ideal, 3)}
+        yield head | {"costs": asdict(costs), "alone_ms": alone, "ideal_ms": round(ideal, 3)}
+        splits = {
+            "uniform": DeviceCosts.proportional((1.0,) * world),
+            "weighted": costs,
+            "proportional to t_i": DeviceCosts.proportional(costs.seconds),
+            "proportional to time alone": DeviceCosts.proportional(alone),
+        }
         for kind in ("data", "model"):
             times = {}
-            for split, t in (("uniform", (1.0,) * world), ("weighted", seconds), ("weighted by time alone", alone)):
+            for split, known in splits.items():
                 if kind == "data":
-                    sizes = tuple(length * b for b in allocate(t, tokens // length))
+                    sizes = tuple(length * b for b in batch_shares(known, tokens // length, tokens))
                     run = work(shape, sizes[rank], shape.intermediate_size, device, dtype, stream)
                 else:
-                    sizes = allocate(t, shape.intermediate_size, tile=_tile(shape))
+                    sizes = known.by_channels.split(shape.intermediate_size, tile=tile(shape))
                     run = work(shape, tokens, sizes[rank], device, dtype, stream)
-                each = _each(run, device, repeats)
+                each = _each(run, device, seconds)
                 times[split] = max(each)
                 yield head | {
                     "kind": kind,
@@ -157,33 +160,36 @@ def unequal(
                     "over_ideal": round(max(each) / ideal, 4),
                     "gain_over_uniform": round(1 - max(each) / times["uniform"], 4),
                 }
-            del run
-        _known[name] = (head, seconds, stream)
+                del run
+        _known[name] = (head, costs, stream)
 
 
-def _tile(shape: ExpertShape) -> int:
+def tile(shape: ExpertShape) -> int:
     return 128 if shape.intermediate_size > 4096 else 64
 
 
-_known: dict[str, tuple[dict[str, Any], tuple[float, ...], Any]] = {}
+_known: dict[str, tuple[dict[str, Any], DeviceCosts, Any]] = {}
 
 
 def unequal_steps(
-    shape: ExpertShape, name: str, tokens: int, length: int, device: Any, dtype: torch.dtype, repeats: int
+    shape: ExpertShape, name: str, tokens: int, length: int, device: Any, dtype: torch.dtype, seconds: float
 ) -> Iterator[dict[str, Any]]:
     """Whole steps of two partitioned layers, after `unequal`; only the experts are slowed down, attention is not."""
     world = dist.get_world_size()
-    head, seconds, stream = _known[name]
+    if name not in _known:  # `unequal` failed
+        return
+    head, costs, stream = _known[name]
+    uniform = DeviceCosts.proportional((1.0,) * world)
     for kind in ("data", "model"):
         times: dict[str, float] = {}
-        for split, t in (("uniform", (1.0,) * world), ("weighted", seconds)):
+        for split, known in (("uniform", uniform), ("weighted", costs)):
             model = Stack(2, shape, length, device, dtype)
-            config = PartitionConfig(batch=tokens // length, tokens=tokens, static_tokens=True, tile=_tile(shape))
+            config = PartitionConfig(batch=tokens // length, tokens=tokens, static_tokens=True, tile=tile(shape))
             # uniform shards still feed equal batches; weighted ones feed B_i
-            plan = plan_layers({f"layers.{i}.moe": shape for i in range(2)}, t, kind, config)
+            plan = plan_layers({f"layers.{i}.moe": shape for i in range(2)}, known, kind, config)
             if kind == "model":
                 even = PartitionConfig(batch=tokens // length, tokens=tokens, static_tokens=True)
-                equal = plan_layers({}, (1.0,) * world, "model", even)
+                equal = plan_layers({}, uniform, "model", even)
                 plan = replace(plan, batch=equal.batch, tokens=equal.tokens)
             session = partition(model, plan, stream).session
             assert plan.tokens is not None
@@ -193,7 +199,7 @@ def unequal_steps(
                 model.zero_grad(set_to_none=True)
                 model(x).float().sum().mul(1e-3).backward()
 
-            times[split] = max(_each(step, device, repeats))
+            times[split] = max(_each(step, device, seconds))
             yield head | {
                 "kind": f"{kind} step",
                 "split": split,
@@ -207,19 +213,22 @@ def unequal_steps(
             gc.collect()
 
 
-def _each(run: Callable[[], None], device: Any, repeats: int) -> list[float]:
-    """Median milliseconds on every rank, all at once."""
-    samples = []
-    for _ in range(repeats + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+def _each(run: Callable[[], None], device: Any, seconds: float) -> list[float]:
+    """Median milliseconds on every rank, all at once, over so many runs that they take ``seconds``. Two more come first."""
+
+    def once() -> float:
+        synchronize(device)
         dist.barrier()
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        samples.append((time.perf_counter() - start) * 1e3)
-    mine = torch.tensor([statistics.median(samples[1:])], dtype=torch.float64, device=device)
-    out = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(out, mine)
-    return [round(float(t), 3) for t in out]
+        return timed(run, device, 1)
+
+    longest = max(gathered(min(once(), once()), make_groups()))
+    samples = [once() for _ in range(min(50, max(3, round(seconds / max(longest, 1e-6)))))]
+    return [round(1e3 * t, 3) for t in gathered(statistics.median(samples), make_groups())]
+
+
+def _sustained(run: Callable[[], None], device: Any, seconds: float) -> float:
+    """Seconds of a run in the middle of many, without a pause in which the device would cool and raise its clock."""
+    once = max(timed(run, device, 1), 1e-6)
+    count = max(2, round(seconds / once))
+    timed(run, device, max(1, count // 2))
+    return timed(run, device, count) / count

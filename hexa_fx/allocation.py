@@ -2,13 +2,14 @@
 
 The paper rounds proportional shares. Rounding by largest remainder is not the best integer split; handing one tile
 after the other to the device that would finish it first is (it minimises the slowest device's time), also under tiles,
-caps and fixed costs a device.
+caps and fixed costs a device, which `profile_costs` measures.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hexa_fx.errors import PlanError
 
@@ -65,6 +66,57 @@ def _place_rest(
     first = min(fits, key=lambda i: (fixed[i] + seconds[i] * (shares[i] + rest), i))
     shares[first] += rest
     return tuple(shares)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Seconds of device i for x units of work: ``fixed[i] + each[i] * x``."""
+
+    fixed: tuple[float, ...]
+    each: tuple[float, ...]
+
+    @classmethod
+    def through(cls, low: tuple[int, Sequence[float]], high: tuple[int, Sequence[float]], scale: float = 1.0) -> Affine:
+        """The lines through two measured sizes, (units, seconds by device) each.
+
+        At most half of the time at the larger size is taken as fixed: where more is, devices hardly differ, and noise would
+        decide. ``scale`` multiplies the fixed times afterwards.
+        """
+        (x, times), (y, longer) = low, high
+        each, fixed = [], []
+        for t, u in zip(times, longer):
+            slope = min(u / y, max((u - t) / (y - x), 0.5 * u / y)) if y > x else u / y
+            each.append(slope)
+            fixed.append(scale * max(0.0, u - slope * y))
+        return cls(tuple(fixed), tuple(each))
+
+    def split(
+        self, total: int, units: float = 1.0, *, tile: int = 1, caps: Sequence[int] | None = None
+    ) -> tuple[int, ...]:
+        """`allocate` with these times, where one of the ``total`` is so many units."""
+        return allocate([t * units for t in self.each], total, tile=tile, caps=caps, fixed=self.fixed)
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """What devices take for a layer's experts, forward and backward.
+
+    Args:
+        seconds: t_i of the same task.
+        by_tokens: of so many tokens with all channels (Eq. 1).
+        by_channels: of all tokens with so many channels (Eq. 2).
+    """
+
+    seconds: tuple[float, ...]
+    by_tokens: Affine
+    by_channels: Affine
+
+    @classmethod
+    def proportional(cls, seconds: Sequence[float]) -> DeviceCosts:
+        """The paper's: time grows with the share alone."""
+        times = tuple(float(t) for t in seconds)
+        line = Affine((0.0,) * len(times), times)
+        return cls(times, line, line)
 
 
 def even(total: int, count: int, *, tile: int = 1, caps: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -109,6 +109,7 @@ class RewrittenBlock:
         stored: attributes that every run sets, as (module path relative to the block, name). If there are any, the graph
             returns the block's output and a tuple of their values.
         small: elements of the first tensor argument up to which the block's own code is the quicker on a CPU.
+        num_experts: ids below this are experts'; None if not known.
         path: the block's path in the model.
     """
 
@@ -118,3 +119,4 @@ class RewrittenBlock:
     guards: tuple[InputGuard, ...] = ()
     stored: tuple[tuple[str, str], ...] = ()
     small: int = 0
+    num_experts: int | None = None

@@ -16,6 +16,7 @@ from hexa_fx.errors import PlanError
 
 Mode = Literal["data_centric", "model_centric"]
 Reduce = Literal["reduce_scatter", "all_reduce"]
+GradDtype = Literal["parameter", "compute"]
 
 PLAN_VERSION = 1
 
@@ -82,6 +83,7 @@ class Plan:
         slots: slots of the pipeline-shared cache, 1 or 2; 0 shares nothing: every layer keeps its own until backward.
         prefetch: gather the next layer's weights ahead of their use.
         grad_scale: factor on expert gradients; 1/world under a wrapper that averages (DDP, FSDP2).
+        grad_dtype: in which gathered weights' gradients are summed between ranks: the parameters' dtype, or the experts' own.
         capacities: t_i, seconds of the proxy task on rank i.
     """
 
@@ -92,6 +94,7 @@ class Plan:
     slots: int = 1
     prefetch: bool = True
     grad_scale: float = 1.0
+    grad_dtype: GradDtype = "parameter"
     capacities: tuple[float, ...] = ()
     version: int = field(default=PLAN_VERSION)
 
@@ -164,6 +167,8 @@ def _check(plan: Plan) -> None:
         raise PlanError(f"a plan needs at least one rank, got world={plan.world}")
     if plan.slots not in (0, 1, 2):
         raise PlanError(f"the shared cache has 1 or 2 slots, or 0 for one a layer, got {plan.slots}")
+    if plan.grad_dtype not in ("parameter", "compute"):
+        raise PlanError(f"grad_dtype is 'parameter' or 'compute', got {plan.grad_dtype!r}")
     _check_sizes("batch", plan.batch, plan.world)
     if plan.tokens is not None:
         _check_sizes("tokens", plan.tokens, plan.world)

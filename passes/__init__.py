@@ -25,13 +25,14 @@ from torch import nn
 
 from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.observe import Observation
-from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs, repeats_tokens
+from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.observers import at_block, muted, notify
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.detect import MoEMatch, detect
+from hexa_fx.passes.distinct_tokens import examples, mostly_alike
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, VerifySettings, verify
 
@@ -76,6 +77,10 @@ class BlockAnalysis:
     seconds: float = 0.0
 
 
+class _NotRecorded(Refusal):
+    """The block raised an error on the inputs."""
+
+
 _ALIKE = (
     "most tokens of the example are alike here, which hides what goes where: give example inputs with different tokens"
 )
@@ -97,6 +102,30 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
 
 
 def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
+    """On the example, or on others like it where its tokens cannot be told apart."""
+    args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
+    refused: list[tuple[Observation, BlockAnalysis]] = []
+    for example in examples(replace(observation, args=args, kwargs=kwargs)):
+        analysis = _analyse_example(example, config)
+        if analysis.rewritten:
+            return analysis
+        refused.append((example, analysis))
+    for example, analysis in refused:
+        if _was_recorded(analysis) and not mostly_alike(example):
+            return analysis
+    example, last = refused[-1]
+    if not mostly_alike(example):
+        return last
+    return replace(
+        last, refusals={mode: replace(r, reason=f"{r.reason}; {_ALIKE}") for mode, r in last.refusals.items()}
+    )
+
+
+def _was_recorded(analysis: BlockAnalysis) -> bool:
+    return not any(isinstance(refusal, _NotRecorded) for refusal in analysis.refusals.values())
+
+
+def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     best: BlockAnalysis | None = None
     for attempt in _ATTEMPTS:
         analysis = _analyse_on(observation, config, attempt)
@@ -105,10 +134,6 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
         if best.match is None or all(check.ok for check in best.checks.values()):
             break
     assert best is not None
-    if not best.rewritten and repeats_tokens(observation.args, observation.kwargs):
-        return replace(
-            best, refusals={mode: replace(r, reason=f"{r.reason}; {_ALIKE}") for mode, r in best.refusals.items()}
-        )
     return best
 
 
@@ -140,7 +165,7 @@ def _rewrite_mode(
     try:
         captured = capture(observation.module, args, kwargs, observation.path)
     except CaptureError as error:
-        return Refusal(observation.path, str(error))
+        return _NotRecorded(observation.path, str(error))
     notify("capture", "after", captured.graph)
     notify("canonicalize", "before", captured.graph)
     captured = canonicalize(captured)

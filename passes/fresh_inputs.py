@@ -28,9 +28,15 @@ class FreshInputs:
         self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._seed = seed
         self._sizes = _sizes(self._leaves)
+        self._flat = _are_flat(self._leaves)
         self.num_experts = num_experts
         self._kinds = _with_tokens([self._kind(leaf) for leaf in self._leaves], self._leaves)
         self.given_routing = any(kind in ("ids", "marks", "scores") for kind in self._kinds)
+
+    @property
+    def one_token(self) -> bool:
+        """Whether batch and sequence of the example are both 1."""
+        return self._sizes == (1, 1)
 
     def example(self, dtype: torch.dtype) -> tuple[Any, Any]:
         """(args, kwargs) of the example itself; floating tensors in ``dtype``."""
@@ -45,10 +51,71 @@ class FreshInputs:
     def at(self, batch: int, sequence: int, dtype: torch.dtype, routing: Routing | None = None) -> tuple[Any, Any]:
         """The same with dimensions that count batch, sequence or tokens in the example set to the given sizes."""
         shapes = [
-            _resized(leaf.shape, self._sizes, (batch, sequence)) if isinstance(leaf, torch.Tensor) else ()
-            for leaf in self._leaves
+            self._resized(leaf, (batch, sequence)) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves
         ]
         return self._make(shapes, dtype, routing)
+
+    def _resized(self, leaf: torch.Tensor, size: tuple[int, int]) -> tuple[int, ...]:
+        """Of a single token, sizes of 1 count tokens where tokens are rows; else those of a mask count batch and sequence."""
+        if self.one_token and self._flat and leaf.dim() and leaf.shape[0] == 1:
+            return (size[0] * size[1], *leaf.shape[1:])
+        if self.one_token and not self._flat and leaf.dtype == torch.bool and leaf.shape == (1, 1):
+            return size
+        return _resized(leaf.shape, self._sizes, size)
+
+    def with_fresh_tokens(self, size: tuple[int, int] | None, vocabulary: int | None) -> tuple[Any, Any] | None:
+        """(args, kwargs) of the example with other tokens and another routing, everything else as it is.
+
+        None without tokens, and where they come with what may be a routing, the same for all.
+
+        Args:
+            size: (batch, sequence); what is not drawn anew is repeated to it. None: the example's.
+            vocabulary: where the block is given no floats, its integers are drawn below this.
+        """
+        generator = torch.Generator().manual_seed(self._seed)
+        chosen: dict[tuple[int, int, int], torch.Tensor] = {}
+        place = self._tokens_at()
+        if (place is None and vocabulary is None) or (place is not None and self._may_route_alike(place)):
+            return None
+        made = []
+        for number, (leaf, kind) in enumerate(zip(self._leaves, self._kinds)):
+            if not isinstance(leaf, torch.Tensor):
+                made.append(leaf)
+                continue
+            shape = tuple(leaf.shape) if size is None else self._resized(leaf, size)
+            if number == place:
+                new = _random_tokens(leaf, shape, generator)
+            elif place is None and vocabulary is not None:
+                new = _random_ids(leaf, shape, vocabulary, generator)
+            elif kind in ("ids", "marks", "scores"):
+                new = self._fill(leaf, kind, shape, generator, None, chosen)
+            elif self._weighs_tokens(leaf):
+                new = torch.rand(shape, generator=generator) * leaf.abs().max().cpu() + 1e-3
+            else:
+                new = _repeated_to(leaf, shape)
+            made.append(new.to(leaf))
+        args, kwargs = pytree.tree_unflatten(made, self._spec)
+        return args, kwargs
+
+    def _tokens_at(self) -> int | None:
+        """The first matrix of floats that is no routing."""
+        for number, (leaf, kind) in enumerate(zip(self._leaves, self._kinds)):
+            if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and kind in ("signed", "unsigned"):
+                return number
+        return None
+
+    def _may_route_alike(self, place: int) -> bool:
+        tokens = self._leaves[place].numel() // self._leaves[place].shape[-1]
+        numbers = [leaf for leaf, kind in zip(self._leaves, self._kinds) if kind == "integer" and leaf.dim()]
+        rows = [leaf.reshape(tokens, -1) for leaf in numbers if tokens and leaf.numel() % tokens == 0]
+        return any(bool((r == r[:1]).all()) for r in rows)
+
+    def _weighs_tokens(self, leaf: torch.Tensor) -> bool:
+        """Whether it can be the weights of given ids: positive, of the ids' size, and not all ones, as a mask is."""
+        sizes = {other.numel() for other, kind in zip(self._leaves, self._kinds) if kind == "ids"}
+        if not leaf.is_floating_point() or leaf.numel() not in sizes:
+            return False
+        return bool((leaf > 0).all()) and not bool((leaf == 1).all())
 
     def _kind(self, leaf: Any) -> Kind:
         if not isinstance(leaf, torch.Tensor) or leaf.numel() == 0 or leaf.is_complex():
@@ -159,6 +226,43 @@ def _cast(new: Any, leaf: Any, dtype: torch.dtype) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return new
     return new.to(device=leaf.device, dtype=dtype if leaf.is_floating_point() else leaf.dtype)
+
+
+def _are_flat(leaves: Sequence[Any]) -> bool:
+    """Whether the first matrix of floats is (T, D)."""
+    matrices = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2)
+    first = next((leaf for leaf in matrices if leaf.is_floating_point()), None)
+    return first is not None and first.dim() == 2
+
+
+def _random_tokens(leaf: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Of the example's range; around its number where it is all of one."""
+    example = leaf.detach().double()
+    spread = float(example.std()) if leaf.numel() > 1 else 0.0
+    if not 0 < spread < float("inf"):
+        return torch.randn(shape, dtype=torch.float64, generator=generator) + _finite(example.flatten()[0])
+    if bool((example >= 0).all()):
+        return torch.rand(shape, dtype=torch.float64, generator=generator) * _finite(example.max())
+    return torch.randn(shape, dtype=torch.float64, generator=generator) * spread + _finite(example.mean())
+
+
+def _random_ids(
+    leaf: torch.Tensor, shape: tuple[int, ...], vocabulary: int, generator: torch.Generator
+) -> torch.Tensor:
+    """All different while there are enough of them."""
+    if leaf.dtype == torch.bool or leaf.is_floating_point() or leaf.dim() == 0:
+        return _repeated_to(leaf, shape)
+    wanted = torch.Size(shape).numel()
+    return torch.cat([torch.randperm(vocabulary, generator=generator) for _ in range(-(-wanted // vocabulary))])[
+        :wanted
+    ].reshape(shape)
+
+
+def _repeated_to(leaf: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    for dim, size in enumerate(shape):
+        if size != leaf.shape[dim]:
+            leaf = leaf.index_select(dim, torch.arange(size, device=leaf.device) % leaf.shape[dim])
+    return leaf
 
 
 def _finite(value: torch.Tensor) -> float:

@@ -24,8 +24,11 @@ _FREE = frozenset(
 )
 """Operations in our graphs that give views or numbers."""
 
-_FEW_ELEMENTS = 1 << 18
-"""Elements that the block's own code may write in the region before arithmetic counts."""
+_PRODUCTS = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())
+"""Operations whose operands count too: weights gathered for every token are read as often as they are written."""
+
+_FEW_ELEMENTS = 1 << 19
+"""Elements that the block's own code may write in the region, and read in products, before arithmetic counts."""
 
 
 def own_code_limit(captured: CapturedBlock, removed: Iterable[torch.fx.Node], added: Iterable[torch.fx.Node]) -> int:
@@ -36,21 +39,21 @@ def own_code_limit(captured: CapturedBlock, removed: Iterable[torch.fx.Node], ad
         removed: its nodes that the rewrite leaves out.
         added: nodes of the rewritten graph in their place.
     """
-    written = _written(captured, set(removed))
+    moved = _moved(captured, set(removed))
     calls = sum(_CALLS.get(operation(node), operation(node) not in _FREE) for node in added if _is_call(node))
     arguments = (record_of(value).value for _, value in captured.arguments if isinstance(value, torch.fx.Node))
     first = next((value for value in arguments if isinstance(value, torch.Tensor)), None)
-    if first is None or len(written) > calls:
+    if first is None or len(moved) > calls:
         return 0
-    return first.numel() * _FEW_ELEMENTS // max(sum(written), 1)
+    return first.numel() * _FEW_ELEMENTS // max(sum(moved), 1)
 
 
 def _is_call(node: torch.fx.Node) -> bool:
     return node.op in ("call_function", "call_method")
 
 
-def _written(captured: CapturedBlock, nodes: set[torch.fx.Node]) -> list[int]:
-    """Elements that each of ``nodes`` writes, leaving out views and numbers."""
+def _moved(captured: CapturedBlock, nodes: set[torch.fx.Node]) -> list[int]:
+    """Elements that each of ``nodes`` writes, and reads in a product, leaving out views and numbers."""
     found, seen = [], set()
     for node in captured.graph.nodes:
         if node.op == "output":
@@ -59,5 +62,11 @@ def _written(captured: CapturedBlock, nodes: set[torch.fx.Node]) -> list[int]:
         new = record.storage not in seen
         seen.add(record.storage)
         if node in nodes and _is_call(node) and isinstance(record.value, torch.Tensor) and (new or record.writes):
-            found.append(record.value.numel())
+            read = node.all_input_nodes if operation(node) in _PRODUCTS else ()
+            found.append(sum(_elements(n) for n in (node, *read)))
     return found
+
+
+def _elements(node: torch.fx.Node) -> int:
+    value = record_of(node).value
+    return value.numel() if isinstance(value, torch.Tensor) else 0

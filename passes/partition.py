@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
 
+from hexa_fx.allocation import DeviceCosts
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import at_block, notify
@@ -27,13 +28,8 @@ from hexa_fx.passes.plan_layers import PartitionConfig, Strategy, plan_layers, w
 from hexa_fx.plan import Plan
 from hexa_fx.runtime.distributed.geometry import Geometry
 from hexa_fx.runtime.distributed.groups import Groups, join, make_groups
-from hexa_fx.runtime.distributed.profile import (
-    BlockTimes,
-    measure_bandwidth,
-    measure_blocks,
-    measure_modes,
-    profile_devices,
-)
+from hexa_fx.runtime.distributed.mode_times import BlockTimes, measure_blocks, measure_modes
+from hexa_fx.runtime.distributed.profile import measure_bandwidth, profile_costs
 from hexa_fx.runtime.distributed.session import PartitionSession
 from hexa_fx.runtime.distributed.shards import LayerWeights, ShardedParameter, cut_layer, find_tensor
 from hexa_fx.runtime.install import install
@@ -62,7 +58,7 @@ def partition_model(
         blocks: its rewritten blocks in execution order, each alone or by mode; their graphs hold the canonical nodes.
         mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
         strategy: ``auto``, ``data``, ``model``, or one of them by path of the block or of a module around it.
-        capacities: ``measure`` (`profile_devices` on the first layer), t_i by rank, or None for equal devices.
+        capacities: ``measure`` (`profile_costs` on the first layer), t_i by rank, or None for equal devices.
         config: everything else.
         example: runs the model's forward once on the global batch, for the times and token counts of ``auto``.
 
@@ -76,28 +72,27 @@ def partition_model(
     groups = make_groups(mesh)
     join(groups, "to plan the partition")
     sample = _first_tensor(model, layers[0])
-    times = _capacities(capacities, layers[0].geometry, sample, groups)
-    config = _with_dtypes(config, sample)
+    config = _with_tokens(_with_dtypes(config, sample), _recorded_tokens(blocks))
+    costs = _capacities(capacities, layers[0].geometry, config.tokens, sample, groups)
     shapes = {layer.path: layer.geometry.shape for layer in layers}
     measured: dict[str, Measured] = {}
     if "auto" in wanted_modes(strategy, shapes).values() and config.measure and groups.world > 1:
         modules = [model.get_submodule(_any_mode(block).path) for block in blocks]
         seen = None if example is None else measure_blocks(example, modules, sample.device, groups)
-        config = _with_tokens(config, seen, blocks)
+        config = _with_tokens(config, seen.tokens if seen else config.batch)
         measured = _measure(layers, config, seen, sample, groups)
-    plan = plan_layers(shapes, times, strategy, _scaled_caps(config, layers), measured)
+    plan = plan_layers(shapes, costs, strategy, _scaled_caps(config, layers), measured)
     box = [plan.to_json()]
     dist.broadcast_object_list(box, src=dist.get_global_rank(groups.host, 0), group=groups.host)
     return Plan.from_json(box[0])
 
 
-def _with_tokens(
-    config: PartitionConfig, seen: BlockTimes | None, blocks: Sequence[RewrittenBlock | Modes]
-) -> PartitionConfig:
-    if config.tokens is not None:
-        return config
-    recorded = seen.tokens if seen else next((n for n in map(observed_tokens, map(_any_mode, blocks)) if n), None)
-    return replace(config, tokens=recorded or config.batch)
+def _with_tokens(config: PartitionConfig, tokens: int | None) -> PartitionConfig:
+    return config if config.tokens is not None else replace(config, tokens=tokens or None)
+
+
+def _recorded_tokens(blocks: Sequence[RewrittenBlock | Modes]) -> int | None:
+    return next((n for n in map(observed_tokens, map(_any_mode, blocks)) if n), None)
 
 
 def _measure(
@@ -119,19 +114,24 @@ def _measure(
 
 
 def _capacities(
-    capacities: Literal["measure"] | Sequence[float] | None, geometry: Geometry, sample: Tensor, groups: Groups
-) -> tuple[float, ...]:
+    capacities: Literal["measure"] | Sequence[float] | None,
+    geometry: Geometry,
+    tokens: int | None,
+    sample: Tensor,
+    groups: Groups,
+) -> DeviceCosts:
     if capacities is None:
-        return (1.0,) * groups.world
+        return DeviceCosts.proportional((1.0,) * groups.world)
     if isinstance(capacities, str):
         if capacities != "measure":
             raise PlanError(f"capacities is 'measure', a sequence of seconds or None, got {capacities!r}")
-        return profile_devices(
-            geometry.shape, gated=geometry.gated, dtype=sample.dtype, device=sample.device, groups=groups
+        dtype, device = sample.dtype, sample.device
+        return profile_costs(
+            geometry.shape, gated=geometry.gated, tokens=tokens, dtype=dtype, device=device, groups=groups
         )
     if len(capacities) != groups.world:
         raise PlanError(f"{len(capacities)} capacities for {groups.world} ranks")
-    return tuple(float(t) for t in capacities)
+    return DeviceCosts.proportional(capacities)
 
 
 def _with_dtypes(config: PartitionConfig, sample: Tensor) -> PartitionConfig:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hexa_fx.allocation import allocate, even
+from hexa_fx.allocation import DeviceCosts, even
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.cost_model import Measured, layer_cost
-from hexa_fx.plan import ExpertShape, LayerCost, LayerPlan, Mode, Plan, Reduce
+from hexa_fx.plan import ExpertShape, GradDtype, LayerCost, LayerPlan, Mode, Plan, Reduce
 
 Strategy = Literal["auto", "data", "model"] | Mapping[str, Literal["auto", "data", "model"]]
 
@@ -36,6 +36,8 @@ class PartitionConfig:
         bytes_per_element: of an expert parameter with its gradient and optimizer state.
         data_parallel: what averages the gradients of the other parameters: ``sum`` (nobody divides), ``mean`` (DDP,
             FSDP2).
+        grad_dtype: in which data-centric weight gradients are summed over the ranks. ``compute`` (the autocast dtype; FSDP2's
+            default too) halves what travels and what the largest layer holds in backward; ``parameter`` rounds once less.
         dtype_bytes, reduce_bytes: of what is gathered, and of reduced weight gradients.
         attention_seconds: forward time of what runs between two MoE layers on a rank's tokens, for ``auto``. Default:
             measured, if the model can be run (`partition_model`'s ``example``), else 0: then nothing hides a gather.
@@ -52,6 +54,7 @@ class PartitionConfig:
     memory_caps: tuple[int, ...] | None = None
     bytes_per_element: int = 16
     data_parallel: Literal["sum", "mean"] = "sum"
+    grad_dtype: GradDtype = "parameter"
     dtype_bytes: int | None = None
     reduce_bytes: int | None = None
     attention_seconds: float | None = None
@@ -63,7 +66,7 @@ class PartitionConfig:
 
 def plan_layers(
     shapes: Mapping[str, ExpertShape],
-    capacities: Sequence[float],
+    capacities: Sequence[float] | DeviceCosts,
     strategy: Strategy = "auto",
     config: PartitionConfig | None = None,
     measured: Measured | Mapping[str, Measured] | None = None,
@@ -72,7 +75,7 @@ def plan_layers(
 
     Args:
         shapes: sizes of every MoE layer by path, in execution order.
-        capacities: t_i, seconds of the same task on rank i.
+        capacities: t_i, seconds of the same task on rank i; or with how they grow with the share (`profile_costs`).
         strategy: one for all layers, or by path of a layer or of a module that holds it (else ``auto``).
         measured: bandwidth and times, for all layers or by path; without them ``auto`` compares bytes.
 
@@ -80,8 +83,9 @@ def plan_layers(
         PlanError: no split fits the caps, or the strategy names an unknown layer or mode.
     """
     config = config or PartitionConfig()
-    world = len(capacities)
-    batch = allocate(capacities, config.batch if config.batch is not None else world)
+    costs = capacities if isinstance(capacities, DeviceCosts) else DeviceCosts.proportional(capacities)
+    world = len(costs.seconds)
+    batch = batch_shares(costs, config.batch if config.batch is not None else world, config.tokens)
     tokens = _static_tokens(config, batch) if config.static_tokens else None
     wanted = wanted_modes(strategy, shapes)
     layers = tuple(
@@ -89,7 +93,7 @@ def plan_layers(
             path,
             shape,
             wanted[path],
-            capacities,
+            costs,
             config,
             measured.get(path) if isinstance(measured, Mapping) else measured,
         )
@@ -103,8 +107,16 @@ def plan_layers(
         slots=config.slots,
         prefetch=config.prefetch,
         grad_scale=1.0 / world if config.data_parallel == "mean" else 1.0,
-        capacities=tuple(float(t) for t in capacities),
+        grad_dtype=config.grad_dtype,
+        capacities=costs.seconds,
     )
+
+
+def batch_shares(costs: DeviceCosts, batch: int, tokens: int | None) -> tuple[int, ...]:
+    """B_i (Eq. 1). Times count as proportional to the share where nobody knows the ``tokens`` of the batch."""
+    if tokens is None or batch == 0:
+        return DeviceCosts.proportional(costs.seconds).by_tokens.split(batch)
+    return costs.by_tokens.split(batch, tokens / batch)
 
 
 def wanted_modes(strategy: Strategy, shapes: Mapping[str, ExpertShape]) -> dict[str, str]:
@@ -132,17 +144,18 @@ def _plan_layer(
     path: str,
     shape: ExpertShape,
     kind: str,
-    capacities: Sequence[float],
+    costs: DeviceCosts,
     config: PartitionConfig,
     measured: Measured | None,
 ) -> LayerPlan:
-    mode, cost = _choose(shape, kind, len(capacities), config, measured)
-    caps = _channel_caps(shape, config, len(capacities))
-    tile = min(config.tile, max(1, shape.intermediate_size // len(capacities)))
+    world = len(costs.seconds)
+    mode, cost = _choose(shape, kind, world, config, measured)
+    caps = _channel_caps(shape, config, world)
     if mode == "model_centric":
-        shards = allocate(capacities, shape.intermediate_size, tile=tile, caps=caps)
+        tile = min(config.tile, max(1, shape.intermediate_size // world))
+        shards = costs.by_channels.split(shape.intermediate_size, tile=tile, caps=caps)
     else:  # every rank computes with all weights, so what it stores need not follow its speed
-        shards = even(shape.intermediate_size, len(capacities), caps=caps)
+        shards = even(shape.intermediate_size, world, caps=caps)
     owner = max(range(len(shards)), key=lambda rank: (shards[rank], -rank))
     return LayerPlan(path, mode, shape, shards, config.reduce, owner, cost)
 
@@ -183,6 +196,3 @@ def _static_tokens(config: PartitionConfig, batch: tuple[int, ...]) -> tuple[int
             f"static_tokens needs tokens as a multiple of the global batch, got tokens={config.tokens}, batch={total}"
         )
     return tuple(size * (config.tokens // total) for size in batch)
-
-
-# --- on a model ------------------------------------------------------------------------------------------------------

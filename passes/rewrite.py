@@ -71,7 +71,7 @@ class _Rewriter:
         stored = tuple((item.path, item.name) for item in self.match.stored)
         packed, guards = tuple(weights.packed), self._guards(captured)
         small = own_code_limit(captured, self._removed(kept), self._added())
-        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small)
+        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, self.match.num_experts)
 
     def _removed(self, kept: Kept) -> list[torch.fx.Node]:
         """Recorded nodes without a counterpart, neither alone nor in a call that is kept."""
@@ -304,7 +304,10 @@ class _Rewriter:
         nodes = [self.new[node] for node in source.nodes]
         value = record_of(source.nodes[0]).value
         if source.reading == "columns":
-            return self.graph.call_function(torch.stack, ([call("reshape", (node, -1)) for node in nodes], 1))
+            if value.dim() == 2 and value.shape[1] == 1:
+                return self.graph.call_function(torch.cat, (nodes, 1))
+            flat = nodes if value.dim() == 1 else [call("reshape", (node, -1)) for node in nodes]
+            return self.graph.call_function(torch.stack, (flat, 1))
         node = nodes[0]
         if value.dtype == torch.bool or (index is not None and not value.is_floating_point()):
             node = call("to", (node, record_of(self.match.source).value.dtype))

@@ -115,7 +115,7 @@ def verify(
         if any(case.outcome != "skipped" for case in cases):
             break
         log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))
-    reason = _reason(cases)
+    reason = _reason(cases) or _too_little(cases, inputs, settings)
     return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype)
 
 
@@ -182,7 +182,7 @@ class _Comparison:
             return
         for number, (batch, sequence) in enumerate(self.settings.sizes):
             given = self.inputs.at(batch, sequence, self.subject.dtype)
-            yield self._case(f"batch {batch}, sequence {sequence}", given, gradients=number == 0 and not large)
+            yield self._case(_size(batch, sequence), given, gradients=number == 0 and not large)
         for routing in ROUTINGS:
             backward = routing is ROUTINGS[-1] or (routing is ROUTINGS[0] and not large)
             yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example, backward)
@@ -275,8 +275,25 @@ def _reason(cases: tuple[VerificationCase, ...]) -> str:
     return ""
 
 
+def _too_little(cases: tuple[VerificationCase, ...], inputs: FreshInputs, settings: VerifySettings) -> str:
+    """One token looks the same however rows are laid out, so others must have been compared beside it."""
+    if not inputs.one_token or settings.brief:
+        return ""
+    larger = [_size(batch, sequence) for batch, sequence in settings.sizes if batch * sequence > 1]
+    if any(case.outcome == "equal" and case.name in larger for case in cases):
+        return ""
+    details = [case.detail for case in cases if case.name in larger]
+    return f"the example has one token, and with more tokens nothing could be compared ({'; '.join(details[:1])})"
+
+
+def _size(batch: int, sequence: int) -> str:
+    return f"batch {batch}, sequence {sequence}"
+
+
 def _num_experts(block: nn.Module, rewritten: RewrittenBlock) -> int | None:
-    """Length of the packed lists, or of the stacked weights that the graph reads."""
+    """As the rewrite says, else the length of the packed lists, or of the stacked weights that the graph reads."""
+    if rewritten.num_experts is not None:
+        return rewritten.num_experts
     if rewritten.packed:
         return len(rewritten.packed[0].parts[0])
     lengths = [weight.shape[0] for weight in _stacked_weights(block, rewritten)]

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.swin_moe.contestants import Contestant, Setting
+from benchmarks.swin_moe.journal import GIVE_UP, Journal, write_document
 from benchmarks.swin_moe.libraries import NotInstalled
 
 GIB = 2.0**30
@@ -43,7 +44,9 @@ class Bench:
     Args:
         out: folder of the JSON files.
         tiny: sizes for tests.
-        deadline: by `time.monotonic`; cases that would start later are recorded as skipped.
+        deadline: by `time.time`; cases that would start later are recorded as skipped.
+        journal: cases that earlier ranks of the same run have had, and the one under way; then an error ends these ranks, as a CUDA
+            error leaves no rank usable, and the launcher starts others for the cases that are left. None: errors are recorded.
     """
 
     rank: int
@@ -54,6 +57,7 @@ class Bench:
     effort: Effort = field(default_factory=Effort)
     deadline: float = float("inf")
     tag: str = ""
+    journal: Journal | None = None
     group: Any = None
     mesh: DeviceMesh | None = None
     host: Any = None
@@ -66,6 +70,8 @@ class Bench:
             self.mesh = init_device_mesh(self.device.type, (self.world,))
             self.group = self.mesh.get_group()
             self.host = dist.new_group(backend="gloo")
+        if self.journal is not None:
+            self.records = self.journal.records()
 
     @property
     def cuda(self) -> bool:
@@ -79,26 +85,40 @@ class Bench:
         Returns:
             The record, on every rank.
         """
+        before = [r for r in self.records.get(experiment, []) if about.items() <= r.items()]
+        if before:
+            return before[0]
         record = dict(about)
-        started = time.monotonic()
+        started = time.time()
+        broken = self.journal is not None and self.journal.failures(about) >= GIVE_UP
         if self.agree(started > self.deadline):
             record["skipped"] = "out of time"
+        elif broken:
+            record["skipped"] = f"failed {GIVE_UP} times in other cases"
         else:
+            self._begin(experiment, about)
             self.base = torch.cuda.memory_allocated() if self.cuda else 0
             try:
                 record |= run()
             except NotInstalled as error:
                 record["skipped"] = str(error)
             except Exception as error:  # out of memory, say: the other cases still count
+                if self.journal is not None:
+                    raise
                 record["error"] = f"{type(error).__name__}: {str(error)[:300]}"
                 if self.rank == 0:
                     traceback.print_exc()
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
-        record["case_s"] = round(time.monotonic() - started, 2)
+            record["left_gib"] = round((torch.cuda.memory_allocated() - self.base) / GIB, 4)
+        record["case_s"] = round(time.time() - started, 2)
         self._save(experiment, record)
         return record
+
+    def _begin(self, experiment: str, about: Mapping[str, Any]) -> None:
+        if self.journal is not None and self.rank == 0:
+            self.journal.begin(experiment, about)
 
     def agree(self, mine: bool) -> bool:
         """What rank 0 says, on every rank."""
@@ -123,8 +143,9 @@ class Bench:
         print(f"[{experiment}] {json.dumps(record)}", flush=True)
         self.out.mkdir(parents=True, exist_ok=True)
         document = {"environment": environment(self.device, self.world), "records": self.records[experiment]}
-        path = self.out / f"swin_{experiment}{self.tag}.json"
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        write_document(self.out / f"swin_{experiment}{self.tag}.json", document)
+        if self.journal is not None:
+            self.journal.end()
 
     # --- measuring -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hexa_fx
-from benchmarks.swin_moe.baselines import DroplessExperts, PaddedExperts
+from benchmarks.swin_moe.baselines import DroplessExperts, NoExperts, PaddedExperts
 from benchmarks.swin_moe.libraries import MegablocksExperts, TutelExperts
 from benchmarks.swin_moe.model import Experts, MoeMlp, SwinConfig, SwinMoe
 from hexa_fx.passes.plan_layers import PartitionConfig
@@ -34,13 +34,19 @@ BASELINES: dict[str, MakeExperts] = {
     "tutel": functools.partial(TutelExperts, factor=CAPACITY_FACTOR),
     "megablocks-moe": functools.partial(MegablocksExperts, dropless=False),
     "megablocks-dmoe": functools.partial(MegablocksExperts, dropless=True),
+    "none": NoExperts,
 }
 OURS = ("data", "model")
 """hexa_fx, data-centric and model-centric."""
 
+RECOMPUTED = ("data-recompute", "model-recompute")
+"""The same, computing pre-activations again in backward (`HexaConfig.recompute_h`)."""
+
 TITLES = {
     "data": "hexa_fx (data-centric)",
     "model": "hexa_fx (model-centric)",
+    "data-recompute": "hexa_fx (data-centric, recompute_h)",
+    "model-recompute": "hexa_fx (model-centric, recompute_h)",
     "padded": "padded capacity 1.25 (Tutel's formulation)",
     "padded-cf1": "padded capacity 1.0 (MegaBlocks MoE's)",
     "grouped": "torch grouped_mm, dropless (dMoE's)",
@@ -48,6 +54,7 @@ TITLES = {
     "tutel": "Tutel",
     "megablocks-moe": "MegaBlocks (MoE)",
     "megablocks-dmoe": "MegaBlocks (dMoE)",
+    "none": "the model without what its experts compute",
 }
 
 
@@ -56,7 +63,7 @@ class Setting:
     """One contestant on one model.
 
     Args:
-        name: one of `OURS` or `BASELINES`, or ``eager``: the model as it is, on one rank.
+        name: one of `OURS`, `RECOMPUTED` or `BASELINES`, or ``eager``: the model as it is, on one rank.
         model: sizes.
         batch: images a rank (of an even split).
         seconds: capacities t_i handed to the plan, None for equal ranks.
@@ -102,7 +109,7 @@ class Contestant:
         name = self.setting.name
         if name == "eager":
             return []
-        if name in OURS:
+        if name in (*OURS, *RECOMPUTED):
             return self._optimize(mesh)
         names = []
         for path, module in list(self.model.named_modules()):
@@ -113,19 +120,19 @@ class Contestant:
         return [p for n, p in self.model.named_parameters() if n in set(names)]
 
     def _optimize(self, mesh: Any) -> list[nn.Parameter]:
-        images = self.images(2)
+        images, setting = self.images(2), self.setting
+        config = replace(setting.config, recompute_h=setting.config.recompute_h or setting.name in RECOMPUTED)
         if mesh is None:
-            hexa_fx.optimize_(self.model, images, self.setting.config)
+            hexa_fx.optimize_(self.model, images, config)
             return []
-        setting = self.setting
-        partition = PartitionConfig(batch=setting.batch * self.world, data_parallel="mean")
+        partition = PartitionConfig(batch=setting.batch * self.world, data_parallel="mean", grad_dtype="compute")
         with self.autocast():
             hexa_fx.optimize_(
                 self.model,
                 images,
-                setting.config,
+                config,
                 mesh=mesh,
-                strategy="data" if setting.name == "data" else "model",
+                strategy="data" if setting.name.startswith("data") else "model",
                 capacities=setting.seconds,
                 partition=partition,
             )
@@ -164,7 +171,7 @@ class Contestant:
 
     def prepare(self, images: Tensor, labels: Tensor) -> None:
         """Builds all GPU kernels that a step needs, several at a time. Changes nothing."""
-        if self.device.type != "cuda" or self.setting.name not in OURS:
+        if self.device.type != "cuda" or self.setting.name not in (*OURS, *RECOMPUTED):
             return
 
         def run() -> None:

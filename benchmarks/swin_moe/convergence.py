@@ -68,6 +68,7 @@ def _train(bench: Bench, name: str, amp: torch.dtype | None) -> dict[str, Any]:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).to(bench.device)
     held, rest = order[:297], order[297:]
     entrant = Contestant(Setting(name, model, batch, amp=amp, lr=3e-4), bench.device)
+    entrant.prepare(images[:batch], labels[:batch])
     picks, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
         chosen = rest[torch.randperm(len(rest), generator=picks)[:batch].to(bench.device)]

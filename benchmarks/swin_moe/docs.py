@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import functools
-import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.swin_moe import paper
-from benchmarks.swin_moe.contestants import OURS, TITLES
+from benchmarks.swin_moe.claims import claims, coverage
+from benchmarks.swin_moe.contestants import OURS, RECOMPUTED, TITLES
 from benchmarks.swin_moe.experiments import PAPER_BATCH
+from benchmarks.swin_moe.results import Record, changes, fastest, load, peaks, saving, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "swin_moe.md"
-LIBRARIES = ("tutel", "megablocks-moe", "megablocks-dmoe")
-Record = dict[str, Any]
-
-
-def load(folder: Path, experiment: str) -> list[Record]:
-    """Records of an experiment, of all its files (``swin_memory.json``, ``swin_memory_small.json``, ...)."""
-    pattern = re.compile(rf"swin_{experiment}(_(base|small|data|model))?\.json")
-    found = sorted(path for path in folder.glob("swin_*.json") if pattern.fullmatch(path.name))
-    return [record for path in found for record in json.loads(path.read_text())["records"]]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in lines)
 
 
 def _cells(records: list[Record], key: str, value: Callable[[Record], str], wanted: Sequence[Any]) -> list[str]:
@@ -52,27 +38,41 @@ def memory(folder: Path) -> str:
     for scale in ("base", "small"):
         here = [r for r in records if r["scale"] == scale]
         rows: list[Sequence[object]] = []
-        for name in dict.fromkeys(r["name"] for r in records):
+        for name in _in_order(records):
             mine = [r for r in here if r["name"] == name]
             rows.append([TITLES[name], *_cells(mine, "top_k", lambda r: f"{r['peak_gib']:.2f}", counts)])
-        rows += _savings(here, counts)
         rows += [[f"paper: {title}", *values] for title, values in paper.MEMORY[scale].items()]
         parts.append(table([scale.capitalize(), *(f"top-{k}" for k in counts)], rows))
     return "\n\n".join(parts)
 
 
-def _savings(records: list[Record], counts: Sequence[int]) -> list[list[str]]:
-    peak = {(r["name"], r["top_k"]): r["peak_gib"] for r in records if "peak_gib" in r}
-    rows = []
-    for ours in OURS:
-        for other in ("padded", "padded-cf1", "grouped"):
-            cells = [
-                f"{100 * (1 - peak[ours, k] / peak[other, k]):.0f} %" if {(ours, k), (other, k)} <= set(peak) else ""
-                for k in counts
-            ]
-            if any(cells):
-                rows.append([f"{ours}-centric below {other}", *cells])
-    return rows
+def savings(folder: Path) -> str:
+    """How far ours lie below the others: of the whole, and of what lies above the model without its experts' computation."""
+    records, counts, parts = load(folder, "memory"), range(1, 9), []
+    for scale in ("base", "small"):
+        peak, rows = peaks(records, scale), []
+        for ours in (*OURS, *RECOMPUTED):
+            for other in ("padded", "padded-cf1", "grouped"):
+                cells = [_saved(peak, ours, other, k) for k in counts]
+                if any(cells):
+                    rows.append([f"{ours} below {other}", *cells])
+        if rows:
+            parts.append(table([scale.capitalize(), *(f"top-{k}" for k in counts)], rows))
+    return "\n\n".join(parts) or "not run"
+
+
+def _saved(peak: dict[tuple[str, int], float], ours: str, other: str, k: int) -> str:
+    whole = saving(peak, ours, other, k)
+    if whole is None:
+        return ""
+    own = saving(peak, ours, other, k, above="none")
+    return f"{whole:.0f} %" + (f" ({own:.0f} %)" if own is not None else "")
+
+
+def _in_order(records: Iterable[Record]) -> list[str]:
+    """Contestants that were tried, as `TITLES` has them."""
+    there = {r["name"] for r in records}
+    return [name for name in TITLES if name in there]
 
 
 def latency(folder: Path) -> str:
@@ -82,18 +82,13 @@ def latency(folder: Path) -> str:
         here = [r for r in records if r["scale"] == scale]
         batches = PAPER_BATCH[scale]
         counts, rows = sorted(batches), []
-        best = {k: _fastest([r for r in here if r["top_k"] == k]) for k in counts}
-        for name in dict.fromkeys(r["name"] for r in records):
+        best = {k: fastest([r for r in here if r["top_k"] == k]) for k in counts}
+        for name in _in_order(records):
             mine = {r["top_k"]: r for r in here if r["name"] == name}
             rows.append([TITLES[name], *(_cell(mine.get(k), functools.partial(_step, best=best[k])) for k in counts)])
         rows += [[f"paper: {t}", *(f"{v:.2f} s" for v in values)] for t, values in paper.LATENCY[scale].items()]
         parts.append(table([scale.capitalize(), *(f"top-{k}, batch {batches[k]}" for k in counts)], rows))
     return "\n\n".join(parts)
-
-
-def _fastest(records: list[Record]) -> float:
-    """Seconds of the faster of our two settings, 0 if there is none."""
-    return min((r["step_s"] for r in records if r["name"] in OURS and "step_s" in r), default=0.0)
 
 
 def _step(record: Record, best: float) -> str:
@@ -107,12 +102,12 @@ def saturated(folder: Path) -> str:
     records = load(folder, "saturated")
     if not records:
         return "not run"
-    best = _fastest(records)
+    best = fastest(records)
     rows = [
         [
             TITLES[r["name"]],
             _cell(r, lambda r: f"{1e3 * r['step_s']:.1f}"),
-            _cell(r, lambda r: f"{r['step_s'] / best:.2f}"),
+            _cell(r, lambda r: f"{r['step_s'] / best:.2f}" if best else ""),
             _cell(r, lambda r: f"{r['peak_gib']:.1f}"),
         ]
         for r in records
@@ -170,22 +165,17 @@ def ablation(folder: Path) -> str:
         memory |= {"padded capacity": same[0]} if same else {}
     rows = []
     for variant, said in paper.ABLATION.items():
-        base = variant.split(",")[0] if variant != "padded capacity" else "data"
         cells = []
         for by, key, unit in ((memory, "peak_gib", 1.0), (memory, "step_s", 1e3), (latency, "step_s", 1e3)):
-            cells.append(
-                _cell(by.get(variant), functools.partial(_changed, key=key, unit=unit, whole=by.get(base, {})))
-            )
+            change = changes(by.values(), key).get(variant)
+            cells.append(_cell(by.get(variant), functools.partial(_changed, key=key, unit=unit, change=change)))
         rows.append([variant, *cells, *said])
     head = ["", "GiB, 2 GPUs", "ms a step, 2 GPUs, batch 40", "ms a step, 4 GPUs, batch 80"]
     return table([*head, "paper: memory", "paper: latency"], rows)
 
 
-def _changed(record: Record, key: str, unit: float, whole: Record) -> str:
-    value = f"{unit * record[key]:.2f}"
-    if key not in whole or whole is record:
-        return value
-    return f"{value} ({100 * (record[key] / whole[key] - 1):+.1f} %)"
+def _changed(record: Record, key: str, unit: float, change: float | None) -> str:
+    return f"{unit * record[key]:.2f}" + ("" if change is None else f" ({change:+.1f} %)")
 
 
 def convergence(folder: Path) -> str:
@@ -205,7 +195,10 @@ def convergence(folder: Path) -> str:
 
 
 SECTIONS: dict[str, Callable[[Path], str]] = {
+    "coverage": coverage,
+    "claims": claims,
     "memory": memory,
+    "savings": savings,
     "latency": latency,
     "saturated": saturated,
     "crossover": crossover,

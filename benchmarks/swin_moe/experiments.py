@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.swin_moe.bench import Bench, Effort
 from benchmarks.swin_moe.capacity import limited_stream, matmul_seconds
-from benchmarks.swin_moe.contestants import OURS, Setting, with_switches
+from benchmarks.swin_moe.contestants import OURS, RECOMPUTED, Setting, with_switches
+from benchmarks.swin_moe.convergence import VARIANTS as VARIANTS_TRAINED
 from benchmarks.swin_moe.convergence import convergence
 from benchmarks.swin_moe.model import swin_config
 from hexa_fx.passes.cost_model import crossover_tokens
@@ -19,7 +20,7 @@ from hexa_fx.runtime.distributed.groups import make_groups
 from hexa_fx.runtime.distributed.profile import profile_devices
 
 EVERYONE = (*OURS, "padded", "padded-cf1", "grouped", "loop", "tutel", "megablocks-moe", "megablocks-dmoe")
-FAST = tuple(name for name in EVERYONE if name != "loop")
+FAST = tuple(name for name in (*EVERYONE, "none") if name != "loop")
 PAPER_BATCH = {
     "base": {1: 110, 2: 100, 3: 90, 4: 80},
     "small": {1: 140, 2: 130, 3: 120, 4: 110},
@@ -31,7 +32,7 @@ BUDGET_GIB = 24.0
 
 def memory(bench: Bench, scales: Iterable[str], names: Iterable[str] = FAST) -> None:
     """Table: memory a device; 8 experts, batch 40, top-1 to top-8."""
-    batch, counts = (4, (2,)) if bench.tiny else (40, (1, 2, 4, 8, 3, 6, 5, 7))
+    batch, counts = (4, (2,)) if bench.tiny else (40, (2, 4, 1, 8, 3, 6, 5, 7))
     for scale in scales:
         for top_k in counts:
             for name in names:
@@ -41,10 +42,24 @@ def memory(bench: Bench, scales: Iterable[str], names: Iterable[str] = FAST) -> 
                 )
 
 
-def latency(bench: Bench, scales: Iterable[str], names: Iterable[str] = EVERYONE) -> None:
+def memory_of(bench: Bench, scale: str) -> None:
+    """The memory table of one scale; rows that trade time for memory last."""
+    for names in (FAST, RECOMPUTED):
+        memory(bench, (scale,), names)
+
+
+def latency_of(bench: Bench, scale: str) -> None:
+    """The latency table of one scale; what recomputation costs last."""
+    latency(bench, (scale,))
+    latency(bench, (scale,), RECOMPUTED, (4, 2))
+
+
+def latency(
+    bench: Bench, scales: Iterable[str], names: Iterable[str] = EVERYONE, counts: Iterable[int] = (4, 3, 2, 1)
+) -> None:
     """Table: seconds a step; 4 experts, the paper's batch for every k. Peaks at two batches give the largest in `BUDGET_GIB`."""
     for scale in scales:
-        for top_k in sorted(PAPER_BATCH[scale], reverse=True):
+        for top_k in sorted(set(PAPER_BATCH[scale]) & set(counts), reverse=True):
             batch = PAPER_BATCH[scale][top_k]
             for name in names:
                 setting = Setting(name, swin_config(scale, experts=4, top_k=top_k), batch)
@@ -64,7 +79,7 @@ def crossover(bench: Bench, scale: str, batches: tuple[int, ...] = ()) -> None:
     batches = batches or ((2, 4) if bench.tiny else (4, 8, 16, 32, 64, 128, 256))
     model = swin_config(scale, experts=4, top_k=1)
     dim = model.dim * 2 ** (len(model.depths) - model.moe_stages)
-    tokens = crossover_tokens(ExpertShape(4, dim, model.mlp_ratio * dim, 2, 1), reduce_bytes=4)
+    tokens = crossover_tokens(ExpertShape(4, dim, model.mlp_ratio * dim, 2, 1), reduce_bytes=2)
     per_image = (model.image // model.patch // 2 ** (len(model.depths) - model.moe_stages)) ** 2
     predicted = tokens / per_image / bench.world
     for name in OURS:
@@ -123,7 +138,7 @@ def _divisions(bench: Bench, name: str, scale: str, about: dict[str, Any], known
     batch = 8 if bench.tiny else 512
     shares = (0.3, 0.7) if bench.tiny else tuple(round(0.1 * i, 1) for i in range(1, 10))
     predicted = known.get("share", 0.5)
-    near = [s for s in shares if abs(s - predicted) < 0.35] or list(shares)
+    near = [s for s in shares if abs(s - predicted) < 0.25 or s == 0.5] or list(shares)
     effort = Effort(1, 1) if bench.tiny else Effort(2, 2)
     model = swin_config(scale, experts=4, top_k=2)
 
@@ -201,16 +216,19 @@ def _largest(record: dict[str, Any], small: dict[str, Any]) -> int:
 Experiment = Callable[[Bench], None]
 
 
-def experiments(tiny: bool) -> dict[str, tuple[int, Experiment]]:
-    """By name: how many ranks, and what runs on them."""
+def experiments(tiny: bool, variant: int | None = None) -> dict[str, tuple[int, Experiment]]:
+    """By name: how many ranks, and what runs on them. ``variant``: of `convergence`, by number."""
     scales = ("tiny",) if tiny else ("base", "small")
     base, small = ("tiny", "tiny") if tiny else ("base", "small")
     few = (*OURS, "padded", "grouped") if tiny else EVERYONE
+    trained = tuple(VARIANTS_TRAINED)[slice(None) if variant is None else slice(variant, variant + 1)]
     return {
         "memory": (2, lambda b: memory(b, scales, few)),
-        "memory_base": (2, lambda b: memory(b, (base,))),
-        "memory_small": (2, lambda b: memory(b, (small,))),
+        "memory_base": (2, lambda b: memory_of(b, base)),
+        "memory_small": (2, lambda b: memory_of(b, small)),
         "latency": (4, lambda b: latency(b, scales, few)),
+        "latency_base": (4, lambda b: latency_of(b, base)),
+        "latency_small": (4, lambda b: latency_of(b, small)),
         "saturated": (4, lambda b: saturated(b, base, few)),
         "crossover": (4, lambda b: crossover(b, base)),
         "heterogeneity": (2, lambda b: heterogeneity(b, small, cases=(0,) if tiny else (0, 1, 2))),
@@ -218,7 +236,7 @@ def experiments(tiny: bool) -> dict[str, tuple[int, Experiment]]:
         "heterogeneity_model": (2, lambda b: heterogeneity(b, small, ("model",))),
         "ablation_memory": (2, lambda b: ablation(b, "memory", base)),
         "ablation_latency": (4, lambda b: ablation(b, "latency", base)),
-        "convergence": (4, convergence),
+        "convergence": (min(4, len(trained)), lambda b: convergence(b, trained)),
         "smoke": (2, smoke),
     }
 
@@ -234,6 +252,15 @@ def smoke(bench: Bench) -> None:
     ablation(bench, "latency", "tiny", ("data, no overlap", "model, no top-k memory optimisation"))
     convergence(bench, ("eager", "padded, capacity 1.0"))
 
+
+SMOKE = ("latency", "memory", "crossover", "heterogeneity", "ablation_memory", "ablation_latency", "convergence")
+RECORDED = {
+    **{name: (name,) for name in (*SMOKE, "saturated")},
+    **{f"{name}_{part}": (name,) for name in ("memory", "latency") for part in ("base", "small")},
+    **{f"heterogeneity_{part}": ("heterogeneity",) for part in OURS},
+    "smoke": SMOKE,
+}
+"""Which files an experiment writes."""
 
 ALL = (
     "latency",

@@ -1,20 +1,63 @@
 #!/bin/sh
-# Every experiment on one machine with four GPUs, in one command of about five minutes:   sh benchmarks/swin_moe/gpu.sh OUT
-# First two pairs of GPUs side by side, then all four. Results reach OUT case by case, as swin_<experiment>.json.
+# Every experiment on one machine with four GPUs, in one command:   sh benchmarks/swin_moe/gpu.sh OUT [SECONDS]
+# About five minutes (SECONDS: 315). First two pairs of GPUs side by side, with the trainings of `convergence` beside the memory
+# tables, which time nothing; then all four GPUs. OUT gets swin.tar, renewed as results come, and log.txt;
+# `python -m benchmarks.swin_moe collect OUT` takes the results over. What has not started in time is recorded as skipped.
+# HEXA_SWIN_TINY=1: the same in small on the CPU, one after the other (give it SECONDS accordingly, 1500 on two cores).
 set -u
 cd "$(dirname "$0")/../.."
-out=${1:-benchmarks/results}
+out=${1:-/tmp/swin_results}
+seconds=${2:-315}
+work=$(mktemp -d)
+begin=$(date +%s)
 mkdir -p "$out"
-export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-run() { # visible GPUs, tag, seconds, experiments: what has not started after that many seconds is recorded as skipped
-  gpus=$1 tag=$2 limit=$3
-  shift 3
-  CUDA_VISIBLE_DEVICES=$gpus timeout -k 5 $((limit + 25)) \
-    python3 -m benchmarks.swin_moe "$@" --out "$out" --tag "$tag" --seconds "$limit" --timeout 45 >>"$out/log$tag" 2>&1 ||
-    echo "$gpus: $* ended early, see $out/log$tag"
+tiny=${HEXA_SWIN_TINY:+--tiny}
+python=${PYTHON:-python3}
+export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export NCCL_NVLS_ENABLE=0 TORCH_NCCL_ASYNC_ERROR_HANDLING=1
+
+keep() { # what there is so far, in two files
+  (cd "$work" && tar cf "$work/.tar_$1" $(ls | grep -E '^(swin_.*[.]json|log_.*)$') 2>/dev/null
+    cp "$work/.tar_$1" "$out/swin.tar")
+  cat "$work"/log_* 2>/dev/null | grep -E '^\[|ranks ended|gave up|Error|error' | cut -c1-240 >"$out/log.txt"
 }
-(run 0,1 _base 75 memory_base && run 0,1 _data 75 heterogeneity_data && run 0,1 "" 45 ablation_memory) &
-(run 2,3 _small 75 memory_small && run 2,3 _model 75 heterogeneity_model) &
+
+run() { # visible GPUs, log, second until which a case may start, arguments
+  gpus=$1 log=$2 end=$3
+  shift 3
+  rest=$((begin + end - $(date +%s)))
+  [ "$rest" -gt 10 ] || { echo "gave up: $* (no time)" >>"$work/log_$log"; return; }
+  CUDA_VISIBLE_DEVICES=$gpus timeout -k 3 $((rest + 12)) "$python" -m benchmarks.swin_moe "$@" $tiny --out "$work" \
+    --until $((begin + end)) --timeout 40 --case-seconds 75 >>"$work/log_$log" 2>&1 ||
+    echo "gave up: $* ended early" >>"$work/log_$log"
+  keep "$log"
+}
+
+first=$((seconds * 52 / 100))
+trainings() {
+  for variant in 0 1 2 3 4 5 6; do
+    beside run $((variant % 4)) convergence$variant $((seconds * 40 / 100)) convergence --variant $variant --tag _v$variant
+  done
+}
+left() {
+  run 0,1 base $((first * 70 / 100)) memory_base --tag _base
+  run 0,1 ablation $first ablation_memory
+}
+right() {
+  run 2,3 small $((first * 60 / 100)) memory_small --tag _small
+  run 2,3 model $first heterogeneity_model --tag _model
+}
+beside() { # at the same time; one after the other on a CPU
+  if [ -n "$tiny" ]; then "$@"; else "$@" & fi
+}
+
+trainings
+beside left
+beside right
 wait
-run 0,1,2,3 "" 150 latency ablation_latency crossover saturated convergence
-grep -h '^\[' "$out"/log* | cut -c1-200
+run 0,1,2,3 four "$seconds" latency_base ablation_latency crossover latency_small saturated
+rest=$((begin + seconds - $(date +%s)))
+[ "$rest" -gt 25 ] && run 0,1 data "$seconds" heterogeneity_data --tag _data
+keep end
+echo "took $(($(date +%s) - begin)) s"
+cat "$out/log.txt"

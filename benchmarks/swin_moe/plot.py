@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.swin_moe.contestants import TITLES
-from benchmarks.swin_moe.docs import load
+from benchmarks.swin_moe.results import load
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 COLOURS = {
     "data": "tab:blue",
     "model": "tab:green",
+    "data-recompute": "tab:cyan",
+    "model-recompute": "tab:olive",
+    "none": "lightgray",
     "padded": "tab:red",
     "padded-cf1": "tab:orange",
     "grouped": "tab:purple",

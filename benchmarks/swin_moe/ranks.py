@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.swin_moe.bench import Bench, Effort
-from benchmarks.swin_moe.experiments import experiments
+from benchmarks.swin_moe.experiments import RECORDED, experiments
+from benchmarks.swin_moe.journal import Journal
 
 
 def rank_main(rank: int, world: int, store: str, names: tuple[str, ...], options: argparse.Namespace) -> None:
@@ -30,9 +31,10 @@ def rank_main(rank: int, world: int, store: str, names: tuple[str, ...], options
             device_id=device if device.type == "cuda" else None,
         )
     effort = Effort(1, 1) if options.tiny else Effort()
-    bench = Bench(rank, world, device, options.out, options.tiny, effort, options.end, options.tag)
+    journal = Journal(options.out, options.tag, tuple({file for name in names for file in RECORDED[name]}))
+    bench = Bench(rank, world, device, options.out, options.tiny, effort, options.end, options.tag, journal)
     for name in names:
-        experiments(options.tiny)[name][1](bench)
+        experiments(options.tiny, options.variant)[name][1](bench)
     if world > 1:
         dist.barrier(group=bench.host)
         dist.destroy_process_group()

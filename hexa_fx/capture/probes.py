@@ -24,17 +24,6 @@ def probe_inputs(
     }
 
 
-def repeats_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether half of the rows of the first matrix of floats, or more, are equal to other rows."""
-    matrices = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor) and v.dim() > 1)
-    first = next((v for v in matrices if v.is_floating_point()), None)
-    if first is None or first.numel() == 0:
-        return False
-    rows = first.detach().reshape(-1, first.shape[-1])
-    distinct: int = rows.unique(dim=0).shape[0]
-    return 2 * distinct <= rows.shape[0]
-
-
 def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
     return tensor * scale if tensor.is_floating_point() and scale != 1.0 else tensor
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.ops import library
 from hexa_fx.ops.combine import check as check_combine
@@ -73,7 +74,7 @@ class _Esmm(torch.autograd.Function):
         x, weight, _, v, offs, top_k, layout = args
         ctx.save_for_backward(x, weight, v, offs)
         ctx.static = (top_k, layout)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd():
             return esmm_cpu(*args)
 
     @staticmethod
@@ -85,7 +86,7 @@ def _by_expert(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, v: Tensor | None,
     args = (x, g, weight, v, offs, *ctx.static, ctx.needs_input_grad[:3])
     if not library.is_plain_tensor(g):
         return projection_backward(*args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with _AutoDispatchBelowAutograd():
         return projection_backward(*args)
 
 
@@ -96,7 +97,7 @@ class _PickedEsmm(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Tensor:
         x, weight, bias, v, offs, top_k, layout = args
         settle_allocator()
-        with torch._C._AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd():
             flat, experts = _flat(weight, layout), weight.shape[0]
             routed, place = _places(v, offs, top_k, x.shape[0], experts)
             every = torch.mm(x, flat.t()) if bias is None else torch.addmm(bias.reshape(-1), x, flat.t())
@@ -112,7 +113,7 @@ class _PickedEsmm(torch.autograd.Function):
         x, weight, v, offs, place = ctx.saved_tensors
         found = None
         if library.is_plain_tensor(g):
-            with torch._C._AutoDispatchBelowAutograd():
+            with _AutoDispatchBelowAutograd():
                 found = _picked_gradients(ctx, g, x, weight, place)
         return *(found or _by_expert(ctx, g, x, weight, v, offs)), None, None, None, None
 
@@ -157,7 +158,7 @@ class _Combine(torch.autograd.Function):
         y, weights, inv, offs, top_k = args
         ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, weights, inv, offs)
         ctx.top_k = top_k
-        with torch._C._AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd():
             return combine_cpu(*args)
 
     @staticmethod
@@ -166,7 +167,7 @@ class _Combine(torch.autograd.Function):
         args = (grad, y, weights, inv, offs, ctx.top_k, ctx.needs_input_grad[0])
         if not library.is_plain_tensor(grad):
             return *combine_gradients(*args), None, None, None
-        with torch._C._AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd():
             return *_combine_gradients(*args), None, None, None
 
 

@@ -17,7 +17,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import _C, Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import (
+    _ExcludeDispatchKeyGuard,
+    _get_tracing_state,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
 
@@ -28,6 +37,7 @@ Kernel = Callable[..., Any]
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _KERNELS: dict[tuple[str, str], Kernel] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+_STRIDED = torch.strided
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 _DENSE = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
@@ -139,35 +149,38 @@ def is_plain_tensor(t: Tensor) -> bool:
     """The same, asked of a tensor where no keyset is at hand."""
     return (
         type(t) is Tensor
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch.is_grad_enabled()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not _len_torch_dispatch_stack()
+        and not is_grad_enabled()
+        and peek_interpreter_stack() is None
     )
 
 
 def is_eager(tensors: Sequence[Tensor | None], cuda: bool = False) -> bool:
     """The same, asked outside torch's dispatcher: a call may go past it without anyone missing it.
 
+    The names of what is asked are bound where this module is imported: between matmuls, a look into the dictionaries of
+    ``torch`` and ``torch._C`` misses the caches and takes microseconds.
+
     Args:
         tensors: the arguments; the first one is a tensor.
         cuda: the call may be for a CUDA device; else for the CPU only.
     """
-    if torch.compiler.is_compiling() or _C._len_torch_function_stack() or not _PLAIN.issuperset(map(type, tensors)):
+    if is_compiling() or _len_torch_function_stack() or not _PLAIN.issuperset(map(type, tensors)):
         return False
     first = tensors[0]
     assert first is not None
     return (first.is_cpu or (cuda and first.is_cuda)) and not (
-        _C._len_torch_dispatch_stack()
-        or _C._is_any_autocast_enabled()
-        or _C._functorch.peek_interpreter_stack() is not None
-        or _C._get_tracing_state() is not None
-        or first.layout is not torch.strided
+        _len_torch_dispatch_stack()
+        or _is_any_autocast_enabled()
+        or peek_interpreter_stack() is not None
+        or _get_tracing_state() is not None
+        or first.layout is not _STRIDED
     )
 
 
-def without_autocast() -> torch._C._ExcludeDispatchKeyGuard:
+def without_autocast() -> _ExcludeDispatchKeyGuard:
     """A context in which torch's operators ignore autocast."""
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+    return _ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
 
 
 def _autocast_kernel(name: str, device: str, cast: frozenset[int]) -> Kernel:

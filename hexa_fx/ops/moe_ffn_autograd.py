@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import dense, library
@@ -29,7 +30,7 @@ class _ByExpertOrder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plain: bool, *args: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd():
             y, h, v, inv, offs = (run_forward if plain else _OPS.moe_ffn_forward.default)(*args)
         needs = ctx.needs_input_grad[1:]
         x, top_k_index, recompute_h = args[0], args[1], args[14]
@@ -67,7 +68,7 @@ class _Dense(torch.autograd.Function):
         *static, needs = ctx.static
         kept, plain = dense.Kept(h, share), library.is_plain_tensor(dy)
         if plain:
-            with torch._C._AutoDispatchBelowAutograd(), library.without_autocast():
+            with _AutoDispatchBelowAutograd(), library.without_autocast():
                 ffn = dense.ffn_of(*operands[1:], *static[:5])
                 found = dense.backward(dy, x, top_k_index, operands[0], ffn, kept, _wanted(needs))
             if found is not None:
@@ -90,7 +91,7 @@ def _wanted(needs: Iterable[bool]) -> frozenset[str]:
 def _gradients(plain: bool, *args: Any) -> list[Tensor | None]:
     """Gradients in the order of `OPERANDS`, by ``moe_ffn_backward`` of the arguments."""
     if plain:
-        with torch._C._AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd():
             found = iter(run_backward(*args))
     else:
         found = iter(_OPS.moe_ffn_backward.default(*args))
@@ -128,22 +129,22 @@ def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
     args = args if len(args) == _ARGUMENTS else (*args, True)  # torch leaves a default at the end out
     if library.is_plain(keyset):
         return plain(*args)
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+    if is_grad_enabled() and _any_requires_grad(*args):
         return _ByExpertOrder.apply(False, *args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with _AutoDispatchBelowAutograd():
         return _OPS.moe_ffn.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
 def plain(*args: Any) -> Any:
     """``hexa::moe_ffn`` with autograd where nothing but autograd is to see it."""
     args = args if len(args) == _ARGUMENTS else (*args, True)
-    training = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+    training = is_grad_enabled() and _any_requires_grad(*args)
     found = _try_dense(args)
     if found is not None:
         return _Dense.apply(found, *args) if training else found[0]
     if training:
         return _ByExpertOrder.apply(True, *args)
-    with torch._C._AutoDispatchBelowAutograd():
+    with _AutoDispatchBelowAutograd():
         return run(*args)
 
 
@@ -153,7 +154,7 @@ def _try_dense(args: tuple[Any, ...]) -> tuple[Tensor, dense.Kept] | None:
     if recompute_h or not fused_backward or not dense.takes(x, top_k_index, w1=rest[0], w3=rest[2], w2=rest[4]):
         return None
     check(*args)
-    with torch._C._AutoDispatchBelowAutograd(), library.without_autocast():
+    with _AutoDispatchBelowAutograd(), library.without_autocast():
         return dense.forward(x, top_k_index, top_k_weights, dense.ffn_of(*rest))
 
 

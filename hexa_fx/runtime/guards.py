@@ -14,18 +14,22 @@ class GuardMiss(Exception):
     """A rewritten block met something it was not traced for. Caught by `hexa_fx.runtime.install.HexaForward`."""
 
 
+class SizeMiss(GuardMiss):
+    """A size condition of a rewritten graph does not hold: it will not for other inputs of the same sizes."""
+
+
 def require(condition: Any, expected: str) -> None:
-    """A guard node of a rewritten graph: raises `GuardMiss` unless ``condition`` holds.
+    """A guard node of a rewritten graph: raises `SizeMiss` unless ``condition`` holds.
 
     The original forward then runs from its beginning, so a rewriter places these nodes before anything that has an
     effect (submodule calls, random numbers, buffer updates).
 
     Args:
-        condition: a bool, or something with a truth value (a symbolic bool under tracing).
+        condition: of sizes: a bool, or something with a truth value (a symbolic bool under tracing).
         expected: what was assumed, e.g. ``"more than one token"``.
     """
     if not condition:
-        raise GuardMiss(f"expected {expected}")
+        raise SizeMiss(f"expected {expected}")
 
 
 def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> None:

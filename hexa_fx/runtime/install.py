@@ -13,13 +13,13 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import PackedWeight, RewrittenBlock
-from hexa_fx.ops import library
-from hexa_fx.runtime.guards import GuardMiss, check_inputs
+from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
@@ -59,6 +59,7 @@ class HexaForward:
         self.small = {True: train.small if train else 0, False: eval.small if eval else 0}
         self._own_original = original
         self._logged: set[str] = set()
+        self._missed_sizes: tuple[Any, ...] | None = None
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:
@@ -96,26 +97,18 @@ class HexaForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         training = bool(self.module.training)
-        if self.programs[training] is None:
+        if self.programs[training] is None or _is_small(self.small[training], args, kwargs):
             return self.original(*args, **kwargs)
-        if self.small[training] and OWN_CODE_WHEN_SMALL and self._is_small(self.small[training], args, kwargs):
+        if self._missed_sizes is not None and self._missed_sizes == _sizes(training, args, kwargs):
             return self.original(*args, **kwargs)
         try:
             return self.rewritten(*args, **kwargs)
         except GuardMiss as miss:
-            reason = str(miss)
-        if not torch.compiler.is_compiling():
+            reason, of_sizes = str(miss), isinstance(miss, SizeMiss)
+        if not is_compiling():
             self._log(reason)
+            self._missed_sizes = _sizes(training, args, kwargs) if of_sizes else None
         return self.original(*args, **kwargs)
-
-    def _is_small(self, limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this is a plain CPU call whose first tensor has no more elements than ``limit``."""
-        if torch.compiler.is_compiling():
-            return False  # a tracer must not compare sizes
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor):
-                return value.numel() <= limit and library.is_eager((value,))
-        return False
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
         """The rewritten forward of the current mode, and nothing else.
@@ -168,11 +161,30 @@ class HexaForward:
         module = state.pop("module")
         self.__dict__.update(state)
         self._logged = set()
+        self._missed_sizes = None
         self._bind(module)
 
 
 _NO_CODE = HexaForward.__call__.__code__
-_UNPICKLED = frozenset({"_module", "_arguments", "_covered", "_logged", "__doc__", "__name__"})
+_UNPICKLED = frozenset({"_module", "_arguments", "_covered", "_logged", "_missed_sizes", "__doc__", "__name__"})
+
+
+def _is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this is a plain CPU call whose first argument is a tensor of no more than ``limit`` elements.
+
+    It is asked before each call of a block that is quick in its own code, where finding a name in the module ``torch`` takes
+    microseconds. So only what the graph's users need is asked: a tracer must see the operators, and must not compare sizes.
+    """
+    if not limit or not OWN_CODE_WHEN_SMALL or is_compiling():
+        return False
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    return type(first) is Tensor and first.numel() <= limit and first.is_cpu and not _len_torch_dispatch_stack()
+
+
+def _sizes(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What size conditions can depend on: they need not be tried again for the same."""
+    values = (*args, *kwargs, *kwargs.values())
+    return training, *(value.shape if isinstance(value, Tensor) else id(value) for value in values)
 
 
 def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock | None) -> HexaForward:

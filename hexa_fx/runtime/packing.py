@@ -20,7 +20,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
+from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 
 from hexa_fx.ir import PackedWeight
 from hexa_fx.runtime import sidebyside
@@ -123,14 +125,14 @@ class PackedExperts:
         Raises:
             GuardMiss: an expert or parameter was exchanged for something that cannot be stacked.
         """
-        if torch.compiler.is_compiling() or _traced():
+        if is_compiling() or _traced():
             return self._copy(self._paths.tensors_in_trace())
         parameters = self._paths.tensors()
         if not self._in_place(parameters) and not self._pack(parameters):
             return self._copy(parameters)
         packed = self._packed
         assert packed is not None
-        if not torch.is_grad_enabled() or not any(map(_requires_grad, parameters)):
+        if not is_grad_enabled() or not any(map(_requires_grad, parameters)):
             return packed.detach()
         if top_k_index is None and packed.numel() <= COPY_ELEMENTS:
             return self._copy(parameters)
@@ -143,7 +145,7 @@ class PackedExperts:
         Raises:
             GuardMiss: an expert was exchanged or hooked, so that its original code has to run.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return
         self._paths.check()
         if _traced():
@@ -238,9 +240,7 @@ def _why_not_packable(tensors: Sequence[torch.Tensor]) -> str:
 def _traced() -> bool:
     """Whether something records or transforms what runs: it has to see the parameters, and nothing may be moved."""
     return bool(
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
+        _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active() or _get_tracing_state() is not None
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import copy
 import json
 import sys
+import tarfile
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,14 @@ import pytest
 import torch
 
 import hexa_fx
-from benchmarks.swin_moe import docs, plot
+from benchmarks.swin_moe import __main__ as main
+from benchmarks.swin_moe import claims, docs, plot
 from benchmarks.swin_moe.__main__ import RESULTS, launch
 from benchmarks.swin_moe.baselines import DroplessExperts, PaddedExperts, places
+from benchmarks.swin_moe.bench import Bench
+from benchmarks.swin_moe.collect import collect
 from benchmarks.swin_moe.contestants import BASELINES, Contestant, Setting
+from benchmarks.swin_moe.journal import Journal
 from benchmarks.swin_moe.libraries import NotInstalled
 from benchmarks.swin_moe.model import Experts, SwinMoe, from_windows, shift_mask, swin_config, to_windows
 
@@ -187,7 +192,17 @@ def test_a_switched_off_technique_changes_no_value(off):
 
 
 def test_every_experiment_runs_tiny(tmp_path):
-    options = argparse.Namespace(device="cpu", timeout=60.0, tiny=True, out=tmp_path, end=float("inf"), tag="", world=2)
+    options = argparse.Namespace(
+        device="cpu",
+        timeout=60.0,
+        tiny=True,
+        out=tmp_path,
+        end=float("inf"),
+        tag="",
+        world=2,
+        variant=None,
+        case_seconds=300.0,
+    )
     launch(("smoke",), options)
     found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     names = ("ablation_latency", "ablation_memory", "convergence", "crossover", "heterogeneity", "latency", "memory")
@@ -223,13 +238,15 @@ def test_pictures_and_tables_come_out_of_any_results(tmp_path):
         {"name": "padded", **row, "step_s": 0.2, "peak_gib": 10.0},
         {"name": "grouped", **row, "error": "RuntimeError: boom"},
         {"name": "tutel", **row, "skipped": "not installed (tutel: ...)"},
+        {"name": "none", **row, "step_s": 0.1, "peak_gib": 3.0, "left_gib": 0.001},
+        {"name": "loop", **row, "skipped": "out of time"},
     ]
     for experiment in ("memory", "latency"):
         (tmp_path / f"swin_{experiment}.json").write_text(json.dumps({"environment": {}, "records": records}))
     text = docs.memory(tmp_path)
     assert "| not installed |" in text
     assert "| failed |" in text
-    assert "| data-centric below padded | 20 % |" in text
+    assert "| data below padded | 20 % (29 %) |" in docs.savings(tmp_path)
     assert "| 200.0 (2.00x) |" in docs.latency(tmp_path)
     page = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in docs.SECTIONS)
     filled = docs.fill(page, tmp_path)
@@ -237,6 +254,120 @@ def test_pictures_and_tables_come_out_of_any_results(tmp_path):
     plot.main(tmp_path, tmp_path / "figures")
     drawn = sorted(path.name for path in (tmp_path / "figures").iterdir())
     assert drawn == ["swin_latency.png", "swin_latency.svg", "swin_memory.png", "swin_memory.svg"]
+
+
+def test_what_was_claimed_is_judged_by_the_records(tmp_path):
+    def write(name, *records):
+        (tmp_path / f"swin_{name}.json").write_text(json.dumps({"environment": {}, "records": records}))
+
+    assert set(claims.CLAIMS)
+    assert "**" not in claims.claims(tmp_path)
+    peak = {"data": (7.0, 8.0), "padded": (9.0, 10.0), "padded-cf1": (8.0, 8.5), "grouped": (8.0, 8.5)}
+    cases = [
+        {"name": name, "scale": "base", "top_k": k, "peak_gib": gib}
+        for name, values in peak.items()
+        for k, gib in zip((1, 8), values)
+    ]
+    write("memory", *cases)
+    assert claims.memory(tmp_path).startswith(
+        "**in part**: Base, data: below padded 20 % (10 % from k = 8), padded-cf1 6 %"
+    )
+    assert claims.growth(tmp_path) == "**yes**, to 0.05: Base, data +1.00 GiB (paper +1.5 GB)"
+    row = {"scale": "base", "top_k": 4}
+    write("latency", {"name": "data", **row, "step_s": 0.1}, {"name": "padded", **row, "step_s": 0.16})
+    assert claims.latency(tmp_path).startswith("**yes**: padded capacity 1.25 (Tutel's formulation) 1.60x")
+    whole = {"variant": "data", "peak_gib": 10.0}
+    write("ablation_memory", whole, {"variant": "data, no shared cache", "peak_gib": 9.0})
+    assert claims.ablation(tmp_path) == "the other way: data, no shared cache (memory -10.0 %)"
+    curve = [{"share": share, "step_s": step} for share, step in ((0.3, 3.0), (0.5, 2.0), (0.6, 1.0))]
+    unequal = {"name": "model", "case": 0, "multiprocessors": [72, 132], "predicted_share": 0.4, "runs": curve}
+    write("heterogeneity", unequal)
+    assert claims.heterogeneity(tmp_path) == "**in part**, 0 of 1 curves; not model-centric 72 : 132"
+
+
+def test_a_run_goes_on_after_ranks_that_died(tmp_path, monkeypatch):
+    """Sets of ranks that die in a case, die between cases, hang, and end well."""
+    options = argparse.Namespace(out=tmp_path, tag="_t", tiny=True, world=2, variant=None, device="cpu")
+    (tmp_path / "swin_memory_t.json").write_text("{}")  # of an earlier run
+    ran = []
+
+    def dies(world, names, options, journal):
+        bench = Bench(0, 1, CPU, tmp_path, tag="_t", journal=journal)
+        for k in range(4):
+
+            def run(k=k):
+                ran.append(k)
+                return {"step_s": 1.0} if k in (0, 3) else (_ for _ in ()).throw(RuntimeError("CUDA error"))
+
+            try:
+                bench.case("memory", {"name": "data", "top_k": k}, run)
+            except RuntimeError as error:
+                return str(error)
+        return None
+
+    monkeypatch.setattr(main, "one_set", dies)
+    main.launch(("memory",), options)
+    records = json.loads((tmp_path / "swin_memory_t.json").read_text())["records"]
+    assert ran == [0, 1, 2]  # nothing runs twice, and a contestant that failed twice is left out
+    assert [r.get("error") for r in records] == [None, "CUDA error", "CUDA error", None]
+    assert "failed 2 times" in records[3]["skipped"]
+    started = []
+    monkeypatch.setattr(main, "one_set", lambda *_: started.append(1) or "no GPU")
+    main.launch(("memory",), options)
+    assert len(started) == 2  # dying before the first case will not change by trying again and again
+
+
+def test_of_a_trace_the_error_is_told():
+    trace = "-- Process 1 terminated\nTraceback\n  File x\ntorch.AcceleratorError: CUDA error: boom\nCompile with DSA\n"
+    assert main.said(trace) == "torch.AcceleratorError: CUDA error: boom"
+    assert main.said("nothing\nknown\n") == "known"
+
+
+def test_ranks_are_watched(tmp_path):
+    """Real ranks: there is no variant 99, so they end well; variant 0 trains while an old case is said to be under way."""
+    options = argparse.Namespace(
+        device="cpu", timeout=60.0, tiny=True, out=tmp_path, end=0.0, tag="", world=1, variant=99, case_seconds=60.0
+    )
+    journal = Journal(tmp_path, "", ("convergence",))
+    journal.clear()
+    assert main.one_set(1, ("convergence",), options, journal) is None  # no variants: nothing to do
+    journal.begin("convergence", {"name": "eager"})
+    stale = {**json.loads(journal.running.read_text()), "since": 0}
+    journal.running.write_text(json.dumps(stale))
+    options.variant = 0
+    assert main.one_set(1, ("convergence",), options, journal) == "no end after 60 s"
+    assert journal.record_failure("hung")
+    assert not journal.record_failure("nothing is under way")
+    assert journal.records()["convergence"] == [{"name": "eager", "error": "hung", "fatal": True}]
+
+
+def test_results_are_taken_over_unless_they_are_fewer(tmp_path):
+    work, results = tmp_path / "work", tmp_path / "results"
+    work.mkdir(), results.mkdir()
+
+    def write(folder, name, *records):
+        (folder / name).write_text(json.dumps({"environment": {"torch": "x"}, "records": records}))
+
+    write(work, "swin_convergence_v0.json", {"name": "eager"})
+    write(work, "swin_convergence_v1.json", {"name": "hexa_fx", "error": "boom"})
+    write(work, "swin_latency.json", {"name": "data", "skipped": "out of time"})
+    write(results, "swin_latency.json", {"name": "data", "step_s": 1.0})
+    with tarfile.open(tmp_path / "swin.tar", "w") as archive:
+        for path in work.iterdir():
+            archive.add(path, path.name)
+    collect(tmp_path / "swin.tar", results)
+    found = {p.name: json.loads(p.read_text())["records"] for p in results.iterdir()}
+    assert [r["name"] for r in found["swin_convergence.json"]] == ["eager", "hexa_fx"]
+    assert found["swin_latency.json"] == [{"name": "data", "step_s": 1.0}]
+
+
+def test_without_experts_nothing_is_computed_and_every_parameter_trains(experts):
+    x, ids, weights = routed(12, 2)
+    y, dx, dweights, *parameters = gradients(BASELINES["none"](experts, None), x, ids, weights)
+    torch.testing.assert_close(y, x)
+    assert dx is not None
+    assert not dweights.any()
+    assert all(not p.any() for p in parameters)
 
 
 def test_the_page_holds_the_tables_of_the_recorded_results():
@@ -264,8 +395,6 @@ def test_hexa_follows_the_eager_loss_curve():
 
 
 def test_records_say_what_failed(tmp_path):
-    from benchmarks.swin_moe.bench import Bench
-
     bench = Bench(0, 1, CPU, tmp_path)
     assert "boom" in bench.case("x", {"name": "a"}, lambda: (_ for _ in ()).throw(RuntimeError("boom")))["error"]
     late = replace(bench, deadline=0.0)

@@ -11,7 +11,7 @@ from hexa_fx.errors import PlanError
 from hexa_fx.passes.partition import partition_model
 from hexa_fx.passes.plan_layers import PartitionConfig
 from hexa_fx.runtime.distributed.groups import make_groups
-from hexa_fx.runtime.distributed.profile import measure_bandwidth, profile_devices
+from hexa_fx.runtime.distributed.profile import measure_bandwidth, profile_costs, profile_devices
 
 TWO = [KINDS["concat"], KINDS["mlp"]]
 
@@ -68,13 +68,16 @@ def measured(rank, world):
 
     groups = make_groups()
     times = profile_devices(ExpertShape(4, 16, 32, 3, 2), tokens=64, repeats=3, min_seconds=0.01, groups=groups)
-    return times, measure_bandwidth(groups, torch.device("cpu"), nbytes=2**16)
+    costs = profile_costs(ExpertShape(4, 16, 32, 3, 2), tokens=64, repeats=1, min_seconds=0.01, groups=groups)
+    return times, costs, measure_bandwidth(groups, torch.device("cpu"), nbytes=2**16)
 
 
 def test_measurements_agree_between_ranks():
     first, second = run(2, measured)
     assert first == second
-    times, (bandwidth, latency) = first
+    times, costs, (bandwidth, latency) = first
+    assert min(*costs.seconds, *costs.by_tokens.each, *costs.by_channels.each) > 0
+    assert min(*costs.by_tokens.fixed, *costs.by_channels.fixed) >= 0
     assert len(times) == 2
     assert min(*times, bandwidth, latency) > 0
 
@@ -82,3 +85,18 @@ def test_measurements_agree_between_ranks():
 def test_without_processes():
     with pytest.raises(PlanError, match="torchrun"):
         partition_model(model := Net(TWO), rewritten(model))
+
+
+def test_proxies_keep_to_tiles_and_memory():
+    from hexa_fx.plan import ExpertShape
+    from hexa_fx.runtime.distributed.profile import _fitting
+
+    mixtral, qwen = ExpertShape(8, 4096, 14336, 3, 2), ExpertShape(128, 2048, 768, 3, 8)
+    assert _fitting(mixtral, 8 * 14336) == (8, 14336)
+    assert _fitting(mixtral, 8 * 5461) == (
+        8,
+        5376,
+    )  # 5461 channels, not a multiple of 8, took kernels four times slower
+    assert _fitting(qwen, 100000) == (128, 768)
+    assert _fitting(qwen, 4000) == (8, 384)
+    assert _fitting(qwen, 100) == (8, 128)  # at least a tile each, and k experts

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hexa_fx.allocation import allocate, even
+from hexa_fx.allocation import Affine, DeviceCosts, allocate, even
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.cost_model import Measured, crossover_tokens, data_centric_bytes, layer_cost, model_centric_bytes
 from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
@@ -53,6 +53,25 @@ def test_allocation_of_unequal_devices():
     assert allocate([1.0, 1.0], 100, tile=64) == (64, 36)
     assert even(10, 4) == (3, 3, 2, 2)
     assert allocate([1, 1], 10, fixed=[4, 0]) == (3, 7)
+
+
+def test_lines_through_two_sizes():
+    lines = Affine.through((100, [1.5, 3.0, 2.0]), (400, [3.0, 12.0, 1.9]), scale=2.0)
+    # rank 0 has a fixed second; rank 1 has none; rank 2 grows with nothing, so half of its time counts as fixed
+    assert lines.fixed == pytest.approx((2.0, 0.0, 1.9))
+    assert lines.each == pytest.approx((0.005, 0.03, 0.5 * 1.9 / 400))
+
+
+def test_shares_with_fixed_costs():
+    costs = DeviceCosts((1.0, 1.0), Affine((0.0, 4e-3), (1e-5, 1e-5)), Affine((0.0, 0.1), (1e-3, 1e-3)))
+    config = PartitionConfig(batch=10, tokens=1000, static_tokens=True, tile=4)
+    plan = plan_layers({"a": SHAPE, "b": SHAPE}, costs, {"a": "model", "b": "data"}, config)
+    assert plan.batch == (7, 3)  # 7 ms and 4 + 3 ms
+    assert plan.tokens == (700, 300)
+    assert plan.layers[0].shards == (180, 76)  # 180 ms and 100 + 76
+    assert plan.layers[1].shards == (128, 128)
+    assert plan.capacities == (1.0, 1.0)
+    assert plan_layers({"a": SHAPE}, costs, "data", PartitionConfig(batch=10)).batch == (5, 5)  # tokens unknown
 
 
 @pytest.mark.parametrize("seconds", [[], [0.0, 1.0], [-1.0], [float("inf")], [float("nan")]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from harness import run
@@ -9,8 +11,10 @@ from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, large
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from hexa_fx.errors import PlanError
 from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import Plan
+from hexa_fx.runtime.distributed.collectives import count_traffic
 from hexa_fx.runtime.distributed.data import CapacityBatchSampler, split_batch
 from hexa_fx.runtime.distributed.gradients import (
     clip_grad_norm_,
@@ -149,9 +153,31 @@ def autocast(rank, world, plan):
     return max(errors), dtypes, {p.grad.dtype for p in model.parameters()}
 
 
+def summed_bytes(rank, world, plan):
+    """The result of `autocast`, and the bytes of weight gradients that this rank received."""
+    with count_traffic() as traffic:
+        result = autocast(rank, world, plan)
+    return result, traffic["reduce_scatter_v"]
+
+
+def test_weight_gradients_may_be_summed_in_the_autocast_dtype():
+    plan = make_plan(2, "uneven", MODES["data"], THREE, grad_scale=0.5)
+    wide = run(2, summed_bytes, plan)
+    narrow = run(2, summed_bytes, replace(plan, grad_dtype="compute"))
+    for ((_, _, kept), all_bytes), ((_, _, grads), half) in zip(wide, narrow, strict=True):
+        assert kept == grads == {torch.float32}
+        assert half * 2 == all_bytes > 0
+
+
+def test_a_plan_names_a_known_grad_dtype():
+    with pytest.raises(PlanError, match="grad_dtype"):
+        make_plan(2, "even", MODES["data"], THREE, grad_dtype="half")
+
+
 @pytest.mark.parametrize("mode", list(MODES))
-def test_autocast_gathers_in_its_dtype_and_reduces_in_the_parameters(mode):
-    plan = make_plan(2, "uneven", MODES[mode], THREE)
+@pytest.mark.parametrize("grad_dtype", ["parameter", "compute"])
+def test_autocast_gathers_in_its_dtype_and_reduces_in_the_one_planned(mode, grad_dtype):
+    plan = make_plan(2, "uneven", MODES[mode], THREE, grad_dtype=grad_dtype)
     for worst, dtypes, grads in run(2, autocast, plan):
         assert worst < 0.05
         assert dtypes <= {"torch.bfloat16"}

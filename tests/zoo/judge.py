@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from hexa_fx.runtime import install
-from tests.zoo import pattern_table
+from tests.zoo import pattern_table, poor_examples
 from tests.zoo.compare import Difference, compare, is_finite, perturb
 from tests.zoo.mutate import Mutant, mutant
 from tests.zoo.variant import Variant
@@ -40,8 +40,8 @@ class Verdict:
     detail: str = ""
 
 
-def judge(case: Mutant) -> Verdict:
-    """Optimize the mutant and compare where it was rewritten."""
+def judge(case: Mutant, example: str = "good") -> Verdict:
+    """Optimize the mutant on that example of `poor_examples`, and compare where it was rewritten."""
     v = case.variant
     dtype = torch.float64 if torch.float64 in v.dtypes else torch.float32
     with warnings.catch_warnings():
@@ -49,7 +49,7 @@ def judge(case: Mutant) -> Verdict:
         excuse = excuse_of(case, dtype)
         if excuse:
             return Verdict("invalid", excuse)
-        model, opt = _optimized(v, dtype)  # an exception here is the product's: let it fail
+        model, opt = _optimized(v, dtype, example)  # an exception here is the product's: let it fail
         if not any(block.status == "rewritten" for block in opt.report.blocks):
             return Verdict("refused", "; ".join(b.reason for b in opt.report.blocks) or "no candidate")
         for changed in (False, True):
@@ -131,21 +131,20 @@ def excuse_of(case: Mutant, dtype: torch.dtype) -> str:
     return "" if found.within(0.0) else "does not repeat itself"
 
 
-def judge_seed(seed: int) -> tuple[Verdict, str]:
+def judge_seed(seed: int, example: str = "good") -> tuple[Verdict, str]:
     """The verdict on the mutant of that number, and what was changed."""
     case = mutant(seed)
     if case is None:
         return Verdict("nothing to mutate"), ""
     try:
-        return judge(case), case.what
+        return judge(case, example), case.what
     except Exception as error:
         return Verdict("CRASH", f"{type(error).__name__}: {error}"), case.what
 
 
-def _optimized(v: Variant, dtype: torch.dtype) -> tuple[torch.nn.Module, torch.nn.Module]:
+def _optimized(v: Variant, dtype: torch.dtype, example: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     model = v.make(0).to(dtype).eval()
-    args, kwargs = v.inputs(2, 7, dtype, 0)
-    return model, pattern_table.optimized(model, args, kwargs)
+    return model, pattern_table.optimized(model, *poor_examples.BY_NAME[example](v, dtype))
 
 
 def tally(lines: list[dict]) -> str:
@@ -165,6 +164,7 @@ def main() -> int:
     parser.add_argument("--log", type=pathlib.Path, nargs="+", required=True, help="the first is written to")
     parser.add_argument("--start", type=int, default=1000, help="first seed")
     parser.add_argument("--judged", type=int, default=5000, help="stop after so many that were rewritten or refused")
+    parser.add_argument("--example", choices=poor_examples.BY_NAME, default="good", help="what it is optimized on")
     parser.add_argument("--tally", action="store_true", help="only count")
     parser.add_argument("--record", action="store_true", help="write the tally where docs/patterns.md takes it from")
     options = parser.parse_args()
@@ -173,14 +173,14 @@ def main() -> int:
     install.OWN_CODE_WHEN_SMALL = False  # mutants are small: they would be compared with themselves
     lines = [json.loads(line) for log in options.log if log.exists() for line in log.read_text().splitlines()]
     if not options.tally:
-        _go_on(options.log[0], lines, options.start, options.judged)
+        _go_on(options.log[0], lines, options.start, options.judged, options.example)
     print(tally(lines))
     if options.record:
         pattern_table.MUTANTS.write_text(tally(lines) + "\n")
     return int(any(line["outcome"] in ("WRONG", "CRASH") for line in lines))
 
 
-def _go_on(log: pathlib.Path, lines: list[dict], start: int, wanted: int) -> None:
+def _go_on(log: pathlib.Path, lines: list[dict], start: int, wanted: int, example: str) -> None:
     seen = {line["seed"] for line in lines}
     judged = sum(line["outcome"] not in ("invalid", "nothing to mutate") for line in lines)
     seed = start
@@ -188,7 +188,7 @@ def _go_on(log: pathlib.Path, lines: list[dict], start: int, wanted: int) -> Non
         while judged < wanted:
             if seed not in seen:
                 started = time.process_time()
-                verdict, what = judge_seed(seed)
+                verdict, what = judge_seed(seed, example)
                 line = {"seed": seed, "outcome": verdict.outcome, "detail": verdict.detail, "what": what}
                 lines.append(line | {"seconds": round(time.process_time() - started, 2)})
                 file.write(json.dumps(lines[-1]) + "\n")

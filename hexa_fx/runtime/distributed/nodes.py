@@ -136,7 +136,7 @@ def cache_gather(
 ) -> Weights:
     """Local slices -> all of the layer's weights, as views of a cache slot (w1 and w3 layout nk, w2 layout kn).
 
-    Backward: packs the weights' gradients, reduce-scatters them to their owners in the parameters' dtype while backward
+    Backward: packs the weights' gradients, reduce-scatters them to their owners in the plan's ``grad_dtype`` while backward
     goes on, and gives the slot to the layer before.
     """
     weights = (w1, b1, w3, b3, w2)
@@ -152,7 +152,7 @@ class _CacheGather(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> Any:
         weights, (session, layer, shards, dtype, targets) = args[:5], args[5:]
         ctx.session, ctx.layer, ctx.shards, ctx.dtype = session, layer, shards, weights[0].dtype
-        ctx.targets = targets
+        ctx.compute_dtype, ctx.targets = dtype, targets
         ctx.set_materialize_grads(False)
         rows = session.cache.fetch(layer, weights, dtype)
         return session.geometry(layer).views(rows)
@@ -162,13 +162,15 @@ class _CacheGather(torch.autograd.Function):
         session: PartitionSession = ctx.session
         geometry, reductions, needs = session.geometry(ctx.layer), session.reductions, ctx.needs_input_grad[:5]
         with session.guard(f"the gradient reduction of {ctx.layer!r}"):
+            session.cache.release(ctx.layer)  # first: the gather of the layer before the one before starts with it
             reductions.finish()  # of the layer after, whose communication ran beside this layer's experts
-            own = reductions.start(geometry.view_grads(grads, ctx.dtype), ctx.shards)
-            session.cache.release(ctx.layer)
+            dtype = ctx.dtype if session.plan.grad_dtype == "parameter" else ctx.compute_dtype
+            own = reductions.start(geometry.view_grads(grads, dtype), ctx.shards)
 
             def local(own: Tensor) -> tuple[Tensor | None, ...]:
-                scaled = own if session.plan.grad_scale == 1.0 else own * session.plan.grad_scale
-                return tuple(g if need else None for g, need in zip(geometry.unpack(scaled, ctx.dtype), needs))
+                with torch.no_grad():  # the sum is nobody else's
+                    own = own if session.plan.grad_scale == 1.0 else own.mul_(session.plan.grad_scale)
+                return tuple(g if need else None for g, need in zip(geometry.unpack(own, ctx.dtype), needs))
 
             if not can_defer(ctx, ctx.targets):
                 return *local(wait(own)), *(None,) * 5

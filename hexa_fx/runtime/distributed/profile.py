@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from hexa_fx.allocation import even
+from hexa_fx.allocation import Affine, DeviceCosts
 from hexa_fx.plan import ExpertShape
-from hexa_fx.runtime.distributed.collectives import gather_even, wait
-from hexa_fx.runtime.distributed.geometry import Geometry, Weights
+from hexa_fx.runtime.distributed.clock import gathered, room, timed
+from hexa_fx.runtime.distributed.collectives import gather_even
 from hexa_fx.runtime.distributed.groups import Groups, make_groups
+
+_CHANNELS = 128
+"""Proxies have a multiple of this many channels: kernels for odd sizes are others, and slow where the usual ones are not."""
 
 
 def profile_devices(
@@ -36,8 +37,9 @@ def profile_devices(
     ranks measure at once, as they will run at once. A collective call.
 
     Args:
-        shape: sizes of the layer. At most 8 experts and 64 MiB of weights are allocated, on CUDA 1 GiB.
-        tokens: rows of the proxy batch. Default 1024, on CUDA 16384, which fill a large device.
+        shape: sizes of the layer. At most 64 MiB of weights are allocated, on CUDA 4 GiB; larger layers are measured with
+            fewer channels, then fewer experts.
+        tokens: rows of the proxy batch. Default 1024 / top_k, on CUDA 16384, which fill a large device.
         repeats: timed runs, of which the median counts.
         min_seconds: a timed run repeats the operator until it lasts this long, after a warm-up as long. Default 0.05, on
             CUDA 0.3: a large device at full load lowers its clock within a tenth of a second, a small one may not.
@@ -45,221 +47,160 @@ def profile_devices(
     Returns:
         Seconds by rank, equal on all ranks.
     """
-    groups = groups or make_groups()
-    device = torch.device(device if device is not None else "cpu")
-    run = _proxy(shape, gated, tokens or (16384 if device.type == "cuda" else 1024), dtype, device)
-    run()
-    once = max(_timed(run, device, 1), 1e-6)
-    least = min_seconds if min_seconds is not None else 0.3 if device.type == "cuda" else 0.05
-    count = max(1, round(least / once))
-    _timed(run, device, count)
-    mine = statistics.median(_timed(run, device, count) / count for _ in range(repeats))
-    return _gathered(mine, groups)
+    bench = _Proxy.of(shape, gated, tokens, dtype, device, groups)
+    least = bench.least(min_seconds)
+    run = bench.work(1.0, 1.0)
+    _warm(run, bench.device, least)
+    mine = statistics.median(_seconds(run, bench.device, least) for _ in range(repeats))
+    return gathered(mine, bench.groups)
 
 
-def _proxy(
-    shape: ExpertShape, gated: bool, tokens: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[], None]:
-    import hexa_fx.ops  # noqa: F401  (defines the operator)
+def profile_costs(
+    shape: ExpertShape,
+    *,
+    gated: bool = True,
+    tokens: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    groups: Groups | None = None,
+    repeats: int = 3,
+    min_seconds: float | None = None,
+) -> DeviceCosts:
+    """t_i, and how the time of every device grows with tokens and with channels.
 
-    generator = torch.Generator(device).manual_seed(0)
-    hidden, experts, inner = shape.hidden_size, min(shape.num_experts, 8), shape.intermediate_size
-    budget = (64 if device.type == "cpu" else 1024) * 2**20 // (3 * dtype.itemsize)
-    inner = max(16, min(inner, budget // max(1, experts * hidden)))
-
-    def rand(*size: int) -> Tensor:
-        values = torch.randn(size, generator=generator, device=device, dtype=dtype)
-        return values.mul_(0.1).requires_grad_()
-
-    x, w1, w2 = rand(tokens, hidden), rand(experts, (2 if gated else 1) * inner, hidden), rand(experts, hidden, inner)
-    index = (torch.arange(tokens, device=device) % experts).unsqueeze(1)
-    static: tuple[Any, ...] = ("silu", "concat" if gated else "none", [], "nk", "nk", False)
-
-    def run() -> None:
-        y = torch.ops.hexa.moe_ffn(x, index, None, w1, None, None, None, w2, None, *static)
-        torch.autograd.grad(y, (x, w1, w2), torch.ones_like(y))
-
-    return run
-
-
-@dataclass(frozen=True)
-class ModeTimes:
-    """Seconds of one layer's experts on the slowest rank, by how they run.
+    A device spends time on a share that does not depend on its size: it reads all weights for however few tokens, moves all
+    tokens for however few channels, launches kernels. So each axis is measured at two sizes, around the shares that devices
+    get: 3/2 and 3/8 of an even share of the tokens, half and an eighth of the channels. A warm-up of ``min_seconds``, then
+    the sizes in turn without a pause, each for a third of that. A collective call.
 
     Args:
-        model_centric, data_centric: forward and backward.
-        forward: data-centric, forward alone.
-        contention: seconds that data-centric compute takes longer for each second of a gather beside it.
+        tokens: of the global batch. Default 16384 a rank on CUDA, 1024 / top_k on a CPU; at most 131072, on a CPU
+            2048 / top_k, and what fits a quarter of the free memory.
+        shape, gated, dtype, device, groups, repeats, min_seconds: as for `profile_devices`. t_i is the time of 3/2 of an
+            even share of the tokens.
     """
-
-    model_centric: float
-    data_centric: float
-    forward: float
-    contention: float
-
-
-def measure_modes(
-    geometry: Geometry, tokens: int, *, dtype: torch.dtype, device: torch.device, groups: Groups, repeats: int = 3
-) -> ModeTimes:
-    """Times of the experts as each mode runs them on equal ranks.
-
-    Model-centric: all ``tokens``, 1/N of the channels. Data-centric: 1/N of the tokens, all channels, weights as views of
-    packed rows, with the copies into and out of rows. Layers too large for an eighth of the free memory are measured with
-    fewer experts and tokens alike, and the time is scaled. A collective call.
-    """
-    shape, world = geometry.shape, groups.world
-    held = 4 * shape.weight_numel * dtype.itemsize
-    held += 4 * tokens * shape.top_k * max(shape.intermediate_size // world, shape.hidden_size) * dtype.itemsize
-    part = min(1.0, min(_gathered(_room(device), groups)) / 8 / max(1, held))
-    experts = max(1, min(shape.num_experts, int(shape.num_experts * part)))
-    rows = max(world, int(tokens * experts / shape.num_experts))
-    small = replace(geometry, shape=replace(shape, num_experts=experts, top_k=min(shape.top_k, experts)))
-    scale = tokens * shape.top_k / (rows * small.shape.top_k)
-
-    def seconds(run: Callable[..., None]) -> float:
+    bench = _Proxy.of(shape, gated, tokens, dtype, device, groups).of_batch(tokens)
+    least, share = bench.least(min_seconds), min(1.0, 1.5 / bench.groups.world)
+    points = {"tokens": (share, 1.0), "few tokens": (share / 4, 1.0), "half": (1.0, 0.5), "eighth": (1.0, 0.125)}
+    runs = {name: bench.work(*point) for name, point in points.items()}
+    for run in runs.values():
         run()
-        return max(_gathered(statistics.median(_timed(run, device, 1) for _ in range(repeats)), groups)) * scale
-
-    by_model = seconds(_experts_model_centric(small, rows, world, dtype, device))
-    forward, step, gather = _experts_data_centric(small, max(1, rows // world), dtype, device, groups)
-    by_data, alone = seconds(step), seconds(gather)
-    both = seconds(lambda: gather(step))
-    covered = min(alone, by_data)
-    contention = min(1.0, max(0.0, (both - max(by_data, alone)) / covered)) if covered else 0.0
-    return ModeTimes(by_model, by_data, seconds(forward), contention)
-
-
-def _room(device: torch.device) -> float:
-    """Bytes that may be used."""
-    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 4.0 * 2**30
-
-
-def _tokens(shape: ExpertShape, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, balanced expert ids, routing weights."""
-    x = torch.randn(tokens, shape.hidden_size, device=device, dtype=dtype).requires_grad_()
-    index = torch.arange(tokens * shape.top_k, device=device).view(tokens, shape.top_k) % shape.num_experts
-    weights = torch.full((tokens, shape.top_k), 1.0 / shape.top_k, device=device, dtype=dtype).requires_grad_()
-    return x, index, weights
-
-
-def _local_weights(geometry: Geometry, channels: int, dtype: torch.dtype, device: torch.device) -> Weights:
-    rows = torch.randn(channels, geometry.row, device=device, dtype=dtype) * 0.05
-    w1, b1, w3, b3, w2 = (None if w is None else w.requires_grad_() for w in geometry.unpack(rows, dtype))
-    return w1, b1, w3, b3, w2
-
-
-def _differentiate(y: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor]:
-    return list(torch.autograd.grad(y, [t for t in leaves if t is not None], torch.ones_like(y)))
-
-
-def _experts_model_centric(
-    geometry: Geometry, tokens: int, world: int, dtype: torch.dtype, device: torch.device
-) -> Callable[[], None]:
-    import hexa_fx.ops  # noqa: F401  (defines the operator)
-
-    x, index, weights = _tokens(geometry.shape, tokens, dtype, device)
-    channels = max(1, geometry.shape.intermediate_size // world)
-    local = _local_weights(geometry, channels, dtype, device)
-    activation = "silu" if geometry.gated else "gelu"
-    static: tuple[Any, ...] = (activation, geometry.glu, [], geometry.layout1, geometry.layout2, False)
-
-    def run() -> None:
-        _differentiate(torch.ops.hexa.moe_ffn(x, index, weights, *local, None, *static), (x, weights, *local))
-
-    return run
-
-
-def _experts_data_centric(
-    geometry: Geometry, tokens: int, dtype: torch.dtype, device: torch.device, groups: Groups
-) -> tuple[Callable[[], None], Callable[[], None], Callable[..., None]]:
-    """Forward; forward and backward with the copies; a gather of the weights, with something beside it. Each to be timed."""
-    import hexa_fx.ops  # noqa: F401  (defines the operator)
-
-    x, index, weights = _tokens(geometry.shape, tokens, dtype, device)
-    sizes = even(geometry.shape.intermediate_size, groups.world)
-    mine = sizes[groups.rank]
-    local = _local_weights(geometry, mine, dtype, device)
-    rows = torch.randn(geometry.shape.intermediate_size, geometry.row, device=device, dtype=dtype) * 0.05
-    views = [None if w is None else w.detach().requires_grad_() for w in geometry.views(rows)]
-    activation = "silu" if geometry.gated else "gelu"
-    static: tuple[Any, ...] = (activation, "split" if geometry.gated else "none", [], "nk", "kn", False)
-
-    def forward() -> Tensor:
-        y: Tensor = torch.ops.hexa.moe_ffn(x, index, weights, *views, None, *static)
-        return y
-
-    def step() -> None:
-        with torch.no_grad():
-            for _ in range(2):  # for the gather of forward and of backward
-                geometry.pack(local, mine, dtype)
-        grads = iter(_differentiate(forward(), (x, weights, *views))[2:])
-        sums = geometry.view_grads(tuple(None if v is None else next(grads) for v in views), dtype)  # type: ignore[arg-type]
-        geometry.unpack(sums[:mine], dtype)
-
-    buffer, own = torch.empty_like(rows), rows[:mine].clone()
-
-    def gather(beside: Callable[[], None] | None = None) -> None:
-        torch.ops.hexa.all_gather_v_(buffer, own, list(sizes), groups.gather_name)
-        if beside is not None:
-            beside()
-        wait(buffer)
-
-    def forward_alone() -> None:
-        forward()
-
-    return forward_alone, step, gather
+    _warm(runs["tokens"], bench.device, least)
+    samples: dict[str, list[float]] = {name: [] for name in points}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            samples[name].append(_seconds(run, bench.device, least / 3))
+    times = {name: gathered(statistics.median(found), bench.groups) for name, found in samples.items()}
+    low, high = bench.tokens_of(share / 4), bench.tokens_of(share)
+    by_tokens = Affine.through((low, times["few tokens"]), (high, times["tokens"]), scale=bench.fixed_scale)
+    low, high = bench.channels_of(0.125), bench.channels_of(0.5)
+    return DeviceCosts(times["tokens"], by_tokens, Affine.through((low, times["eighth"]), (high, times["half"])))
 
 
 @dataclass(frozen=True)
-class BlockTimes:
-    """What a forward of the whole model says about its MoE blocks: medians in seconds, on the slowest rank.
+class _Proxy:
+    """The layer as it is measured: sizes equal on all ranks, whatever memory each has."""
 
-    Args:
-        between: from one MoE block to the next: attention, norms, whatever is there.
-        block: of a block itself.
-        tokens: that reach a block.
-    """
-
-    between: float
-    block: float
+    shape: ExpertShape
+    gated: bool
     tokens: int
+    experts: int
+    channels: int
+    dtype: torch.dtype
+    device: torch.device
+    groups: Groups
+
+    @classmethod
+    def of(
+        cls,
+        shape: ExpertShape,
+        gated: bool,
+        tokens: int | None,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        groups: Groups | None,
+    ) -> _Proxy:
+        groups = groups or make_groups()
+        device = torch.device(device if device is not None else "cpu")
+        on_cuda = device.type == "cuda"
+        budget = min(4.0 * 2**30, min(gathered(room(device), groups)) / 16) if on_cuda else 64.0 * 2**20
+        channel = (3 if gated else 2) * shape.hidden_size * dtype.itemsize  # bytes of one expert's
+        experts, channels = _fitting(shape, int(budget // channel))
+        count = tokens or (16384 if on_cuda else max(1, 1024 // shape.top_k))
+        return cls(shape, gated, count, experts, channels, dtype, device, groups)
+
+    def of_batch(self, tokens: int | None) -> _Proxy:
+        """With the tokens of a global batch, as far as time and memory allow."""
+        if self.device.type == "cpu":
+            return replace(self, tokens=min(self.tokens, max(1, 2048 // self.shape.top_k)))
+        count = min(tokens or 16384 * self.groups.world, 131072)
+        widest = max(self.channels, self.shape.hidden_size)
+        token = 4 * self.shape.top_k * widest * self.dtype.itemsize
+        return replace(self, tokens=max(1, min(count, int(min(gathered(room(self.device), self.groups)) / 4 // token))))
+
+    @property
+    def fixed_scale(self) -> float:
+        """What the layer reads for however few tokens over what the proxy reads; the time a token grows with channels only."""
+        return self.shape.num_experts / self.experts
+
+    def least(self, min_seconds: float | None) -> float:
+        if min_seconds is not None:
+            return min_seconds
+        return 0.3 if self.device.type == "cuda" else 0.05
+
+    def tokens_of(self, share: float) -> int:
+        return max(1, int(self.tokens * share))
+
+    def channels_of(self, share: float) -> int:
+        wanted = self.channels * share
+        return max(1, int(wanted) // _CHANNELS * _CHANNELS or int(wanted) // 8 * 8 or int(wanted))
+
+    def work(self, token_share: float, channel_share: float) -> Callable[[], None]:
+        """Forward and backward of the experts with a share of the tokens and of the channels."""
+        import hexa_fx.ops  # noqa: F401  (defines the operator)
+
+        tokens = self.tokens_of(token_share)
+        channels = self.channels if channel_share == 1.0 else self.channels_of(channel_share)
+        top_k, hidden = min(self.shape.top_k, self.experts), self.shape.hidden_size
+        generator = torch.Generator(self.device).manual_seed(0)
+
+        def rand(*size: int) -> Tensor:
+            values = torch.randn(size, generator=generator, device=self.device, dtype=self.dtype)
+            return values.mul_(0.1).requires_grad_()
+
+        x, w1 = rand(tokens, hidden), rand(self.experts, (2 if self.gated else 1) * channels, hidden)
+        w2 = rand(self.experts, hidden, channels)
+        index = torch.arange(tokens * top_k, device=self.device).view(tokens, top_k) % self.experts
+        weights = torch.full((tokens, top_k), 1.0 / top_k, device=self.device, dtype=self.dtype).requires_grad_()
+        glu, activation = ("concat", "silu") if self.gated else ("none", "gelu")
+        static: tuple[Any, ...] = (activation, glu, [], "nk", "nk", False)
+
+        def run() -> None:
+            y = torch.ops.hexa.moe_ffn(x, index, weights, w1, None, None, None, w2, None, *static)
+            torch.autograd.grad(y, (x, weights, w1, w2), torch.ones_like(y))
+
+        return run
 
 
-def measure_blocks(
-    run: Callable[[], object], blocks: Sequence[nn.Module], device: torch.device, groups: Groups
-) -> BlockTimes:
-    """Runs the model twice and times the second run. A collective call; ``run`` is the same on every rank."""
-    seen: list[tuple[float, float, int]] = []
-    entered: list[float] = []
+def _fitting(shape: ExpertShape, room: int) -> tuple[int, int]:
+    """Experts and channels of the proxy, for ``room`` channels of one expert in all."""
+    if shape.num_experts * shape.intermediate_size <= room:
+        return shape.num_experts, shape.intermediate_size
+    experts = min(shape.num_experts, max(shape.top_k, min(8, room // _CHANNELS)))
+    channels = room // experts // _CHANNELS * _CHANNELS
+    return experts, min(shape.intermediate_size, max(_CHANNELS, channels))
 
-    def now() -> float:
-        _synchronize(device)
-        return time.perf_counter()
 
-    def before(*_: Any) -> None:
-        entered.append(now())
+def _warm(run: Callable[[], None], device: torch.device, seconds: float) -> None:
+    run()
+    _seconds(run, device, seconds)
 
-    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
-        given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()), None)
-        tokens = 0 if given is None or given.dim() == 0 else given.numel() // max(1, given.shape[-1])
-        seen.append((entered.pop(), now(), tokens))
 
-    handles = [block.register_forward_pre_hook(before) for block in blocks]
-    handles += [block.register_forward_hook(after, with_kwargs=True) for block in blocks]
-    try:
-        with torch.no_grad():
-            run()
-            seen.clear()
-            start = now()
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    ends = [start, *(end for _, end, _ in seen)]
-    between = statistics.median([begin - end for (begin, _, _), end in zip(seen, ends)] or [0.0])
-    block = statistics.median([end - begin for begin, end, _ in seen] or [0.0])
-    tokens = max((count for _, _, count in seen), default=0)
-    return BlockTimes(max(_gathered(between, groups)), max(_gathered(block, groups)), tokens)
+def _seconds(run: Callable[[], None], device: torch.device, least: float) -> float:
+    """Seconds of a run, over so many that they last ``least`` seconds."""
+    once = max(timed(run, device, 1), 1e-6)
+    count = max(1, round(least / once))
+    return timed(run, device, count) / count
 
 
 def measure_bandwidth(
@@ -275,27 +216,7 @@ def measure_bandwidth(
     small, large = gather(16), gather(nbytes)
     for run in (small, large):
         run()
-    latency = statistics.median(_timed(small, device, 1) for _ in range(repeats))
-    seconds = statistics.median(_timed(large, device, 1) for _ in range(repeats))
-    slowest = max(_gathered(seconds, groups))
-    return nbytes * (groups.world - 1) / slowest, max(_gathered(latency, groups))
-
-
-def _timed(run: Callable[[], None], device: torch.device, count: int) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        run()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _gathered(value: float, groups: Groups) -> tuple[float, ...]:
-    out = [torch.zeros(1, dtype=torch.float64) for _ in range(groups.world)]
-    dist.all_gather(out, torch.tensor([value], dtype=torch.float64), group=groups.host)
-    return tuple(float(t) for t in out)
+    latency = statistics.median(timed(small, device, 1) for _ in range(repeats))
+    seconds = statistics.median(timed(large, device, 1) for _ in range(repeats))
+    slowest = max(gathered(seconds, groups))
+    return nbytes * (groups.world - 1) / slowest, max(gathered(latency, groups))

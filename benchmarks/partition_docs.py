@@ -1,0 +1,183 @@
+"""The tables of docs/partition.md, from the recorded results.   python benchmarks/partition_docs.py   writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "partition.md"
+RESULTS = ROOT / "benchmarks" / "results"
+MODES = ("local", "data", "model", "model-paper", "ep", "fsdp2")
+PAPER = {"data": "13.2 and 25.3 %", "model": "6.3 and 11.9 %"}
+Record = dict[str, Any]
+Runs = dict[int, dict[str, Any]]
+
+
+def load(folder: Path) -> Runs:
+    paths = {n: folder / f"partition_h200x{n}.json" for n in (2, 4)}
+    return {n: json.loads(path.read_text()) for n, path in paths.items() if path.exists()}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in lines)
+
+
+def setup(runs: Runs) -> str:
+    lines = []
+    for run in runs.values():
+        nccl = f", NCCL {run['nccl']}" if "nccl" in run else ""
+        lines.append(
+            f"* {run['ranks']} x {run['device']}, torch {run['torch']}, CUDA {run['cuda']}{nccl}, Python {run['python']}"
+        )
+        lines += [f"  * failed in {r['section']}: {r['error']}" for r in _of(run, "failed")]
+        short = [
+            f"{r['shape']}, {r['tokens']}, {r.get('mode', r['question'])}" for r in run["records"] if "skipped" in r
+        ]
+        lines += ["  * out of time: " + "; ".join(short)] if short else []
+        said = [
+            f"{r['shape']}, {r['tokens']}, {r.get('mode', r['question'])}: {r['error']}"
+            for r in run["records"]
+            if "error" in r and "shape" in r
+        ]
+        lines += [f"  * {text}" for text in said]
+        found = {op: why for r in _of(run, "fallbacks") for op, why in r["found"].items()}
+        lines += [f"  * {op} ran another implementation: {why}" for op, why in found.items()]
+    return "\n".join(lines)
+
+
+def steps(runs: Runs) -> str:
+    rows = []
+    for ranks, run in runs.items():
+        cases: dict[tuple[str, int], dict[str, Record]] = {}
+        for record in _of(run, "step time"):
+            cases.setdefault((record["shape"], record["tokens"]), {})[record["mode"]] = record
+        for (shape, tokens), by in sorted(cases.items()):
+            times = [f"{by[m]['step_ms']:.1f}" if "step_ms" in by.get(m, {}) else "-" for m in MODES]
+            auto, kept = by.get("auto", {}), ("data", "model", "ep", "fsdp2")
+            picked = (
+                f"{auto['picked'].split('_')[0]}, {100 * (auto['over_best'] - 1):.1f} %" if "over_best" in auto else "-"
+            )
+            memory = " / ".join(f"{by[m]['peak_mib'] / 1024:.1f}" if "peak_mib" in by.get(m, {}) else "-" for m in kept)
+            rows.append([ranks, shape, tokens, *times, picked, memory])
+    head = ["GPUs", "shape", "global tokens", "local", "data", "model", "model, all-reduce", "EP", "FSDP2", "auto"]
+    return table([*head, "GiB: data / model / EP / FSDP2"], rows)
+
+
+def correctness(runs: Runs) -> str:
+    rows = []
+    for ranks, run in runs.items():
+        for r in _of(run, "correctness"):
+            kind = r["kind"] + (", all-reduce" if r["reduce"] == "all_reduce" else "")
+            shares = f"{_list(r['batch'])}; {_list(r['h'])}"
+            output, gradient = (f"{r[key]:.3f} ({r[f'{key}_one_device']:.3f})" for key in ("output", "gradient"))
+            rows.append([ranks, kind, shares, output, gradient])
+    return table(["GPUs", "mode", "B_i; h_i", "output (one device)", "gradients (one device)"], rows)
+
+
+def overlap(runs: Runs) -> str:
+    rows = []
+    for ranks, run in runs.items():
+        for r in _of(run, "overlap"):
+            if not any("AllGather" in rank for rank in r.get("ranks", ())):
+                continue
+            cells = [_worst(r, kind, "hidden") for kind in ("AllGather", "ReduceScatter")]
+            gather = [1e3 * rank["AllGather"]["ms"] / rank["AllGather"]["kernels"] for rank in r["ranks"]]
+            layer = [1e3 * rank["layer_forward_ms"] for rank in r["ranks"] if "layer_forward_ms" in rank]
+            lasts = f"{min(layer):.0f}" if layer else "-"
+            idle = [1 - rank["compute_ms"] / rank["span_ms"] for rank in r["ranks"] if "span_ms" in rank]
+            rows.append([
+                ranks, f"{r['shape']}, {r['tokens']}, {r['layers']}", f"{min(gather):.0f}-{max(gather):.0f}", lasts,
+                cells[0], _worst(r, "AllGather", "hidden_of_shorter"), cells[1], _percent(max(idle)) if idle else "-",
+            ])  # fmt: skip
+    head = ["GPUs", "shape, tokens, layers", "a gather (µs)", "attention + experts forward (µs)", "gathers hidden"]
+    return table([*head, "of those that last less", "reduce-scatters hidden", "device without compute"], rows)
+
+
+def _worst(record: Record, kind: str, key: str) -> str:
+    found = [rank[kind].get(key) for rank in record["ranks"] if kind in rank]
+    return _percent(min(found)) if found and None not in found else "-"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def memory(runs: Runs) -> str:
+    rows = [
+        [
+            ranks,
+            r["layers"],
+            f"{r['weights_of_a_layer_mib']:.0f}",
+            f"{r['gathered_mib']:.0f}",
+            f"{r['peak_above_held_mib']:.0f}",
+        ]
+        for ranks, run in runs.items()
+        for r in _of(run, "memory")
+    ]
+    return table(
+        ["GPUs", "layers", "weights of a layer (MiB)", "gathered (MiB)", "peak above what is held (MiB)"], rows
+    )
+
+
+def unequal(runs: Runs) -> str:
+    rows = []
+    for run in runs.values():
+        cases: dict[tuple[Any, ...], dict[str, Record]] = {}
+        for r in _of(run, "unequal devices"):
+            if "kind" in r:
+                cases.setdefault((_list(r["sms"]), r["shape"], r["kind"].split()[0]), {})[_split(r)] = r
+        for (sms, shape, kind), by in cases.items():
+            if "weighted" not in by:
+                continue
+            names = ("uniform", "weighted", "proportional to t_i", "proportional to time alone")
+            over = [f"{by[n]['over_ideal']:.2f}" if n in by else "-" for n in names]
+            gain = f"{100 * by['weighted']['gain_over_uniform']:.1f} %"
+            step = by.get("step weighted")
+            whole = f"{100 * step['gain_over_uniform']:.1f} %" if step else "-"
+            rows.append([sms, shape, kind, _list(by["weighted"]["sizes"]), *over, gain, whole, PAPER[kind]])
+    head = ["multiprocessors", "shape", "centric", "tokens or h_i", "uniform", "weighted", "by t_i", "by time alone"]
+    return table([*head, "gain over uniform", "gain of a step", "paper (two devices)"], rows)
+
+
+def _split(record: Record) -> str:
+    """Older records have other names."""
+    split = "proportional to time alone" if record["split"] == "weighted by time alone" else record["split"]
+    return f"step {split}" if record["kind"].endswith(" step") else str(split)
+
+
+def _list(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _of(run: dict[str, Any], question: str) -> list[Record]:
+    return [record for record in run["records"] if record["question"] == question]
+
+
+SECTIONS: dict[str, Callable[[Runs], str]] = {
+    "setup": setup,
+    "steps": steps,
+    "correctness": correctness,
+    "overlap": overlap,
+    "memory": memory,
+    "unequal": unequal,
+}
+
+
+def fill(text: str, folder: Path) -> str:
+    """The page with every table between its markers made anew."""
+    runs = load(folder)
+    for name, make in SECTIONS.items():
+        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+        head, _, rest = text.partition(start)
+        _, _, tail = rest.partition(end)
+        text = f"{head}{start}{make(runs)}\n{end}{tail}" if rest else text
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(fill(PAGE.read_text(), RESULTS))
+    print(f"wrote {PAGE}")

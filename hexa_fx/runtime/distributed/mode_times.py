@@ -1,0 +1,194 @@
+"""What a layer's experts take in each mode, and what runs between MoE blocks: the times that ``auto`` weighs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hexa_fx.allocation import even
+from hexa_fx.plan import ExpertShape
+from hexa_fx.runtime.distributed.clock import gathered, room, synchronize, timed
+from hexa_fx.runtime.distributed.collectives import wait
+from hexa_fx.runtime.distributed.geometry import Geometry, Weights
+from hexa_fx.runtime.distributed.groups import Groups
+
+
+@dataclass(frozen=True)
+class ModeTimes:
+    """Seconds of one layer's experts on the slowest rank, by how they run.
+
+    Args:
+        model_centric, data_centric: forward and backward.
+        forward: data-centric, forward alone.
+        contention: seconds that data-centric compute takes longer for each second of a gather beside it.
+    """
+
+    model_centric: float
+    data_centric: float
+    forward: float
+    contention: float
+
+
+def measure_modes(
+    geometry: Geometry, tokens: int, *, dtype: torch.dtype, device: torch.device, groups: Groups, repeats: int = 3
+) -> ModeTimes:
+    """Times of the experts as each mode runs them on equal ranks.
+
+    Model-centric: all ``tokens``, 1/N of the channels. Data-centric: 1/N of the tokens, all channels, weights as views of
+    packed rows, with the copies into and out of rows. Layers too large for an eighth of the free memory are measured with
+    fewer experts and tokens alike, and the time is scaled. A collective call.
+    """
+    shape, world = geometry.shape, groups.world
+    held = 4 * shape.weight_numel * dtype.itemsize
+    held += 4 * tokens * shape.top_k * max(shape.intermediate_size // world, shape.hidden_size) * dtype.itemsize
+    part = min(1.0, min(gathered(room(device), groups)) / 8 / max(1, held))
+    experts = max(1, min(shape.num_experts, int(shape.num_experts * part)))
+    rows = max(world, int(tokens * experts / shape.num_experts))
+    small = replace(geometry, shape=replace(shape, num_experts=experts, top_k=min(shape.top_k, experts)))
+    scale = tokens * shape.top_k / (rows * small.shape.top_k)
+
+    def seconds(run: Callable[..., None]) -> float:
+        run()
+        return max(gathered(statistics.median(timed(run, device, 1) for _ in range(repeats)), groups)) * scale
+
+    by_model = seconds(_experts_model_centric(small, rows, world, dtype, device))
+    forward, step, gather = _experts_data_centric(small, max(1, rows // world), dtype, device, groups)
+    by_data, alone = seconds(step), seconds(gather)
+    both = seconds(lambda: gather(step))
+    covered = min(alone, by_data)
+    contention = min(1.0, max(0.0, (both - max(by_data, alone)) / covered)) if covered else 0.0
+    return ModeTimes(by_model, by_data, seconds(forward), contention)
+
+
+def _tokens(shape: ExpertShape, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, balanced expert ids, routing weights."""
+    x = torch.randn(tokens, shape.hidden_size, device=device, dtype=dtype).requires_grad_()
+    index = torch.arange(tokens * shape.top_k, device=device).view(tokens, shape.top_k) % shape.num_experts
+    weights = torch.full((tokens, shape.top_k), 1.0 / shape.top_k, device=device, dtype=dtype).requires_grad_()
+    return x, index, weights
+
+
+def _local_weights(geometry: Geometry, channels: int, dtype: torch.dtype, device: torch.device) -> Weights:
+    rows = torch.randn(channels, geometry.row, device=device, dtype=dtype) * 0.05
+    w1, b1, w3, b3, w2 = (None if w is None else w.requires_grad_() for w in geometry.unpack(rows, dtype))
+    return w1, b1, w3, b3, w2
+
+
+def _differentiate(y: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    return list(torch.autograd.grad(y, [t for t in leaves if t is not None], torch.ones_like(y)))
+
+
+def _experts_model_centric(
+    geometry: Geometry, tokens: int, world: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
+    import hexa_fx.ops  # noqa: F401  (defines the operator)
+
+    x, index, weights = _tokens(geometry.shape, tokens, dtype, device)
+    channels = max(1, geometry.shape.intermediate_size // world)
+    local = _local_weights(geometry, channels, dtype, device)
+    activation = "silu" if geometry.gated else "gelu"
+    static: tuple[Any, ...] = (activation, geometry.glu, [], geometry.layout1, geometry.layout2, False)
+
+    def run() -> None:
+        _differentiate(torch.ops.hexa.moe_ffn(x, index, weights, *local, None, *static), (x, weights, *local))
+
+    return run
+
+
+def _experts_data_centric(
+    geometry: Geometry, tokens: int, dtype: torch.dtype, device: torch.device, groups: Groups
+) -> tuple[Callable[[], None], Callable[[], None], Callable[..., None]]:
+    """Forward; forward and backward with the copies; a gather of the weights, with something beside it. Each to be timed."""
+    import hexa_fx.ops  # noqa: F401  (defines the operator)
+
+    x, index, weights = _tokens(geometry.shape, tokens, dtype, device)
+    sizes = even(geometry.shape.intermediate_size, groups.world)
+    mine = sizes[groups.rank]
+    local = _local_weights(geometry, mine, dtype, device)
+    rows = torch.randn(geometry.shape.intermediate_size, geometry.row, device=device, dtype=dtype) * 0.05
+    views = [None if w is None else w.detach().requires_grad_() for w in geometry.views(rows)]
+    activation = "silu" if geometry.gated else "gelu"
+    static: tuple[Any, ...] = (activation, "split" if geometry.gated else "none", [], "nk", "kn", False)
+
+    def forward() -> Tensor:
+        y: Tensor = torch.ops.hexa.moe_ffn(x, index, weights, *views, None, *static)
+        return y
+
+    def step() -> None:
+        with torch.no_grad():
+            for _ in range(2):  # for the gather of forward and of backward
+                geometry.pack(local, mine, dtype)
+        grads = iter(_differentiate(forward(), (x, weights, *views))[2:])
+        sums = geometry.view_grads(tuple(None if v is None else next(grads) for v in views), dtype)  # type: ignore[arg-type]
+        geometry.unpack(sums[:mine], dtype)
+
+    buffer, own = torch.empty_like(rows), rows[:mine].clone()
+
+    def gather(beside: Callable[[], None] | None = None) -> None:
+        torch.ops.hexa.all_gather_v_(buffer, own, list(sizes), groups.gather_name)
+        if beside is not None:
+            beside()
+        wait(buffer)
+
+    def forward_alone() -> None:
+        forward()
+
+    return forward_alone, step, gather
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """What a forward of the whole model says about its MoE blocks: medians in seconds, on the slowest rank.
+
+    Args:
+        between: from one MoE block to the next: attention, norms, whatever is there.
+        block: of a block itself.
+        tokens: that reach a block.
+    """
+
+    between: float
+    block: float
+    tokens: int
+
+
+def measure_blocks(
+    run: Callable[[], object], blocks: Sequence[nn.Module], device: torch.device, groups: Groups
+) -> BlockTimes:
+    """Runs the model twice and times the second run. A collective call; ``run`` is the same on every rank."""
+    seen: list[tuple[float, float, int]] = []
+    entered: list[float] = []
+
+    def now() -> float:
+        synchronize(device)
+        return time.perf_counter()
+
+    def before(*_: Any) -> None:
+        entered.append(now())
+
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], __: Any) -> None:
+        given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()), None)
+        tokens = 0 if given is None or given.dim() == 0 else given.numel() // max(1, given.shape[-1])
+        seen.append((entered.pop(), now(), tokens))
+
+    handles = [block.register_forward_pre_hook(before) for block in blocks]
+    handles += [block.register_forward_hook(after, with_kwargs=True) for block in blocks]
+    try:
+        with torch.no_grad():
+            run()
+            seen.clear()
+            start = now()
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    ends = [start, *(end for _, end, _ in seen)]
+    between = statistics.median([begin - end for (begin, _, _), end in zip(seen, ends)] or [0.0])
+    block = statistics.median([end - begin for begin, end, _ in seen] or [0.0])
+    tokens = max((count for _, _, count in seen), default=0)
+    return BlockTimes(max(gathered(between, groups)), max(gathered(block, groups)), tokens)

@@ -1,0 +1,102 @@
+"""benchmarks/bench_partition.py stays runnable where there is no GPU: tiny sizes, Gloo, and a launch that fails on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+
+
+def test_a_section_that_fails_costs_only_itself(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/partition_run.py", "--smoke", "--processes", "2", "--port", "29811"]
+    command += ["--out", str(tmp_path / "a"), "--sections", "unequal,broken,overlap", "--deadline", "120"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 3 sections" in done.stdout
+    assert "broken on purpose" in done.stdout
+    merged = tmp_path / "all.json"
+    parts = sorted(map(str, tmp_path.glob("a.*.json")))
+    subprocess.run([sys.executable, "benchmarks/merge_records.py", str(merged), *parts], cwd=ROOT, check=True)
+    result = json.loads(merged.read_text())
+    finished = {r["section"] for r in result["records"] if r["question"] == "seconds"}
+    assert finished == {"unequal:tiny", "overlap:tiny"}
+    assert any(r["question"] == "broken" for r in result["records"])
+    assert {"device", "python", "torch", "ranks", "command"} <= set(result)
+    splits = {(r["kind"], r["split"]) for r in result["records"] if "experts_ms" in r}
+    assert {kind for kind, _ in splits} == {"data", "model"}
+    assert len(splits) == 8
+    steps = [r for r in result["records"] if "step" in r.get("kind", "")]
+    assert len(steps) == 4
+    assert all(sum(r["h"]) == 128 and r["step_ms"] > 0 for r in steps)
+
+
+def test_nothing_recorded_leaves_the_file(tmp_path: Path) -> None:
+    kept = tmp_path / "old.json"
+    kept.write_text("{}")
+    command = [sys.executable, "benchmarks/merge_records.py", str(kept), str(tmp_path / "missing.json")]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode != 0
+    assert kept.read_text() == "{}"
+
+
+@pytest.mark.slow
+def test_the_whole_script(tmp_path: Path) -> None:
+    command = ["sh", "benchmarks/gpu_partition.sh"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(SMOKE="1", OUT=str(tmp_path)), capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for ranks in (2, 4):
+        result = json.loads((tmp_path / f"partition_h200x{ranks}.json").read_text())
+        found = {r["section"].partition(":")[0] for r in result["records"] if r["question"] == "seconds"}
+        assert found == {"correctness", "sweep", "overlap", "memory", "unequal"}
+        assert result["ranks"] == ranks
+
+
+def test_tables_of_the_page_are_those_of_the_records() -> None:
+    from benchmarks import partition_docs as docs
+
+    page = docs.PAGE.read_text()
+    assert page == docs.fill(page, docs.RESULTS), "run python benchmarks/partition_docs.py"
+    assert all(f"<!-- {name} -->" in page for name in docs.SECTIONS)
+
+
+def test_tables_from_records(tmp_path: Path) -> None:
+    from benchmarks import partition_docs as docs
+
+    gather = {"kernels": 4, "ms": 0.8, "hidden": 0.9, "shorter": 3, "hidden_of_shorter": 0.95}
+    rank = {"compute_ms": 9.0, "span_ms": 10.0, "layer_forward_ms": 0.5, "AllGather": gather, "ReduceScatter": gather}
+    worse = rank | {"AllGather": gather | {"hidden": 0.7}}
+    devices = {"question": "unequal devices", "shape": "mixtral", "tokens": 96, "sms": [132, 64], "kind": "model"}
+    records = [
+        {"question": "step time", "shape": "mixtral", "tokens": 8, "mode": "data", "step_ms": 2.0, "peak_mib": 2048},
+        {"question": "step time", "shape": "mixtral", "tokens": 8, "mode": "ep", "error": "out of memory"},
+        {"question": "step time", "shape": "mixtral", "tokens": 8, "mode": "auto", "picked": "data_centric", "over_best": 1.03},
+        {"question": "overlap", "shape": "swin", "tokens": 8, "layers": 6, "ranks": [rank, worse]},
+        {"question": "overlap", "shape": "swin", "tokens": 16, "layers": 6, "skipped": "out of time"},
+        devices | {"split": "uniform", "sizes": [48, 48], "over_ideal": 1.4, "gain_over_uniform": 0.0},
+        devices | {"split": "weighted", "sizes": [64, 32], "over_ideal": 1.05, "gain_over_uniform": 0.25},
+        {"question": "failed", "section": "sweep:mixtral", "error": "ValueError: broken"},
+    ]  # fmt: skip
+    head = {"ranks": 2, "device": "GPU", "torch": "2", "cuda": "13", "python": "3", "nccl": "2.28"}
+    (tmp_path / "partition_h200x2.json").write_text(json.dumps(head | {"records": records}))
+    runs = docs.load(tmp_path)
+    assert "| 2 | mixtral | 8 | - | 2.0 | - | - | - | - | data, 3.0 % | 2.0 / - / - / - |" in docs.steps(runs)
+    assert "| 2 | swin, 8, 6 | 200-200 | 500 | 70 % | 95 % | 90 % | 10 % |" in docs.overlap(runs)
+    assert "| 132, 64 | mixtral | model | 64, 32 | 1.40 | 1.05 | - | - | 25.0 % | - |" in docs.unequal(runs)
+    setup = docs.setup(runs)
+    assert "NCCL 2.28" in setup
+    assert "failed in sweep:mixtral: ValueError: broken" in setup
+    assert "out of time: swin, 16, overlap" in setup
+    assert "mixtral, 8, ep: out of memory" in setup
+    page = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in docs.SECTIONS)
+    assert docs.fill(docs.fill(page, tmp_path), tmp_path) == docs.fill(page, tmp_path)

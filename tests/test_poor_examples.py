@@ -1,0 +1,186 @@
+"""Equal, repeated and single tokens in the example give what a good example gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hexa_fx
+from hexa_fx.analysis import ModelAnalysis, analyse_model, call_arguments
+from hexa_fx.capture.observe import Observation
+from hexa_fx.config import HexaConfig
+from hexa_fx.inspection.inspector import Inspector
+from hexa_fx.passes.distinct_tokens import examples, number_alike, number_of_experts
+from tests.zoo import families, pattern_table, poor_examples
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.registry import by_name
+
+torch.set_num_threads(1)
+
+POOR = ("zeros", "ones", "repeated", "one")
+STYLES = (
+    "loop_onehot_hit_only",
+    "sorted_split_counts",
+    "sorted_gathered_bmm",
+    "dense_scaled_input_bmm",
+    "capacity_padded_bmm",
+)
+
+
+def analysed(model: nn.Module, inputs: object) -> ModelAnalysis:
+    return analyse_model(model, inputs, HexaConfig(), Inspector())
+
+
+def graphs(analysis: ModelAnalysis) -> dict[tuple[str, str], str]:
+    """By path and mode, the rewritten graph as text."""
+    return {(a.path, mode): str(form.graph) for a in analysis.analyses for mode, form in a.rewritten.items()}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_same_graph_as_on_a_good_example(style: str) -> None:
+    v = by_name(style)
+    model = v.make(0).eval()
+    expected = graphs(analysed(model, v.inputs(2, 7, torch.float32, 0)[0]))
+    assert expected
+    for name in POOR:
+        args, _ = poor_examples.BY_NAME[name](v, torch.float32)
+        assert graphs(analysed(model, args)) == expected, name
+
+
+@pytest.mark.parametrize("name", POOR)
+@pytest.mark.parametrize("style", STYLES[:2])
+def test_the_same_numbers(style: str, name: str) -> None:
+    v = by_name(style)
+    model = v.make(1).double().eval()
+    opt = pattern_table.optimized(model, *poor_examples.BY_NAME[name](v, torch.float64))
+    for place, (batch, seq) in enumerate(((2, 7), (1, 1), (3, 5))):
+        args, kwargs = v.inputs(batch, seq, torch.float64, 6)
+        assert operators_run(opt, args, kwargs)
+        assert compare(model, opt, args, kwargs, train=bool(place), seed=3).within(1e-10)
+        equal = tuple(torch.ones_like(a) for a in args)
+        assert compare(model, opt, equal, kwargs, seed=3).within(1e-10)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "switch_transformers"])
+def test_language_models(family: str) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    model = families.make(family)
+    expected = graphs(analysed(model, families.inputs(2, 7)))
+    assert len(expected) == 2 * families.FAMILIES[family].blocks
+    for name in ("zeros", "repeated", "one"):
+        assert graphs(analysed(model, poor_examples.ids(name))) == expected, name
+
+
+class Experts(nn.Module):
+    """Five experts in matrices of two dimensions, so that their number is not to be seen, given their routing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(60, 8)), nn.Parameter(torch.randn(60, 8))
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        up, down, out = self.up.view(5, 12, 8), self.down.view(5, 12, 8), torch.zeros_like(x)
+        for e in range(5):
+            token, slot = torch.where(index == e)
+            out.index_add_(0, token, F.relu(x[token] @ up[e].T) @ down[e] * weight[token, slot, None])
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 5), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.router(x).softmax(-1).topk(2)
+        return self.experts(x, index, weight)
+
+
+def test_a_routing_of_unknown_range_is_left_to_the_block_around() -> None:
+    """On equal tokens all ids are alike; whatever is made of them there must not be taken for the routing."""
+    model = Block().double()
+    report = hexa_fx.explain(model, torch.ones(9, 8, dtype=torch.float64))
+    assert [block.path for block in report.rewritten] == [""]
+    assert [block.path for block in hexa_fx.explain(model, torch.randn(9, 8).double()).rewritten] == ["experts"]
+
+
+class FromIds(nn.Module):
+    """Embeddings and mixture in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.router = nn.Embedding(23, 8), nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(input_ids.flatten())
+        weight, index = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(index == e)
+            out.index_add_(0, token, expert(x[token]) * weight[token, slot, None])
+        return out.unflatten(0, input_ids.shape)
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(2, 6, dtype=torch.long), torch.tensor([[3]]), torch.arange(18) % 4])
+def test_ids_are_drawn_where_the_block_looks_them_up(ids: torch.Tensor) -> None:
+    model = FromIds().double()
+    opt = hexa_fx.optimize(model, ids)
+    assert opt.report.rewritten
+    other = torch.randint(0, 23, (4, 5) if ids.dim() == 2 else (9,))
+    assert operators_run(opt, (other,), {})
+    torch.testing.assert_close(opt(other), model(other), rtol=1e-10, atol=1e-12)
+
+
+class OnlyEqual(Block):
+    """Code that takes no other tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.equal(x, x[:1].expand_as(x)):
+            raise ValueError("tokens differ")
+        return super().forward(x)
+
+
+def test_where_other_tokens_are_not_taken_the_example_is_named() -> None:
+    report = hexa_fx.explain(OnlyEqual(), torch.ones(9, 8))
+    assert report.refused
+    assert all("give example inputs with different tokens" in block.reason for block in report.refused)
+
+
+def test_a_true_refusal_keeps_its_reason() -> None:
+    v = by_name("refuse_max_combine")
+    good, poor = (poor_examples.BY_NAME[name](v, torch.float32) for name in ("good", "ones"))
+    reasons = [[b.reason for b in hexa_fx.explain(v.make(0), args).refused] for args, _ in (good, poor)]
+    assert reasons[0] == reasons[1] != []
+
+
+def test_what_else_a_block_is_given_stays() -> None:
+    x, mask, position = torch.zeros(2, 6, 8), torch.ones(2, 6, dtype=torch.bool), torch.arange(6).expand(2, 6)
+    mask[1, 4:] = False
+    block = Block()
+    assert number_of_experts(block) is None
+    first, *_, last = examples(Observation("", block, (x,), {"mask": mask, "position": position}))
+    assert number_alike(first.args[0].flatten(0, 1).double()) == 0
+    assert torch.equal(first.kwargs["mask"], mask)
+    assert torch.equal(first.kwargs["position"], position)
+    assert last.args[0] is x
+    grown = next(examples(Observation("", block, (x[:1, :1],), {"mask": mask[:1, :1]})))
+    assert grown.args[0].shape == (2, 8, 8)
+    assert grown.kwargs["mask"].shape == (2, 8)
+    assert number_alike(grown.args[0].flatten(0, 1).double()) == 0
+
+
+def test_rows_alike_but_for_rounding_and_scale() -> None:
+    row = torch.randn(1, 8).double()
+    assert number_alike(torch.cat([row, 2 * row, row * (1 + 1e-7), -row, torch.randn(1, 8).double()])) == 2
+    assert number_alike(torch.zeros(4, 8).double()) == 3
+    assert number_alike(torch.randn(100, 8).double()) == 0
+
+
+def test_good_examples_are_used_as_they_are() -> None:
+    x = torch.randn(9, 8)
+    (only,) = examples(Observation("", Block(), (x,), {}))
+    assert only.args[0] is x
+    assert call_arguments(x) == ((x,), {})
