@@ -50,7 +50,8 @@ def choose_tile(op: str, arch: int, dtype: DataType, math: str, bucket: int, col
         tile = Tile(64, 64, 64, 3, 2, 2) if narrow else Tile(128, 128, 32, 4, 2, 2)
         low = Tile(16, 64, 64, 4, 1, 4)
     if op != "esmm" and not narrow and dtype != DataType.f32:
-        tile = Tile(128, 128, 32, 4, 2, 4)
+        roomy = op == "esfk" and shared_limit(arch) > 2 * 98 * 1024  # two blocks a multiprocessor
+        tile = Tile(128, 128, 64, 3, 2, 4) if roomy else Tile(128, 128, 32, 4, 2, 4)
     if op == "esmm":
         tile = low if bucket <= 4 else _lower(tile) if bucket <= 6 else tile
     if op == "esfk" and bucket <= 6:

@@ -96,7 +96,7 @@ def test_an_unknown_family_is_refused_with_the_names_of_all() -> None:
 
 
 @given(
-    op=st.sampled_from(["esmm", "estmm"]),
+    op=st.sampled_from(["esmm", "estmm", "esfk"]),
     arch=st.sampled_from([80, 86, 89, 90, 100, 120]),
     dtype=st.sampled_from([DataType.bf16, DataType.f16, DataType.f32, DataType.f64]),
     exact=st.booleans(),
@@ -109,9 +109,11 @@ def test_every_tile_that_the_heuristics_choose_can_be_built(
     op: str, arch: int, dtype: DataType, exact: bool, rows: int, experts: int, columns: int, layout: str
 ) -> None:
     math = "simt" if dtype == DataType.f64 else "fast_f32" if exact and dtype == DataType.f32 else "tensor"
-    tile = choose_tile(op, arch, dtype, math, row_bucket(rows, experts), columns)
+    tile, family = choose_tile(op, arch, dtype, math, row_bucket(rows, experts), columns), "gemm_sm80"
+    if op == "esfk":
+        family = "esfk_sm80"
     spec = KernelSpec(
-        *("gemm_sm80", op, arch),
+        *(family, op, arch),
         dtype=dtype,
         math=MathOperation.multiply_add_fast_f32 if math == "fast_f32" else MathOperation.multiply_add,
         bm=tile.bm,
@@ -120,7 +122,7 @@ def test_every_tile_that_the_heuristics_choose_can_be_built(
         stages=tile.stages,
         layout=layout,
     ).with_options(warps_m=tile.warps_m, warps_n=tile.warps_n, simt=math == "simt")
-    assert validate(get_family("gemm_sm80"), spec).shared_bytes <= shared_limit(arch)
+    assert validate(get_family(family), spec).shared_bytes <= shared_limit(arch)
 
 
 def test_tile_height_follows_rows_per_expert_and_no_token_count() -> None:

@@ -81,7 +81,7 @@ def test_combine_and_its_backward(width: int, top_k: int) -> None:
     routed = (r.inv < r.routed).view(TOKENS, top_k, 1)
     rows = y.double()[r.inv.long()].view(TOKENS, top_k, width) * routed
     want = (rows * w.double()[..., None]).sum(1)
-    assert_close(out, want.detach(), F32)
+    assert_close(out.detach(), want.detach(), F32)
     dy = randn(TOKENS, width, dtype=F32)
     for got, expected in zip(
         torch.autograd.grad(out, (y, w), dy), torch.autograd.grad(want, (y, w), dy.double()), strict=True
@@ -165,7 +165,7 @@ def test_esmm_act_of_sm80(activation: str, glu: str) -> None:
 
 
 @hopper
-@pytest.mark.parametrize(("tile", "case"), zip(TILES, ACTIVATED, strict=True))
+@pytest.mark.parametrize(("tile", "case"), list(zip(TILES, ACTIVATED, strict=True)))
 def test_esmm_act_of_sm90(tile: str, case: tuple[str, str]) -> None:
     check_esmm_act(sm90.esmm_act, *case, "nk" if tile in ("coop", "low2") else "kn", TILES[tile])
 
@@ -182,7 +182,7 @@ def test_esmm_of_sm90(tile: str) -> None:
 
 
 @hopper
-@pytest.mark.parametrize(("tile", "case"), zip(GRADIENT_TILES, ACTIVATED, strict=False))
+@pytest.mark.parametrize(("tile", "case"), list(zip(GRADIENT_TILES, ACTIVATED, strict=False)))
 def test_esmm_act_backward_of_sm90(tile: str, case: tuple[str, str]) -> None:
     (activation, glu), r = case, routing()
     params = activations.ACTIVATIONS[activation].params

@@ -139,7 +139,7 @@ def test_esmm_act(recorder: Recorder, glu: str, keep_h: bool) -> None:
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
-def test_esfk_is_three_products_where_nothing_fuses_them(recorder: Recorder, layout: str) -> None:
+def test_esfk_of_few_rows_is_three_products(recorder: Recorder, layout: str) -> None:
     v, offs = routing()
     w = torch.randn((E, N, D) if layout == "nk" else (E, D, N), dtype=torch.bfloat16)
     x, g = torch.randn(T, D, dtype=torch.bfloat16), torch.randn(T * K, N, dtype=torch.bfloat16)
@@ -148,6 +148,32 @@ def test_esfk_is_three_products_where_nothing_fuses_them(recorder: Recorder, lay
     assert [launch.spec.op for launch in recorder.launches] == ["esmm", "estmm", "ess_partial", "ess_finish"]
     assert recorder[1].spec.gather == (layout == "kn")
     assert recorder[1].spec.option("gather_b") == (layout == "nk")
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_esfk_is_one_launch(recorder: Recorder, layout: str, bias: bool) -> None:
+    rows = 1000
+    v, offs = routing(rows)
+    x, g = torch.randn(rows // K, D, dtype=torch.bfloat16), torch.randn(rows, N, dtype=torch.bfloat16)
+    w = torch.randn((E, N, D) if layout == "nk" else (E, D, N), dtype=torch.bfloat16)
+    dx, dw, db = cuda_gemm.esfk(x, g, w, v, offs, K, layout, bias)
+    (launch,) = recorder.launches
+    assert (dx.shape, dw.shape, db.shape) == ((rows, D), w.shape, (E, N) if bias else (0,))
+    assert (launch.spec.op, launch.spec.bias, launch.spec.option("transpose")) == ("esfk", bias, layout == "nk")
+    assert launch.spec.layout == ("kn" if layout == "nk" else "nk")
+    row_product, weight_product, db_at = launch.values[:26], launch.values[26:52], launch.values[52]
+    assert row_product[:2] == (g.data_ptr(), w.data_ptr())
+    assert row_product[5] == dx.data_ptr()
+    assert row_product[16:21] == (rows, 0, D, N, E)
+    operands = (g, x) if layout == "nk" else (x, g)
+    assert weight_product[:2] == tuple(t.data_ptr() for t in operands)
+    assert weight_product[5] == dw.data_ptr()
+    assert weight_product[16:21] == (rows, *dw.shape[1:], 0, E)
+    assert v.data_ptr() == weight_product[8 if layout == "nk" else 7]
+    assert db_at == (db.data_ptr() if bias else 0)
+    tiles = -(-dw.shape[1] // launch.spec.bm) * -(-dw.shape[2] // launch.spec.bn)
+    assert launch.grid[0] >= sum(-(-200 // launch.spec.bm) * -(-D // launch.spec.bn) + tiles for _ in range(E))
 
 
 def test_row_operators(recorder: Recorder) -> None:

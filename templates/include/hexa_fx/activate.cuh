@@ -83,10 +83,12 @@ struct Activate {
       load_chunk<kAligned, kFull>(grad, da + c, p.width - c);
 #pragma unroll
       for (int i = 0; i < kChunk; ++i) {
-        const F y = value(gate[i], up[i], p.act);
+        F dgate, dup;
+        const F y = value(gate[i], up[i], p.act, dgate, dup), weighted = kWeighted ? w * grad[i] : grad[i];
         if (kWeighted) dot += grad[i] * y;
         out[i] = kWeighted ? w * y : y;
-        slope(kWeighted ? w * grad[i] : grad[i], gate[i], up[i], p.act);
+        gate[i] = weighted * dgate;
+        if (kGated) up[i] = weighted * dup;
       }
     }
     store_chunk<kAligned, kFull>(a + c, out, p.width - c);
@@ -101,20 +103,14 @@ struct Activate {
   static __device__ int first_column() { return (threadIdx.x % (32 * kWarpsPerRow)) * kChunk; }
 
   static __device__ F value(F gate, F up, const ActParams& p) {
-    if constexpr (kGated) return Gated<kAct, kFast, F>::value(gate, up, p);
-    else return Unary<kAct, kFast, F>::value(gate);
+    F unused;
+    if constexpr (kGated) return glu<kAct, kFast>(gate, up, p);
+    else return activate<kAct, false, kFast>(gate, unused);
   }
-
-  // gate and up become their gradients
-  static __device__ void slope(F grad, F& gate, F& up, const ActParams& p) {
-    if constexpr (kGated) {
-      F dgate, dup;
-      Gated<kAct, kFast, F>::slope(grad, gate, up, p, dgate, dup);
-      gate = dgate;
-      up = dup;
-    } else {
-      gate = grad * Unary<kAct, kFast, F>::slope(gate);
-    }
+  // and its derivatives
+  static __device__ F value(F gate, F up, const ActParams& p, F& dgate, F& dup) {
+    if constexpr (kGated) return glu_slopes<kAct, kFast>(gate, up, p, dgate, dup);
+    else return activate<kAct, true, kFast>(gate, dgate);
   }
 
   template <bool kFull>

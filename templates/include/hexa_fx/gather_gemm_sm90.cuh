@@ -77,11 +77,11 @@ struct Consumer {
     const bool sums = p.db && t.m0 == 0;
     ColumnSum<C> sum;
     if (t.k_tiles == 0) clear(acc);
-    const int first = C::ColumnSums && sums ? clear_tail<C, true>(sm, pipe, t, group) : clear_tail<C, false>(sm, pipe, t, group);
+    const int odd = clear_tail(sm, pipe, t, group);
     wait_turn();
     stagger(t);
-    if (C::ColumnSums && sums) loop.template run<kBlocks, true>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, first);
-    else loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, first);
+    if (C::ColumnSums && sums) loop.template run<kBlocks, true>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, odd);
+    else loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, odd);
     const WeightEpilogue<C> epilogue{sm, p, maps, t, box, warp(), group};
     CUTE_UNROLL
     for (int m = 0; m < kBlocks; ++m) {

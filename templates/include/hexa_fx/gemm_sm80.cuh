@@ -506,8 +506,9 @@ struct Gemm {
       if constexpr (C::kBias) add_bias(x, p.bias, e * p.n + n, left);
       if constexpr (C::kKeep || !C::kActs) store_chunk(d + n, x, left);
       if constexpr (C::kActs) {
+        F unused;
 #pragma unroll
-        for (int i = 0; i < kChunk; ++i) x[i] = Unary<C::kAct, kFast, F>::value(x[i]);
+        for (int i = 0; i < kChunk; ++i) x[i] = activate<C::kAct, false, kFast>(x[i], unused);
         store_chunk(act + n, x, left);
       }
     } else if constexpr (kHalves) {
@@ -546,7 +547,7 @@ struct Gemm {
   }
   static __device__ void store_gated(T* act, F (&gate)[kChunk], const F (&up)[kChunk], const GemmParams& p, int left) {
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) gate[i] = Gated<C::kAct, sizeof(T) == 2, F>::value(gate[i], up[i], p.act_params);
+    for (int i = 0; i < kChunk; ++i) gate[i] = glu<C::kAct, sizeof(T) == 2>(gate[i], up[i], p.act_params);
     store_chunk(act, gate, left);
   }
 };

@@ -19,14 +19,14 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
-#include <hexa_fx/activation_math.cuh>
+#include <hexa_fx/activations.cuh>
 
 namespace hexa::sm90 {
 using namespace cute;
 
 enum class Schedule { cooperative, pingpong };
 enum class Epilogue { store, activate, activate_backward };
-enum class Glu { none, concat, interleaved, split };
+using hexa::Glu;
 
 // Arguments of one launch. Leading dimensions in elements. Unused members are zero.
 struct GroupedParams {
@@ -84,6 +84,7 @@ struct alignas(16) Tile {
   int multicast;   // the cluster's two tiles share B: each CTA copies half of it to both
   int pad[3];
 };
+inline constexpr int kTileWords = 9;  // of a tile that say something
 
 template <class C>
 struct alignas(1024) Smem {

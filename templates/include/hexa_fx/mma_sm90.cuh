@@ -32,13 +32,15 @@ struct ColumnSum {
   static constexpr int kParts = C::BK / kRows;            // warps that share a block
   float x = 0.f, y = 0.f;
 
-  CUTE_DEVICE void add(const Smem<C>& sm, int stage, int warp) {
+  // Adds the first `rows` rows of a stage.
+  CUTE_DEVICE void add(const Smem<C>& sm, int stage, int warp, int rows = C::BK) {
     using Pair = conditional_t<is_same_v<typename C::T, cutlass::bfloat16_t>, __nv_bfloat162, __half2>;
     const uint8_t* block = sm.b[stage] + (warp / kParts) * (C::BK * 128);
     const int lane = lane_id(), first = (warp % kParts) * kRows;
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const int r = first + i;
+      if (r >= rows) break;
       const uint32_t two = *reinterpret_cast<const uint32_t*>(block + r * 128 + ((((lane >> 2) ^ r) & 7) << 4) + (lane & 3) * 4);
       if constexpr (is_same_v<typename C::T, cutlass::bfloat16_t>) {
         x += __uint_as_float(two << 16);
@@ -49,6 +51,7 @@ struct ColumnSum {
         y += f.y;
       }
     }
+    __syncwarp();  // one lane gives the stage back for all
   }
 };
 
@@ -72,10 +75,10 @@ struct MainLoop {
   }
 
   // `Active` of the warpgroup's 64-row blocks hold rows. `group` is the consumer warpgroup. `meanwhile` is called once, behind
-  // the first step's multiplications. `first` sixteenths of the contraction are multiplied in step 0 of a weight tile.
+  // the first step's multiplications. Of a weight tile's step 0 the first `odd` rows count.
   template <int Active, bool Sum, class Acc, class Meanwhile>
   CUTE_DEVICE void run(Smem<C>& sm, Pipe& pipe, int k_tiles, int group, Acc& acc, ColumnSum<C>& sum, Meanwhile meanwhile,
-                       int first = 0) {
+                       int odd = 0) {
     Tensor a = make_tensor(make_smem_ptr(reinterpret_cast<T*>(sm.a)), typename M::LayoutA{});
     Tensor b = make_tensor(make_smem_ptr(reinterpret_cast<T*>(sm.b)), typename M::LayoutB{});
     auto slice = mma.get_slice(C::PingPong ? 0 : group * 128);
@@ -91,7 +94,7 @@ struct MainLoop {
     if (Weight && k_tiles > 0) {  // finished before the loop begins: the compiler would make that wait for every wgmma too
       Barrier::wait(&sm.full[pipe.index], pipe.phase);
 #pragma unroll 1
-      for (int kk = 0; kk < first; ++kk) {
+      for (int kk = 0; kk < ceil_div(odd, 16); ++kk) {
         warpgroup_fence_operand(acc);
         warpgroup_arrive();
         CUTE_UNROLL
@@ -101,7 +104,7 @@ struct MainLoop {
         warpgroup_wait<0>();
         warpgroup_fence_operand(acc);
       }
-      if constexpr (Sum) sum.add(sm, pipe.index, warp);
+      if constexpr (Sum) sum.add(sm, pipe.index, warp, odd);
       release(sm, pipe.index);
       pipe.template next<C::Stages>();
       k = 1;
@@ -135,15 +138,14 @@ struct MainLoop {
   }
 };
 
-// The rows that step 0 of a weight tile has beyond its odd rows belong to another expert. The contraction goes by 16 rows: returns
-// how many sixteens hold rows of this expert, and zeroes what else the last of them holds, in the copied operands (a gathered one
-// was zero-filled on its way). Each warpgroup zeroes all that it reads, so that neither waits for the other. `All`: everything up
-// to the end of the step, for column sums.
-template <class C, bool All>
+// The rows that step 0 of a weight tile has beyond its odd rows belong to another expert. The contraction goes by 16 rows: zeroes
+// what else the last sixteen holds, in the copied operands (a gathered one was zero-filled on its way), and returns the number of
+// odd rows. Each warpgroup zeroes all that it multiplies, so that neither waits for the other: both may write a zero.
+template <class C>
 CUTE_DEVICE int clear_tail(Smem<C>& sm, const Pipe& pipe, const Tile& t, int group) {
   if (t.k_tiles == 0) return 0;
-  const int odd = t.rows - (t.k_tiles - 1) * C::BK, sixteens = ceil_div(odd, 16), end = All ? C::BK : 16 * sixteens;
-  if (odd == end) return sixteens;
+  const int odd = t.rows - (t.k_tiles - 1) * C::BK, end = 16 * ceil_div(odd, 16);
+  if (odd == end) return odd;
   constexpr int kThreads = 128;
   const int id = threadIdx.x & 127;
   Barrier::wait(&sm.full[pipe.index], pipe.phase);
@@ -159,7 +161,7 @@ CUTE_DEVICE int clear_tail(Smem<C>& sm, const Pipe& pipe, const Tile& t, int gro
   }
   cutlass::arch::fence_view_async_shared();
   cutlass::arch::NamedBarrier::sync(kThreads, kTailBarrier + group);
-  return sixteens;
+  return odd;
 }
 
 }  // namespace hexa::sm90

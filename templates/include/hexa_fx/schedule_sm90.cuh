@@ -129,21 +129,25 @@ CUTE_DEVICE uint32_t in_cta(const void* local, int rank) {
   return r;
 }
 
-// A reader's view of the ring of tiles.
+// A reader's view of the ring of tiles. One lane reads for its warp, and it is the one that says so: an arrival speaks for its own
+// thread's accesses.
 template <class C>
 struct TileReader {
   Pipe at;
   CUTE_DEVICE Tile next(Smem<C>& sm) {
-    uint64_t* full = &sm.tile_full[at.index];
-    if constexpr (C::Cluster == 1) Barrier::wait(full, at.phase);
-    else wait_cluster(full);
-    const Tile t = sm.tile[at.index];
-    __syncwarp();
+    Tile t{};
     if (lane_id() == 0) {
+      uint64_t* full = &sm.tile_full[at.index];
+      if constexpr (C::Cluster == 1) Barrier::wait(full, at.phase);
+      else wait_cluster(full);
+      t = sm.tile[at.index];
       if constexpr (C::Cluster == 1) Barrier::arrive(&sm.tile_empty[at.index]);
       else Barrier::arrive(&sm.tile_empty[at.index], 0, 1);  // CTA 0 writes for both
     }
     at.template next<kTileSlots>();
+    int* word = reinterpret_cast<int*>(&t);
+    CUTE_UNROLL
+    for (int i = 0; i < kTileWords; ++i) word[i] = __shfl_sync(~0u, word[i], 0);
     return t;
   }
   CUTE_DEVICE void wait_cluster(uint64_t* full) const {
