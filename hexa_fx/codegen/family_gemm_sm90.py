@@ -43,6 +43,7 @@ class GemmShape:
     row_columns: int
     transpose_weight: bool
     column_sums: bool
+    borrow: bool
     stage_bytes: int
     max_experts: int
     lag: int
@@ -73,6 +74,7 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
         row_columns=spec.bn // 2 if paired or inter else spec.bn,
         transpose_weight=bool(spec.option("transpose", False)),
         column_sums=spec.op == "esfk",
+        borrow=_borrows(spec),
         stage_bytes=_chunks(spec) * CHUNK_BYTES,
         max_experts=int(spec.option("experts", TABLES[0])),
         lag=0 if _pingpong(spec) else int(spec.option("lag", 0)),
@@ -86,10 +88,17 @@ def _registers(spec: KernelSpec) -> tuple[int, int]:
     return (72, 216) if spec.gather else (40, 232)
 
 
+def _borrows(spec: KernelSpec) -> bool:
+    """Whether the gradient's epilogue works in a stage of the pipeline too: a large enough one, that both warpgroups share."""
+    return spec.op == "esmm_act_backward" and not _pingpong(spec) and spec.bn == 256 and not spec.option("exp", 0) & 32
+
+
 def _chunks(spec: KernelSpec) -> int:
-    """Chunks of staging a warp; the gradient's epilogue keeps two buffers of h and one of a."""
-    needed = 1 if spec.op != "esmm_act_backward" else 3 if spec.glu == "none" else 5
-    return max(needed, int(spec.option("chunks", 1)))
+    """Chunks of staging a warp. The gradient's epilogue keeps two buffers of h and one of a, all but one of h in a stage it borrows."""
+    if spec.op != "esmm_act_backward":
+        return max(1, int(spec.option("chunks", 1)))
+    parts = 1 if spec.glu == "none" else 2
+    return parts if _borrows(spec) else 2 * parts + 1
 
 
 def smem_bytes(spec: KernelSpec) -> int:

@@ -37,7 +37,8 @@ TILES = {
     "low2": replace(PINGPONG_LOW, cluster=2),
 }
 GRADIENT_TILES = {
-    "coop": replace(COOPERATIVE, stages=3),
+    "coop": COOPERATIVE,
+    "coop2": replace(COOPERATIVE, cluster=2, lag=0),
     "pp2": replace(PINGPONG, stages=4, cluster=2),
     "low": replace(PINGPONG_LOW, stages=3),
 }

@@ -67,8 +67,16 @@ struct Outbox {
   }
 };
 
+CUTE_DEVICE void store_2d_hint(const TmaDescriptor* map, const void* smem, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;" ::"l"(map),
+               "r"(cast_smem_ptr_to_uint(smem)), "r"(x), "r"(y), "l"(0x12F0000000000000ull) : "memory");
+}
+CUTE_DEVICE void prefetch_2d(const TmaDescriptor* map, int x, int y, uint64_t hint) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.L2::cache_hint [%0, {%1, %2}], %3;" ::"l"(map), "r"(x), "r"(y), "l"(hint) : "memory");
+}
+
 // Where a warp's 16 rows of a result lie.
-template <class T>
+template <class T, int Exp = 0>
 struct Rows {
   T* base;       // row 0 of the chunk
   int64_t ld;
@@ -84,7 +92,10 @@ struct Rows {
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if constexpr (!Full) direct(stage, column, columns);
-    else if (lane_id() == 0) SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y);
+    else if (lane_id() == 0) {
+      if constexpr (Exp & 2) store_2d_hint(map, stage.base, x + column, y);
+      else SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y);
+    }
   }
   CUTE_DEVICE void direct(const Stage& stage, int column, int columns) const {
     const int c = lane_id() & 7, n = column + c * 8;
@@ -129,7 +140,7 @@ struct RowEpilogue {
   const Tile& t;
   Outbox<C>& box;
 
-  CUTE_DEVICE Rows<T> rows(const void* base, int ld, int row, Map map) const {
+  CUTE_DEVICE Rows<T, C::Exp> rows(const void* base, int ld, int row, Map map) const {
     T* first = static_cast<T*>(const_cast<void*>(base));
     return {first + (int64_t(t.row0) + row) * ld, ld, t.rows - row, maps + map, 0, t.row0 + row};
   }
@@ -139,7 +150,7 @@ struct RowEpilogue {
 
   // A chunk of values; see Stage::put.
   template <bool Full, class Value>
-  CUTE_DEVICE void chunk(const Rows<T>& out, int column, int columns, Value value) const {
+  CUTE_DEVICE void chunk(const Rows<T, C::Exp>& out, int column, int columns, Value value) const {
     if (!Full && column >= columns) return;
     const Stage s = box.next();
     s.put(value);
@@ -157,7 +168,7 @@ struct RowEpilogue {
 
   // Chunk of the plain result: columns `first` .. + 64.
   template <bool Full>
-  CUTE_DEVICE void plain(const float (&x)[32], const Rows<T>& out, int first, int columns) const {
+  CUTE_DEVICE void plain(const float (&x)[32], const Rows<T, C::Exp>& out, int first, int columns) const {
     chunk<Full>(out, first, columns, [&](int j, int r) {
       const float2 v = pair(x, j, r, p.bias, 0, first, columns);
       return pack<T>(v.x, v.y);
@@ -165,7 +176,7 @@ struct RowEpilogue {
   }
 
   template <bool Full>
-  CUTE_DEVICE void ungated(const float (&x)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
+  CUTE_DEVICE void ungated(const float (&x)[32], const Rows<T, C::Exp>& out, const Rows<T, C::Exp>& act, int first) const {
     if constexpr (C::StoreH) plain<Full>(x, out, first, p.N);
     chunk<Full>(act, first, p.N, [&](int j, int r) {
       const float2 v = pair(x, j, r, p.bias, 0, first, p.N);
@@ -176,13 +187,13 @@ struct RowEpilogue {
 
   // Gate columns in the tile's left half, up columns in its right half.
   template <bool Full>
-  CUTE_DEVICE void gated(const float (&xg)[32], const float (&xu)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
+  CUTE_DEVICE void gated(const float (&xg)[32], const float (&xu)[32], const Rows<T, C::Exp>& out, const Rows<T, C::Exp>& act, int first) const {
     const void* up_bias = C::SplitWeight ? p.bias_up : p.bias;
     const int64_t up_at = C::SplitWeight ? 0 : p.N;
     auto gate = [&](int j, int r) { return pair(xg, j, r, p.bias, 0, first, p.N); };
     auto up = [&](int j, int r) { return pair(xu, j, r, up_bias, up_at, first, p.N); };
     if constexpr (C::StoreH) {
-      const Rows<T> out_up = out.right(p.N);
+      const Rows<T, C::Exp> out_up = out.right(p.N);
       chunk<Full>(out, first, p.N, [&](int j, int r) { const float2 g = gate(j, r); return pack<T>(g.x, g.y); });
       chunk<Full>(out_up, first, p.N, [&](int j, int r) { const float2 u = up(j, r); return pack<T>(u.x, u.y); });
     }
@@ -194,7 +205,7 @@ struct RowEpilogue {
 
   // Two chunks whose even columns are gate and odd ones up. Lane pairs trade groups so that each packs two neighbouring results.
   template <bool Full>
-  CUTE_DEVICE void interleaved(const float (&x0)[32], const float (&x1)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
+  CUTE_DEVICE void interleaved(const float (&x0)[32], const float (&x1)[32], const Rows<T, C::Exp>& out, const Rows<T, C::Exp>& act, int first) const {
     const int l = lane_id(), odd = l & 1, columns = 2 * p.N;
     if (!Full && 2 * first >= columns) return;
     if constexpr (C::StoreH) {
@@ -236,7 +247,7 @@ struct RowEpilogue {
       for (int i = 0; i < kBlocks * kUnits; ++i) {
         const int row = block_row(i / kUnits), first = t.n0 + (i % kUnits) * 64;
         if (kFull || row < t.rows) {
-          const Rows<T> out = rows(p.out, p.out_ld, row, kOutMap), act = rows(p.act, p.act_ld, row, kActMap);
+          const Rows<T, C::Exp> out = rows(p.out, p.out_ld, row, kOutMap), act = rows(p.act, p.act_ld, row, kActMap);
           if constexpr (C::Kind == Epilogue::store) plain<kFull>(v.x[0], out, first, p.N);
           else if constexpr (C::GluMode == Glu::none) ungated<kFull>(v.x[0], out, act, first);
           else if constexpr (C::GluMode == Glu::interleaved) interleaved<kFull>(v.x[0], v.x[1], out, act, first);
@@ -256,11 +267,11 @@ struct RowEpilogue {
     for (int i = lane_id(); i < kChunkBytes / 16; i += 32) reinterpret_cast<uint4*>(s.base)[i] = uint4{};
     __syncwarp();
     if (C::Kind == Epilogue::store || C::StoreH) {
-      const Rows<T> out = rows(p.out, p.out_ld, row, kOutMap);
+      const Rows<T, C::Exp> out = rows(p.out, p.out_ld, row, kOutMap);
       for (int f = 0; f < C::RowColumns * C::HColumns; f += 64) out.direct(s, t.n0 * C::HColumns + f, width);
     }
     if constexpr (C::Kind != Epilogue::store) {
-      const Rows<T> act = rows(p.act, p.act_ld, row, kActMap);
+      const Rows<T, C::Exp> act = rows(p.act, p.act_ld, row, kActMap);
       for (int f = 0; f < C::RowColumns; f += 64) act.direct(s, t.n0 + f, p.N);
     }
     cutlass::arch::fence_view_async_shared();
@@ -272,18 +283,30 @@ struct RowEpilogue {
 };
 
 // da -> dh = act'(h) (w da), scaled activation w a, and <da, a> a row. The copy engine brings a warp's chunks of h into two buffers
-// in turn, the first two while the main loop runs; dh takes the place of h there and leaves from it.
+// in turn, the first while the main loop runs; dh takes the place of h there and leaves from it. `Borrow`: the second buffer, and
+// that of a, lie in a stage of the pipeline, which the tile takes behind its last step and gives back in the next tile. So there are
+// as many stages as elsewhere.
 template <class C>
 struct GradEpilogue : RowEpilogue<C> {
   using T = typename C::T;
   using Base = RowEpilogue<C>;
   static constexpr int kParts = C::HColumns;  // matrices of h a chunk: 1, or gate and up
   static constexpr int kChunks = C::BN / 64;  // of one 64-row block
-  static_assert(C::Kind != Epilogue::activate_backward || Outbox<C>::kChunks >= 2 * kParts + 1, "two buffers of h and one of a");
+  static_assert(C::Kind != Epilogue::activate_backward || Outbox<C>::kChunks >= (C::Borrow ? kParts : 2 * kParts + 1), "two buffers of h and one of a");
   int warp;        // consumer warp, 0..7
   uint32_t& phase; // of the two barriers, one bit each
+  int& borrowed;   // the stage that this warp is to give back, or -1
+  Pipe stage;      // Borrow: the tile's stage behind its last step
 
-  CUTE_DEVICE Stage buffer(int index, int part) const { return this->box.at((index & 1) * kParts + part); }
+  CUTE_DEVICE Stage buffer(int index, int part) const {
+    if constexpr (!C::Borrow) return this->box.at((index & 1) * kParts + part);
+    uint8_t* other = this->sm.b[stage.index] + ((warp >> 2) * kParts * 4 + (warp & 3)) * kChunkBytes;  // laid out as the outbox is
+    return {(index & 1 ? other : this->box.base) + part * (4 * kChunkBytes)};
+  }
+  CUTE_DEVICE Stage scaled_buffer() const {
+    if constexpr (!C::Borrow) return this->box.at(2 * kParts);
+    return {this->sm.a[stage.index] + warp * kChunkBytes};
+  }
   CUTE_DEVICE uint64_t* fetched(int index) const { return &this->sm.fetched[warp][index & 1]; }
 
   CUTE_DEVICE int h_column(int part, int q) const {
@@ -307,7 +330,7 @@ struct GradEpilogue : RowEpilogue<C> {
     TxBarrier::arrive_and_expect_tx(fetched(index), kParts * kChunkBytes);
     CUTE_UNROLL
     for (int i = 0; i < kParts; ++i)
-      SM90_TMA_LOAD_2D::copy(this->maps + kHMap, fetched(index), kEvictNormal, buffer(index, i).base, h_column(i, q), this->t.row0 + block_row(m));
+      SM90_TMA_LOAD_2D::copy(this->maps + kHMap, fetched(index), C::Exp & 2 ? 0x12F0000000000000ull : kEvictNormal, buffer(index, i).base, h_column(i, q), this->t.row0 + block_row(m));
   }
   // The first two chunks, when the buffers have been read.
   template <class BlockRow>
@@ -315,7 +338,17 @@ struct GradEpilogue : RowEpilogue<C> {
     if (lane_id() == 0) {
       tma_store_wait<0>();
       fetch(0, blocks, block_row);
-      fetch(1, blocks, block_row);
+      if constexpr (!C::Borrow) fetch(1, blocks, block_row);
+      if constexpr (C::Exp & 1) {
+        CUTE_UNROLL
+        for (int index = 2; index < kChunks; ++index) {
+          if (this->t.n0 + index * 64 < this->p.N && block_row(0) < this->t.rows) {
+            CUTE_UNROLL
+            for (int i = 0; i < kParts; ++i)
+              prefetch_2d(this->maps + kHMap, h_column(i, index), this->t.row0 + block_row(0), C::Exp & 2 ? 0x12F0000000000000ull : kEvictNormal);
+          }
+        }
+      }
     }
     __syncwarp();
   }
@@ -336,6 +369,20 @@ struct GradEpilogue : RowEpilogue<C> {
       float s0, s1;
       a = {activate<C::Activation, true>(x.x, s0), activate<C::Activation, true>(x.y, s1)};
       h[0] = pack<T>(w * d0 * s0, w * d1 * s1);
+    } else if constexpr ((C::Exp & 16) && C::Activation == hexa::Act::silu && C::GluMode == Glu::concat) {
+      const float2 g = unpack<T>(h[0]), u = unpack<T>(h[1]);
+      auto one = [&](float x, float up, float d, float& dg, float& du, float& act) {
+        const float s = sigmoid_of<true>(x), f = x * s, slope = fmaf(f, 1.f - s, s), wu = w * up, df = d * f;
+        du = w * df;
+        act = wu * f;
+        dg = d * wu * slope;
+        return df * up;
+      };
+      float dg0, du0, dg1, du1;
+      const float dot0 = one(g.x, u.x, d0, dg0, du0, a.x), dot1 = one(g.y, u.y, d1, dg1, du1, a.y);
+      h[0] = pack<T>(dg0, dg1);
+      h[1] = pack<T>(du0, du1);
+      return dot0 + dot1;
     } else {
       constexpr bool kMixed = C::GluMode == Glu::interleaved;
       float2 g = unpack<T>(h[0]), u = unpack<T>(h[1]), dg, du;
@@ -404,16 +451,16 @@ struct GradEpilogue : RowEpilogue<C> {
           const int at = 2 * r + 4 * (half + j);
           float2 a;
           dot[r] += grad(x[at], x[at + 1], w[r], h[j][r], a);
-          scaled[half + j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
+          scaled[half + j][r] = (C::Exp & 16) ? pack<T>(a.x, a.y) : pack<T>(w[r] * a.x, w[r] * a.y);
         }
       }
       if (C::GluMode == Glu::interleaved) __syncwarp();  // pairs of other lanes
       write(index, half, h);
       if (half == 0) refill(index, blocks, block_row);
     }
-    const Stage s = this->box.at(2 * kParts);
+    const Stage s = scaled_buffer();
     s.put([&](int j, int r) { return scaled[j][r]; });
-    const Rows<T> out = this->rows(this->p.out, this->p.out_ld, row, kOutMap), act = this->rows(this->p.act, this->p.act_ld, row, kActMap);
+    const Rows<T, C::Exp> out = this->rows(this->p.out, this->p.out_ld, row, kOutMap), act = this->rows(this->p.act, this->p.act_ld, row, kActMap);
     auto store = [&](auto full) {
       constexpr bool kFull = decltype(full)::value;
       CUTE_UNROLL
@@ -433,6 +480,14 @@ struct GradEpilogue : RowEpilogue<C> {
     Values<kBlocks * kChunks> v(acc);
     int slot[2] = {-1, -1};
     float w[2], dot[2];
+    if constexpr (C::Borrow) {
+      if (l == 0) {
+        Barrier::wait(&this->sm.full[stage.index], stage.phase);
+        fetch(1, kBlocks, block_row);
+      }
+      __syncwarp();
+      borrowed = stage.index;
+    }
 #pragma unroll 1
     for (int index = 0; index < kBlocks * kChunks; ++index) {
       const int q = index % kChunks, row = block_row(index / kChunks);

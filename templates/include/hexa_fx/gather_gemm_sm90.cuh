@@ -14,6 +14,7 @@ struct Consumer {
   Outbox<C> box;
   Pipe pipe;
   uint32_t h_phase = 0;
+  int borrowed = -1;  // see GradEpilogue
   bool late = false;  // see stagger
 
   CUTE_DEVICE Consumer(Smem<C>& sm, const GroupedParams& p, const TmaDescriptor* maps, int group)
@@ -36,24 +37,35 @@ struct Consumer {
     late = false;
   }
 
+  // The stage that the last tile's epilogue worked in; its results have left.
+  CUTE_DEVICE void give_back() {
+    if (borrowed >= 0) MainLoop<C, false>::release(sm, borrowed);
+    borrowed = -1;
+  }
+
   CUTE_DEVICE void row_tile(const Tile& t) {
     MainLoop<C, false> loop;
     auto acc = loop.make_accumulators();
     constexpr int kBlocks = decltype(size<1>(acc))::value;
     const int w16 = warp_in_group() * 16;
     ColumnSum<C> none;
-    const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), h_phase};
+    Pipe after = pipe;
+    if constexpr (C::Borrow) after.template skip<C::Stages>(t.k_tiles);
+    const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), h_phase, borrowed, after};
     auto warp_row = [&](int m) { return block_row(m) + w16; };
     auto begin = [&] {
       if constexpr (C::Kind == Epilogue::activate_backward) epilogue.begin(kBlocks, warp_row);
+      if constexpr (C::Borrow) give_back();
     };
     wait_turn();
     stagger(t);
     if (kBlocks > 1 && block_row(kBlocks - 1) < t.rows) loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
-    if constexpr (C::Kind == Epilogue::activate_backward) epilogue.run(acc, warp_row);
-    else epilogue.RowEpilogue<C>::run(acc, warp_row);
+    if constexpr (C::Kind == Epilogue::activate_backward) {
+      epilogue.run(acc, warp_row);
+      if constexpr (C::Borrow) pipe.template next<C::Stages>();
+    } else epilogue.RowEpilogue<C>::run(acc, warp_row);
   }
 
   CUTE_DEVICE void zero_tile(const Tile& t) {
