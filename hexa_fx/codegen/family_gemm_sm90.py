@@ -90,7 +90,7 @@ def _registers(spec: KernelSpec) -> tuple[int, int]:
 
 def _borrows(spec: KernelSpec) -> bool:
     """Whether the gradient's epilogue works in a stage of the pipeline too: a large enough one, that both warpgroups share."""
-    return spec.op == "esmm_act_backward" and not _pingpong(spec) and spec.bn == 256 and not spec.option("exp", 0) & 32
+    return spec.op == "esmm_act_backward" and not _pingpong(spec) and spec.bn == 256
 
 
 def _chunks(spec: KernelSpec) -> int:

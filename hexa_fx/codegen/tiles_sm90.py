@@ -82,6 +82,8 @@ def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gath
     """
     few = rows <= FEW_ROWS * max(experts, 1) and op in ("esmm", "esmm_act", "esmm_act_backward")
     tile = PINGPONG_LOW if few else COOPERATIVE
+    if op in ("estmm", "esfk"):
+        tile = replace(tile, lag=0)
     many = experts > MANY_EXPERTS
     if op == "esmm_act_backward":  # h is staged in shared memory too
         tile = replace(tile, lag=0)

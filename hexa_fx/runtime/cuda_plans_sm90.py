@@ -32,7 +32,6 @@ from hexa_fx.runtime.cuda_tune import tuned_tile
 FAMILY = "gather_gemm_sm90"
 _NO_MAP = bytes(TENSOR_MAP_BYTES)
 _QUEUES = 4096
-EXP = 0
 _rings: dict[int, tuple[int, Tensor]] = {}
 _turns: dict[int, int] = {}
 _making = Lock()
@@ -113,8 +112,6 @@ def _kernel(key: SpecKey, tile: TileChoice, device: int) -> tuple[Kernel, tuple[
 
 def submit(key: SpecKey, tile: TileChoice, device: int, maps: Maps, args: bytes) -> None:
     """Queues a launch with these tensor maps and the packed argument struct."""
-    if EXP:
-        key = key._replace(options=(*key.options, ("exp", EXP)))
     kernel, grid = _kernel(key, tile, device)
     launch(kernel, device, grid, b"".join(maps), args)
 

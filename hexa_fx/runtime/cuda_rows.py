@@ -49,7 +49,6 @@ _ESS_ARGS, _ACTIVATE_ARGS = get_family("ess").args, get_family("activate").args
 _ONE_BLOCK_SLOTS = 4096
 _BLOCK_SLOTS = 2048
 _MAX_BLOCKS = 64
-EXP = 0
 
 
 @cuda_kernel("reindex")
@@ -203,8 +202,6 @@ def _combine_kernel(
     threads = min(COMBINE_THREADS, key=lambda t: (ceil_div(chunks, t) * t, -t))
     spec = KernelSpec("combine", "combine", arch, dtype=DTYPES[dtype], scale=weights is not None, aligned=fit)
     name = "f32" if weights is None else DTYPES[weights].name
-    if EXP:
-        spec = spec.with_options(exp=EXP)
     return kernel_of(spec.with_options(weights=name, top_k=unrolled, threads=threads))
 
 

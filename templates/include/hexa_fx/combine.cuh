@@ -51,11 +51,7 @@ struct Combine {
       const int row = __ldg(inv + s);
       const bool wanted = row < routed;  // a sentinel's weight and row may hold anything, NaN included
       w[s] = kWeighted && wanted ? static_cast<F>(widen(weights[s])) : F(wanted);
-#ifdef HEXA_FIRST
-      raw[s] = fetch_first(at(p, wanted ? row : 0, c), wanted);
-#else
       raw[s] = fetch(at(p, wanted ? row : 0, c), wanted);
-#endif
     }
     __syncwarp(__activemask());  // nothing to exchange: it keeps the compiler from moving loads down to their uses
 #pragma unroll

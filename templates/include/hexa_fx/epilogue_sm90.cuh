@@ -67,16 +67,8 @@ struct Outbox {
   }
 };
 
-CUTE_DEVICE void store_2d_hint(const TmaDescriptor* map, const void* smem, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%2, %3}], [%1], %4;" ::"l"(map),
-               "r"(cast_smem_ptr_to_uint(smem)), "r"(x), "r"(y), "l"(0x12F0000000000000ull) : "memory");
-}
-CUTE_DEVICE void prefetch_2d(const TmaDescriptor* map, int x, int y, uint64_t hint) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.L2::cache_hint [%0, {%1, %2}], %3;" ::"l"(map), "r"(x), "r"(y), "l"(hint) : "memory");
-}
-
 // Where a warp's 16 rows of a result lie.
-template <class T, int Exp = 0>
+template <class T>
 struct Rows {
   T* base;       // row 0 of the chunk
   int64_t ld;
@@ -92,10 +84,7 @@ struct Rows {
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if constexpr (!Full) direct(stage, column, columns);
-    else if (lane_id() == 0) {
-      if constexpr (Exp & 2) store_2d_hint(map, stage.base, x + column, y);
-      else SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y);
-    }
+    else if (lane_id() == 0) SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y);
   }
   CUTE_DEVICE void direct(const Stage& stage, int column, int columns) const {
     const int c = lane_id() & 7, n = column + c * 8;
@@ -140,7 +129,7 @@ struct RowEpilogue {
   const Tile& t;
   Outbox<C>& box;
 
-  CUTE_DEVICE Rows<T, C::Exp> rows(const void* base, int ld, int row, Map map) const {
+  CUTE_DEVICE Rows<T> rows(const void* base, int ld, int row, Map map) const {
     T* first = static_cast<T*>(const_cast<void*>(base));
     return {first + (int64_t(t.row0) + row) * ld, ld, t.rows - row, maps + map, 0, t.row0 + row};
   }
@@ -150,7 +139,7 @@ struct RowEpilogue {
 
   // A chunk of values; see Stage::put.
   template <bool Full, class Value>
-  CUTE_DEVICE void chunk(const Rows<T, C::Exp>& out, int column, int columns, Value value) const {
+  CUTE_DEVICE void chunk(const Rows<T>& out, int column, int columns, Value value) const {
     if (!Full && column >= columns) return;
     const Stage s = box.next();
     s.put(value);
@@ -168,7 +157,7 @@ struct RowEpilogue {
 
   // Chunk of the plain result: columns `first` .. + 64.
   template <bool Full>
-  CUTE_DEVICE void plain(const float (&x)[32], const Rows<T, C::Exp>& out, int first, int columns) const {
+  CUTE_DEVICE void plain(const float (&x)[32], const Rows<T>& out, int first, int columns) const {
     chunk<Full>(out, first, columns, [&](int j, int r) {
       const float2 v = pair(x, j, r, p.bias, 0, first, columns);
       return pack<T>(v.x, v.y);
@@ -176,7 +165,7 @@ struct RowEpilogue {
   }
 
   template <bool Full>
-  CUTE_DEVICE void ungated(const float (&x)[32], const Rows<T, C::Exp>& out, const Rows<T, C::Exp>& act, int first) const {
+  CUTE_DEVICE void ungated(const float (&x)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
     if constexpr (C::StoreH) plain<Full>(x, out, first, p.N);
     chunk<Full>(act, first, p.N, [&](int j, int r) {
       const float2 v = pair(x, j, r, p.bias, 0, first, p.N);
@@ -187,13 +176,13 @@ struct RowEpilogue {
 
   // Gate columns in the tile's left half, up columns in its right half.
   template <bool Full>
-  CUTE_DEVICE void gated(const float (&xg)[32], const float (&xu)[32], const Rows<T, C::Exp>& out, const Rows<T, C::Exp>& act, int first) const {
+  CUTE_DEVICE void gated(const float (&xg)[32], const float (&xu)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
     const void* up_bias = C::SplitWeight ? p.bias_up : p.bias;
     const int64_t up_at = C::SplitWeight ? 0 : p.N;
     auto gate = [&](int j, int r) { return pair(xg, j, r, p.bias, 0, first, p.N); };
     auto up = [&](int j, int r) { return pair(xu, j, r, up_bias, up_at, first, p.N); };
     if constexpr (C::StoreH) {
-      const Rows<T, C::Exp> out_up = out.right(p.N);
+      const Rows<T> out_up = out.right(p.N);
       chunk<Full>(out, first, p.N, [&](int j, int r) { const float2 g = gate(j, r); return pack<T>(g.x, g.y); });
       chunk<Full>(out_up, first, p.N, [&](int j, int r) { const float2 u = up(j, r); return pack<T>(u.x, u.y); });
     }
@@ -205,7 +194,7 @@ struct RowEpilogue {
 
   // Two chunks whose even columns are gate and odd ones up. Lane pairs trade groups so that each packs two neighbouring results.
   template <bool Full>
-  CUTE_DEVICE void interleaved(const float (&x0)[32], const float (&x1)[32], const Rows<T, C::Exp>& out, const Rows<T, C::Exp>& act, int first) const {
+  CUTE_DEVICE void interleaved(const float (&x0)[32], const float (&x1)[32], const Rows<T>& out, const Rows<T>& act, int first) const {
     const int l = lane_id(), odd = l & 1, columns = 2 * p.N;
     if (!Full && 2 * first >= columns) return;
     if constexpr (C::StoreH) {
@@ -247,7 +236,7 @@ struct RowEpilogue {
       for (int i = 0; i < kBlocks * kUnits; ++i) {
         const int row = block_row(i / kUnits), first = t.n0 + (i % kUnits) * 64;
         if (kFull || row < t.rows) {
-          const Rows<T, C::Exp> out = rows(p.out, p.out_ld, row, kOutMap), act = rows(p.act, p.act_ld, row, kActMap);
+          const Rows<T> out = rows(p.out, p.out_ld, row, kOutMap), act = rows(p.act, p.act_ld, row, kActMap);
           if constexpr (C::Kind == Epilogue::store) plain<kFull>(v.x[0], out, first, p.N);
           else if constexpr (C::GluMode == Glu::none) ungated<kFull>(v.x[0], out, act, first);
           else if constexpr (C::GluMode == Glu::interleaved) interleaved<kFull>(v.x[0], v.x[1], out, act, first);
@@ -267,11 +256,11 @@ struct RowEpilogue {
     for (int i = lane_id(); i < kChunkBytes / 16; i += 32) reinterpret_cast<uint4*>(s.base)[i] = uint4{};
     __syncwarp();
     if (C::Kind == Epilogue::store || C::StoreH) {
-      const Rows<T, C::Exp> out = rows(p.out, p.out_ld, row, kOutMap);
+      const Rows<T> out = rows(p.out, p.out_ld, row, kOutMap);
       for (int f = 0; f < C::RowColumns * C::HColumns; f += 64) out.direct(s, t.n0 * C::HColumns + f, width);
     }
     if constexpr (C::Kind != Epilogue::store) {
-      const Rows<T, C::Exp> act = rows(p.act, p.act_ld, row, kActMap);
+      const Rows<T> act = rows(p.act, p.act_ld, row, kActMap);
       for (int f = 0; f < C::RowColumns; f += 64) act.direct(s, t.n0 + f, p.N);
     }
     cutlass::arch::fence_view_async_shared();
@@ -330,7 +319,7 @@ struct GradEpilogue : RowEpilogue<C> {
     TxBarrier::arrive_and_expect_tx(fetched(index), kParts * kChunkBytes);
     CUTE_UNROLL
     for (int i = 0; i < kParts; ++i)
-      SM90_TMA_LOAD_2D::copy(this->maps + kHMap, fetched(index), C::Exp & 2 ? 0x12F0000000000000ull : kEvictNormal, buffer(index, i).base, h_column(i, q), this->t.row0 + block_row(m));
+      SM90_TMA_LOAD_2D::copy(this->maps + kHMap, fetched(index), kEvictNormal, buffer(index, i).base, h_column(i, q), this->t.row0 + block_row(m));
   }
   // The first two chunks, when the buffers have been read.
   template <class BlockRow>
@@ -339,16 +328,6 @@ struct GradEpilogue : RowEpilogue<C> {
       tma_store_wait<0>();
       fetch(0, blocks, block_row);
       if constexpr (!C::Borrow) fetch(1, blocks, block_row);
-      if constexpr (C::Exp & 1) {
-        CUTE_UNROLL
-        for (int index = 2; index < kChunks; ++index) {
-          if (this->t.n0 + index * 64 < this->p.N && block_row(0) < this->t.rows) {
-            CUTE_UNROLL
-            for (int i = 0; i < kParts; ++i)
-              prefetch_2d(this->maps + kHMap, h_column(i, index), this->t.row0 + block_row(0), C::Exp & 2 ? 0x12F0000000000000ull : kEvictNormal);
-          }
-        }
-      }
     }
     __syncwarp();
   }
@@ -369,20 +348,6 @@ struct GradEpilogue : RowEpilogue<C> {
       float s0, s1;
       a = {activate<C::Activation, true>(x.x, s0), activate<C::Activation, true>(x.y, s1)};
       h[0] = pack<T>(w * d0 * s0, w * d1 * s1);
-    } else if constexpr ((C::Exp & 16) && C::Activation == hexa::Act::silu && C::GluMode == Glu::concat) {
-      const float2 g = unpack<T>(h[0]), u = unpack<T>(h[1]);
-      auto one = [&](float x, float up, float d, float& dg, float& du, float& act) {
-        const float s = sigmoid_of<true>(x), f = x * s, slope = fmaf(f, 1.f - s, s), wu = w * up, df = d * f;
-        du = w * df;
-        act = wu * f;
-        dg = d * wu * slope;
-        return df * up;
-      };
-      float dg0, du0, dg1, du1;
-      const float dot0 = one(g.x, u.x, d0, dg0, du0, a.x), dot1 = one(g.y, u.y, d1, dg1, du1, a.y);
-      h[0] = pack<T>(dg0, dg1);
-      h[1] = pack<T>(du0, du1);
-      return dot0 + dot1;
     } else {
       constexpr bool kMixed = C::GluMode == Glu::interleaved;
       float2 g = unpack<T>(h[0]), u = unpack<T>(h[1]), dg, du;
@@ -451,7 +416,7 @@ struct GradEpilogue : RowEpilogue<C> {
           const int at = 2 * r + 4 * (half + j);
           float2 a;
           dot[r] += grad(x[at], x[at + 1], w[r], h[j][r], a);
-          scaled[half + j][r] = (C::Exp & 16) ? pack<T>(a.x, a.y) : pack<T>(w[r] * a.x, w[r] * a.y);
+          scaled[half + j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
         }
       }
       if (C::GluMode == Glu::interleaved) __syncwarp();  // pairs of other lanes
@@ -460,12 +425,17 @@ struct GradEpilogue : RowEpilogue<C> {
     }
     const Stage s = scaled_buffer();
     s.put([&](int j, int r) { return scaled[j][r]; });
-    const Rows<T, C::Exp> out = this->rows(this->p.out, this->p.out_ld, row, kOutMap), act = this->rows(this->p.act, this->p.act_ld, row, kActMap);
+    const Rows<T> out = this->rows(this->p.out, this->p.out_ld, row, kOutMap), act = this->rows(this->p.act, this->p.act_ld, row, kActMap);
     auto store = [&](auto full) {
       constexpr bool kFull = decltype(full)::value;
       CUTE_UNROLL
       for (int i = 0; i < kParts; ++i) out.template store<kFull>(buffer(index, i), h_column(i, q), h_limit(i));
-      act.template store<kFull>(s, this->t.n0 + q * 64, this->p.N);
+      if constexpr (kFull || !C::Borrow) act.template store<kFull>(s, this->t.n0 + q * 64, this->p.N);
+      else {  // every lane reads it, but one gives the stage back, which racecheck does not follow: so not from there
+        __syncwarp();
+        buffer(index, 0).put([&](int j, int r) { return scaled[j][r]; });
+        act.template store<false>(buffer(index, 0), this->t.n0 + q * 64, this->p.N);
+      }
     };
     if (row + 16 <= this->t.rows && this->t.n0 + (q + 1) * 64 <= this->p.N) store(true_type{});
     else store(false_type{});

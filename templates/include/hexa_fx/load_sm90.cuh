@@ -9,16 +9,7 @@
 
 namespace hexa::sm90 {
 
-template <int Exp>
 CUTE_DEVICE void cp_async_16(uint32_t dst, const char* src, int bytes) {
-  if constexpr (Exp & 8) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(dst), "l"(src), "r"(bytes), "l"(0x14F0000000000000ull) : "memory");
-    return;
-  }
-  if constexpr (Exp & 4) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
-    return;
-  }
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
@@ -190,7 +181,7 @@ struct Gatherer {
       for (int h = 0; h < kRows / 8; ++h) {
         if (h < blocks) {
           CUTE_UNROLL
-          for (int i = 8 * h; i < 8 * h + 8; ++i) cp_async_16<C::Exp>(dst + i * 1024, row[i], bytes);
+          for (int i = 8 * h; i < 8 * h + 8; ++i) cp_async_16(dst + i * 1024, row[i], bytes);
         }
       }
       issued();
@@ -221,31 +212,25 @@ struct Gatherer {
       return k < t.k_tiles ? __ldg(p.v + t.row0 + row) : 0;
     };
     int soon = slot_of(1);
-    if constexpr (C::Exp & 64) soon = token(soon) * chunks;
     uint32_t now = token(slot_of(0)) * chunks;  // in 16 bytes
     for (int k = 0; k < t.k_tiles; ++k) {
       const char* row[kPasses];
       CUTE_UNROLL
       for (int i = 0; i < kPasses; ++i) row[i] = opaque(base + size_t(__shfl_sync(~0u, now, i * kRowsAPass + sub)) * 16);
-      if constexpr (C::Exp & 64) {
-        now = soon;
-        soon = token(slot_of(k + 2)) * chunks;
-      } else {
       now = token(soon) * chunks;
       soon = slot_of(k + 2);
-      }
       const uint32_t stage = stage_address();
       uint32_t dst[kPeriod];
       CUTE_UNROLL
       for (int i = 0; i < kPeriod; ++i) dst[i] = opaque(stage + offset[i]);
       wait_for_room();
       auto load = [&](auto whole) {
-        const int last = (C::Exp & 64) ? (k == 0 ? odd - w * 32 - sub : C::BK) : opaque(uint32_t(odd - w * 32 - sub));  // rows of no interest become zeros
+        const int last = opaque(uint32_t(odd - w * 32 - sub));  // rows of no interest become zeros
         CUTE_UNROLL
         for (int i = 0; i < kPasses; ++i)
-          cp_async_16<C::Exp>(dst[i % kPeriod] + (i / kPeriod) * 1024, row[i], decltype(whole)::value || i * kRowsAPass < last ? bytes : 0);
+          cp_async_16(dst[i % kPeriod] + (i / kPeriod) * 1024, row[i], decltype(whole)::value || i * kRowsAPass < last ? bytes : 0);
       };
-      if (k > 0 && !(C::Exp & 64)) load(true_type{});
+      if (k > 0) load(true_type{});
       else load(false_type{});
       issued();
       __syncwarp();

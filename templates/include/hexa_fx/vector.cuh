@@ -29,20 +29,6 @@ template <class T> __device__ bool aligned16(const T* p) { return (reinterpret_c
 // A chunk as it lies in memory. Fetching several before unpacking any keeps their loads in flight together.
 template <class T> struct alignas(16) Raw { uint4 word[kChunk * int(sizeof(T)) / 16]; };
 
-template <class T>
-__device__ Raw<T> fetch_first(const T* p, bool wanted = true) {
-  Raw<T> raw;
-#pragma unroll
-  for (int i = 0; i < int(sizeof(raw) / 16); ++i) {
-    asm volatile(
-        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-        "@wanted ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %6; }"
-        : "=r"(raw.word[i].x), "=r"(raw.word[i].y), "=r"(raw.word[i].z), "=r"(raw.word[i].w)
-        : "l"(reinterpret_cast<const uint4*>(p) + i), "r"(int(wanted)), "l"(0x12F0000000000000ull));
-  }
-  return raw;
-}
-
 // p is a multiple of 16 bytes; zeros if not wanted. Volatile: the compiler would otherwise move loads down to their uses,
 // to save registers, and leave two or three in flight.
 template <class T>
