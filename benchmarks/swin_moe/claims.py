@@ -51,7 +51,7 @@ def memory(folder: Path) -> Said:
             next((k for k, v in enumerate(curve, 2) if v is not None and v >= 10), 9) for curve in found if any(curve)
         ]
         counts = [k for k in range(2, 9) if any(curve[k - 2] is not None for curve in found)]
-        ends = [_span([curve[k - 2] for curve in found if curve[k - 2] is not None]) for k in (counts[0], counts[-1])]  # type: ignore[misc]
+        ends = [span([curve[k - 2] for curve in found if curve[k - 2] is not None]) for k in (counts[0], counts[-1])]  # type: ignore[misc]
         said.append(
             f"below {TITLES[other]} by {ends[0]} at k = {counts[0]}, {ends[1]} at k = {counts[-1]}, {_from(first)}"
         )
@@ -67,7 +67,8 @@ def _from(first: Sequence[int]) -> str:
     return f"10 % from k = {low}" + ("" if low == high else f" or {high}")
 
 
-def _span(values: Sequence[float]) -> str:
+def span(values: Sequence[float]) -> str:
+    """Per cent, from the least to the largest."""
     low, high = (f"{round(v) + 0:d}" for v in (min(values), max(values)))
     return f"{low} %" if low == high else f"{low} to {high} %"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.swin_moe import paper
+from benchmarks.swin_moe.brief import brief, floor
 from benchmarks.swin_moe.claims import SETTINGS, claims, coverage, held
 from benchmarks.swin_moe.contestants import OURS, RECOMPUTED, TITLES
 from benchmarks.swin_moe.experiments import PAPER_BATCH
@@ -159,7 +160,7 @@ def heterogeneity(folder: Path) -> str:
 
 
 def ablation(folder: Path) -> str:
-    """Memory of the memory run, step of the latency run, each beside the whole of its setting.
+    """Memory of the memory run, memory and step of the latency run, each beside the whole of its setting.
 
     The memory run times its steps too, but beside other work on the same GPUs (gpu.sh), so they are not shown.
     """
@@ -170,11 +171,11 @@ def ablation(folder: Path) -> str:
     rows = []
     for variant, said in paper.ABLATION.items():
         cells = []
-        for by, key, unit in ((memory, "peak_gib", 1.0), (latency, "step_s", 1e3)):
+        for by, key, unit in ((memory, "peak_gib", 1.0), (latency, "peak_gib", 1.0), (latency, "step_s", 1e3)):
             change = changes(by.values(), key).get(variant)
             cells.append(_cell(by.get(variant), functools.partial(_changed, key=key, unit=unit, change=change)))
         rows.append([variant, *cells, *said])
-    head = ["switched off", "GiB (2 GPUs, batch 40)", "ms a step (4 GPUs, batch 80)"]
+    head = ["switched off", "GiB, 2 GPUs, batch 40", "GiB, 4 GPUs, batch 80", "ms a step, 4 GPUs, batch 80"]
     return table([*head, "paper: memory", "paper: latency"], rows)
 
 
@@ -199,12 +200,14 @@ def convergence(folder: Path) -> str:
 
 
 SECTIONS: dict[str, Callable[[Path], str]] = {
+    "brief": brief,
     "coverage": coverage,
     "claims": claims,
     "held": held,
     "memory": memory,
     "savings": savings,
     "latency": latency,
+    "floor": floor,
     "saturated": saturated,
     "crossover": crossover,
     "heterogeneity": heterogeneity,

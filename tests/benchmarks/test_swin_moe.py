@@ -16,7 +16,7 @@ import torch
 
 import hexa_fx
 from benchmarks.swin_moe import __main__ as main
-from benchmarks.swin_moe import claims, docs, plot
+from benchmarks.swin_moe import brief, claims, docs, plot
 from benchmarks.swin_moe.__main__ import RESULTS, launch
 from benchmarks.swin_moe.baselines import DroplessExperts, PaddedExperts, places
 from benchmarks.swin_moe.bench import Bench
@@ -298,6 +298,35 @@ def test_what_was_claimed_is_judged_by_the_records(tmp_path):
     write("convergence", *({"name": name, "losses": [loss] * 5} for name, loss in losses.items()))
     assert claims.convergence(tmp_path)[0] == "in part"
     assert claims.claims(tmp_path).count("\n") == 7
+
+
+def test_in_short_follows_from_the_records(tmp_path):
+    assert brief.brief(tmp_path) == brief.floor(tmp_path) == "not run"
+    names = {"data": 1.0, "model": 1.2, "padded": 1.5, "padded-cf1": 1.1, "grouped": 2.0, "none": 0.8}
+    cases = [
+        {
+            "name": name,
+            "scale": "base",
+            "top_k": k,
+            "peak_gib": 10 * size,
+            "step_s": size / 10,
+            "largest_batch": int(200 / size),
+        }
+        for name, size in names.items()
+        for k in (1, 4)
+    ]
+    slow = {"name": "none", "scale": "base", "top_k": 8, "peak_gib": 8.0, "step_s": 0.2}
+    for experiment in ("memory", "latency"):
+        document = {"environment": {}, "records": [*cases, slow]}
+        (tmp_path / f"swin_{experiment}.json").write_text(json.dumps(document))
+    said = brief.brief(tmp_path)
+    assert "peaks 20 to 33 % lower than with experts padded to capacity 1.25, and -9 to 50 % lower than" in said
+    assert "a batch that is 50 % larger than with padding to 1.25, and 10 % larger than with padding to 1.0" in said
+    assert "with padding takes 1.10 to 1.50 times as long at top-1" in said
+    assert "one with grouped matmul 2.00 times, and a model-centric one 1.20 times" in said
+    floor = brief.floor(tmp_path)
+    assert "took 80 to 80 ms in 2 of 3 cases, and 200 ms in the rest" in floor
+    assert floor.endswith("hexa_fx would have to take 100 ms.")
 
 
 def test_a_run_goes_on_after_ranks_that_died(tmp_path, monkeypatch):
