@@ -201,6 +201,7 @@ def test_every_experiment_runs_tiny(tmp_path):
         tag="",
         world=2,
         variant=None,
+        top_k=[],
         case_seconds=300.0,
     )
     launch(("smoke",), options)
@@ -361,6 +362,13 @@ def test_a_run_goes_on_after_ranks_that_died(tmp_path, monkeypatch):
     assert len(started) == 2  # dying before the first case will not change by trying again and again
 
 
+def test_a_run_of_some_routings_only(tmp_path):
+    bench = Bench(0, 1, CPU, tmp_path, only_top_k=frozenset({5, 7}))
+    for k in range(4, 8):
+        bench.case("memory", {"name": "data", "top_k": k}, lambda: {"peak_gib": 1.0})
+    assert [record["top_k"] for record in bench.records["memory"]] == [5, 7]
+
+
 def test_of_a_trace_the_error_is_told():
     trace = "-- Process 1 terminated\nTraceback\n  File x\ntorch.AcceleratorError: CUDA error: boom\nCompile with DSA\n"
     assert main.said(trace) == "torch.AcceleratorError: CUDA error: boom"
@@ -370,7 +378,16 @@ def test_of_a_trace_the_error_is_told():
 def test_ranks_are_watched(tmp_path):
     """Real ranks: there is no variant 99, so they end well; variant 0 trains while an old case is said to be under way."""
     options = argparse.Namespace(
-        device="cpu", timeout=60.0, tiny=True, out=tmp_path, end=0.0, tag="", world=1, variant=99, case_seconds=60.0
+        device="cpu",
+        timeout=60.0,
+        tiny=True,
+        out=tmp_path,
+        end=0.0,
+        tag="",
+        world=1,
+        variant=99,
+        case_seconds=60.0,
+        top_k=(),
     )
     journal = Journal(tmp_path, "", ("convergence",))
     journal.clear()
