@@ -94,7 +94,7 @@ def _borrows(spec: KernelSpec) -> bool:
 
 
 def _chunks(spec: KernelSpec) -> int:
-    """Chunks of staging a warp. The gradient's epilogue keeps two buffers of h and one of a, all but one of h in a stage it borrows."""
+    """Chunks of staging a warp. The gradient's epilogue keeps two buffers of h and one of a; one of h if it borrows a stage."""
     if spec.op != "esmm_act_backward":
         return max(1, int(spec.option("chunks", 1)))
     parts = 1 if spec.glu == "none" else 2
