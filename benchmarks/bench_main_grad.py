@@ -78,8 +78,9 @@ def bench(name: str) -> list[dict[str, Any]]:
     shape = SHAPES[name]
     torch.manual_seed(0)
     p = make_weights(shape, "balanced")
-    ways = steps(hexa_layer(shape, p), p, torch.randn_like(p.x))
-    prebuild(lambda: [way() for way in ways.values()])
+    run, dy = hexa_layer(shape, p), torch.randn_like(p.x)
+    prebuild(lambda: [way() for way in steps(run, p, dy).values()])
+    ways = steps(run, p, dy)
     rounds = [medians(ways) for _ in range(ROUNDS)]
     rows = []
     for way, step in ways.items():
