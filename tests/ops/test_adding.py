@@ -12,7 +12,7 @@ from torch import Tensor
 from hexa_fx import ops
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import dense, main_grad
+from hexa_fx.ops import dense, library, main_grad
 from tests.ops.reference import GATED, Layer, Operators, layer, row_error
 
 T, K, E, D, N = 30, 2, 5, 12, 8
@@ -145,6 +145,21 @@ def test_what_does_not_fit_is_named():
             ops.estmm_add(into, x, g, v, None, offs, K, "nk")
     with pytest.raises(InputError, match="has no gradient"):
         ops.estmm_add(torch.zeros(E, N, D), x.requires_grad_(), g, v, None, offs, K, "nk")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_device_without_kernels_adds_what_torch_makes(layout):
+    v, _, offs = routing()
+    x, g, w = torch.randn(T, D), torch.randn(T * K, N), torch.randn(weight_shape(layout))
+    into, into_bias, want, want_bias = (torch.ones(s) for s in 2 * (weight_shape(layout), (E, N)))
+    dx = library.kernel_for("esfk_add", "any")(into, into_bias, x, g, w, v, offs, K, layout)
+    torch.testing.assert_close(dx, ops.esfk_add(want, want_bias, x, g, w, v, offs, K, layout))
+    library.kernel_for("estmm_add", "any")(into, x, g, v, None, offs, K, layout)
+    library.kernel_for("ess_add", "any")(into_bias, g, None, offs, 1, None)
+    ops.estmm_add(want, x, g, v, None, offs, K, layout)
+    ops.ess_add(want_bias, g, None, offs, 1)
+    torch.testing.assert_close(into, want)
+    torch.testing.assert_close(into_bias, want_bias)
 
 
 SPLIT = FfnSpec("silu", "split", "kn", "kn")
