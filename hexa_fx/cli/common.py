@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import traceback
 from collections.abc import Callable
@@ -87,4 +88,10 @@ def optimized(target: str) -> Any:
     from hexa_fx.targets import load
 
     model, inputs = load(target)
-    return optimize(model, inputs)
+    own = logging.getLogger("hexa_fx.api")
+    level = own.level
+    own.setLevel(logging.ERROR)  # the commands print what its warning says
+    try:
+        return optimize(model, inputs)
+    finally:
+        own.setLevel(level)

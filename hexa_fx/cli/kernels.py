@@ -74,13 +74,14 @@ def _kernels(target: str, arch: int | None, dtype: str, tokens: int | None) -> l
     """Of all rewritten blocks, each kernel at each node once."""
     import torch
 
+    from hexa_fx.api import attached
     from hexa_fx.inspection.kernels import kernels_of
 
     if dtype and dtype not in _DTYPES:
         raise InputError(f"--dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
     if tokens is not None and tokens < 1:
         raise InputError(f"--tokens {tokens}: expected a positive number")
-    cases = {id(b.stages): b.case for b in optimized(target).__dict__["graphs"].values() if b.case is not None}
+    cases = {id(b.stages): b.case for b in attached(optimized(target), "graphs").values() if b.case is not None}
     if not cases:
         raise InputError(f"no block of {target} runs as hexa::moe_ffn; `hexa-fx explain {target}` says why")
     wanted = getattr(torch, _DTYPES[dtype]) if dtype else None
