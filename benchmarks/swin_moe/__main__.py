@@ -98,6 +98,9 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=float("inf"), help="the same, in seconds since 1970")
     parser.add_argument("--case-seconds", type=float, default=300.0, help="after which a case has hung")
     parser.add_argument("--variant", type=int, help="of convergence: this one only")
+    parser.add_argument(
+        "--top-k", type=int, nargs="*", default=[], help="only cases that route a token to so many experts"
+    )
     parser.add_argument("--timeout", type=float, default=120.0, help="of a collective, in seconds")
     parser.add_argument("--tag", default="", help="appended to the names of the JSON files")
     options = parser.parse_args()

@@ -47,6 +47,7 @@ class Bench:
         deadline: by `time.time`; cases that would start later are recorded as skipped.
         journal: cases that earlier ranks of the same run have had, and the one under way; then an error ends these ranks, as a CUDA
             error leaves no rank usable, and the launcher starts others for the cases that are left. None: errors are recorded.
+        only_top_k: other cases are passed over, unrecorded; empty for all.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class Bench:
     deadline: float = float("inf")
     tag: str = ""
     journal: Journal | None = None
+    only_top_k: frozenset[int] = frozenset()
     group: Any = None
     mesh: DeviceMesh | None = None
     host: Any = None
@@ -83,8 +85,10 @@ class Bench:
         """Runs one case and records what it gives; an error or a passed deadline is recorded instead.
 
         Returns:
-            The record, on every rank.
+            The record, on every rank; of one that is passed over, ``about``.
         """
+        if self.only_top_k and about.get("top_k") not in self.only_top_k:
+            return dict(about)
         before = [r for r in self.records.get(experiment, []) if about.items() <= r.items()]
         if before:
             return before[0]

@@ -1,4 +1,7 @@
-"""Takes over what a run left: parts of an experiment become one file; what holds less than the recorded file is left out."""
+"""Takes over what a run left, case by case: a case that was measured again replaces its old record, all others stay.
+
+A document's environment (command, versions, device) is that of the latest run; a record that another run made carries its own.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ import json
 import re
 import tarfile
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.swin_moe.journal import write_document
+from benchmarks.swin_moe.results import Record, measured
 
 _PART = re.compile(r"(swin_.+)_v\d+\.json")
+_CASE = ("name", "variant", "scale", "case")
 
 
 def collect(source: Path, results: Path) -> None:
@@ -28,27 +34,41 @@ def collect(source: Path, results: Path) -> None:
 
 
 def _collect(source: Path, results: Path) -> None:
-    documents: dict[str, dict[str, Any]] = {}
+    """Parts of an experiment (``swin_convergence_v3.json``) go to one file."""
     for path in sorted(source.glob("swin_*.json")):
-        document = json.loads(path.read_text())
         part = _PART.fullmatch(path.name)
-        name = f"{part[1]}.json" if part else path.name
-        whole = documents.setdefault(name, {"environment": document["environment"], "records": []})
-        whole["environment"] = whole["environment"] or document["environment"]
-        whole["records"] += document["records"]
-    for name, document in documents.items():
-        _take(results / name, document)
+        target = results / (f"{part[1]}.json" if part else path.name)
+        new = json.loads(path.read_text())
+        old = json.loads(target.read_text()) if target.exists() else {"environment": {}, "records": []}
+        both = merged(old, new)
+        write_document(target, both)
+        print(f"{target.name}: {_count(new)} cases measured by this run, {_count(both)} by all")
 
 
-def _take(path: Path, document: dict[str, Any]) -> None:
-    new, old = measured(document), measured(json.loads(path.read_text())) if path.exists() else 0
-    if new < old:
-        print(f"{path.name}: {new} cases measured, the recorded file has {old}: left as it is")
-        return
-    write_document(path, document)
-    print(f"{path.name}: {new} cases measured, {len(document['records']) - new} not")
+def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Both documents' cases, in the old one's order. A case without a result never replaces one that has it."""
+    environment = new["environment"] or old["environment"]
+    cases: dict[tuple[Any, ...], Record] = {}
+    for document in (old, new):
+        for record in document["records"]:
+            before = cases.get(_case(record))
+            if before is None or measured(record) or not measured(before):
+                cases[_case(record)] = _with_environment(record, document["environment"], environment)
+            elif "error" in record:
+                print(f"  {_case(record)} failed, its recorded result stays: {record['error']}")
+    return {"environment": environment, "records": list(cases.values())}
 
 
-def measured(document: dict[str, Any]) -> int:
-    """Records with a result."""
-    return sum("error" not in r and "skipped" not in r for r in document["records"])
+def _case(record: Record) -> tuple[Any, ...]:
+    """What tells a case from the others of its experiment; convergence trains one k, which its failures do not name."""
+    return (*(record.get(key) for key in _CASE), record.get("top_k") if "scale" in record else None)
+
+
+def _with_environment(record: Record, made: Mapping[str, Any], whole: Mapping[str, Any]) -> Record:
+    own = record.get("environment", made)
+    bare = {key: value for key, value in record.items() if key != "environment"}
+    return bare if not own or own == whole else {**bare, "environment": dict(own)}
+
+
+def _count(document: Mapping[str, Iterable[Record]]) -> int:
+    return sum(map(measured, document["records"]))

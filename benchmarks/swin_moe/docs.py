@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.swin_moe import paper
-from benchmarks.swin_moe.claims import claims, coverage
+from benchmarks.swin_moe.brief import brief, floor
+from benchmarks.swin_moe.claims import SETTINGS, claims, coverage, held
 from benchmarks.swin_moe.contestants import OURS, RECOMPUTED, TITLES
 from benchmarks.swin_moe.experiments import PAPER_BATCH
 from benchmarks.swin_moe.results import Record, changes, fastest, load, peaks, saving, table
@@ -66,7 +67,7 @@ def _saved(peak: dict[tuple[str, int], float], ours: str, other: str, k: int) ->
     if whole is None:
         return ""
     own = saving(peak, ours, other, k, above="none")
-    return f"{whole:.0f} %" + (f" ({own:.0f} %)" if own is not None else "")
+    return f"{round(whole)} %" + (f" ({round(own)} %)" if own is not None else "")
 
 
 def _in_order(records: Iterable[Record]) -> list[str]:
@@ -122,10 +123,11 @@ def crossover(folder: Path) -> str:
     data, model = ({run["batch"]: run["step_s"] for run in runs[name]["runs"]} for name in OURS)
     rows = [[batch, f"{1e3 * data[batch]:.1f}", f"{1e3 * model[batch]:.1f}"] for batch in data]
     meet = meeting(data, model)
-    said = "they do not meet in this range" if meet is None else f"they meet at about {meet:.0f} images"
+    first = "data" if all(data[batch] < model[batch] for batch in data) else "model"
+    said = f"{SETTINGS[first]} is faster throughout" if meet is None else f"they meet at about {meet:.0f} images"
     predicted = runs["data"]["predicted_batch"]
     text = table(["batch a device", "data-centric, ms", "model-centric, ms"], rows)
-    return f"{text}\n\nMeasured: {said}. Equal bytes (docs/partition.md): {predicted:.0f} images."
+    return f"{text}\n\nMeasured: {said}. Both move the same bytes at {predicted:.0f} images a device ([partition](partition.md))."
 
 
 def meeting(data: dict[int, float], model: dict[int, float]) -> float | None:
@@ -158,7 +160,10 @@ def heterogeneity(folder: Path) -> str:
 
 
 def ablation(folder: Path) -> str:
-    """Memory and step of the memory run, step of the latency run, each beside the whole of its setting."""
+    """Memory of the memory run, memory and step of the latency run, each beside the whole of its setting.
+
+    The memory run times its steps too, but beside other work on the same GPUs (gpu.sh), so they are not shown.
+    """
     memory, latency = ({r["variant"]: r for r in load(folder, f"ablation_{m}")} for m in ("memory", "latency"))
     if "peak_gib" not in memory.get("padded capacity", {}):  # the same case is in the memory table
         same = [r for r in load(folder, "memory") if (r["name"], r["scale"], r["top_k"]) == ("padded", "base", 4)]
@@ -166,11 +171,11 @@ def ablation(folder: Path) -> str:
     rows = []
     for variant, said in paper.ABLATION.items():
         cells = []
-        for by, key, unit in ((memory, "peak_gib", 1.0), (memory, "step_s", 1e3), (latency, "step_s", 1e3)):
+        for by, key, unit in ((memory, "peak_gib", 1.0), (latency, "peak_gib", 1.0), (latency, "step_s", 1e3)):
             change = changes(by.values(), key).get(variant)
             cells.append(_cell(by.get(variant), functools.partial(_changed, key=key, unit=unit, change=change)))
         rows.append([variant, *cells, *said])
-    head = ["", "GiB, 2 GPUs", "ms a step, 2 GPUs, batch 40", "ms a step, 4 GPUs, batch 80"]
+    head = ["switched off", "GiB, 2 GPUs, batch 40", "GiB, 4 GPUs, batch 80", "ms a step, 4 GPUs, batch 80"]
     return table([*head, "paper: memory", "paper: latency"], rows)
 
 
@@ -195,11 +200,14 @@ def convergence(folder: Path) -> str:
 
 
 SECTIONS: dict[str, Callable[[Path], str]] = {
+    "brief": brief,
     "coverage": coverage,
     "claims": claims,
+    "held": held,
     "memory": memory,
     "savings": savings,
     "latency": latency,
+    "floor": floor,
     "saturated": saturated,
     "crossover": crossover,
     "heterogeneity": heterogeneity,

@@ -32,7 +32,18 @@ def rank_main(rank: int, world: int, store: str, names: tuple[str, ...], options
         )
     effort = Effort(1, 1) if options.tiny else Effort()
     journal = Journal(options.out, options.tag, tuple({file for name in names for file in RECORDED[name]}))
-    bench = Bench(rank, world, device, options.out, options.tiny, effort, options.end, options.tag, journal)
+    bench = Bench(
+        rank,
+        world,
+        device,
+        options.out,
+        options.tiny,
+        effort,
+        options.end,
+        options.tag,
+        journal,
+        frozenset(options.top_k),
+    )
     for name in names:
         experiments(options.tiny, options.variant)[name][1](bench)
     if world > 1:

@@ -85,6 +85,13 @@ def test_tables_from_records(tmp_path: Path) -> None:
         {"question": "overlap", "shape": "swin", "tokens": 16, "layers": 6, "skipped": "out of time"},
         devices | {"split": "uniform", "sizes": [48, 48], "over_ideal": 1.4, "gain_over_uniform": 0.0},
         devices | {"split": "weighted", "sizes": [64, 32], "over_ideal": 1.05, "gain_over_uniform": 0.25},
+        {"question": "step time", "shape": "mixtral", "tokens": 16, "mode": "fsdp2", "step_ms": 3.0},
+        {"question": "step time", "shape": "mixtral", "tokens": 16, "mode": "auto", "step_ms": 2.0, "picked": "data_centric"}
+        | {"over_best": 1.2},
+        devices | {"kind": "model step", "split": "weighted", "step_ms": 5.0, "gain_over_uniform": 0.125},
+        devices | {"shape": "swin", "split": "weighted", "sizes": [64, 32], "over_ideal": 1.5, "gain_over_uniform": 0.1},
+        {"question": "memory", "layers": 2, "weights_of_a_layer_mib": 2, "gathered_mib": 4, "peak_above_held_mib": 5},
+        {"question": "memory", "layers": 12, "weights_of_a_layer_mib": 2, "gathered_mib": 24, "peak_above_held_mib": 5},
         {"question": "failed", "section": "sweep:mixtral", "error": "ValueError: broken"},
     ]  # fmt: skip
     head = {"ranks": 2, "device": "GPU", "torch": "2", "cuda": "13", "python": "3", "nccl": "2.28"}
@@ -92,7 +99,15 @@ def test_tables_from_records(tmp_path: Path) -> None:
     runs = docs.load(tmp_path)
     assert "| 2 | mixtral | 8 | - | 2.0 | - | - | - | - | data, 3.0 % | 2.0 / - / - / - |" in docs.steps(runs)
     assert "| 2 | swin, 8, 6 | 200-200 | 500 | 70 % | 95 % | 90 % | 10 % |" in docs.overlap(runs)
-    assert "| 132, 64 | mixtral | model | 64, 32 | 1.40 | 1.05 | - | - | 25.0 % | - |" in docs.unequal(runs)
+    assert "| 132, 64 | mixtral | model | 64, 32 | 1.40 | 1.05 | - | - | 25.0 % | 12.5 % |" in docs.unequal(runs)
+    goals = docs.goals(runs)
+    assert "| in part | at most 20.0 % slower, 2 points |" in goals
+    assert "| **yes** | 1 of 1 cases, 95 % |" in goals
+    assert "| **no** | 4, 24 MiB on 2 GPUs |" in goals
+    assert "| in part | 1 of 2 cases, 1.05 to 1.05; not swin, model-centric, 2 devices (1.50) |" in goals
+    assert "time of a step | **yes** | 12 % on 2 devices |" in goals
+    assert "bf16" not in goals  # nothing was recorded
+    assert "| mixtral | - | 1.50 to 1.50 |" in docs.others(runs)
     setup = docs.setup(runs)
     assert "NCCL 2.28" in setup
     assert "failed in sweep:mixtral: ValueError: broken" in setup
