@@ -103,7 +103,7 @@ class Unchanged:
         except AttributeError:
             raise GuardMiss(f"there is no longer a submodule {path!r}; {_AGAIN}") from None
         if type(module) is not kind:
-            raise GuardMiss(f"{path!r} is a {_name(type(module))} and was a {_name(kind)}; {_AGAIN}")
+            raise GuardMiss(f"{path!r} was exchanged: a {_name(kind)} for a {_name(type(module))}; {_AGAIN}")
         return module
 
     def _difference(self) -> str:
