@@ -46,6 +46,8 @@ def errors_shown(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except HexaError as error:
             fail(str(error), bool(kwargs.get("as_json")))
+        except typer.Exit:
+            raise
         except Exception as error:
             if os.environ.get("HEXA_FX_LOGS", "").lower() == "debug":
                 raise
