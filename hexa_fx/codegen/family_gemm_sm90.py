@@ -110,8 +110,14 @@ def _cluster(spec: KernelSpec) -> int:
 def _check(spec: KernelSpec) -> Iterable[str]:
     if spec.schedule not in SCHEDULES:
         yield f"schedule {spec.schedule.name}; expected {' or '.join(s.name for s in SCHEDULES)}"
-    if spec.dtype not in (DataType.bf16, DataType.f16) or spec.out is not spec.dtype:
-        yield f"{spec.dtype.name} -> {spec.out.name}: wgmma here multiplies bf16 and f16 and stores the same type"
+    stored = spec.wide if spec.accumulate else spec.dtype
+    if spec.dtype not in (DataType.bf16, DataType.f16) or spec.out is not stored:
+        yield (
+            f"{spec.dtype.name} -> {spec.out.name}: wgmma here multiplies bf16 and f16, and stores the same type or adds "
+            "to f32"
+        )
+    if spec.accumulate and spec.op in ROW_OPS:
+        yield f"{spec.op} adds to nothing; estmm and esfk do"
     if not spec.aligned:
         yield "the copy engine needs 16-byte aligned addresses and strides"
     if spec.bm not in (64, 128) or spec.bn not in (128, 256) or spec.bk != 64:

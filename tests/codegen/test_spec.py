@@ -52,6 +52,7 @@ def test_every_field_changes_the_key() -> None:
         replace(GEMM, layout="kn"),
         replace(GEMM, dtype=DataType.f16),
         replace(GEMM, aligned=False),
+        replace(GEMM, op="estmm").adding(),
         GEMM.with_options(warps_m=4),
     ]
     assert len({spec.key for spec in (GEMM, *others)}) == len(others) + 1
@@ -73,6 +74,9 @@ REFUSALS = [
     (replace(GEMM, activation="swiglu_oai"), "function of gate and up"),
     (replace(GEMM, op="estmm", bias=True), "estmm has no epilogue"),
     (GEMM.with_options(warps_m=3), "powers of two"),
+    (GEMM.adding(), "adds to nothing"),
+    (replace(GEMM, op="estmm", accumulate=True, out_dtype=DataType.f16), "sums of launches f32"),
+    (replace(GEMM, out_dtype=DataType.f32), "results have the operands' type"),
     (COMBINE.with_options(top_k=7), "not unrolled"),
     (COMBINE.with_options(weights="s8"), "weights are s8"),
     (ACTIVATE.with_options(warps_per_row=3), "3 warps a row"),

@@ -31,6 +31,14 @@ struct Stage {
     return reinterpret_cast<uint32_t*>(base + row * 128 + (((group ^ row) & 7) << 4) + word * 4);
   }
   CUTE_DEVICE uint4* piece(int row, int c) const { return reinterpret_cast<uint4*>(base + row * 128 + (((c ^ row) & 7) << 4)); }
+  // A chunk of floats has half the columns: 16 rows x 32.
+  CUTE_DEVICE float2* floats(int row, int pair) const {
+    return reinterpret_cast<float2*>(base + row * 128 + (((pair >> 1) ^ (row & 7)) << 4) + (pair & 1) * 8);
+  }
+  // The same turned round: 32 rows x 16, rows of 64 bytes.
+  CUTE_DEVICE float* turned(int row, int column) const {
+    return reinterpret_cast<float*>(base + row * 64 + (((column >> 2) ^ (row >> 1 & 3)) << 4) + (column & 3) * 4);
+  }
   // Where a lane points ldmatrix and stmatrix for groups j and j + 1 (j even): four 8 x 8 matrices, row halves first.
   CUTE_DEVICE uint128_t& matrices(int j) const {
     const int l = lane_id(), z = l >> 3, row = (l & 7) + 8 * (z & 1);
@@ -525,6 +533,54 @@ struct WeightEpilogue {
     }
   }
 
+  // Adds rows m0 + row .. + 16 of dW[e] to the floats that are there. The copy engine does it, each number once: 32 columns at a time.
+  template <class Acc>
+  CUTE_DEVICE void add(const Acc& acc, int m, int row) const {
+    CUTE_UNROLL
+    for (int q = 0; q < C::BN / 32; ++q) {
+      if (t.n0 + q * 32 >= p.C) break;
+      const Stage s = box.next();
+      auto value = [&](int j, int r, int i) { return acc(2 * r + 4 * (4 * q + j) + i, m, 0); };
+      if constexpr (C::TransposeWeight) put_turned(s, value);
+      else put_floats(s, value);
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (lane_id() == 0) {
+        const int x = t.n0 + q * 32, y = t.m0 + row;
+        SM90_TMA_REDUCE_ADD_3D::copy(maps + kGradMap, s.base, C::TransposeWeight ? y : x, C::TransposeWeight ? x : y, t.expert);
+        tma_store_arrive();
+      }
+    }
+  }
+  // `value(j, r, i)`: of 8-column group j, row half r, the pair's first or second. Lanes take turns so that no two of a bank meet:
+  // rows next to each other write groups that are two apart, lanes next to each other the other one of their pair.
+  template <class Value>
+  CUTE_DEVICE void put_floats(const Stage& s, Value value) const {
+    const int l = lane_id(), row = l >> 2;
+    const bool odd = row & 1;
+    CUTE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const float x = odd ? value(j ^ 2, r, 0) : value(j, r, 0), y = odd ? value(j ^ 2, r, 1) : value(j, r, 1);
+        *s.floats(row + 8 * r, 4 * (odd ? j ^ 2 : j) + (l & 3)) = {x, y};
+      }
+    }
+  }
+  template <class Value>
+  CUTE_DEVICE void put_turned(const Stage& s, Value value) const {
+    const int l = lane_id(), odd = l & 1;
+    CUTE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i)
+          *s.turned(8 * j + 2 * (l & 3) + (i ^ odd), (l >> 2) + 8 * r) = odd ? value(j, r, i ^ 1) : value(j, r, i);
+      }
+    }
+  }
+
   CUTE_DEVICE void column_sum(const ColumnSum<C>& sum) const {
     using S = ColumnSum<C>;
     const int w = C::PingPong ? warp_in_group() : warp, l = lane_id();
@@ -542,7 +598,12 @@ struct WeightEpilogue {
         total.y += other.y;
       }
       const int n = t.n0 + (w / S::kParts) * 64 + 2 * l;
-      if (n < p.C) *reinterpret_cast<uint32_t*>(static_cast<T*>(p.db) + int64_t(t.expert) * p.C + n) = pack<T>(total.x, total.y);
+      if constexpr (C::AddGrad) {
+        float2* at = reinterpret_cast<float2*>(static_cast<float*>(p.db) + int64_t(t.expert) * p.C + n);
+        if (n < p.C) *at = {at->x + total.x, at->y + total.y};
+      } else {
+        if (n < p.C) *reinterpret_cast<uint32_t*>(static_cast<T*>(p.db) + int64_t(t.expert) * p.C + n) = pack<T>(total.x, total.y);
+      }
     }
     cutlass::arch::NamedBarrier::sync(C::PingPong ? 128 : 256, kSumBarrier + (C::PingPong ? group : 0));
   }

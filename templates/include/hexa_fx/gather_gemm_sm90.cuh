@@ -83,9 +83,15 @@ struct Consumer {
     if (C::ColumnSums && sums) loop.template run<kBlocks, true>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, odd);
     else loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, odd);
     const WeightEpilogue<C> epilogue{sm, p, maps, t, box, warp(), group};
+    if constexpr (C::AddGrad) {
+      if (t.k_tiles == 0 || again(t)) return;
+    }
     CUTE_UNROLL
     for (int m = 0; m < kBlocks; ++m) {
-      if constexpr (C::TransposeWeight) {
+      if constexpr (C::AddGrad) {
+        const int row = block_row(m) + warp_in_group() * 16;
+        if (t.m0 + row < p.R) epilogue.add(acc, m, row);
+      } else if constexpr (C::TransposeWeight) {
         if (t.m0 + block_row(m) < p.R) epilogue.transposed(acc, m, block_row(m));
       } else {
         const int row = block_row(m) + warp_in_group() * 16;
@@ -95,6 +101,11 @@ struct Consumer {
     if constexpr (C::ColumnSums) {
       if (sums) epilogue.column_sum(sum);
     }
+  }
+
+  // Whether this weight tile is the other CTA's too: see raster. In a row of single tiles CTA 1 has the odd ones.
+  CUTE_DEVICE bool again(const Tile& t) const {
+    return C::Cluster > 1 && !t.multicast && block_rank_in_cluster() == 1 && t.n0 / C::BN % 2 == 0;
   }
 
   CUTE_DEVICE void run() {
