@@ -16,6 +16,7 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
 from torch.autograd import forward_ad
 
+from hexa_fx.errors import InputError
 from hexa_fx.ops import dense, library, main_grad
 from hexa_fx.ops.moe_ffn import check, run, run_backward, run_forward
 from hexa_fx.ops.program import OPERANDS
