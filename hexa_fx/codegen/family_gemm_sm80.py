@@ -11,8 +11,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cutlass_library import DataType, DataTypeSize, KernelScheduleType, MathOperation
-
+from hexa_fx.codegen.cutlass import DataType, DataTypeSize, KernelScheduleType, MathOperation
 from hexa_fx.codegen.family import Family, LaunchShape
 from hexa_fx.codegen.family_rows import FLOATS, check_accumulate, check_activation
 from hexa_fx.codegen.spec import KernelSpec

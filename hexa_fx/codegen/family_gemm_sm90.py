@@ -6,8 +6,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cutlass_library import DataType, KernelScheduleType
-
+from hexa_fx.codegen.cutlass import DataType, KernelScheduleType
 from hexa_fx.codegen.family import Family, LaunchShape
 from hexa_fx.codegen.spec import KernelSpec
 

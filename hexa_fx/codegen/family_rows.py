@@ -5,8 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 
-from cutlass_library import DataType
-
+from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape
 from hexa_fx.codegen.spec import KernelSpec
 

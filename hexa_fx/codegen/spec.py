@@ -10,8 +10,7 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from cutlass_library import DataType, KernelScheduleType, LayoutType, MathOperation
-
+from hexa_fx.codegen.cutlass import DataType, KernelScheduleType, LayoutType, MathOperation
 from hexa_fx.errors import KernelError
 
 Layout = Literal["nk", "kn"]

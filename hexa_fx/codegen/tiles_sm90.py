@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cutlass_library import KernelScheduleType
+from hexa_fx.codegen.cutlass import KernelScheduleType
 
 
 @dataclass(frozen=True)

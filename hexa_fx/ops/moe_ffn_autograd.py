@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
+from torch.autograd import forward_ad
 
+from hexa_fx.errors import InputError
 from hexa_fx.ops import dense, library, main_grad
 from hexa_fx.ops.moe_ffn import check, run, run_backward, run_forward
 from hexa_fx.ops.program import OPERANDS
@@ -112,6 +114,11 @@ def _by_argument(grads: Iterable[Tensor | None]) -> Grads:
 def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
     """``hexa::moe_ffn`` on the Autograd key."""
     args = args if len(args) == _ARGUMENTS else (*args, True)  # torch leaves a default at the end out
+    if forward_ad._current_level >= 0:
+        raise InputError(
+            "hexa::moe_ffn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); use backward, or the "
+            "original module"
+        )
     if library.is_plain(keyset):
         return plain(*args)
     if is_grad_enabled() and _any_requires_grad(*args):

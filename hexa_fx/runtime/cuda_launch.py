@@ -14,9 +14,9 @@ from functools import cache
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
-from cutlass_library import DataType
 from torch import Tensor
 
+from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec, Layout, SpecError
 from hexa_fx.errors import KernelError

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import torch
-from cutlass_library import MathOperation
 
+from hexa_fx.codegen.cutlass import MathOperation
 from hexa_fx.codegen.heuristics import Tile, candidates, choose_tile
 from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
 from hexa_fx.codegen.tuned import Problem

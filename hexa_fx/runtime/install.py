@@ -14,7 +14,9 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
@@ -23,6 +25,7 @@ from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
+from hexa_fx.runtime.unchanged import Unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +63,12 @@ class HexaForward:
         self._own_original = original
         self._logged: set[str] = set()
         self._missed_sizes: tuple[Any, ...] | None = None
+        self.unchanged = Unchanged(module, _called(train, eval), (*self.stored[True], *self.stored[False]))
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
+        self.unchanged.bind(module)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
         self._covered = {training: self._coverage(training) for training in (True, False)}
@@ -121,6 +126,9 @@ class HexaForward:
         program = self.programs[training]
         if program is None:
             raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
+        self.unchanged.check()
+        if _differentiated_by_function():
+            raise GuardMiss("torch.func.grad and forward-mode derivatives go through its own code only")
         values = self._arguments.bind(args, kwargs)
         check_inputs(self.guards[training], values)
         self._check_coverage(values, training)
@@ -181,6 +189,16 @@ def _is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return type(first) is Tensor and first.numel() <= limit and first.is_cpu and not _len_torch_dispatch_stack()
 
 
+def _differentiated_by_function() -> bool:
+    """Whether torch.func.grad, vjp or jvp, or a dual level of forward-mode AD is at work: the operators know backward only."""
+    if is_compiling():
+        return False
+    if forward_ad._current_level >= 0:
+        return True
+    stack = get_interpreter_stack() if _are_functorch_transforms_active() else None
+    return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in stack or ())
+
+
 def _sizes(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What size conditions can depend on: they need not be tried again for the same."""
     values = (*args, *kwargs, *kwargs.values())
@@ -233,6 +251,12 @@ def is_installed(block: nn.Module) -> bool:
 
 def _program(rewritten: RewrittenBlock | None) -> Program | None:
     return None if rewritten is None else Program.of(rewritten.graph, rewritten.path)
+
+
+def _called(*blocks: RewrittenBlock | None) -> set[str]:
+    """Paths of the submodules that the graphs call."""
+    nodes = (node for rewritten in blocks if rewritten for node in rewritten.graph.nodes)
+    return {str(node.target) for node in nodes if node.op == "call_module"}
 
 
 def _packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -135,3 +137,10 @@ def test_tile_height_follows_rows_per_expert_and_no_token_count() -> None:
     ]
     assert heights == [16, 16, 16, 64, 128]
     assert {row_bucket(n, 8) for n in range(8 * 65, 8 * 128)} == {7}
+
+
+def test_the_programs_command_line_stays_its_own():
+    """cutlass_library parses sys.argv when it is imported: --help would print its options and end the user's program."""
+    code = "import sys; sys.argv = ['train.py', '--help']; import hexa_fx.codegen, hexa_fx.runtime.cuda_ops; print(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "--help", done.stderr[-500:]
