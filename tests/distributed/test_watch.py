@@ -39,7 +39,7 @@ class NeverDone:
 def watched():
     """A watched group over Gloo, with short times."""
     lost.waits_on_device = lambda groups: True
-    lost.GRACE, lost.SETTLE, lost.LEFT_GRACE = GRACE, SETTLE, 2 * GRACE
+    lost.GRACE, lost.SETTLE, lost.LONG_GRACE = GRACE, SETTLE, 2 * GRACE
     groups = make_groups(None, timedelta(seconds=10))
     lost.begin(groups)
     return groups, lost._keepers[groups.main_name]
@@ -308,14 +308,17 @@ def test_after_a_loss_nothing_starts_and_no_checkpoint_is_written(tmp_path):
 
 def stuck(rank, world, then, file):
     groups, keeper = watched()
+    work, aborted = NeverDone(), []
+    if then == "device":  # waits in a collective of DDP's, say
+        torch.cuda.synchronize = lambda device: work.freed.wait(30)
+        keeper._device = 0
     dist.barrier()
     if rank == 1:
         die("goodbye" if then == "left" else "exit")
     out = os.open(file, os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 2)
-    work, aborted = NeverDone(), []
     lost._abort = lambda group: (aborted.append(str(group.group_name)), then != "hangs" and work.freed.set())
-    if then != "idle":
+    if then not in ("idle", "device"):
         lost.keep(groups.gather_name, work)
     if then == "idle":
         time.sleep(2 * (GRACE + SETTLE))
@@ -335,7 +338,7 @@ def stuck(rank, world, then, file):
     return "went on", list(keeper.watch.lost), aborted
 
 
-@pytest.mark.parametrize("then", ["hangs", "silent", "ends", "left"])
+@pytest.mark.parametrize("then", ["hangs", "silent", "ends", "left", "device"])
 def test_who_waits_for_a_lost_rank_ends_with_its_name(then, tmp_path):
     file, began = tmp_path / "err", time.monotonic()
     kind, value = start(2, stuck, then, str(file))[0]

@@ -5,11 +5,13 @@ collectives run on NCCL, a `Watch` says who is lost, and then
 
 * nothing new is launched: every start of a collective raises `RankError` (`check`);
 * if a collective that was launched before is still unfinished after `GRACE` seconds, the groups' communicators are aborted,
-  which lets a waiting host go on, to the next `check`. What an aborted collective wrote is garbage;
+  which lets a waiting host go on, to the next `check`. What an aborted collective wrote is garbage. The same if the device
+  has not finished what it had to do when the rank was lost after the group's timeout, at most `LONG_GRACE` seconds: others
+  (DDP, FSDP2) launch collectives too;
 * if no `RankError` is raised within `SETTLE` seconds after that, the process ends, with the sentence and the stacks.
 
 A rank that says goodbye is not lost: others may have nothing more to do with it. Only if they still wait for one of its
-collectives after the group's timeout, at most `LEFT_GRACE` seconds, it counts as lost too.
+collectives after as long, it counts as lost too.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 GRACE = 3.0
 SETTLE = 5.0
-LEFT_GRACE = 30.0
+LONG_GRACE = 30.0
 _POLL = 0.25
 _SETUP_SECONDS = 10.0
 
@@ -107,19 +109,24 @@ class Keeper:
         unfinished = self._unfinished()
         if not unfinished or not _same(unfinished, self._waiting):
             self._waiting, self._waiting_since = unfinished, now
-        if unfinished and now >= self._waiting_since + (GRACE if self._noticed else min(self.seconds, LEFT_GRACE)):
+        if unfinished and now >= self._waiting_since + self._patience(unfinished):
             if self._noticed:
                 self._abort(now)
             else:
                 self.watch.lost.extend(self.watch.left)
         return _POLL
 
+    def _patience(self, unfinished: list[Any]) -> float:
+        """A device may be busy with work of this rank alone; a collective with a lost rank never ends."""
+        is_ours = self._has_untracked or any(work is not self._idle for work in unfinished)
+        return GRACE if self._noticed and is_ours else min(self.seconds, LONG_GRACE)
+
     def _notice(self, now: float) -> None:
         global alarm
         alarm = True
         self._noticed = now
         self._waiting = []
-        if self._has_untracked and self._device is not None:
+        if self._device is not None:
             self._idle = threading.Event()
             threading.Thread(target=self._await_device, daemon=True).start()
         logger.error("rank %d: %s", self.rank, self.sentence)
@@ -140,7 +147,7 @@ class Keeper:
                 self._done[name] = work
             else:
                 found.append(work)
-        if self._idle is not None and not self._idle.is_set():  # operators whose collectives only torch knows
+        if self._idle is not None and not self._idle.is_set():  # perhaps with collectives that only torch knows
             found.append(self._idle)
         return found
 
@@ -308,8 +315,9 @@ def find_lost(groups: Groups, seconds: float) -> list[int]:
     keeper = _find(groups)
     if keeper is None:
         return []
-    keeper.told = True
-    return keeper.lost_within(seconds)
+    found = keeper.lost_within(seconds)
+    keeper.told |= bool(found)
+    return found
 
 
 # --- ends of the process ---------------------------------------------------------------------------------------------
