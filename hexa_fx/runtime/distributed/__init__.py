@@ -1,6 +1,8 @@
 """What runs when a partitioned model runs: collectives over unequal shards, the pipeline-shared cache, and their care.
 
 groups       process groups of a plan, the check that all ranks hold the same plan, who is lost after a failure
+watch        who of the ranks is still there, where collectives on a device would wait for ever
+lost         what a rank does when another is lost
 collectives  hexa::all_gather_v, hexa::reduce_scatter_v and the write into a cache slot
 geometry     what slice of which expert weight a rank stores, and the packed rows that travel
 shared_cache the slots in which gathered weights live, and how backward finds them again

@@ -91,6 +91,8 @@ def state_dict(
         model: the module itself, not its DDP wrapper.
         session: the running plan; None for a model on one device.
     """
+    if session is not None:
+        session.check("the state of a checkpoint")
     cut = {} if session is None else {shard.name: shard for shard in session.shards}
     out: dict[str, Any] = {}
     for name, value in model.state_dict().items():
@@ -144,6 +146,8 @@ def save(
         with session.guard("writing a checkpoint"):
             _dcp_save(contents, checkpoint_id=partial, process_group=session.groups.host)
     _together(session, "after writing a checkpoint")
+    if session is not None:
+        session.check("publishing a checkpoint")
     if session is None or session.rank == 0:
         _publish(partial, target)
     _together(session, "after publishing a checkpoint")

@@ -11,7 +11,7 @@ sum, which also adds in rank order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,9 +24,10 @@ import torch.distributed._functional_collectives as _functional_collectives
 from torch import Tensor
 from torch._C._distributed_c10d import _register_work
 
+from hexa_fx.runtime.distributed import lost
 from hexa_fx.runtime.distributed.groups import guarded
 
-__all__ = ["all_gather_into", "count_traffic", "fill_slot", "gather_even", "scatter_sum", "wait"]
+__all__ = ["all_gather_into", "all_reduce_", "count_traffic", "fill_slot", "gather_even", "scatter_sum", "wait"]
 
 assert _functional_collectives is not None
 
@@ -78,6 +79,25 @@ def _is_nccl(group: Any, device: torch.device) -> bool:
     return device.type == "cuda" and "nccl" in group._get_backend(device).name().lower()
 
 
+def _pending(out: Tensor, works: Iterable[Any], group: str) -> Tensor:
+    for work in works:
+        _register_work(out, lost.keep(group, work))
+    return out
+
+
+def _group(name: str) -> Any:
+    """The process group, unless one of its ranks is lost."""
+    if lost.alarm:
+        lost.check("a collective", name)
+    return _resolve_process_group(name)
+
+
+def all_reduce_(x: Tensor, group: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """``x`` reduced over the ranks, in place; in stream order on CUDA."""
+    lost.keep(group, dist.all_reduce(x, op=op, group=_group(group), async_op=True)).wait()
+    return x
+
+
 def _start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: Any) -> list[Any]:
     rank = dist.get_rank(group)
     _count("all_gather_v", (sum(sizes) - sizes[rank]) * _row_bytes(x))
@@ -101,12 +121,10 @@ def _check_rows(name: str, x: Tensor, rows: int, sizes: Sequence[int]) -> None:
 @torch.library.custom_op("hexa::all_gather_v", mutates_args=(), schema="(Tensor x, int[] sizes, str group) -> Tensor")
 def all_gather_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
     """Rows of all ranks, in rank order: (sizes[rank], ...) -> (sum(sizes), ...). Pending until waited for."""
-    pg = _resolve_process_group(group)
+    pg = _group(group)
     _check_rows("all_gather_v", x, sizes[dist.get_rank(pg)], sizes)
     out = x.new_empty((sum(sizes), *x.shape[1:]))
-    for work in _start_gather(out, x, sizes, pg):
-        _register_work(out, work)
-    return out
+    return _pending(out, _start_gather(out, x, sizes, pg), group)
 
 
 @torch.library.custom_op(
@@ -122,10 +140,9 @@ def all_gather_into(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) ->
 
 
 def _gather_into(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> None:
-    pg = _resolve_process_group(group)
+    pg = _group(group)
     _check_rows("all_gather_v_", x, sizes[dist.get_rank(pg)], sizes)
-    for work in _start_gather(out, x, sizes, pg):
-        _register_work(out, work)
+    _pending(out, _start_gather(out, x, sizes, pg), group)
 
 
 def fill_slot(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> None:
@@ -144,18 +161,16 @@ def reduce_scatter_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
 
 def scatter_sum(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
     """`reduce_scatter_v` for the runtime, without the dispatcher and without a gradient of its own."""
-    pg = _resolve_process_group(group)
+    pg = _group(group)
     rank, world = dist.get_rank(pg), len(sizes)
     _check_rows("reduce_scatter_v", x, sum(sizes), sizes)
     _count("reduce_scatter_v", (world - 1) * sizes[rank] * _row_bytes(x))
     x = x.contiguous()
     out = x.new_empty((sizes[rank], *x.shape[1:]))
     if _is_even(sizes):
-        _register_work(out, _scatter_even(out, x, group=pg, async_op=True))
-        return out
+        return _pending(out, [_scatter_even(out, x, group=pg, async_op=True)], group)
     if _is_nccl(pg, x.device):
-        _register_work(out, dist.reduce_scatter(out, list(x.split(list(sizes))), group=pg, async_op=True))
-        return out
+        return _pending(out, [dist.reduce_scatter(out, list(x.split(list(sizes))), group=pg, async_op=True)], group)
     pieces = x.new_empty((world * sizes[rank], *x.shape[1:]))
     dist.all_to_all_single(pieces, x, [sizes[rank]] * world, list(sizes), group=pg)
     return pieces.view(world, sizes[rank], *x.shape[1:]).sum(0)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hexa_fx.runtime.distributed.collectives import all_reduce_
 from hexa_fx.runtime.distributed.session import PartitionSession
 
 
@@ -88,7 +89,7 @@ def sync_gradients(model: nn.Module, session: PartitionSession) -> None:
     with session.guard("the sum of replicated gradients"):
         device = wanted[0].device
         present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device=device)
-        dist.all_reduce(present, op=dist.ReduceOp.MAX, group=session.groups.main)
+        all_reduce_(present, session.groups.main_name, dist.ReduceOp.MAX)
         live = [p for p, there in zip(wanted, present.tolist()) if there]
         for same_kind in _by_kind(live):
             _sum_flat(same_kind, session)
@@ -106,7 +107,7 @@ def _sum_flat(parameters: list[nn.Parameter], session: PartitionSession) -> None
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
-    dist.all_reduce(flat, group=session.groups.main)
+    all_reduce_(flat, session.groups.main_name)
     for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
         assert parameter.grad is not None
         parameter.grad.copy_(part.view_as(parameter))
@@ -151,7 +152,8 @@ def _summed_norm(norms: list[Tensor], norm_type: float, session: PartitionSessio
         value, op = local.max(), dist.ReduceOp.MAX
     else:
         value, op = local.pow(norm_type).sum(), dist.ReduceOp.SUM
-    dist.all_reduce(value, op=op, group=session.groups.main)
+    with session.guard("the norm of the gradients"):
+        all_reduce_(value, session.groups.main_name, op)
     return value if math.isinf(norm_type) else value.pow(1.0 / norm_type)
 
 
@@ -162,4 +164,5 @@ def unscale_(scaler: Any, optimizer: torch.optim.Optimizer, session: PartitionSe
     """
     scaler.unscale_(optimizer)
     for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=session.groups.main)
+        with session.guard("the search for overflowed gradients"):
+            all_reduce_(found, session.groups.main_name, dist.ReduceOp.MAX)

@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 from hexa_fx.errors import HexaError, PlanError, RankError
 from hexa_fx.plan import Plan
+from hexa_fx.runtime.distributed import lost
 
 logger = logging.getLogger(__name__)
 
 _incidents = 0
 
 _LONGEST_GRACE = 30.0
+_NOTICE_SECONDS = 2.0
 _DEFAULT_TIMEOUT = timedelta(minutes=5)
 _arrivals: Counter[str] = Counter()
 
@@ -157,6 +159,8 @@ def _first_difference(left: str, right: str) -> str:
 
 def join(groups: Groups, when: str, timeout: timedelta | None = None) -> None:
     """A barrier between hosts that names the ranks that do not come."""
+    if lost.alarm:
+        lost.check(f"a barrier {when}", groups)
     try:
         dist.monitored_barrier(groups.host, timeout=timeout or groups.timeout, wait_all_ranks=True)
     except RuntimeError as error:
@@ -183,9 +187,10 @@ def explain_failure(error: BaseException, where: str, groups: Groups) -> RankErr
     for another survivor only notices when its own collective times out, so the others wait as long (at most half a
     minute).
     """
-    missing = _silent_ranks(groups, min(groups.timeout.total_seconds(), _LONGEST_GRACE) + 3.0)
-    lost = f"ranks {missing} do not answer" if missing else "all ranks answer, so they issued different collectives"
-    return RankError(f"a collective failed in {where} on rank {groups.rank}: {lost}. Backend: {first_line(error)}")
+    grace = min(groups.timeout.total_seconds(), _LONGEST_GRACE) + 3.0
+    missing = lost.find_lost(groups, _NOTICE_SECONDS) or _silent_ranks(groups, grace)
+    found = f"ranks {missing} do not answer" if missing else "all ranks answer, so they issued different collectives"
+    return RankError(f"a collective failed in {where} on rank {groups.rank}: {found}. Backend: {first_line(error)}")
 
 
 def _silent_ranks(groups: Groups, grace: float) -> list[int]:
@@ -202,15 +207,21 @@ def _silent_ranks(groups: Groups, grace: float) -> list[int]:
 def guarded(where: str, groups: Groups | str) -> Iterator[None]:
     """Turns the error of a failed collective into one that says where it failed and who is lost.
 
+    Raises it at once where somebody is known to be lost already, and at the end if collectives were aborted in between.
+
     Args:
         groups: or the name of one of its process groups; a name that belongs to no plan leaves errors as they are.
     """
+    if lost.alarm:
+        lost.check(where, groups)
     try:
         yield
     except HexaError:
         raise
     except Exception as error:
         known = _by_name.get(groups) if isinstance(groups, str) else groups
-        if known is None or not is_collective_failure(error):
+        if known is None or not (is_collective_failure(error) or lost.is_aborted(known)):
             raise
         raise explain_failure(error, where, known) from error
+    if lost.alarm and lost.is_aborted(groups):
+        lost.check(where, groups)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from hexa_fx.errors import PlanError
 from hexa_fx.plan import Plan, describe_layer
 from hexa_fx.runtime.distributed import groups as groups_module
+from hexa_fx.runtime.distributed import lost
+from hexa_fx.runtime.distributed.collectives import all_reduce_
 from hexa_fx.runtime.distributed.geometry import Geometry
 from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, make_groups
 from hexa_fx.runtime.distributed.nodes import register_session
@@ -26,6 +28,12 @@ from hexa_fx.runtime.distributed.shared_cache import CachedLayer, SharedCache, i
 from hexa_fx.runtime.install import HexaForward
 
 _numbers = itertools.count()
+
+
+def _has_torch_collectives(plan: Plan) -> bool:
+    """Whether graphs of this plan call torch's own operators, whose collectives only torch knows."""
+    even = plan.tokens is not None and len(set(plan.tokens)) == 1
+    return any(layer.mode == "model_centric" and (even or layer.reduce == "all_reduce") for layer in plan.layers)
 
 
 class PartitionSession:
@@ -46,6 +54,9 @@ class PartitionSession:
         self.plan = plan
         self.groups: Groups = make_groups(mesh, timeout)
         check_same_plan(plan, self.groups)
+        with self.guard("the set-up of the watch of lost ranks"):
+            lost.begin(self.groups, _has_torch_collectives(plan))
+        self._closed = False
         self.name = f"hexa{next(_numbers)}"
         self._geometries = dict(geometries)
         layers = [
@@ -145,10 +156,16 @@ class PartitionSession:
         """
         return groups_module.guarded(where, self.groups)
 
+    def check(self, where: str) -> None:
+        """Raises `RankError` if a rank is known to be lost, without any communication."""
+        if lost.alarm:
+            lost.check(where, self.groups)
+
     def exchange_counts(self, rows: int) -> list[int]:
         """Every rank's ``rows``, over the host group."""
         out = [torch.zeros(1, dtype=torch.int64) for _ in range(self.groups.world)]
-        dist.all_gather(out, torch.tensor([rows]), group=self.groups.host)
+        with self.guard("the exchange of counts"):
+            dist.all_gather(out, torch.tensor([rows]), group=self.groups.host)
         return [int(count) for count in out]
 
     def invalidate(self) -> None:
@@ -161,13 +178,15 @@ class PartitionSession:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of a tensor over the ranks, on all ranks."""
-        x = x.clone()
-        dist.all_reduce(x, group=self.groups.main)
-        return x
+        with self.guard("a sum over the ranks"):
+            return all_reduce_(x.clone(), self.groups.main_name)
 
     def close(self) -> None:
         """Waits for collectives under way and gives bound modules their forward back."""
         self.cache.drain()
+        if not self._closed:
+            self._closed = True
+            lost.end(self.groups)
         for undo in reversed(self._unbind):
             undo()
         self._unbind.clear()

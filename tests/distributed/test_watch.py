@@ -1,0 +1,422 @@
+"""The watch of lost ranks, over real connections of real processes, and what a rank does when others are lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import start
+from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan, own
+
+from hexa_fx.errors import RankError
+from hexa_fx.runtime.distributed import checkpoint, collectives, lost, watch
+from hexa_fx.runtime.distributed.gradients import sync_gradients
+from hexa_fx.runtime.distributed.groups import guarded, make_groups
+
+GRACE, SETTLE = 0.4, 0.6
+
+
+class NeverDone:
+    """A collective that waits for a lost rank."""
+
+    def __init__(self) -> None:
+        self.freed = threading.Event()
+
+    def is_completed(self) -> bool:
+        return self.freed.is_set()
+
+
+def watched():
+    """A watched group over Gloo, with short times."""
+    lost.waits_on_device = lambda groups: True
+    lost.GRACE, lost.SETTLE, lost.LONG_GRACE = GRACE, SETTLE, 2 * GRACE
+    groups = make_groups(None, timedelta(seconds=10))
+    lost.begin(groups)
+    return groups, lost._keepers[groups.main_name]
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+def die(how):
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(0)
+    if how == "raise":
+        try:
+            raise ValueError("at the end of a process of multiprocessing")
+        except ValueError:
+            lost._at_exit()
+    if how == "goodbye":
+        lost._at_exit()
+    if how == "child":
+        if os.fork() == 0:  # like a loader's worker, which outlives its rank for a while
+            time.sleep(4)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(0)
+
+
+# --- who is lost -----------------------------------------------------------------------------------------------------
+
+
+def ending(rank, world, who, how):
+    _, keeper = watched()
+    dist.barrier()
+    if rank == who:
+        die(how)
+    began = time.monotonic()
+    until(lambda: keeper.watch.lost or keeper.watch.left)
+    return keeper.watch.lost, keeper.watch.left, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("who", "how"), [(1, "kill"), (0, "exit"), (2, "raise"), (1, "goodbye"), (0, "goodbye"), (1, "child")]
+)
+def test_everyone_knows_who_ended(who, how):
+    outcomes = start(3, ending, who, how)
+    for rank in {0, 1, 2} - {who}:
+        kind, value = outcomes[rank]
+        assert kind == "ok", value
+        gone, left, seconds = value
+        assert (gone, left) == (([], [who]) if how == "goodbye" else ([who], []))
+        assert seconds < 3
+
+
+def test_an_uncaught_exception_is_a_loss_and_a_normal_end_is_none():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).with_name("watched_rank.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=os.environ | job | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        output = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert "lost [1] left [2]" in output[0], output
+    assert [rank.returncode for rank in ranks] == [0, 1, 0], output
+
+
+# --- the star --------------------------------------------------------------------------------------------------------
+
+
+def star(world, seconds=3.0):
+    """The connections of all ranks, made by threads; or their errors."""
+    meeting, offers, out = threading.Barrier(world), [None] * world, [None] * world
+
+    def run(rank):
+        def exchange(value):
+            meeting.wait(10)
+            offers[rank] = value
+            meeting.wait(10)
+            return list(offers)
+
+        try:
+            out[rank] = watch.connect_star(rank, world, exchange, seconds)
+        except OSError as error:
+            out[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return out
+
+
+@pytest.mark.parametrize("master", [None, "localhost", socket.gethostname()])
+def test_strangers_are_refused(monkeypatch, master):
+    monkeypatch.setattr(watch, "_GREETING_SECONDS", 0.3)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if master is not None:
+        monkeypatch.setenv("MASTER_ADDR", master)
+    connect, refused = watch._connect, []
+
+    def after_strangers(offer, rank, seconds):
+        for greeting in (b"GET / HTTP/1.1\r\n\r\n" + bytes(40), watch._HELLO.pack(bytes(32), rank), b""):
+            with socket.create_connection((offer[0][-1], offer[1]), timeout=5) as stranger:
+                stranger.sendall(greeting)
+                refused.append(_ends_without_welcome(stranger))
+        return connect(offer, rank, seconds)
+
+    monkeypatch.setattr(watch, "_connect", after_strangers)
+    hub, spoke = star(2)
+    assert refused == [True] * 3
+    assert (list(hub), list(spoke)) == ([1], [0])
+    for connection in (*hub.values(), *spoke.values()):
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        connection.close()
+
+
+def _ends_without_welcome(stranger):
+    try:
+        return stranger.recv(10) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_rank_that_does_not_get_through_is_named_everywhere(monkeypatch):
+    connect = watch._connect
+
+    def blocked(offer, rank, seconds):
+        if rank == 2:
+            raise OSError("no route to host")
+        return connect(offer, rank, seconds)
+
+    monkeypatch.setattr(watch, "_connect", blocked)
+    for error in star(3, seconds=0.5):
+        assert "rank 2: no route to host" in str(error)
+        assert "rank 0: ranks [2] did not connect within 0.5 s" in str(error)
+
+
+def unwatched(rank, world):
+    lost.waits_on_device = lambda groups: True
+    warned = []
+    lost.logger.warning = lambda text, *args: warned.append(text % args)
+    watch._connect = lambda *_: (_ for _ in ()).throw(OSError("no route to host"))
+    groups = make_groups(None, timedelta(seconds=1))
+    lost.begin(groups)
+    lost.begin(groups)
+    return warned, list(lost._keepers)
+
+
+def test_without_a_watch_the_job_goes_on_and_says_so_once():
+    for kind, value in start(2, unwatched):
+        assert kind == "ok", value
+        (warning,), keepers = value
+        assert "lost ranks are not watched (rank 0: ranks [1] did not connect" in warning
+        assert keepers == []
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+TWO = [KINDS["concat"]] * 2
+
+
+def several_sessions(rank, world):
+    plan = make_plan(2, "uneven", MODES["data"][:2], TWO)
+    install(Net(TWO), plan).session.close()
+    over_gloo = list(lost._keepers)
+    lost.waits_on_device = lambda groups: True
+    first, second = install(Net(TWO), plan).session, install(Net(TWO), plan).session
+    (keeper,) = set(lost._keepers.values())
+    first.close()
+    first.close()
+    alive = set(lost._keepers.values()) == {keeper}
+    dist.barrier()
+    untouched = (list(keeper.watch.lost), list(keeper.watch.left))
+    if rank == 1:  # the other one forgets to close
+        second.close()
+    else:
+        until(lambda: keeper.watch.left)
+    left = list(keeper.watch.left)
+    model = Net(TWO)
+    third = install(model, plan).session
+    x, target = (t[own(plan.batch, rank)] for t in batch(sum(plan.batch)))
+    loss_sum(model(x), target).backward()
+    sync_gradients(model, third)
+    fresh = lost._keepers[third.groups.main_name]
+    done = until(lambda: not fresh._unfinished())
+    kept = set(fresh._latest) == {third.groups.gather_name, third.groups.main_name}
+    return over_gloo, alive, untouched, left, fresh is not keeper, fresh.watch.lost, done and kept
+
+
+def test_several_sessions_share_a_watch_and_the_last_one_ends_it():
+    outcomes = start(2, several_sessions)
+    for rank, (kind, value) in enumerate(outcomes):
+        assert kind == "ok", value
+        assert value == ([], True, ([], []), [] if rank else [1], True, [], True)
+
+
+def starts(rank, world, folder):
+    watched()
+    plan = make_plan(2, "uneven", MODES["mixed"][:2], TWO)
+    model = Net(TWO)
+    session = install(model, plan, timeout=timedelta(seconds=10)).session
+    x, target = (t[own(plan.batch, rank)] for t in batch(sum(plan.batch)))
+    loss = loss_sum(model(x), target)
+    if rank == 1:
+        os._exit(0)
+    (keeper,) = set(lost._keepers.values())
+    assert until(lambda: keeper.watch.lost)
+    rows = torch.zeros(plan.batch[0], 2)
+    calls = {
+        "forward": lambda: model(x),
+        "backward": loss.backward,
+        "join": session.join,
+        "counts": lambda: session.exchange_counts(3),
+        "sum": lambda: session.sum(rows),
+        "gradients": lambda: sync_gradients(model, session),
+        "gather": lambda: torch.ops.hexa.all_gather_v(rows, list(plan.batch), session.groups.main_name),
+        "scatter": lambda: collectives.scatter_sum(rows, [3, 2], session.groups.reduce_name),
+        "checkpoint": lambda: checkpoint.save(f"{folder}/kept", model, session),
+        "state": lambda: checkpoint.state_dict(model, session),
+        "new session": lambda: install(Net(TWO), plan, timeout=timedelta(seconds=10)),
+    }
+    out = {name: _outcome(call) for name, call in calls.items()}
+    session.close()
+    return out, os.listdir(folder)
+
+
+def _outcome(call):
+    began = time.monotonic()
+    try:
+        call()
+    except RankError as error:
+        return str(error), time.monotonic() - began
+    return "no error", 0.0
+
+
+def test_after_a_loss_nothing_starts_and_no_checkpoint_is_written(tmp_path):
+    kind, value = start(2, starts, str(tmp_path))[0]
+    assert kind == "ok", value
+    outcomes, written = value
+    for name, (text, seconds) in outcomes.items():
+        assert "ranks [1] do not answer" in text, (name, text)
+        assert seconds < 1, name
+    assert written == []
+
+
+# --- a collective that never ends ------------------------------------------------------------------------------------
+
+
+def stuck(rank, world, then, file):
+    groups, keeper = watched()
+    work, aborted = NeverDone(), []
+    if then == "device":  # waits in a collective of DDP's, say
+        torch.cuda.synchronize = lambda device: work.freed.wait(30)
+        keeper._device = 0
+    dist.barrier()
+    if rank == 1:
+        die("goodbye" if then == "left" else "exit")
+    out = os.open(file, os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 2)
+    lost._abort = lambda group: (aborted.append(str(group.group_name)), then != "hangs" and work.freed.set())
+    if then not in ("idle", "device"):
+        lost.keep(groups.gather_name, work)
+    if then == "idle":
+        time.sleep(2 * (GRACE + SETTLE))
+        return "lives", list(keeper.watch.lost), aborted
+    work.freed.wait(30)  # as a host waits for its device
+    if then == "next":
+        with (
+            pytest.raises(RankError, match=r"forward on rank 0: ranks \[1\] do not answer"),
+            guarded("forward", groups),
+        ):
+            pass
+        time.sleep(2 * SETTLE)
+        return "raised", list(keeper.watch.lost), sorted(aborted) == sorted(lost._named(groups))
+    if then == "ends":
+        lost._at_exit()
+    time.sleep(30)
+    return "went on", list(keeper.watch.lost), aborted
+
+
+@pytest.mark.parametrize("then", ["hangs", "silent", "ends", "left", "device"])
+def test_who_waits_for_a_lost_rank_ends_with_its_name(then, tmp_path):
+    file, began = tmp_path / "err", time.monotonic()
+    kind, value = start(2, stuck, then, str(file))[0]
+    assert kind == "gone", value
+    assert time.monotonic() - began < 20
+    text = file.read_text()
+    assert "RankError: rank 0: ranks [1] do not answer" in text
+    assert "in stuck" in text  # where the main thread stands
+
+
+def test_an_aborted_wait_leads_to_an_error():
+    kind, value = start(2, stuck, "next", os.devnull)[0]
+    assert (kind, value) == ("ok", ("raised", [1], True))
+
+
+def test_a_rank_with_nothing_under_way_lives_on():
+    kind, value = start(2, stuck, "idle", os.devnull)[0]
+    assert (kind, value) == ("ok", ("lives", [1], []))
+
+
+def crash(rank, world):
+    lost.waits_on_device = lambda groups: True
+    plan = make_plan(4, "uneven", MODES["mixed"][:2], TWO)
+    model = Net(TWO)
+    session = install(model, plan, timeout=timedelta(seconds=25)).session
+    x, target = (t[own(plan.batch, rank)] for t in batch(sum(plan.batch)))
+    loss = loss_sum(model(x), target)
+    if rank == 1:
+        os._exit(17)
+    began = time.monotonic()
+    text, _ = _outcome(lambda: (loss.backward(), session.join()))
+    return text, time.monotonic() - began
+
+
+def test_a_failed_collective_names_lost_ranks_without_waiting_for_marks():
+    outcomes = start(4, crash)
+    for rank in (0, 2, 3):
+        kind, (text, seconds) = outcomes[rank]
+        assert kind == "ok"
+        assert "ranks [1" in text
+        assert seconds < 10
+
+
+def again(rank, world, store):
+    _, first = watched()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    _, second = watched()
+    dist.barrier()
+    return second is not first, set(lost._keepers.values()) == {second}, second.watch.lost, second.watch.left
+
+
+def test_process_groups_that_are_made_again_are_watched_anew(tmp_path):
+    for kind, value in start(2, again, str(tmp_path / "store")):
+        assert (kind, value) == ("ok", (True, True, [], []))
+
+
+def garbage(rank, world):
+    groups, _ = watched()
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)
+    work = NeverDone()
+    lost._abort = lambda group: work.freed.set()
+    lost.keep(groups.main_name, work)
+    out = []
+    for wrong in (lambda: None, lambda: [][7]):  # the values are garbage, so any error may follow
+        try:
+            with guarded("a step", groups):
+                work.freed.wait(10)
+                wrong()
+        except RankError as error:
+            out.append(str(error))
+    return out
+
+
+def test_what_was_computed_from_aborted_collectives_is_an_error():
+    kind, value = start(2, garbage)[0]
+    assert kind == "ok", value
+    assert len(value) == 2
+    assert all("ranks [1] do not answer" in text for text in value)

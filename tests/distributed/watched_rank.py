@@ -1,0 +1,33 @@
+"""One rank of a job that is watched although it runs on Gloo: says who is lost and who left.   torchrun's variables.
+
+Rank 1 ends by an exception that nobody catches, rank 2 normally; rank 0 reports.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hexa_fx.runtime.distributed import lost
+from hexa_fx.runtime.distributed.groups import make_groups
+
+
+def main() -> None:
+    lost.waits_on_device = lambda groups: True
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    groups = make_groups()
+    lost.begin(groups)
+    watch = lost._keepers[groups.main_name].watch
+    if groups.rank == 1:
+        raise ValueError("this rank has had enough")
+    if groups.rank == 0:
+        end = time.monotonic() + 20
+        while time.monotonic() < end and not (watch.lost and watch.left):
+            time.sleep(0.05)
+        print(f"lost {watch.lost} left {watch.left}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
