@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import visible_host
-from hexa_fx.capture.recorder import ModuleCall, NodeRecord, Recorder, record_of
+from hexa_fx.capture.recorder import Recorder
+from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.stir import stirred_parameters
 from hexa_fx.errors import CaptureError
 
@@ -42,7 +43,7 @@ class CapturedBlock:
     Args:
         block: the recorded module; ``get_attr`` targets of the graph are relative to it.
         path: where it stands in the model.
-        graph: nodes carry a `hexa_fx.capture.recorder.NodeRecord` in ``meta["hexa"]``.
+        graph: nodes carry a `hexa_fx.capture.records.NodeRecord` in ``meta["hexa"]``.
         constants: tensors that the code created outside torch's sight, by ``get_attr`` target.
         calls: every submodule call, with its arguments and results as nodes.
         arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.

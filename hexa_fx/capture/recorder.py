@@ -3,9 +3,6 @@
 Symbolic tracers fail on real MoE code because its loops are host-side and depend on data. Here the code runs as it is, under a
 `TorchFunctionMode`; every call becomes a node that keeps the value it had in ``node.meta``. The graph holds one routing, so it
 is for understanding the block, never for running it in its place.
-
-Node metadata (all under ``node.meta["hexa"]`` as a `NodeRecord`): value snapshot, module scope, source line, whether the node
-writes in place, the storage it lives in, and whether the host took a decision on it.
 """
 
 from __future__ import annotations
@@ -32,39 +29,8 @@ from hexa_fx.capture.calls import (
     user_location,
     written_tensor,
 )
+from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
-from hexa_fx.ir import SourceLocation
-
-
-@dataclass
-class NodeRecord:
-    """What the run knew about a node."""
-
-    value: Any
-    scope: str = ""
-    location: SourceLocation | None = None
-    writes: bool = False
-    storage: int | None = None
-    decision: bool = False
-    gradient: bool = True
-    """Whether the code lets gradients through: False under its own ``no_grad``."""
-
-
-def record_of(node: torch.fx.Node) -> NodeRecord:
-    record: NodeRecord = node.meta["hexa"]
-    return record
-
-
-@dataclass(frozen=True)
-class ModuleCall:
-    """A submodule's forward inside the run: its arguments and results as graph nodes, and the nodes it covers."""
-
-    path: str
-    start: int
-    end: int
-    args: Any
-    kwargs: Any
-    output: Any
 
 
 @dataclass
