@@ -13,6 +13,7 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from hexa_fx.capture.calls import Unreadable
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import visible_host
 from hexa_fx.capture.recorder import Recorder
@@ -126,6 +127,8 @@ def _capture(
             held = {id(leaf) for before in attributes.values() for leaf in tree_leaves(list(before.values()))}
     except CaptureError:
         raise
+    except Unreadable as error:
+        raise CaptureError(str(error), path=path or type(block).__name__) from error
     except Exception as error:
         raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
     kept = [item.value for item in stored if item.value is not UNKNOWN]

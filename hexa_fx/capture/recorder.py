@@ -23,6 +23,7 @@ from hexa_fx.capture.calls import (
     METADATA,
     SYMBOLIC_FUNCTIONS,
     as_plain,
+    check_readable,
     fx_target,
     is_bookkeeping,
     memory_of,
@@ -64,12 +65,11 @@ class Recorder(TorchFunctionMode):
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
+        snapshot = self._snapshot(value)
         node = self.graph.create_node(op, target, args, kwargs, name)
         storage = memory_of(value) if isinstance(value, torch.Tensor) else None
         gradient = torch.is_grad_enabled() or not self.sees_gradients or self.inside_function > 0
-        node.meta["hexa"] = NodeRecord(
-            self._snapshot(value), self.scopes[-1], user_location(), storage=storage, gradient=gradient
-        )
+        node.meta["hexa"] = NodeRecord(snapshot, self.scopes[-1], user_location(), storage=storage, gradient=gradient)
         self._index[node] = self.count
         self.count += 1
         return node
@@ -91,6 +91,7 @@ class Recorder(TorchFunctionMode):
     def _snapshot(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        check_readable(value)
         detached = value.detach()
         return detached if memory_of(value) in self._parameter_storages else detached.clone()
 
