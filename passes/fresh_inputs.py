@@ -38,6 +38,11 @@ class FreshInputs:
         """Whether batch and sequence of the example are both 1."""
         return self._sizes == (1, 1)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the example."""
+        return self._sizes[0] * self._sizes[1]
+
     def example(self, dtype: torch.dtype) -> tuple[Any, Any]:
         """(args, kwargs) of the example itself; floating tensors in ``dtype``."""
         args, kwargs = pytree.tree_unflatten([_cast(leaf, leaf, dtype) for leaf in self._leaves], self._spec)
