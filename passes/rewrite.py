@@ -12,7 +12,6 @@ import torch.fx
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import CapturedBlock, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, RewrittenBlock
-from hexa_fx.passes.attributes import attribute_guards
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
@@ -70,9 +69,7 @@ class _Rewriter:
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)
         small = own_code_limit(captured, self._removed(kept), self._added())
         guards, experts = self._guards(captured), self.match.num_experts
-        called = [str(node.target) for node in self.graph.nodes if node.op == "call_module"]
-        attributes = attribute_guards(captured.block, called, stored)
-        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, attributes)
+        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts)
 
     def _asked_first(self) -> set[torch.fx.Node]:
         """Conditions on parameters and buffers alone, which are asked before any random number is drawn."""

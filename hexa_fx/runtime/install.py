@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
-from hexa_fx.ir import AttributeGuard, PackedWeight, RewrittenBlock
-from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_attributes, check_inputs
+from hexa_fx.ir import PackedWeight, RewrittenBlock
+from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
@@ -57,7 +57,6 @@ class HexaForward:
     ) -> None:
         self.programs = {True: _program(train), False: _program(eval)}
         self.guards = {True: train.guards if train else (), False: eval.guards if eval else ()}
-        self.attributes = {True: train.attributes if train else (), False: eval.attributes if eval else ()}
         self.packed_names = {True: _packed_names(train), False: _packed_names(eval)}
         self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
         self.small = {True: train.small if train else 0, False: eval.small if eval else 0}
@@ -72,16 +71,8 @@ class HexaForward:
         self.unchanged.bind(module)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
-        self._held = {training: self._holders(module, training) for training in (True, False)}
         self._covered = {training: self._coverage(training) for training in (True, False)}
         self._arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
-
-    def _holders(self, module: nn.Module, training: bool) -> list[tuple[nn.Module | None, AttributeGuard]] | None:
-        """The guarded attributes with the submodules that hold them; None while the module is being unpickled."""
-        try:
-            return [(module.get_submodule(g.path) if g.path else None, g) for g in self.attributes[training]]
-        except AttributeError:
-            return None
 
     def _coverage(self, training: bool) -> tuple[tuple[str, ...], frozenset[str]]:
         """Names that the graph reads, and those that it reads or guards."""
@@ -140,10 +131,6 @@ class HexaForward:
             raise GuardMiss("torch.func.grad and forward-mode derivatives go through its own code only")
         values = self._arguments.bind(args, kwargs)
         check_inputs(self.guards[training], values)
-        held = self._held[training]
-        if held is None:
-            held = self._held[training] = self._holders(module, training)
-        check_attributes(held or (), module)
         self._check_coverage(values, training)
         inputs = [values[name] for name in program.inputs]
         for name in self.packed_names[training]:
@@ -187,9 +174,7 @@ class HexaForward:
 
 
 _NO_CODE = HexaForward.__call__.__code__
-_UNPICKLED = frozenset(
-    {"_module", "_arguments", "_covered", "_held", "_logged", "_missed_sizes", "__doc__", "__name__"}
-)
+_UNPICKLED = frozenset({"_module", "_arguments", "_covered", "_logged", "_missed_sizes", "__doc__", "__name__"})
 
 
 def _is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

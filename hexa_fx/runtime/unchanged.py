@@ -18,6 +18,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.reads import read_by_forward
 
 _MODULE_STATE = frozenset(nn.Module().__dict__)
 _PLAIN = (bool, int, float, str, NoneType, torch.dtype, FunctionType, BuiltinFunctionType)
@@ -29,7 +30,8 @@ _AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewri
 class Unchanged:
     """The plain attributes, the small submodules and the number of experts that a rewritten forward relies on.
 
-    Looked at are the block and the modules in it that the graph reads instead of calling. Not looked at: objects that a module
+    Looked at are the block and the modules in it that the graph reads instead of calling, and of their attributes those that
+    their code mentions. Not looked at: objects that a module
     holds (``self.config.top_k``), globals, and, under a compiler, anything.
 
     Args:
@@ -48,7 +50,10 @@ class Unchanged:
             for path, module in modules.items()
             if type(module) is not nn.Linear and not isinstance(module, _CONTAINERS)
             for name, value in vars(module).items()
-            if name not in _MODULE_STATE and isinstance(value, _PLAIN) and (path, name) not in written
+            if name not in _MODULE_STATE
+            and isinstance(value, _PLAIN)
+            and (path, name) not in written
+            and (path in self.patched or name in read_by_forward(type(module)))  # type: ignore[arg-type]
         )
         self.lengths = tuple((path, _length(m)) for path, m in modules.items() if isinstance(m, _CONTAINERS))
         self.bind(block)
