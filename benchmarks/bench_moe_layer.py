@@ -5,9 +5,12 @@
 Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is hexa::moe_ffn,
 ``hf-grouped``, ``hf-batched`` and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the
 eager loop over experts written here, ``sonic``, ``liger``, ``scatter``, ``megablocks`` and ``tutel`` other packages where they are
-installed (peers.py). Times are medians on random data, each implementation at its own sustained clock. ``saved`` is memory
-allocated by a training forward that is still there after it, output included; ``peak`` the maximum of forward + backward above
-what was there before, less the gradients. Errors are ||out - ref|| / ||ref|| against a float32 loop.
+installed (peers.py); one followed by ``@NAME`` runs only for the shape or the routing of that name. Times are medians on random
+data, each at its own sustained clock: every implementation runs alone for 0.2 s, is timed, and gives way to the next, `--turns`
+times round and every other time in the opposite order, so that a card that warms up or cools down over seconds favours nobody
+(`common.medians`; with one turn each, ratios differed by up to 10 % between runs). ``saved`` is memory allocated by a training
+forward that is still there after it, output included; ``peak`` the maximum of forward + backward above what was there before,
+less the gradients. Errors are ||out - ref|| / ||ref|| against a float32 loop.
 """
 
 from __future__ import annotations
@@ -232,12 +235,13 @@ def bench(name: str, kind: str, options: argparse.Namespace) -> list[dict[str, A
     dy = torch.randn_like(p.x)
     size = f"{shape.tokens},{shape.top_k},{shape.experts},{shape.model},{shape.inner}"
     print(f"-- {name} {kind} T,k,E,D,I={size} load max/mean,empty {load(p.ids, shape.experts)}", flush=True)
-    runs = implementations(shape, p, options.impls.split(","))
+    asked = (impl.split("@") for impl in options.impls.split(","))
+    runs = implementations(shape, p, [impl for impl, *only in asked if not only or only[0] in (name, kind)])
     forward, both = dense_layer(shape, p)
     steps = {"dense": forward, **{n: inference(r) for n, r in runs.items()}}
     trains = {"dense": both, **{n: training(r, p, dy) for n, r in runs.items()}}
     sustained = options.clock == "sustained"
-    ms_f, ms_b = (medians(each, options.rounds, sustained) for each in (steps, trains))
+    ms_f, ms_b = (medians(each, options.rounds, sustained, 0.2, options.turns) for each in (steps, trains))
     rows = []
     for impl in steps:
         row: dict[str, Any] = {
@@ -276,6 +280,7 @@ def main() -> None:
     parser.add_argument("--routing", default="balanced")
     parser.add_argument("--impls", default="hexa,hf-grouped")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--clock", choices=("sustained", "turns"), default="sustained", help="see common.medians")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--json", type=Path)

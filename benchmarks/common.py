@@ -80,22 +80,31 @@ def load(ids: Tensor, experts: int) -> str:
 
 
 def medians(
-    runs: dict[str, Callable[[], object]], rounds: int = 9, sustained: bool = True, warm_s: float = 0.25
+    runs: dict[str, Callable[[], object]],
+    rounds: int = 9,
+    sustained: bool = True,
+    warm_s: float = 0.25,
+    turns: int = 1,
 ) -> dict[str, float]:
     """Median milliseconds of each.
 
     A matmul at full rate meets the card's power limit within milliseconds, and the clock falls by a tenth. `sustained` runs
-    each one alone for `warm_s` before it is timed, so that each has the clock that it would train with.
-    Otherwise they take turns, and whoever follows an implementation that leaves the tensor cores idle starts on a cool card.
+    each one alone for `warm_s` before it is timed, so that each has the clock that it would train with. Over seconds the clock
+    moves too, with the card's temperature: in several `turns`, every other one in the opposite order, nobody is always the
+    first on a card that has just rested. The median is over all turns.
+    Without `sustained` they take turns call by call, and whoever follows one that leaves the tensor cores idle starts on a
+    cool card.
     """
     for run in runs.values():
         run()
-    if sustained:
-        return {name: _median(_timed(run, 2 * rounds, warm_s)) for name, run in runs.items()}
     pairs: dict[str, list[_Pair]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            pairs[name] += _timed(run, 1, warm_s=0.0)
+    if not sustained:
+        warm_s, turns, calls = 0.0, rounds, 1
+    else:
+        calls = -(-2 * rounds // turns)
+    for turn in range(turns):
+        for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
+            pairs[name] += _timed(runs[name], calls, warm_s)
     return {name: _median(found) for name, found in pairs.items()}
 
 

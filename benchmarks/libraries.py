@@ -3,9 +3,9 @@
     pip install --no-deps -r benchmarks/libraries.txt      # in an environment that has hexa_fx; --no-deps keeps its torch
     python benchmarks/libraries.py [name ...] [--write docs/libraries.md]
 
-Every block of `library_blocks.py` is made twice from the same seed, one of the two is optimized, and both are compared in eval and
-train mode, also at another size and after all parameters were moved. A library that is not installed or does not run on the CPU
-is listed with its reason.
+Every block of `library_blocks_*.py` is made twice from the same seed, one of the two is optimized, and both are compared in eval
+and train mode, also at another size and after all parameters were moved. A library that is not installed or does not run on the
+CPU is listed with its reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torch import nn
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from library_blocks import BLOCKS, LibraryBlock, stand_ins
+import library_blocks_parallel  # noqa: F401, adds to BLOCKS
+import library_blocks_single  # noqa: F401
+from library_registry import BLOCKS, LibraryBlock, stand_ins
 
 import hexa_fx
 from tests.zoo.compare import compare, perturb

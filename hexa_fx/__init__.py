@@ -7,31 +7,37 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from hexa_fx.config import HexaConfig
 
 if TYPE_CHECKING:
-    from hexa_fx.api import explain, optimize, optimize_
+    from hexa_fx.api import explain, optimize, optimize_, undo_
     from hexa_fx.inspection.debug import debug
+    from hexa_fx.passes.plan_layers import PartitionConfig
     from hexa_fx.runtime.distributed.profile import profile_devices
 
 __version__ = "0.1.0"
-__all__ = ["HexaConfig", "debug", "explain", "optimize", "optimize_", "profile_devices"]
+__all__ = ["HexaConfig", "PartitionConfig", "debug", "explain", "optimize", "optimize_", "profile_devices", "undo_"]
+
+_HOMES = {
+    "PartitionConfig": "hexa_fx.passes.plan_layers",
+    "debug": "hexa_fx.inspection.debug",
+    "explain": "hexa_fx.api",
+    "optimize": "hexa_fx.api",
+    "optimize_": "hexa_fx.api",
+    "profile_devices": "hexa_fx.runtime.distributed.profile",
+    "undo_": "hexa_fx.api",
+}
 
 
 def __getattr__(name: str) -> Any:
     """The API is imported on first use, so that ``import hexa_fx`` costs little more than ``import torch``."""
-    if name in ("explain", "optimize", "optimize_"):
-        from hexa_fx import api
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
-        return getattr(api, name)
-    if name == "debug":
-        from hexa_fx.inspection.debug import debug
 
-        return debug
-    if name == "profile_devices":
-        from hexa_fx.runtime.distributed import profile
-
-        return profile.profile_devices
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from hexa_fx.capture.observe import Candidate, Observation, observe
 from hexa_fx.config import HexaConfig
+from hexa_fx.errors import InputError
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.passes import BlockAnalysis, analyse
 from hexa_fx.passes.structure import StructureCache, moved_to
@@ -19,7 +20,7 @@ from hexa_fx.progress import progress
 from hexa_fx.report import OptimizationReport, describe
 from hexa_fx.runtime.cuda_warmup import Example
 
-ExampleInputs = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+ExampleInputs: TypeAlias = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def analyse_model(
     cache = StructureCache()
     analyses, reports = [], []
     examples: dict[str, Example] = {}
-    candidates = observe(model, args, kwargs)
+    candidates = _observe(model, args, kwargs)
     with progress("analysing MoE blocks", len(candidates)) as advance:
         for candidate in candidates:
             analysis, same_as = _analyse_candidate(candidate, config, cache)
@@ -62,6 +63,21 @@ def analyse_model(
             advance(analysis.path)
     report = OptimizationReport(tuple(reports), time.perf_counter() - started)
     return ModelAnalysis(tuple(analyses), report, examples)
+
+
+def _observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Candidate]:
+    try:
+        return observe(model, args, kwargs)
+    except Exception as error:
+        given = ", ".join([*map(_kind, args), *(f"{name}={_kind(value)}" for name, value in kwargs.items())])
+        error.add_note(f"hexa_fx called the model on the example inputs: {type(model).__name__}({given})")
+        raise
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
+    return type(value).__name__
 
 
 def _analyse_candidate(
@@ -90,7 +106,20 @@ def _analyse_level(
 
 
 def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the call that the example stands for."""
+    """Positional and keyword arguments of the call that the example stands for.
+
+    Raises:
+        InputError: it cannot be an example: None, text, or something that yields examples.
+    """
+    if isinstance(example_inputs, torch.utils.data.DataLoader | Iterator):
+        raise InputError(
+            f"example_inputs is a {type(example_inputs).__name__}; expected what the model is called with once, such as "
+            "next(iter(loader))"
+        )
+    if example_inputs is None or isinstance(example_inputs, str):
+        raise InputError(
+            f"example_inputs is {example_inputs!r}; expected a tensor, a tuple of positional arguments, or a mapping of keywords"
+        )
     if isinstance(example_inputs, Mapping):
         return (), dict(example_inputs)
     if isinstance(example_inputs, (tuple, list)):

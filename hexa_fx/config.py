@@ -29,6 +29,9 @@ class HexaConfig:
         topk_memory: only intermediate tensors grow with k (section 3.2); off: inputs and outputs of the experts do too.
         shared_cache: data-centric layers gather weights into one cache (section 3.3); off: each keeps its own for backward.
         overlap: gathers of weights are issued ahead of their use (section 3.3).
+
+    Raises:
+        InputError: a field has a value of another type, or ``probe_tokens`` is less than 1.
     """
 
     verify: bool = True
@@ -41,9 +44,17 @@ class HexaConfig:
     shared_cache: bool = True
     overlap: bool = True
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not type(field.default):
+                raise InputError(f"HexaConfig({field.name}={value!r}): expected {type(field.default).__name__}")
+        if self.probe_tokens < 1:
+            raise InputError(f"HexaConfig(probe_tokens={self.probe_tokens}): expected at least 1")
+
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ, **given: bool | int) -> HexaConfig:
-        """Defaults, then ``HEXA_FX_VERIFY``, ``HEXA_FX_STRICT``, ``HEXA_FX_RECOMPUTE_H``, ``HEXA_FX_PROBE_TOKENS``, then ``given``.
+        """Defaults, then variables named after the fields (``HEXA_FX_VERIFY``, ``HEXA_FX_PROBE_TOKENS``, ...), then ``given``.
 
         Raises:
             InputError: a variable holds something else than its type; names the values it may have.
@@ -60,7 +71,7 @@ def _parse(name: str, text: str, boolean: bool) -> bool | int:
     lowered = text.strip().lower()
     if boolean and lowered in _TRUE + _FALSE:
         return lowered in _TRUE
-    if not boolean and lowered.isdigit():
+    if not boolean and lowered.isdecimal():
         return int(lowered)
     expected = "/".join(_TRUE + _FALSE) if boolean else "a whole number"
     raise InputError(f"{name}={text!r}: expected {expected}")

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch import nn
 
-from hexa_fx.api import optimize
+from hexa_fx.api import attached, optimize
 from hexa_fx.integrations.transformers import tiny_model
 
 
-def run() -> None:
+def run(as_json: bool = False) -> None:
     """Prints the report of a small Mixtral, one of its graphs, and its largest differences from the original."""
     model, inputs = example()
     optimized = optimize(model, inputs)
-    path, graphs = next(iter(optimized.__dict__["graphs"].items()))
+    if as_json:
+        output, gradient = differences(model, optimized, inputs)
+        found = {"report": attached(optimized, "report").as_dict(), "logits_difference": output}
+        print(json.dumps({**found, "gradient_difference": gradient}, indent=2))
+        return
+    path, graphs = next(iter(attached(optimized, "graphs").items()))
     print(f"{path}, rewritten:\n{graphs.rewritten.code}")
-    optimized.__dict__["report"].print()
+    attached(optimized, "report").print()
     output, gradient = differences(model, optimized, inputs)
     print(f"largest relative difference: logits {output:.1e}, gradients of {_count(model)} parameters {gradient:.1e}")
 

@@ -101,6 +101,10 @@ class BlockGraphs:
         fixed = (self.stages, self.case, self.path, self.facts)
         return BlockGraphs, (self.captured, self._rewritten_code, self._lowered_code, *fixed)
 
+    def __repr__(self) -> str:
+        stages = ", ".join(stage.name for stage in self.stages)
+        return f"<BlockGraphs {self.path or '(model)'}: {stages}>"
+
     def __str__(self) -> str:
         text = f"# rewritten\n{self._rewritten_code}"
         if self._lowered_code is not None:

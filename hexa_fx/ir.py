@@ -98,6 +98,19 @@ class InputGuard:
 
 
 @dataclass(frozen=True)
+class AttributeGuard:
+    """A number, text or switch on a module that the recorded code read. With another value the original forward runs.
+
+    Args:
+        path: of the module, relative to the block. name: of the attribute. value: when the block was recorded.
+    """
+
+    path: str
+    name: str
+    value: int | float | str | bool | None
+
+
+@dataclass(frozen=True)
 class RewrittenBlock:
     """A block's new forward, before it is bound to the module.
 
@@ -110,6 +123,7 @@ class RewrittenBlock:
             returns the block's output and a tuple of their values.
         small: elements of the first tensor argument up to which the block's own code is the quicker on a CPU.
         num_experts: ids below this are experts'; None if not known.
+        attributes: what has to be as it was on the modules that the graph stands for.
         path: the block's path in the model.
     """
 
@@ -120,3 +134,4 @@ class RewrittenBlock:
     stored: tuple[tuple[str, str], ...] = ()
     small: int = 0
     num_experts: int | None = None
+    attributes: tuple[AttributeGuard, ...] = ()

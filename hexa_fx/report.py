@@ -97,6 +97,12 @@ class BlockReport:
     collectives: tuple[str, ...] = ()
     small: int = 0
 
+    def __repr__(self) -> str:
+        sizes = f", {self.idiom}, {_sizes(self)}" if self.num_experts else ""
+        return (
+            f"<BlockReport {self.path or '(model)'}: {self.status}{sizes}{': ' + self.reason if self.reason else ''}>"
+        )
+
     @property
     def advice(self) -> str:
         """What helps against the refusal; empty where there is none."""
@@ -174,6 +180,9 @@ class OptimizationReport:
             weights = f"{block.weights} {block.layout}"
             table.add_row(block.path, block.status, block.idiom, sizes, block.expert, weights, error_text(block))
         return table
+
+    def __repr__(self) -> str:
+        return f"<OptimizationReport: {self.summary()}; print() it for details>"
 
     def __str__(self) -> str:
         lines = [self.summary(), *lines_of(self.blocks)]

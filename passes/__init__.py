@@ -37,6 +37,7 @@ from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, verify
+from hexa_fx.runtime.unchanged import hooked
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,11 @@ class _NotRecorded(Refusal):
 
 _ALIKE = (
     "most tokens of the example are alike here, which hides what goes where: give example inputs with different tokens"
+)
+
+_HOOKED = (
+    "{!r} has hooks, which only its own code calls; a block is rewritten if only itself and its router have hooks: remove "
+    "the others"
 )
 
 _ATTEMPTS = (
@@ -190,6 +196,9 @@ def _rewrite_mode(
     with _announced("rewrite", captured.graph) as done:
         rewritten = rewrite(match, config.recompute_h, config.fused_kernel)
         done.graph = rewritten.graph
+    inside = hooked(observation.module, rewritten.graph)
+    if inside:
+        return Refusal(observation.path, _HOOKED.format(inside))
     return match, rewritten
 
 

@@ -14,11 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from hexa_fx.passes.float64_copy import float64_bytes
 from hexa_fx.passes.fresh_inputs import FreshInputs
-from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, Routing, RoutingOverride
+from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, Routing, RoutingOverride, rows_for_all
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.outcome import Difference, ModuleState, Outcome, difference, observe
 from hexa_fx.runtime.precision import InFloat64
+from hexa_fx.runtime.weight_slices import WeightSlices
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -107,12 +108,27 @@ class Comparison:
         for number, (batch, sequence) in enumerate(self.settings.sizes):
             given = self.inputs.at(batch, sequence, self.subject.dtype)
             yield self._case(size(batch, sequence), given, gradients=number == 0 and not large)
-        for routing in ROUTINGS:
-            backward = routing is ROUTINGS[-1] or (routing is ROUTINGS[0] and not large)
+        for routing in ROUTINGS[:-1]:
+            backward = routing is ROUTINGS[0] and not large
             yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example, backward)
+        yield self._all_reached(spy.top_k)
         many = partial(self.inputs.at, 1, self.settings.crowd)
         name = f"{self.settings.crowd} tokens to the first experts"
         yield self._forced(name, ROUTINGS[0], spy.top_k, many, gradients=False)
+
+    def _all_reached(self, top_k: int) -> VerificationCase:
+        """With so many tokens that no expert but the first goes without: one that differs from the others must show."""
+        routing, experts = ROUTINGS[-1], self.inputs.num_experts
+        needed = 0 if experts is None else rows_for_all(experts, top_k)
+        if needed > self.inputs.tokens:
+            many = partial(self.inputs.at, 1, needed)
+            case = self._forced(routing.name, routing, top_k, many, gradients=True)
+            if case.outcome != "skipped":
+                return case
+            case = self._case(f"{2 * needed} tokens", self.inputs.at(1, 2 * needed, self.subject.dtype))
+            if case.outcome != "skipped":
+                return case
+        return self._forced(routing.name, routing, top_k, self.inputs.like_example, gradients=True)
 
     def _forced(
         self, name: str, routing: Routing, top_k: int, make: Callable[..., tuple[Any, Any]], gradients: bool
@@ -140,7 +156,7 @@ class Comparison:
     ) -> VerificationCase:
         reference = _repeated(self.forward.original, calls)
         try:
-            original = self._run(reference, inputs, override, gradients)
+            original = self._original(reference, inputs, override, gradients)
         except Exception as error:
             return VerificationCase(name, "skipped", detail=f"the original raises {_first_line(error)}")
         try:
@@ -152,21 +168,33 @@ class Comparison:
         found = difference(original, other)
         if self._agree(found):
             return VerificationCase(name, "equal", found.forward, found.gradient, "", found.none_became_zero)
-        again = difference(original, self._run(reference, inputs, override, gradients))
+        again = difference(original, self._original(reference, inputs, override, gradients))
         detail = self._describe(found)
         if not self._agree(again):
             detail = f"the original does not repeat itself on equal inputs and random numbers ({self._describe(again)})"
         return VerificationCase(name, "different", found.forward, found.gradient, detail)
 
-    def _run(
+    def _original(
         self, call: Callable[..., Any], inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool
+    ) -> Outcome:
+        """Of the original alone: should a gradient go astray there, the two differ."""
+        with WeightSlices(self.experts) as slices:
+            return self._run(call, inputs, override, gradients, slices)
+
+    def _run(
+        self,
+        call: Callable[..., Any],
+        inputs: tuple[Any, Any],
+        override: TorchFunctionMode | None,
+        gradients: bool,
+        slices: WeightSlices | None = None,
     ) -> Outcome:
         with ExitStack() as modes:
             if self.subject.dtype == torch.float64:
                 modes.enter_context(InFloat64())
             if override is not None:
                 modes.enter_context(override)
-            return observe(call, self.subject.module, self.state, inputs, self.settings.seed, gradients)
+            return observe(call, self.subject.module, self.state, inputs, self.settings.seed, gradients, slices)
 
     def _agree(self, found: Difference) -> bool:
         return not found.reason and max(found.forward, found.gradient) <= self.tolerance

@@ -38,6 +38,11 @@ class FreshInputs:
         """Whether batch and sequence of the example are both 1."""
         return self._sizes == (1, 1)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the example."""
+        return self._sizes[0] * self._sizes[1]
+
     def example(self, dtype: torch.dtype) -> tuple[Any, Any]:
         """(args, kwargs) of the example itself; floating tensors in ``dtype``."""
         args, kwargs = pytree.tree_unflatten([_cast(leaf, leaf, dtype) for leaf in self._leaves], self._spec)
@@ -169,7 +174,7 @@ class FreshInputs:
             return scores if routing is None else raised(scores, routing, min(2, shape[-1]))
         if kind == "signed":
             example = leaf.double()
-            spread = float(example.std()) if leaf.numel() > 1 else 1.0
+            spread = float(example.detach().std()) if leaf.numel() > 1 else 1.0
             spread = spread if 0 < spread < float("inf") else 1.0
             return torch.randn(shape, dtype=torch.float64, generator=generator) * spread + _finite(example.mean())
         if kind == "unsigned":
@@ -238,7 +243,7 @@ def _are_flat(leaves: Sequence[Any]) -> bool:
 def _random_tokens(leaf: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Of the example's range; around its number where it is all of one."""
     example = leaf.detach().double()
-    spread = float(example.std()) if leaf.numel() > 1 else 0.0
+    spread = float(example.detach().std()) if leaf.numel() > 1 else 0.0
     if not 0 < spread < float("inf"):
         return torch.randn(shape, dtype=torch.float64, generator=generator) + _finite(example.flatten()[0])
     if bool((example >= 0).all()):

@@ -26,6 +26,8 @@ LOWERED = "lowered"
 """The fact that a graph consists of the expert-specific operators."""
 
 hexa = torch.ops.hexa
+PRODUCT = (hexa.estmm.default, hexa.estmm_add.default)
+SUM = (hexa.ess.default, hexa.ess_add.default)
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class Lowered:
     Args:
         forward: over the given operands of ``hexa::moe_ffn`` in schema order. Returns y; for training the tuple
             ``(y, h, v, inv, offs)``, without h when it is recomputed.
-        backward: over ``dy``, then what was saved, the given weights and ``top_k``. Returns the gradients asked for,
-            in the order of `OPERANDS`.
+        backward: over ``dy``, then what was saved, the given weights, ``top_k`` and buffers. Returns the gradients asked
+            for that are not added to a buffer, in the order of `OPERANDS`.
     """
 
     forward: GraphModule
@@ -161,13 +163,26 @@ class _BackwardBuilder(_Builder):
         n, spec, grads = self.node, self.spec, self.request.grads
         self.inputs("dy", *backward_saved(self.request), "v", "inv", "offs")
         self.operands("top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
-        self.inputs("top_k")
+        self.inputs("top_k", *(buffer_name(name) for name in OPERANDS if name in self.request.added))
         if spec.recompute_h:
             self.first_projection()
         self.second_projection_backward()
         if grads & {"x", "w1", "b1", "w3", "b3"}:
             self.first_projection_backward()
-        return self.finish("MoeFfnBackward", tuple(n[f"d{name}"] for name in OPERANDS if name in grads))
+        returned = grads - self.request.added
+        return self.finish("MoeFfnBackward", tuple(n[f"d{name}"] for name in OPERANDS if name in returned))
+
+    def buffer(self, name: str) -> Node | None:
+        """What the gradient of an operand is added to, if it is."""
+        return self.node.get(buffer_name(name))
+
+    def gradient(self, name: str, target: Any, adding: Any, *args: Any) -> None:
+        """d of an operand by one operator, or by the one that adds it to its buffer."""
+        buffer = self.buffer(name)
+        if buffer is None:
+            self.call(f"d{name}", target, *args)
+        else:
+            self.call(f"d{name}", adding, buffer, *args)
 
     def second_projection_backward(self) -> None:
         n, spec, grads = self.node, self.spec, self.request.grads
@@ -183,9 +198,9 @@ class _BackwardBuilder(_Builder):
         if "top_k_weights" in grads and n["b2"] is not None:
             self.add_bias_to_dweights(n["b2"])
         if "b2" in grads:
-            self.call("db2", hexa.ess.default, n["dy"], *routing, n["top_k_weights"])
+            self.gradient("b2", *SUM, n["dy"], *routing, n["top_k_weights"])
         if "w2" in grads:
-            self.call("dw2", hexa.estmm.default, n["a_s"], n["dy"], None, *routing, spec.layout2)
+            self.gradient("w2", *PRODUCT, n["a_s"], n["dy"], None, *routing, spec.layout2)
 
     def add_bias_to_dweights(self, b2: Node) -> None:
         """<dy, b2[e]> at every slot: an esmm whose weight has one output, put in slot order by a combine of one."""
@@ -216,16 +231,29 @@ class _BackwardBuilder(_Builder):
         """One projection's dX rows, dW and db: esfk where both dX and dW are wanted, else an operator for each."""
         n, grads, layout = self.node, self.request.grads, self.spec.layout1
         weight, bias, offs = f"w{which}", f"b{which}", n["offs"]
+        into, into_bias, has_bias = self.buffer(weight), self.buffer(bias), bias in grads
         if self.spec.fused_backward and "x" in grads and weight in grads:
-            args = (n["x"], g, n[weight], n["v"], offs, n["top_k"], layout, bias in grads)
-            self.call_tuple((dx_rows, f"d{weight}", f"d{bias}"), hexa.esfk.default, *args)
+            args = (n["x"], g, n[weight], n["v"], offs, n["top_k"], layout)
+            alike = (into is None) == (into_bias is None)
+            if into is None:
+                results = (dx_rows, f"d{weight}", f"d{bias}") if alike else (dx_rows, f"d{weight}")
+                self.call_tuple(results, hexa.esfk.default, *args, has_bias and alike)
+            else:
+                self.call(dx_rows, hexa.esfk_add.default, into, into_bias, *args)
+            if has_bias and not alike:
+                self.gradient(bias, *SUM, g, None, offs, 1, None)
             return
         if "x" in grads:
             self.call(dx_rows, hexa.esmm.default, g, n[weight], None, None, offs, 1, flip(layout))
         if weight in grads:
-            self.call(f"d{weight}", hexa.estmm.default, n["x"], g, n["v"], None, offs, n["top_k"], layout)
-        if bias in grads:
-            self.call(f"d{bias}", hexa.ess.default, g, None, offs, 1, None)
+            self.gradient(weight, *PRODUCT, n["x"], g, n["v"], None, offs, n["top_k"], layout)
+        if has_bias:
+            self.gradient(bias, *SUM, g, None, offs, 1, None)
+
+
+def buffer_name(operand: str) -> str:
+    """The operand of a backward graph that an operand's gradient is added to."""
+    return f"main_{operand}"
 
 
 def backward_saved(request: FfnRequest) -> tuple[str, ...]:

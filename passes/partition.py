@@ -1,14 +1,13 @@
-"""Plans how a model's MoE layers are spread over ranks, and installs a plan.
+"""Plans how a model's MoE layers are spread over ranks, and applies a plan.
 
 `partition_model` decides (capacities, shares, mode of every layer) and returns a `Plan` that is equal on all ranks.
-`install_plan` cuts the parameters, rewrites the blocks' graphs and returns the session that runs them.
+`install_plan` (partition_install.py) cuts the parameters, rewrites the blocks' graphs and returns the session that runs them.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -19,11 +18,9 @@ from torch import Tensor, nn
 from hexa_fx.allocation import DeviceCosts
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.observers import at_block, notify
-from hexa_fx.passes.collectives import Placement, partition_graph
 from hexa_fx.passes.cost_model import Measured
-from hexa_fx.passes.overlap import OverlapReport, overlap
-from hexa_fx.passes.partition_layers import follow_cut, observed_tokens, read_layers
+from hexa_fx.passes.partition_install import Finish, Installed, install_plan
+from hexa_fx.passes.partition_layers import Modes, any_mode, observed_tokens, read_layers
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
 from hexa_fx.plan import Plan
 from hexa_fx.runtime.distributed.geometry import Geometry
@@ -31,15 +28,10 @@ from hexa_fx.runtime.distributed.groups import Groups, join, make_groups
 from hexa_fx.runtime.distributed.mode_times import BlockTimes, measure_blocks, measure_modes
 from hexa_fx.runtime.distributed.profile import measure_bandwidth, profile_costs
 from hexa_fx.runtime.distributed.session import PartitionSession
-from hexa_fx.runtime.distributed.shards import LayerWeights, ShardedParameter, cut_layer, find_tensor
+from hexa_fx.runtime.distributed.shards import LayerWeights, find_tensor
 from hexa_fx.runtime.install import install
 
-log = logging.getLogger(__name__)
-
-Modes = Mapping[Any, RewrittenBlock]
-"""One block's rewritten forms by mode (train, eval). They read the same weights."""
-
-Finish = Callable[[RewrittenBlock], RewrittenBlock]
+__all__ = ["Installed", "apply_partition", "apply_to_graph_module", "install_plan", "partition_model"]
 
 
 def partition_model(
@@ -66,7 +58,7 @@ def partition_model(
         PlanError: no process group, no canonical node, or an impossible split.
     """
     config = config or PartitionConfig()
-    layers = [layer for block in blocks for layer in read_layers(model, _any_mode(block))]
+    layers = [layer for block in blocks for layer in read_layers(model, any_mode(block))]
     if not layers:
         raise PlanError("nothing to partition: no block holds the canonical operator")
     groups = make_groups(mesh)
@@ -77,7 +69,7 @@ def partition_model(
     shapes = {layer.path: layer.geometry.shape for layer in layers}
     measured: dict[str, Measured] = {}
     if "auto" in wanted_modes(strategy, shapes).values() and config.measure and groups.world > 1:
-        modules = [model.get_submodule(_any_mode(block).path) for block in blocks]
+        modules = [model.get_submodule(any_mode(block).path) for block in blocks]
         seen = None if example is None else measure_blocks(example, modules, sample.device, groups)
         config = _with_tokens(config, seen.tokens if seen else config.batch)
         measured = _measure(layers, config, seen, sample, groups)
@@ -92,7 +84,7 @@ def _with_tokens(config: PartitionConfig, tokens: int | None) -> PartitionConfig
 
 
 def _recorded_tokens(blocks: Sequence[RewrittenBlock | Modes]) -> int | None:
-    return next((n for n in map(observed_tokens, map(_any_mode, blocks)) if n), None)
+    return next((n for n in map(observed_tokens, map(any_mode, blocks)) if n), None)
 
 
 def _measure(
@@ -151,74 +143,6 @@ def _first_tensor(model: nn.Module, layer: LayerWeights) -> Tensor:
     return find_tensor(model, f"{layer.root}.{name}" if layer.root else name)
 
 
-@dataclass(frozen=True)
-class Installed:
-    """What `install_plan` gives back.
-
-    Args:
-        session: run-time of the plan. Bind every patched block to it (`PartitionSession.bind`) and keep it with the
-            model.
-        blocks: the rewritten blocks with partitioned graphs, by mode, to be installed like any rewritten block.
-        shards: every parameter that was cut.
-        schedules: what the overlap pass did to each graph, in the order of ``blocks`` and modes; empty without prefetch.
-    """
-
-    session: PartitionSession
-    blocks: tuple[dict[Any, RewrittenBlock], ...]
-    shards: tuple[ShardedParameter, ...]
-    schedules: tuple[OverlapReport, ...] = ()
-
-
-def install_plan(
-    model: nn.Module,
-    blocks: Sequence[RewrittenBlock | Modes],
-    plan: Plan,
-    mesh: Any = None,
-    timeout: timedelta | None = None,
-    finish: Finish | None = None,
-) -> Installed:
-    """Cuts the model's expert parameters to this rank's slices and puts the plan's collectives into the blocks' graphs.
-
-    A collective call. Changes the parameters in place; call it before building optimizers and before DDP or FSDP2.
-
-    Args:
-        timeout: after which a rank that does not join a collective is an error.
-        finish: last pass over every partitioned block.
-
-    Raises:
-        PlanError: ranks hold different plans, or the plan is for another model.
-        RankError: a rank did not arrive.
-    """
-    layers = [(block, layer) for block in blocks for layer in _same_in_all_modes(model, block)]
-    if [layer.path for _, layer in layers] != [layer.path for layer in plan.layers]:
-        raise PlanError(
-            f"the plan is for layers {[layer.path for layer in plan.layers]}, "
-            f"the model has {[layer.path for _, layer in layers]}"
-        )
-    for (_, layer), planned in zip(layers, plan.layers):
-        if replace(layer.geometry.shape, top_k=planned.shape.top_k) != planned.shape:  # top_k only enters costs
-            raise PlanError(f"the plan has {planned.shape} for {layer.path!r}, the model {layer.geometry.shape}")
-    session = PartitionSession(plan, {layer.path: layer.geometry for _, layer in layers}, mesh, timeout)
-    shards: list[ShardedParameter] = []
-    for (_, layer), planned in zip(layers, plan.layers):
-        lo = sum(planned.shards[: session.rank])
-        shards += cut_layer(model, layer, lo, lo + planned.shards[session.rank])
-    placement = Placement(session.rank, session.name, session.groups.main_name)
-    done, schedules = [], []
-    for block in blocks:
-        here = [layer for owner, layer in layers if owner is block]
-        done.append({mode: _partition_block(form, here, plan, placement) for mode, form in _modes(block).items()})
-        if plan.prefetch:
-            schedules += [overlap(form.graph, plan.slots or len(plan.layers)) for form in done[-1].values()]
-        if finish is not None:
-            done[-1] = {mode: finish(form) for mode, form in done[-1].items()}
-        session.graphs[_any_mode(block).path] = {str(mode): form.graph for mode, form in done[-1].items()}
-        if not here:
-            log.info("%r has experts of a form that is not cut: they stay whole on every rank", _any_mode(block).path)
-    session.shards = tuple(shards)
-    return Installed(session, tuple(done), session.shards, tuple(schedules))
-
-
 def apply_partition(
     model: nn.Module,
     blocks: Sequence[Modes],
@@ -242,7 +166,7 @@ def apply_partition(
     plan = plan or partition_model(model, blocks, mesh, strategy, capacities, config, example)
     installed = install_plan(model, blocks, plan, mesh, timeout, finish)
     for forms in installed.blocks:
-        path = _any_mode(forms).path
+        path = any_mode(forms).path
         module = model.get_submodule(path)
         install(module, forms.get("train"), forms.get("eval"))
         installed.session.bind(module, path)
@@ -268,41 +192,6 @@ def apply_to_graph_module(
     block = RewrittenBlock("", module.graph)
     plan = plan or partition_model(module, [block], mesh, strategy, capacities, config)
     installed = install_plan(module, [block], plan, mesh, timeout)
-    module.graph = _any_mode(installed.blocks[0]).graph
+    module.graph = any_mode(installed.blocks[0]).graph
     installed.session.bind(module)
     return installed
-
-
-def _modes(block: RewrittenBlock | Modes) -> Modes:
-    return {"any": block} if isinstance(block, RewrittenBlock) else block
-
-
-def _any_mode(block: RewrittenBlock | Modes) -> RewrittenBlock:
-    return next(iter(_modes(block).values()))
-
-
-def _same_in_all_modes(model: nn.Module, block: RewrittenBlock | Modes) -> list[LayerWeights]:
-    found = [read_layers(model, form) for form in _modes(block).values()]
-    if any(other != found[0] for other in found[1:]):
-        raise PlanError(f"{_any_mode(block).path!r} reads other expert weights in training than in evaluation")
-    return found[0]
-
-
-def _partition_block(
-    block: RewrittenBlock, layers: list[LayerWeights], plan: Plan, placement: Placement
-) -> RewrittenBlock:
-    planned = [plan.layer(layer.path) for layer in layers]
-    with at_block(block.path):
-        notify("partition", "before", block.graph)
-        graph = _copy(block.graph)
-        follow_cut(graph, layers, planned, placement.rank)
-        partition_graph(graph, planned, plan, placement)
-        notify("partition", "after", graph)
-    return replace(block, graph=graph)
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph(tracer_cls=graph._tracer_cls)
-    copy.output(copy.graph_copy(graph, val_map={}))
-    copy.set_codegen(graph._codegen)
-    return copy

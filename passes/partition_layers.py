@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +17,17 @@ from hexa_fx.passes.collectives import ffn_arguments, is_moe_ffn
 from hexa_fx.plan import LayerPlan
 from hexa_fx.runtime.distributed.geometry import ROLES, Geometry, shape_of
 from hexa_fx.runtime.distributed.shards import LayerWeights, WeightSource, find_tensor
+
+Modes = Mapping[Any, RewrittenBlock]
+"""One block's rewritten forms by mode (train, eval). They read the same weights."""
+
+
+def modes_of(block: RewrittenBlock | Modes) -> Modes:
+    return {"any": block} if isinstance(block, RewrittenBlock) else block
+
+
+def any_mode(block: RewrittenBlock | Modes) -> RewrittenBlock:
+    return next(iter(modes_of(block).values()))
 
 
 def read_layers(model: nn.Module, block: RewrittenBlock) -> list[LayerWeights]:

@@ -123,7 +123,8 @@ def wanted_modes(strategy: Strategy, shapes: Mapping[str, ExpertShape]) -> dict[
     given = {"": strategy} if isinstance(strategy, str) else dict(strategy)
     for path, kind in given.items():
         if kind not in ("auto", "data", "model"):
-            raise PlanError(f"strategy {kind!r} of {path!r} is none of 'auto', 'data', 'model'")
+            where = f" of {path!r}" if path else ""
+            raise PlanError(f"strategy {kind!r}{where}: expected 'auto', 'data' or 'model', or a dict of them by path")
     unknown = [key for key in given if shapes and not any(_is_in(path, key) for path in shapes)]
     if unknown:
         raise PlanError(f"strategy names layers {sorted(unknown)}; the model's MoE layers are {list(shapes)}")

@@ -15,11 +15,11 @@ from hexa_fx.ops import library
 from hexa_fx.ops.program import OPERANDS, FfnRequest
 from hexa_fx.passes.base import Contract, GraphPass, Pipeline
 from hexa_fx.passes.fuse import FuseActivation
-from hexa_fx.passes.lower import LOWERED, Lowered, lower_backward, lower_forward
+from hexa_fx.passes.lower import LOWERED, Lowered, buffer_name, lower_backward, lower_forward
 from hexa_fx.passes.tile import TileRows
 
 _FORWARD_OPERANDS = ("x", "top_k_index", *OPERANDS[1:])
-_BACKWARD_OPERANDS = ("dy", "x", "h", "v", "inv", "offs", *OPERANDS[1:], "top_k")
+_BACKWARD_OPERANDS = ("dy", "x", "h", "v", "inv", "offs", *OPERANDS[1:], "top_k", *map(buffer_name, OPERANDS[1:]))
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Program:
 
     @cached_property
     def backward(self) -> Callable[..., Any]:
-        """The backward program, over dy, x, [h], v, inv, offs, the other operands and top_k by position."""
+        """The backward program, over dy, x, [h], v, inv, offs, the other operands, top_k and their buffers by position."""
         return _pick(self.bound(lower_backward(self.request)), _BACKWARD_OPERANDS)
 
     def bound(self, gm: GraphModule) -> GraphModule:

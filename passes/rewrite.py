@@ -12,8 +12,9 @@ import torch.fx
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import CapturedBlock, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.passes.attributes import attribute_guards
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.detect.graph import is_float
+from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import is_outside
 from hexa_fx.passes.kept_calls import Kept, keep
@@ -53,7 +54,7 @@ class _Rewriter:
         regions = self._regions()
         kept = keep(captured, self._roots(), [*regions])
         self._placeholders(captured)
-        for node in kept.order:
+        for node in sorted(kept.order, key=self._asked_first().__contains__, reverse=True):
             if node in regions:
                 self.new[node] = regions[node].emit()
             elif node in kept.calls:
@@ -69,7 +70,15 @@ class _Rewriter:
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)
         small = own_code_limit(captured, self._removed(kept), self._added())
         guards, experts = self._guards(captured), self.match.num_experts
-        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts)
+        called = [str(node.target) for node in self.graph.nodes if node.op == "call_module"]
+        attributes = attribute_guards(captured.block, called, stored)
+        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, attributes)
+
+    def _asked_first(self) -> set[torch.fx.Node]:
+        """Conditions on parameters and buffers alone, which are asked before any random number is drawn."""
+        conditions = [branch.condition for match in self.match.regions for branch in match.branches]
+        behind = [ancestors([condition]) for condition in conditions]
+        return {n for found in behind if not any(n.op == "placeholder" for n in found) for n in found}
 
     def _regions(self) -> dict[torch.fx.Node, RegionEmitter]:
         """By output."""
@@ -208,4 +217,4 @@ def _roots_of(match: MoEMatch) -> list[torch.fx.Node]:
 def _as_recorded(condition: torch.fx.Node) -> str:
     """The branch in words, for the log line when it goes the other way."""
     record = record_of(condition)
-    return f"the size condition at {record.location} to be {record.value}"
+    return f"the condition at {record.location} to be {record.value}"

@@ -40,7 +40,17 @@ def _alternating(rows: int, candidates: int, k: int) -> torch.Tensor:
 def _one_unused(rows: int, candidates: int, k: int) -> torch.Tensor:
     if k >= candidates:
         return _first(rows, candidates, k)
-    return 1 + (torch.arange(rows)[:, None] + torch.arange(k)) % (candidates - 1)
+    return 1 + (_step(k) * torch.arange(rows)[:, None] + torch.arange(k)) % (candidates - 1)
+
+
+def _step(k: int) -> int:
+    """So far a token's experts lie after those of the token before: each is chosen twice, in case a choice does not count."""
+    return -(-k // 2)
+
+
+def rows_for_all(candidates: int, k: int) -> int:
+    """Tokens with which the last of `ROUTINGS` reaches every expert but the first."""
+    return -(-(candidates - 1) // _step(k))
 
 
 ROUTINGS = (

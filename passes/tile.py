@@ -112,7 +112,7 @@ class _Tiler:
         self.gm.add_submodule("body", GraphModule(torch.nn.Module(), self.body, "Tile"))
         outer = self.outer
         made = self._tiling(outer)
-        cut = not any(n.target in (tiles.estmm, tiles.esfk, tiles.ess) for n in self.body.nodes)
+        cut = not any(n.target in _OVER_ROWS for n in self.body.nodes)
         args: tuple[Any, ...] = (made, outer.get_attr("body"), cut, *(self.in_outer[n] for n in self.operands))
         done = outer.create_node("call_function", tiling.run, args, name="done")
         for node, key in self.keys.items():
@@ -120,7 +120,7 @@ class _Tiler:
                 self.in_outer[node] = outer.create_node("call_function", tiling.output, (done, key), name=node.name)
         for node in after:
             self.in_outer[node] = outer.node_copy(node, self.in_outer.__getitem__)
-        outer.eliminate_dead_code()
+        outer.eliminate_dead_code(lambda n: n is done or n.is_impure())  # it may write to buffers and give nothing
         self.gm.graph = outer
 
     def _tiling(self, outer: Graph) -> Node:
@@ -144,12 +144,16 @@ class _Tiler:
 
 def _routing(graph: Graph) -> tuple[Node, Node, Node, Node] | None:
     """(v, offs, top_k, a tensor of the operands' dtype) of a graph: those of its first gathering operator."""
-    places = {hexa.esmm.default: (3, 4, 5), hexa.esmm_act.default: (5, 6, 7), hexa.ess.default: (1, 2, 3)}
+    places = {
+        hexa.esmm.default: (3, 4, 5, 0),
+        hexa.esmm_act.default: (5, 6, 7, 0),
+        hexa.ess.default: (1, 2, 3, 0),
+        hexa.ess_add.default: (2, 3, 4, 1),
+    }
     for node in graph.nodes:
         place = places.get(node.target)
         if place is not None and isinstance(node.args[place[0]], Node):
-            v, offs, top_k = (node.args[i] for i in place)
-            return v, offs, top_k, node.args[0]  # type: ignore[return-value]
+            return tuple(node.args[i] for i in place)  # type: ignore[return-value]
     return None
 
 
@@ -198,6 +202,22 @@ def _esfk(t: _Tiler, node: Node) -> None:
     t.in_body[node] = (("rows", dx), ("key", dw), ("key", db))
 
 
+def _ess_add(t: _Tiler, node: Node) -> None:
+    into, g, v, _, _, scale = node.args
+    t.emit(node, tiles.ess_add, t.value(into), t.value(g), v is not None, t.value(scale))
+
+
+def _estmm_add(t: _Tiler, node: Node) -> None:
+    into, x, g, x_index, g_index, _, _, layout = node.args
+    gathered = (x_index is not None, g_index is not None)
+    t.emit(node, tiles.estmm_add, t.value(into), t.value(x), t.value(g), *gathered, layout)
+
+
+def _esfk_add(t: _Tiler, node: Node) -> None:
+    *operands, v, _, _, layout = node.args
+    t.in_body[node] = t.emit(node, tiles.esfk_add, *(t.value(o) for o in operands), v is not None, layout)
+
+
 def _combine(t: _Tiler, node: Node) -> None:
     y, weights, _, _, top_k = node.args
     t.emit(node, tiles.combine, node.name, t.value(y), t.value(weights), top_k is not t.routing[2])
@@ -212,5 +232,10 @@ _RULES: dict[Any, Callable[[_Tiler, Node], None]] = {
     hexa.ess.default: _ess,
     hexa.estmm.default: _estmm,
     hexa.esfk.default: _esfk,
+    hexa.ess_add.default: _ess_add,
+    hexa.estmm_add.default: _estmm_add,
+    hexa.esfk_add.default: _esfk_add,
     hexa.combine.default: _combine,
 }
+_OVER_ROWS = (tiles.estmm, tiles.esfk, tiles.ess, tiles.estmm_add, tiles.esfk_add, tiles.ess_add)
+"""What sums over an expert's rows, all of them at a time."""

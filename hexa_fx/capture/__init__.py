@@ -1,6 +1,6 @@
 """nn.Module -> `CapturedBlock`: what a block did on example inputs, as a straight-line torch.fx graph."""
 
 from hexa_fx.capture.record import UNKNOWN, CapturedBlock, StoredValue, capture
-from hexa_fx.capture.recorder import ModuleCall, NodeRecord, record_of
+from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 
 __all__ = ["UNKNOWN", "CapturedBlock", "ModuleCall", "NodeRecord", "StoredValue", "capture", "record_of"]

@@ -59,6 +59,22 @@ _OPERATORS = {
 SYMBOLIC_FUNCTIONS = {"sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_not": operator.not_}
 
 
+class Unreadable(Exception):
+    """A tensor whose numbers cannot be read as those of a dense one."""
+
+
+def check_readable(tensor: torch.Tensor) -> None:
+    """Raises:
+    Unreadable: with a sentence why.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise Unreadable("its experts run inside torch.func (vmap or grad), which hides the numbers")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise Unreadable(
+            f"it computes with {'nested' if tensor.is_nested else 'sparse'} tensors; only dense ones are rewritten"
+        )
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """Identity of the memory. An empty tensor has none of its own; a negative id keeps it apart."""
     pointer = tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
@@ -102,6 +118,8 @@ def fx_target(func: Any, name: str) -> tuple[str, Any]:
         return "call_function", _OPERATORS[name]
     if getattr(torch.Tensor, name, None) is func:
         return "call_method", name
+    if getattr(func, "__module__", "") == "torch._tensor" and hasattr(torch.Tensor, name):
+        return "call_method", name  # what ``**`` calls: a wrapper of a method that has no import path
     return "call_function", func
 
 

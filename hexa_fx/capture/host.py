@@ -17,7 +17,8 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture import recorder as recorder_module
-from hexa_fx.capture.recorder import ModuleCall, Recorder
+from hexa_fx.capture.recorder import Recorder
+from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.symint import SYMBOLIC, plain, wrap
 from hexa_fx.errors import CaptureError
 

@@ -83,9 +83,10 @@ def _may_hold_experts(path: str, module: nn.Module) -> bool:
 
 
 def _is_list_of_alikes(module: nn.Module) -> bool:
-    """Children 0, 1, 2, ... with the same parameters: experts, but layers too."""
+    """Children 0, 1, 2, ..., or of a dictionary, with the same parameters: experts, but layers too."""
     children = list(module.named_children())
-    if len(children) < 2 or not all(name.isdigit() or name.rpartition("_")[2].isdigit() for name, _ in children):
+    numbered = all(name.isdigit() or name.rpartition("_")[2].isdigit() for name, _ in children)
+    if len(children) < 2 or not (numbered or isinstance(module, nn.ModuleDict)):
         return False
     shapes = {tuple((n, tuple(p.shape)) for n, p in child.named_parameters()) for _, child in children}
     return len(shapes) == 1 and shapes != {()}

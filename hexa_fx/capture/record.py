@@ -13,9 +13,11 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from hexa_fx.capture.calls import Unreadable
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import visible_host
-from hexa_fx.capture.recorder import ModuleCall, NodeRecord, Recorder, record_of
+from hexa_fx.capture.recorder import Recorder
+from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.stir import stirred_parameters
 from hexa_fx.errors import CaptureError
 
@@ -42,7 +44,7 @@ class CapturedBlock:
     Args:
         block: the recorded module; ``get_attr`` targets of the graph are relative to it.
         path: where it stands in the model.
-        graph: nodes carry a `hexa_fx.capture.recorder.NodeRecord` in ``meta["hexa"]``.
+        graph: nodes carry a `hexa_fx.capture.records.NodeRecord` in ``meta["hexa"]``.
         constants: tensors that the code created outside torch's sight, by ``get_attr`` target.
         calls: every submodule call, with its arguments and results as nodes.
         arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
@@ -125,6 +127,8 @@ def _capture(
             held = {id(leaf) for before in attributes.values() for leaf in tree_leaves(list(before.values()))}
     except CaptureError:
         raise
+    except Unreadable as error:
+        raise CaptureError(str(error), path=path or type(block).__name__) from error
     except Exception as error:
         raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
     kept = [item.value for item in stored if item.value is not UNKNOWN]

@@ -3,9 +3,6 @@
 Symbolic tracers fail on real MoE code because its loops are host-side and depend on data. Here the code runs as it is, under a
 `TorchFunctionMode`; every call becomes a node that keeps the value it had in ``node.meta``. The graph holds one routing, so it
 is for understanding the block, never for running it in its place.
-
-Node metadata (all under ``node.meta["hexa"]`` as a `NodeRecord`): value snapshot, module scope, source line, whether the node
-writes in place, the storage it lives in, and whether the host took a decision on it.
 """
 
 from __future__ import annotations
@@ -26,45 +23,15 @@ from hexa_fx.capture.calls import (
     METADATA,
     SYMBOLIC_FUNCTIONS,
     as_plain,
+    check_readable,
     fx_target,
     is_bookkeeping,
     memory_of,
     user_location,
     written_tensor,
 )
+from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
-from hexa_fx.ir import SourceLocation
-
-
-@dataclass
-class NodeRecord:
-    """What the run knew about a node."""
-
-    value: Any
-    scope: str = ""
-    location: SourceLocation | None = None
-    writes: bool = False
-    storage: int | None = None
-    decision: bool = False
-    gradient: bool = True
-    """Whether the code lets gradients through: False under its own ``no_grad``."""
-
-
-def record_of(node: torch.fx.Node) -> NodeRecord:
-    record: NodeRecord = node.meta["hexa"]
-    return record
-
-
-@dataclass(frozen=True)
-class ModuleCall:
-    """A submodule's forward inside the run: its arguments and results as graph nodes, and the nodes it covers."""
-
-    path: str
-    start: int
-    end: int
-    args: Any
-    kwargs: Any
-    output: Any
 
 
 @dataclass
@@ -98,12 +65,11 @@ class Recorder(TorchFunctionMode):
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
     def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
+        snapshot = self._snapshot(value)
         node = self.graph.create_node(op, target, args, kwargs, name)
         storage = memory_of(value) if isinstance(value, torch.Tensor) else None
         gradient = torch.is_grad_enabled() or not self.sees_gradients or self.inside_function > 0
-        node.meta["hexa"] = NodeRecord(
-            self._snapshot(value), self.scopes[-1], user_location(), storage=storage, gradient=gradient
-        )
+        node.meta["hexa"] = NodeRecord(snapshot, self.scopes[-1], user_location(), storage=storage, gradient=gradient)
         self._index[node] = self.count
         self.count += 1
         return node
@@ -125,6 +91,7 @@ class Recorder(TorchFunctionMode):
     def _snapshot(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
+        check_readable(value)
         detached = value.detach()
         return detached if memory_of(value) in self._parameter_storages else detached.clone()
 

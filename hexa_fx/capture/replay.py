@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture.record import CapturedBlock
-from hexa_fx.capture.recorder import record_of
+from hexa_fx.capture.records import record_of
 
 _CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))
 _LOW = frozenset((torch.float32, torch.float16, torch.bfloat16))

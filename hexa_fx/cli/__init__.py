@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import hexa_fx
 from hexa_fx.cli import bench, cache, demo, env, explain, graph, kernels, plan
 
 app = typer.Typer(
@@ -13,6 +16,22 @@ app = typer.Typer(
     help="Rewrites MoE code into exact expert-specific operators. TARGET is MODULE:FACTORY, FILE.py:FACTORY, a transformers "
     "model type such as mixtral, or a folder with a config.json.",
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hexa-fx {hexa_fx.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options before the command."""
+
 
 for command in (explain.explain, graph.graph, plan.plan, bench.bench, demo.demo, env.env):
     app.command()(command)

@@ -23,7 +23,7 @@ def bench(target: Target, repeat: Repeat = 9, device: Device = "cpu", as_json: J
     """Time a model against itself rewritten: forward, and forward with backward."""
     import torch
 
-    from hexa_fx.api import optimize
+    from hexa_fx.api import attached, optimize
     from hexa_fx.targets import load
 
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -37,7 +37,7 @@ def bench(target: Target, repeat: Repeat = 9, device: Device = "cpu", as_json: J
     for what, run in (("forward", _forward), ("forward and backward", _step)):
         before, after = _medians([partial(run, m, inputs) for m in (model, rewritten)], repeat, device)
         rows.append((what, before * 1e3, after * 1e3))
-    report = rewritten.__dict__["report"]
+    report = attached(rewritten, "report")
     if as_json:
         echo_json({"target": target, "device": device, "summary": report.summary(), "rows": _named(rows)})
         return

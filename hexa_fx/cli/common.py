@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import traceback
 from collections.abc import Callable
@@ -45,6 +46,8 @@ def errors_shown(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except HexaError as error:
             fail(str(error), bool(kwargs.get("as_json")))
+        except typer.Exit:
+            raise
         except Exception as error:
             if os.environ.get("HEXA_FX_LOGS", "").lower() == "debug":
                 raise
@@ -87,4 +90,10 @@ def optimized(target: str) -> Any:
     from hexa_fx.targets import load
 
     model, inputs = load(target)
-    return optimize(model, inputs)
+    own = logging.getLogger("hexa_fx.api")
+    level = own.level
+    own.setLevel(logging.ERROR)  # the commands print what its warning says
+    try:
+        return optimize(model, inputs)
+    finally:
+        own.setLevel(level)

@@ -19,8 +19,10 @@ def explain(
     arch: Arch = None,
 ) -> None:
     """Say which MoE blocks of a model are rewritten and to what, what it costs, and why the others are not."""
+    from hexa_fx.api import attached
+
     model = optimized(target)
-    report = model.__dict__["report"]
+    report = attached(model, "report")
     if html is not None:
         typer.echo(f"wrote {report.to_html(html, target)}", err=True)
     if as_json:
@@ -36,7 +38,7 @@ def explain(
     if arch is not None:
         _print_kernels(report, arch)
     if graphs:
-        for path, block in model.__dict__["graphs"].items():
+        for path, block in attached(model, "graphs").items():
             typer.echo(f"\n## {path}\n")
             block.print_readable()
 

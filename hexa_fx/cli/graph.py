@@ -23,7 +23,9 @@ def graph(
     as_json: Json = False,
 ) -> None:
     """Draw a model's MoE blocks before and after, or print one stage of one of them."""
-    graphs = optimized(target).__dict__["graphs"]
+    from hexa_fx.api import attached
+
+    graphs = attached(optimized(target), "graphs")
     if not graphs:
         fail(
             f"no block of {target} was rewritten, so there is nothing to draw; `hexa-fx explain {target}` says why",

@@ -22,6 +22,7 @@ def list_(target: Target, arch: Arch = None, dtype: Dtype = "", tokens: Tokens =
     if as_json:
         echo_json([_as_dict(kernel) for kernel in found])
         return
+    typer.echo(f"{'':11}  {'in':8}  {'node':18}  operator [family target dtype tile] key")
     for kernel in found:
         state = {True: "built", False: "not built", None: "no compiler"}[kernel.cached] if kernel.spec else "fallback"
         typer.echo(f"{state:11}  {kernel.way:8}  {kernel.node:18}  {kernel.name}  {kernel.fallback}".rstrip())
@@ -74,13 +75,14 @@ def _kernels(target: str, arch: int | None, dtype: str, tokens: int | None) -> l
     """Of all rewritten blocks, each kernel at each node once."""
     import torch
 
+    from hexa_fx.api import attached
     from hexa_fx.inspection.kernels import kernels_of
 
     if dtype and dtype not in _DTYPES:
         raise InputError(f"--dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
     if tokens is not None and tokens < 1:
         raise InputError(f"--tokens {tokens}: expected a positive number")
-    cases = {id(b.stages): b.case for b in optimized(target).__dict__["graphs"].values() if b.case is not None}
+    cases = {id(b.stages): b.case for b in attached(optimized(target), "graphs").values() if b.case is not None}
     if not cases:
         raise InputError(f"no block of {target} runs as hexa::moe_ffn; `hexa-fx explain {target}` says why")
     wanted = getattr(torch, _DTYPES[dtype]) if dtype else None

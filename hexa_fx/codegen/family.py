@@ -23,8 +23,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from cutlass_library import SharedMemPerCC
-
+from hexa_fx.codegen.cutlass import SharedMemPerCC
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 
 REGISTERS_PER_SM = 65536

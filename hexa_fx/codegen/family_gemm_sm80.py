@@ -11,10 +11,9 @@ import struct
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cutlass_library import DataType, DataTypeSize, KernelScheduleType, MathOperation
-
+from hexa_fx.codegen.cutlass import DataType, DataTypeSize, KernelScheduleType, MathOperation
 from hexa_fx.codegen.family import Family, LaunchShape
-from hexa_fx.codegen.family_rows import FLOATS, check_activation
+from hexa_fx.codegen.family_rows import FLOATS, check_accumulate, check_activation
 from hexa_fx.codegen.spec import KernelSpec
 
 
@@ -49,6 +48,7 @@ def _check(spec: KernelSpec) -> Iterable[str]:
     if spec.dtype not in FLOATS:
         yield f"element type {spec.dtype.name}; expected bf16, f16, f32 or f64"
         return
+    yield from check_accumulate(spec, "estmm")
     yield from _check_math(spec)
     yield from _check_tile(spec)
     yield from _check_registers(spec)
@@ -97,7 +97,8 @@ def _check_registers(spec: KernelSpec) -> Iterable[str]:
 
 def _products(spec: KernelSpec) -> tuple[KernelSpec, KernelSpec]:
     """What an esfk consists of."""
-    return replace(spec, op="esmm", gather=False, bias=False), replace(spec, op="estmm", bias=False)
+    rows = replace(spec, op="esmm", gather=False, bias=False, accumulate=False, out_dtype=None)
+    return rows, replace(spec, op="estmm", bias=False)
 
 
 def _fused_shape(spec: KernelSpec) -> LaunchShape:

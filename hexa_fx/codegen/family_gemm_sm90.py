@@ -6,8 +6,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cutlass_library import DataType, KernelScheduleType
-
+from hexa_fx.codegen.cutlass import DataType, KernelScheduleType
 from hexa_fx.codegen.family import Family, LaunchShape
 from hexa_fx.codegen.spec import KernelSpec
 
@@ -43,6 +42,7 @@ class GemmShape:
     row_columns: int
     transpose_weight: bool
     column_sums: bool
+    borrow: bool
     stage_bytes: int
     max_experts: int
     lag: int
@@ -73,6 +73,7 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
         row_columns=spec.bn // 2 if paired or inter else spec.bn,
         transpose_weight=bool(spec.option("transpose", False)),
         column_sums=spec.op == "esfk",
+        borrow=_borrows(spec),
         stage_bytes=_chunks(spec) * CHUNK_BYTES,
         max_experts=int(spec.option("experts", TABLES[0])),
         lag=0 if _pingpong(spec) else int(spec.option("lag", 0)),
@@ -86,10 +87,17 @@ def _registers(spec: KernelSpec) -> tuple[int, int]:
     return (72, 216) if spec.gather else (40, 232)
 
 
+def _borrows(spec: KernelSpec) -> bool:
+    """Whether the gradient's epilogue works in a stage of the pipeline too: a large enough one, that both warpgroups share."""
+    return spec.op == "esmm_act_backward" and not _pingpong(spec) and spec.bn == 256
+
+
 def _chunks(spec: KernelSpec) -> int:
-    """Chunks of staging a warp; the gradient's epilogue keeps two buffers of h and one of a."""
-    needed = 1 if spec.op != "esmm_act_backward" else 3 if spec.glu == "none" else 5
-    return max(needed, int(spec.option("chunks", 1)))
+    """Chunks of staging a warp. The gradient's epilogue keeps two buffers of h and one of a; one of h if it borrows a stage."""
+    if spec.op != "esmm_act_backward":
+        return max(1, int(spec.option("chunks", 1)))
+    parts = 1 if spec.glu == "none" else 2
+    return parts if _borrows(spec) else 2 * parts + 1
 
 
 def smem_bytes(spec: KernelSpec) -> int:
@@ -111,8 +119,14 @@ def _cluster(spec: KernelSpec) -> int:
 def _check(spec: KernelSpec) -> Iterable[str]:
     if spec.schedule not in SCHEDULES:
         yield f"schedule {spec.schedule.name}; expected {' or '.join(s.name for s in SCHEDULES)}"
-    if spec.dtype not in (DataType.bf16, DataType.f16) or spec.out is not spec.dtype:
-        yield f"{spec.dtype.name} -> {spec.out.name}: wgmma here multiplies bf16 and f16 and stores the same type"
+    stored = spec.wide if spec.accumulate else spec.dtype
+    if spec.dtype not in (DataType.bf16, DataType.f16) or spec.out is not stored:
+        yield (
+            f"{spec.dtype.name} -> {spec.out.name}: wgmma here multiplies bf16 and f16, and stores the same type or adds "
+            "to f32"
+        )
+    if spec.accumulate and spec.op in ROW_OPS:
+        yield f"{spec.op} adds to nothing; estmm and esfk do"
     if not spec.aligned:
         yield "the copy engine needs 16-byte aligned addresses and strides"
     if spec.bm not in (64, 128) or spec.bn not in (128, 256) or spec.bk != 64:

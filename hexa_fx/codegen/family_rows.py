@@ -5,8 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 
-from cutlass_library import DataType
-
+from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape
 from hexa_fx.codegen.spec import KernelSpec
 
@@ -38,6 +37,14 @@ def _check_types(spec: KernelSpec) -> Iterable[str]:
         yield f"weights are {spec.option('weights')}; expected bf16, f16, f32 or f64"
 
 
+def check_accumulate(spec: KernelSpec, op: str) -> Iterable[str]:
+    """Reasons why the result of `spec` cannot be added to what is there; `op` is the operator that can."""
+    if spec.accumulate and spec.op != op:
+        yield f"{spec.op} adds to nothing"
+    if spec.out is not (spec.wide if spec.accumulate else spec.dtype):
+        yield f"{spec.dtype.name} -> {spec.out.name}; results have the operands' type, sums of launches {spec.wide.name}"
+
+
 def _check_combine(spec: KernelSpec) -> Iterable[str]:
     yield from _check_types(spec)
     if spec.option("top_k") not in (0, *UNROLLED_TOP_K):
@@ -48,6 +55,7 @@ def _check_combine(spec: KernelSpec) -> Iterable[str]:
 
 def _check_ess(spec: KernelSpec) -> Iterable[str]:
     yield from _check_types(spec)
+    yield from check_accumulate(spec, "ess_finish")
     if spec.bm < 8:
         yield f"segments of {spec.bm} rows; expected 8 or more"
     if spec.scale and not spec.gather:

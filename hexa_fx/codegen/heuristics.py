@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass_library import DataType
-
+from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import shared_limit
 
 

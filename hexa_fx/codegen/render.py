@@ -9,8 +9,8 @@ from functools import cache
 from importlib import metadata
 
 import jinja2
-from cutlass_library import DataType, DataTypeTag
 
+from hexa_fx.codegen.cutlass import DataType, DataTypeTag
 from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family import LaunchShape, validate
 from hexa_fx.codegen.spec import KernelSpec

@@ -10,8 +10,7 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from cutlass_library import DataType, KernelScheduleType, LayoutType, MathOperation
-
+from hexa_fx.codegen.cutlass import DataType, KernelScheduleType, LayoutType, MathOperation
 from hexa_fx.errors import KernelError
 
 Layout = Literal["nk", "kn"]
@@ -53,6 +52,7 @@ class KernelSpec:
         glu: how gate and up are stored in the weight.
         bias, scale: whether a bias row per expert, a factor per slot is applied.
         store: where a result row goes: ``rows`` (expert order), ``slots``, ``weight`` (per-expert matrix).
+        accumulate: weight gradients and sums are added to what the result holds, in the accumulators' type; see `adding`.
         aligned: every address and stride is a multiple of 16 bytes. False takes the slower, element-wise path.
         options: what only one family knows, sorted pairs; see `with_options`.
     """
@@ -75,6 +75,7 @@ class KernelSpec:
     bias: bool = False
     scale: bool = False
     store: str = "rows"
+    accumulate: bool = False
     aligned: bool = True
     options: tuple[tuple[str, Option], ...] = ()
 
@@ -82,6 +83,11 @@ class KernelSpec:
     def out(self) -> DataType:
         """Element type of the result."""
         return self.out_dtype or self.dtype
+
+    @property
+    def wide(self) -> DataType:
+        """Element type of the accumulators."""
+        return DataType.f64 if self.dtype is DataType.f64 else DataType.f32
 
     @property
     def weight_layout(self) -> LayoutType:
@@ -101,6 +107,10 @@ class KernelSpec:
         """A copy with these options set; kept sorted so that equal specs are equal."""
         merged = {**dict(self.options), **values}
         return replace(self, options=tuple(sorted(merged.items())))
+
+    def adding(self) -> KernelSpec:
+        """The same with a result that is added to."""
+        return replace(self, accumulate=True, out_dtype=self.wide)
 
     def to_json(self) -> str:
         """One line, keys sorted, enums by their CUTLASS name. Fields at their default are left out."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cutlass_library import KernelScheduleType
+from hexa_fx.codegen.cutlass import KernelScheduleType
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ _SHARED = (
     replace(COOPERATIVE, group_m=16),
     replace(COOPERATIVE, cluster=2, lag=0),
 )
-_SHARED_BACKWARD = tuple(replace(COOPERATIVE, stages=3, lag=lag) for lag in (0, 2))
+_SHARED_BACKWARD = (COOPERATIVE, *_SHARED[1:])
 CANDIDATES = {
     "esmm": (*_SHARED, PINGPONG_LOW),
     "esmm_act": (*_SHARED, PINGPONG_LOW),
@@ -82,10 +82,14 @@ def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gath
     """
     few = rows <= FEW_ROWS * max(experts, 1) and op in ("esmm", "esmm_act", "esmm_act_backward")
     tile = PINGPONG_LOW if few else COOPERATIVE
-    many = experts > MANY_EXPERTS
-    if op == "esmm_act_backward":  # h is staged in shared memory too, and stages are too few to stagger
+    if op in ("estmm", "esfk"):
         tile = replace(tile, lag=0)
-        return replace(tile, bn=128, stages=4) if many and not few else replace(tile, stages=2 if many else 3)
+    many = experts > MANY_EXPERTS
+    if op == "esmm_act_backward":  # h is staged in shared memory too
+        tile = replace(tile, lag=0)
+        if many:
+            return replace(tile, stages=2) if few else replace(tile, bn=128)
+        return replace(tile, stages=3) if few else tile
     if op == "esmm_act" and not few:  # two tiles of an expert share the weight's: fewer reads from L2, less power
         tile = replace(tile, cluster=2, lag=0)
     return replace(tile, chunks=1) if many else tile

@@ -6,8 +6,8 @@ import ctypes
 from functools import lru_cache
 
 import torch
-from cutlass_library import DataType
 
+from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.jit.driver import NO_CONTEXT, driver
 from hexa_fx.jit.errors import DriverError
 

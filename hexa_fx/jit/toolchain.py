@@ -83,7 +83,7 @@ def _cutlass_include(settings: JitSettings) -> Path:
     if settings.cutlass_include:
         candidates = [Path(settings.cutlass_include)]
     else:
-        import cutlass_library  # the wheel's own idea of where its headers are
+        from hexa_fx.codegen.cutlass import cutlass_library  # the wheel's own idea of where its headers are
 
         candidates = [Path(cutlass_library.source_path) / "include"]
     for folder in candidates:

@@ -10,6 +10,7 @@ import pkgutil
 
 from hexa_fx.ops.activate import activate, activate_backward
 from hexa_fx.ops.activations import ACTIVATIONS, Activation
+from hexa_fx.ops.adding import esfk_add, ess_add, estmm_add
 from hexa_fx.ops.combine import combine
 from hexa_fx.ops.esfk import esfk
 from hexa_fx.ops.esmm import esmm
@@ -29,11 +30,14 @@ __all__ = [
     "activate_backward",
     "combine",
     "esfk",
+    "esfk_add",
     "esmm",
     "esmm_act",
     "esmm_act_backward",
     "ess",
+    "ess_add",
     "estmm",
+    "estmm_add",
     "moe_ffn",
     "reindex",
 ]

@@ -134,6 +134,12 @@ def outer_groups(x: Tensor, g: Tensor, groups: list[Group], out: Tensor) -> None
             out[e].copy_(torch.mm(x_rows.t(), g_rows))
 
 
+def add_outer_groups(x: Tensor, g: Tensor, groups: list[Group], into: Tensor) -> None:
+    """``into[e] += x_e^T g_e`` for every group, in into's dtype; as `outer_groups`."""
+    for (e, _, _), x_rows, g_rows in split(groups, x, g):
+        into[e].addmm_(x_rows.to(into.dtype).t(), g_rows.to(into.dtype))
+
+
 def outer_products(x: Tensor, g: Tensor, groups: list[Group]) -> Tensor:
     """`outer_groups` where every expert has rows: (E, K, N) in x's dtype."""
     return torch.stack([torch.mm(x_rows.t(), g_rows) for _, x_rows, g_rows in split(groups, x, g)])

@@ -123,6 +123,16 @@ def refuse_double_backward(name: str) -> None:
     register_autograd(name, backward)
 
 
+def register_mutation(name: str, buffers: int) -> None:
+    """Tells autograd that ``hexa::<name>`` writes to its first arguments, as torch.library.custom_op does."""
+
+    def bump(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+        torch.autograd.graph.increment_version([a for a in args[:buffers] if a is not None])
+        return overload(name).redispatch(keyset & _BELOW_AUTOGRAD, *args)
+
+    _LIBRARY.impl(name, bump, "ADInplaceOrView", with_keyset=True)
+
+
 def register_autograd_kernel(name: str, kernel: Kernel) -> None:
     """Registers a kernel on the Autograd key itself. It receives the dispatch keyset first."""
     _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)

@@ -70,7 +70,7 @@ def moe_ffn(
         (T, D) in x's dtype (under autocast: in the autocast dtype, as torch.nn.functional.linear).
 
     Mixed precision: a weight or bias with an attribute ``main_grad``, a float32 tensor of its shape, gets its gradient added to
-    that and none in ``.grad``: the gradients of many micro-batches in 16 bits add up in float32. Not under a compiler.
+    that and none in ``.grad``: products are added before they are rounded to 16 bits. Not under a compiler. See docs/training.md.
 
     Saved for backward: x (not if W1 and W3 are frozen), h (not with ``recompute_h``), the routing and the weights.
 
@@ -151,12 +151,16 @@ def _moe_ffn_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | list[Tensor] | None, *rest: Any) -> list[Tensor]:
-    """Kernel of every device: the backward program. In a list, h is freed after its last use."""
+    """Kernel of every device: the backward program. In a list, h is freed after its last use.
+
+    Buffers that gradients are added to may follow the operator's own arguments, one or None for each operand after x. Those
+    gradients are not among the results.
+    """
     if isinstance(h, Tensor):
         h = [h]
-    weights, top_k, static, needs = rest[3:10], rest[10], rest[11:18], tuple(rest[18])
-    program = programs(_static(static), (True, *_given(weights)), needs, True, dy.device.type)
-    out: tuple[Tensor, ...] = program.backward(dy, x, h, *rest[:3], *weights, top_k)
+    weights, top_k, static, needs, buffers = rest[3:10], rest[10], rest[11:18], tuple(rest[18]), rest[19:]
+    program = programs(_static(static), (True, *_given(weights)), needs, True, dy.device.type, _given(buffers))
+    out: tuple[Tensor, ...] = program.backward(dy, x, h, *rest[:3], *weights, top_k, *buffers)
     return list(out)
 
 

@@ -8,15 +8,16 @@ way (`hexa_fx.ops.dense`). A compiler, a dispatch mode or a tensor subclass sees
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
+from torch.autograd import forward_ad
 
 from hexa_fx.errors import InputError
-from hexa_fx.ops import dense, library
+from hexa_fx.ops import dense, library, main_grad
 from hexa_fx.ops.moe_ffn import check, run, run_backward, run_forward
 from hexa_fx.ops.program import OPERANDS
 
@@ -46,8 +47,11 @@ class _ByExpertOrder(torch.autograd.Function):
         if plain and h is not None:
             h = [h]  # the backward program takes it out and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-        grads_found = _gradients(plain, dy, x, h, *saved, *ctx.static)
-        return _by_argument(_into_masters(saved[3:], grads_found) if plain else grads_found)
+        operands, needs = saved[3:], ctx.static[-1]
+        buffers = main_grad.of(operands, needs)
+        direct = main_grad.direct(operands, buffers) if plain else ()
+        found = _gradients(plain, direct, dy, x, h, *saved, *ctx.static)
+        return _by_argument(main_grad.add(buffers, found, plain))
 
 
 class _Dense(torch.autograd.Function):
@@ -66,7 +70,7 @@ class _Dense(torch.autograd.Function):
         dy = grads[0]
         x, h, share, top_k_index, *operands = ctx.saved_tensors
         *static, needs = ctx.static
-        kept, plain = dense.Kept(h, share), library.is_plain_tensor(dy)
+        kept, plain, buffers = dense.Kept(h, share), library.is_plain_tensor(dy), main_grad.of(operands, needs)
         if plain:
             with _AutoDispatchBelowAutograd(), library.without_autocast():
                 ffn = dense.ffn_of(*operands[1:], *static[:5])
@@ -74,13 +78,14 @@ class _Dense(torch.autograd.Function):
             if found is not None:
                 every = dense.by_operand(found, operands[3] is not None, *static[3:5])
                 wanted = [every.get(name) if need else None for name, need in zip(OPERANDS, needs, strict=True)]
-                return _by_argument(_into_masters(operands, wanted))
+                return _by_argument(main_grad.add(buffers, wanted))
         with torch.no_grad():
             v, inv, offs = _OPS.reindex.default(top_k_index, operands[1].shape[0])
             rows = dense.rows(kept, top_k_index, v, offs)
         top_k = top_k_index.shape[1]
-        late = _gradients(plain, dy, x, rows, v, inv, offs, *operands, top_k, *static, needs)
-        return _by_argument(_into_masters(operands, late) if plain else late)
+        direct = main_grad.direct(operands, buffers) if plain else ()
+        late = _gradients(plain, direct, dy, x, rows, v, inv, offs, *operands, top_k, *static, needs)
+        return _by_argument(main_grad.add(buffers, late, plain))
 
 
 def _wanted(needs: Iterable[bool]) -> frozenset[str]:
@@ -88,34 +93,16 @@ def _wanted(needs: Iterable[bool]) -> frozenset[str]:
     return frozenset(dense.PART_OF.get(name, name) for name, need in zip(OPERANDS, needs, strict=True) if need)
 
 
-def _gradients(plain: bool, *args: Any) -> list[Tensor | None]:
-    """Gradients in the order of `OPERANDS`, by ``moe_ffn_backward`` of the arguments."""
+def _gradients(plain: bool, direct: main_grad.Buffers, *args: Any) -> list[Tensor | None]:
+    """Gradients in the order of `OPERANDS`, by ``moe_ffn_backward`` of the arguments; None for what went into a buffer."""
+    needs = args[-1]
     if plain:
         with _AutoDispatchBelowAutograd():
-            found = iter(run_backward(*args))
+            found = iter(run_backward(*args, *direct))
     else:
         found = iter(_OPS.moe_ffn_backward.default(*args))
-    return [next(found) if need else None for need in args[-1]]
-
-
-def _into_masters(operands: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Adds gradients of operands that have a ``main_grad`` to that, and leaves autograd none of them.
-
-    Args:
-        operands: without x.
-        grads: in the order of `OPERANDS`.
-    """
-    left = list(grads)
-    for i, operand in enumerate(operands, 1):
-        master, gradient = getattr(operand, "main_grad", None), left[i]
-        if gradient is None or not isinstance(master, Tensor):
-            continue
-        if master.shape != gradient.shape:
-            shapes = f"main_grad is {tuple(master.shape)}, the gradient of {OPERANDS[i]} {tuple(gradient.shape)}"
-            raise InputError(f"hexa::moe_ffn: {shapes}; a main_grad has its parameter's shape")
-        master.add_(gradient)
-        left[i] = None
-    return left
+    added = (None, *direct) if direct else (None,) * len(needs)
+    return [next(found) if need and buffer is None else None for need, buffer in zip(needs, added, strict=True)]
 
 
 def _by_argument(grads: Iterable[Tensor | None]) -> Grads:
@@ -127,6 +114,11 @@ def _by_argument(grads: Iterable[Tensor | None]) -> Grads:
 def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
     """``hexa::moe_ffn`` on the Autograd key."""
     args = args if len(args) == _ARGUMENTS else (*args, True)  # torch leaves a default at the end out
+    if forward_ad._current_level >= 0:
+        raise InputError(
+            "hexa::moe_ffn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); use backward, or the "
+            "original module"
+        )
     if library.is_plain(keyset):
         return plain(*args)
     if is_grad_enabled() and _any_requires_grad(*args):

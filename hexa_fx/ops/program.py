@@ -32,12 +32,14 @@ class FfnRequest:
         given: which of `OPERANDS` are not None.
         grads: which of `OPERANDS` need a gradient.
         training: the forward program also returns what backward needs.
+        added: which of `grads` the backward program adds to buffers, its operands ``main_NAME``, and does not return.
     """
 
     spec: FfnSpec
     given: frozenset[str]
     grads: frozenset[str] = frozenset()
     training: bool = False
+    added: frozenset[str] = frozenset()
 
 
 class Programs(Protocol):
@@ -62,7 +64,12 @@ def set_provider(provider: Provider | None) -> None:
 
 
 def programs(
-    static: tuple[Any, ...], given: tuple[bool, ...], needs: tuple[bool, ...], training: bool, device: str
+    static: tuple[Any, ...],
+    given: tuple[bool, ...],
+    needs: tuple[bool, ...],
+    training: bool,
+    device: str,
+    added: tuple[bool, ...] = (),
 ) -> Programs:
     """The programs for one kind of call, bound to the kernels of a device type. Cached.
 
@@ -72,8 +79,9 @@ def programs(
         needs: of each of `OPERANDS`, whether it needs a gradient.
         training: the forward program also returns what backward needs.
         device: device type.
+        added: of each of `OPERANDS` after the first, whether its gradient is added to a buffer. Empty: none.
     """
-    return _made(static, given, needs, training, device, library.kernel_generation)
+    return _made(static, given, needs, training, device, added, library.kernel_generation)
 
 
 @lru_cache(maxsize=1024)
@@ -83,11 +91,13 @@ def _made(
     needs: tuple[bool, ...],
     training: bool,
     device: str,
+    added: tuple[bool, ...],
     generation: int,
 ) -> Programs:
     activation, glu, params, layout1, layout2, recompute_h, fused_backward = static
     spec = FfnSpec(activation, glu, layout1, layout2, params, recompute_h, fused_backward)
     present, grads = (frozenset(compress(OPERANDS, flags)) for flags in (given, needs))
     provider = _provider or pkgutil.resolve_name(PROVIDER)
-    made: Programs = provider(FfnRequest(spec, present, grads & present, training), device)
+    buffered = frozenset(compress(OPERANDS[1:], added))
+    made: Programs = provider(FfnRequest(spec, present, grads & present, training, buffered & grads & present), device)
     return made

@@ -153,6 +153,14 @@ def ess(tile: Tile, key: str, g: Tensor, gathered: bool, scale: Tensor | None) -
         torch.sum(part, 0, out=y[e])
 
 
+def ess_add(tile: Tile, into: Tensor, g: Tensor, gathered: bool, scale: Tensor | None) -> None:
+    """`hexa::ess_add` of a tile."""
+    rows = tile.rows(g, gathered)
+    rows = rows.to(tile.tiling.wide) if scale is None else rows * tile.scale(scale)
+    for (e, _, _), part, _ in cpu.split(tile.groups, rows, rows) if tile.groups else ():
+        into[e].add_(part.sum(0))
+
+
 def estmm(tile: Tile, key: str, x: Tensor, g: Tensor, x_gathered: bool, g_gathered: bool, layout: str) -> None:
     """`hexa::estmm` of a tile, to the output ``key``."""
     x, g = tile.rows(x, x_gathered), tile.rows(g, g_gathered)
@@ -173,6 +181,18 @@ def estmm(tile: Tile, key: str, x: Tensor, g: Tensor, x_gathered: bool, g_gather
     out = tiling.buffer(key, lambda: _weight_output(tiling, k, n))
     if tile.groups:
         cpu.outer_groups(x, g, tile.groups, out)
+
+
+def estmm_add(tile: Tile, into: Tensor, x: Tensor, g: Tensor, x_gathered: bool, g_gathered: bool, layout: str) -> None:
+    """`hexa::estmm_add` of a tile."""
+    x, g = tile.rows(x, x_gathered), tile.rows(g, g_gathered)
+    if layout == "nk":
+        x, g = g, x
+    if cpu.has_loop_overhead(tile.groups, x.shape[0] * x.shape[1] * g.shape[1]) and cpu.grouped_mm_takes(x, g):
+        first, end, offs = tile.local_offs()
+        into[first:end].add_(torch._grouped_mm(x.t(), g, offs=offs))
+    elif tile.groups:
+        cpu.add_outer_groups(x, g, tile.groups, into)
 
 
 def _weight_output(tiling: Tiling, k: int, n: int) -> Tensor:
@@ -204,6 +224,23 @@ def esfk(
     estmm(tile, dw_key, x, g, gathered, False, layout)
     if db_key is not None:
         ess(tile, db_key, g, False, None)
+    return _project(tile, g, as_kn(weight, "kn" if layout == "nk" else "nk"), None)
+
+
+def esfk_add(
+    tile: Tile,
+    into: Tensor,
+    into_bias: Tensor | None,
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    gathered: bool,
+    layout: str,
+) -> Tensor:
+    """`hexa::esfk_add` of a tile: dx (rows, K)."""
+    estmm_add(tile, into, x, g, gathered, False, layout)
+    if into_bias is not None:
+        ess_add(tile, into_bias, g, False, None)
     return _project(tile, g, as_kn(weight, "kn" if layout == "nk" else "nk"), None)
 
 

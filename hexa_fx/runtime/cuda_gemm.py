@@ -1,10 +1,14 @@
-"""esmm, esmm_act, estmm and esfk on CUDA: the Hopper family where it takes the operands, gemm_sm80 everywhere else.
+"""The products on CUDA: the Hopper family where it takes the operands, gemm_sm80 everywhere else.
 
 The choice looks at shapes, strides and types only. Arguments and results are those of the operators' own docstrings.
 """
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
+import torch
 from torch import Tensor
 
 from hexa_fx.codegen.heuristics import row_bucket
@@ -12,8 +16,10 @@ from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.runtime import cuda_gemm_sm80 as sm80
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
-from hexa_fx.runtime.cuda_launch import arch, cuda_kernel, family_arch
-from hexa_fx.runtime.cuda_rows import activate_backward, ess
+from hexa_fx.runtime.cuda_launch import Into, aligned, arch, collecting, cuda_kernel, family_arch
+from hexa_fx.runtime.cuda_rows import activate_backward, ess, ess_add
+
+log = logging.getLogger(__name__)
 
 DECODE_BUCKET = 4
 """Up to 2^4 rows an expert a product only streams weights: the 16-row tiles of gemm_sm80 waste least there."""
@@ -126,11 +132,92 @@ def esfk(
     return dx, dw, ess(g, None, offs, 1, None) if has_bias else g.new_empty(0)
 
 
+@cuda_kernel("estmm_add")
+def estmm_add(
+    into: Tensor,
+    x: Tensor,
+    g: Tensor,
+    x_index: Tensor | None,
+    g_index: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+) -> None:
+    """See hexa_fx.ops.adding. In the epilogue of the weight tiles."""
+    hopper = (x_index is None or g_index is None) and _hopper(offs, (x.shape[1], g.shape[1]), x, g)
+    held, as_layout = _held(into, layout, hopper)
+    family = sm90 if hopper else sm80
+    family.estmm(x, g, x_index, g_index, offs, top_k, as_layout, into=held)
+    _settle(into, held)
+
+
+@cuda_kernel("esfk_add")
+def esfk_add(
+    into: Tensor,
+    into_bias: Tensor | None,
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    x_index: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+) -> Tensor:
+    """See hexa_fx.ops.adding. As esfk."""
+    fits = _hopper(offs, (x.shape[1], g.shape[1]), x, g, weight)
+    if not weight.numel() or (_few_rows(g, None, offs) and not fits):
+        stored, transposed = as_stored(weight, "kn" if layout == "nk" else "nk")
+        rows = sm80.esmm(g, stored, None, None, offs, 1, transposed)
+        estmm_add(into, x, g, x_index, None, offs, top_k, layout)
+        if into_bias is not None:
+            ess_add(into_bias, g, None, offs, 1, None)
+        return rows
+    held, as_layout = _held(into, layout, fits)
+    bias = _held_bias(into_bias)
+    family, target = sm90 if fits else sm80, Into(held, as_layout, bias)
+    dx: Tensor = family.esfk(x, g, weight, x_index, offs, top_k, layout, bias is not None, into=target)[0]
+    _settle(into, held)
+    _settle(into_bias, bias)
+    return dx
+
+
 def as_stored(weight: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
     """The weight with its contiguous dimension last, and the layout that this is: a view, never a copy."""
     if weight.stride(2) != 1 and weight.stride(1) == 1:
         return weight.transpose(1, 2), "kn" if layout == "nk" else "nk"
     return weight, layout
+
+
+def _held(into: Tensor, layout: Layout, on_hopper: bool) -> tuple[Tensor, Layout]:
+    """What a kernel adds to, and its layout: `into` as it lies, or zeros to be added to it where no kernel knows its strides."""
+    stored, as_layout = as_stored(into, layout)
+    by_expert, by_row, step = stored.stride()
+    _, rows, columns = stored.shape
+    nested = step == 1 and by_row >= columns and by_expert >= rows * by_row
+    if nested and (aligned(stored) or not on_hopper):
+        return stored, as_layout
+    _say_once(tuple(into.shape), into.stride())
+    return torch.zeros_like(into, memory_format=torch.contiguous_format), layout
+
+
+def _held_bias(into: Tensor | None) -> Tensor | None:
+    if into is None or (into.is_contiguous() and aligned(into)):
+        return into
+    _say_once(tuple(into.shape), into.stride())
+    return torch.zeros_like(into, memory_format=torch.contiguous_format)
+
+
+def _settle(into: Tensor | None, held: Tensor | None) -> None:
+    """Adds what a kernel could not add itself."""
+    if into is not None and held is not None and held.data_ptr() != into.data_ptr() and not collecting():
+        into.add_(held)
+
+
+@cache
+def _say_once(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    log.warning(
+        "a gradient buffer %s with strides %s fits no kernel; torch adds to it, of a second one", shape, strides
+    )
 
 
 def _few_rows(x: Tensor, v: Tensor | None, offs: Tensor) -> bool:

@@ -16,7 +16,7 @@ from hexa_fx.codegen.family_gemm_sm80 import POINTERS, SIZES
 from hexa_fx.codegen.heuristics import Tile, row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.ops.activations import ACTIVATIONS
-from hexa_fx.runtime.cuda_launch import Kernel, address, ceil_div, dense_rows, launch, plan
+from hexa_fx.runtime.cuda_launch import Into, Kernel, address, ceil_div, dense_rows, launch, plan
 from hexa_fx.runtime.cuda_plans_sm80 import EsfkKey, EsmmKey, EstmmKey, kernel_for, tune_key
 from hexa_fx.runtime.cuda_tune import autotuning
 
@@ -74,25 +74,36 @@ def esmm_act(
 
 
 def estmm(
-    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: Layout
+    x: Tensor,
+    g: Tensor,
+    x_index: Tensor | None,
+    g_index: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: Layout,
+    into: Tensor | None = None,
 ) -> Tensor:
-    """``dW[e]``, the sum of ``x[row]^T g[row]``: (E, N, K) for ``nk``, (E, K, N) for ``kn``."""
+    """``dW[e]``, the sum of ``x[row]^T g[row]``: (E, N, K) for ``nk``, (E, K, N) for ``kn``.
+
+    Args:
+        into: of the accumulators' type and the result's shape, that it is added to and that is returned.
+    """
     a, a_index, b, b_index = (x, x_index, g, g_index) if layout == "kn" else (g, g_index, x, x_index)
     a, b = dense_rows(a), dense_rows(b)
     experts, m, n, device = offs.shape[0] - 1, a.shape[1], b.shape[1], a.device.index
-    d = a.new_empty((experts, m, n))
+    d = a.new_empty((experts, m, n)) if into is None else into
     if not (experts and m and n):
         return d
     bucket = row_bucket((a if a_index is None else a_index).shape[0], experts)
     gathered = (a_index is not None, b_index is not None)
-    key = EstmmKey(device, a.dtype, _math(a.dtype), bucket, m, n, *gathered, _fit(a, b))
+    key = EstmmKey(device, a.dtype, _math(a.dtype), bucket, m, n, *gathered, _fit(a, b), into is not None)
     args = _ARGS.pack(*_weight_args(a, a_index, b, b_index, offs, top_k, d))
 
     def run(tile: Tile | None = None) -> None:
         kernel, bm, bn = kernel_for(key, tile)
         launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
 
-    if autotuning():
+    if autotuning() and into is None:  # what adds is not run again and again
         tune_key(key, run)
     run()
     return d
@@ -107,16 +118,25 @@ def esfk(
     top_k: int,
     layout: Layout,
     has_bias: bool,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dX, dW and db of one projection in one launch. No width may be zero."""
-    x, g, transpose = dense_rows(x), dense_rows(g), layout == "nk"
+    """dX, dW and db of one projection in one launch. No width may be zero.
+
+    Args:
+        into: what dW, and db if there is a bias, are added to; it is returned instead.
+    """
+    x, g, transpose = dense_rows(x), dense_rows(g), (layout if into is None else into.layout) == "nk"
     stored = _weight(weight, "kn" if layout == "nk" else "nk")
     n, columns, k, experts, device = g.shape[0], g.shape[1], x.shape[1], offs.shape[0] - 1, g.device.index
-    dx, dw = g.new_empty((n, k)), torch.empty_like(weight, memory_format=torch.contiguous_format)
-    db = g.new_empty((experts, columns)) if has_bias else None
+    dx = g.new_empty((n, k))
+    if into is not None:
+        dw, db = into.weight, into.bias
+    else:
+        dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        db = g.new_empty((experts, columns)) if has_bias else None
     fit = _fit(x, g) and not (stored.tensor.data_ptr() | (stored.stride | stored.expert) * g.element_size()) & 15
     static = (device, g.dtype, _math(g.dtype), row_bucket(n, experts), k, columns)
-    key = EsfkKey(*static, stored.layout, x_index is not None, transpose, has_bias, fit)
+    key = EsfkKey(*static, stored.layout, x_index is not None, transpose, has_bias, fit, into is not None)
     pointers = (g.data_ptr(), stored.tensor.data_ptr(), 0, 0, 0, dx.data_ptr(), 0, 0, 0, offs.data_ptr())
     strides = (g.stride(0), stored.stride, stored.expert, k, 0, 0)
     rows = (*pointers, *strides, n, 0, k, columns, experts, *divisor(1), 0.0, 0.0)
@@ -129,7 +149,7 @@ def esfk(
         row_tiles = (n // bm + min(experts, n)) * ceil_div(k, bn)
         launch(kernel, device, (row_tiles + weight_tiles, 1, 1), args)
 
-    if autotuning():
+    if autotuning() and into is None:
         tune_key(key, run)
     run()
     return dx, dw, db
@@ -229,7 +249,23 @@ def _weight_args(
         address(b_index),
         offs.data_ptr(),
     )
-    return *pointers, a.stride(0), b.stride(0), 0, n, m * n, 0, rows, m, n, 0, experts, *divisor(top_k), 0.0, 0.0
+    return (
+        *pointers,
+        a.stride(0),
+        b.stride(0),
+        0,
+        d.stride(1),
+        d.stride(0),
+        0,
+        rows,
+        m,
+        n,
+        0,
+        experts,
+        *divisor(top_k),
+        0.0,
+        0.0,
+    )
 
 
 def _fit(a: Tensor, b: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
 from hexa_fx.codegen.spec import KernelSpec, Layout
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
-from hexa_fx.runtime.cuda_launch import address
+from hexa_fx.runtime.cuda_launch import Into, address
 from hexa_fx.runtime.cuda_plans_sm90 import (
     Maps,
     SpecKey,
@@ -182,8 +182,13 @@ def estmm(
     top_k: int,
     layout: Layout,
     tile: TileChoice | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
-    """``dW[e] = sum over rows of x[row]^T g[row]``, (E, N, K) for ``nk``, (E, K, N) for ``kn``. At most one index."""
+    """``dW[e] = sum over rows of x[row]^T g[row]``, (E, N, K) for ``nk``, (E, K, N) for ``kn``. At most one index.
+
+    Args:
+        into: float32 of the result's shape that it is added to, and that is returned.
+    """
     experts = offs.shape[0] - 1
     if g_index is not None:  # the gathered operand is P, dW's rows unless transposed
         p, q, transpose = g, x, layout == "kn"
@@ -193,17 +198,19 @@ def estmm(
     if v is None and transpose:
         p, q, transpose = q, p, False
     rows, columns, n = p.shape[1], q.shape[1], q.shape[0]
-    dw = x.new_empty((experts, columns, rows) if transpose else (experts, rows, columns))
+    shape = (experts, columns, rows) if transpose else (experts, rows, columns)
+    dw = x.new_empty(shape) if into is None else into
     if not n:
-        return dw.zero_()
+        return dw.zero_() if into is None else dw
     if not dw.numel():
         return dw
     options = (("transpose", transpose),)
-    key = SpecKey("estmm", x.dtype, "nk", v is not None, options=options, tables=_tables(experts))
+    tables, accumulate = _tables(experts), into is not None
+    key = SpecKey("estmm", x.dtype, "nk", v is not None, options=options, tables=tables, accumulate=accumulate)
 
     def run(tile: TileChoice) -> None:
         args = shared_args(v, offs, top_k, n, tile) | weight_args(p, q, dw)
-        submit(key, tile, x.device.index, Maps(**weight_maps(p, q, v, dw)), pack(**args))
+        submit(key, tile, x.device.index, Maps(**weight_maps(p, q, v, dw, transpose)), pack(**args))
 
     _run(key, x, n, experts, rows, columns, tile, run)
     return dw
@@ -219,30 +226,44 @@ def esfk(
     layout: Layout,
     has_bias: bool,
     tile: TileChoice | None = None,
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The paper's fused backward: ``dx = g W^T`` (n, K), ``dW``, ``db`` (E, N) of one projection in one launch.
 
     A tile may say to `split` it where the card is faster with dX and dW in launches of their own; not with a bias, whose gradient
     costs nothing in the one launch.
+
+    Args:
+        into: what dW, and db if there is a bias, are added to; it is returned instead.
     """
     flipped: Layout = "kn" if layout == "nk" else "nk"
     experts, n, rows, columns = weight.shape[0], g.shape[0], x.shape[1], g.shape[1]
     if not n:
+        dx = g.new_empty((0, rows))
+        if into is not None:
+            return dx, into.weight, into.bias
         dw, db = torch.zeros_like(weight, memory_format=torch.contiguous_format), g.new_zeros((experts, columns))
-        return g.new_empty((0, rows)), dw, db if has_bias else None
-    options = (("transpose", layout == "nk"),)
-    key = SpecKey("esfk", x.dtype, flipped, x_index is not None, options=options, tables=_tables(experts))
+        return dx, dw, db if has_bias else None
+    stored = layout if into is None else into.layout
+    options, tables, accumulate = (("transpose", stored == "nk"),), _tables(experts), into is not None
+    gather = x_index is not None
+    key = SpecKey("esfk", x.dtype, flipped, gather, options=options, tables=tables, accumulate=accumulate)
     found: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
     def run(tile: TileChoice) -> None:
         if tile.split and not has_bias:
             dx = esmm(g, weight, None, None, offs, 1, flipped)
-            found[:] = [(dx, estmm(x, g, x_index, None, offs, top_k, layout), None)]
+            held = None if into is None else into.weight
+            found[:] = [(dx, estmm(x, g, x_index, None, offs, top_k, stored, into=held), None)]
             return
-        dx, dw = g.new_empty((n, rows)), torch.empty_like(weight, memory_format=torch.contiguous_format)
-        db = g.new_empty((experts, columns)) if has_bias else None
+        dx = g.new_empty((n, rows))
+        if into is not None:
+            dw, db = into.weight, into.bias
+        else:
+            dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+            db = g.new_empty((experts, columns)) if has_bias else None
         reads = row_maps(g, weight, None, flipped, tile)
-        maps = reads._replace(out=chunk_map(dx), **weight_maps(x, g, x_index, dw))
+        maps = reads._replace(out=chunk_map(dx), **weight_maps(x, g, x_index, dw, stored == "nk"))
         args = shared_args(x_index, offs, top_k, n, tile) | weight_args(x, g, dw, db)
         args |= {"K": columns, "N": rows, "out": dx.data_ptr(), "out_ld": rows}
         submit(key, tile, x.device.index, maps, pack(**args))
@@ -262,9 +283,12 @@ def _run(
     tile: TileChoice | None,
     run: Callable[[TileChoice], None],
 ) -> None:
-    """Runs with the given tile, the measured one, or the rule's; measures first where HEXA_FX_AUTOTUNE asks for it."""
+    """Runs with the given tile, the measured one, or the rule's; measures first where HEXA_FX_AUTOTUNE asks for it.
+
+    A kernel that adds is not measured, for it would add every time: it takes the tile of the one that stores.
+    """
     device = x.device.index
-    if tile is None and autotuning():
+    if tile is None and autotuning() and not key.accumulate:
         tiles = [asdict(choice) for choice in CANDIDATES[key.op]]
 
         def spec_of(fields: object) -> KernelSpec:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
-from cutlass_library import DataType
 from torch import Tensor
 
+from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.render import render
-from hexa_fx.codegen.spec import KernelSpec, SpecError
+from hexa_fx.codegen.spec import KernelSpec, Layout, SpecError
 from hexa_fx.errors import KernelError
 from hexa_fx.jit.build import build_many
 from hexa_fx.jit.errors import ToolchainError
@@ -232,6 +232,19 @@ def multiprocessors(device: int) -> int:
 @cache
 def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class Into(NamedTuple):
+    """What a projection's gradients are added to, in the accumulators' type: rows of `weight` are contiguous, `bias` is.
+
+    Args:
+        weight: (E, N, K) or (E, K, N), as `layout` says.
+        bias: (E, N), or None where there is no bias.
+    """
+
+    weight: Tensor
+    layout: Layout
+    bias: Tensor | None
 
 
 def address(tensor: Tensor | None) -> int:

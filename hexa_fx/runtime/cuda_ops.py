@@ -23,6 +23,9 @@ KERNELS: dict[str, tuple[str, str]] = {
     "esmm_act_backward": (_GEMM, "hexa_fx.ops.esmm_act_backward:check"),
     "estmm": (_GEMM, "hexa_fx.ops.estmm:check"),
     "esfk": (_GEMM, "hexa_fx.ops.esfk:check"),
+    "estmm_add": (_GEMM, "hexa_fx.ops.adding:check_estmm"),
+    "ess_add": (_ROWS, "hexa_fx.ops.adding:check_ess"),
+    "esfk_add": (_GEMM, "hexa_fx.ops.adding:check_esfk"),
 }
 """Operator -> the module that holds its kernel under the operator's name, and the check of its arguments."""
 

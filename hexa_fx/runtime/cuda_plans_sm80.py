@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import torch
-from cutlass_library import MathOperation
 
+from hexa_fx.codegen.cutlass import MathOperation
 from hexa_fx.codegen.heuristics import Tile, candidates, choose_tile
 from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
 from hexa_fx.codegen.tuned import Problem
@@ -55,7 +55,7 @@ class EsmmKey(NamedTuple):
 
 
 class EstmmKey(NamedTuple):
-    """Everything that decides the kernel of one estmm: D (m, n), operands gathered or not."""
+    """Everything that decides the kernel of one estmm: D (m, n), operands gathered or not, D stored or added to."""
 
     device: int
     dtype: torch.dtype
@@ -66,11 +66,13 @@ class EstmmKey(NamedTuple):
     gather_a: bool
     gather_b: bool
     fit: bool
+    accumulate: bool = False
 
     def spec(self, tile: Tile | None = None) -> KernelSpec:
         """The kernel with this tile, or with the one its bucket has."""
         spec = _spec("estmm", self, tile or _tile(self.problem(), self, self.n))
-        return replace(spec, gather=self.gather_a, store="weight").with_options(gather_b=self.gather_b)
+        spec = replace(spec, gather=self.gather_a, store="weight").with_options(gather_b=self.gather_b)
+        return spec.adding() if self.accumulate else spec
 
     def problem(self) -> Problem:
         """What tuning knows of it."""
@@ -84,6 +86,7 @@ class EsfkKey(NamedTuple):
     Args:
         k, n: columns of X and of dY.
         transpose: dW is stored (n, k).
+        accumulate: dW and db are added to what is there.
     """
 
     device: int
@@ -97,12 +100,14 @@ class EsfkKey(NamedTuple):
     transpose: bool
     bias: bool
     fit: bool
+    accumulate: bool = False
 
     def spec(self, tile: Tile | None = None) -> KernelSpec:
         """The kernel with this tile, or with the one its bucket has."""
         spec = _spec("esfk", self, tile or _tile(self.problem(), self, min(self.k, self.n)), "esfk_sm80")
         spec = replace(spec, layout=self.layout, gather=self.gather, bias=self.bias)
-        return spec.with_options(transpose=self.transpose)
+        spec = spec.with_options(transpose=self.transpose)
+        return spec.adding() if self.accumulate else spec
 
     def problem(self) -> Problem:
         """What tuning knows of it."""

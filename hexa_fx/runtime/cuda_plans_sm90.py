@@ -49,6 +49,7 @@ class SpecKey(NamedTuple):
     glu: str = "none"
     options: tuple[tuple[str, Option], ...] = ()
     tables: int = TABLES[0]
+    accumulate: bool = False
 
     def spec(self, tile: TileChoice) -> KernelSpec:
         """The kernel with this tile."""
@@ -69,7 +70,8 @@ class SpecKey(NamedTuple):
             bias=self.bias,
         )
         made = {"cluster": tile.cluster, "chunks": tile.chunks, "lag": tile.lag, "experts": self.tables}
-        return spec.with_options(**made, **dict(self.options))
+        spec = spec.with_options(**made, **dict(self.options))
+        return spec.adding() if self.accumulate else spec
 
 
 class Maps(NamedTuple):
@@ -189,10 +191,11 @@ def row_maps(x: Tensor, weight: Tensor, v: Tensor | None, layout: Layout, tile: 
     return Maps(_NO_MAP if v is not None else rows_map(x, 64), weight_map(weight, layout, tile.bn // 2))
 
 
-def weight_maps(p: Tensor, q: Tensor, v: Tensor | None, dw: Tensor) -> dict[str, bytes]:
-    """What a weight's gradient reads and writes: P, unless it is gathered, Q, and dW as it lies."""
+def weight_maps(p: Tensor, q: Tensor, v: Tensor | None, dw: Tensor, turned: bool = False) -> dict[str, bytes]:
+    """What a weight's gradient reads and writes: P, unless it is gathered, Q, and dW as it lies: (C, R) where it is `turned`."""
     p_map = _NO_MAP if v is not None else rows_map(p, 64)
-    return {"p": p_map, "q": rows_map(q, 64), "grad": weight_map(dw, "nk", 16)}
+    grad = weight_map(dw, "nk", 16) if dw.dtype == p.dtype else added_map(dw, turned)
+    return {"p": p_map, "q": rows_map(q, 64), "grad": grad}
 
 
 def rows_map(x: Tensor, rows: int) -> bytes:
@@ -215,6 +218,16 @@ def weight_map(weight: Tensor, layout: Layout, columns: int) -> bytes:
     if described():
         return _NO_MAP
     return tensor_map(weight.data_ptr(), DTYPES[weight.dtype], (inner, rows, experts), (by_row, by_expert), box)
+
+
+def added_map(dw: Tensor, turned: bool) -> bytes:
+    """The boxes of floats that a warp adds to dW: 16 rows x 32 columns of P^T Q."""
+    if described():
+        return _NO_MAP
+    experts, rows, columns = dw.shape
+    by_expert, by_row, _ = dw.stride()
+    box, swizzle = ((16, 32, 1), 64) if turned else ((32, 16, 1), 128)
+    return tensor_map(dw.data_ptr(), DTYPES[dw.dtype], (columns, rows, experts), (by_row, by_expert), box, swizzle)
 
 
 def queue(device: torch.device) -> int:

@@ -123,11 +123,27 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
 @cuda_kernel("ess")
 def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:
     """Partial sums of segments of rows, then of every expert's segments: deterministic."""
+    out = g.new_empty((offs.shape[0] - 1, g.shape[1]))
+    _sum_rows(out, False, g, v, offs, top_k, scale)
+    return out
+
+
+@cuda_kernel("ess_add")
+def ess_add(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
+    """The same, added to what is there."""
+    held = into if into.is_contiguous() else torch.zeros_like(into, memory_format=torch.contiguous_format)
+    _sum_rows(held, True, g, v, offs, top_k, scale)
+    if held is not into and not collecting():
+        into.add_(held)
+
+
+def _sum_rows(
+    out: Tensor, accumulate: bool, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None
+) -> None:
     g = dense_rows(g)
     scale = None if scale is None else scale.contiguous()
     n = g.shape[0] if v is None else v.shape[0]
     experts, width, device = offs.shape[0] - 1, g.shape[1], g.device.index
-    out = g.new_empty((experts, width))
     wide = torch.float64 if g.dtype == torch.float64 else torch.float32
     segments = n // SEGMENT_ROWS + min(experts, n)
     partial = torch.empty((segments, width), dtype=wide, device=g.device)
@@ -137,9 +153,8 @@ def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | N
     kernel = _ess_kernel("ess_partial", arch(device), g.dtype, w_name, scale is not None, v is not None, aligned(g))
     columns = ceil_div(width, 256)
     launch(kernel, device, (columns, segments, 1), args)
-    finish = _ess_kernel("ess_finish", arch(device), g.dtype, "f32", False, False, True)
+    finish = _ess_kernel("ess_finish", arch(device), g.dtype, "f32", False, False, True, accumulate)
     launch(finish, device, (columns, experts, 1), args)
-    return out
 
 
 @cuda_kernel("activate")
@@ -206,9 +221,19 @@ def _combine_kernel(
 
 
 @plan
-def _ess_kernel(op: str, arch: int, dtype: torch.dtype, weights: str, scaled: bool, gather: bool, fit: bool) -> Kernel:
+def _ess_kernel(
+    op: str,
+    arch: int,
+    dtype: torch.dtype,
+    weights: str,
+    scaled: bool,
+    gather: bool,
+    fit: bool,
+    accumulate: bool = False,
+) -> Kernel:
     spec = KernelSpec("ess", op, arch, dtype=DTYPES[dtype], bm=SEGMENT_ROWS, scale=scaled, gather=gather, aligned=fit)
-    return kernel_of(spec.with_options(weights=weights))
+    spec = spec.with_options(weights=weights)
+    return kernel_of(spec.adding() if accumulate else spec)
 
 
 @plan

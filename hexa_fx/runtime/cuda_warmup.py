@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hexa_fx.ops import main_grad
 from hexa_fx.runtime.outcome import ModuleState
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
         stack.callback(state.restore)
+        stack.enter_context(main_grad.stand_ins(block))
         stack.enter_context(torch.set_grad_enabled(block.training))
         results = _floating(block(*(_leaf(a) for a in args), **{name: _leaf(a) for name, a in kwargs.items()}))
         wanted = [p for p in block.parameters() if p.requires_grad]

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from hexa_fx.ir import InputGuard
+from hexa_fx.ir import AttributeGuard, InputGuard
 
 
 class GuardMiss(Exception):
@@ -44,6 +45,19 @@ def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> Non
         if guard.name not in values:
             raise GuardMiss(f"the input {guard.name!r} is missing")
         _check_input(guard, values[guard.name])
+
+
+def check_attributes(guards: Sequence[tuple[nn.Module | None, AttributeGuard]], block: nn.Module) -> None:
+    """Raises `GuardMiss` for the first attribute that is not what it was when the block was recorded.
+
+    Args:
+        guards: with the submodule that each is about; None for ``block`` itself.
+    """
+    for module, guard in guards:
+        now = getattr(block if module is None else module, guard.name, None)
+        if now != guard.value:
+            name = f"{guard.path}.{guard.name}" if guard.path else guard.name
+            raise GuardMiss(f"the attribute {name} was {guard.value!r} when the block was recorded and is {now!r}")
 
 
 def dtype_class(dtype: torch.dtype) -> str:

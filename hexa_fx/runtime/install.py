@@ -14,15 +14,18 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
-from hexa_fx.ir import PackedWeight, RewrittenBlock
-from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_inputs
+from hexa_fx.ir import AttributeGuard, PackedWeight, RewrittenBlock
+from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_attributes, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
+from hexa_fx.runtime.unchanged import Unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -54,20 +57,31 @@ class HexaForward:
     ) -> None:
         self.programs = {True: _program(train), False: _program(eval)}
         self.guards = {True: train.guards if train else (), False: eval.guards if eval else ()}
+        self.attributes = {True: train.attributes if train else (), False: eval.attributes if eval else ()}
         self.packed_names = {True: _packed_names(train), False: _packed_names(eval)}
         self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
         self.small = {True: train.small if train else 0, False: eval.small if eval else 0}
         self._own_original = original
         self._logged: set[str] = set()
         self._missed_sizes: tuple[Any, ...] | None = None
+        self.unchanged = Unchanged(module, _called(train, eval), (*self.stored[True], *self.stored[False]))
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
+        self.unchanged.bind(module)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
+        self._held = {training: self._holders(module, training) for training in (True, False)}
         self._covered = {training: self._coverage(training) for training in (True, False)}
         self._arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
+
+    def _holders(self, module: nn.Module, training: bool) -> list[tuple[nn.Module | None, AttributeGuard]] | None:
+        """The guarded attributes with the submodules that hold them; None while the module is being unpickled."""
+        try:
+            return [(module.get_submodule(g.path) if g.path else None, g) for g in self.attributes[training]]
+        except AttributeError:
+            return None
 
     def _coverage(self, training: bool) -> tuple[tuple[str, ...], frozenset[str]]:
         """Names that the graph reads, and those that it reads or guards."""
@@ -121,8 +135,15 @@ class HexaForward:
         program = self.programs[training]
         if program is None:
             raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
+        self.unchanged.check()
+        if _differentiated_by_function():
+            raise GuardMiss("torch.func.grad and forward-mode derivatives go through its own code only")
         values = self._arguments.bind(args, kwargs)
         check_inputs(self.guards[training], values)
+        held = self._held[training]
+        if held is None:
+            held = self._held[training] = self._holders(module, training)
+        check_attributes(held or (), module)
         self._check_coverage(values, training)
         inputs = [values[name] for name in program.inputs]
         for name in self.packed_names[training]:
@@ -166,7 +187,9 @@ class HexaForward:
 
 
 _NO_CODE = HexaForward.__call__.__code__
-_UNPICKLED = frozenset({"_module", "_arguments", "_covered", "_logged", "_missed_sizes", "__doc__", "__name__"})
+_UNPICKLED = frozenset(
+    {"_module", "_arguments", "_covered", "_held", "_logged", "_missed_sizes", "__doc__", "__name__"}
+)
 
 
 def _is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -179,6 +202,16 @@ def _is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
         return False
     first = args[0] if args else next(iter(kwargs.values()), None)
     return type(first) is Tensor and first.numel() <= limit and first.is_cpu and not _len_torch_dispatch_stack()
+
+
+def _differentiated_by_function() -> bool:
+    """Whether torch.func.grad, vjp or jvp, or a dual level of forward-mode AD is at work: the operators know backward only."""
+    if is_compiling():
+        return False
+    if forward_ad._current_level >= 0:
+        return True
+    stack = get_interpreter_stack() if _are_functorch_transforms_active() else None
+    return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in stack or ())
 
 
 def _sizes(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -233,6 +266,12 @@ def is_installed(block: nn.Module) -> bool:
 
 def _program(rewritten: RewrittenBlock | None) -> Program | None:
     return None if rewritten is None else Program.of(rewritten.graph, rewritten.path)
+
+
+def _called(*blocks: RewrittenBlock | None) -> set[str]:
+    """Paths of the submodules that the graphs call."""
+    nodes = (node for rewritten in blocks if rewritten for node in rewritten.graph.nodes)
+    return {str(node.target) for node in nodes if node.op == "call_module"}
 
 
 def _packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hexa_fx.runtime.weight_slices import WeightSlices
+
 SCALE_FLOOR = 1e-6
 """A tensor is compared relative to its own scale, but to no less than this part of the largest scale among its like:
 gradients that are zero but for rounding (a router's, when weights are normalised over one expert) stay comparable."""
@@ -112,6 +114,7 @@ def observe(
     inputs: tuple[Any, Any],
     seed: int,
     gradients: bool = True,
+    slices: WeightSlices | None = None,
 ) -> Outcome:
     """Runs ``call(*args, **kwargs)`` and its backward from a given random state and module state.
 
@@ -122,6 +125,7 @@ def observe(
         inputs: (args, kwargs); floating tensors among them get gradients.
         seed: of the random numbers.
         gradients: whether backward runs too.
+        slices: the active mode that makes leaves of parts of parameters, if there is one.
 
     Raises:
         Exception: whatever ``call`` raises. An error of backward alone is recorded in the outcome.
@@ -146,7 +150,10 @@ def observe(
         values.update(state.tensors())
         facts = state.facts()
         results = [result, state.fresh_tensors()]
-        taken, backward_error = _gradients(results, {**roots, **parameters}, seed) if gradients else ({}, "")
+        taken: dict[str, torch.Tensor | None] = {}
+        backward_error = ""
+        if gradients:
+            taken, backward_error = _gradients(results, {**roots, **parameters}, seed, slices or WeightSlices(()))
     after = [parameter._version for parameter in parameters.values()]
     facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
     facts["structure of the outputs"] = str(pytree.tree_structure(result))
@@ -185,7 +192,7 @@ def difference(original: Outcome, other: Outcome) -> Difference:
 
 
 def _gradients(
-    result: Any, leaves: Mapping[str, torch.Tensor], seed: int
+    result: Any, leaves: Mapping[str, torch.Tensor], seed: int, slices: WeightSlices
 ) -> tuple[dict[str, torch.Tensor | None], str]:
     wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     outputs = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf) and leaf.requires_grad]
@@ -197,10 +204,10 @@ def _gradients(
         for leaf in outputs
     ]
     try:
-        grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents, allow_unused=True)
+        grads = torch.autograd.grad(outputs, [*wanted.values(), *slices.parts], cotangents, allow_unused=True)
     except (RuntimeError, NotImplementedError) as error:
         return dict.fromkeys(wanted), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return dict(zip(wanted, grads)), ""
+    return slices.whole(dict(zip(wanted, grads)), wanted, grads[len(wanted) :]), ""
 
 
 def _filled(

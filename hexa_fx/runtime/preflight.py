@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from hexa_fx.errors import InputError
@@ -30,12 +31,17 @@ def check_model(model: nn.Module) -> None:
     """Raises `InputError` for a model that has to be prepared differently; looks at types only, never at values.
 
     Raises:
-        InputError: the model is none, already optimized, wrapped for data parallelism, sharded, on the meta device,
-            or quantised.
+        InputError: the model is none, already optimized, compiled, scripted, wrapped for data parallelism, sharded, on the meta
+            device, made in inference mode, or quantised.
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"expected an nn.Module, got {type(model).__name__}")
+        hint = "; call the class to make a model" if isinstance(model, type) else ""
+        raise InputError(f"expected an nn.Module, got {type(model).__name__}{hint}")
     _check_compiled(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise InputError(
+            "the model is TorchScript, whose Python code is gone; optimize the model before torch.jit does its work"
+        )
     for path, module in model.named_modules():
         _check_optimized(path, module)
         _check_parallel(path, module)
@@ -52,7 +58,7 @@ def _check_optimized(path: str, module: nn.Module) -> None:
     if is_installed(module):
         raise InputError(
             f"the model is already optimized ({path or 'the model itself'} has a rewritten forward); "
-            "use it as it is, or call hexa_fx.runtime.install.uninstall() on its blocks first"
+            "use it as it is, or call hexa_fx.undo_(model) first"
         )
 
 
@@ -80,6 +86,11 @@ def _check_parameters(model: nn.Module) -> None:
             raise InputError(
                 f"{path} is on the meta device and has no values to run on; materialise the model first "
                 "(model.to_empty(device=...) and load its weights)"
+            )
+        if parameter.is_inference():
+            raise InputError(
+                f"{path} was made under torch.inference_mode() and cannot have gradients, which the comparison with the original "
+                "needs; build or load the model outside of it"
             )
         if parameter.is_quantized or not homes.isdisjoint(_QUANTISED_PACKAGES):
             raise InputError(_quantised(path, f"is a {type(parameter).__name__} of dtype {parameter.dtype}"))

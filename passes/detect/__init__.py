@@ -21,6 +21,7 @@ from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
 from hexa_fx.passes.detect.combine import Combine, find_combine
+from hexa_fx.passes.detect.decisions import shape_branches
 from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
@@ -35,7 +36,6 @@ from hexa_fx.passes.detect.rules import (
     opaque_nodes,
     refuse_outside_tensors,
     refuse_stored_intermediates,
-    shape_branches,
     stored_outside_calls,
 )
 from hexa_fx.passes.detect.several import families_of, find_several

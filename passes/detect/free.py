@@ -15,6 +15,7 @@ from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.alike import AlikeRuns, Column, experts_of, find_alike_runs, in_one_expert
 from hexa_fx.passes.detect.combine import Combine, find_combine
+from hexa_fx.passes.detect.decisions import shape_branches
 from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, TokenRows, width_of
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
@@ -29,7 +30,6 @@ from hexa_fx.passes.detect.rules import (
     refuse_outside_tensors,
     refuse_randomness,
     refuse_stored_intermediates,
-    shape_branches,
     stored_outside_calls,
 )
 from hexa_fx.passes.detect.stacks import WeightTable

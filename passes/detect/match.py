@@ -8,9 +8,9 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, StoredValue
 from hexa_fx.passes.detect.body import ExpertBody
+from hexa_fx.passes.detect.decisions import ShapeBranch
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.routing import Routing
-from hexa_fx.passes.detect.rules import ShapeBranch
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.passes.detect.decisions import leaves_decision
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances
-from hexa_fx.passes.detect.rules import leaves_decision
 from hexa_fx.passes.detect.tags import ExpertGroups, tag
 from hexa_fx.passes.detect.verdict import Refuse
 

@@ -12,7 +12,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.graph import CONTRACTIONS, is_tensor, operation
+from hexa_fx.passes.detect.graph import CONTRACTIONS, is_float, is_tensor, operation
 
 ALL = -1
 """Stands for every expert at once, in a value computed from stacked weights."""
@@ -50,7 +50,10 @@ _INDEX = re.compile(r"(?:(?<=^)|(?<=\.)|(?<=expert_)|(?<=experts_)|(?<=expert))\
 
 
 def expert_groups(parameters: Mapping[str, torch.Tensor]) -> ExpertGroups:
-    """Finds lists of like-shaped parameters numbered 0, 1, 2, ... A parameter belongs to its longest list."""
+    """Finds lists of like-shaped parameters numbered 0, 1, 2, ... A parameter belongs to its longest list.
+
+    Without any, networks of one structure beside each other, such as those that a dictionary holds by name.
+    """
     found: dict[str, dict[int, str]] = defaultdict(dict)
     for name in parameters:
         for match in _INDEX.finditer(name):
@@ -65,7 +68,33 @@ def expert_groups(parameters: Mapping[str, torch.Tensor]) -> ExpertGroups:
         for name in names:
             if name not in longest or len(complete[longest[name]]) < len(names):
                 longest[name] = pattern
-    return ExpertGroups({p: names for p, names in complete.items() if all(longest[name] == p for name in names)})
+    numbered = {p: names for p, names in complete.items() if all(longest[name] == p for name in names)}
+    return ExpertGroups(numbered or _named_siblings(parameters))
+
+
+def _named_siblings(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
+    """The parameters of the largest set of siblings that hold the same two matrices or more, where no weight is stacked."""
+    if any(parameter.dim() > 2 for parameter in parameters.values()):
+        return {}
+    inside: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in parameters:
+        parts = name.split(".")
+        for place in range(len(parts) - 1):
+            inside[".".join(parts[:place])][parts[place]].append(".".join(parts[place + 1 :]))
+    best: tuple[str, list[str], list[str]] = ("", [], [])
+    for owner, children in inside.items():
+        prefix = f"{owner}." if owner else ""
+        held = {
+            child: tuple((rest, parameters[f"{prefix}{child}.{rest}"].shape) for rest in rests)
+            for child, rests in children.items()
+            if sum(parameters[f"{prefix}{child}.{rest}"].dim() == 2 for rest in rests) >= 2
+        }
+        if len(held) > len(best[1]) and len(set(held.values())) == 1:
+            best = (prefix, list(held), children[next(iter(held))])
+    prefix, names, rests = best
+    if len(names) < 2:
+        return {}
+    return {f"{prefix}{{}}.{rest}": tuple(f"{prefix}{name}.{rest}" for name in names) for rest in rests}
 
 
 def _same_shape(by_index: Mapping[int, str], parameters: Mapping[str, torch.Tensor]) -> bool:
@@ -76,9 +105,11 @@ def uneven_experts(parameters: Mapping[str, torch.Tensor]) -> str | None:
     """A sentence on the first numbered list of parameters that differ in shape, or of which some modules have none."""
     found: dict[str, dict[int, torch.Size]] = defaultdict(dict)
     modules: dict[str, set[int]] = defaultdict(set)
+    alike = {name for names in expert_groups(parameters).members.values() for name in names}
     for name, parameter in parameters.items():
         for match in _INDEX.finditer(name):
-            found[name[: match.start()] + "{}" + name[match.end() :]][int(match.group())] = parameter.shape
+            if name not in alike:
+                found[name[: match.start()] + "{}" + name[match.end() :]][int(match.group())] = parameter.shape
             modules[name[: match.start()]].add(int(match.group()))
     for pattern, shapes in found.items():
         sizes = sorted({tuple(shape) for shape in shapes.values()})
@@ -125,7 +156,7 @@ def _tag_node(
     if node.op == "placeholder":
         return Tag()
     if node.op == "get_attr":
-        return _tag_parameter(str(node.target), group_of, captured)
+        return _tag_parameter(node, group_of, captured)
     inputs = node.all_input_nodes
     weights = [n for n in inputs if tags[n].weight]
     if node.target is operator.getitem and weights and node.args[0] is weights[0]:
@@ -140,8 +171,9 @@ def _tag_node(
     return Tag(experts)
 
 
-def _tag_parameter(name: str, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:
-    if name in captured.constants:
+def _tag_parameter(node: torch.fx.Node, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:
+    name = str(node.target)
+    if name in captured.constants or not is_float(node):  # whole numbers are tables, such as of experts by token
         return Tag()
     if name in group_of:
         pattern, expert = group_of[name]

@@ -53,3 +53,27 @@ def test_chosen_tiles_fit(op: str, gather: bool, rows: int, cluster: int) -> Non
 def test_refusals(change: dict[str, object], reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         render(spec_of("esmm", **change))
+
+
+@pytest.mark.parametrize("op", ["estmm", "esfk"])
+def test_a_kernel_that_adds_is_another_kernel_of_the_same_size(op: str) -> None:
+    spec = spec_of(op)
+    adding = render(spec.adding())
+    assert "AddGrad = true" in adding.text
+    assert "AddGrad" not in render(spec).text
+    assert adding.launch == render(spec).launch
+    assert adding.key != render(spec).key
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (spec_of("esmm").adding(), "adds to nothing"),
+        (spec_of("estmm", accumulate=True), "bf16 -> bf16"),
+        (spec_of("estmm", out_dtype=DataType.f32), "bf16 -> f32"),
+    ],
+    ids=lambda value: "" if isinstance(value, KernelSpec) else value,
+)
+def test_only_weight_gradients_add_and_only_to_floats(spec: KernelSpec, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        render(spec)

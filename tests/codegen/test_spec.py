@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -50,6 +52,7 @@ def test_every_field_changes_the_key() -> None:
         replace(GEMM, layout="kn"),
         replace(GEMM, dtype=DataType.f16),
         replace(GEMM, aligned=False),
+        replace(GEMM, op="estmm").adding(),
         GEMM.with_options(warps_m=4),
     ]
     assert len({spec.key for spec in (GEMM, *others)}) == len(others) + 1
@@ -71,6 +74,9 @@ REFUSALS = [
     (replace(GEMM, activation="swiglu_oai"), "function of gate and up"),
     (replace(GEMM, op="estmm", bias=True), "estmm has no epilogue"),
     (GEMM.with_options(warps_m=3), "powers of two"),
+    (GEMM.adding(), "adds to nothing"),
+    (replace(GEMM, op="estmm", accumulate=True, out_dtype=DataType.f16), "sums of launches f32"),
+    (replace(GEMM, out_dtype=DataType.f32), "results have the operands' type"),
     (COMBINE.with_options(top_k=7), "not unrolled"),
     (COMBINE.with_options(weights="s8"), "weights are s8"),
     (ACTIVATE.with_options(warps_per_row=3), "3 warps a row"),
@@ -131,3 +137,10 @@ def test_tile_height_follows_rows_per_expert_and_no_token_count() -> None:
     ]
     assert heights == [16, 16, 16, 64, 128]
     assert {row_bucket(n, 8) for n in range(8 * 65, 8 * 128)} == {7}
+
+
+def test_the_programs_command_line_stays_its_own():
+    """cutlass_library parses sys.argv when it is imported: --help would print its options and end the user's program."""
+    code = "import sys; sys.argv = ['train.py', '--help']; import hexa_fx.codegen, hexa_fx.runtime.cuda_ops; print(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "--help", done.stderr[-500:]

@@ -144,6 +144,18 @@ class BranchBetween(Two):
         return y + dense(y, self.r3, self.u1, self.d1)
 
 
+class BranchOnWeights(Two):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.r1(x).softmax(-1).topk(2)
+        if weight.max() > 1e-6:
+            weight = weight / weight.sum(-1, keepdim=True)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.a):
+            token, slot = torch.where(index == e)
+            out.index_add_(0, token, expert(x[token]) * weight[token, slot, None])
+        return out
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -151,6 +163,7 @@ class BranchBetween(Two):
         (BranchOnOne, "host decision"),
         (BranchOnBoth, "host decision"),
         (BranchBetween, "host decision"),
+        (BranchOnWeights, "host decision"),
     ],
 )
 def test_refused_with_a_reason(kind: type[Two], reason: str) -> None:

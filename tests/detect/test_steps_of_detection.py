@@ -13,7 +13,7 @@ from hexa_fx.capture import capture, record_of
 from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect import detect
 from hexa_fx.passes.detect.rows import RowMatcher
-from hexa_fx.passes.detect.tags import ALL, expert_groups, tag
+from hexa_fx.passes.detect.tags import ALL, expert_groups, tag, uneven_experts
 
 D, H, E, K = 6, 5, 4, 2
 X = torch.randn(3, 7, D, generator=torch.Generator().manual_seed(2))
@@ -78,6 +78,48 @@ def test_expert_groups_need_all_numbers_and_equal_shapes():
 def test_a_parameter_belongs_to_its_longest_list():
     names = {f"experts.{e}.{layer}.weight": torch.zeros(2, 2) for e in range(5) for layer in range(2)}
     assert set(expert_groups(names).members) == {"experts.{}.0.weight", "experts.{}.1.weight"}
+
+
+def named(
+    *children: str, prefix: str = "experts.", layers: tuple[str, ...] = ("up", "down")
+) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{child}.{layer}.weight": torch.zeros(2, 2) for child in children for layer in layers}
+
+
+def test_networks_beside_each_other_are_a_group_where_nothing_is_numbered():
+    names = named("code", "math", "law")
+    members = expert_groups(names | {"gate.weight": torch.zeros(3, 2)}).members
+    assert members["experts.{}.up.weight"] == tuple(f"experts.{child}.up.weight" for child in ("code", "math", "law"))
+    assert set(members) == {"experts.{}.up.weight", "experts.{}.down.weight"}
+    assert (
+        len(expert_groups(named("a", "b") | named("x", "y", "z", prefix="others.")).members["others.{}.up.weight"]) == 3
+    )
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        named("query", "key", layers=("",)),
+        named("code"),
+        named("code", "math") | {"experts.math.up.weight": torch.zeros(3, 2)},
+        named("code", "math") | {"stacked": torch.zeros(4, 2, 2)},
+    ],
+    ids=["one matrix each", "one network", "of two shapes", "beside stacked weights"],
+)
+def test_other_neighbours_are_no_group(names: dict[str, torch.Tensor]):
+    assert not expert_groups(names).members
+
+
+def test_numbered_lists_come_before_named_neighbours():
+    members = expert_groups(named("a", "b", "c") | named("0", "1", prefix="layers.")).members
+    assert set(members) == {"layers.{}.up.weight", "layers.{}.down.weight"}
+
+
+def test_the_layers_of_like_experts_are_no_experts_of_two_shapes():
+    shapes = {"0": (3, 2, 1, 1), "2": (2, 3, 1, 1)}
+    names = {f"experts.{e}.{k}.weight": torch.zeros(shape) for e in range(4) for k, shape in shapes.items()}
+    assert uneven_experts(names) is None
+    assert "differ in shape" in str(uneven_experts(names | {"experts.3.0.weight": torch.zeros(5, 2, 1, 1)}))
 
 
 def test_tags_follow_one_expert_and_all_experts():

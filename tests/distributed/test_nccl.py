@@ -70,7 +70,7 @@ def kernels() -> None:
     for mode in ("data", "model"):
         status, output, _ = survivor("nccl", mode, "never")
         assert status == 0, output
-        assert "finished" in output
+        assert "finished" in output, output
 
 
 @pytest.mark.multigpu

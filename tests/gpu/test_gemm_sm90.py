@@ -24,7 +24,9 @@ def paired(tile: TileChoice) -> TileChoice:
 
 TILES = {"coop": COOPERATIVE, "coop2": paired(COOPERATIVE), "pp": PINGPONG, "low2": paired(PINGPONG_LOW)}
 BACKWARD_TILES = {
-    "coop": replace(COOPERATIVE, stages=3),
+    "coop": COOPERATIVE,
+    "coop3": replace(COOPERATIVE, stages=3, lag=0),
+    "coop2": paired(COOPERATIVE),
     "pp2": paired(replace(PINGPONG, stages=4)),
     "low": replace(PINGPONG_LOW, stages=3),
 }

@@ -37,7 +37,8 @@ TILES = {
     "low2": replace(PINGPONG_LOW, cluster=2),
 }
 GRADIENT_TILES = {
-    "coop": replace(COOPERATIVE, stages=3),
+    "coop": COOPERATIVE,
+    "coop2": replace(COOPERATIVE, cluster=2, lag=0),
     "pp2": replace(PINGPONG, stages=4, cluster=2),
     "low": replace(PINGPONG_LOW, stages=3),
 }
@@ -225,6 +226,73 @@ def check_esfk(esfk: Callable[..., tuple[Tensor, Tensor, Tensor | None]], layout
 @pytest.mark.parametrize(("tile", "layout"), [("coop", "nk"), ("coop2", "kn"), ("pp", "nk")])
 def test_esfk_of_sm90(tile: str, layout: str) -> None:
     check_esfk(sm90.esfk, layout, TILES[tile])
+
+
+def buffer(*shape: int) -> Tensor:
+    """Numbers to add to, NaN for the expert without rows: nothing may be added there."""
+    into = randn(*shape, dtype=F32)
+    into[2] = float("nan")
+    return into
+
+
+def assert_added(after: Tensor, before: Tensor, change: Tensor) -> None:
+    assert after[2].isnan().all()
+    assert_close(after.nan_to_num(0), (before.double() + change).nan_to_num(0), F32, 5)
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("tile", "side", "layout", "n"),
+    [("coop", "x", "nk", N), ("coop2", "g", "nk", 520), ("pp", "neither", "kn", N), ("low2", "g", "kn", N)],
+)
+def test_estmm_of_sm90_adds(tile: str, side: str, layout: str, n: int) -> None:
+    """With 520 columns clusters of two have an odd tile left, which both of their blocks compute."""
+    r = routing()
+    x, g = randn(TOKENS if side == "x" else r.n, D, dtype=BF16), randn(TOKENS if side == "g" else r.n, n, dtype=BF16)
+    xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
+    into = buffer(EXPERTS, *((n, D) if layout == "nk" else (D, n)))
+    before = into.clone()
+    sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, TILES[tile], into)
+    assert_added(into, before, reference_estmm(x, g, xi, gi, r, layout))
+
+
+def check_esfk_adds(
+    esfk: Callable[..., tuple[Tensor, Tensor, Tensor | None]], layout: str, n: int, *rest: object
+) -> None:
+    r, w = routing(), weight(n, D, layout, BF16)
+    x, g = randn(TOKENS, D, dtype=BF16), randn(r.n, n, dtype=BF16)
+    into = cuda_launch.Into(buffer(*w.shape), layout, buffer(EXPERTS, n))
+    before = [t.clone() for t in (into.weight, into.bias)]
+    dx, _, _ = esfk(x, g, w, r.v, r.offs, TOP_K, layout, True, *rest, into=into)
+    assert_close(dx, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)
+    assert_added(into.weight, before[0], reference_estmm(x, g, r.v, None, r, layout))
+    ones = torch.ones(r.n, 1, dtype=BF16, device="cuda")
+    assert_added(into.bias, before[1], reference_estmm(ones, g, None, None, r, "kn")[:, 0])
+
+
+@hopper
+@pytest.mark.parametrize(("tile", "layout", "n"), [("coop", "nk", N), ("coop2", "kn", 520), ("pp", "nk", N)])
+def test_esfk_of_sm90_adds(tile: str, layout: str, n: int) -> None:
+    check_esfk_adds(sm90.esfk, layout, n, TILES[tile])
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_esfk_of_sm80_adds(layout: str) -> None:
+    check_esfk_adds(sm80.esfk, layout, N)
+
+
+@pytest.mark.parametrize("case", SM80)
+def test_estmm_of_sm80_and_ess_add(case: str) -> None:
+    dtype, k, n, layout = SM80[case]
+    wide, r = (F64 if dtype == F64 else F32), routing()
+    x, g = randn(TOKENS, k, dtype=dtype), randn(r.n, n, dtype=dtype)
+    into, sums = buffer(EXPERTS, *((n, k) if layout == "nk" else (k, n))).to(wide), buffer(EXPERTS, n).to(wide)
+    before = [t.clone() for t in (into, sums)]
+    sm80.estmm(x, g, r.v, None, r.offs, TOP_K, layout, into)
+    assert_added(into, before[0], reference_estmm(x, g, r.v, None, r, layout))
+    torch.ops.hexa.ess_add(sums, g, None, r.offs, 1, None)
+    ones = torch.ones(r.n, 1, dtype=dtype, device="cuda")
+    assert_added(sums, before[1], reference_estmm(ones, g, None, None, r, "kn")[:, 0])
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import hexa_fx
 from hexa_fx.cli import app
 from hexa_fx.cli.prediction import Machine, predict
 
@@ -169,10 +170,16 @@ def test_errors_say_what_to_do(words, said):
     text = call(*words, code=2)
     assert said in text
     assert text.startswith("hexa-fx: ")
+    assert text.count("hexa-fx: ") == 1
     assert "Traceback" not in text
 
 
+def test_version():
+    assert call("--version") == f"hexa-fx {hexa_fx.__version__}\n"
+
+
 def test_errors_as_json():
+    assert "no rewritten block" in json.loads(call("graph", FACTORY, "--block", "layer.0", "--json", code=2))["error"]
     assert "expected MODULE:FACTORY" in json.loads(call("explain", "nosuch:thing", "--json", code=2))["error"]
 
 

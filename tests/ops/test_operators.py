@@ -235,6 +235,11 @@ SAMPLES = {
     "ess": lambda: (random(T, D), rows()[0], rows()[2], K, random(T, K)),
     "estmm": lambda: (random(T, D), random(T * K, H), rows()[0], None, rows()[2], K, "nk"),
     "esfk": lambda: (random(T, D), random(T * K, H), random(E, H, D), rows()[0], rows()[2], K, "nk", True),
+    "estmm_add": lambda: (random(E, H, D), random(T, D), random(T * K, H), rows()[0], None, rows()[2], K, "nk"),
+    "ess_add": lambda: (random(E, D), random(T, D), rows()[0], rows()[2], K, random(T, K)),
+    "esfk_add": lambda: (
+        random(E, H, D), random(E, H), random(T, D), random(T * K, H), random(E, H, D), rows()[0], rows()[2], K, "nk"
+    ),
     "combine": lambda: (random(T * K, D), random(T, K), rows()[1], rows()[2], K),
     "moe_ffn": lambda: (
         random(T, D), ids("sentinels"), random(T, K), random(E, 2 * H, D), None, None, None, random(E, D, H), None,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.fresh_inputs import FreshInputs
-from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, RoutingOverride
+from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, RoutingOverride, rows_for_all
 from hexa_fx.passes.verify import VerificationResult, verify
 from hexa_fx.runtime.install import is_installed
 from tests.runtime.handmade import (
@@ -138,6 +138,88 @@ def test_wrong_blocks_are_found(moe, make):
     else:
         result = verify(StackedExperts(), stacked_rewritten(moe), routing(6))
     assert failing(result)
+
+
+# -- many experts, of which the example reaches a few --------------------------------------------------------------
+
+MANY = 128
+
+
+def one_without_gradient(x, index, weights, w1, w2):
+    return dense_moe(x, index, weights, w1, torch.cat([w2[:77], w2[77:78].detach(), w2[78:]]))
+
+
+def one_with_twice_the_gradient(x, index, weights, w1, w2):
+    one = w1[64:65]
+    return dense_moe(x, index, weights, torch.cat([w1[:64], 2 * one - one.detach(), w1[65:]]), w2)
+
+
+def two_exchanged(x, index, weights, w1, w2):
+    order = torch.arange(MANY)
+    order[77], order[78] = 78, 77
+    return dense_moe(x, index, weights, w1, w2[order])
+
+
+def no_gradient_through_one(x, index, weights, w1, w2):
+    through = torch.where((index == 100).any(-1, keepdim=True), x.detach(), x)
+    return dense_moe(through, index, weights, w1, w2)
+
+
+def the_last_slightly_off(x, index, weights, w1, w2):
+    return dense_moe(x, index, weights, w1, torch.cat([w2[:-1], w2[-1:] * (1 + 1e-6)]))
+
+
+OF_MANY = (
+    one_without_gradient,
+    one_with_twice_the_gradient,
+    two_exchanged,
+    no_gradient_through_one,
+    the_last_slightly_off,
+)
+
+
+@pytest.mark.parametrize("moe", OF_MANY, ids=lambda moe: moe.__name__)
+@pytest.mark.parametrize("make", ["stacked", pytest.param("list", marks=pytest.mark.slow)])
+def test_one_wrong_expert_of_many_is_found(moe, make):
+    """Although the example's tokens reach twelve of them at most."""
+    if make == "list":
+        result = verify(ListMoE(MANY), list_rewritten(True, moe, MANY), example())
+    else:
+        result = verify(StackedExperts(MANY), stacked_rewritten(moe), routing(6, num_experts=MANY))
+    assert "one expert without tokens" in failing(result)
+
+
+@pytest.mark.parametrize("make", ["list", "stacked"])
+def test_many_right_experts_pass(make):
+    if make == "list":
+        result = verify(ListMoE(MANY), list_rewritten(True, num_experts=MANY), example())
+    else:
+        result = verify(StackedExperts(MANY), stacked_rewritten(), routing(6, num_experts=MANY))
+    assert result.ok, result.reason
+    assert [case.outcome for case in result.cases] == ["equal"] * 10
+
+
+class OnlyFew(StackedExperts):
+    """Takes six tokens and no other number of them, but four as well."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if len(x) not in (4, 6):
+            raise ValueError("six tokens, please")
+        return super().forward(x, index, weights)
+
+
+def test_a_block_that_takes_no_more_tokens_is_compared_on_those_it_takes():
+    result = verify(OnlyFew(MANY), stacked_rewritten(), routing(6, num_experts=MANY))
+    assert result.ok, result.reason
+    assert {case.name: case.outcome for case in result.cases}["one expert without tokens"] == "equal"
+
+
+@pytest.mark.parametrize(("candidates", "k"), [(4, 2), (2, 1), (128, 1), (128, 8), (129, 3), (9, 8), (5, 5)])
+def test_tokens_that_reach_all_experts_but_one(candidates, k):
+    rows = rows_for_all(candidates, k)
+    ids = ROUTINGS[-1].choose(rows, candidates, k)
+    expected = range(candidates) if k == candidates else range(1, candidates)
+    assert set(ids.flatten().tolist()) == set(expected)
 
 
 def test_what_only_a_forced_routing_shows():

@@ -28,9 +28,9 @@ def dense_moe(
 
 
 class Router(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_experts: int = E) -> None:
         super().__init__()
-        self.proj = nn.Linear(D, E, bias=False)
+        self.proj = nn.Linear(D, num_experts, bias=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.proj(x).softmax(-1)
@@ -54,7 +54,7 @@ class ListMoE(nn.Module):
 
     def __init__(self, num_experts: int = E) -> None:
         super().__init__()
-        self.router = Router()
+        self.router = Router(num_experts)
         self.experts = nn.ModuleList(Expert() for _ in range(num_experts))
         self.register_buffer("seen", torch.zeros(num_experts))
 
@@ -78,14 +78,14 @@ class ListMoE(nn.Module):
 class StackedExperts(nn.Module):
     """Stacked weights, routing given from outside."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_experts: int = E) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.randn(E, 2 * WIDTH, D) * 0.3)
-        self.down = nn.Parameter(torch.randn(E, D, WIDTH) * 0.3)
+        self.gate_up = nn.Parameter(torch.randn(num_experts, 2 * WIDTH, D) * 0.3)
+        self.down = nn.Parameter(torch.randn(num_experts, D, WIDTH) * 0.3)
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
-        for number in range(E):
+        for number in range(len(self.down)):
             token, slot = torch.where(index == number)
             gate, up = F.linear(x[token], self.gate_up[number]).chunk(2, dim=-1)
             y = F.linear(F.silu(gate) * up, self.down[number])
@@ -143,9 +143,9 @@ def stacked_rewritten(moe: Callable[..., torch.Tensor] = dense_moe) -> Rewritten
     return RewrittenBlock("experts", graph, (), guards)
 
 
-def routing(tokens: int, seed: int = 0) -> tuple[Any, ...]:
+def routing(tokens: int, seed: int = 0, num_experts: int = E) -> tuple[Any, ...]:
     """Inputs of `StackedExperts`: (T, D) tokens, (T, k) distinct experts, (T, k) weights."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, D, generator=generator)
-    index = torch.rand(tokens, E, generator=generator).argsort(-1)[:, :K]
+    index = torch.rand(tokens, num_experts, generator=generator).argsort(-1)[:, :K]
     return x, index, torch.rand(tokens, K, generator=generator)

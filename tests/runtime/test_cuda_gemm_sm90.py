@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
@@ -184,6 +186,41 @@ def test_every_candidate_can_be_generated(op: str) -> None:
     key = cuda_plans_sm90.SpecKey(op, BF16, "nk", True, activation="silu" if "act" in op else "none", glu=glu)
     for tile in CANDIDATES[op]:
         render(key.spec(tile))
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("side", ["x", "g", "neither"])
+def test_a_weight_gradient_is_added_in_boxes_of_floats(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, layout: str, side: str
+) -> None:
+    v, offs = routing()
+    drawn: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cuda_plans_sm90, "tensor_map", lambda *args: drawn.append(args) or b"\1" * 128)
+    x, g = randn(T if side == "x" else T * K, D), randn(T if side == "g" else T * K, N)
+    into = torch.zeros((E, N, D) if layout == "nk" else (E, D, N))
+    got = sm90.estmm(x, g, v if side == "x" else None, v if side == "g" else None, offs, K, layout, into=into)
+    assert got is into
+    assert (recorder.spec.accumulate, recorder.spec.out_dtype) == (True, DataType.f32)
+    assert recorder.values["dw"] == into.data_ptr()
+    (dtype, sizes, _, box, swizzle) = next(args[1:] for args in drawn if args[0] == into.data_ptr())
+    assert (dtype, sizes) == (DataType.f32, (*into.shape[:0:-1], E))
+    turned = recorder.spec.option("transpose")
+    assert turned == ((side, layout) in (("x", "nk"), ("g", "kn")))
+    assert (box, swizzle) == (((16, 32, 1), 64) if turned else ((32, 16, 1), 128))
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("split", [False, True])
+def test_esfk_adds(recorder: Recorder, layout: str, split: bool) -> None:
+    v, offs = routing()
+    x, g = randn(T, D), randn(T * K, N)
+    into = torch.zeros((E, N, D) if layout == "nk" else (E, D, N))
+    target, tile = cuda_launch.Into(into, layout, None), replace(COOPERATIVE, split=split)
+    dx, dw, db = sm90.esfk(x, g, into.to(BF16), v, offs, K, layout, False, tile, target)
+    assert (dx.shape, dw is into, db) == ((T * K, D), True, None)
+    assert (recorder.spec.op, recorder.spec.accumulate) == ("estmm" if split else "esfk", True)
+    assert recorder.spec.option("transpose") == (layout == "nk")
+    assert recorder.values["dw"] == into.data_ptr()
 
 
 def test_operands_that_the_family_refuses() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, get_family, render
 from hexa_fx.jit import ToolchainError
@@ -174,6 +175,86 @@ def test_esfk_is_one_launch(recorder: Recorder, layout: str, bias: bool) -> None
     assert db_at == (db.data_ptr() if bias else 0)
     tiles = -(-dw.shape[1] // launch.spec.bm) * -(-dw.shape[2] // launch.spec.bn)
     assert launch.grid[0] >= sum(-(-200 // launch.spec.bm) * -(-D // launch.spec.bn) + tiles for _ in range(E))
+
+
+def buffers(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros((E, N, D) if layout == "nk" else (E, D, N)), torch.zeros(E, N)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weight_gradients_are_added_where_they_belong(recorder: Recorder, layout: str, transposed: bool) -> None:
+    v, offs = routing()
+    x, g = torch.randn(T, D, dtype=torch.bfloat16), torch.randn(T * K, N, dtype=torch.bfloat16)
+    into, _ = buffers(layout)
+    if transposed:
+        into = into.transpose(1, 2).contiguous().transpose(1, 2)
+    cuda_gemm.estmm_add(into, x, g, v, None, offs, K, layout)
+    (launch,) = recorder.launches
+    assert (launch.spec.op, launch.spec.accumulate, launch.spec.out_dtype) == ("estmm", True, DataType.f32)
+    d = into.transpose(1, 2) if transposed else into
+    first = g if (layout == "nk") != transposed else x
+    assert (launch.values[0], launch.values[5]) == (first.data_ptr(), into.data_ptr())
+    assert launch.values[13:15] == (d.stride(1), d.stride(0))
+    assert launch.values[17:19] == tuple(d.shape[1:])
+
+
+def test_sliced_rows_keep_their_stride_and_other_strides_take_a_second_buffer(
+    recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    v, offs = routing()
+    x, g = torch.randn(T, D, dtype=torch.bfloat16), torch.randn(T * K, N, dtype=torch.bfloat16)
+    cuda_gemm._say_once.cache_clear()
+    sliced = torch.zeros(E, N, 2 * D)[..., :D]
+    cuda_gemm.estmm_add(sliced, x, g, v, None, offs, K, "nk")
+    assert recorder[0].values[5] == sliced.data_ptr()
+    assert recorder[0].values[13:15] == (2 * D, 2 * N * D)
+    for _ in range(2):
+        scattered = torch.ones(E, N, D, 2)[..., 0]
+        cuda_gemm.estmm_add(scattered, x, g, v, None, offs, K, "nk")
+        assert recorder[-1].values[5] != scattered.data_ptr()
+        assert recorder[-1].values[13:15] == (D, N * D)
+        assert (scattered == 1).all()  # a launch that does nothing added zeros
+    assert len([r for r in caplog.records if "fits no kernel" in r.message]) == 1
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_esfk_adds_in_one_launch(recorder: Recorder, layout: str, bias: bool) -> None:
+    v, offs = routing(rows := 1000)
+    x, g = torch.randn(rows // K, D, dtype=torch.bfloat16), torch.randn(rows, N, dtype=torch.bfloat16)
+    into, into_bias = buffers(layout)
+    w = into.bfloat16()
+    dx = cuda_gemm.esfk_add(into, into_bias if bias else None, x, g, w, v, offs, K, layout)
+    (launch,) = recorder.launches
+    assert dx.shape == (rows, D)
+    assert (launch.spec.op, launch.spec.bias, launch.spec.accumulate) == ("esfk", bias, True)
+    assert (launch.values[5], launch.values[31]) == (dx.data_ptr(), into.data_ptr())
+    assert launch.values[52] == (into_bias.data_ptr() if bias else 0)
+    assert not cuda_launch.fallbacks
+
+
+def test_esfk_of_few_rows_adds_in_three_products(recorder: Recorder) -> None:
+    v, offs = routing()
+    x, g = torch.randn(T, D, dtype=torch.bfloat16), torch.randn(T * K, N, dtype=torch.bfloat16)
+    into, into_bias = buffers("nk")
+    cuda_gemm.esfk_add(into, into_bias, x, g, into.bfloat16(), v, offs, K, "nk")
+    assert [(one.spec.op, one.spec.accumulate) for one in recorder.launches] == [
+        ("esmm", False),
+        ("estmm", True),
+        ("ess_partial", False),
+        ("ess_finish", True),
+    ]
+
+
+def test_what_adds_is_not_measured(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    v, offs = routing(rows := 1000)
+    x, g = torch.randn(rows // K, D, dtype=torch.bfloat16), torch.randn(rows, N, dtype=torch.bfloat16)
+    into, _ = buffers("nk")
+    monkeypatch.setattr(cuda_gemm.sm80, "autotuning", lambda: True)
+    cuda_gemm.estmm_add(into, x, g, v, None, offs, K, "nk")
+    cuda_gemm.esfk_add(into, None, x, g, into.bfloat16(), v, offs, K, "nk")
+    assert len(recorder.launches) == 2
 
 
 def test_row_operators(recorder: Recorder) -> None:

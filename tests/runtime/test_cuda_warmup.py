@@ -59,6 +59,17 @@ def test_a_block_is_as_it_was(ran: list[int], training: bool) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_gradient_buffer_is_not_written_to(ran: list[int]) -> None:
+    model, met = nn.Sequential(Block()), []
+    weight = model[0].linear.weight
+    weight.main_grad = held = torch.ones(4, 4)
+    model[0].register_forward_pre_hook(lambda *_: met.append(weight.main_grad.fill_(2)))
+    assert cuda_warmup.prebuild_blocks(model, {"0": ((torch.randn(3, 4),), {"scale": torch.ones(())})}) == 3
+    assert len(met) == 1
+    assert weight.main_grad is held
+    assert (held == 1).all()
+
+
 def test_nothing_happens_off_cuda() -> None:
     assert cuda_warmup.prebuild_blocks(nn.Sequential(Block()), {"0": ((torch.randn(3, 4),), {})}) == 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.zoo import bodies, by_sorting, capacity, dense, library_styles, loops, refusals, routers
+from tests.zoo import bodies, by_sorting, capacity, dense, library_styles, loops, refusals, routers, tutorials
 from tests.zoo.variant import Variant
 
 VARIANTS: tuple[Variant, ...] = (
@@ -13,6 +13,7 @@ VARIANTS: tuple[Variant, ...] = (
     *routers.VARIANTS,
     *bodies.VARIANTS,
     *library_styles.VARIANTS,
+    *tutorials.VARIANTS,
     *refusals.VARIANTS,
 )
 

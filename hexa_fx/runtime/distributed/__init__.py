@@ -5,7 +5,8 @@ watch        who of the ranks is still there, where collectives on a device woul
 lost         what a rank does when another is lost
 collectives  hexa::all_gather_v, hexa::reduce_scatter_v and the write into a cache slot
 geometry     what slice of which expert weight a rank stores, and the packed rows that travel
-shared_cache the slots in which gathered weights live, and how backward finds them again
+shared_cache which layer's gathered weights are in which slot when, and how backward finds them again
+slots        one slot, what was gathered into it, and what a saved tensor remembers of it
 nodes        the functions that partitioned graphs call
 session      one running plan: groups, cache, and the modules bound to it
 shards       parameters cut to a rank's slice

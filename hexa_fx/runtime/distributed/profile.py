@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.allocation import Affine, DeviceCosts
+from hexa_fx.errors import InputError
 from hexa_fx.plan import ExpertShape
 from hexa_fx.runtime.distributed.clock import gathered, room, timed
 from hexa_fx.runtime.distributed.collectives import gather_even
@@ -37,16 +38,22 @@ def profile_devices(
     ranks measure at once, as they will run at once. A collective call.
 
     Args:
-        shape: sizes of the layer. At most 64 MiB of weights are allocated, on CUDA 4 GiB; larger layers are measured with
-            fewer channels, then fewer experts.
+        shape: sizes of the layer, e.g. ``hexa_fx.plan.ExpertShape(num_experts=8, hidden_size=4096, intermediate_size=14336,
+            matrices=3, top_k=2)``: three matrices, since gated. At most 64 MiB of weights are allocated, on CUDA 4 GiB; larger
+            layers are measured with fewer channels, then fewer experts.
         tokens: rows of the proxy batch. Default 1024 / top_k, on CUDA 16384, which fill a large device.
         repeats: timed runs, of which the median counts.
         min_seconds: a timed run repeats the operator until it lasts this long, after a warm-up as long. Default 0.05, on
             CUDA 0.3: a large device at full load lowers its clock within a tenth of a second, a small one may not.
 
     Returns:
-        Seconds by rank, equal on all ranks.
+        Seconds by rank, equal on all ranks. `hexa_fx.optimize_` takes them as ``capacities``, and measures them itself by default.
+
+    Raises:
+        InputError: ``shape`` is no `ExpertShape`. PlanError: torch.distributed was not started.
     """
+    if not isinstance(shape, ExpertShape):
+        raise InputError(f"shape is a {type(shape).__name__}; expected a hexa_fx.plan.ExpertShape")
     bench = _Proxy.of(shape, gated, tokens, dtype, device, groups)
     least = bench.least(min_seconds)
     run = bench.work(1.0, 1.0)

@@ -24,7 +24,8 @@ from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, make_gro
 from hexa_fx.runtime.distributed.nodes import register_session
 from hexa_fx.runtime.distributed.reductions import GradientReductions
 from hexa_fx.runtime.distributed.shards import ShardedParameter
-from hexa_fx.runtime.distributed.shared_cache import CachedLayer, SharedCache, in_backward
+from hexa_fx.runtime.distributed.shared_cache import SharedCache, in_backward
+from hexa_fx.runtime.distributed.slots import CachedLayer
 from hexa_fx.runtime.install import HexaForward
 
 _numbers = itertools.count()

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.distributed.collectives import fill_slot, wait
-from hexa_fx.runtime.distributed.geometry import Geometry, Weights
+from hexa_fx.runtime.distributed.geometry import Weights
 from hexa_fx.runtime.distributed.groups import Groups, guarded
-from hexa_fx.runtime.distributed.reductions import destinations
+from hexa_fx.runtime.distributed.slots import CachedLayer, SavedSlot, Slot, Source, slot_of
 
 _optimizer_steps = 0
 
@@ -41,72 +41,11 @@ register_optimizer_step_post_hook(_count_step)
 
 
 @dataclass(frozen=True)
-class CachedLayer:
-    """One data-centric layer: its path, the layout of its experts and h_i of every rank."""
-
-    path: str
-    geometry: Geometry
-    shards: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class SavedSlot:
-    """A saved tensor that lived in a slot: which layer's weights, under which versions, and where in the slot."""
-
-    index: int
-    versions: tuple[int, ...]
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True)
 class _Passed:
     """A saved tensor that the surrounding saved-tensor hooks (activation checkpointing, offload) took over."""
 
     value: Any
     unpack: Any
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What a layer's gather reads: local slices, and the parameters whose versions say whether they are still the same.
-
-    ``lasting``: the slices lie in parameters, so the next pass may read them before its own forward hands them over. What
-    was computed from parameters is stale by then.
-    """
-
-    weights: Weights
-    dtype: torch.dtype
-    parameters: tuple[Tensor, ...]
-    lasting: bool
-
-    @classmethod
-    def of(cls, weights: Weights, dtype: torch.dtype) -> _Source:
-        found = [
-            t for w, d in zip(weights, destinations(weights)) if w is not None for t in (d.parameters if d else (w,))
-        ]
-        # detach() shares the version counter, so the versions of detached sources follow the parameters
-        lasting = all(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in found)
-        return cls(_detached(weights), dtype, tuple(t.detach() for t in found), lasting)
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Which values these are. ``.data = ...`` leaves a version as it is, so where they lie counts too."""
-        return tuple(n for t in self.parameters for n in (t._version, t.data_ptr()))
-
-
-@dataclass
-class _Slot:
-    buffer: Tensor | None = None
-    index: int = -1
-    dtype: torch.dtype | None = None
-    versions: tuple[int, ...] = ()
-    epoch: tuple[int, int] = (-1, -1)
-    prefetched: bool = False
-    pending: bool = False
-    busy: bool = False
 
 
 def in_backward() -> bool:
@@ -126,9 +65,10 @@ class SharedCache:
         self.prefetch_enabled = prefetch
         self.gathers = 0
         self.hits = 0
-        self._slots = [_Slot() for _ in range(slots or len(self.layers))]
+        self._slots = [Slot() for _ in range(slots or len(self.layers))]
+        self._largest = [_largest(self.layers[i :: len(self._slots)]) for i in range(len(self._slots))]
         self._index = {layer.path: i for i, layer in enumerate(self.layers)}
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[int, Source] = {}
         self._pass = 0
         self._last = -1
         self._hooks_active = 0
@@ -140,7 +80,7 @@ class SharedCache:
         index = self._index[path]
         if not in_backward():
             self._enter(index)
-        self._sources[index] = _Source.of(weights, dtype)
+        self._sources[index] = Source.of(weights, dtype)
         slot = self._slot(index)
         if self._is_ready(slot, index, dtype):
             self.hits += 1
@@ -180,7 +120,7 @@ class SharedCache:
                 f"the schedule gathers {path!r} while {self.layers[slot.index].path!r} still uses the slot: "
                 "schedule with the number of slots of the plan"
             )
-        self._sources[index] = _Source.of(weights, dtype)
+        self._sources[index] = Source.of(weights, dtype)
         self._fill(index)
         slot.prefetched = True
 
@@ -245,7 +185,7 @@ class SharedCache:
             self._hooks_active -= 1
 
     def _pack(self, tensor: Tensor, outer: Any) -> Any:
-        slot = self._slot_of(tensor)
+        slot = slot_of(tensor, self._slots)
         if slot is None:
             return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
         return SavedSlot(
@@ -260,21 +200,9 @@ class SharedCache:
         with guarded(f"the gather for the backward of {self.layers[packed.index].path!r}", self.groups):
             return self.refetch(packed)
 
-    def _slot_of(self, tensor: Tensor) -> _Slot | None:
-        if tensor.numel() == 0:
-            return None
-        try:
-            where = tensor.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # a subclass without storage, e.g. DTensor or a fake tensor
-            return None
-        for slot in self._slots:
-            if slot.buffer is not None and slot.buffer.untyped_storage().data_ptr() == where:
-                return slot
-        return None
-
     # --- slots -----------------------------------------------------------------------------------------------------
 
-    def _slot(self, index: int) -> _Slot:
+    def _slot(self, index: int) -> Slot:
         return self._slots[index % len(self._slots)]
 
     @property
@@ -293,7 +221,7 @@ class SharedCache:
         for slot in self._slots:  # frozen weights have no backward that would have released them
             slot.busy = False
 
-    def _is_ready(self, slot: _Slot, index: int, dtype: torch.dtype) -> bool:
+    def _is_ready(self, slot: Slot, index: int, dtype: torch.dtype) -> bool:
         if slot.index != index or slot.dtype != dtype:
             return False
         return in_backward() or (slot.prefetched and slot.epoch == self._epoch)
@@ -325,7 +253,7 @@ class SharedCache:
         slot.epoch, slot.pending, slot.busy, slot.prefetched = self._epoch, True, False, False
         self.gathers += 1
 
-    def _await(self, slot: _Slot, index: int) -> Tensor:
+    def _await(self, slot: Slot, index: int) -> Tensor:
         assert slot.buffer is not None
         assert slot.dtype is not None
         if slot.pending:
@@ -333,17 +261,10 @@ class SharedCache:
             slot.pending = False
         return self._rows(slot, self.layers[index], slot.dtype, slot.buffer.device)
 
-    def _rows(self, slot: _Slot, layer: CachedLayer, dtype: torch.dtype, device: torch.device) -> Tensor:
-        size, row = layer.geometry.shape.intermediate_size, layer.geometry.row
-        if slot.buffer is None or slot.buffer.device != device or slot.buffer.numel() < size * row * dtype.itemsize:
-            slot.buffer = torch.empty(self._slot_bytes(layer, dtype), dtype=torch.uint8, device=device)
-        return slot.buffer[: size * row * dtype.itemsize].view(dtype).view(size, row)
-
-    def _slot_bytes(self, layer: CachedLayer, dtype: torch.dtype) -> int:
-        """Of the largest layer that takes turns in the slot of this one."""
-        first, step = self._index[layer.path] % len(self._slots), len(self._slots)
-        sizes = (mate.geometry.shape.intermediate_size * mate.geometry.row for mate in self.layers[first::step])
-        return max(sizes) * dtype.itemsize
+    def _rows(self, slot: Slot, layer: CachedLayer, dtype: torch.dtype, device: torch.device) -> Tensor:
+        largest = self._largest[self._index[layer.path] % len(self._slots)]
+        geometry = layer.geometry
+        return slot.rows(geometry.shape.intermediate_size, geometry.row, dtype, device, largest * dtype.itemsize)
 
     # --- guards ----------------------------------------------------------------------------------------------------
 
@@ -359,7 +280,7 @@ class SharedCache:
                 "bind the module that holds the graph (PartitionSession.bind)"
             )
 
-    def _check_fresh(self, slot: _Slot, index: int, versions: tuple[int, ...]) -> None:
+    def _check_fresh(self, slot: Slot, index: int, versions: tuple[int, ...]) -> None:
         source = self._sources.get(index)
         if source is not None and source.versions == slot.versions == versions:
             return
@@ -369,6 +290,6 @@ class SharedCache:
         )
 
 
-def _detached(weights: Weights) -> Weights:
-    w1, b1, w3, b3, w2 = (None if w is None else w.detach() for w in weights)
-    return w1, b1, w3, b3, w2
+def _largest(layers: Sequence[CachedLayer]) -> int:
+    """Elements of the largest of the layers that take turns in a slot."""
+    return max((layer.geometry.shape.intermediate_size * layer.geometry.row for layer in layers), default=0)

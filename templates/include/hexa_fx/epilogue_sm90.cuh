@@ -31,6 +31,14 @@ struct Stage {
     return reinterpret_cast<uint32_t*>(base + row * 128 + (((group ^ row) & 7) << 4) + word * 4);
   }
   CUTE_DEVICE uint4* piece(int row, int c) const { return reinterpret_cast<uint4*>(base + row * 128 + (((c ^ row) & 7) << 4)); }
+  // A chunk of floats has half the columns: 16 rows x 32.
+  CUTE_DEVICE float2* floats(int row, int pair) const {
+    return reinterpret_cast<float2*>(base + row * 128 + (((pair >> 1) ^ (row & 7)) << 4) + (pair & 1) * 8);
+  }
+  // The same turned round: 32 rows x 16, rows of 64 bytes.
+  CUTE_DEVICE float* turned(int row, int column) const {
+    return reinterpret_cast<float*>(base + row * 64 + (((column >> 2) ^ (row >> 1 & 3)) << 4) + (column & 3) * 4);
+  }
   // Where a lane points ldmatrix and stmatrix for groups j and j + 1 (j even): four 8 x 8 matrices, row halves first.
   CUTE_DEVICE uint128_t& matrices(int j) const {
     const int l = lane_id(), z = l >> 3, row = (l & 7) + 8 * (z & 1);
@@ -272,18 +280,30 @@ struct RowEpilogue {
 };
 
 // da -> dh = act'(h) (w da), scaled activation w a, and <da, a> a row. The copy engine brings a warp's chunks of h into two buffers
-// in turn, the first two while the main loop runs; dh takes the place of h there and leaves from it.
+// in turn, the first while the main loop runs; dh takes the place of h there and leaves from it. `Borrow`: the second buffer, and
+// that of a, lie in a stage of the pipeline, which the tile takes behind its last step and gives back in the next tile. So there are
+// as many stages as elsewhere.
 template <class C>
 struct GradEpilogue : RowEpilogue<C> {
   using T = typename C::T;
   using Base = RowEpilogue<C>;
   static constexpr int kParts = C::HColumns;  // matrices of h a chunk: 1, or gate and up
   static constexpr int kChunks = C::BN / 64;  // of one 64-row block
-  static_assert(C::Kind != Epilogue::activate_backward || Outbox<C>::kChunks >= 2 * kParts + 1, "two buffers of h and one of a");
+  static_assert(C::Kind != Epilogue::activate_backward || Outbox<C>::kChunks >= (C::Borrow ? kParts : 2 * kParts + 1), "two buffers of h and one of a");
   int warp;        // consumer warp, 0..7
   uint32_t& phase; // of the two barriers, one bit each
+  int& borrowed;   // the stage that this warp is to give back, or -1
+  Pipe stage;      // Borrow: the tile's stage behind its last step
 
-  CUTE_DEVICE Stage buffer(int index, int part) const { return this->box.at((index & 1) * kParts + part); }
+  CUTE_DEVICE Stage buffer(int index, int part) const {
+    if constexpr (!C::Borrow) return this->box.at((index & 1) * kParts + part);
+    uint8_t* other = this->sm.b[stage.index] + ((warp >> 2) * kParts * 4 + (warp & 3)) * kChunkBytes;  // laid out as the outbox is
+    return {(index & 1 ? other : this->box.base) + part * (4 * kChunkBytes)};
+  }
+  CUTE_DEVICE Stage scaled_buffer() const {
+    if constexpr (!C::Borrow) return this->box.at(2 * kParts);
+    return {this->sm.a[stage.index] + warp * kChunkBytes};
+  }
   CUTE_DEVICE uint64_t* fetched(int index) const { return &this->sm.fetched[warp][index & 1]; }
 
   CUTE_DEVICE int h_column(int part, int q) const {
@@ -315,7 +335,7 @@ struct GradEpilogue : RowEpilogue<C> {
     if (lane_id() == 0) {
       tma_store_wait<0>();
       fetch(0, blocks, block_row);
-      fetch(1, blocks, block_row);
+      if constexpr (!C::Borrow) fetch(1, blocks, block_row);
     }
     __syncwarp();
   }
@@ -411,14 +431,19 @@ struct GradEpilogue : RowEpilogue<C> {
       write(index, half, h);
       if (half == 0) refill(index, blocks, block_row);
     }
-    const Stage s = this->box.at(2 * kParts);
+    const Stage s = scaled_buffer();
     s.put([&](int j, int r) { return scaled[j][r]; });
     const Rows<T> out = this->rows(this->p.out, this->p.out_ld, row, kOutMap), act = this->rows(this->p.act, this->p.act_ld, row, kActMap);
     auto store = [&](auto full) {
       constexpr bool kFull = decltype(full)::value;
       CUTE_UNROLL
       for (int i = 0; i < kParts; ++i) out.template store<kFull>(buffer(index, i), h_column(i, q), h_limit(i));
-      act.template store<kFull>(s, this->t.n0 + q * 64, this->p.N);
+      if constexpr (kFull || !C::Borrow) act.template store<kFull>(s, this->t.n0 + q * 64, this->p.N);
+      else {  // every lane reads it, but one gives the stage back, which racecheck does not follow: so not from there
+        __syncwarp();
+        buffer(index, 0).put([&](int j, int r) { return scaled[j][r]; });
+        act.template store<false>(buffer(index, 0), this->t.n0 + q * 64, this->p.N);
+      }
     };
     if (row + 16 <= this->t.rows && this->t.n0 + (q + 1) * 64 <= this->p.N) store(true_type{});
     else store(false_type{});
@@ -433,6 +458,14 @@ struct GradEpilogue : RowEpilogue<C> {
     Values<kBlocks * kChunks> v(acc);
     int slot[2] = {-1, -1};
     float w[2], dot[2];
+    if constexpr (C::Borrow) {
+      if (l == 0) {
+        Barrier::wait(&this->sm.full[stage.index], stage.phase);
+        fetch(1, kBlocks, block_row);
+      }
+      __syncwarp();
+      borrowed = stage.index;
+    }
 #pragma unroll 1
     for (int index = 0; index < kBlocks * kChunks; ++index) {
       const int q = index % kChunks, row = block_row(index / kChunks);
@@ -525,6 +558,54 @@ struct WeightEpilogue {
     }
   }
 
+  // Adds rows m0 + row .. + 16 of dW[e] to the floats that are there. The copy engine does it, each number once: 32 columns at a time.
+  template <class Acc>
+  CUTE_DEVICE void add(const Acc& acc, int m, int row) const {
+    CUTE_UNROLL
+    for (int q = 0; q < C::BN / 32; ++q) {
+      if (t.n0 + q * 32 >= p.C) break;
+      const Stage s = box.next();
+      auto value = [&](int j, int r, int i) { return acc(2 * r + 4 * (4 * q + j) + i, m, 0); };
+      if constexpr (C::TransposeWeight) put_turned(s, value);
+      else put_floats(s, value);
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (lane_id() == 0) {
+        const int x = t.n0 + q * 32, y = t.m0 + row;
+        SM90_TMA_REDUCE_ADD_3D::copy(maps + kGradMap, s.base, C::TransposeWeight ? y : x, C::TransposeWeight ? x : y, t.expert);
+        tma_store_arrive();
+      }
+    }
+  }
+  // `value(j, r, i)`: of 8-column group j, row half r, the pair's first or second. Lanes take turns so that no two of a bank meet:
+  // rows next to each other write groups that are two apart, lanes next to each other the other one of their pair.
+  template <class Value>
+  CUTE_DEVICE void put_floats(const Stage& s, Value value) const {
+    const int l = lane_id(), row = l >> 2;
+    const bool odd = row & 1;
+    CUTE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const float x = odd ? value(j ^ 2, r, 0) : value(j, r, 0), y = odd ? value(j ^ 2, r, 1) : value(j, r, 1);
+        *s.floats(row + 8 * r, 4 * (odd ? j ^ 2 : j) + (l & 3)) = {x, y};
+      }
+    }
+  }
+  template <class Value>
+  CUTE_DEVICE void put_turned(const Stage& s, Value value) const {
+    const int l = lane_id(), odd = l & 1;
+    CUTE_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        CUTE_UNROLL
+        for (int i = 0; i < 2; ++i)
+          *s.turned(8 * j + 2 * (l & 3) + (i ^ odd), (l >> 2) + 8 * r) = odd ? value(j, r, i ^ 1) : value(j, r, i);
+      }
+    }
+  }
+
   CUTE_DEVICE void column_sum(const ColumnSum<C>& sum) const {
     using S = ColumnSum<C>;
     const int w = C::PingPong ? warp_in_group() : warp, l = lane_id();
@@ -542,7 +623,12 @@ struct WeightEpilogue {
         total.y += other.y;
       }
       const int n = t.n0 + (w / S::kParts) * 64 + 2 * l;
-      if (n < p.C) *reinterpret_cast<uint32_t*>(static_cast<T*>(p.db) + int64_t(t.expert) * p.C + n) = pack<T>(total.x, total.y);
+      if constexpr (C::AddGrad) {
+        float2* at = reinterpret_cast<float2*>(static_cast<float*>(p.db) + int64_t(t.expert) * p.C + n);
+        if (n < p.C) *at = {at->x + total.x, at->y + total.y};
+      } else {
+        if (n < p.C) *reinterpret_cast<uint32_t*>(static_cast<T*>(p.db) + int64_t(t.expert) * p.C + n) = pack<T>(total.x, total.y);
+      }
     }
     cutlass::arch::NamedBarrier::sync(C::PingPong ? 128 : 256, kSumBarrier + (C::PingPong ? group : 0));
   }

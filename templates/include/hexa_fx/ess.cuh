@@ -12,7 +12,7 @@ struct EssParams {
   const int* offs;    // (E+1,)
   const void* scale;  // by slot, or null
   void* partial;      // (segments, C) float (double)
-  void* out;          // (E, C)
+  void* out;          // (E, C); float (double) where it is added to
   long long g_stride;
   int experts;
   int width;  // C
@@ -20,7 +20,7 @@ struct EssParams {
   int pad;
 };
 
-template <class T, class W, bool kScaled, bool kGather, bool kAligned, int kRows>
+template <class T, class W, bool kScaled, bool kGather, bool kAligned, int kRows, bool kAdd = false>
 struct Ess {
   using F = wide_t<T>;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps, kColumns = 32 * kChunk;
@@ -71,7 +71,9 @@ struct Ess {
 #pragma unroll 4
     for (int s = 0; s < count; ++s)
       sum += static_cast<const F*>(p.partial)[static_cast<long long>(first + s) * p.width + column];
-    static_cast<T*>(p.out)[static_cast<long long>(expert) * p.width + column] = narrow<T>(sum);
+    const long long at = static_cast<long long>(expert) * p.width + column;
+    if constexpr (!kAdd) static_cast<T*>(p.out)[at] = narrow<T>(sum);
+    else if (count > 0) static_cast<F*>(p.out)[at] += sum;
   }
 };
 

@@ -10,7 +10,7 @@ namespace hexa {
 struct FusedParams {
   GemmParams rows;    // dX: esmm
   GemmParams weight;  // dW: estmm
-  void* db;           // (E, columns of dY)
+  void* db;           // (E, columns of dY); wide where dW is added to
 };
 
 // Sums of the columns of dY (ESS) over a weight tile's rows, from the fragments that the tensor cores read. dY is operand A where
@@ -42,8 +42,9 @@ struct ColumnSum {
     }
   }
 
-  // Columns `first` and on of `width`.
-  __device__ void store(T* db, int first, int width) {
+  // Columns `first` and on of `width`, at `db` of an expert.
+  template <bool kAdd>
+  __device__ void store(void* db, long long expert, int first, int width) {
     using namespace cute;
     auto thread = typename G::Mma{}.get_slice(threadIdx.x);
     const bool mine = kSimt ? other_thread() == 0 : other_thread() == 0 && threadIdx.x % 4 == 0;
@@ -59,7 +60,11 @@ struct ColumnSum {
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       }
       const int column = first + get<0>(where(i % kPer * kBits, i / kPer, 0));
-      if (mine && column < width) db[column] = narrow<T>(sum);
+      if constexpr (kAdd) {
+        if (mine && column < width) static_cast<F*>(db)[expert * width + column] += sum;
+      } else {
+        if (mine && column < width) (static_cast<T*>(db) + expert * width)[column] = narrow<T>(sum);
+      }
     }
   }
 
@@ -76,7 +81,7 @@ struct ColumnSum {
   template <class E> static constexpr bool is_tf32 = cute::is_same_v<E, cute::tfloat32_t>;
 };
 
-template <class Rows, class Weight, bool kGradIsA, bool kBias>
+template <class Rows, class Weight, bool kGradIsA, bool kBias, bool kAdd = false>
 struct Fused {
   using T = typename Rows::T;
   static constexpr int BM = Rows::BM, BN = Rows::BN, kGroup = 8, kThreads = Rows::kThreads;
@@ -103,11 +108,12 @@ struct Fused {
   }
 
   static __device__ void weight_tile(const FusedParams& p, const typename Weight::Tile& t, unsigned char* shared) {
+    if (kAdd && t.end <= t.row) return;
     if (kBias && (kGradIsA ? t.n0 : t.m0) == 0) {
       const int width = kGradIsA ? p.weight.m : p.weight.n;
       ColumnSum<Weight, kGradIsA> sum;
       Weight::tile(p.weight, t, shared, sum);
-      sum.store(static_cast<T*>(p.db) + static_cast<long long>(t.expert) * width, kGradIsA ? t.m0 : t.n0, width);
+      sum.template store<kAdd>(p.db, t.expert, kGradIsA ? t.m0 : t.n0, width);
     } else {
       NoSum none;
       Weight::tile(p.weight, t, shared, none);

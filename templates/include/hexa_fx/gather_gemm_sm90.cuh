@@ -14,6 +14,7 @@ struct Consumer {
   Outbox<C> box;
   Pipe pipe;
   uint32_t h_phase = 0;
+  int borrowed = -1;  // see GradEpilogue
   bool late = false;  // see stagger
 
   CUTE_DEVICE Consumer(Smem<C>& sm, const GroupedParams& p, const TmaDescriptor* maps, int group)
@@ -36,24 +37,35 @@ struct Consumer {
     late = false;
   }
 
+  // The stage that the last tile's epilogue worked in; its results have left.
+  CUTE_DEVICE void give_back() {
+    if (borrowed >= 0) MainLoop<C, false>::release(sm, borrowed);
+    borrowed = -1;
+  }
+
   CUTE_DEVICE void row_tile(const Tile& t) {
     MainLoop<C, false> loop;
     auto acc = loop.make_accumulators();
     constexpr int kBlocks = decltype(size<1>(acc))::value;
     const int w16 = warp_in_group() * 16;
     ColumnSum<C> none;
-    const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), h_phase};
+    Pipe after = pipe;
+    if constexpr (C::Borrow) after.template skip<C::Stages>(t.k_tiles);
+    const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), h_phase, borrowed, after};
     auto warp_row = [&](int m) { return block_row(m) + w16; };
     auto begin = [&] {
       if constexpr (C::Kind == Epilogue::activate_backward) epilogue.begin(kBlocks, warp_row);
+      if constexpr (C::Borrow) give_back();
     };
     wait_turn();
     stagger(t);
     if (kBlocks > 1 && block_row(kBlocks - 1) < t.rows) loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
-    if constexpr (C::Kind == Epilogue::activate_backward) epilogue.run(acc, warp_row);
-    else epilogue.RowEpilogue<C>::run(acc, warp_row);
+    if constexpr (C::Kind == Epilogue::activate_backward) {
+      epilogue.run(acc, warp_row);
+      if constexpr (C::Borrow) pipe.template next<C::Stages>();
+    } else epilogue.RowEpilogue<C>::run(acc, warp_row);
   }
 
   CUTE_DEVICE void zero_tile(const Tile& t) {
@@ -83,9 +95,15 @@ struct Consumer {
     if (C::ColumnSums && sums) loop.template run<kBlocks, true>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, odd);
     else loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, odd);
     const WeightEpilogue<C> epilogue{sm, p, maps, t, box, warp(), group};
+    if constexpr (C::AddGrad) {
+      if (t.k_tiles == 0 || again(t)) return;
+    }
     CUTE_UNROLL
     for (int m = 0; m < kBlocks; ++m) {
-      if constexpr (C::TransposeWeight) {
+      if constexpr (C::AddGrad) {
+        const int row = block_row(m) + warp_in_group() * 16;
+        if (t.m0 + row < p.R) epilogue.add(acc, m, row);
+      } else if constexpr (C::TransposeWeight) {
         if (t.m0 + block_row(m) < p.R) epilogue.transposed(acc, m, block_row(m));
       } else {
         const int row = block_row(m) + warp_in_group() * 16;
@@ -95,6 +113,11 @@ struct Consumer {
     if constexpr (C::ColumnSums) {
       if (sums) epilogue.column_sum(sum);
     }
+  }
+
+  // Whether this weight tile is the other CTA's too: see raster. In a row of single tiles CTA 1 has the odd ones.
+  CUTE_DEVICE bool again(const Tile& t) const {
+    return C::Cluster > 1 && !t.multicast && block_rank_in_cluster() == 1 && t.n0 / C::BN % 2 == 0;
   }
 
   CUTE_DEVICE void run() {

@@ -34,7 +34,7 @@ struct GemmParams {
   const void* b2;       // esmm, glu split: the up weight
   const void* bias;     // (E, N) or (E, 2N) for concat and interleaved
   const void* bias2;    // glu split: the up bias
-  void* d;              // esmm: (n, N or 2N) or null; estmm: (E, M, N)
+  void* d;              // esmm: (n, N or 2N) or null; estmm: (E, M, N), wide where it is added to
   void* act;            // esmm with an activation: (n, N)
   const int* a_index;   // v or null
   const int* b_index;   // estmm: v or null
@@ -195,7 +195,7 @@ struct Lines {
 };
 
 template <class T_, Math kMath_, Op kOp_, int BM_, int BN_, int BK_, int kStages_, int kWarpsM_, int kWarpsN_, bool kBAlongK_,
-          bool kGatherA_, bool kGatherB_, bool kAligned_, Act kAct_, Glu kGlu_, bool kBias_, bool kKeep_>
+          bool kGatherA_, bool kGatherB_, bool kAligned_, Act kAct_, Glu kGlu_, bool kBias_, bool kKeep_, bool kAdd_ = false>
 struct GemmConfig {
   using T = T_;
   static constexpr Math kMath = kMath_;
@@ -206,6 +206,7 @@ struct GemmConfig {
   static constexpr Glu kGlu = kGlu_;
   static constexpr bool kBias = kBias_;
   static constexpr bool kKeep = kKeep_;        // store the product itself (h)
+  static constexpr bool kAdd = kAdd_;          // estmm: add to d, which is of the accumulators' type
   static constexpr bool kActs = kAct_ != Act::none || kGlu_ != Glu::none;
 };
 
@@ -262,6 +263,9 @@ struct Gemm {
   // `sum` sees every fragment of a weight tile.
   template <class Sum>
   static __device__ void tile(const GemmParams& p, const Tile& t, unsigned char* shared, Sum& sum) {
+    if constexpr (C::kAdd) {
+      if (t.end <= t.row) return;
+    }
     auto acc = cute::partition_fragment_C(Mma{}, cute::Shape<cute::Int<BM>, cute::Int<BN>>{});
     cute::clear(acc);
     T* sa = reinterpret_cast<T*>(shared);
@@ -480,7 +484,9 @@ struct Gemm {
         if (row >= p.m) continue;
         F value[kChunk];
         take(value, from + c, 1);
-        store_chunk(static_cast<T*>(p.d) + t.expert * p.d_expert + row * p.d_stride + n, value, left);
+        const long long at = t.expert * p.d_expert + row * p.d_stride + n;
+        if constexpr (C::kAdd) add_chunk(static_cast<F*>(p.d) + at, value, left);
+        else store_chunk(static_cast<T*>(p.d) + at, value, left);
       }
     }
   }

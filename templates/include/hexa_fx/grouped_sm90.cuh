@@ -44,8 +44,8 @@ struct GroupedParams {
   float* row_dot;           // activate_backward: (tiles along N, n) partial <da, a> by slot, or null
   // weight tiles
   const void* p;            // gathered operand: (T, R)
-  void* dw;                 // (E, R, C), or (E, C, R) if transposed
-  void* db;                 // (E, C) column sums of Q, or null
+  void* dw;                 // (E, R, C), or (E, C, R) if transposed; float where it is added to
+  void* db;                 // (E, C) column sums of Q, or null; likewise
   int n, experts;
   unsigned div_mul, div_shift;  // v / top_k == umulhi(2 v, div_mul) >> div_shift
   int a_ld, out_ld, act_ld, h_ld;
@@ -66,6 +66,7 @@ struct Shape_ {
   static constexpr int BM = BM_, BN = BN_, BK = 64, Stages = Stages_, Cluster = Cluster_;
   static constexpr bool RowOp = Ops_ & 1, WeightOp = Ops_ & 2;
   static constexpr bool GatherRows = GatherRows_, GatherWeight = GatherWeight_;
+  static constexpr bool AddGrad = false;  // weight tiles add to floats instead of storing T
   static constexpr bool AnyGather = (RowOp && GatherRows) || (WeightOp && GatherWeight);
 };
 

@@ -90,6 +90,11 @@ struct Copier {
       load_weight(bar, t, k);
       pipe.template next<C::Stages>();
     }
+    if constexpr (C::Borrow) {  // a stage of nothing: the epilogue's, once the tile's last steps leave it
+      Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
+      for (int i = 0; i < (C::AnyGather ? 2 : 1); ++i) Barrier::arrive(&sm.full[pipe.index]);
+      pipe.template next<C::Stages>();
+    }
   }
 
   // Step 0 holds the odd rows, so that only it needs zeros (see clear_tail).
@@ -183,9 +188,11 @@ struct Gatherer {
       CUTE_UNROLL
       for (int i = 0; i < kRows; ++i) row[i] = opaque(row[i] + 2 * C::BK);
     }
+    if constexpr (C::Borrow) pipe.template next<C::Stages>();
   }
 
-  // A warp loads 32 of a step's 64 rows, BM features of each. A lane keeps one row's offset, two steps ahead.
+  // A warp loads 32 of a step's 64 rows, BM features of each. A lane keeps one row's offset a step ahead, and that row's slot
+  // two: a slot is looked at one step after it was asked for, or each step would wait for the load.
   CUTE_DEVICE void features(const Tile& t) {
     static_assert(C::BM == 128 || C::BM == 64, "a warp covers whole rows of P");
     constexpr int kLanesARow = C::BM / 8, kRowsAPass = 32 / kLanesARow, kPasses = 32 / kRowsAPass, kPeriod = 8 / kRowsAPass;
@@ -200,26 +207,31 @@ struct Gatherer {
       const int row = w * 32 + i * kRowsAPass + sub;
       offset[i] = (c >> 3) * (C::BK * 128) + row * 128 + (((c ^ row) & 7) << 4);
     }
-    auto row_offset = [&](int k) -> uint32_t {  // 16-byte chunks; rows past the odd ones of step 0 repeat the last
+    auto slot_of = [&](int k) -> int {  // rows past the odd ones of step 0 repeat the last
       const int r = w * 32 + lane, row = k == 0 ? min(r, odd - 1) : odd + (k - 1) * C::BK + r;
-      return k < t.k_tiles ? token(__ldg(p.v + t.row0 + row)) * chunks : 0u;
+      return k < t.k_tiles ? __ldg(p.v + t.row0 + row) : 0;
     };
-    uint32_t now = row_offset(0), soon = row_offset(1);
+    int soon = slot_of(1);
+    uint32_t now = token(slot_of(0)) * chunks;  // in 16 bytes
     for (int k = 0; k < t.k_tiles; ++k) {
       const char* row[kPasses];
       CUTE_UNROLL
       for (int i = 0; i < kPasses; ++i) row[i] = opaque(base + size_t(__shfl_sync(~0u, now, i * kRowsAPass + sub)) * 16);
-      now = soon;
-      soon = row_offset(k + 2);
+      now = token(soon) * chunks;
+      soon = slot_of(k + 2);
       const uint32_t stage = stage_address();
       uint32_t dst[kPeriod];
       CUTE_UNROLL
       for (int i = 0; i < kPeriod; ++i) dst[i] = opaque(stage + offset[i]);
       wait_for_room();
-      const int last = k == 0 ? odd - w * 32 - sub : C::BK;  // rows of no interest become zeros
-      CUTE_UNROLL
-      for (int i = 0; i < kPasses; ++i)
-        cp_async_16(dst[i % kPeriod] + (i / kPeriod) * 1024, row[i], i * kRowsAPass < last ? bytes : 0);
+      auto load = [&](auto whole) {
+        const int last = opaque(uint32_t(odd - w * 32 - sub));  // rows of no interest become zeros
+        CUTE_UNROLL
+        for (int i = 0; i < kPasses; ++i)
+          cp_async_16(dst[i % kPeriod] + (i / kPeriod) * 1024, row[i], decltype(whole)::value || i * kRowsAPass < last ? bytes : 0);
+      };
+      if (k > 0) load(true_type{});
+      else load(false_type{});
       issued();
       __syncwarp();
     }
@@ -259,6 +271,7 @@ struct RelayWarp {
           Barrier::arrive(&sm.full[pipe.index]);
           pipe.template next<C::Stages>();
         }
+        if constexpr (C::Borrow) pipe.template next<C::Stages>();
       }
       __syncwarp();
     }

@@ -81,6 +81,21 @@ __device__ void store_chunk(T* p, const wide_t<T> (&in)[kChunk], int count = kCh
   }
 }
 
+// p[i] += in[i] for i < count
+template <class F>
+__device__ void add_chunk(F* p, const F (&in)[kChunk], int count = kChunk) {
+  if (count >= kChunk && aligned16(p)) {
+    Packed<F> there = *reinterpret_cast<const Packed<F>*>(p);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) there.value[i] += in[i];
+    *reinterpret_cast<Packed<F>*>(p) = there;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i)
+      if (i < count) p[i] += in[i];
+  }
+}
+
 template <class F>
 __device__ F warp_sum(F x) {
 #pragma unroll

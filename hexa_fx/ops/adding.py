@@ -1,0 +1,183 @@
+"""``hexa::estmm_add``, ``hexa::ess_add`` and ``hexa::esfk_add``: gradients of weights and biases added to a buffer.
+
+The buffer is in the accumulators' type, float32 (float64 for float64), so a gradient is never rounded to the operands' type on its
+way into a sum over micro-batches. An expert without rows leaves its part as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hexa_fx.errors import InputError
+from hexa_fx.ops import checks, esfk, ess, estmm, library, tiles
+from hexa_fx.ops.rows import accumulate_dtype, gather_rows
+from hexa_fx.ops.tiling import whole
+
+library.define(
+    "estmm_add(Tensor(a!) into, Tensor x, Tensor g, Tensor? x_index, Tensor? g_index, Tensor offs, SymInt top_k, "
+    "str layout) -> ()"
+)
+library.define("ess_add(Tensor(a!) into, Tensor g, Tensor? v, Tensor offs, SymInt top_k, Tensor? scale) -> ()")
+library.define(
+    "esfk_add(Tensor(a!) into, Tensor(b!)? into_bias, Tensor x, Tensor g, Tensor weight, Tensor? x_index, Tensor offs, "
+    "SymInt top_k, str layout) -> Tensor dx"
+)
+
+
+def estmm_add(
+    into: Tensor,
+    x: Tensor,
+    g: Tensor,
+    x_index: Tensor | None,
+    g_index: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: str,
+) -> None:
+    """``into += estmm(x, g, ...)``, the product added before it is rounded.
+
+    Args:
+        into: (E, N, K) for ``nk``, (E, K, N) for ``kn``, in float32 (float64 for float64), any strides.
+
+    Raises:
+        InputError: arguments that do not fit, or that need a gradient.
+    """
+    torch.ops.hexa.estmm_add(into, x, g, x_index, g_index, offs, top_k, layout)
+
+
+def ess_add(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None = None) -> None:
+    """``into += ess(g, ...)``; into is (E, C) as for `estmm_add`."""
+    torch.ops.hexa.ess_add(into, g, v, offs, top_k, scale)
+
+
+def esfk_add(
+    into: Tensor,
+    into_bias: Tensor | None,
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    x_index: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: str,
+) -> Tensor:
+    """dx of `esfk`; dW is added to into, db to into_bias (E, N), unless that is None."""
+    dx: Tensor = torch.ops.hexa.esfk_add(into, into_bias, x, g, weight, x_index, offs, top_k, layout)
+    return dx
+
+
+def _check_buffer(op: str, name: str, into: Tensor, x: Tensor, size: tuple[int, ...]) -> None:
+    if tuple(into.shape) != size or into.dtype != accumulate_dtype(x.dtype) or into.device != x.device:
+        raise InputError(
+            f"hexa::{op}: {name} is {checks.shape(into)} on {into.device}; expected {accumulate_dtype(x.dtype)} {size} on "
+            f"{x.device}"
+        )
+
+
+def _check_no_gradient(op: str, *tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise InputError(f"hexa::{op} has no gradient; call it under torch.no_grad()")
+
+
+def check_estmm(into: Tensor, x: Tensor, g: Tensor, *rest: object) -> None:
+    """Arguments of estmm_add."""
+    estmm.check(x, g, *rest)  # type: ignore[arg-type]
+    offs, layout = rest[2], rest[4]
+    assert isinstance(offs, Tensor)
+    columns = (g.shape[1], x.shape[1]) if layout == "nk" else (x.shape[1], g.shape[1])
+    _check_buffer("estmm_add", "into", into, x, (offs.shape[0] - 1, *columns))
+    _check_no_gradient("estmm_add", into, x, g)
+
+
+def check_ess(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
+    """Arguments of ess_add."""
+    ess.check(g, v, offs, top_k, scale)
+    _check_buffer("ess_add", "into", into, g, (offs.shape[0] - 1, g.shape[1]))
+    _check_no_gradient("ess_add", into, g, scale)
+
+
+def check_esfk(into: Tensor, into_bias: Tensor | None, x: Tensor, g: Tensor, weight: Tensor, *rest: object) -> None:
+    """Arguments of esfk_add."""
+    esfk.check(x, g, weight, *rest, into_bias is not None)  # type: ignore[arg-type,call-arg]
+    _check_buffer("esfk_add", "into", into, x, tuple(weight.shape))
+    if into_bias is not None:
+        _check_buffer("esfk_add", "into_bias", into_bias, x, (weight.shape[0], g.shape[1]))
+    _check_no_gradient("esfk_add", into, into_bias, x, g, weight)
+
+
+def estmm_add_cpu(
+    into: Tensor,
+    x: Tensor,
+    g: Tensor,
+    x_index: Tensor | None,
+    g_index: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: str,
+) -> None:
+    """CPU kernel."""
+    x, g = gather_rows(x, x_index, top_k), gather_rows(g, g_index, top_k)
+    tile = whole(None, offs, 1, x)
+    tiles.estmm_add(tile, into, tile.operand(x, None), tile.operand(g, None), False, False, layout)
+
+
+def ess_add_cpu(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
+    """CPU kernel."""
+    tile = whole(v, offs, top_k, g)
+    tiles.ess_add(tile, into, tile.operand(g, v), v is not None, scale)
+
+
+def esfk_add_cpu(
+    into: Tensor,
+    into_bias: Tensor | None,
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor,
+    x_index: Tensor | None,
+    offs: Tensor,
+    top_k: int,
+    layout: str,
+) -> Tensor:
+    """CPU kernel."""
+    tile = whole(x_index, offs, top_k, x)
+    rows = (tile.operand(x, x_index), tile.operand(g, None))
+    return tile.padded(tiles.esfk_add(tile, into, into_bias, *rows, weight, x_index is not None, layout))
+
+
+def estmm_add_any(into: Tensor, *args: object) -> None:
+    """A device without a kernel: torch adds the gradient, which its own product has rounded."""
+    into.add_(torch.ops.hexa.estmm(*args))
+
+
+def ess_add_any(into: Tensor, *args: object) -> None:
+    """Likewise."""
+    into.add_(torch.ops.hexa.ess(*args))
+
+
+def esfk_add_any(into: Tensor, into_bias: Tensor | None, *args: object) -> Tensor:
+    """Likewise."""
+    dx, dw, db = torch.ops.hexa.esfk(*args, into_bias is not None)
+    into.add_(dw)
+    if into_bias is not None:
+        into_bias.add_(db)
+    return dx  # type: ignore[no-any-return]
+
+
+def _fake(*_: object) -> None:
+    """Nothing new comes of it."""
+
+
+def _fake_esfk(into: Tensor, into_bias: Tensor | None, x: Tensor, g: Tensor, *_: object) -> Tensor:
+    return g.new_empty((g.shape[0], x.shape[1]))
+
+
+for _name, _check, _fake_of, _cpu, _any in (
+    ("estmm_add", check_estmm, _fake, estmm_add_cpu, estmm_add_any),
+    ("ess_add", check_ess, _fake, ess_add_cpu, ess_add_any),
+    ("esfk_add", check_esfk, _fake_esfk, esfk_add_cpu, esfk_add_any),
+):
+    library.register_kernel(_name, "cpu", _cpu, _check)
+    library.register_kernel(_name, "any", _any, _check)
+    library.register_fake(_name, _fake_of, _check)
+    library.register_mutation(_name, buffers=2 if _name == "esfk_add" else 1)

@@ -1,0 +1,108 @@
+"""``main_grad``: a buffer beside a parameter that its gradient is added to, in place of ``.grad``.
+
+Where it has the accumulators' type the backward program adds to it itself (`hexa_fx.ops.adding`). Everywhere else torch
+adds the finished gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from hexa_fx.errors import InputError
+from hexa_fx.ops.program import OPERANDS
+from hexa_fx.ops.rows import accumulate_dtype
+
+NAME = "main_grad"
+Buffers = tuple[Tensor | None, ...]
+"""By operand, in the order of `OPERANDS` from the second on. Empty where there is none at all."""
+
+logger = logging.getLogger(__name__)
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@cache
+def _say_once(why: str) -> None:
+    logger.warning("hexa::moe_ffn: torch adds a gradient to main_grad, rounded to the operands' type: %s", why)
+
+
+def of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
+    """The buffers of the operands that need a gradient.
+
+    Args:
+        operands: of moe_ffn, without x.
+        needs: of each of `OPERANDS`.
+
+    Raises:
+        InputError: a buffer of another shape than its operand.
+    """
+    found = tuple(getattr(t, NAME, None) if need else None for t, need in zip(operands, needs[1:], strict=True))
+    if found.count(None) == len(found):
+        return ()
+    found = tuple(buffer if isinstance(buffer, Tensor) else None for buffer in found)
+    for name, operand, buffer in zip(OPERANDS[1:], operands, found, strict=True):
+        if buffer is not None and operand is not None and buffer.shape != operand.shape:
+            shapes = f"main_grad is {tuple(buffer.shape)}, {name} {tuple(operand.shape)}"
+            raise InputError(f"hexa::moe_ffn: {shapes}; a main_grad has its parameter's shape")
+    return found
+
+
+def direct(operands: Sequence[Tensor | None], buffers: Buffers) -> Buffers:
+    """Those of the buffers that the backward program adds to itself. The routing weights' is not: they are no parameter."""
+    found = [
+        None if i == 0 or not _fits(*pair) else pair[1] for i, pair in enumerate(zip(operands, buffers, strict=False))
+    ]
+    taken = [buffer for buffer in found if buffer is not None]
+    torch.autograd.graph.increment_version(taken)  # kernels write to memory behind autograd's back
+    return tuple(found) if taken else ()
+
+
+def _fits(operand: Tensor | None, buffer: Tensor | None) -> bool:
+    if operand is None or buffer is None:
+        return False
+    wide = accumulate_dtype(operand.dtype)
+    if buffer.dtype != wide:
+        _say_once(f"it is {buffer.dtype}; gradients of {operand.dtype} add up in {wide}")
+    elif type(buffer) not in _PLAIN or buffer.layout is not torch.strided or buffer.device != operand.device:
+        _say_once(f"it is a {type(buffer).__name__} on {buffer.device}, its parameter is on {operand.device}")
+    else:
+        return True
+    return False
+
+
+def add(buffers: Buffers, grads: Sequence[Tensor | None], plain: bool = True) -> list[Tensor | None]:
+    """Adds finished gradients to their buffers, and leaves autograd none of them.
+
+    Args:
+        grads: in the order of `OPERANDS`.
+        plain: nothing but autograd looks on; see `library.is_plain_tensor`.
+    """
+    left = list(grads)
+    for i, buffer in enumerate(buffers, 1):
+        gradient = left[i]
+        if buffer is None or gradient is None:
+            continue
+        if not plain:
+            _say_once("something else than autograd looks on (a mode, a second derivative, a tensor subclass)")
+        with torch.no_grad():
+            buffer.add_(gradient)
+        left[i] = None
+    return left
+
+
+@contextmanager
+def stand_ins(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters that have a ``main_grad`` have an uninitialised one, so that a trial of their kernels changes nothing."""
+    held = [(p, getattr(p, NAME)) for p in module.parameters() if isinstance(getattr(p, NAME, None), Tensor)]
+    try:
+        for parameter, buffer in held:
+            setattr(parameter, NAME, torch.empty_like(buffer))
+        yield
+    finally:
+        for parameter, buffer in held:
+            setattr(parameter, NAME, buffer)

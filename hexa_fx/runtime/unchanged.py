@@ -1,0 +1,145 @@
+"""What a rewritten forward took from its module besides parameters and inputs, and whether it still is so.
+
+A graph holds the number of experts a token, the experts' activation and the like as they were when the block was recorded.
+Who sets ``block.top_k``, appends an expert or exchanges an activation afterwards must not get the old result: the original
+forward then runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, NoneType
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+from torch.compiler import is_compiling
+
+from hexa_fx.runtime.guards import GuardMiss
+
+_MODULE_STATE = frozenset(nn.Module().__dict__)
+_PLAIN = (bool, int, float, str, NoneType, torch.dtype, FunctionType, BuiltinFunctionType)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now"
+
+
+class Unchanged:
+    """The plain attributes, the small submodules and the number of experts that a rewritten forward relies on.
+
+    Looked at are the block and the modules in it that the graph reads instead of calling. Not looked at: objects that a module
+    holds (``self.config.top_k``), globals, and, under a compiler, anything.
+
+    Args:
+        block: the module as it was recorded; referenced weakly.
+        called: paths of submodules that the graph calls: what they do is taken anew each time.
+        stored: (path, name) of attributes that a forward sets.
+    """
+
+    def __init__(self, block: nn.Module, called: Iterable[str], stored: Iterable[tuple[str, str]]) -> None:
+        modules = dict(_read(block, "", frozenset(called)))
+        written = {*stored, ("", "forward")}
+        self.kinds = tuple((path, type(module)) for path, module in modules.items() if path)
+        self.patched = frozenset(path for path, module in modules.items() if "forward" in vars(module))
+        self.attributes = tuple(
+            (path, name, value)
+            for path, module in modules.items()
+            if type(module) is not nn.Linear and not isinstance(module, _CONTAINERS)
+            for name, value in vars(module).items()
+            if name not in _MODULE_STATE and isinstance(value, _PLAIN) and (path, name) not in written
+        )
+        self.lengths = tuple((path, _length(m)) for path, m in modules.items() if isinstance(m, _CONTAINERS))
+        self.bind(block)
+
+    def bind(self, block: nn.Module) -> None:
+        """Looks at ``block`` from now on: the same one, or a copy of it that may not be complete yet."""
+        self._block = weakref.ref(block)
+        self._ready = False
+
+    def check(self) -> None:
+        """Raises `GuardMiss` if something is not what it was."""
+        if is_compiling():
+            return
+        if not self._ready:
+            self._resolve()
+        try:
+            if list(map(dict.get, self._places, self._keys)) != self._values:
+                raise GuardMiss(self._difference())
+        except (RuntimeError, ValueError):  # an attribute is a tensor or an array now
+            raise GuardMiss(self._difference()) from None
+        if self._lists and list(map(_length, self._lists)) != self._counts:
+            raise GuardMiss(f"the number of modules in {self._other_length()!r} is another now; {_AGAIN}")
+        if self._hooks and any(self._hooks):
+            raise GuardMiss("an expert has hooks, which only its own code calls")
+
+    def _resolve(self) -> None:
+        block = self._block()
+        assert block is not None
+        modules = {"": block, **{path: self._found(block, path, kind) for path, kind in self.kinds}}
+        entries: list[tuple[str, dict[str, Any], str, Any]] = []
+        for path, name, value in self.attributes:
+            entries.append((f"{path}.{name}".lstrip("."), vars(modules[path]), name, value))
+        for path, kind in self.kinds:
+            owner, _, name = path.rpartition(".")
+            if not any(True for _ in modules[path].parameters()):  # those with parameters are checked with these
+                entries.append((path, modules[owner]._modules, name, modules[path]))
+            if not kind.__module__.startswith("torch.") and path not in self.patched:
+                entries.append((f"{path}.forward", vars(modules[path]), "forward", None))
+        self._labels = [entry[0] for entry in entries]
+        self._places = [entry[1] for entry in entries]
+        self._keys = [entry[2] for entry in entries]
+        self._values = [entry[3] for entry in entries]
+        self._lists = [modules[path] for path, _ in self.lengths]
+        self._counts = [count for _, count in self.lengths]
+        inner = [modules[path] for path, kind in self.kinds if not issubclass(kind, (*_CONTAINERS, nn.Linear))]
+        self._hooks = [getattr(module, hooks) for module in inner for hooks in _HOOKS]
+        self._ready = True
+
+    def _found(self, block: nn.Module, path: str, kind: type) -> nn.Module:
+        try:
+            module = block.get_submodule(path)
+        except AttributeError:
+            raise GuardMiss(f"there is no longer a submodule {path!r}; {_AGAIN}") from None
+        if type(module) is not kind:
+            raise GuardMiss(f"{path!r} was exchanged: a {_name(kind)} for a {_name(type(module))}; {_AGAIN}")
+        return module
+
+    def _difference(self) -> str:
+        for label, place, key, value in zip(self._labels, self._places, self._keys, self._values):
+            now = place.get(key)
+            if now is not value and (type(now) is not type(value) or now != value):
+                return f"{label!r} is not what it was when the block was rewritten; {_AGAIN}"
+        return "an attribute is not what it was when the block was rewritten"
+
+    def _other_length(self) -> str:
+        pairs = zip(self.lengths, self._lists)
+        return next(path for (path, count), module in pairs if _length(module) != count)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("kinds", "patched", "attributes", "lengths")}
+
+
+def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
+    """Path of a module that has hooks and that the graph reads instead of calling; empty if there is none."""
+    called = frozenset(str(node.target) for node in graph.nodes if node.op == "call_module")
+    inner = ((path, module) for path, module in _read(block, "", called) if path)
+    return next((path for path, module in inner if any(getattr(module, hooks) for hooks in _HOOKS)), "")
+
+
+def _length(container: nn.Module) -> int:
+    return len(container._modules) + len(container._parameters)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _read(module: nn.Module, path: str, called: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The module and those in it that are not called, nor inside one that is."""
+    yield path, module
+    for name, child in module._modules.items():
+        below = f"{path}.{name}".lstrip(".")
+        if child is not None and below not in called:
+            yield from _read(child, below, called)

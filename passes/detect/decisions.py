@@ -1,0 +1,200 @@
+"""Host decisions of the run (if, while, item()): which the rewrite replaces, which become conditions of it, which forbid it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, descendants, effects, is_float, is_tensor, operation
+from hexa_fx.passes.detect.tags import Tag
+from hexa_fx.passes.detect.verdict import Refuse
+
+_COUNTING = frozenset(["nonzero", "where", "unique", "unique_consecutive", "masked_select", "argwhere"])
+_SIZES = frozenset(("size", "numel", "nelement", "dim"))
+_CHECKS = frozenset(("isfinite", "isnan", "isinf"))
+_SELECTIONS = frozenset(
+    "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min "
+    "__eq__ multinomial isin searchsorted cumsum".split()
+)
+_CHOICES = frozenset(
+    "topk argmax argmin argsort sort max min nonzero where one_hot multinomial bincount unique".split()
+)
+_SPARSE = frozenset("scatter scatter_ scatter_add scatter_add_ index_put index_put_ set_item".split())
+"""What makes a tensor of zeros and routing weights, which is asked where it is not zero."""
+_PARTS = frozenset(
+    "getitem select unbind chunk split squeeze unsqueeze view reshape flatten transpose t permute".split()
+)
+ON_DATA = (
+    "the code takes a host decision (if, while, item()) on the data, not on the routing; torch.where in its place, or the decision "
+    "outside of the block, can be rewritten"
+)
+
+
+@dataclass(frozen=True)
+class ShapeBranch:
+    """A host decision on sizes, on whether numbers are finite, or on parameters and buffers: the rewritten graph holds only while
+    ``condition`` keeps its recorded ``outcome``.
+    """
+
+    condition: torch.fx.Node
+    outcome: bool
+
+
+def leaves_decision(ends: Sequence[torch.fx.Node], opaque: set[torch.fx.Node]) -> bool:
+    """Whether code after ``ends``, or beside them, still holds a host loop or branch on data, which one run fixes."""
+    graph = ends[0].graph
+    left = ancestors([graph.output_node(), *effects(graph)], stop=lambda node: node in ends)
+    return any(record_of(n).decision and n not in opaque and _depends_on_data(n) for n in left)
+
+
+def _depends_on_data(decision: torch.fx.Node) -> bool:
+    """A size is data only where it counts what was found; unbinding a tensor asks for a size."""
+    if operation(decision) in (*_SIZES, "unbind"):
+        return any(operation(n) in _COUNTING for n in ancestors([decision]))
+    return True
+
+
+def shape_branches(
+    captured: CapturedBlock,
+    tags: Mapping[torch.fx.Node, Tag],
+    routing: set[torch.fx.Node],
+    opaque: set[torch.fx.Node],
+    output: torch.fx.Node,
+) -> tuple[ShapeBranch, ...]:
+    """Checks every host decision of the run. ``tags`` are those of all experts; ``output`` is where the region ends.
+
+    A decision that follows from the routing is replaced by the expert-specific operators. One that follows from sizes alone
+    becomes a guard. Any other makes the trace valid for this input only.
+
+    Raises:
+        Refuse: a decision depends on data other than the routing, or turns a size into a plain number.
+    """
+    guards: list[ShapeBranch] = []
+    after = descendants([output]) | {output}
+    for node in captured.graph.nodes:
+        if node.op == "output" or not record_of(node).decision or node in opaque:
+            continue
+        behind = ancestors([node])
+        kept = _kept_values(captured, node)
+        if kept and not any(n.op == "placeholder" for n in behind):
+            guards.append(_guard_of_kept(captured, node, kept))
+            continue
+        asked = _asked(node, output)
+        of_experts = {n for n in asked if is_float(n) and tags[n].experts and not tags[n].weight}
+        if _is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
+            if of_experts <= after:
+                guards.append(ShapeBranch(node, bool(record_of(node).value)))
+            continue
+        if of_experts:
+            raise Refuse(
+                "the code takes a host decision (if, while, assert, item()) on what the experts computed", node
+            )
+        if any(n.op == "placeholder" and is_float(n) for n in asked):
+            raise Refuse(ON_DATA, node)
+        if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
+            continue
+        if not any(n.op == "placeholder" for n in behind):
+            continue
+        if any(is_float(n) and n.op != "placeholder" and _read_by_value(n, behind) for n in behind):
+            raise Refuse(ON_DATA, node)
+        guard = _guard(node)
+        if guard is not None:
+            guards.append(guard)
+    return tuple(guards)
+
+
+def _kept_values(captured: CapturedBlock, decision: torch.fx.Node) -> list[str]:
+    """The parameters and buffers whose numbers, not only sizes, the decision reads."""
+    if operation(decision) == "unbind":
+        return []
+    read = ancestors([decision], stop=lambda n: operation(n) in _SIZES)
+    return sorted(str(n.target) for n in read if n.op == "get_attr" and n.target not in captured.constants)
+
+
+def _guard_of_kept(captured: CapturedBlock, decision: torch.fx.Node, kept: list[str]) -> ShapeBranch:
+    """A condition on parameters and buffers is asked again at the start of every call, before anything that must not happen twice.
+
+    Raises:
+        Refuse: a write comes before it, or it is no plain condition.
+    """
+    value, written = record_of(decision).value, effects(captured.graph)
+    before = itertools.takewhile(lambda n: n is not decision, captured.graph.nodes)
+    drawn = any(operation(n) in RANDOM for n in ancestors([decision]) if n.op.startswith("call"))
+    if isinstance(value, bool) and not drawn and not any(n in written for n in before):
+        return ShapeBranch(decision, value)
+    raise Refuse(
+        f"the code takes a host decision (if, while, item()) on {', '.join(kept)}, which may change; an if that is reached before "
+        "any buffer is written can be rewritten",
+        decision,
+    )
+
+
+def _asked(decision: torch.fx.Node, output: torch.fx.Node) -> set[torch.fx.Node]:
+    """What the decision reads the values of, back to ``output``.
+
+    Not what only its sizes, or choices such as a later router's ids, follow from.
+    """
+    if operation(decision) == "unbind":  # asks for a size
+        return set()
+    return ancestors([decision], stop=lambda node: node is output or _is_size_or_choice(node))
+
+
+def _is_size_or_choice(node: torch.fx.Node) -> bool:
+    if not node.op.startswith("call"):
+        return False
+    made = node.args[0] if operation(node) == "getitem" else node
+    chosen = isinstance(made, torch.fx.Node) and made.op.startswith("call") and operation(made) in _CHOICES
+    if operation(node) in _SIZES | _SPARSE or (chosen and is_tensor(node) and not is_float(node)):
+        return True
+    return _asks_for_zeros(node) and _is_sparse(node.args[0])
+
+
+def _asks_for_zeros(node: torch.fx.Node) -> bool:
+    """Whether ``node`` is where its argument is not zero: ``gates[:, e] > 0``, ``gates.nonzero()``."""
+    if operation(node) in ("nonzero", "argwhere", "count_nonzero"):
+        return True
+    compared = operation(node) in ("gt", "__gt__", "ne", "__ne__") and len(node.args) == 2
+    return compared and isinstance(node.args[1], (int, float)) and node.args[1] == 0
+
+
+def _is_sparse(value: Any) -> bool:
+    """Whether ``value`` is, or is a part of, a matrix with zeros and other numbers in every row, as weights of all experts are."""
+    while isinstance(value, torch.fx.Node) and is_float(value):
+        numbers = record_of(value).value
+        if numbers.dim() > 1 and bool(((numbers == 0).any(-1) & (numbers != 0).any(-1)).all()):
+            return True
+        if not value.op.startswith("call") or operation(value) not in _PARTS:
+            return False
+        value = value.args[0]
+    return False
+
+
+def _is_check_of_numbers(node: torch.fx.Node) -> bool:
+    """Whether the decision asks of float tensors only if their numbers are finite, as assertions do."""
+    asked = ancestors([node], stop=_is_check)
+    checks = {n for n in asked if _is_check(n)}
+    return bool(checks) and not any(is_float(n) for n in asked - checks)
+
+
+def _is_check(node: torch.fx.Node) -> bool:
+    """``isfinite`` and its like, and a tensor compared with itself, which only NaN is unlike."""
+    with_itself = node.op.startswith("call") and operation(node) in ("eq", "__eq__", "ne") and len(set(node.args)) == 1
+    return with_itself or operation(node) in _CHECKS
+
+
+def _read_by_value(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:
+    """Whether a value (not just a size) of a float tensor reaches the decision."""
+    return any(user in behind and operation(user) not in _SIZES for user in node.users)
+
+
+def _guard(node: torch.fx.Node) -> ShapeBranch | None:
+    value = record_of(node).value
+    if operation(node) in _SIZES:
+        return None  # len(x), range(n): a loop over rows is only legitimate inside the experts, which verification sees
+    return ShapeBranch(node, bool(value)) if isinstance(value, bool) else None

@@ -1,0 +1,122 @@
+"""Installs a plan: cuts the model's expert parameters to this rank's slices and puts collectives into the blocks' graphs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.fx as fx
+from torch import nn
+
+from hexa_fx.errors import PlanError
+from hexa_fx.ir import RewrittenBlock
+from hexa_fx.observers import at_block, notify
+from hexa_fx.passes.collectives import Placement, partition_graph
+from hexa_fx.passes.overlap import OverlapReport, overlap
+from hexa_fx.passes.partition_layers import Modes, any_mode, follow_cut, modes_of, read_layers
+from hexa_fx.plan import Plan
+from hexa_fx.runtime.distributed.session import PartitionSession
+from hexa_fx.runtime.distributed.shards import LayerWeights, ShardedParameter, cut_layer
+
+log = logging.getLogger(__name__)
+
+Finish = Callable[[RewrittenBlock], RewrittenBlock]
+"""A last pass over a partitioned block."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What `install_plan` gives back.
+
+    Args:
+        session: run-time of the plan. Bind every patched block to it (`PartitionSession.bind`) and keep it with the
+            model.
+        blocks: the rewritten blocks with partitioned graphs, by mode, to be installed like any rewritten block.
+        shards: every parameter that was cut.
+        schedules: what the overlap pass did to each graph, in the order of ``blocks`` and modes; empty without prefetch.
+    """
+
+    session: PartitionSession
+    blocks: tuple[dict[Any, RewrittenBlock], ...]
+    shards: tuple[ShardedParameter, ...]
+    schedules: tuple[OverlapReport, ...] = ()
+
+
+def install_plan(
+    model: nn.Module,
+    blocks: Sequence[RewrittenBlock | Modes],
+    plan: Plan,
+    mesh: Any = None,
+    timeout: timedelta | None = None,
+    finish: Finish | None = None,
+) -> Installed:
+    """Cuts the model's expert parameters to this rank's slices and puts the plan's collectives into the blocks' graphs.
+
+    A collective call. Changes the parameters in place; call it before building optimizers and before DDP or FSDP2.
+
+    Args:
+        timeout: after which a rank that does not join a collective is an error.
+        finish: last pass over every partitioned block.
+
+    Raises:
+        PlanError: ranks hold different plans, or the plan is for another model.
+        RankError: a rank did not arrive.
+    """
+    layers = [(block, layer) for block in blocks for layer in _same_in_all_modes(model, block)]
+    if [layer.path for _, layer in layers] != [layer.path for layer in plan.layers]:
+        raise PlanError(
+            f"the plan is for layers {[layer.path for layer in plan.layers]}, "
+            f"the model has {[layer.path for _, layer in layers]}"
+        )
+    for (_, layer), planned in zip(layers, plan.layers):
+        if replace(layer.geometry.shape, top_k=planned.shape.top_k) != planned.shape:  # top_k only enters costs
+            raise PlanError(f"the plan has {planned.shape} for {layer.path!r}, the model {layer.geometry.shape}")
+    session = PartitionSession(plan, {layer.path: layer.geometry for _, layer in layers}, mesh, timeout)
+    shards: list[ShardedParameter] = []
+    for (_, layer), planned in zip(layers, plan.layers):
+        lo = sum(planned.shards[: session.rank])
+        shards += cut_layer(model, layer, lo, lo + planned.shards[session.rank])
+    placement = Placement(session.rank, session.name, session.groups.main_name)
+    done, schedules = [], []
+    for block in blocks:
+        here = [layer for owner, layer in layers if owner is block]
+        done.append({mode: _partition_block(form, here, plan, placement) for mode, form in modes_of(block).items()})
+        if plan.prefetch:
+            schedules += [overlap(form.graph, plan.slots or len(plan.layers)) for form in done[-1].values()]
+        if finish is not None:
+            done[-1] = {mode: finish(form) for mode, form in done[-1].items()}
+        session.graphs[any_mode(block).path] = {str(mode): form.graph for mode, form in done[-1].items()}
+        if not here:
+            log.info("%r has experts of a form that is not cut: they stay whole on every rank", any_mode(block).path)
+    session.shards = tuple(shards)
+    return Installed(session, tuple(done), session.shards, tuple(schedules))
+
+
+def _same_in_all_modes(model: nn.Module, block: RewrittenBlock | Modes) -> list[LayerWeights]:
+    found = [read_layers(model, form) for form in modes_of(block).values()]
+    if any(other != found[0] for other in found[1:]):
+        raise PlanError(f"{any_mode(block).path!r} reads other expert weights in training than in evaluation")
+    return found[0]
+
+
+def _partition_block(
+    block: RewrittenBlock, layers: list[LayerWeights], plan: Plan, placement: Placement
+) -> RewrittenBlock:
+    planned = [plan.layer(layer.path) for layer in layers]
+    with at_block(block.path):
+        notify("partition", "before", block.graph)
+        graph = _copy(block.graph)
+        follow_cut(graph, layers, planned, placement.rank)
+        partition_graph(graph, planned, plan, placement)
+        notify("partition", "after", graph)
+    return replace(block, graph=graph)
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph(tracer_cls=graph._tracer_cls)
+    copy.output(copy.graph_copy(graph, val_map={}))
+    copy.set_codegen(graph._codegen)
+    return copy

@@ -1,0 +1,126 @@
+"""What people give by mistake, and the one sentence they get."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.errors import InputError
+from hexa_fx.runtime.install import is_installed
+from tests.inspect.models import INPUT, Model
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def sentence(call) -> str:
+    with pytest.raises(InputError) as error:
+        call()
+    return str(error.value)
+
+
+UNFIT = {
+    "a generator": ((x for x in [INPUT]), "next(iter(loader))"),
+    "a loader": (torch.utils.data.DataLoader([INPUT]), "next(iter(loader))"),
+    "None": (None, "expected a tensor"),
+    "text": ("hello", "expected a tensor"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_is_no_example(model, case):
+    given, expected = UNFIT[case]
+    for call in (hexa_fx.optimize, hexa_fx.optimize_, hexa_fx.explain):
+        assert expected in sentence(lambda call=call: call(model, given))
+
+
+def test_the_models_own_error_tells_what_was_called(model):
+    with pytest.raises(RuntimeError) as error:
+        hexa_fx.optimize(model, torch.randn(4, 7))
+    assert error.value.__notes__ == ["hexa_fx called the model on the example inputs: Model(float32[4, 7] on cpu)"]
+
+
+@pytest.mark.parametrize("call", [hexa_fx.optimize, hexa_fx.optimize_, hexa_fx.explain])
+def test_configurations_that_are_none(model, call):
+    assert "expected a hexa_fx.HexaConfig" in sentence(lambda: call(model, INPUT, {"verify": False}))
+
+
+@pytest.mark.parametrize("given", [{"verify": "no"}, {"strict": 1}, {"probe_tokens": 8.0}, {"probe_tokens": 0}])
+def test_configurations_with_values_that_mean_nothing(given):
+    (name,) = given
+    assert f"HexaConfig({name}=" in sentence(lambda: hexa_fx.HexaConfig(**given))
+
+
+@pytest.mark.parametrize(
+    "given", [{"strategy": "data"}, {"capacities": [1.0, 2.0]}, {"partition": hexa_fx.PartitionConfig()}]
+)
+def test_a_partition_without_a_mesh(model, given):
+    assert "give mesh= too" in sentence(lambda: hexa_fx.optimize_(model, INPUT, **given))
+    assert not hasattr(model, "report")
+
+
+def test_a_class_instead_of_a_model():
+    assert "call the class" in sentence(lambda: hexa_fx.optimize(Model, INPUT))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
+    assert "is TorchScript" in sentence(lambda: hexa_fx.optimize(scripted, torch.randn(2, 4)))
+
+
+def test_a_model_made_in_inference_mode():
+    with torch.inference_mode():
+        model = Model()
+    assert "was made under torch.inference_mode()" in sentence(lambda: hexa_fx.optimize(model, INPUT))
+
+
+def test_optimize_called_in_inference_mode(model):
+    with torch.inference_mode():
+        optimized = hexa_fx.optimize(model, INPUT + 0)
+        torch.testing.assert_close(optimized(INPUT), model(INPUT))
+    assert optimized.report.rewritten
+    optimized(INPUT).sum().backward()
+
+
+def test_attributes_of_the_model_stay_its_own(caplog):
+    class Reporting(Model):
+        def report(self) -> str:
+            return "mine"
+
+    torch.manual_seed(0)
+    optimized = hexa_fx.optimize(Reporting(), INPUT)
+    assert optimized.report() == "mine"
+    assert optimized.hexa_report.rewritten
+    assert optimized.graphs
+    assert "attribute 'report' of its own" in caplog.text
+    assert "hexa_report" not in vars(hexa_fx.undo_(optimized))
+
+
+def test_undo(model):
+    before = dict(vars(model))
+    expected = model(INPUT)
+    assert hexa_fx.undo_(hexa_fx.optimize_(model, INPUT)) is model
+    assert not any(is_installed(module) for module in model.modules())
+    assert vars(model).keys() == before.keys()
+    torch.testing.assert_close(model(INPUT), expected)
+    assert hexa_fx.optimize_(model, INPUT).report.rewritten
+
+
+def test_what_a_prompt_shows_is_short(model):
+    optimized = hexa_fx.optimize(model, INPUT)
+    for value in (optimized.report, optimized.report.blocks[0], optimized.graphs, optimized.graphs["layers.0"]):
+        assert len(repr(value)) < 200
+    assert "2 of 2 MoE blocks rewritten" in repr(optimized.report)
+    assert "layers.0: rewritten, " in repr(optimized.report.blocks[0])
+
+
+def test_every_public_name_is_there_and_documented():
+    for name in hexa_fx.__all__:
+        assert getattr(hexa_fx, name).__doc__
+        assert name in dir(hexa_fx)

@@ -1,0 +1,195 @@
+"""Gradients added to float32 buffers in the kernels' epilogues, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hexa_fx.ir import FfnSpec
+from hexa_fx.runtime import cuda_gemm, cuda_launch
+from tests.gpu.cases import ROUTINGS, Routing, make_routing, randn, reference_esmm, reference_estmm, row_error
+from tests.gpu.test_moe_ffn import SPECS, TOLERANCE, E, Expert, K, T
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+TOKENS, TOP_K, EXPERTS, D, N, STEPS = 301, 3, 7, 200, 328, 4
+FLOAT32 = 2e-5
+"""What tensor cores' float32 sums over some hundred rows differ by; a product rounded to bf16 is off by 2e-3."""
+
+
+@pytest.fixture(params=["native", "80"])
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """This device's own family, then the one for sm_80, forced."""
+    if request.param == "80":
+        monkeypatch.setenv("HEXA_FX_CUDA_ARCH", "80")
+    cuda_launch.forget_plans()
+    yield request.param
+    monkeypatch.undo()
+    cuda_launch.forget_plans()
+
+
+def size(layout: str) -> tuple[int, int, int]:
+    return (EXPERTS, N, D) if layout == "nk" else (EXPERTS, D, N)
+
+
+def sums(g: Tensor, r: Routing) -> Tensor:
+    return reference_estmm(torch.ones(r.n, 1, dtype=g.dtype, device="cuda"), g, None, None, r, "kn")[:, 0]
+
+
+def assert_sum(into: Tensor, want: Tensor, tolerance: float = FLOAT32) -> None:
+    error = row_error(into, want)
+    assert error < tolerance, f"per-row relative error {error:.2e}"
+
+
+SIDES = [(BF16, side) for side in ("x", "g", "neither", "both")] + [(F16, "g"), (F32, "x"), (F64, "x")]
+
+
+@pytest.mark.parametrize(("dtype", "side"), SIDES, ids=str)
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_micro_batches_add_up(family: str, dtype: torch.dtype, side: str, layout: str) -> None:
+    """Rows of no expert are NaN; experts without rows keep what they have."""
+    wide = F64 if dtype == F64 else F32
+    into, into_bias = (
+        torch.ones(size(layout), dtype=wide, device="cuda"),
+        torch.ones(EXPERTS, N, dtype=wide, device="cuda"),
+    )
+    want, want_bias = into.double(), into_bias.double()
+    for kind in ROUTINGS:
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        x = randn(TOKENS if side in ("x", "both") else r.n, D, dtype=dtype)
+        g = randn(TOKENS if side in ("g", "both") else r.n, N, dtype=dtype)
+        for rows in (x, g):
+            if rows.shape[0] == r.n:
+                rows[r.routed :] = float("nan")
+        xi, gi = (r.v if side in ("x", "both") else None), (r.v if side in ("g", "both") else None)
+        empty = r.offs[1:] == r.offs[:-1]
+        before = into.clone()
+        torch.ops.hexa.estmm_add(into, x, g, xi, gi, r.offs, TOP_K, layout)
+        torch.ops.hexa.ess_add(into_bias, g, gi, r.offs, TOP_K if gi is not None else 1, None)
+        assert torch.equal(into[empty], before[empty])
+        want += reference_estmm(x, g, xi, gi, r, layout)
+        rows = g if gi is None else g[r.v.long() // TOP_K]
+        want_bias += sums(rows, r)
+    assert_sum(into, want, FLOAT32 if wide == F32 else 1e-12)
+    assert_sum(into_bias, want_bias, FLOAT32 if wide == F32 else 1e-12)
+
+
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize(
+    ("stored", "bias"),
+    [("contiguous", False), ("contiguous", True), ("transposed", True), ("scattered", False), ("unaligned", True)],
+)
+def test_esfk_adds(family: str, layout: str, stored: str, bias: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Buffers as they lie; those that no kernel knows, through a second one, which is said."""
+    cuda_gemm._say_once.cache_clear()
+    e, rows, columns = size(layout)
+    into = torch.zeros(e, rows, columns, device="cuda")
+    if stored == "transposed":
+        into = torch.zeros(e, columns, rows, device="cuda").transpose(1, 2)
+    if stored == "scattered":
+        into = torch.zeros(e, rows, columns, 2, device="cuda")[..., 0]
+    if stored == "unaligned":
+        into = torch.zeros(e * rows * columns + 1, device="cuda")[1:].view(e, rows, columns)
+    into_bias = torch.zeros(e, N, device="cuda") if bias else None
+    want, want_bias = torch.zeros(size(layout), dtype=F64, device="cuda"), torch.zeros(e, N, dtype=F64, device="cuda")
+    w = randn(*size(layout), dtype=BF16, scale=D**-0.5)
+    for kind in (*ROUTINGS, "random"):
+        r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
+        x, g = randn(TOKENS, D, dtype=BF16), randn(r.n, N, dtype=BF16)
+        dx = torch.ops.hexa.esfk_add(into, into_bias, x, g, w, r.v, r.offs, TOP_K, layout)
+        assert row_error(dx, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk")) < 4e-3
+        want += reference_estmm(x, g, r.v, None, r, layout)
+        want_bias += sums(g, r)
+    assert_sum(into, want)
+    if into_bias is not None:
+        assert_sum(into_bias, want_bias)
+    said = any("fits no kernel" in record.message for record in caplog.records)
+    assert said == (stored == "scattered" or (stored == "unaligned" and family == "native" and sm90_device()))
+
+
+def sm90_device() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+def with_buffers(expert: Expert) -> dict[str, Tensor]:
+    found = {name: t for name, t in expert.operands.items() if name != "x"}
+    for t in found.values():
+        t.main_grad = torch.zeros_like(t, dtype=F32)
+    return found
+
+
+def backward(expert: Expert) -> None:
+    expert.run().backward(expert.dy)
+
+
+@pytest.mark.parametrize("spec", [*SPECS, FfnSpec("silu", "concat", fused_backward=False)], ids=str)
+def test_main_grad_of_several_micro_batches(spec: FfnSpec) -> None:
+    expert = Expert(spec, BF16, True)
+    named = with_buffers(expert)
+    want: dict[str, Tensor] = {}
+    for kind in ("random", "all_to_one", "empty_experts", "sentinels"):
+        expert.index = make_routing(kind, T, K, E).index
+        expert.dy = randn(*expert.dy.shape, dtype=BF16)
+        backward(expert)
+        _, *grads = expert.reference()
+        for name, gradient in zip(expert.operands, grads, strict=False):
+            want[name] = want.get(name, 0) + gradient
+    for name, t in named.items():
+        assert t.grad is None
+        error = float((t.main_grad.double() - want[name]).norm() / want[name].norm())
+        assert error < TOLERANCE[BF16]
+        change = t.main_grad[t.main_grad != 0]
+        assert float((change == change.bfloat16().float()).double().mean()) < 0.2  # nothing was rounded to bf16
+
+
+def test_the_same_bits_every_time_and_no_host_read() -> None:
+    expert = Expert(SPECS[0], BF16, True)
+    runs = []
+    for _ in range(3):
+        named = with_buffers(expert)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if runs else "default")
+        for _ in range(2):
+            backward(expert)
+        torch.cuda.set_sync_debug_mode("default")
+        runs.append([t.main_grad for t in named.values()])
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+
+
+def test_a_captured_step_adds_at_every_replay() -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    expert = Expert(SPECS[0], BF16, True)
+    named = with_buffers(expert)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            backward(expert)
+    torch.cuda.synchronize()
+    once = {name: t.main_grad / 2 for name, t in named.items()}
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backward(expert)
+    for t in named.values():
+        t.main_grad.zero_()
+    for _ in range(STEPS):
+        graph.replay()
+    torch.cuda.synchronize()
+    for name, t in named.items():
+        assert row_error(t.main_grad, STEPS * once[name]) < 1e-6
+
+
+def test_adding_compiles_in_one_graph() -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    r = make_routing("random", TOKENS, TOP_K, EXPERTS)
+    x, g = randn(TOKENS, D, dtype=BF16), randn(r.n, N, dtype=BF16)
+
+    def step(into: Tensor) -> Tensor:
+        torch.ops.hexa.estmm_add(into, x, g, r.v, None, r.offs, TOP_K, "nk")
+        return into.sum()
+
+    into = torch.zeros(size("nk"), device="cuda")
+    torch.compile(step, backend="inductor", fullgraph=True)(into)
+    assert_sum(into, reference_estmm(x, g, r.v, None, r, "nk"))

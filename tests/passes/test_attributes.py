@@ -1,0 +1,171 @@
+"""What a trainer sets on modules later, and what buffers say, is asked in every call."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.passes.attributes import attribute_guards
+from tests.zoo.common import MLP, TopKGate
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.library_styles import Loop
+from tests.zoo.variant import D, E, K
+
+torch.set_num_threads(1)
+
+
+class Tuned(Loop):
+    """Reads attributes of its own, of its experts and of a router that it calls, and conditions on buffers."""
+
+    def __init__(self) -> None:
+        super().__init__(MLP)
+        self.temperature, self.top_k, self.doubled, self.unread = 1.5, K, False, 7
+        self.called = TopKGate()
+        self.drop = nn.Dropout(0.0)
+        self.register_buffer("limit", torch.tensor(2.0))
+
+    @property
+    def chosen(self) -> int:
+        return self.top_k
+
+    def logits(self, flat: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            flat = flat + 0.1 * torch.randn_like(flat)
+        if self.limit > 1:
+            flat = flat * 2
+        return self.gate.weight(flat) / self.temperature
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.logits(flat).softmax(-1).topk(self.chosen)
+        if getattr(self, "doubled", False):
+            weights = weights * 2
+        y = self.mix(self.drop(flat), weights, indices, torch.zeros_like(flat))
+        return (y + self.called(flat)[0].sum(-1, keepdim=True)).view_as(x)
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(2, 7, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Tuned().double().eval()
+    return model, hexa_fx.optimize(copy.deepcopy(model), inputs())
+
+
+CHANGES: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "doubled": True,
+    "experts.1.act.approximate": "tanh",
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_value_runs_the_original_until_it_is_put_back(pair, name):
+    path, _, attribute = name.rpartition(".")
+    before = getattr(pair[0].get_submodule(path), attribute)
+    assert operators_run(pair[1], (inputs(),))
+    for model in pair:
+        setattr(model.get_submodule(path), attribute, CHANGES[name])
+    try:
+        assert not operators_run(pair[1], (inputs(),))
+        for train in (False, True):
+            assert compare(*pair, (inputs(),), train=train).within(1e-10)
+    finally:
+        for model in pair:
+            setattr(model.get_submodule(path), attribute, before)
+            model.eval()
+    assert operators_run(pair[1], (inputs(),))
+    assert compare(*pair, (inputs(),), train=True).within(1e-10)
+
+
+def test_what_is_not_read_or_is_read_by_a_call_may_change(pair):
+    for name, module in (("unread", pair[1]), ("top_k", pair[1].called), ("p", pair[1].drop)):
+        before = getattr(module, name)
+        setattr(module, name, 1)
+        assert operators_run(pair[1].eval(), (inputs(),))
+        setattr(module, name, before)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_condition_on_a_buffer_is_asked_before_random_numbers_are_drawn(train):
+    torch.manual_seed(0)
+    model = Tuned().double().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), inputs())
+    assert operators_run(optimized.train(train), (inputs(),))
+    for m in (model, optimized):
+        m.limit.fill_(0.5)
+    assert compare(model, optimized, (inputs(),), train=train).within(1e-10)
+    assert not operators_run(optimized.train(train), (inputs(),))
+
+
+def test_copies_have_conditions_of_their_own(pair):
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(pair[1])))
+    copied.temperature = 3.0
+    assert not operators_run(copied.eval(), (inputs(),))
+    assert operators_run(pair[1].eval(), (inputs(),))
+
+
+def test_the_attributes_that_are_asked(pair):
+    found = {(g.path, g.name) for g in attribute_guards(pair[0], ["called"], [("", "doubled")])}
+    assert {("", "temperature"), ("", "top_k"), ("drop", "p")} <= found, "nothing but ``called`` is said to be kept"
+    assert not {("", "unread"), ("", "doubled"), ("", "training"), ("called", "top_k")} & found
+    assert not any(path.startswith("experts") and name != "approximate" for path, name in found)
+
+
+class NumberOfBuffer(Loop):
+    """A buffer as a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("order", torch.arange(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        return self.mix(flat, weights * float(self.scale), indices, torch.zeros_like(flat)).view_as(x)
+
+
+class OrderOfBuffer(NumberOfBuffer):
+    """A loop in the order that a buffer says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for e in self.order.tolist():
+            token, slot = torch.where(indices == e)
+            out.index_add_(0, token, self.experts[e](flat[token]) * weights[token, slot, None])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("kind", [NumberOfBuffer, OrderOfBuffer])
+def test_a_buffer_as_a_plain_number_is_refused(kind):
+    (block,) = hexa_fx.explain(kind(), torch.randn(2, 7, D)).blocks
+    assert "which may change" in block.reason
+
+
+class Squared(Loop):
+    """``**`` outside of any module, which calls a method without an import path."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, indices = self.gate(flat)
+        return self.mix(flat, weights, indices, torch.zeros_like(flat)).view_as(x) + x**2 + 2 ** x.clamp(max=1)
+
+
+def test_powers_around_the_experts():
+    model = Squared().double()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), inputs())
+    assert operators_run(optimized, (inputs(),))
+    assert compare(model, optimized, (inputs(),)).within(1e-10)

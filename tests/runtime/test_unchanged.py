@@ -1,0 +1,183 @@
+"""A block that is edited after it was rewritten gives what its own code gives, and says so once."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+import hexa_fx
+from hexa_fx.errors import InputError
+from hexa_fx.runtime import install as installed
+
+D, E = 8, 4
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down, self.scale = nn.Linear(D, 12), nn.ReLU(), nn.Linear(12, D), 1.0
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x))) * self.scale
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts, self.top_k = nn.Linear(D, E), nn.ModuleList(Expert() for _ in range(E)), 2
+        self.calls = 0
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(self.top_k)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    monkeypatch.setattr(installed, "OWN_CODE_WHEN_SMALL", False)
+    torch.manual_seed(0)
+    model = nn.Sequential(Block())
+    rewritten = copy.deepcopy(model)
+    hexa_fx.optimize_(rewritten, torch.randn(20, D), hexa_fx.HexaConfig(verify=False))
+    assert rewritten.report.rewritten
+    return model, rewritten
+
+
+def fewer(block):
+    block.top_k = 1
+
+
+def an_expert_more(block):
+    block.experts.append(copy.deepcopy(block.experts[1]))
+    router = nn.Linear(D, E + 1)
+    router.weight.data[:E], router.weight.data[E] = block.router.weight.data, 3.0
+    router.bias.data.zero_()
+    block.router = router
+
+
+def an_expert_less(block):
+    del block.experts[E - 1]
+    block.router = nn.Linear(D, E - 1)
+    block.router.weight.data.fill_(0.1)
+    block.router.bias.data[:] = torch.tensor([0.1, 0.3, 0.2])
+
+
+def another_activation(block):
+    for expert in block.experts:
+        expert.act = nn.Tanh()
+
+
+def another_scale(block):
+    block.experts[2].scale = 3.0
+
+
+def a_scale_that_is_a_tensor(block):
+    block.experts[2].scale = torch.arange(D).float()
+
+
+def a_forward_of_its_own(block):
+    block.experts[0].forward = lambda x: 2 * x
+
+
+def a_hook(block):
+    block.experts[3].register_forward_hook(lambda module, args, out: 2 * out)
+
+
+EDITS = (
+    fewer,
+    an_expert_more,
+    an_expert_less,
+    another_activation,
+    another_scale,
+    a_scale_that_is_a_tensor,
+    a_forward_of_its_own,
+    a_hook,
+)
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("used", [True, False], ids=["used before", "not used before"])
+def test_an_edit_is_noticed(pair, caplog, edit, used):
+    model, rewritten = pair
+    x = torch.randn(30, D)
+    if used:
+        before = rewritten(x)
+        torch.testing.assert_close(before, model(x))
+        assert not caplog.records
+    for candidate in pair:
+        edit(candidate[0])
+    torch.testing.assert_close(rewritten(x), model(x))
+    assert not torch.allclose(model(x), before) if used else True
+    rewritten(x)
+    (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
+    assert "runs its original forward" in record.getMessage()
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_run_rewritten_and_notice_edits(pair, caplog, made):
+    model, rewritten = pair
+    x = torch.randn(30, D)
+    copied = made(rewritten)
+    torch.testing.assert_close(copied(x), model(x))
+    assert not caplog.records
+    for edit in (another_activation, fewer):
+        other = made(rewritten)
+        edit(other[0])
+        edited = copy.deepcopy(model)
+        edit(edited[0])
+        torch.testing.assert_close(other(x), edited(x))
+
+
+def test_what_the_graph_calls_may_change(pair, caplog):
+    """The router is called, so its settings are its own; new attributes mean nothing to recorded code."""
+    model, rewritten = pair
+    for candidate in pair:
+        candidate[0].router.note = "new"
+        candidate[0].note = "new"
+    x = torch.randn(30, D)
+    torch.testing.assert_close(rewritten(x), model(x))
+    assert not caplog.records
+
+
+def test_hooks_from_before_are_a_sentence():
+    model = nn.Sequential(Block())
+    model[0].experts[1].register_forward_hook(lambda module, args, out: None)
+    (block,) = hexa_fx.explain(model, torch.randn(20, D)).refused
+    assert "'experts.1' has hooks, which only its own code calls" in block.reason
+
+
+def test_functional_derivatives_are_the_originals(pair):
+    model, rewritten = pair
+    x, direction = torch.randn(30, D), torch.randn(30, D)
+    for derivative in (
+        lambda m: torch.func.jvp(m, (x,), (direction,))[1],
+        lambda m: torch.func.grad(lambda x: m(x).square().sum())(x),
+    ):
+        torch.testing.assert_close(derivative(rewritten), derivative(model))
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(rewritten(forward_ad.make_dual(x, direction))).tangent
+    torch.testing.assert_close(tangent, torch.func.jvp(model, (x,), (direction,))[1])
+
+
+def test_the_operator_has_no_forward_mode_derivative():
+    import hexa_fx.ops  # noqa: F401
+
+    w1, w2, index = torch.randn(E, 12, D), torch.randn(E, D, 12), torch.zeros(3, 1, dtype=torch.long)
+
+    def run(x):
+        return torch.ops.hexa.moe_ffn(
+            x, index, None, w1, None, None, None, w2, None, "relu", "none", [], "nk", "nk", False
+        )
+
+    with pytest.raises(InputError, match="no forward-mode derivative"):
+        torch.func.jvp(run, (torch.randn(3, D),), (torch.randn(3, D),))
