@@ -231,6 +231,7 @@ def several_sessions(rank, world):
     alive = set(lost._keepers.values()) == {keeper}
     dist.barrier()
     untouched = (list(keeper.watch.lost), list(keeper.watch.left))
+    dist.barrier()
     if rank == 1:  # the other one forgets to close
         second.close()
     else:
