@@ -103,7 +103,7 @@ def test_one_step_equals_one_process(name, strategy, capacities):
 def wrong_requests(rank, world):
     ids = torch.randint(0, 40, (4, 6))
     for strategy in ({"model.layers.7.mlp": "data"}, "expert"):
-        with pytest.raises(PlanError, match=r"model.layers.7.mlp|none of 'auto'"):
+        with pytest.raises(PlanError, match=r"model.layers.7.mlp|strategy 'expert': expected 'auto'"):
             hexa_fx.optimize_(
                 build("mixtral"), {"input_ids": ids}, mesh=mesh_of(world), strategy=strategy, capacities=None
             )

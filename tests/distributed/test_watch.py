@@ -23,7 +23,7 @@ from hexa_fx.runtime.distributed import checkpoint, collectives, lost, watch
 from hexa_fx.runtime.distributed.gradients import sync_gradients
 from hexa_fx.runtime.distributed.groups import guarded, make_groups
 
-GRACE, SETTLE = 0.4, 0.6
+GRACE, SETTLE = 0.4, 1.5
 
 
 class NeverDone:
@@ -231,6 +231,7 @@ def several_sessions(rank, world):
     alive = set(lost._keepers.values()) == {keeper}
     dist.barrier()
     untouched = (list(keeper.watch.lost), list(keeper.watch.left))
+    dist.barrier()
     if rank == 1:  # the other one forgets to close
         second.close()
     else:
@@ -299,7 +300,7 @@ def test_after_a_loss_nothing_starts_and_no_checkpoint_is_written(tmp_path):
     outcomes, written = value
     for name, (text, seconds) in outcomes.items():
         assert "ranks [1] do not answer" in text, (name, text)
-        assert seconds < 1, name
+        assert seconds < 5, name
     assert written == []
 
 
@@ -379,7 +380,7 @@ def test_a_failed_collective_names_lost_ranks_without_waiting_for_marks():
         kind, (text, seconds) = outcomes[rank]
         assert kind == "ok"
         assert "ranks [1" in text
-        assert seconds < 10
+        assert seconds < 15
 
 
 def again(rank, world, store):
