@@ -271,11 +271,12 @@ def _compared(model: nn.Module, opt: nn.Module, args: tuple[Any, ...], kwargs: d
     inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     wanting = [t for t in (*model.parameters(), *opt.parameters(), *inputs) if t.requires_grad]
     for name, step in (("forward", _forward), ("step", partial(_step, wanting=wanting))):
-        original, rewritten = _interleaved(lambda s=step: s(model, args, kwargs), lambda s=step: s(opt, args, kwargs))
+        calls = (lambda s=step: s(model, args, kwargs), lambda s=step: s(opt, args, kwargs))
+        original, rewritten, speedup = _interleaved(*calls)
         row |= {
             f"{name}_ms": round(1e3 * original, 3),
             f"{name}_rewritten_ms": round(1e3 * rewritten, 3),
-            f"{name}_speedup": round(original / rewritten, 2),
+            f"{name}_speedup": round(speedup, 2),
         }
     return row
 
@@ -296,19 +297,26 @@ def _step(
         tensor.grad = None
 
 
-def _interleaved(first: Callable[[], None], second: Callable[[], None], budget: float = 0.25) -> tuple[float, float]:
-    """Medians of both, run in turns so that a busy machine hits both alike."""
+def _interleaved(
+    first: Callable[[], None], second: Callable[[], None], budget: float = 0.5
+) -> tuple[float, float, float]:
+    """Medians of both, and of first over second in pairs that follow each other: a machine whose speed drifts hits both alike.
+
+    Every other pair runs in the opposite order.
+    """
     for call in (first, second, first, second):
         call()
-    times: tuple[list[float], list[float]] = ([], [])
+    times: dict[Callable[[], None], list[float]] = {first: [], second: []}
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    started = clock()
-    while clock() - started < budget or len(times[0]) < 5:
-        for call, into in zip((first, second), times):
+    started, order = clock(), (first, second)
+    while clock() - started < budget or len(times[first]) < 6:
+        for call in order:
             before = clock()
             call()
-            into.append(clock() - before)
-    return statistics.median(times[0]), statistics.median(times[1])
+            times[call].append(clock() - before)
+        order = order[::-1]
+    ratio = statistics.median(a / b for a, b in zip(times[first], times[second], strict=True))
+    return statistics.median(times[first]), statistics.median(times[second]), ratio
 
 
 QUESTIONS: dict[str, Callable[[], Iterator[Row]]] = {
