@@ -1,6 +1,7 @@
 #!/bin/sh
-# Everything that needs a GPU, in one command:   sh benchmarks/gpu.sh [tests | sanitize | bench | all] [pytest arguments]
+# Everything that needs a GPU, in one command:   sh benchmarks/gpu.sh [tests | multigpu | sanitize | bench | all] [pytest arguments]
 #   tests     tests/gpu; kernels build as tests need them, JOBS processes at a time (default: three quarters of the cores)
+#   multigpu  what needs two GPUs: ranks that die on NCCL, two devices in one process
 #   sanitize  a small case of each kernel (tests/gpu/test_small.py) under compute-sanitizer's memcheck and racecheck; logs to OUT.
 #             Fails on any error or hazard. Needs a driver that lets debuggers in: gVisor's does not
 #   bench     the operators alone, then whole layers; JSON to OUT (default: benchmarks/results)
@@ -33,6 +34,10 @@ sanitize() { # TOOL [pytest arguments]
 }
 
 case $what in
+multigpu)
+  # three jobs share the GPUs; the first of each worker builds kernels
+  exec python3 -m pytest tests/distributed tests/gpu -m multigpu -n 3 -q --timeout 300 -p no:cacheprovider "$@"
+  ;;
 sanitize)
   PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
   command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer on PATH; it comes with the CUDA toolkit" >&2; exit 2; }
