@@ -10,6 +10,7 @@ in rows of the tile (a weight's gradient, a sum over tokens) goes to an output o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from hexa_fx.ops import cpu
 from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up, weighted_backward
 from hexa_fx.ops.cpu import as_kn
+from hexa_fx.ops.rows import flip
 from hexa_fx.ops.tiling import Tile, Tiling
 
 _SMALL = 1 << 14
@@ -146,19 +148,26 @@ def _by_slot(slots: Tensor, shape: torch.Size, dtype: torch.dtype, rows: Tensor)
 
 def ess(tile: Tile, key: str, g: Tensor, gathered: bool, scale: Tensor | None) -> None:
     """`hexa::ess` of a tile, to the output ``key``."""
-    tiling, rows = tile.tiling, tile.rows(g, gathered)
-    y = tiling.accumulator(key, tiling.experts, g.shape[1])
-    rows = rows.to(tiling.wide) if scale is None else rows * tile.scale(scale)
-    for (e, _, _), part, _ in cpu.split(tile.groups, rows, rows) if tile.groups else ():
-        torch.sum(part, 0, out=y[e])
+    y = tile.tiling.accumulator(key, tile.tiling.experts, g.shape[1])
+    for e, rows in _by_expert(tile, g, gathered, scale):
+        torch.sum(rows, 0, out=y[e])
 
 
 def ess_add(tile: Tile, into: Tensor, g: Tensor, gathered: bool, scale: Tensor | None) -> None:
     """`hexa::ess_add` of a tile."""
-    rows = tile.rows(g, gathered)
-    rows = rows.to(tile.tiling.wide) if scale is None else rows * tile.scale(scale)
+    for e, rows in _by_expert(tile, g, gathered, scale):
+        into[e].add_(rows.sum(0))
+
+
+def _by_expert(tile: Tile, g: Tensor, gathered: bool, scale: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+    """The experts of the tile that have rows, each with its own, scaled and in the accumulators' dtype."""
+    rows = _scaled(tile, tile.rows(g, gathered), scale)
     for (e, _, _), part, _ in cpu.split(tile.groups, rows, rows) if tile.groups else ():
-        into[e].add_(part.sum(0))
+        yield e, part
+
+
+def _scaled(tile: Tile, rows: Tensor, scale: Tensor | None) -> Tensor:
+    return rows.to(tile.tiling.wide) if scale is None else rows * tile.scale(scale)
 
 
 def estmm(tile: Tile, key: str, x: Tensor, g: Tensor, x_gathered: bool, g_gathered: bool, layout: str) -> None:
@@ -224,7 +233,7 @@ def esfk(
     estmm(tile, dw_key, x, g, gathered, False, layout)
     if db_key is not None:
         ess(tile, db_key, g, False, None)
-    return _project(tile, g, as_kn(weight, "kn" if layout == "nk" else "nk"), None)
+    return _input_gradient(tile, g, weight, layout)
 
 
 def esfk_add(
@@ -241,7 +250,12 @@ def esfk_add(
     estmm_add(tile, into, x, g, gathered, False, layout)
     if into_bias is not None:
         ess_add(tile, into_bias, g, False, None)
-    return _project(tile, g, as_kn(weight, "kn" if layout == "nk" else "nk"), None)
+    return _input_gradient(tile, g, weight, layout)
+
+
+def _input_gradient(tile: Tile, g: Tensor, weight: Tensor, layout: str) -> Tensor:
+    """dx (rows, K): g times the transposed weight."""
+    return _project(tile, g, as_kn(weight, flip(layout)), None)
 
 
 def combine(tile: Tile, key: str, y: Tensor, top_k_weights: Tensor | None, by_slot: bool) -> None:
@@ -250,5 +264,4 @@ def combine(tile: Tile, key: str, y: Tensor, top_k_weights: Tensor | None, by_sl
     index, count = (tiling.slots, tiling.n) if by_slot else (tiling.token, tiling.tokens)
     assert index is not None
     out = tiling.accumulator(key, count, y.shape[1])
-    y = y.to(tiling.wide) if top_k_weights is None else y * tile.scale(top_k_weights)
-    out.index_add_(0, tile.part(index), y)
+    out.index_add_(0, tile.part(index), _scaled(tile, y, top_k_weights))

@@ -5,10 +5,6 @@ The choice looks at shapes, strides and types only. Arguments and results are th
 
 from __future__ import annotations
 
-import logging
-from functools import cache
-
-import torch
 from torch import Tensor
 
 from hexa_fx.codegen.heuristics import row_bucket
@@ -16,10 +12,8 @@ from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.runtime import cuda_gemm_sm80 as sm80
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
-from hexa_fx.runtime.cuda_launch import Into, aligned, arch, collecting, cuda_kernel, family_arch
-from hexa_fx.runtime.cuda_rows import activate_backward, ess, ess_add
-
-log = logging.getLogger(__name__)
+from hexa_fx.runtime.cuda_launch import Into, aligned, arch, cuda_kernel, family_arch
+from hexa_fx.runtime.cuda_rows import activate_backward, ess, ess_add, settle, substitute
 
 DECODE_BUCKET = 4
 """Up to 2^4 rows an expert a product only streams weights: the 16-row tiles of gemm_sm80 waste least there."""
@@ -126,8 +120,7 @@ def esfk(
     if not _few_rows(g, None, offs) and weight.numel():
         dx, dw, db = sm80.esfk(x, g, weight, x_index, offs, top_k, layout, has_bias)
         return dx, dw, g.new_empty(0) if db is None else db
-    stored, transposed = as_stored(weight, "kn" if layout == "nk" else "nk")
-    dx = sm80.esmm(g, stored, None, None, offs, 1, transposed)
+    dx = _input_gradient(g, weight, offs, layout)
     dw = sm80.estmm(x, g, x_index, None, offs, top_k, layout)
     return dx, dw, ess(g, None, offs, 1, None) if has_bias else g.new_empty(0)
 
@@ -148,7 +141,7 @@ def estmm_add(
     held, as_layout = _held(into, layout, hopper)
     family = sm90 if hopper else sm80
     family.estmm(x, g, x_index, g_index, offs, top_k, as_layout, into=held)
-    _settle(into, held)
+    settle(into, held)
 
 
 @cuda_kernel("esfk_add")
@@ -166,8 +159,7 @@ def esfk_add(
     """See hexa_fx.ops.adding. As esfk."""
     fits = _hopper(offs, (x.shape[1], g.shape[1]), x, g, weight)
     if not weight.numel() or (_few_rows(g, None, offs) and not fits):
-        stored, transposed = as_stored(weight, "kn" if layout == "nk" else "nk")
-        rows = sm80.esmm(g, stored, None, None, offs, 1, transposed)
+        rows = _input_gradient(g, weight, offs, layout)
         estmm_add(into, x, g, x_index, None, offs, top_k, layout)
         if into_bias is not None:
             ess_add(into_bias, g, None, offs, 1, None)
@@ -176,9 +168,15 @@ def esfk_add(
     bias = _held_bias(into_bias)
     family, target = sm90 if fits else sm80, Into(held, as_layout, bias)
     dx: Tensor = family.esfk(x, g, weight, x_index, offs, top_k, layout, bias is not None, into=target)[0]
-    _settle(into, held)
-    _settle(into_bias, bias)
+    settle(into, held)
+    settle(into_bias, bias)
     return dx
+
+
+def _input_gradient(g: Tensor, weight: Tensor, offs: Tensor, layout: Layout) -> Tensor:
+    """dX rows, by a launch of their own."""
+    stored, transposed = as_stored(weight, "kn" if layout == "nk" else "nk")
+    return sm80.esmm(g, stored, None, None, offs, 1, transposed)
 
 
 def as_stored(weight: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
@@ -196,28 +194,11 @@ def _held(into: Tensor, layout: Layout, on_hopper: bool) -> tuple[Tensor, Layout
     nested = step == 1 and by_row >= columns and by_expert >= rows * by_row
     if nested and (aligned(stored) or not on_hopper):
         return stored, as_layout
-    _say_once(tuple(into.shape), into.stride())
-    return torch.zeros_like(into, memory_format=torch.contiguous_format), layout
+    return substitute(into), layout
 
 
 def _held_bias(into: Tensor | None) -> Tensor | None:
-    if into is None or (into.is_contiguous() and aligned(into)):
-        return into
-    _say_once(tuple(into.shape), into.stride())
-    return torch.zeros_like(into, memory_format=torch.contiguous_format)
-
-
-def _settle(into: Tensor | None, held: Tensor | None) -> None:
-    """Adds what a kernel could not add itself."""
-    if into is not None and held is not None and held.data_ptr() != into.data_ptr() and not collecting():
-        into.add_(held)
-
-
-@cache
-def _say_once(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    log.warning(
-        "a gradient buffer %s with strides %s fits no kernel; torch adds to it, of a second one", shape, strides
-    )
+    return into if into is None or (into.is_contiguous() and aligned(into)) else substitute(into)
 
 
 def _few_rows(x: Tensor, v: Tensor | None, offs: Tensor) -> bool:

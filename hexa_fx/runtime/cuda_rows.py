@@ -5,7 +5,9 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -33,6 +35,8 @@ from hexa_fx.runtime.cuda_launch import (
     launch,
     plan,
 )
+
+log = logging.getLogger(__name__)
 
 ID_TYPES = {
     torch.int64: "long long",
@@ -131,10 +135,28 @@ def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | N
 @cuda_kernel("ess_add")
 def ess_add(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
     """The same, added to what is there."""
-    held = into if into.is_contiguous() else torch.zeros_like(into, memory_format=torch.contiguous_format)
+    held = into if into.is_contiguous() else substitute(into)
     _sum_rows(held, True, g, v, offs, top_k, scale)
-    if held is not into and not collecting():
+    settle(into, held)
+
+
+def substitute(into: Tensor) -> Tensor:
+    """Zeros for a kernel to add to, where none knows the strides of a gradient buffer. Logged once; see `settle`."""
+    _say_once(tuple(into.shape), into.stride())
+    return torch.zeros_like(into, memory_format=torch.contiguous_format)
+
+
+def settle(into: Tensor | None, held: Tensor | None) -> None:
+    """Adds what a kernel could not add itself."""
+    if into is not None and held is not None and held.data_ptr() != into.data_ptr() and not collecting():
         into.add_(held)
+
+
+@cache
+def _say_once(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    log.warning(
+        "a gradient buffer %s with strides %s fits no kernel; torch adds to it, of a second one", shape, strides
+    )
 
 
 def _sum_rows(

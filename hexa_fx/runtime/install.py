@@ -25,7 +25,7 @@ from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
-from hexa_fx.runtime.unchanged import Unchanged
+from hexa_fx.runtime.unchanged import Unchanged, called_in
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,8 @@ class HexaForward:
         self._own_original = original
         self._logged: set[str] = set()
         self._missed_sizes: tuple[Any, ...] | None = None
-        self.unchanged = Unchanged(module, _called(train, eval), (*self.stored[True], *self.stored[False]))
+        called = called_in(*(block.graph for block in (train, eval) if block))
+        self.unchanged = Unchanged(module, called, (*self.stored[True], *self.stored[False]))
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:
@@ -251,12 +252,6 @@ def is_installed(block: nn.Module) -> bool:
 
 def _program(rewritten: RewrittenBlock | None) -> Program | None:
     return None if rewritten is None else Program.of(rewritten.graph, rewritten.path)
-
-
-def _called(*blocks: RewrittenBlock | None) -> set[str]:
-    """Paths of the submodules that the graphs call."""
-    nodes = (node for rewritten in blocks if rewritten for node in rewritten.graph.nodes)
-    return {str(node.target) for node in nodes if node.op == "call_module"}
 
 
 def _packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:

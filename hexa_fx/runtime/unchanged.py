@@ -128,9 +128,13 @@ class Unchanged:
 
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
     """Path of a module that has hooks and that the graph reads instead of calling; empty if there is none."""
-    called = frozenset(str(node.target) for node in graph.nodes if node.op == "call_module")
-    inner = ((path, module) for path, module in _read(block, "", called) if path)
+    inner = ((path, module) for path, module in _read(block, "", called_in(graph)) if path)
     return next((path for path, module in inner if any(getattr(module, hooks) for hooks in _HOOKS)), "")
+
+
+def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:
+    """Paths of the submodules that the graphs call."""
+    return frozenset(str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module")
 
 
 def _length(container: nn.Module) -> int:

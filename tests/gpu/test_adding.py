@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.ir import FfnSpec
-from hexa_fx.runtime import cuda_gemm, cuda_launch
+from hexa_fx.runtime import cuda_launch, cuda_rows
 from tests.gpu.cases import ROUTINGS, Routing, make_routing, randn, reference_esmm, reference_estmm, row_error
 from tests.gpu.test_moe_ffn import SPECS, TOLERANCE, E, Expert, K, T
 
@@ -83,7 +83,7 @@ def test_micro_batches_add_up(family: str, dtype: torch.dtype, side: str, layout
 )
 def test_esfk_adds(family: str, layout: str, stored: str, bias: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Buffers as they lie; those that no kernel knows, through a second one, which is said."""
-    cuda_gemm._say_once.cache_clear()
+    cuda_rows._say_once.cache_clear()
     e, rows, columns = size(layout)
     into = torch.zeros(e, rows, columns, device="cuda")
     if stored == "transposed":

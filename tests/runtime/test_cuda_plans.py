@@ -204,7 +204,7 @@ def test_sliced_rows_keep_their_stride_and_other_strides_take_a_second_buffer(
 ) -> None:
     v, offs = routing()
     x, g = torch.randn(T, D, dtype=torch.bfloat16), torch.randn(T * K, N, dtype=torch.bfloat16)
-    cuda_gemm._say_once.cache_clear()
+    cuda_rows._say_once.cache_clear()
     sliced = torch.zeros(E, N, 2 * D)[..., :D]
     cuda_gemm.estmm_add(sliced, x, g, v, None, offs, K, "nk")
     assert recorder[0].values[5] == sliced.data_ptr()
