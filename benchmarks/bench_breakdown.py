@@ -117,11 +117,12 @@ def in_a_row(found: dict[str, tuple[Run, str]], names: Sequence[str]) -> Run:
 
 
 def rested(run: Run, calls: int = 5, pause_s: float = 0.03) -> float:
-    """Median milliseconds of a call that follows a pause."""
+    """Median milliseconds of a call that follows a pause. The host queues it while the device waits out a delay."""
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
     for first, last in pairs:
         torch.cuda.synchronize()
         time.sleep(pause_s)
+        torch.cuda._sleep(2_000_000)  # clock cycles, about a millisecond
         first.record()
         run()
         last.record()
@@ -140,7 +141,7 @@ def main() -> None:
         torch.manual_seed(0)
         found = launches(SHAPES[name])
         cuda_launch.prebuild(lambda f=found: [run() for each, (run, _) in f.items() if not each.startswith("dense")])
-        times = medians({each: run for each, (run, _) in found.items()}, 5, warm_s=0.1)
+        times = medians({each: run for each, (run, _) in found.items()}, 5, warm_s=0.1, turns=2)
         times["dense dX + dW1"] = times["dense dX"] + times["dense dW1"]
         total = sum(times[f"dense {part}"] for part in PRODUCTS)
         print(f"-- {name}, dense forward + backward {total:.3f} ms", flush=True)
