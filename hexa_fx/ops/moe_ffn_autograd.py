@@ -132,13 +132,13 @@ def plain(*args: Any) -> Any:
     """``hexa::moe_ffn`` with autograd where nothing but autograd is to see it."""
     args = args if len(args) == _ARGUMENTS else (*args, True)
     training = is_grad_enabled() and _any_requires_grad(*args)
+    if _on_cuda and not training and args[0].is_cuda:
+        return _on_cuda[-1](_inference, *args)
     found = _try_dense(args)
     if found is not None:
         return _Dense.apply(found, *args) if training else found[0]
     if training:
         return _ByExpertOrder.apply(True, *args)
-    if _on_cuda and args[0].is_cuda:
-        return _on_cuda[-1](_inference, *args)
     return _inference(*args)
 
 
