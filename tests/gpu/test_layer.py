@@ -128,7 +128,9 @@ def test_the_same_bits_as_the_general_path(case: str, poison: bool, monkeypatch:
         assert not want.isnan().any()
 
 
-def test_grad_modes_decide_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("poison", [True, False])
+def test_grad_modes_decide_as_ever(poison: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = poison
     layer = Layer()
     layer.record()
     calls, want = replays(monkeypatch), layer.general()

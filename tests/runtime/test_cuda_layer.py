@@ -23,7 +23,7 @@ from hexa_fx.jit.driver import Driver
 from hexa_fx.ops import library
 from hexa_fx.ops.moe_ffn import check
 from hexa_fx.ops.program import programs
-from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_layer, cuda_plans_sm80, cuda_record, cuda_rows
+from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_layer, cuda_plans_sm80, cuda_record, cuda_replay, cuda_rows
 
 T, K, E, D, H = 3, 2, 5, 16, 24
 
@@ -108,6 +108,7 @@ def cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cards]:
         monkeypatch.setattr(module, "arch", lambda device: 90)
     for module in (cuda_gemm, cuda_plans_sm80):
         monkeypatch.setattr(module, "family_arch", lambda device: 80)
+    monkeypatch.setattr(cuda_replay, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     cuda_launch.forget_plans()
     yield cards
     cuda_launch.forget_plans()
@@ -456,6 +457,18 @@ def test_a_refused_launch_goes_back_to_the_general_path_which_says_so(
     cards.fail.clear()
     cards.run(args)
     assert cards.general == 4  # for good
+
+
+def test_memory_is_filled_where_torch_fills_it(cards: Cards) -> None:
+    args = arguments()
+    for _ in range(2):
+        cards.run(args)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert cards.run(args).isnan().all()  # these kernels write nothing
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert cards.general == 2
 
 
 def test_what_another_thread_launches_meanwhile_is_not_written_down(cards: Cards) -> None:
