@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._C import _AutoDispatchBelowAutograd
-from torch._C._distributed_c10d import _register_work
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, _register_work
 
 from hexa_fx.runtime.distributed import lost
 from hexa_fx.runtime.distributed.groups import guarded
@@ -69,28 +69,32 @@ def wait(x: Tensor) -> Tensor:
 
 def all_gather_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
     """Rows of all ranks, in rank order: (sizes[rank], ...) -> (sum(sizes), ...). Pending until waited for."""
-    result: Tensor = _Gather.apply(x, sizes, group)
-    return result
+    if is_grad_enabled() and x.requires_grad:
+        return _Gather.apply(x, sizes, group)  # type: ignore[no-any-return]
+    out = x.new_empty((sum(sizes), *x.shape[1:]))
+    return _pending(out, start_gather(out, x, sizes, group))
 
 
 def reduce_scatter_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
     """Sum over ranks, each rank keeping its rows: (sum(sizes), ...) -> (sizes[rank], ...). Pending until waited for."""
-    result: Tensor = _Scatter.apply(x, sizes, group)
-    return result
+    if is_grad_enabled() and x.requires_grad:
+        return _Scatter.apply(x, sizes, group)  # type: ignore[no-any-return]
+    return _pending(*start_scatter(x, sizes, group))
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
     """Sum over ranks, on all ranks. Pending until waited for."""
-    result: Tensor = _Reduce.apply(x, group)
-    return result
+    if is_grad_enabled() and x.requires_grad:
+        return _Reduce.apply(x, group)  # type: ignore[no-any-return]
+    out = x.clone(memory_format=torch.contiguous_format)
+    return _pending(out, [lost.keep(group, dist.all_reduce(out, group=_group(group), async_op=True))])
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
-        out = x.new_empty((sum(sizes), *x.shape[1:]))
-        return _pending(out, start_gather(out, x, sizes, group))
+        return all_gather_v(x, sizes, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -102,7 +106,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
-        return _pending(*start_scatter(x, sizes, group))
+        return reduce_scatter_v(x, sizes, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -114,8 +118,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
-        out = x.clone(memory_format=torch.contiguous_format)
-        return _pending(out, [lost.keep(group, dist.all_reduce(out, group=_group(group), async_op=True))])
+        return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -139,10 +142,11 @@ def finish(works: Works) -> None:
 
 
 def start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> Works:
-    """Starts `all_gather_v` into a given (sum(sizes), ...) tensor."""
+    """Starts `all_gather_v` into a given (sum(sizes), ...) tensor, of which ``x`` may be this rank's rows."""
     pg = _group(group)
     rank = pg.rank()
-    _check_rows("all_gather_v", x, sizes[rank], sizes)
+    if x.shape[0] != sizes[rank]:
+        raise _wrong_rows("all_gather_v", x, sizes[rank], sizes)
     if _traffic:
         _count("all_gather_v", (sum(sizes) - sizes[rank]) * _row_bytes(x))
     return [lost.keep(group, work) for work in _gather(out, x.contiguous(), sizes, pg, rank)]
@@ -159,7 +163,8 @@ def start_scatter(x: Tensor, sizes: Sequence[int], group: str) -> tuple[Tensor, 
     """Starts `reduce_scatter_v`: the result, and what to wait for."""
     pg = _group(group)
     rank = pg.rank()
-    _check_rows("reduce_scatter_v", x, sum(sizes), sizes)
+    if x.shape[0] != sum(sizes):
+        raise _wrong_rows("reduce_scatter_v", x, sum(sizes), sizes)
     if _traffic:
         _count("reduce_scatter_v", (len(sizes) - 1) * sizes[rank] * _row_bytes(x))
     out = x.new_empty((sizes[rank], *x.shape[1:]))
@@ -180,31 +185,34 @@ def _group(name: str) -> Any:
     return _resolve_process_group(name)
 
 
-def _check_rows(name: str, x: Tensor, rows: int, sizes: Sequence[int]) -> None:
+def _wrong_rows(name: str, x: Tensor, rows: int, sizes: Sequence[int]) -> ValueError:
     # torch's own collectives would hang, abort the process or finish with wrong data here, depending on the backend
-    if x.shape[0] != rows:
-        raise ValueError(f"{name}: this rank has {x.shape[0]} rows, sizes {list(sizes)} promise {rows}")
+    return ValueError(f"{name}: this rank has {x.shape[0]} rows, sizes {list(sizes)} promise {rows}")
 
 
-# torch 2.13 renames the two; 2.11 knows only the old names.
+# torch 2.13 renames it; 2.11 knows only the old name.
 gather_even = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_even = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# What torch.distributed's functions of these names call, without their checks of types and groups.
+_GATHER, _SCATTER = AllgatherOptions(), ReduceScatterOptions()
+_GATHER.asyncOp = _SCATTER.asyncOp = True
 
 
 def _gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: Any, rank: int) -> Works:
     if _is_even(sizes):
-        return [gather_even(out, x, group=group, async_op=True)]
+        return [group._allgather_base(out, x, _GATHER)]
     parts = list(out.split(list(sizes)))
     if _is_nccl(group, x.device):
         return [dist.all_gather(parts, x, group=group, async_op=True)]
-    parts[rank].copy_(x)
+    if parts[rank].data_ptr() != x.data_ptr():
+        parts[rank].copy_(x)
     owners = [dist.get_global_rank(group, i) for i in range(len(sizes))]
     return [dist.broadcast(p, o, group=group, async_op=True) for p, o in zip(parts, owners) if p.numel()]
 
 
 def _scatter(out: Tensor, x: Tensor, sizes: Sequence[int], group: Any) -> Works:
     if _is_even(sizes):
-        return [_scatter_even(out, x, group=group, async_op=True)]
+        return [group._reduce_scatter_base(out, x, _SCATTER)]
     if _is_nccl(group, x.device):
         return [dist.reduce_scatter(out, list(x.split(list(sizes))), group=group, async_op=True)]
     world, mine = len(sizes), out.shape[0]

@@ -95,8 +95,12 @@ class Geometry:
     def pack(self, weights: Weights, channels: int, dtype: torch.dtype) -> Tensor:
         """Local slices (or gradients of them) -> (channels, row). Missing ones are zeros."""
         rows = self._empty_rows(_some(weights), channels, dtype)
-        _fill(self._stored_as(rows), self._in_halves(weights, channels))
+        self.packing(rows, weights).run()
         return rows
+
+    def packing(self, rows: Tensor, weights: Weights) -> Copies:
+        """The copies that `pack` makes, into given rows. Padding stays as it is. Valid while the tensors stay where they are."""
+        return Copies.between(self._stored_as(rows), self._in_halves(weights, rows.shape[0]))
 
     def views(self, rows: Tensor) -> Weights:
         """(channels, row) -> weights of a split or ungated expert, layout1 ``nk``, layout2 ``kn``. No copy."""
@@ -115,19 +119,19 @@ class Geometry:
     def unpack(self, rows: Tensor, dtype: torch.dtype, wanted: Sequence[bool] = (True,) * len(ROLES)) -> Weights:
         """(channels, row) -> contiguous local slices in the user's layout; None for roles that are not wanted."""
         channels = rows.shape[0]
-        stored = self._stored_as(rows)
-        w1, b1, w3, b3, w2 = (
-            rows.new_empty(self._local_size(role, channels), dtype=dtype) if there is not None and want else None
-            for role, there, want in zip(ROLES, stored, wanted)
-        )
+        stored, sizes = self._stored_as(rows), self._local_sizes(channels)
+        w1, b1, w3, b3, w2 = [
+            rows.new_empty(size, dtype=dtype) if there is not None and want else None
+            for size, there, want in zip(sizes, stored, wanted)
+        ]
         weights = w1, b1, w3, b3, w2
-        _copy(self._in_halves(weights, channels), stored)
+        Copies.between(self._in_halves(weights, channels), stored).run()
         return weights
 
     def view_grads(self, grads: Weights, dtype: torch.dtype) -> Tensor:
         """Gradients of `views` -> (I, row). Missing ones are zeros."""
         rows = self._empty_rows(_some(grads), self.shape.intermediate_size, dtype)
-        _fill(self.views(rows), grads)
+        Copies.between(self.views(rows), grads).run()
         return rows
 
     def _empty_rows(self, like: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
@@ -145,7 +149,7 @@ class Geometry:
         bias = down + width
         return 0, bias if self.bias else None, up, bias + experts if self.bias and self.gated else None, down
 
-    @property
+    @functools.cached_property
     def _joined(self) -> bool:
         """Whether gate and up are halves of one weight of the user's, so that one copy takes both."""
         return self.glu in ("concat", "interleaved")
@@ -178,25 +182,47 @@ class Geometry:
             return joined.view(experts, 2, channels, *width)
         return joined.view(experts, channels, 2, *width).transpose(1, 2)
 
-    def _local_size(self, role: str, channels: int) -> tuple[int, ...]:
-        """Shape of a rank's slice of a role."""
-        size = [self.shape.num_experts, *[self.shape.hidden_size] * (1 if role in ("b1", "b3") else 2)]
-        size[self.dim(role)] = 2 * channels if self._joined and role in ("w1", "b1") else channels
-        return tuple(size)
+    def _local_sizes(self, channels: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a rank's slices, by role."""
+        experts, width = self.shape.num_experts, self.shape.hidden_size
+        wide = 2 * channels if self._joined else channels
+        w1, w3, w2 = (experts, wide, width), (experts, channels, width), (experts, channels, width)
+        if self.layout1 == "kn":
+            w1, w3 = (experts, width, wide), (experts, width, channels)
+        if self.layout2 == "nk":
+            w2 = (experts, width, channels)
+        return w1, (experts, wide), w3, (experts, channels), w2
 
 
-def _fill(targets: Weights, sources: Weights) -> None:
-    for target, source in zip(targets, sources):
-        if target is not None and source is None:
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Copies made in one call: a call from Python takes the host as long as a small copy takes the device.
+
+    Args:
+        targets, sources: of the copies. missing: targets without a source, which become zero.
+    """
+
+    targets: list[Tensor]
+    sources: list[Tensor]
+    missing: list[Tensor]
+
+    @classmethod
+    def between(cls, targets: Weights, sources: Weights) -> Copies:
+        """Of what both have; a source without a target is left out."""
+        found = cls([], [], [])
+        for target, source in zip(targets, sources):
+            if target is not None and source is not None:
+                found.targets.append(target)
+                found.sources.append(source)
+            elif target is not None:
+                found.missing.append(target)
+        return found
+
+    def run(self) -> None:
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
+        for target in self.missing:
             target.zero_()
-    _copy(targets, sources)
-
-
-def _copy(targets: Weights, sources: Weights) -> None:
-    """Copies what both have, in one call: a call from Python takes the host as long as a small copy takes the device."""
-    pairs = [(t, s) for t, s in zip(targets, sources) if t is not None and s is not None]
-    if pairs:
-        torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs])
 
 
 def _oriented(tensor: Tensor | None, as_stored: bool) -> Tensor | None:

@@ -146,7 +146,7 @@ def cache_gather(
     if not is_grad_enabled():
         return active.geometry(layer).views(cache.fetch(layer))
     cache.check_bound()
-    result: Weights = _CacheGather.apply(*weights, active, layer, shards, source)
+    result: Weights = _CacheGather.apply(*weights, (active, layer, shards, source))
     cache.hook()
     return result
 
@@ -154,7 +154,7 @@ def cache_gather(
 class _CacheGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        session, layer, shards, source = args[5:]
+        session, layer, shards, source = args[5]
         ctx.session, ctx.layer, ctx.shards, ctx.source, ctx.dtype = session, layer, shards, source, args[0].dtype
         ctx.set_materialize_grads(False)
         return session.geometry(layer).views(session.cache.fetch(layer))
@@ -177,9 +177,9 @@ class _CacheGather(torch.autograd.Function):
                 return geometry.unpack(own, dtype, needs)
 
             if not can_defer(ctx, source.targets):
-                return *local(), *(None,) * 4
+                return *local(), None
             reductions.defer(ctx.layer, lambda: _deliver(source.targets, local()))
-            return (None,) * 9
+            return (None,) * 6
 
 
 def _deliver(targets: Sequence[Destination | None], grads: Sequence[Tensor | None]) -> None:

@@ -32,7 +32,7 @@ from hexa_fx.errors import PlanError
 from hexa_fx.runtime.distributed.collectives import fill_slot
 from hexa_fx.runtime.distributed.geometry import Weights
 from hexa_fx.runtime.distributed.groups import Groups, guarded
-from hexa_fx.runtime.distributed.slots import CachedLayer, SavedSlot, Slot, Source, slot_of
+from hexa_fx.runtime.distributed.slots import CachedLayer, Place, SavedSlot, Slot, Source, slot_of
 
 _optimizer_steps = 0
 
@@ -73,6 +73,7 @@ class SharedCache:
         self._largest = [_largest(self.layers[i :: len(self._slots)]) for i in range(len(self._slots))]
         self._index = {layer.path: i for i, layer in enumerate(self.layers)}
         self._sources: dict[int, Source] = {}
+        self._places: dict[int, Place] = {}
         self._pass = 0
         self._last = -1
         self._guards = tuple(guarded(f"the gather for the backward of {layer.path!r}", groups) for layer in self.layers)
@@ -167,6 +168,7 @@ class SharedCache:
         """Forget everything gathered. Call on all ranks after changing weights by other means than an optimizer."""
         self.drain()
         self._sources.clear()
+        self._places.clear()
         self._pass += 1
         self._last = -1
         for slot in self._slots:
@@ -248,19 +250,28 @@ class SharedCache:
         slot.prefetched = True
 
     def _fill(self, index: int) -> None:
-        layer, slot = self.layers[index], self._slot(index)
-        source = self._sources[index]
-        dtype = source.dtype
+        if torch.is_inference_mode_enabled():  # slots are used outside of it too
+            with torch.inference_mode(False):
+                self._fill(index)
+            return
+        layer, slot, source = self.layers[index], self._slot(index), self._sources[index]
         slot.arrive()
-        with torch.no_grad(), torch.inference_mode(False):
-            rows = layer.geometry.pack(source.weights, layer.shards[self.groups.rank], dtype)
-            largest = self._largest[index % len(self._slots)] * dtype.itemsize
-            size = layer.geometry.shape.intermediate_size
-            slot.matrix = slot.rows(size, layer.geometry.row, dtype, rows.device, largest)
-            slot.works = fill_slot(slot.matrix, rows, layer.shards, self.groups.gather_name)
-        slot.index, slot.dtype, slot.versions = index, dtype, source.versions
+        place = self._place(index)
+        slot.index = -1  # should the gather not start
+        place.packing.run()
+        slot.works = fill_slot(place.matrix, place.own, layer.shards, self.groups.gather_name)
+        slot.index, slot.matrix, slot.dtype, slot.versions = index, place.matrix, source.dtype, source.versions
         slot.epoch, slot.busy, slot.prefetched = self._epoch, False, False
         self.gathers += 1
+
+    def _place(self, index: int) -> Place:
+        layer, slot, source = self.layers[index], self._slot(index), self._sources[index]
+        geometry, largest = layer.geometry, self._largest[index % len(self._slots)]
+        matrix = slot.rows(geometry.shape.intermediate_size, geometry.row, source.dtype, source.device, largest)
+        known = self._places.get(index)
+        if known is None or known.source is not source or known.matrix is not matrix:
+            known = self._places[index] = Place.of(source, matrix, layer, self.groups.rank)
+        return known
 
     # --- guards ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hexa_fx.runtime.distributed.collectives import Works, finish
-from hexa_fx.runtime.distributed.geometry import Geometry, Weights
+from hexa_fx.runtime.distributed.geometry import Copies, Geometry, Weights
 from hexa_fx.runtime.distributed.reductions import Destination, destinations
 
 _version = attrgetter("_version")
@@ -75,9 +75,27 @@ class Source:
         )
 
     @property
+    def device(self) -> torch.device:
+        return next(w for w in self.weights if w is not None).device
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """Which values these are. ``.data = ...`` leaves a version as it is, so where they lie counts too."""
         return *map(_version, self.parameters), *map(Tensor.data_ptr, self.parameters)
+
+
+class Place(NamedTuple):
+    """Where a layer's rows are in its slot, and the copies that bring this rank's own there."""
+
+    source: Source
+    matrix: Tensor
+    own: Tensor
+    packing: Copies
+
+    @classmethod
+    def of(cls, source: Source, matrix: Tensor, layer: CachedLayer, rank: int) -> Place:
+        own = matrix.narrow(0, sum(layer.shards[:rank]), layer.shards[rank])
+        return cls(source, matrix, own, layer.geometry.packing(own, source.weights))
 
 
 @dataclass
@@ -102,11 +120,11 @@ class Slot:
     busy: bool = False
     _rows: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def rows(self, size: int, row: int, dtype: torch.dtype, device: torch.device, nbytes: int) -> Tensor:
-        """The (size, row) matrix in the buffer, which is made with ``nbytes`` bytes where there is none that is large enough."""
+    def rows(self, size: int, row: int, dtype: torch.dtype, device: torch.device, largest: int) -> Tensor:
+        """The (size, row) matrix in the buffer, which is made for ``largest`` elements where there is none that is large enough."""
         used = size * row * dtype.itemsize
         if self.buffer is None or self.buffer.device != device or self.buffer.numel() < used:
-            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self.buffer = torch.empty(largest * dtype.itemsize, dtype=torch.uint8, device=device)
             self.place = self.buffer.data_ptr()
             self._rows.clear()
         key = size, row, dtype
