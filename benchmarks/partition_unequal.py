@@ -139,15 +139,19 @@ def unequal(
             "weighted": costs,
             "proportional to t_i": DeviceCosts.proportional(costs.seconds),
             "proportional to time alone": DeviceCosts.proportional(alone),
+            "weighted, steps not counted": costs,
         }
         for kind in ("data", "model"):
             times = {}
             for split, known in splits.items():
+                step = 1 if "not counted" in split else KERNEL_STEP
+                if kind == "data" and step == 1:
+                    continue
                 if kind == "data":
                     sizes = tuple(length * b for b in batch_shares(known, tokens // length, tokens))
                     run = work(shape, sizes[rank], shape.intermediate_size, device, dtype, stream)
                 else:
-                    sizes = known.by_channels.split(shape.intermediate_size, tile=tile(shape), step=KERNEL_STEP)
+                    sizes = known.by_channels.split(shape.intermediate_size, tile=tile(shape), step=step)
                     run = work(shape, tokens, sizes[rank], device, dtype, stream)
                 each = _each(run, device, seconds)
                 times[split] = max(each)
