@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 2 benchmarks/partition_host.py --out host.json      # CUDA, NCCL: Swin layers, which are short
 
 On the CPU nothing is computed and nothing travels to speak of, so the time is the host's; *local* is the same model without a
-partition, and what a mode takes longer is its own. Forward and backward apart; the lower quartile of many steps, modes in turn.
+partition, and what a mode takes longer is its own. Forward and backward apart, CPU time; the lower quartile of many steps, modes
+in turn.
 On GPUs: steps of few tokens, which last as long as the host takes to launch them, and the traces of bench_partition.py's overlap.
 """
 
@@ -58,11 +59,11 @@ def _model(mode: str) -> tuple[Stack, Any]:
 
 def _step(model: Stack, x: torch.Tensor) -> tuple[float, float]:
     model.zero_grad(set_to_none=True)
-    start = time.perf_counter()
+    start = time.process_time()
     loss = model(x).float().sum().mul(1e-3)
-    middle = time.perf_counter()
+    middle = time.process_time()
     loss.backward()
-    return middle - start, time.perf_counter() - middle
+    return middle - start, time.process_time() - middle
 
 
 def devices() -> Iterator[Record]:
