@@ -120,6 +120,45 @@ def test_gathered_weights_are_never_saved_unseen():
         assert "inplace" in text
 
 
+def failing_experts(rank, world, plan):
+    """An error between a layer's gather and the end of its experts, where autograd saves what they need."""
+    model = Net(TWO)
+    cache = install(model, plan).session.cache
+    x, _ = batch(sum(plan.batch))
+    pack, cache._pack = cache._pack, fail
+    with pytest.raises(ValueError, match="on purpose"):
+        model(x)
+    cache._pack = pack
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def fail(*_, **__):
+    raise ValueError("on purpose")
+
+
+def test_hooks_end_with_a_layer_that_fails():
+    assert run(1, failing_experts, make_plan(1, "even", MODES["data"][:2], TWO)) == [None]
+
+
+def failing_gather(rank, world, plan):
+    """A gather that does not start, after this rank's rows were packed over those of the layer in the slot."""
+    model, whole = Net(TWO), Net(TWO)
+    installed = install(model, plan)
+    x, target = batch(sum(plan.batch))
+    loss = loss_sum(model(x), target)
+    start_gather, shared_cache.fill_slot = shared_cache.fill_slot, fail
+    with pytest.raises(ValueError, match="on purpose"):
+        installed.session.cache._fill(0)
+    shared_cache.fill_slot = start_gather
+    loss.backward()
+    loss_sum(whole(x), target).backward()
+    return largest(gradient_pairs(model, whole, installed))
+
+
+def test_a_gather_that_failed_is_not_used():
+    assert run(1, failing_gather, make_plan(1, "even", MODES["data"][:2], TWO, slots=1))[0] < 1e-10
+
+
 def changed_between(rank, world, plan):
     model = Net(TWO)
     install(model, plan)
