@@ -4,7 +4,8 @@
 
 Each runs alone for a while at its own sustained clock; beside its time stand the card's clock and power meanwhile (NVML), which
 tell a launch that leaves the tensor cores idle (high clock) from one that meets the power limit. `excess` is its time beyond the
-matmul's, as a share of the dense layer's forward + backward.
+matmul's, as a share of the dense layer's forward + backward. `rested` is one call behind a pause, before the power limit is felt.
+"in a row" are all launches of a step one behind the other, with nothing of autograd between them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.runtime import cuda_launch
 
 Run = Callable[[], object]
+PRODUCTS = ("up", "down", "dA", "dW2", "dX", "dW1")
+LAYER = ("reindex", "up", "down", "combine", "dA", "dW2", "dX + dW1", "combine dX")
 
 
 class Meter:
@@ -72,7 +75,7 @@ def launches(shape: MoeShape) -> dict[str, tuple[Run, str]]:
     h, a = torch.randn(n, 2 * i, **bf16), torch.randn(n, i, **bf16)
     w1, w2 = torch.randn(experts, 2 * i, d, **bf16) / d**0.5, torch.randn(experts, d, i, **bf16) / i**0.5
     static = ("silu", "concat", [])
-    return {
+    found: dict[str, tuple[Run, str]] = {
         "dense up": (lambda: wide @ w1[0].t(), ""),
         "dense down": (lambda: a @ w2[0].t(), ""),
         "dense dA": (lambda: wide @ w2[0], ""),
@@ -98,6 +101,32 @@ def launches(shape: MoeShape) -> dict[str, tuple[Run, str]]:
         "(dX)": (lambda: ops.esmm(h, w1, None, None, offs, 1, "kn"), "dX"),
         "(dW1)": (lambda: ops.estmm(x, h, v, None, offs, k, "nk"), "dW1"),
     }
+    found["dense in a row"] = in_a_row(found, [f"dense {part}" for part in PRODUCTS]), ""
+    found["(in a row)"] = in_a_row(found, LAYER), "in a row"
+    return found
+
+
+def in_a_row(found: dict[str, tuple[Run, str]], names: Sequence[str]) -> Run:
+    runs = [found[name][0] for name in names]
+
+    def step() -> None:
+        for run in runs:
+            run()
+
+    return step
+
+
+def rested(run: Run, calls: int = 5, pause_s: float = 0.03) -> float:
+    """Median milliseconds of a call that follows a pause."""
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
+    for first, last in pairs:
+        torch.cuda.synchronize()
+        time.sleep(pause_s)
+        first.record()
+        run()
+        last.record()
+    torch.cuda.synchronize()
+    return sorted(first.elapsed_time(last) for first, last in pairs)[calls // 2]
 
 
 def main() -> None:
@@ -113,16 +142,18 @@ def main() -> None:
         cuda_launch.prebuild(lambda f=found: [run() for each, (run, _) in f.items() if not each.startswith("dense")])
         times = medians({each: run for each, (run, _) in found.items()}, 5, warm_s=0.1)
         times["dense dX + dW1"] = times["dense dX"] + times["dense dW1"]
-        total = sum(times[f"dense {part}"] for part in ("up", "down", "dA", "dW2", "dX", "dW1"))
+        total = sum(times[f"dense {part}"] for part in PRODUCTS)
         print(f"-- {name}, dense forward + backward {total:.3f} ms", flush=True)
         for each, (run, dense) in found.items():
             clock, power = meter.measure(run)
             floor = times[f"dense {dense}"] if dense else 0.0
             row: dict[str, Any] = {"shape": name, "launch": each, "ms": times[each], "dense_ms": floor}
             row |= {"clock_mhz": clock, "power_w": power, "excess": (times[each] - floor) / total}
+            row["rested_ms"] = rested(run)
             ratio = f"x{times[each] / floor:.2f}" if floor else "     "
             excess = "" if each.startswith("dense") else f"excess {100 * row['excess']:5.1f} %"
-            print(f"   {each:20s} {times[each]:8.3f} ms {ratio}  {clock:5.0f} MHz {power:4.0f} W  {excess}", flush=True)
+            line = f"   {each:20s} {times[each]:8.3f} ms {ratio}  {clock:5.0f} MHz {power:4.0f} W  {excess}"
+            print(f"{line}  rested {row['rested_ms']:.3f} ms", flush=True)
             rows.append(row)
         torch.cuda.empty_cache()
         if options.json:

@@ -1,4 +1,4 @@
-"""The tables of docs/partition.md, from the recorded results.   python benchmarks/partition_docs.py   writes them."""
+"""The tables of docs/partition.md, from the recorded results.   python -m benchmarks.partition_docs   writes them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks import pages
+from benchmarks.pages import table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "partition.md"
@@ -19,11 +22,6 @@ Runs = dict[int, dict[str, Any]]
 def load(folder: Path) -> Runs:
     paths = {n: folder / f"partition_h200x{n}.json" for n in (2, 4)}
     return {n: json.loads(path.read_text()) for n, path in paths.items() if path.exists()}
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in lines)
 
 
 def setup(runs: Runs) -> str:
@@ -284,13 +282,7 @@ SECTIONS: dict[str, Callable[[Runs], str]] = {
 
 def fill(text: str, folder: Path) -> str:
     """The page with every table between its markers made anew."""
-    runs = load(folder)
-    for name, make in SECTIONS.items():
-        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        head, _, rest = text.partition(start)
-        _, _, tail = rest.partition(end)
-        text = f"{head}{start}{make(runs)}\n{end}{tail}" if rest else text
-    return text
+    return pages.fill(text, SECTIONS, load(folder))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.pages import table
 from benchmarks.swin_moe import paper
 from benchmarks.swin_moe.contestants import OURS, RECOMPUTED, TITLES
-from benchmarks.swin_moe.results import Record, changes, fastest, load, measured, peaks, saving, table
+from benchmarks.swin_moe.results import Record, changes, fastest, load, measured, peaks, saving
 
 NOISE = {"memory": 3.0, "latency": 3.0}
 """Per cent: smaller changes of an ablation say nothing. Memory: what is held when a case starts, over its peak."""

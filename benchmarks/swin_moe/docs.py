@@ -8,12 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks import pages
+from benchmarks.pages import table
 from benchmarks.swin_moe import paper
 from benchmarks.swin_moe.brief import brief, floor
 from benchmarks.swin_moe.claims import SETTINGS, claims, coverage, held
 from benchmarks.swin_moe.contestants import OURS, RECOMPUTED, TITLES
 from benchmarks.swin_moe.experiments import PAPER_BATCH
-from benchmarks.swin_moe.results import Record, changes, fastest, load, peaks, saving, table
+from benchmarks.swin_moe.results import Record, changes, fastest, load, peaks, saving
 
 PAGE = Path(__file__).parents[2] / "docs" / "swin_moe.md"
 
@@ -218,12 +220,7 @@ SECTIONS: dict[str, Callable[[Path], str]] = {
 
 def fill(text: str, folder: Path) -> str:
     """The page with every table between its markers made anew."""
-    for name, make in SECTIONS.items():
-        start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-        head, _, rest = text.partition(start)
-        _, _, tail = rest.partition(end)
-        text = f"{head}{start}{make(folder)}\n{end}{tail}" if rest else text
-    return text
+    return pages.fill(text, SECTIONS, folder)
 
 
 def main(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,6 @@ def load(folder: Path, experiment: str) -> list[Record]:
 def measured(record: Mapping[str, Any]) -> bool:
     """Whether the case gave a result."""
     return "error" not in record and "skipped" not in record
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in lines)
 
 
 def peaks(records: Iterable[Record], scale: str) -> Peaks:

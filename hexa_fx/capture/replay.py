@@ -108,6 +108,14 @@ class Replay:
         return sorted(needed - set(replace), key=self._position.__getitem__)
 
     def _execute(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+        """A cast that changes nothing here gives its operand; where it gave a copy, writes to that must not reach the operand."""
+        result, storage = self._call(node, values), record_of(node).storage
+        if not isinstance(result, torch.Tensor):
+            return result
+        same = [operand for operand in node.all_input_nodes if values.get(operand) is result]
+        return result.clone() if any(record_of(operand).storage != storage for operand in same) else result
+
+    def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         def load(argument: torch.fx.Node) -> Any:
             if argument not in values:
                 frozen = self.value(argument)

@@ -66,7 +66,7 @@ def test_tables_of_the_page_are_those_of_the_records() -> None:
     from benchmarks import partition_docs as docs
 
     page = docs.PAGE.read_text()
-    assert page == docs.fill(page, docs.RESULTS), "run python benchmarks/partition_docs.py"
+    assert page == docs.fill(page, docs.RESULTS), "run python -m benchmarks.partition_docs"
     assert all(f"<!-- {name} -->" in page for name in docs.SECTIONS)
 
 

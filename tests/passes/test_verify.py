@@ -118,7 +118,7 @@ def test_equal_blocks_pass_in_both_modes():
         result = verify(block.train(training), list_rewritten(training), example())
         assert result.ok, result.reason
         assert result.dtype == torch.float64
-        assert [case.outcome for case in result.cases] == ["equal"] * 10
+        assert [case.outcome for case in result.cases] == ["equal"] * 11
         assert max(max(case.forward_error, case.gradient_error) for case in result.cases) < 1e-13
         assert 0 < result.seconds < 10
 
@@ -126,7 +126,7 @@ def test_equal_blocks_pass_in_both_modes():
 def test_stacked_weights_with_routing_given():
     result = verify(StackedExperts(), stacked_rewritten(), routing(6))
     assert result.ok, result.reason
-    assert [case.outcome for case in result.cases] == ["equal"] * 10
+    assert [case.outcome for case in result.cases] == ["equal"] * 11
 
 
 @pytest.mark.parametrize("moe", WRONG, ids=lambda moe: moe.__name__)
@@ -196,7 +196,7 @@ def test_many_right_experts_pass(make):
     else:
         result = verify(StackedExperts(MANY), stacked_rewritten(), routing(6, num_experts=MANY))
     assert result.ok, result.reason
-    assert [case.outcome for case in result.cases] == ["equal"] * 10
+    assert [case.outcome for case in result.cases] == ["equal"] * 11
 
 
 class OnlyFew(StackedExperts):
@@ -280,7 +280,7 @@ def test_gradients_of_a_large_block_are_compared_in_two_cases():
         "the example",
         "one expert without tokens",
     ]
-    assert len(result.cases) == 10
+    assert len(result.cases) == 11
     assert not verify(ListMoE(), list_rewritten(True, knows_one_routing), example(), settings=settings).ok
 
 
@@ -551,7 +551,7 @@ def test_a_router_that_compares_with_the_kth_logit_passes():
     graph.output(graph.call_method("reshape", (y, graph.call_method("size", (hidden,)))))
     result = verify(Thresholded(), RewrittenBlock("", graph, list_packed(), ()), example())
     assert result.ok, result.reason
-    assert [case.outcome for case in result.cases] == ["equal"] * 10
+    assert [case.outcome for case in result.cases] == ["equal"] * 11
 
 
 def test_tokens_as_wide_as_there_are_experts_are_no_scores():
