@@ -76,11 +76,11 @@ def _contents(value: Any, reader: type, known: dict[int, Hashable]) -> Hashable:
     Args:
         known: contents of objects by their id; of those that hold themselves, the type.
     """
-    if isinstance(value, PLAIN):
-        return type(value), value
     if isinstance(value, functools.partial):
         return _contents((value.func, value.args, value.keywords), reader, known)
-    if isinstance(value, (type, types.ModuleType, types.MethodType)):
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, (types.ModuleType, types.MethodType)):
         return id(getattr(value, "__func__", value))
     if not is_object(value):
         return str(type(value))

@@ -72,6 +72,8 @@ class HeldReads:
             if whole is not MISSING:
                 found[path, steps] = HeldValue(path, steps, whole)
                 continue
+            if callable(holder):  # what it does is its class's
+                found[path, (*steps, "__class__")] = HeldValue(path, (*steps, "__class__"), type(holder))
             for key, value in self._read(holder):
                 plain = frozen(value)
                 if plain is not MISSING or value is MISSING:

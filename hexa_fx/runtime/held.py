@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,10 +23,12 @@ PLAIN = (
     torch.dtype,
     torch.device,
     enum.Enum,
+    type,
     types.FunctionType,
     types.BuiltinFunctionType,
+    functools.partial,
 )
-"""Values that are compared as they are."""
+"""Values that are compared as they are. A partial is equal to itself alone."""
 
 
 class _Missing(enum.Enum):
@@ -40,12 +43,13 @@ Steps: TypeAlias = tuple[Any, ...]
 
 _DEEPEST = 4
 _LONGEST = 1024
-_CLOSED = (torch.Tensor, nn.Module, type, types.ModuleType, types.MethodType, *PLAIN)
+_CLOSED = (torch.Tensor, nn.Module, types.ModuleType, types.MethodType, *PLAIN)
+_OF_OTHER_USE = frozenset({"torch", "logging", "threading", "_thread"})
 
 
 def is_object(value: Any) -> bool:
-    """Whether attributes or items of ``value`` may be settings: nothing of torch's, no function, no class."""
-    return not isinstance(value, _CLOSED) and type(value).__module__.partition(".")[0] != "torch"
+    """Whether attributes or items of ``value`` may be settings: nothing of torch's, no logger, no function, no class."""
+    return not isinstance(value, _CLOSED) and type(value).__module__.partition(".")[0] not in _OF_OTHER_USE
 
 
 def is_collection(value: Any) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import copy
 import dataclasses
 import enum
+import functools
 import logging
 import pickle
 from types import SimpleNamespace
@@ -315,6 +316,70 @@ class WithActivation(Block):
 
     def settings(self):
         return 2, True, 1.0, True, self.activation
+
+
+class Act:
+    """Called, and has a setting of its own."""
+
+    def __init__(self, slope):
+        self.slope = slope
+
+    def __call__(self, x):
+        return F.leaky_relu(x, self.slope)
+
+
+class Plain:
+    def __call__(self, x):
+        return F.relu(x)
+
+
+class Tanh:
+    def __call__(self, x):
+        return x.tanh()
+
+
+def sharper(block):
+    block.activation.slope = 0.5
+
+
+CALLED = {
+    "slope": (lambda: Act(0.01), sharper),
+    "class": (Plain, lambda block: setattr(block, "activation", Tanh())),
+    "partial": (
+        lambda: functools.partial(F.gelu, approximate="tanh"),
+        lambda block: setattr(block, "activation", functools.partial(F.silu)),
+    ),
+    "function": (lambda: F.gelu, lambda block: setattr(block, "activation", Tanh())),
+}
+
+
+@pytest.mark.parametrize("kind", CALLED)
+def test_activations_that_are_objects(kind):
+    activation, change = CALLED[kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(WithActivation(activation()))
+    rewritten = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
+    for again in (rewritten, copy.deepcopy(rewritten), pickle.loads(pickle.dumps(rewritten))):
+        assert operators_run(again, (x(),))
+    before = model(x())
+    for m in (model, rewritten):
+        change(m[0])
+    torch.testing.assert_close(rewritten(x()), model(x()))
+    assert not torch.allclose(before, model(x()))
+
+
+class Logging(Block):
+    def forward(self, x):
+        self.log.debug("called")
+        return super().forward(x)
+
+
+def test_a_logger_is_no_setting(caplog):
+    model = nn.Sequential(Logging(Config()))
+    model[0].log = logging.getLogger("tests.held")
+    rewritten = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
+    rewritten[0].log.setLevel(logging.DEBUG)
+    assert operators_run(rewritten, (x(),))
 
 
 def test_blocks_that_hold_equal_objects_are_analysed_once():
