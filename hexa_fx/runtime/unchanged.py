@@ -160,7 +160,7 @@ class Unchanged:
         now_there = [*map(dict.get, self._places, self._keys), *(step(*place) for place in self._others)]
         labels, values = self._labels + self._other_labels, self._values + self._other_values
         for label, now, value in zip(labels, now_there, values):
-            if now is not value and (type(now) is not type(value) or now != value):
+            if now is not value and (type(now) is not type(value) or not _equal(now, value)):
                 return f"{label!r} is not what it was when the block was rewritten; {_AGAIN}"
         return "an attribute is not what it was when the block was rewritten"
 
@@ -181,6 +181,13 @@ def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
 def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:
     """Paths of the submodules that the graphs call."""
     return frozenset(str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module")
+
+
+def _equal(now: Any, value: Any) -> bool:
+    try:
+        return bool(now == value)
+    except (RuntimeError, ValueError):  # a list of tensors or arrays now
+        return False
 
 
 def _dict_of(holder: Any) -> dict[Any, Any]:

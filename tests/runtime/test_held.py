@@ -229,10 +229,11 @@ def test_what_was_not_read_may_change(models, kind, name, caplog):
     assert not warnings(caplog)
 
 
-def test_an_item_of_a_list_in_a_config(models):
+@pytest.mark.parametrize("item", [3.0, torch.tensor(3.0), torch.full((20, 1), 3.0)], ids=["number", "scalar", "tensor"])
+def test_an_item_of_a_list_in_a_config(models, item):
     model, rewritten = made(models, "dataclass")
     for m in (model, rewritten):
-        m[0].config.routing.scales[0] = 3.0
+        m[0].config.routing.scales[0] = item
     torch.testing.assert_close(rewritten(x()), model(x()))
     assert not operators_run(rewritten, (x(),))
 
