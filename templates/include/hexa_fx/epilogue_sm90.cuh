@@ -92,8 +92,9 @@ struct Rows {
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if constexpr (!Full) direct(stage, column, columns);
-    else if (lane_id() == 0) SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y);
+    else if (lane_id() == 0) send(stage, column);
   }
+  CUTE_DEVICE void send(const Stage& stage, int column) const { SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y); }
   CUTE_DEVICE void direct(const Stage& stage, int column, int columns) const {
     const int c = lane_id() & 7, n = column + c * 8;
     CUTE_UNROLL
@@ -289,11 +290,16 @@ struct GradEpilogue : RowEpilogue<C> {
   using Base = RowEpilogue<C>;
   static constexpr int kParts = C::HColumns;  // matrices of h a chunk: 1, or gate and up
   static constexpr int kChunks = C::BN / 64;  // of one 64-row block
+  static constexpr int kBlocks = C::PingPong ? C::BM / 64 : C::BM / 128;
   static_assert(C::Kind != Epilogue::activate_backward || Outbox<C>::kChunks >= (C::Borrow ? kParts : 2 * kParts + 1), "two buffers of h and one of a");
   int warp;        // consumer warp, 0..7
   uint32_t& phase; // of the two barriers, one bit each
   int& borrowed;   // the stage that this warp is to give back, or -1
   Pipe stage;      // Borrow: the tile's stage behind its last step
+  struct Lanes {   // of the two rows of each block that a lane has
+    int slot[kBlocks][2];  // -1: no such row
+    float weight[kBlocks][2];
+  } & of;
 
   CUTE_DEVICE Stage buffer(int index, int part) const {
     if constexpr (!C::Borrow) return this->box.at((index & 1) * kParts + part);
@@ -320,15 +326,33 @@ struct GradEpilogue : RowEpilogue<C> {
   }
   // Starts copying chunk `index` of the tile's `blocks`, if it exists, into buffers that the copy engine no longer reads. One
   // lane. Rows past the expert's and gate columns past the last are read too; nothing that comes of them is stored.
-  template <class BlockRow>
+  template <bool Full = false, class BlockRow>
   CUTE_DEVICE void fetch(int index, int blocks, BlockRow block_row) const {
-    if (!exists(index, blocks, block_row)) return;
+    if (Full ? index >= blocks * kChunks : !exists(index, blocks, block_row)) return;
     const int m = index / kChunks, q = index % kChunks;
     TxBarrier::arrive_and_expect_tx(fetched(index), kParts * kChunkBytes);
     CUTE_UNROLL
     for (int i = 0; i < kParts; ++i)
       SM90_TMA_LOAD_2D::copy(this->maps + kHMap, fetched(index), kEvictNormal, buffer(index, i).base, h_column(i, q), this->t.row0 + block_row(m));
   }
+  // Asked for before the main loop, and their weights in its first step: nobody waits for them.
+  template <class BlockRow>
+  CUTE_DEVICE void ask_slots(BlockRow block_row) const {
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      const int at = block_row(i / 2) + (lane_id() >> 2) + 8 * (i % 2);
+      of.slot[i / 2][i % 2] = at < this->t.rows ? __ldg(this->p.v + this->t.row0 + at) : -1;
+    }
+  }
+  CUTE_DEVICE void ask_weights() const {
+    const float* scale = this->p.slot_scale;
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      const int slot = of.slot[i / 2][i % 2];
+      of.weight[i / 2][i % 2] = scale && slot >= 0 ? __ldg(scale + slot) : 1.f;
+    }
+  }
+
   // The first two chunks, when the buffers have been read.
   template <class BlockRow>
   CUTE_DEVICE void begin(int blocks, BlockRow block_row) const {
@@ -348,8 +372,8 @@ struct GradEpilogue : RowEpilogue<C> {
     else return buffer(index, part).pair(at, j, l & 3);
   }
 
-  // One pair of columns: h becomes dh, a the activation. Returns <da, a> of the two.
-  CUTE_DEVICE float grad(float d0, float d1, float w, uint32_t (&h)[kParts], float2& a) const {
+  // One pair of columns: h becomes dh, a the activation.
+  CUTE_DEVICE void grad(float d0, float d1, float w, uint32_t (&h)[kParts], float2& a) const {
     const ActParams& ap = this->p.act_params;
     if constexpr (C::GluMode == Glu::none) {
       const float2 x = unpack<T>(h[0]);
@@ -365,15 +389,15 @@ struct GradEpilogue : RowEpilogue<C> {
       h[0] = kMixed ? pack<T>(w0 * dg.x, w0 * du.x) : pack<T>(w0 * dg.x, w1 * dg.y);
       h[1] = kMixed ? pack<T>(w1 * dg.y, w1 * du.y) : pack<T>(w0 * du.x, w1 * du.y);
     }
-    return d0 * a.x + d1 * a.y;
   }
 
   // In the middle of chunk `index`: by now the chunk before it has left, and its buffers take the chunk after it.
-  template <class BlockRow>
+  template <bool Full, class BlockRow>
   CUTE_DEVICE void refill(int index, int blocks, BlockRow block_row) const {
+    if (Full && index == 0) return;
     if (lane_id() == 0) {
       tma_store_wait<0>();
-      if (index > 0) fetch(index + 1, blocks, block_row);
+      if (index > 0) fetch<Full>(index + 1, blocks, block_row);
     }
     __syncwarp();
   }
@@ -406,9 +430,9 @@ struct GradEpilogue : RowEpilogue<C> {
     }
   }
 
-  // Chunk `index`; x are its accumulators.
-  template <class BlockRow>
-  CUTE_DEVICE void chunk(int index, int blocks, const float (&x)[32], const float (&w)[2], float (&dot)[2], BlockRow block_row) const {
+  // Chunk `index`; x are its accumulators. `Full`: all of its rows and columns exist.
+  template <bool Full, class BlockRow>
+  CUTE_DEVICE void chunk(int index, const float (&x)[32], const float (&w)[2], float (&dot)[2], BlockRow block_row) const {
     const int q = index % kChunks, row = block_row(index / kChunks);
     Barrier::wait(fetched(index), (phase >> (index & 1)) & 1);
     phase ^= 1u << (index & 1);
@@ -423,74 +447,77 @@ struct GradEpilogue : RowEpilogue<C> {
         for (int r = 0; r < 2; ++r) {
           const int at = 2 * r + 4 * (half + j);
           float2 a;
-          dot[r] += grad(x[at], x[at + 1], w[r], h[j][r], a);
+          grad(x[at], x[at + 1], w[r], h[j][r], a);
+          dot[r] = fmaf(x[at + 1], a.y, fmaf(x[at], a.x, dot[r]));
           scaled[half + j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
         }
       }
       if (C::GluMode == Glu::interleaved) __syncwarp();  // pairs of other lanes
       write(index, half, h);
-      if (half == 0) refill(index, blocks, block_row);
+      if (half == 0) refill<Full>(index, kBlocks, block_row);
     }
-    const Stage s = scaled_buffer();
-    s.put([&](int j, int r) { return scaled[j][r]; });
     const Rows<T> out = this->rows(this->p.out, this->p.out_ld, row, kOutMap), act = this->rows(this->p.act, this->p.act_ld, row, kActMap);
-    auto store = [&](auto full) {
-      constexpr bool kFull = decltype(full)::value;
-      CUTE_UNROLL
-      for (int i = 0; i < kParts; ++i) out.template store<kFull>(buffer(index, i), h_column(i, q), h_limit(i));
-      if constexpr (kFull || !C::Borrow) act.template store<kFull>(s, this->t.n0 + q * 64, this->p.N);
-      else {  // every lane reads it, but one gives the stage back, which racecheck does not follow: so not from there
-        __syncwarp();
-        buffer(index, 0).put([&](int j, int r) { return scaled[j][r]; });
-        act.template store<false>(buffer(index, 0), this->t.n0 + q * 64, this->p.N);
+    const int column = this->t.n0 + q * 64;
+    auto value = [&](int j, int r) { return scaled[j][r]; };
+    if (Full) scaled_buffer().put(value);
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if (Full) {
+      if (lane_id() == 0) {
+        CUTE_UNROLL
+        for (int i = 0; i < kParts; ++i) out.send(buffer(index, i), h_column(i, q));
+        act.send(scaled_buffer(), column);
+        tma_store_arrive();
       }
-    };
-    if (row + 16 <= this->t.rows && this->t.n0 + (q + 1) * 64 <= this->p.N) store(true_type{});
-    else store(false_type{});
-    close_group();
+    } else {  // every lane reads, but one gives a stage back, which racecheck does not follow: so a leaves from the buffer of h, too
+      CUTE_UNROLL
+      for (int i = 0; i < kParts; ++i) out.direct(buffer(index, i), h_column(i, q), h_limit(i));
+      __syncwarp();
+      buffer(index, 0).put(value);
+      __syncwarp();
+      act.direct(buffer(index, 0), column, this->p.N);
+      cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+    }
+  }
+
+  template <bool Full, class Acc, class BlockRow>
+  CUTE_DEVICE void chunks(const Acc& acc, BlockRow block_row) const {
+    const GroupedParams& p = this->p;
+    Values<kBlocks * kChunks> v(acc);
+    float dot[2];
+#pragma unroll (Full ? kBlocks * kChunks : 1)
+    for (int index = 0; index < kBlocks * kChunks; ++index) {
+      const int m = index / kChunks, q = index % kChunks;
+      if (!Full && block_row(m) >= this->t.rows) break;
+      if (q == 0) dot[0] = dot[1] = 0.f;
+      if (Full || exists(index, kBlocks, block_row)) chunk<Full>(index, v.x[0], kBlocks == 1 || m == 0 ? of.weight[0] : of.weight[kBlocks - 1], dot, block_row);
+      else refill<false>(index, kBlocks, block_row);
+      if (q == kChunks - 1) {
+        CUTE_UNROLL
+        for (int r = 0; r < 2; ++r) {
+          dot[r] += __shfl_xor_sync(~0u, dot[r], 1);
+          dot[r] += __shfl_xor_sync(~0u, dot[r], 2);
+          const int slot = kBlocks == 1 || m == 0 ? of.slot[0][r] : of.slot[kBlocks - 1][r];
+          if (p.row_dot && (lane_id() & 3) == 0 && slot >= 0) p.row_dot[int64_t(this->t.n_tile) * p.n + slot] = dot[r];
+        }
+      }
+      v.template advance<1>();
+    }
   }
 
   template <class Acc, class BlockRow>
   CUTE_DEVICE void run(const Acc& acc, BlockRow block_row) const {
-    constexpr int kBlocks = decltype(size<1>(acc))::value;
-    const GroupedParams& p = this->p;
-    const int l = lane_id();
-    Values<kBlocks * kChunks> v(acc);
-    int slot[2] = {-1, -1};
-    float w[2], dot[2];
     if constexpr (C::Borrow) {
-      if (l == 0) {
+      if (lane_id() == 0) {
         Barrier::wait(&this->sm.full[stage.index], stage.phase);
         fetch(1, kBlocks, block_row);
       }
       __syncwarp();
       borrowed = stage.index;
     }
-#pragma unroll 1
-    for (int index = 0; index < kBlocks * kChunks; ++index) {
-      const int q = index % kChunks, row = block_row(index / kChunks);
-      if (row >= this->t.rows) break;
-      if (q == 0) {
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          const int at = row + (l >> 2) + 8 * r;
-          slot[r] = at < this->t.rows ? __ldg(p.v + this->t.row0 + at) : -1;
-          w[r] = p.slot_scale && slot[r] >= 0 ? __ldg(p.slot_scale + slot[r]) : 1.f;
-          dot[r] = 0.f;
-        }
-      }
-      if (exists(index, kBlocks, block_row)) chunk(index, kBlocks, v.x[0], w, dot, block_row);
-      else refill(index, kBlocks, block_row);
-      if (q == kChunks - 1) {
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          dot[r] += __shfl_xor_sync(~0u, dot[r], 1);
-          dot[r] += __shfl_xor_sync(~0u, dot[r], 2);
-          if (p.row_dot && (l & 3) == 0 && slot[r] >= 0) p.row_dot[int64_t(this->t.n_tile) * p.n + slot[r]] = dot[r];
-        }
-      }
-      v.template advance<1>();
-    }
+    if (block_row(kBlocks - 1) + 16 <= this->t.rows && this->t.n0 + C::RowColumns <= this->p.N) chunks<true>(acc, block_row);
+    else chunks<false>(acc, block_row);
   }
 };
 

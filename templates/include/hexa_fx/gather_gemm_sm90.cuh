@@ -51,10 +51,15 @@ struct Consumer {
     ColumnSum<C> none;
     Pipe after = pipe;
     if constexpr (C::Borrow) after.template skip<C::Stages>(t.k_tiles);
-    const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), h_phase, borrowed, after};
+    typename GradEpilogue<C>::Lanes lanes;
+    const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), h_phase, borrowed, after, lanes};
     auto warp_row = [&](int m) { return block_row(m) + w16; };
+    if constexpr (C::Kind == Epilogue::activate_backward) epilogue.ask_slots(warp_row);
     auto begin = [&] {
-      if constexpr (C::Kind == Epilogue::activate_backward) epilogue.begin(kBlocks, warp_row);
+      if constexpr (C::Kind == Epilogue::activate_backward) {
+        epilogue.begin(kBlocks, warp_row);
+        epilogue.ask_weights();
+      }
       if constexpr (C::Borrow) give_back();
     };
     wait_turn();
