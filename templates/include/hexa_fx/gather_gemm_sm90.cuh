@@ -53,13 +53,9 @@ struct Consumer {
     if constexpr (C::Borrow) after.template skip<C::Stages>(t.k_tiles);
     typename GradEpilogue<C>::Lanes lanes;
     const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), h_phase, borrowed, after, lanes};
-    auto warp_row = [&](int m) { return block_row(m) + w16; };
-    if constexpr (C::Kind == Epilogue::activate_backward) epilogue.ask_slots(warp_row);
+    if constexpr (C::Kind == Epilogue::activate_backward) epilogue.ask_slots();
     auto begin = [&] {
-      if constexpr (C::Kind == Epilogue::activate_backward) {
-        epilogue.begin(kBlocks, warp_row);
-        epilogue.ask_weights();
-      }
+      if constexpr (C::Kind == Epilogue::activate_backward) epilogue.begin();
       if constexpr (C::Borrow) give_back();
     };
     wait_turn();
@@ -68,9 +64,9 @@ struct Consumer {
     else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     if constexpr (C::Kind == Epilogue::activate_backward) {
-      epilogue.run(acc, warp_row);
+      epilogue.run(acc);
       if constexpr (C::Borrow) pipe.template next<C::Stages>();
-    } else epilogue.RowEpilogue<C>::run(acc, warp_row);
+    } else epilogue.RowEpilogue<C>::run(acc, [&](int m) { return block_row(m) + w16; });
   }
 
   CUTE_DEVICE void zero_tile(const Tile& t) {
