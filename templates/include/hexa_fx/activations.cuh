@@ -67,7 +67,7 @@ __device__ __forceinline__ F activate(F x, F s, F& slope) {
     if constexpr (Slope) slope = s + x * s * (F(1) - s) * F(2 * 0.79788456080286535588) * (F(1) + F(3 * 0.044715) * x * x);
     return x * s;
   } else if constexpr (A == Act::silu) {
-    if constexpr (Slope) slope = s + x * s * (F(1) - s);
+    if constexpr (Slope) slope = s * (F(1) + x * (F(1) - s));
     return x * s;
   } else if constexpr (A == Act::quick_gelu) {
     if constexpr (Slope) slope = s + F(1.702) * x * s * (F(1) - s);

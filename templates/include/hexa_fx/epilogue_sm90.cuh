@@ -9,9 +9,6 @@
 
 #include <hexa_fx/mma_sm90.cuh>
 
-#ifndef HEXA_REFILL
-#define HEXA_REFILL 0
-#endif
 namespace hexa::sm90 {
 
 template <class T>
@@ -299,25 +296,23 @@ struct GradEpilogue : RowEpilogue<C> {
   static constexpr int kChunks = C::BN / 64;  // of one 64-row block
   static constexpr int kBlocks = C::PingPong ? C::BM / 64 : C::BM / 128;
   static_assert(C::Kind != Epilogue::activate_backward || Outbox<C>::kChunks >= (C::Borrow ? kParts : 2 * kParts + 1), "two buffers of h and one of a");
-  struct Lanes {  // of the two rows of each block that a lane has
-    int slot[kBlocks][2];  // -1: no such row
+  struct Lanes {  // what a lane knows of its two rows of each block
+    int slot[kBlocks];  // of the one that it sums up <da, a> for; -1: no such row
     float weight[kBlocks][2];
   };
-  int warp;        // consumer warp, 0..7
-  uint32_t& phase; // of the two barriers, one bit each
-  int& borrowed;   // the stage that this warp is to give back, or -1
-  Pipe stage;      // Borrow: the tile's stage behind its last step
+  int warp;       // consumer warp, 0..7
   Lanes& of;
+  int stage = 0;  // Borrow: the tile's stage behind its last step
 
   CUTE_DEVICE int block_row(int m) const { return (C::PingPong ? m * 64 : m * 128 + (warp >> 2) * 64) + (warp & 3) * 16; }
   // Chunks of a warpgroup lie as in the outbox, wherever they are.
   CUTE_DEVICE Stage buffer(int index, int part) const {
     const int own = part * (4 * kChunkBytes) + (warp & 3) * kChunkBytes;
-    if (C::Borrow && (index & 1)) return {this->sm.b[stage.index] + (warp >> 2) * (kParts * 4 * kChunkBytes) + own};
+    if (C::Borrow && (index & 1)) return {this->sm.b[stage] + (warp >> 2) * (kParts * 4 * kChunkBytes) + own};
     return {this->sm.stage[warp & 4] + (C::Borrow ? 0 : (index & 1) * (kParts * 4 * kChunkBytes)) + own};
   }
   CUTE_DEVICE Stage scaled_buffer() const {
-    if constexpr (C::Borrow) return {this->sm.a[stage.index] + warp * kChunkBytes};
+    if constexpr (C::Borrow) return {this->sm.a[stage] + warp * kChunkBytes};
     else return buffer(0, 2 * kParts);
   }
   CUTE_DEVICE uint64_t* fetched(int index) const { return &this->sm.fetched[warp][index & 1]; }
@@ -343,12 +338,13 @@ struct GradEpilogue : RowEpilogue<C> {
       SM90_TMA_LOAD_2D::copy(this->maps + kHMap, fetched(index), kEvictNormal, buffer(index, i).base, h_column(i, q), this->t.row0 + block_row(m));
   }
 
-  // Slots are asked for before the main loop and their weights in its first step, so that nobody waits for them.
+  // Slots are asked for before the main loop and their weights in its first step, so that nobody waits for them. Odd lanes ask for
+  // and sum up the second of the two rows.
   CUTE_DEVICE void ask_slots() const {
     CUTE_UNROLL
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-      const int at = block_row(i / 2) + (lane_id() >> 2) + 8 * (i % 2);
-      of.slot[i / 2][i % 2] = at < this->t.rows ? __ldg(this->p.v + this->t.row0 + at) : -1;
+    for (int m = 0; m < kBlocks; ++m) {
+      const int at = block_row(m) + (lane_id() >> 2) + 8 * (lane_id() & 1);
+      of.slot[m] = at < this->t.rows ? __ldg(this->p.v + this->t.row0 + at) : -1;
     }
   }
   // In the first step: also the first two chunks, when the buffers have been read.
@@ -361,9 +357,11 @@ struct GradEpilogue : RowEpilogue<C> {
     __syncwarp();
     const float* scale = this->p.slot_scale;
     CUTE_UNROLL
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-      const int slot = of.slot[i / 2][i % 2];
-      of.weight[i / 2][i % 2] = scale && slot >= 0 ? __ldg(scale + slot) : 1.f;
+    for (int m = 0; m < kBlocks; ++m) {
+      const float mine = scale && of.slot[m] >= 0 ? __ldg(scale + of.slot[m]) : 1.f;
+      const float theirs = __shfl_xor_sync(~0u, mine, 1);
+      of.weight[m][0] = lane_id() & 1 ? theirs : mine;
+      of.weight[m][1] = lane_id() & 1 ? mine : theirs;
     }
   }
 
@@ -435,14 +433,15 @@ struct GradEpilogue : RowEpilogue<C> {
     __syncwarp();
   }
 
-  // Chunk `index`; x are its accumulators. `Full`: all of its rows and columns exist. A quarter is read, and its slow part begun,
-  // before the quarter ahead of it is worked on: so the instructions of both mix.
+  // Chunk `index`; x are its accumulators. `Full`: all of its rows and columns exist. Each quarter is read, and its slow part begun,
+  // before the one ahead of it is worked on, so that their instructions mix. Returns <da, a> of the columns of two lanes.
   template <bool Full>
-  CUTE_DEVICE void chunk(int index, const float (&x)[32], const float (&w)[2], float (&dot)[2]) const {
+  CUTE_DEVICE float chunk(int index, const float (&x)[32], const float (&w)[2], uint32_t& phase) const {
     const int q = index % kChunks, row = block_row(index / kChunks), column = this->t.n0 + q * 64;
     Barrier::wait(fetched(index), (phase >> (index & 1)) & 1);
     phase ^= 1u << (index & 1);
     uint32_t scaled[4][2][2];
+    float dot[2] = {0.f, 0.f};
     Quarter h[2];
     read(index, 0, h[0]);
     CUTE_UNROLL
@@ -457,14 +456,13 @@ struct GradEpilogue : RowEpilogue<C> {
         scaled[i][j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
       }
       write(index, i, h[i & 1]);
-      if (i == HEXA_REFILL) refill<Full>(index);
-      if constexpr (Full) {
-        if (i == HEXA_REFILL)
-          CUTE_UNROLL
-          for (int k = 0; k < i; ++k) scaled_buffer().put(k, scaled[k]);
-        if (i >= HEXA_REFILL) scaled_buffer().put(i, scaled[i]);
-      }
+      if (i == 1) refill<Full>(index);
+      if (Full && i == 1) scaled_buffer().put(0, scaled[0]);
+      if (Full && i >= 1) scaled_buffer().put(i, scaled[i]);
     }
+    // Here, not at the tile's end: the compiler would put off the sums, too, and keep all that they add up.
+    const bool odd = lane_id() & 1;
+    const float sum = (odd ? dot[1] : dot[0]) + __shfl_xor_sync(~0u, odd ? dot[0] : dot[1], 1);
     const Rows<T> out = this->rows(this->p.out, this->p.out_ld, row, kOutMap), act = this->rows(this->p.act, this->p.act_ld, row, kActMap);
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
@@ -479,55 +477,51 @@ struct GradEpilogue : RowEpilogue<C> {
       CUTE_UNROLL
       for (int i = 0; i < kParts; ++i) out.direct(buffer(index, i), h_column(i, q), h_limit(i));
       __syncwarp();
-      const Stage again = buffer(C::Borrow ? 0 : index, 0);
+      const Stage again = buffer(index, 0);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) again.put(i, scaled[i]);
       __syncwarp();
       act.direct(again, column, this->p.N);
       cutlass::arch::fence_view_async_shared();
     }
+    return sum;
   }
 
   template <bool Full, class Acc>
-  CUTE_DEVICE void chunks(const Acc& acc) const {
+  CUTE_DEVICE void chunks(const Acc& acc, uint32_t& phase) const {
     const GroupedParams& p = this->p;
     Values<kBlocks * kChunks> v(acc);
-    float dot[2];
+    float dot = 0.f;
 #pragma unroll (Full ? kBlocks * kChunks : 1)
     for (int index = 0; index < kBlocks * kChunks; ++index) {
       const int m = kBlocks == 1 ? 0 : index / kChunks, q = index % kChunks;
       if (!Full && block_row(m) >= this->t.rows) break;
-      if (q == 0) dot[0] = dot[1] = 0.f;
-      if (Full || exists(index)) chunk<Full>(index, v.x[0], m == 0 ? of.weight[0] : of.weight[kBlocks - 1], dot);
+      if (q == 0) dot = 0.f;
+      if (Full || exists(index)) dot += chunk<Full>(index, v.x[0], m == 0 ? of.weight[0] : of.weight[kBlocks - 1], phase);
       else refill<false>(index);
       if (q == kChunks - 1) {
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          dot[r] += __shfl_xor_sync(~0u, dot[r], 1);
-          dot[r] += __shfl_xor_sync(~0u, dot[r], 2);
-          const int slot = m == 0 ? of.slot[0][r] : of.slot[kBlocks - 1][r];
-          if (p.row_dot && (lane_id() & 3) == 0 && slot >= 0) p.row_dot[int64_t(this->t.n_tile) * p.n + slot] = dot[r];
-        }
+        dot += __shfl_xor_sync(~0u, dot, 2);
+        const int slot = m == 0 ? of.slot[0] : of.slot[kBlocks - 1];
+        if (p.row_dot && (lane_id() & 3) < 2 && slot >= 0) p.row_dot[int64_t(this->t.n0 / C::RowColumns) * p.n + slot] = dot;
       }
       v.template advance<1>();
     }
   }
 
+  // `behind` the last step of the main loop lies the stage that the tile may use. `phase` of the two barriers: bits 0 and 1.
   template <class Acc>
-  CUTE_DEVICE void run(const Acc& acc) const {
+  CUTE_DEVICE void run(const Acc& acc, const Pipe& behind, uint32_t& phase) const {
     Tile here = this->t;
     here.row0 = uniform(here.row0);
     here.n0 = uniform(here.n0);
-    const Pipe behind{uniform(stage.index), stage.phase};
-    const GradEpilogue e{{this->sm, this->p, this->maps, here, this->box}, uniform(warp), phase, borrowed, behind, of};
+    const GradEpilogue e{{this->sm, this->p, this->maps, here, this->box}, uniform(warp), of, uniform(behind.index)};
     if constexpr (C::Borrow) {
-      Barrier::wait(&this->sm.full[stage.index], stage.phase);
+      Barrier::wait(&this->sm.full[behind.index], behind.phase);
       if (cute::elect_one_sync()) e.fetch(1);
       __syncwarp();
-      borrowed = stage.index;
     }
-    if (block_row(kBlocks - 1) + 16 <= this->t.rows && this->t.n0 + C::RowColumns <= this->p.N) e.template chunks<true>(acc);
-    else e.template chunks<false>(acc);
+    if (block_row(kBlocks - 1) + 16 <= this->t.rows && this->t.n0 + C::RowColumns <= this->p.N) e.template chunks<true>(acc, phase);
+    else e.template chunks<false>(acc, phase);
   }
 };
 

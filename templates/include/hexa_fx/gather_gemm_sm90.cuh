@@ -13,6 +13,7 @@ struct Consumer {
   int group;  // consumer warpgroup, 0 or 1
   Outbox<C> box;
   Pipe pipe;
+  TileReader<C> reader;
   uint32_t h_phase = 0;
   int borrowed = -1;  // see GradEpilogue
   bool late = false;  // see stagger
@@ -49,10 +50,8 @@ struct Consumer {
     constexpr int kBlocks = decltype(size<1>(acc))::value;
     const int w16 = warp_in_group() * 16;
     ColumnSum<C> none;
-    Pipe after = pipe;
-    if constexpr (C::Borrow) after.template skip<C::Stages>(t.k_tiles);
     typename GradEpilogue<C>::Lanes lanes;
-    const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), h_phase, borrowed, after, lanes};
+    const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), lanes};
     if constexpr (C::Kind == Epilogue::activate_backward) epilogue.ask_slots();
     auto begin = [&] {
       if constexpr (C::Kind == Epilogue::activate_backward) epilogue.begin();
@@ -64,8 +63,13 @@ struct Consumer {
     else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     if constexpr (C::Kind == Epilogue::activate_backward) {
-      epilogue.run(acc);
-      if constexpr (C::Borrow) pipe.template next<C::Stages>();
+      uint32_t places = folded();
+      epilogue.run(acc, pipe, places);
+      unfold(places);
+      if constexpr (C::Borrow) {
+        borrowed = pipe.index;
+        pipe.template next<C::Stages>();
+      }
     } else epilogue.RowEpilogue<C>::run(acc, [&](int m) { return block_row(m) + w16; });
   }
 
@@ -75,7 +79,8 @@ struct Consumer {
       cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (group ^ 1));
     }
     constexpr int kBlocks = C::PingPong ? C::BM / 64 : C::BM / 128;
-    const RowEpilogue<C> epilogue{sm, p, maps, t, box};
+    Outbox<C> fresh(sm, group);
+    const RowEpilogue<C> epilogue{sm, p, maps, t, C::Kind == Epilogue::activate_backward ? fresh : box};
     for (int m = 0; m < kBlocks; ++m) {
       __syncwarp();
       const int row = block_row(m) + warp_in_group() * 16;
@@ -121,8 +126,17 @@ struct Consumer {
     return C::Cluster > 1 && !t.multicast && block_rank_in_cluster() == 1 && t.n0 / C::BN % 2 == 0;
   }
 
+  // Where the warp is in its rings, in one register: during the gradient's epilogue there is room for no more.
+  CUTE_DEVICE uint32_t folded() const {
+    return opaque(h_phase | pipe.index << 8 | pipe.phase << 15 | reader.at.index << 16 | reader.at.phase << 24);
+  }
+  CUTE_DEVICE void unfold(uint32_t places) {
+    h_phase = places & 3;
+    pipe = {int(places >> 8 & 127), places >> 15 & 1};
+    reader.at = {int(places >> 16 & 255), places >> 24};
+  }
+
   CUTE_DEVICE void run() {
-    TileReader<C> reader;
     if (C::PingPong && group == 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);  // group 0 goes first
     for (int turn = 0;; turn ^= 1) {
       const Tile t = reader.next(sm);
@@ -133,7 +147,7 @@ struct Consumer {
       }
       if constexpr (C::RowOp) {
         if (t.kind == kRowTile) row_tile(t);
-        if (t.kind == kZeroTile) zero_tile(t);
+        else if (t.kind == kZeroTile) zero_tile(t);
       }
       if constexpr (C::WeightOp) {
         if (t.kind == kWeightTile) weight_tile(t);
