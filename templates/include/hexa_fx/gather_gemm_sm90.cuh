@@ -13,7 +13,6 @@ struct Consumer {
   int group;  // consumer warpgroup, 0 or 1
   Outbox<C> box;
   Pipe pipe;
-  TileReader<C> reader;
   uint32_t h_phase = 0;
   int borrowed = -1;  // see GradEpilogue
   bool late = false;  // see stagger
@@ -44,7 +43,8 @@ struct Consumer {
     borrowed = -1;
   }
 
-  CUTE_DEVICE void row_tile(const Tile& t) {
+  // `tiles`: where the warp is in the ring of tiles.
+  CUTE_DEVICE void row_tile(const Tile& t, Pipe& tiles) {
     MainLoop<C, false> loop;
     auto acc = loop.make_accumulators();
     constexpr int kBlocks = decltype(size<1>(acc))::value;
@@ -63,9 +63,9 @@ struct Consumer {
     else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     if constexpr (C::Kind == Epilogue::activate_backward) {
-      uint32_t places = folded();
+      uint32_t places = folded(tiles);
       epilogue.run(acc, pipe, places);
-      unfold(places);
+      unfold(places, tiles);
       if constexpr (C::Borrow) {
         borrowed = pipe.index;
         pipe.template next<C::Stages>();
@@ -79,8 +79,8 @@ struct Consumer {
       cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (group ^ 1));
     }
     constexpr int kBlocks = C::PingPong ? C::BM / 64 : C::BM / 128;
-    Outbox<C> fresh(sm, group);
-    const RowEpilogue<C> epilogue{sm, p, maps, t, C::Kind == Epilogue::activate_backward ? fresh : box};
+    if constexpr (C::Kind == Epilogue::activate_backward) box = Outbox<C>(sm, group);  // not kept until here
+    const RowEpilogue<C> epilogue{sm, p, maps, t, box};
     for (int m = 0; m < kBlocks; ++m) {
       __syncwarp();
       const int row = block_row(m) + warp_in_group() * 16;
@@ -127,16 +127,17 @@ struct Consumer {
   }
 
   // Where the warp is in its rings, in one register: during the gradient's epilogue there is room for no more.
-  CUTE_DEVICE uint32_t folded() const {
-    return opaque(h_phase | pipe.index << 8 | pipe.phase << 15 | reader.at.index << 16 | reader.at.phase << 24);
+  CUTE_DEVICE uint32_t folded(const Pipe& tiles) const {
+    return opaque(h_phase | pipe.index << 8 | pipe.phase << 15 | tiles.index << 16 | tiles.phase << 24);
   }
-  CUTE_DEVICE void unfold(uint32_t places) {
+  CUTE_DEVICE void unfold(uint32_t places, Pipe& tiles) {
     h_phase = places & 3;
     pipe = {int(places >> 8 & 127), places >> 15 & 1};
-    reader.at = {int(places >> 16 & 255), places >> 24};
+    tiles = {int(places >> 16 & 255), places >> 24};
   }
 
   CUTE_DEVICE void run() {
+    TileReader<C> reader;
     if (C::PingPong && group == 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);  // group 0 goes first
     for (int turn = 0;; turn ^= 1) {
       const Tile t = reader.next(sm);
@@ -146,8 +147,11 @@ struct Consumer {
         continue;
       }
       if constexpr (C::RowOp) {
-        if (t.kind == kRowTile) row_tile(t);
-        else if (t.kind == kZeroTile) zero_tile(t);
+        if (t.kind == kRowTile) {
+          row_tile(t, reader.at);
+          if constexpr (C::Kind == Epilogue::activate_backward) continue;  // nothing of t is kept
+        }
+        if (t.kind == kZeroTile) zero_tile(t);
       }
       if constexpr (C::WeightOp) {
         if (t.kind == kWeightTile) weight_tile(t);
