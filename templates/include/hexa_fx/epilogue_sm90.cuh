@@ -115,7 +115,7 @@ CUTE_DEVICE void close_group() {
 }
 
 // The accumulators of a thread as chunks of 32, in the order of the tile. A loop works on the first and moves the rest down, so
-// that it may be rolled: the gradient's is, which halves its text and ends its spills; the others run faster unrolled.
+// that it may be rolled: the gradient's is at edges. Where it is unrolled, nothing moves.
 template <int Chunks>
 struct Values {
   float x[Chunks][32];
