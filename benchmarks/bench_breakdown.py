@@ -4,7 +4,7 @@
 
 Each runs alone for a while at its own sustained clock; beside its time stand the card's clock and power meanwhile (NVML), which
 tell a launch that leaves the tensor cores idle (high clock) from one that meets the power limit. `excess` is its time beyond the
-matmul's, as a share of the dense layer's forward + backward. `rested` is one call behind a pause, before the power limit is felt.
+matmul's, as a share of the dense layer's forward + backward.
 "in a row" are all launches of a step one behind the other, with nothing of autograd between them.
 """
 
@@ -116,19 +116,6 @@ def in_a_row(found: dict[str, tuple[Run, str]], names: Sequence[str]) -> Run:
     return step
 
 
-def rested(run: Run, calls: int = 5, pause_s: float = 0.03) -> float:
-    """Median milliseconds of a call that follows a pause."""
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
-    for first, last in pairs:
-        torch.cuda.synchronize()
-        time.sleep(pause_s)
-        first.record()
-        run()
-        last.record()
-    torch.cuda.synchronize()
-    return sorted(first.elapsed_time(last) for first, last in pairs)[calls // 2]
-
-
 def main() -> None:
     """Prints the table, writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,7 +127,7 @@ def main() -> None:
         torch.manual_seed(0)
         found = launches(SHAPES[name])
         cuda_launch.prebuild(lambda f=found: [run() for each, (run, _) in f.items() if not each.startswith("dense")])
-        times = medians({each: run for each, (run, _) in found.items()}, 5, warm_s=0.1)
+        times = medians({each: run for each, (run, _) in found.items()}, 5, warm_s=0.1, turns=2)
         times["dense dX + dW1"] = times["dense dX"] + times["dense dW1"]
         total = sum(times[f"dense {part}"] for part in PRODUCTS)
         print(f"-- {name}, dense forward + backward {total:.3f} ms", flush=True)
@@ -149,11 +136,9 @@ def main() -> None:
             floor = times[f"dense {dense}"] if dense else 0.0
             row: dict[str, Any] = {"shape": name, "launch": each, "ms": times[each], "dense_ms": floor}
             row |= {"clock_mhz": clock, "power_w": power, "excess": (times[each] - floor) / total}
-            row["rested_ms"] = rested(run)
             ratio = f"x{times[each] / floor:.2f}" if floor else "     "
             excess = "" if each.startswith("dense") else f"excess {100 * row['excess']:5.1f} %"
-            line = f"   {each:20s} {times[each]:8.3f} ms {ratio}  {clock:5.0f} MHz {power:4.0f} W  {excess}"
-            print(f"{line}  rested {row['rested_ms']:.3f} ms", flush=True)
+            print(f"   {each:20s} {times[each]:8.3f} ms {ratio}  {clock:5.0f} MHz {power:4.0f} W  {excess}", flush=True)
             rows.append(row)
         torch.cuda.empty_cache()
         if options.json:

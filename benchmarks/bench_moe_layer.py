@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import direct
-from hexa_fx.runtime import cuda_ops
+from hexa_fx.runtime import cuda_launch, cuda_ops
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 MIB = 2.0**20
@@ -235,6 +235,8 @@ def bench(name: str, kind: str, options: argparse.Namespace) -> list[dict[str, A
     dy = torch.randn_like(p.x)
     size = f"{shape.tokens},{shape.top_k},{shape.experts},{shape.model},{shape.inner}"
     print(f"-- {name} {kind} T,k,E,D,I={size} load max/mean,empty {load(p.ids, shape.experts)}", flush=True)
+    ours = hexa_layer(shape, p)
+    cuda_launch.prebuild(lambda: (inference(ours)(), training(ours, p, dy)()))
     asked = (impl.split("@") for impl in options.impls.split(","))
     runs = implementations(shape, p, [impl for impl, *only in asked if not only or only[0] in (name, kind)])
     forward, both = dense_layer(shape, p)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.partition_layers import Stack, partition
-from hexa_fx.allocation import DeviceCosts
+from hexa_fx.allocation import KERNEL_STEP, DeviceCosts
 from hexa_fx.passes.plan_layers import PartitionConfig, batch_shares, plan_layers
 from hexa_fx.plan import ExpertShape
 from hexa_fx.runtime.distributed.clock import gathered, synchronize, timed
@@ -139,15 +139,19 @@ def unequal(
             "weighted": costs,
             "proportional to t_i": DeviceCosts.proportional(costs.seconds),
             "proportional to time alone": DeviceCosts.proportional(alone),
+            "weighted, steps not counted": costs,
         }
         for kind in ("data", "model"):
             times = {}
             for split, known in splits.items():
+                step = 1 if "not counted" in split else KERNEL_STEP
+                if kind == "data" and step == 1:
+                    continue
                 if kind == "data":
                     sizes = tuple(length * b for b in batch_shares(known, tokens // length, tokens))
                     run = work(shape, sizes[rank], shape.intermediate_size, device, dtype, stream)
                 else:
-                    sizes = known.by_channels.split(shape.intermediate_size, tile=tile(shape))
+                    sizes = known.by_channels.split(shape.intermediate_size, tile=tile(shape), step=step)
                     run = work(shape, tokens, sizes[rank], device, dtype, stream)
                 each = _each(run, device, seconds)
                 times[split] = max(each)
@@ -184,7 +188,9 @@ def unequal_steps(
         times: dict[str, float] = {}
         for split, known in (("uniform", uniform), ("weighted", costs)):
             model = Stack(2, shape, length, device, dtype)
-            config = PartitionConfig(batch=tokens // length, tokens=tokens, static_tokens=True, tile=tile(shape))
+            config = PartitionConfig(
+                batch=tokens // length, tokens=tokens, static_tokens=True, tile=tile(shape), step=KERNEL_STEP
+            )
             # uniform shards still feed equal batches; weighted ones feed B_i
             plan = plan_layers({f"layers.{i}.moe": shape for i in range(2)}, known, kind, config)
             if kind == "model":

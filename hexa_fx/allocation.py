@@ -13,12 +13,16 @@ from dataclasses import dataclass
 
 from hexa_fx.errors import PlanError
 
+KERNEL_STEP = 128
+"""Channels that GPU kernels compute at a time: a share of 704 takes them as long as one of 768."""
+
 
 def allocate(
     seconds: Sequence[float],
     total: int,
     *,
     tile: int = 1,
+    step: int = 1,
     caps: Sequence[int] | None = None,
     fixed: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
@@ -29,6 +33,8 @@ def allocate(
             x_i``.
         total: units to hand out; B_global of Eq. 1 or the intermediate size H of Eq. 2.
         tile: every share is a multiple of it, except that one device takes the rest ``total % tile``.
+        step: units that devices compute at a time: begun steps count as whole ones. Among splits that finish at the same time,
+            shares follow the speed as they would without steps.
         caps: most units a device can hold (memory).
         fixed: time a device spends whatever its share, in the unit of ``seconds * units``.
 
@@ -41,30 +47,29 @@ def allocate(
     count = len(seconds)
     caps = [total] * count if caps is None else list(caps)
     fixed = [0.0] * count if fixed is None else list(fixed)
-    _check(seconds, total, tile, caps, fixed)
+    _check(seconds, total, tile, step, caps, fixed)
+
+    def finish(i: int, share: int) -> tuple[float, float, int]:
+        """When a device is done with a share, then what breaks ties."""
+        return fixed[i] + seconds[i] * step * -(-share // step), fixed[i] + seconds[i] * share, i
+
     shares = [0] * count
-    queue = [(fixed[i] + seconds[i] * tile, i) for i in range(count) if caps[i] >= tile]
+    queue = [finish(i, tile) for i in range(count) if caps[i] >= tile]
     heapq.heapify(queue)
     for _ in range(total // tile):
         if not queue:
             raise _no_room(total, tile, caps)
-        _, i = heapq.heappop(queue)
+        *_, i = heapq.heappop(queue)
         shares[i] += tile
         if shares[i] + tile <= caps[i]:
-            heapq.heappush(queue, (fixed[i] + seconds[i] * (shares[i] + tile), i))
-    return _place_rest(shares, total % tile, seconds, caps, fixed, tile)
-
-
-def _place_rest(
-    shares: list[int], rest: int, seconds: Sequence[float], caps: list[int], fixed: list[float], tile: int
-) -> tuple[int, ...]:
-    if rest == 0:
-        return tuple(shares)
-    fits = [i for i in range(len(shares)) if shares[i] + rest <= caps[i]]
-    if not fits:
-        raise _no_room(sum(shares) + rest, tile, caps)
-    first = min(fits, key=lambda i: (fixed[i] + seconds[i] * (shares[i] + rest), i))
-    shares[first] += rest
+            heapq.heappush(queue, finish(i, shares[i] + tile))
+    rest = total % tile
+    if rest:
+        fits = [i for i in range(count) if shares[i] + rest <= caps[i]]
+        if not fits:
+            raise _no_room(total, tile, caps)
+        *_, i = min(finish(i, shares[i] + rest) for i in fits)
+        shares[i] += rest
     return tuple(shares)
 
 
@@ -91,10 +96,10 @@ class Affine:
         return cls(tuple(fixed), tuple(each))
 
     def split(
-        self, total: int, units: float = 1.0, *, tile: int = 1, caps: Sequence[int] | None = None
+        self, total: int, units: float = 1.0, *, tile: int = 1, step: int = 1, caps: Sequence[int] | None = None
     ) -> tuple[int, ...]:
         """`allocate` with these times, where one of the ``total`` is so many units."""
-        return allocate([t * units for t in self.each], total, tile=tile, caps=caps, fixed=self.fixed)
+        return allocate([t * units for t in self.each], total, tile=tile, step=step, caps=caps, fixed=self.fixed)
 
 
 @dataclass(frozen=True)
@@ -124,13 +129,13 @@ def even(total: int, count: int, *, tile: int = 1, caps: Sequence[int] | None = 
     return allocate([1.0] * count, total, tile=tile, caps=caps)
 
 
-def _check(seconds: Sequence[float], total: int, tile: int, caps: list[int], fixed: list[float]) -> None:
+def _check(seconds: Sequence[float], total: int, tile: int, step: int, caps: list[int], fixed: list[float]) -> None:
     if not seconds:
         raise PlanError("no devices to split over")
     if any(not (0 < t < float("inf")) for t in seconds):
         raise PlanError(f"capacities are times of the same task and must be positive and finite, got {list(seconds)}")
-    if total < 0 or tile < 1:
-        raise PlanError(f"cannot split total={total} in tiles of {tile}")
+    if total < 0 or tile < 1 or step < 1:
+        raise PlanError(f"cannot split total={total} in tiles of {tile}, computed {step} at a time")
     if len(caps) != len(seconds) or len(fixed) != len(seconds):
         raise PlanError(f"{len(seconds)} capacities, but {len(caps)} caps and {len(fixed)} fixed times")
 

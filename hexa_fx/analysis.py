@@ -12,12 +12,13 @@ from torch import nn
 
 from hexa_fx.capture.observe import Candidate, Observation, observe
 from hexa_fx.config import HexaConfig
+from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.passes import BlockAnalysis, analyse
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.progress import progress
-from hexa_fx.report import OptimizationReport, describe
+from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.cuda_warmup import Example
 
 ExampleInputs: TypeAlias = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]

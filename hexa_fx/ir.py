@@ -98,6 +98,24 @@ class InputGuard:
 
 
 @dataclass(frozen=True)
+class HeldValue:
+    """What the code read out of an object that a module holds, as a config's ``top_k``.
+
+    Args:
+        path: the module, relative to the block.
+        steps: the module's attribute, then attributes of objects or keys of dicts and lists, up to the value.
+        value: as it was read: plain, or a list or tuple of plain values.
+    """
+
+    path: str
+    steps: tuple[Any, ...]
+    value: Any
+
+    def __str__(self) -> str:
+        return ".".join(map(str, (*([self.path] if self.path else []), *self.steps)))
+
+
+@dataclass(frozen=True)
 class RewrittenBlock:
     """A block's new forward, before it is bound to the module.
 
@@ -110,6 +128,7 @@ class RewrittenBlock:
             returns the block's output and a tuple of their values.
         small: elements of the first tensor argument up to which the block's own code is the quicker on a CPU.
         num_experts: ids below this are experts'; None if not known.
+        held: what the recorded run read out of objects that the block's modules hold.
         path: the block's path in the model.
     """
 
@@ -120,3 +139,4 @@ class RewrittenBlock:
     stored: tuple[tuple[str, str], ...] = ()
     small: int = 0
     num_experts: int | None = None
+    held: tuple[HeldValue, ...] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -14,15 +13,11 @@ import torch.fx
 
 from hexa_fx.inspection.advice import advice
 from hexa_fx.inspection.costs import Costs
-from hexa_fx.inspection.facts import facts_of
-from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import KernelUse, kernels_of
 from hexa_fx.inspection.stages import FfnCase, is_exchange
 from hexa_fx.inspection.text import error_text, lines_of, refusal_lines
 from hexa_fx.ir import SourceLocation
-from hexa_fx.passes import BlockAnalysis
 from hexa_fx.passes.base import op_name
-from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.plan import Plan
 
 if TYPE_CHECKING:
@@ -228,79 +223,3 @@ def _wide_console() -> Any:
 
 def _sizes(block: BlockReport) -> str:
     return f"E={block.num_experts} k={block.top_k} D={block.hidden_size} I={block.intermediate_size}"
-
-
-def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Inspector | None = None) -> BlockReport:
-    """An analysis in the user's terms."""
-    modes: dict[str, str] = {mode: "rewritten" for mode in analysis.rewritten}  # noqa: C420
-    modes.update({mode: refusal.reason for mode, refusal in analysis.refusals.items()})
-    refusal = next(iter(analysis.refusals.values()), None)
-    reason, location = (refusal.reason, refusal.location) if refusal else ("", None)
-    status: Status = "rewritten" if analysis.rewritten else "refused"
-    facts = facts_of(analysis)
-    if facts is None or analysis.match is None:
-        return BlockReport(analysis.path, status, modes, reason, location, same_as=same_as, seconds=analysis.seconds)
-    inspector = inspector or Inspector()
-    case = inspector.snapshots(analysis).case if analysis.rewritten else None
-    return BlockReport(
-        analysis.path,
-        status,
-        modes,
-        reason,
-        location,
-        idiom=facts.idiom,
-        num_experts=facts.num_experts,
-        top_k=facts.top_k,
-        hidden_size=facts.hidden_size,
-        intermediate_size=facts.intermediate_size,
-        expert=facts.expert,
-        weights=facts.weights,
-        same_as=same_as,
-        check=_check_report(analysis),
-        seconds=analysis.seconds,
-        activation=facts.activation,
-        layout=facts.layout,
-        code=_code_of(analysis),
-        rewritten_to=_rewritten_to(analysis),
-        costs=inspector.costs(analysis) if analysis.rewritten else None,
-        kernels=kernels_of(case) if case is not None and _on_gpu(analysis) else (),
-        case=case,
-        small=max((form.small for form in analysis.rewritten.values()), default=0),
-    )
-
-
-def _code_of(analysis: BlockAnalysis) -> SourceLocation | None:
-    """The block's class, and where its forward is written."""
-    assert analysis.match is not None
-    kind = type(analysis.match.captured.block)
-    try:
-        forward = inspect.unwrap(kind.forward)
-        file, line = inspect.getsourcefile(forward), inspect.getsourcelines(forward)[1]
-    except (OSError, TypeError):  # built in, or typed into a prompt
-        return None
-    return SourceLocation(file or "", line, kind.__name__)
-
-
-def _rewritten_to(analysis: BlockAnalysis) -> str:
-    assert analysis.match is not None
-    if not analysis.rewritten:
-        return ""
-    return "expert-specific operators" if isinstance(analysis.match.body, FreeBody) else "hexa::moe_ffn"
-
-
-def _on_gpu(analysis: BlockAnalysis) -> bool:
-    assert analysis.match is not None
-    return any(p.is_cuda for p in analysis.match.captured.block.parameters())
-
-
-def _check_report(analysis: BlockAnalysis) -> CheckReport | None:
-    checks = list(analysis.checks.values())
-    if not checks:
-        return None
-    cases = [case for check in checks for case in check.cases]
-    return CheckReport(
-        len(cases),
-        max((case.forward_error for case in cases), default=0.0),
-        max((case.gradient_error for case in cases), default=0.0),
-        sum(check.seconds for check in checks),
-    )

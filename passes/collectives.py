@@ -11,7 +11,7 @@ sizes, so all ranks issue the same collectives in the same order.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +20,7 @@ import torch.fx as fx
 
 from hexa_fx.errors import PlanError
 from hexa_fx.plan import LayerPlan, Plan
-from hexa_fx.runtime.distributed import collectives as _operators
-from hexa_fx.runtime.distributed import nodes
-
-# Importing it registers the hexa operators and the autograd formulas of torch.ops._c10d_functional.
-assert _operators is not None
+from hexa_fx.runtime.distributed import collectives, nodes
 
 FFN_ARGS = (
     *("x", "top_k_index", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2"),
@@ -89,12 +85,16 @@ def _insert_model_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan
         else:
             x = graph.call_function(nodes.check_tokens, (args["x"], tokens, at.session))
         x = graph.call_function(nodes.to_compute_dtype, (x,))
-        gather = _gather_for(graph, plan, at)
         # Routing is gathered, never recomputed: a tie broken differently on two devices would be silently wrong.
         moved = {"x": x, "top_k_index": args["top_k_index"], "top_k_weights": args["top_k_weights"]}
-        started = {name: None if value is None else gather(value, tokens) for name, value in moved.items()}
+        started = {
+            name: None
+            if value is None
+            else graph.call_function(collectives.all_gather_v, (value, tokens, at.main_group))
+            for name, value in moved.items()
+        }
         for name, value in started.items():
-            args[name] = None if value is None else _wait(graph, value)
+            args[name] = None if value is None else graph.call_function(collectives.wait, (value,))
         if args["b2"] is not None:
             # One rank's partial sum carries the bias. A factor, so that the graph and its gradients exist on all ranks.
             owner = 1.0 if at.rank == layer.bias_owner else 0.0
@@ -104,40 +104,18 @@ def _insert_model_centric(graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan
     if layer.shards[at.rank] == 0:
         node.target, node.args = nodes.no_channels, node.args[: FFN_ARGS.index("activation")]
     with graph.inserting_after(node):
-        out = _reduce(graph, node, layer, plan, tokens, at)
+        out = _reduce(graph, node, layer, tokens, at)
     node.replace_all_uses_with(out[-1], delete_user_cb=lambda user: user is not out[0])
 
 
-def _gather_for(graph: fx.Graph, plan: Plan, at: Placement) -> Callable[[fx.Node, Any], fx.Node]:
-    """Equal static sizes take torch's own operator, which torch's passes know."""
-    if plan.tokens is not None and _is_even(plan.tokens):
-        target = torch.ops._c10d_functional.all_gather_into_tensor.default
-        return lambda value, tokens: graph.call_function(target, (value, plan.world, at.main_group))
-    target = torch.ops.hexa.all_gather_v.default
-    return lambda value, tokens: graph.call_function(target, (value, tokens, at.main_group))
-
-
-def _is_even(sizes: Sequence[int]) -> bool:
-    return sizes[0] > 0 and all(size == sizes[0] for size in sizes)
-
-
-def _wait(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    return graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (value,))
-
-
-def _reduce(
-    graph: fx.Graph, node: fx.Node, layer: LayerPlan, plan: Plan, tokens: Any, at: Placement
-) -> tuple[fx.Node, ...]:
+def _reduce(graph: fx.Graph, node: fx.Node, layer: LayerPlan, tokens: Any, at: Placement) -> tuple[fx.Node, ...]:
     """First and last of the nodes that sum partial outputs and keep this rank's rows."""
-    functional = torch.ops._c10d_functional
     if layer.reduce == "all_reduce":
-        first = graph.call_function(functional.all_reduce.default, (node, "sum", at.main_group))
-    elif plan.tokens is not None and _is_even(plan.tokens):
-        first = graph.call_function(functional.reduce_scatter_tensor.default, (node, "sum", plan.world, at.main_group))
+        first = graph.call_function(collectives.all_reduce, (node, at.main_group))
     else:
-        first = graph.call_function(torch.ops.hexa.reduce_scatter_v.default, (node, tokens, at.main_group))
+        first = graph.call_function(collectives.reduce_scatter_v, (node, tokens, at.main_group))
     with graph.inserting_after(first):
-        waited = _wait(graph, first)
+        waited = graph.call_function(collectives.wait, (first,))
     if layer.reduce != "all_reduce":
         return first, waited
     with graph.inserting_after(waited):

@@ -17,7 +17,7 @@ from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, Routing, RoutingOverride, rows_for_all
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward
-from hexa_fx.runtime.outcome import Difference, ModuleState, Outcome, difference, observe
+from hexa_fx.runtime.outcome import Difference, ModuleState, Outcome, difference, observe, unlike
 from hexa_fx.runtime.precision import InFloat64
 from hexa_fx.runtime.weight_slices import WeightSlices
 
@@ -68,10 +68,15 @@ class VerificationCase:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared: the block itself, or a copy of it in ``dtype``."""
+    """What is compared: the block itself, or a copy of it in ``dtype`` of one in ``own``.
+
+    As it is, casts that its code asks for are made.
+    """
 
     module: nn.Module
     dtype: torch.dtype
+    own: torch.dtype
+    as_it_is: bool = False
 
 
 class Comparison:
@@ -95,6 +100,18 @@ class Comparison:
             return tuple(self._each())
         finally:
             self.state.restore()
+
+    def kinds(self, example: tuple[Any, Any]) -> VerificationCase:
+        """Shapes and dtypes of what (args, kwargs) give, nothing of the numbers."""
+        name = "the example in its own precision"
+        try:
+            found = self._outcomes(name, example, gradients=False)
+        finally:
+            self.state.restore()
+        if isinstance(found, VerificationCase):
+            return found
+        detail = unlike(*found)
+        return VerificationCase(name, "different" if detail else "equal", detail=detail)
 
     def _each(self) -> Iterator[VerificationCase]:
         spy = ChoiceSpy(self.inputs.num_experts)
@@ -154,9 +171,32 @@ class Comparison:
         gradients: bool = True,
         calls: int = 1,
     ) -> VerificationCase:
-        reference = _repeated(self.forward.original, calls)
+        outcomes = self._outcomes(name, inputs, override, gradients, calls)
+        if isinstance(outcomes, VerificationCase):
+            return outcomes
+        original, other = outcomes
+        found = difference(original, other)
+        if self._agree(found):
+            return VerificationCase(name, "equal", found.forward, found.gradient, "", found.none_became_zero)
+        again = difference(
+            original, self._original(_repeated(self.forward.original, calls), inputs, override, gradients)
+        )
+        detail = self._describe(found)
+        if not self._agree(again):
+            detail = f"the original does not repeat itself on equal inputs and random numbers ({self._describe(again)})"
+        return VerificationCase(name, "different", found.forward, found.gradient, detail)
+
+    def _outcomes(
+        self,
+        name: str,
+        inputs: tuple[Any, Any],
+        override: TorchFunctionMode | None = None,
+        gradients: bool = True,
+        calls: int = 1,
+    ) -> tuple[Outcome, Outcome] | VerificationCase:
+        """Of the original and the rewritten block, or the case if they do not both come to an end."""
         try:
-            original = self._original(reference, inputs, override, gradients)
+            original = self._original(_repeated(self.forward.original, calls), inputs, override, gradients)
         except Exception as error:
             return VerificationCase(name, "skipped", detail=f"the original raises {_first_line(error)}")
         try:
@@ -165,14 +205,7 @@ class Comparison:
             return VerificationCase(name, "skipped", detail=f"left to the original: {miss}")
         except Exception as error:
             return VerificationCase(name, "different", detail=f"the rewritten block raises {_first_line(error)}")
-        found = difference(original, other)
-        if self._agree(found):
-            return VerificationCase(name, "equal", found.forward, found.gradient, "", found.none_became_zero)
-        again = difference(original, self._original(reference, inputs, override, gradients))
-        detail = self._describe(found)
-        if not self._agree(again):
-            detail = f"the original does not repeat itself on equal inputs and random numbers ({self._describe(again)})"
-        return VerificationCase(name, "different", found.forward, found.gradient, detail)
+        return original, other
 
     def _original(
         self, call: Callable[..., Any], inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool
@@ -190,8 +223,8 @@ class Comparison:
         slices: WeightSlices | None = None,
     ) -> Outcome:
         with ExitStack() as modes:
-            if self.subject.dtype == torch.float64:
-                modes.enter_context(InFloat64())
+            if self.subject.dtype == torch.float64 and not self.subject.as_it_is:
+                modes.enter_context(InFloat64(self.subject.own))
             if override is not None:
                 modes.enter_context(override)
             return observe(call, self.subject.module, self.state, inputs, self.settings.seed, gradients, slices)

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import networkx as nx
-import torch
 import torch.fx as fx
 
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.distributed import nodes
+from hexa_fx.runtime.distributed.collectives import all_gather_v
 
 Seconds = Callable[[fx.Node], float]
 
@@ -80,20 +80,12 @@ def _count_calls(node: fx.Node) -> float:
 # --- model-centric ---------------------------------------------------------------------------------------------------
 
 
-def _starts() -> tuple[object, ...]:
-    return (
-        torch.ops.hexa.all_gather_v.default,
-        torch.ops._c10d_functional.all_gather_into_tensor.default,
-    )
-
-
-_BEFORE_START = (nodes.token_counts, nodes.check_tokens, nodes.to_compute_dtype)
+_MOVABLE = (all_gather_v, nodes.token_counts, nodes.check_tokens, nodes.to_compute_dtype)
 
 
 def _hoist_starts(graph: fx.Graph) -> int:
     """Moves gathers, and the small nodes that prepare them, right behind the last node they need."""
-    targets = _starts()
-    movable = [node for node in graph.nodes if node.target in targets or node.target in _BEFORE_START]
+    movable = [node for node in graph.nodes if node.target in _MOVABLE]
     return sum(_hoist(graph, node) for node in movable)
 
 
@@ -112,7 +104,7 @@ def _hoist(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _is_hoisted_chain(node: fx.Node) -> bool:
-    return node.target in _starts() or node.target in _BEFORE_START or node.op in ("placeholder", "get_attr")
+    return node.target in _MOVABLE or node.op in ("placeholder", "get_attr")
 
 
 def _last(graph: fx.Graph, found: Iterable[fx.Node]) -> fx.Node | None:

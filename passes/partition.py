@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
 
-from hexa_fx.allocation import DeviceCosts
+from hexa_fx.allocation import KERNEL_STEP, DeviceCosts
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.cost_model import Measured
@@ -64,7 +64,7 @@ def partition_model(
     groups = make_groups(mesh)
     join(groups, "to plan the partition")
     sample = _first_tensor(model, layers[0])
-    config = _with_tokens(_with_dtypes(config, sample), _recorded_tokens(blocks))
+    config = _with_tokens(_for_device(config, sample), _recorded_tokens(blocks))
     costs = _capacities(capacities, layers[0].geometry, config.tokens, sample, groups)
     shapes = {layer.path: layer.geometry.shape for layer in layers}
     measured: dict[str, Measured] = {}
@@ -126,9 +126,14 @@ def _capacities(
     return DeviceCosts.proportional(capacities)
 
 
-def _with_dtypes(config: PartitionConfig, sample: Tensor) -> PartitionConfig:
-    size = sample.element_size()
-    return replace(config, dtype_bytes=config.dtype_bytes or size, reduce_bytes=config.reduce_bytes or size)
+def _for_device(config: PartitionConfig, sample: Tensor) -> PartitionConfig:
+    size, step = sample.element_size(), KERNEL_STEP if sample.is_cuda else 1
+    return replace(
+        config,
+        dtype_bytes=config.dtype_bytes or size,
+        reduce_bytes=config.reduce_bytes or size,
+        step=config.step or step,
+    )
 
 
 def _scaled_caps(config: PartitionConfig, layers: Sequence[LayerWeights]) -> PartitionConfig:

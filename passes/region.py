@@ -61,7 +61,7 @@ class RegionEmitter:
         if match.base is not None:
             base = self._as_rows(self.outside[match.base], record_of(match.base).value)
             result = self.graph.call_function(operator.add, (base, result))
-        result = self._restore(result)
+        result = self._restore(result, self._dtype())
         return self.graph.call_method("detach", (result,)) if match.constant else result
 
     def _canonical(
@@ -176,10 +176,18 @@ class RegionEmitter:
             return call("t", (call("reshape", (node, experts, -1)),))
         return call("reshape", (call("sum", (node, -1)), -1, experts))
 
-    def _restore(self, result: torch.fx.Node) -> torch.fx.Node:
-        """(T, D) back to the shape and dtype the recorded output had."""
-        value, source = record_of(self.match.output).value, record_of(self.match.source).value
-        if value.dtype != source.dtype:
+    def _dtype(self) -> torch.dtype:
+        """Of the region's result so far: an expert operation by operation may end in float32 between 16-bit tensors."""
+        match, source = self.match, record_of(self.match.source).value.dtype
+        dtype = record_of(match.body.output).value.dtype if isinstance(match.body, FreeBody) else source
+        if match.identity:
+            dtype = torch.promote_types(dtype, source)
+        return dtype if match.base is None else torch.promote_types(dtype, record_of(match.base).value.dtype)
+
+    def _restore(self, result: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+        """(T, D), of ``dtype``, back to the shape and dtype the recorded output had."""
+        value = record_of(self.match.output).value
+        if value.dtype != dtype:
             result = self.graph.call_method("to", (result, value.dtype))
         if value.dim() == 2:
             return result

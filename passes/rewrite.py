@@ -69,7 +69,7 @@ class _Rewriter:
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)
         small = own_code_limit(captured, self._removed(kept), self._added())
         guards, experts = self._guards(captured), self.match.num_experts
-        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts)
+        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, captured.held)
 
     def _asked_first(self) -> set[torch.fx.Node]:
         """Conditions on parameters and buffers alone, which are asked before any random number is drawn."""

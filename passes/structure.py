@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,14 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.observe import Observation
+from hexa_fx.runtime.held import PLAIN, is_object, items
 
 if TYPE_CHECKING:
     from hexa_fx.passes import BlockAnalysis
 
 _PLAIN = (int, float, str, bool, type(None))
+_OF_MODULES = frozenset(nn.Module().__dict__)
+_LONGEST = 4096
 
 
 class StructureCache:
@@ -44,8 +48,9 @@ def moved_to(analysis: BlockAnalysis, path: str) -> BlockAnalysis:
 
 def _key(observation: Observation) -> Hashable:
     block = observation.module
+    known: dict[int, Hashable] = {}
     return (
-        tuple((name, type(module), _attributes(module)) for name, module in block.named_modules()),
+        tuple((name, type(module), _attributes(module, known)) for name, module in block.named_modules()),
         tuple((name, tuple(p.shape), p.dtype, p.device.type) for name, p in block.named_parameters()),
         tuple((name, tuple(b.shape), b.dtype) for name, b in block.named_buffers()),
         _shape(observation.args),
@@ -53,26 +58,50 @@ def _key(observation: Observation) -> Hashable:
     )
 
 
-def _attributes(module: nn.Module) -> tuple[tuple[str, Hashable], ...]:
-    """Plain attributes and functions. A layer number that no method reads does not tell two blocks apart."""
-    found: list[tuple[str, Hashable]] = []
-    for name, value in module.__dict__.items():
-        if name in ("_parameters", "_buffers", "_modules", "training"):
-            continue
-        if isinstance(value, _PLAIN):
-            if "layer" not in name or _is_read(type(module), name):
-                found.append((name, value))
-        elif isinstance(value, (tuple, list)) and all(isinstance(item, _PLAIN) for item in value):
-            found.append((name, tuple(value)))
-        elif isinstance(value, types.FunctionType):
-            found.append((name, value))
-    return tuple(found)
+def _attributes(module: nn.Module, known: dict[int, Hashable]) -> tuple[tuple[str, Hashable], ...]:
+    """Attributes, with what objects among them hold. A layer number that no method reads does not tell two blocks apart."""
+    own = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
+    return tuple((key, _contents(value, type(module), known)) for key, value in _telling(own, type(module)))
+
+
+def _telling(values: Mapping[Any, Any], reader: type) -> Iterator[tuple[Any, Any]]:
+    for key, value in values.items():
+        if "layer" not in str(key) or not isinstance(value, _PLAIN) or _is_read(reader, str(key)):
+            yield key, value
+
+
+def _contents(value: Any, reader: type, known: dict[int, Hashable]) -> Hashable:
+    """By value as far as that can be told; functions and classes by identity, what is torch's by its type.
+
+    Args:
+        known: contents of objects by their id; of those that hold themselves, the type.
+    """
+    if isinstance(value, functools.partial):
+        return _contents((value.func, value.args, value.keywords), reader, known)
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, (types.ModuleType, types.MethodType)):
+        return id(getattr(value, "__func__", value))
+    if not is_object(value):
+        return str(type(value))
+    if id(value) in known:
+        return known[id(value)]
+    inside = items(value)
+    known[id(value)] = str(type(value))
+    if len(inside) > _LONGEST:
+        return id(value)
+    found: Hashable = tuple((key, _contents(item, reader, known)) for key, item in _telling(inside, reader))
+    if isinstance(value, (set, frozenset)):
+        found = frozenset(_contents(item, reader, known) for item in value)
+    known[id(value)] = type(value), found
+    return known[id(value)]
 
 
 def _is_read(cls: type, name: str) -> bool:
     """Whether a method other than ``__init__`` mentions the attribute."""
     for owner in cls.__mro__:
         for member_name, member in vars(owner).items():
+            member = member.fget if isinstance(member, property) else member
             function = getattr(member, "__wrapped__", getattr(member, "__func__", member))
             if (
                 member_name != "__init__"

@@ -2,7 +2,8 @@
 
 Both run on the same float64 copy of the block, on the example, on fresh random inputs at several sizes and under forced
 routings. Outputs, gradients of every input and parameter, buffers, other values that the modules keep, and the random
-numbers drawn have to agree. Inputs are small, so the cost is that of a few forward and backward passes.
+numbers drawn have to agree; on the block itself, shapes and dtypes of what the example gives. Inputs are small, so the cost is
+that of a few forward and backward passes.
 """
 
 from __future__ import annotations
@@ -66,8 +67,29 @@ def verify(
         if any(case.outcome != "skipped" for case in cases):
             break
         log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))
+    if not settings.brief and not _reason(cases):
+        cases += (_kinds(block, rewritten, (args, dict(kwargs or {})), inputs, settings),)
     reason = _reason(cases) or _too_little(cases, inputs, settings)
     return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype)
+
+
+def _kinds(
+    block: nn.Module,
+    rewritten: RewrittenBlock,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    inputs: FreshInputs,
+    settings: VerifySettings,
+) -> VerificationCase:
+    """The block as it is: where all is float64, a cast that was lost does not show."""
+    own = _own_dtype(block)
+    subject = Subject(block, own, own, as_it_is=True)
+    with _installed(block, rewritten) as forward:
+        return Comparison(subject, forward, inputs, settings, ()).kinds(example)
+
+
+def _own_dtype(block: nn.Module) -> torch.dtype:
+    floating = (parameter.dtype for parameter in block.parameters() if parameter.is_floating_point())
+    return next(floating, torch.get_default_dtype())
 
 
 def _for_dtype(rewritten: RewrittenBlock, dtype: torch.dtype) -> RewrittenBlock:
@@ -79,12 +101,12 @@ def _for_dtype(rewritten: RewrittenBlock, dtype: torch.dtype) -> RewrittenBlock:
 
 def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[Subject]:
     """What to compare on: a float64 copy, or the block itself if there can be none."""
+    own = _own_dtype(block)
     if float64_bytes(block) <= settings.max_copy_bytes:
         copied = float64_copy_or_none(block)
         if copied is not None:
-            yield Subject(copied, torch.float64)
-    floating = (parameter.dtype for parameter in block.parameters() if parameter.is_floating_point())
-    yield Subject(block, next(floating, torch.get_default_dtype()))
+            yield Subject(copied, torch.float64, own)
+    yield Subject(block, own, own)
 
 
 @contextmanager

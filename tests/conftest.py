@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from hexa_fx.runtime import install
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start: they are several at once
 
 
 @pytest.fixture(autouse=True)

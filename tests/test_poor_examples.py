@@ -29,8 +29,8 @@ STYLES = (
 )
 
 
-def analysed(model: nn.Module, inputs: object) -> ModelAnalysis:
-    return analyse_model(model, inputs, HexaConfig(), Inspector())
+def analysed(model: nn.Module, inputs: object, verify: bool = True) -> ModelAnalysis:
+    return analyse_model(model, inputs, HexaConfig(verify=verify), Inspector())
 
 
 def graphs(analysis: ModelAnalysis) -> dict[tuple[str, str], str]:
@@ -46,7 +46,7 @@ def test_the_same_graph_as_on_a_good_example(style: str) -> None:
     assert expected
     for name in POOR:
         args, _ = poor_examples.BY_NAME[name](v, torch.float32)
-        assert graphs(analysed(model, args)) == expected, name
+        assert graphs(analysed(model, args, verify=name == "zeros")) == expected, name
 
 
 @pytest.mark.parametrize("name", POOR)
@@ -70,7 +70,7 @@ def test_language_models(family: str) -> None:
     expected = graphs(analysed(model, families.inputs(2, 7)))
     assert len(expected) == 2 * families.FAMILIES[family].blocks
     for name in ("zeros", "repeated", "one"):
-        assert graphs(analysed(model, poor_examples.ids(name))) == expected, name
+        assert graphs(analysed(model, poor_examples.ids(name), verify=name == "zeros")) == expected, name
 
 
 class Experts(nn.Module):

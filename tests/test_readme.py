@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -25,15 +24,6 @@ def test_local_links_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
-def test_result_tables_are_the_recorded_ones() -> None:
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert tables.layers() in readme
-    assert tables.decode() in readme
 
 
 def test_supported_patterns_are_those_of_the_zoo() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pathlib
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -35,10 +36,39 @@ def reasons(model: torch.nn.Module) -> str:
     return "; ".join(f"{b.path!r}: {b.reason} ({b.location})" for b in model.report.blocks) or "no candidate block"
 
 
+NOT_LOCATED = frozenset(
+    "refuse_queue_position refuse_count_scaled refuse_call_parity refuse_soft_moe refuse_straight_through "
+    "refuse_product_of_experts refuse_residual_stack refuse_one_odd_of_many".split()
+)
+"""Refusals of what a block does as a whole, of which no single line can be named."""
+
+CASTS = frozenset({"router_load_loss"})
+"""Casts to float32, which does nothing where the block is in float32 already and so is not in what was recorded there."""
+
+
 @pytest.mark.parametrize("v", VARIANTS, ids=lambda v: v.name)
 def test_as_intended_and_exact(v: Variant) -> None:
-    dtype = torch.float64 if torch.float64 in v.dtypes else torch.float32
-    model, opt = optimized(v, dtype)
+    """In its smallest type as a user would, and in float64, where nothing hides in rounding."""
+    model, opt = optimized(v, v.dtypes[0])
+    _as_intended(v, opt)
+    assert state_dict_problems(model, opt) == []
+    if v.name == "refuse_call_parity":
+        return  # its result depends on how often it was called
+    if v.dtypes[0] == torch.float32:
+        _equal_in(v, model, opt, torch.float32, OTHERS[:2])
+    if torch.float64 not in v.dtypes or not rewritten(opt):  # if it was not, this shows that it was left as it is
+        _equal_in(v, model, opt, v.dtypes[0], (TRACED, OTHERS[2]))
+        return
+    model, opt = model.double(), opt.double()
+    if rewritten(opt) and (
+        v.name in CASTS or not _runs_rewritten(v, opt)
+    ):  # its code names a type: rewritten for that alone
+        model, opt = optimized(v, torch.float64)
+        _as_intended(v, opt)
+    _equal_in(v, model, opt, torch.float64, (TRACED, *OTHERS))
+
+
+def _as_intended(v: Variant, opt: torch.nn.Module) -> None:
     if v.gap:
         assert not rewritten(opt), f"the gap is closed: take the note away ({v.gap})"
     elif v.expect == "rewritten":
@@ -47,14 +77,24 @@ def test_as_intended_and_exact(v: Variant) -> None:
         assert not modes, f"one mode runs the original code: {modes}"
     if v.expect == "refused":
         assert not rewritten(opt), "rewritten, though " + v.why
-    assert state_dict_problems(model, opt) == []
+        located = any(b.location is not None and "zoo" in b.location.file for b in opt.report.blocks)
+        assert located != (v.name in NOT_LOCATED), "no line is named" if not located else "a line is named now"
     if not rewritten(opt):
         for block in opt.report.blocks:
             assert block.status == "refused"
             assert len(block.reason.split()) > 3, f"no sentence: {block.reason!r}"
-    if v.name == "refuse_call_parity":
-        return  # its result depends on how often it was called
-    for batch, seq in (TRACED, *OTHERS):
+
+
+def _runs_rewritten(v: Variant, opt: torch.nn.Module) -> bool:
+    calls = [operators_run(opt.train(train), *v.inputs(*TRACED, torch.float64, 5)) for train in (False, True)]
+    return all(calls)
+
+
+def _equal_in(
+    v: Variant, model: torch.nn.Module, opt: torch.nn.Module, dtype: torch.dtype, sizes: Iterable[tuple[int, int]]
+) -> None:
+    """At these sizes, in both modes, and again after parameters and buffers changed."""
+    for batch, seq in sizes:
         for train in (False, True):
             args, kwargs = v.inputs(batch, seq, dtype, 5)
             if v.expect == "rewritten" and not v.gap:
@@ -63,34 +103,19 @@ def test_as_intended_and_exact(v: Variant) -> None:
                     f"batch {batch}, seq {seq}, train {train}: the original code ran"
                 )
             found = compare(model, opt, args, kwargs, train=train and v.train, seed=3)
-            assert found.within(TOLERANCE[dtype]), f"batch {batch}, seq {seq}, train {train}: {found}"
+            assert found.within(TOLERANCE[dtype]), f"{dtype}, batch {batch}, seq {seq}, train {train}: {found}"
 
     perturb(model, opt)
     for train in (False, True):
         args, kwargs = v.inputs(3, 5, dtype, 6)
         found = compare(model, opt, args, kwargs, train=train and v.train, seed=3)
-        assert found.within(TOLERANCE[dtype]), f"after its parameters and buffers changed, train {train}: {found}"
+        assert found.within(TOLERANCE[dtype]), f"{dtype}, after parameters and buffers changed, train {train}: {found}"
 
 
-@pytest.mark.parametrize("v", [v for v in VARIANTS if v.expect == "rewritten" and not v.gap], ids=lambda v: v.name)
-def test_float32(v: Variant) -> None:
-    model, opt = optimized(v, torch.float32, seed=1)
-    for batch, seq in OTHERS[:2]:
-        args, kwargs = v.inputs(batch, seq, torch.float32, 6)
-        found = compare(model, opt, args, kwargs, train=v.train, seed=4)
-        assert found.within(TOLERANCE[torch.float32]), f"batch {batch}, seq {seq}: {found}"
-
-
-REFUSALS = [v for v in VARIANTS if v.expect == "refused"]
-
-
-def test_refusals_say_where() -> None:
-    """At least two refusals in three name a line of the zoo's own code."""
-    located = 0
-    for v in REFUSALS:
-        _, opt = optimized(v, torch.float32)
-        located += any(b.location is not None and "zoo" in b.location.file for b in opt.report.blocks)
-    assert located >= len(REFUSALS) * 2 // 3, f"{located} of {len(REFUSALS)}"
+def test_most_refusals_name_a_line() -> None:
+    refusals = {v.name for v in VARIANTS if v.expect == "refused"}
+    assert refusals >= NOT_LOCATED
+    assert len(NOT_LOCATED) <= len(refusals) // 3
 
 
 REPRESENTATIVES = [

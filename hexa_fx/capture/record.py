@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture.calls import Unreadable
 from hexa_fx.capture.copies import copied
+from hexa_fx.capture.held_reads import HeldReads
 from hexa_fx.capture.host import visible_host
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.stir import stirred_parameters
 from hexa_fx.errors import CaptureError
+from hexa_fx.ir import HeldValue
 
 UNKNOWN = object()
 """Stands for a stored value that is neither None nor made of tensors of the run."""
@@ -51,6 +53,7 @@ class CapturedBlock:
         output: the result, with nodes for tensors.
         stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
+        held: what the run read out of objects that the block's modules hold.
         stirred: values in the run of parameters that are all of one number, by name.
         as_recorded: the graph before it was put in canonical form, if that changed it; for reading.
     """
@@ -64,6 +67,7 @@ class CapturedBlock:
     output: Any
     stored: tuple[StoredValue, ...] = ()
     recalled: frozenset[str] = frozenset()
+    held: tuple[HeldValue, ...] = ()
     stirred: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
 
@@ -111,6 +115,7 @@ def _capture(
         block.named_buffers(remove_duplicate=False)
     )
     bound = _bind_arguments(block, args, kwargs)
+    reads = HeldReads(block)
     try:
         with (
             _restored_state(block) as attributes,
@@ -120,11 +125,12 @@ def _capture(
         ):
             recorder = Recorder(parameters, sees_gradients=not as_it_is)
             torch.manual_seed(seed)
-            with _emptied() as emptied:
+            with _emptied() as emptied, reads.noted():
                 result, arguments = _run(block, recorder, bound)
             output = recorder.lift_result(result)
             stored = tuple(_stored_values(block, attributes, emptied, recorder))
-            held = {id(leaf) for before in attributes.values() for leaf in tree_leaves(list(before.values()))}
+            kept_before = {id(leaf) for before in attributes.values() for leaf in tree_leaves(list(before.values()))}
+            kept_before |= {id(tensor) for tensor in reads.tensors()}
     except CaptureError:
         raise
     except Unreadable as error:
@@ -133,7 +139,7 @@ def _capture(
         raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
     kept = [item.value for item in stored if item.value is not UNKNOWN]
     recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
-    recalled = frozenset(name for name, identity in recorder.met.items() if identity in held)
+    recalled = frozenset(name for name, identity in recorder.met.items() if identity in kept_before)
     calls = tuple(recorder.calls)
     return CapturedBlock(
         block,
@@ -145,6 +151,7 @@ def _capture(
         output,
         stored,
         recalled=recalled,
+        held=reads.values(),
         stirred=stirred,
     )
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.record import CapturedBlock
 from hexa_fx.capture.records import record_of
+from hexa_fx.capture.sharpen import is_coarse, sharpened
 
 _CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))
 _LOW = frozenset((torch.float32, torch.float16, torch.bfloat16))
@@ -33,14 +35,13 @@ class Replay:
             storage = record_of(node).storage
             if storage is not None:
                 self._by_storage.setdefault(storage, []).append(node)
+        if is_coarse(self._nodes):
+            self._frozen |= sharpened(self._nodes, self._execute, lambda node: _raised(record_of(node).value))
 
     def value(self, node: torch.fx.Node) -> Any:
-        """The recorded value, floating point as float64."""
+        """The recorded value, floating point as float64, and without the rounding of a 16-bit run."""
         if node not in self._frozen:
-            value = record_of(node).value
-            self._frozen[node] = (
-                value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-            )
+            self._frozen[node] = _raised(record_of(node).value)
         return self._frozen[node]
 
     def call(self, node: torch.fx.Node, replace: Mapping[torch.fx.Node, torch.Tensor]) -> torch.Tensor:
@@ -108,6 +109,14 @@ class Replay:
         return sorted(needed - set(replace), key=self._position.__getitem__)
 
     def _execute(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+        """A cast that changes nothing here gives its operand; where it gave a copy, writes to that must not reach the operand."""
+        result, storage = self._call(node, values), record_of(node).storage
+        if not isinstance(result, torch.Tensor):
+            return result
+        same = [operand for operand in node.all_input_nodes if values.get(operand) is result]
+        return result.clone() if any(record_of(operand).storage != storage for operand in same) else result
+
+    def _call(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         def load(argument: torch.fx.Node) -> Any:
             if argument not in values:
                 frozen = self.value(argument)
@@ -123,6 +132,10 @@ class Replay:
         if getattr(node.target, "__name__", "") in _NOT_IN_FLOAT64:
             return _through_float32(node.target, args, kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _raised(value: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, value)
 
 
 def _in_float64(value: Any) -> Any:

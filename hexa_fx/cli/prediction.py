@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from hexa_fx.allocation import allocate
+from hexa_fx.allocation import KERNEL_STEP, allocate
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.cost_model import Measured, layer_cost
 from hexa_fx.plan import ExpertShape, LayerPlan, Mode, Plan
@@ -83,7 +83,9 @@ def predict(
     shapes = layer_shapes(target)
     shares = allocate(capacities, batch)
     measured = {path: _measured(shape, capacities, shares, tokens, machine) for path, shape in shapes.items()}
-    config = PartitionConfig(batch=batch, tokens=tokens, slots=slots, dtype_bytes=_BYTES, reduce_bytes=_BYTES)
+    config = PartitionConfig(
+        batch=batch, tokens=tokens, slots=slots, dtype_bytes=_BYTES, reduce_bytes=_BYTES, step=KERNEL_STEP
+    )
     made = plan_layers(shapes, capacities, strategy, config, measured)
     return made, tuple(_predicted(layer, made, measured[layer.path], tokens) for layer in made.layers)
 
@@ -131,9 +133,8 @@ def _measured(
     """What a device would measure if its rate were the machine's: compute follows FLOPs and t_i."""
     forward = 2 * tokens * shape.top_k * shape.hidden_size * shape.intermediate_size * shape.matrices / machine.flops
     slowness = [t / min(capacities) for t in capacities]
-    channels = allocate(
-        capacities, shape.intermediate_size, tile=min(64, max(1, shape.intermediate_size // len(capacities)))
-    )
+    tile = min(64, max(1, shape.intermediate_size // len(capacities)))
+    channels = allocate(capacities, shape.intermediate_size, tile=tile, step=KERNEL_STEP)
     by_channels = max(s * h / shape.intermediate_size for s, h in zip(slowness, channels))
     by_samples = max(s * b / max(1, sum(shares)) for s, b in zip(slowness, shares))
     return Measured(

@@ -21,13 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hexa_fx.capture.observe import Observation
 from hexa_fx.config import HexaConfig
+from hexa_fx.describe import describe
 from hexa_fx.errors import InputError, NothingRewritten
 from hexa_fx.integrations import regions
 from hexa_fx.integrations.regions import Region, UnknownSize
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.passes import MODES, BlockAnalysis, analyse
 from hexa_fx.passes.structure import moved_to
-from hexa_fx.report import OptimizationReport, describe
+from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.guards import require
 
 log = logging.getLogger(__name__)

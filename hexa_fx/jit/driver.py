@@ -28,8 +28,8 @@ class Driver:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        # No argtypes: converting eleven of them costs as much as the call. Pointers come as c_void_p, the rest are ints.
-        self.launch_kernel = library.cuLaunchKernel
+        # No argtypes: converting arguments costs as much as the call. All four are pointers: bytes, c_void_p, an array, None.
+        self.launch_kernel = library.cuLaunchKernelEx
 
     def check(self, call: str, result: int) -> None:
         """Raises DriverError with the driver's own words unless `result` is 0."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 from functools import cache
+from struct import Struct
 from threading import Lock
+from typing import Any
 
 import torch
 
@@ -20,7 +22,8 @@ log = logging.getLogger(__name__)
 
 
 _ARRAYS = [ctypes.c_char_p * count for count in range(16)]
-_streams: dict[int, ctypes.c_void_p] = {}
+_CONFIG = Struct("7IPPI0P")
+"""CUlaunchConfig: blocks x, y, z; threads x, y, z; bytes of dynamic shared memory; stream; attributes (none) and their number."""
 
 
 class KernelHandle:
@@ -53,19 +56,31 @@ class KernelHandle:
         Raises:
             DriverError: the driver refused the launch.
         """
-        gx, gy, gz = grid
-        if not (gx and gy and gz):
-            return
+        if 0 not in grid:
+            self.queue(device, self.config(grid, stream), _ARRAYS[len(args)](*args))
+
+    def config(self, grid: tuple[int, int, int], stream: int) -> bytes:
+        """Grid, threads, shared memory and stream as the driver takes them."""
+        return _CONFIG.pack(*grid, self.threads, 1, 1, self.shared_bytes, stream, 0, 0)
+
+    def queue(self, device: int, config: bytes, parameters: ctypes.Array[Any]) -> None:
+        """`launch` of what lies ready.
+
+        Args:
+            device: as in `launch`.
+            config: of a grid with blocks.
+            parameters: an address per kernel parameter; what lies there is copied before this returns.
+
+        Raises:
+            DriverError: the driver refused the launch.
+        """
         function = self._functions.get(device) or self._prepare(device)
-        raw = _streams.get(stream) or _streams.setdefault(stream, ctypes.c_void_p(stream))
-        pointers = _ARRAYS[len(args)](*args)
-        shape = (gx, gy, gz, self.threads, 1, 1, self.shared_bytes)
-        result = self._api.launch_kernel(function, *shape, raw, pointers, None)
+        result = self._api.launch_kernel(config, function, parameters, None)
         if result == NO_CONTEXT:
             self._api.bind(device)
-            result = self._api.launch_kernel(function, *shape, raw, pointers, None)
+            result = self._api.launch_kernel(config, function, parameters, None)
         if result:
-            self._api.check(f"launch of {self.spec.op} with grid {grid}", result)
+            self._api.check(f"launch of {self.spec.op} with grid {_CONFIG.unpack(config)[:3]}", result)
 
     def blocks_per_sm(self, device: int) -> int:
         """Blocks that one multiprocessor of `device` holds at a time: a persistent grid's factor."""

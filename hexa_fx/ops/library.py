@@ -46,7 +46,7 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | tor
 )
 
 kernel_generation = 0
-"""Grows with every `register_kernel`: what was bound to kernels before is bound again."""
+"""Grows with every `register_kernel`, and with another maker of programs: what was bound to kernels before is bound again."""
 
 
 def define(schema: str) -> None:

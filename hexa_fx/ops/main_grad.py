@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 
 from hexa_fx.errors import InputError
@@ -93,6 +94,26 @@ def add(buffers: Buffers, grads: Sequence[Tensor | None], plain: bool = True) ->
             buffer.add_(gradient)
         left[i] = None
     return left
+
+
+def parameters_of(graph: torch.fx.Graph) -> tuple[str, ...]:
+    """Paths of the parameters whose buffers a rewritten graph adds to: those that `hexa::moe_ffn` takes as they are."""
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default)
+    operands = (operand for node in nodes for operand in node.args[3:9])
+    weights = (node for node in operands if isinstance(node, torch.fx.Node) and node.op == "get_attr")
+    return tuple(dict.fromkeys(str(node.target) for node in weights))
+
+
+def has_any(module: nn.Module, paths: Sequence[str]) -> bool:
+    """Whether one of these parameters of ``module`` has a buffer."""
+    for path in paths:
+        *owners, name = path.split(".")
+        owner: nn.Module | None = module
+        for child in owners:
+            owner = owner._modules.get(child) if owner is not None else None
+        if owner is not None and hasattr(owner._parameters.get(name), NAME):
+            return True
+    return False
 
 
 @contextmanager

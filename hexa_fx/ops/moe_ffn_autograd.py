@@ -8,7 +8,7 @@ way (`hexa_fx.ops.dense`). A compiler, a dispatch mode or a tensor subclass sees
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from hexa_fx.ops.program import OPERANDS
 
 _OPS = torch.ops.hexa
 _ARGUMENTS = 16
+_on_cuda: list[Callable[..., Tensor]] = []
 Grads = tuple[Tensor | None, ...]
 
 
@@ -131,13 +132,28 @@ def plain(*args: Any) -> Any:
     """``hexa::moe_ffn`` with autograd where nothing but autograd is to see it."""
     args = args if len(args) == _ARGUMENTS else (*args, True)
     training = is_grad_enabled() and _any_requires_grad(*args)
+    if _on_cuda and not training and args[0].is_cuda:
+        return _on_cuda[-1](_inference, *args)
     found = _try_dense(args)
     if found is not None:
         return _Dense.apply(found, *args) if training else found[0]
     if training:
         return _ByExpertOrder.apply(True, *args)
+    return _inference(*args)
+
+
+def _inference(*args: Any) -> Tensor:
     with _AutoDispatchBelowAutograd():
-        return run(*args)
+        return run(*args)  # type: ignore[no-any-return]
+
+
+def register_inference(kernel: Callable[..., Tensor]) -> None:
+    """Makes `kernel` what runs where no gradient is wanted, on plain CUDA tensors.
+
+    Args:
+        kernel: takes what would run without it, and the operator's sixteen arguments, unchecked.
+    """
+    _on_cuda.append(kernel)
 
 
 def _try_dense(args: tuple[Any, ...]) -> tuple[Tensor, dense.Kept] | None:

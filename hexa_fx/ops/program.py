@@ -60,6 +60,7 @@ def set_provider(provider: Provider | None) -> None:
     """Replaces the maker of programs (None: back to `PROVIDER`) and forgets the programs made so far."""
     global _provider
     _provider = provider
+    library.kernel_generation += 1
     _made.cache_clear()
 
 

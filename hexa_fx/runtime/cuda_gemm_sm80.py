@@ -96,7 +96,7 @@ def estmm(
         return d
     bucket = row_bucket((a if a_index is None else a_index).shape[0], experts)
     gathered = (a_index is not None, b_index is not None)
-    key = EstmmKey(device, a.dtype, _math(a.dtype), bucket, m, n, *gathered, _fit(a, b), into is not None)
+    key = EstmmKey(device, a.dtype, math_of(a.dtype), bucket, m, n, *gathered, _fit(a, b), into is not None)
     args = _ARGS.pack(*_weight_args(a, a_index, b, b_index, offs, top_k, d))
 
     def run(tile: Tile | None = None) -> None:
@@ -135,7 +135,7 @@ def esfk(
         dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
         db = g.new_empty((experts, columns)) if has_bias else None
     fit = _fit(x, g) and not (stored.tensor.data_ptr() | (stored.stride | stored.expert) * g.element_size()) & 15
-    static = (device, g.dtype, _math(g.dtype), row_bucket(n, experts), k, columns)
+    static = (device, g.dtype, math_of(g.dtype), row_bucket(n, experts), k, columns)
     key = EsfkKey(*static, stored.layout, x_index is not None, transpose, has_bias, fit, into is not None)
     pointers = (g.data_ptr(), stored.tensor.data_ptr(), 0, 0, 0, dx.data_ptr(), 0, 0, 0, offs.data_ptr())
     strides = (g.stride(0), stored.stride, stored.expert, k, 0, 0)
@@ -185,7 +185,7 @@ def _product(
     key = EsmmKey(
         device,
         x.dtype,
-        _math(x.dtype),
+        math_of(x.dtype),
         row_bucket(n, experts),
         k,
         inner,
@@ -294,7 +294,8 @@ def _weight(weight: Tensor, layout: Layout) -> _Weight:
     return _Weight(weight, layout, weight.stride(1), weight.stride(0))
 
 
-def _math(dtype: torch.dtype) -> str:
+def math_of(dtype: torch.dtype) -> str:
+    """How elements of this type are multiplied: on tensor cores, as three products of TF32, or by plain instructions."""
     if dtype == torch.float64:
         return "simt"
     if dtype != torch.float32:

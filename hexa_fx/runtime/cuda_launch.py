@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock, get_ident
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_plans: list[Any] = []
+_forget: list[Callable[[], None]] = []
 
 DTYPES = {
     torch.bfloat16: DataType.bf16,
@@ -88,6 +89,11 @@ def _record(name: str, error: KernelError) -> None:
     fallbacks[name] = reason
 
 
+def falls_back() -> bool:
+    """Whether an operator runs torch's implementation for good, because its kernels cannot be had."""
+    return bool(_permanent)
+
+
 def generic(name: str) -> Callable[..., Any]:
     """The implementation of ``hexa::<name>`` that runs on any device."""
     return library.kernel_for(name, "any")
@@ -96,14 +102,20 @@ def generic(name: str) -> Callable[..., Any]:
 def plan(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps what a function of a call's static properties returns: which kernel, which tile. `forget_plans` empties it."""
     cached = functools.lru_cache(maxsize=4096)(function)
-    _plans.append(cached)
+    on_forget(cached.cache_clear)
     return cached  # type: ignore[return-value]
+
+
+def on_forget(forget: Callable[[], None]) -> Callable[[], None]:
+    """Has `forget_plans` call this too."""
+    _forget.append(forget)
+    return forget
 
 
 def forget_plans() -> None:
     """Makes every operator choose its kernels anew, e.g. after the environment changed."""
-    for cached in _plans:
-        cached.cache_clear()
+    for forget in _forget:
+        forget()
 
 
 class Kernel(Protocol):
@@ -195,10 +207,33 @@ def kernel_of(spec: KernelSpec) -> Kernel:
     return _Collected(spec)
 
 
+Launch = tuple[Kernel, tuple[int, int, int], tuple[bytes, ...]]
+"""A kernel, its grid and its arguments."""
+
+_noted: tuple[int, list[Launch]] | None = None
+_noting = Lock()
+
+
+@contextmanager
+def noting() -> Iterator[list[Launch]]:
+    """Inside, what this thread launches is also written down. One thread at a time; others wait."""
+    global _noted
+    with _noting:
+        launches: list[Launch] = []
+        _noted = get_ident(), launches
+        try:
+            yield launches
+        finally:
+            _noted = None
+
+
 def launch(kernel: Kernel, device: int, grid: tuple[int, int, int], *args: bytes) -> None:
     """Queues a kernel on the current stream of `device`, which is current."""
     if _card is not None:
         return
+    noted = _noted
+    if noted is not None and noted[0] == get_ident():
+        noted[1].append((kernel, grid, args))
     kernel.launch(device, grid, args, torch._C._cuda_getCurrentRawStream(device))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-_ROWS, _GEMM = "hexa_fx.runtime.cuda_rows", "hexa_fx.runtime.cuda_gemm"
+_ROWS, _GEMM, _LAYER = "hexa_fx.runtime.cuda_rows", "hexa_fx.runtime.cuda_gemm", "hexa_fx.runtime.cuda_layer"
 
 KERNELS: dict[str, tuple[str, str]] = {
     "reindex": (_ROWS, "hexa_fx.ops.reindex:check"),
@@ -33,10 +33,11 @@ KERNELS: dict[str, tuple[str, str]] = {
 @cache
 def register() -> None:
     """Makes the kernels of this package the CUDA implementation of their operators, once a process."""
-    from hexa_fx.ops import library  # hexa_fx.ops imports this module by name
+    from hexa_fx.ops import library, moe_ffn_autograd  # hexa_fx.ops imports this module by name
 
     for name, (module, check) in KERNELS.items():
         library.register_kernel(name, "cuda", _lazy(name, module), _resolve(check))
+    moe_ffn_autograd.register_inference(_lazy("moe_ffn", _LAYER))
 
 
 def _resolve(name: str) -> Callable[..., None]:

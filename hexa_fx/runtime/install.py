@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import PackedWeight, RewrittenBlock
+from hexa_fx.ops import main_grad
 from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
@@ -60,11 +61,13 @@ class HexaForward:
         self.packed_names = {True: _packed_names(train), False: _packed_names(eval)}
         self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
         self.small = {True: train.small if train else 0, False: eval.small if eval else 0}
+        self.weights = {True: _weights(train), False: _weights(eval)}
         self._own_original = original
         self._logged: set[str] = set()
         self._missed_sizes: tuple[Any, ...] | None = None
         called = called_in(*(block.graph for block in (train, eval) if block))
-        self.unchanged = Unchanged(module, called, (*self.stored[True], *self.stored[False]))
+        held = [value for block in (train, eval) if block for value in block.held]
+        self.unchanged = Unchanged(module, called, (*self.stored[True], *self.stored[False]), held)
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:
@@ -103,7 +106,9 @@ class HexaForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         training = bool(self.module.training)
-        if self.programs[training] is None or _is_small(self.small[training], args, kwargs):
+        if self.programs[training] is None:
+            return self.original(*args, **kwargs)
+        if _is_small(self.small[training], args, kwargs) and not (is_grad_enabled() and self._has_main_grad(training)):
             return self.original(*args, **kwargs)
         if self._missed_sizes is not None and self._missed_sizes == _sizes(training, args, kwargs):
             return self.original(*args, **kwargs)
@@ -154,7 +159,13 @@ class HexaForward:
             if name not in covered[1] and (name not in defaults or value is not defaults[name]):
                 raise GuardMiss(f"the input {name!r} was not given when the block was recorded")
 
+    def _has_main_grad(self, training: bool) -> bool:
+        """Whether gradients are wanted in buffers: the block's own code does not know them."""
+        return main_grad.has_any(self.module, self.weights[training])
+
     def _log(self, reason: str) -> None:
+        if self._has_main_grad(bool(self.module.training)):
+            reason += "; gradients of its weights go to grad meanwhile, not to main_grad"
         if reason in self._logged:
             return
         self._logged.add(reason)
@@ -252,6 +263,10 @@ def is_installed(block: nn.Module) -> bool:
 
 def _program(rewritten: RewrittenBlock | None) -> Program | None:
     return None if rewritten is None else Program.of(rewritten.graph, rewritten.path)
+
+
+def _weights(rewritten: RewrittenBlock | None) -> tuple[str, ...]:
+    return () if rewritten is None else main_grad.parameters_of(rewritten.graph)
 
 
 def _packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:

@@ -191,6 +191,18 @@ def difference(original: Outcome, other: Outcome) -> Difference:
     return Difference(forward, gradient, value, of, none_became_zero=zeroed)
 
 
+def unlike(original: Outcome, other: Outcome) -> str:
+    """A sentence if a tensor of the other has another shape or dtype."""
+    both = ((name, one, other.values.get(name)) for name, one in original.values.items())
+    return next((text for name, one, two in both if two is not None and (text := _unlike(name, one, two))), "")
+
+
+def _unlike(name: str, one: torch.Tensor, two: torch.Tensor) -> str:
+    if one.shape == two.shape and one.dtype == two.dtype:
+        return ""
+    return f"{name}: {two.dtype} {tuple(two.shape)}, not {one.dtype} {tuple(one.shape)}"
+
+
 def _gradients(
     result: Any, leaves: Mapping[str, torch.Tensor], seed: int, slices: WeightSlices
 ) -> tuple[dict[str, torch.Tensor | None], str]:
@@ -230,8 +242,8 @@ def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
     furthest, worst = 0.0, ""
     for name, one in first.items():
         two = second[name]
-        if one.shape != two.shape or one.dtype != two.dtype:
-            return 0.0, name, f"{name}: {two.dtype} {tuple(two.shape)}, not {one.dtype} {tuple(one.shape)}"
+        if _unlike(name, one, two):
+            return 0.0, name, _unlike(name, one, two)
         one, two = _wide(one), _wide(two)
         if not (one.isfinite().all() and two.isfinite().all()):
             if not torch.equal(_oddities(one), _oddities(two)):

@@ -9,21 +9,32 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
-_CASTS = frozenset({"float", "half", "bfloat16"})
+_CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 _GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
 
 
 class InFloat64(TorchFunctionMode):
-    """Raises every lower floating dtype that a call asks for to float64, and gives grouped_mm a float64 version."""
+    """Raises every lower floating dtype that a call asks for to float64, and gives grouped_mm a float64 version.
+
+    Args:
+        own: dtype of the tensors that were raised. A cast of them to another one gives a copy, as it would there: code may write
+            to it.
+    """
+
+    def __init__(self, own: torch.dtype) -> None:
+        super().__init__()
+        self._own = own
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        kwargs = {key: _raised(value) for key, value in (kwargs or {}).items()}
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        asked = {_CASTS.get(name), *(value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype))}
+        kwargs = {key: _raised(value) for key, value in kwargs.items()}
         args = tuple(_raised(value) for value in args)
-        if name in _CASTS and args and isinstance(args[0], torch.Tensor):
-            return args[0].double()
+        if (name in _CASTS or name == "to") and args and isinstance(args[0], torch.Tensor):
+            cast = args[0].double() if name in _CASTS else func(*args, **kwargs)
+            return cast.clone() if cast is args[0] and asked - {None, self._own} else cast
         if name in _GROUPED and args[0].dtype == torch.float64 and args[1].dim() == 3:
             return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)

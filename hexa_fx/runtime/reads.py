@@ -12,19 +12,35 @@ _UNIMPORTANT = frozenset({"training", "inplace"})
 
 @functools.lru_cache(maxsize=1024)
 def read_by_forward(cls: type) -> frozenset[str]:
-    """Names that ``forward``, or a method or property that it mentions, mentions."""
+    """Names that ``forward``, or a method, property or function that it mentions, mentions."""
     seen: set[str] = set()
-    left = {"forward"}
+    left: list[tuple[str, dict[str, object]]] = [("forward", {})]
     while left:
-        name = left.pop()
+        name, scope = left.pop()
         seen.add(name)
-        member = inspect.getattr_static(cls, name, None)
-        if isinstance(member, property):
-            member = member.fget
-        function = inspect.unwrap(getattr(member, "__func__", member)) if callable(member) else None
-        if isinstance(function, types.FunctionType):
-            left.update(set(_names(function.__code__)) - seen)
+        for function in (_member(cls, name), _beside(scope.get(name))):
+            if function is not None:
+                left.extend((mentioned, function.__globals__) for mentioned in set(_names(function.__code__)) - seen)
     return frozenset(seen - _UNIMPORTANT)
+
+
+def _member(cls: type, name: str) -> types.FunctionType | None:
+    member = inspect.getattr_static(cls, name, None)
+    if isinstance(member, property):
+        member = member.fget
+    return _function(getattr(member, "__func__", member))
+
+
+def _beside(value: object) -> types.FunctionType | None:
+    """A function that is called by its name. Torch's do not know the module."""
+    function = _function(value)
+    return None if function is None or function.__module__.partition(".")[0] == "torch" else function
+
+
+def _function(value: object) -> types.FunctionType | None:
+    """The Python function behind it, if it is one."""
+    function = inspect.unwrap(value) if callable(value) else None
+    return function if isinstance(function, types.FunctionType) else None
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -7,9 +7,9 @@ forward then runs.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Iterator
-from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ import torch.fx
 from torch import nn
 from torch.compiler import is_compiling
 
+from hexa_fx.ir import HeldValue
 from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.held import MISSING, PLAIN, is_collection, step
 from hexa_fx.runtime.reads import read_by_forward
 
 _MODULE_STATE = frozenset(nn.Module().__dict__)
-_PLAIN = (bool, int, float, str, NoneType, torch.dtype, FunctionType, BuiltinFunctionType)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now"
@@ -30,17 +31,24 @@ _AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewri
 class Unchanged:
     """The plain attributes, the small submodules and the number of experts that a rewritten forward relies on.
 
-    Looked at are the block and the modules in it that the graph reads instead of calling, and of their attributes those that
-    their code mentions. Not looked at: objects that a module
-    holds (``self.config.top_k``), globals, and, under a compiler, anything.
+    Looked at are the block and the modules in it that the graph reads instead of calling, of their attributes those that
+    their code mentions, and of the objects that they hold (``self.config.top_k``) what the recorded run read. Not looked at:
+    globals, and, under a compiler, anything.
 
     Args:
         block: the module as it was recorded; referenced weakly.
         called: paths of submodules that the graph calls: what they do is taken anew each time.
         stored: (path, name) of attributes that a forward sets.
+        held: what the recorded runs read out of objects that modules hold.
     """
 
-    def __init__(self, block: nn.Module, called: Iterable[str], stored: Iterable[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        called: Iterable[str],
+        stored: Iterable[tuple[str, str]],
+        held: Iterable[HeldValue] = (),
+    ) -> None:
         modules = dict(_read(block, "", frozenset(called)))
         written = {*stored, ("", "forward")}
         self.kinds = tuple((path, type(module)) for path, module in modules.items() if path)
@@ -51,9 +59,12 @@ class Unchanged:
             if type(module) is not nn.Linear and not isinstance(module, _CONTAINERS)
             for name, value in vars(module).items()
             if name not in _MODULE_STATE
-            and isinstance(value, _PLAIN)
+            and isinstance(value, PLAIN)
             and (path, name) not in written
             and (path in self.patched or name in read_by_forward(type(module)))  # type: ignore[arg-type]
+        )
+        self.held = tuple(
+            value for value in held if value.path in modules and (value.path, value.steps[0]) not in written
         )
         self.lengths = tuple((path, _length(m)) for path, m in modules.items() if isinstance(m, _CONTAINERS))
         self.bind(block)
@@ -67,10 +78,12 @@ class Unchanged:
         """Raises `GuardMiss` if something is not what it was."""
         if is_compiling():
             return
-        if not self._ready:
-            self._resolve()
+        if not self._ready or not all(map(operator.is_, map(dict.get, self._above, self._names), self._holders)):
+            self._resolve()  # again for another config, which may say the same
         try:
             if list(map(dict.get, self._places, self._keys)) != self._values:
+                raise GuardMiss(self._difference())
+            if self._others and [step(*place) for place in self._others] != self._other_values:
                 raise GuardMiss(self._difference())
         except (RuntimeError, ValueError):  # an attribute is a tensor or an array now
             raise GuardMiss(self._difference()) from None
@@ -80,7 +93,7 @@ class Unchanged:
             raise GuardMiss("an expert has hooks, which only its own code calls")
 
     def _resolve(self) -> None:
-        block = self._block()
+        block, self._ready = self._block(), False
         assert block is not None
         modules = {"": block, **{path: self._found(block, path, kind) for path, kind in self.kinds}}
         entries: list[tuple[str, dict[str, Any], str, Any]] = []
@@ -92,6 +105,7 @@ class Unchanged:
                 entries.append((path, modules[owner]._modules, name, modules[path]))
             if not kind.__module__.startswith("torch.") and path not in self.patched:
                 entries.append((f"{path}.forward", vars(modules[path]), "forward", None))
+        self._resolve_held(modules, entries)
         self._labels = [entry[0] for entry in entries]
         self._places = [entry[1] for entry in entries]
         self._keys = [entry[2] for entry in entries]
@@ -101,6 +115,37 @@ class Unchanged:
         inner = [modules[path] for path, kind in self.kinds if not issubclass(kind, (*_CONTAINERS, nn.Linear))]
         self._hooks = [getattr(module, hooks) for module in inner for hooks in _HOOKS]
         self._ready = True
+
+    def _resolve_held(self, modules: dict[str, nn.Module], entries: list[tuple[str, dict[str, Any], str, Any]]) -> None:
+        """Where held values lie, as long as the objects on the way are the same: in a dict mostly."""
+        holders: dict[tuple[int, Any], tuple[dict[str, Any], Any, Any]] = {}
+        places: dict[tuple[int, Any], HeldValue] = {}
+        self._others: list[tuple[Any, Any]] = []
+        self._other_labels: list[str] = []
+        self._other_values: list[Any] = []
+        for value in self.held:
+            holder: Any = modules[value.path]
+            for key in value.steps[:-1]:
+                inside, above = step(holder, key), _dict_of(holder)
+                if inside is MISSING:
+                    raise GuardMiss(f"{str(value)!r} is no longer there; {_AGAIN}")
+                if key in above:
+                    holders[id(above), key] = (above, key, inside)
+                holder = inside
+            key, place = value.steps[-1], _dict_of(holder)
+            if places.setdefault((id(holder), key), value).value != value.value:
+                raise GuardMiss(f"{str(value)!r} changes from call to call")
+            if places[id(holder), key] is not value:
+                continue
+            if key in place:
+                entries.append((str(value), place, key, value.value))
+            else:
+                self._others.append((holder, key))
+                self._other_labels.append(str(value))
+                self._other_values.append(value.value)
+        self._above = [above for above, _, _ in holders.values()]
+        self._names = [key for _, key, _ in holders.values()]
+        self._holders = [inside for _, _, inside in holders.values()]
 
     def _found(self, block: nn.Module, path: str, kind: type) -> nn.Module:
         try:
@@ -112,9 +157,10 @@ class Unchanged:
         return module
 
     def _difference(self) -> str:
-        for label, place, key, value in zip(self._labels, self._places, self._keys, self._values):
-            now = place.get(key)
-            if now is not value and (type(now) is not type(value) or now != value):
+        now_there = [*map(dict.get, self._places, self._keys), *(step(*place) for place in self._others)]
+        labels, values = self._labels + self._other_labels, self._values + self._other_values
+        for label, now, value in zip(labels, now_there, values):
+            if now is not value and (type(now) is not type(value) or not _equal(now, value)):
                 return f"{label!r} is not what it was when the block was rewritten; {_AGAIN}"
         return "an attribute is not what it was when the block was rewritten"
 
@@ -123,7 +169,7 @@ class Unchanged:
         return next(path for (path, count), module in pairs if _length(module) != count)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("kinds", "patched", "attributes", "lengths")}
+        return {name: getattr(self, name) for name in ("kinds", "patched", "attributes", "held", "lengths")}
 
 
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
@@ -135,6 +181,20 @@ def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
 def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:
     """Paths of the submodules that the graphs call."""
     return frozenset(str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module")
+
+
+def _equal(now: Any, value: Any) -> bool:
+    try:
+        return bool(now == value)
+    except (RuntimeError, ValueError):  # a list of tensors or arrays now
+        return False
+
+
+def _dict_of(holder: Any) -> dict[Any, Any]:
+    """Where the holder's values lie; empty if that is no dict."""
+    if is_collection(holder):
+        return holder if isinstance(holder, dict) else {}
+    return getattr(holder, "__dict__", None) or {}
 
 
 def _length(container: nn.Module) -> int:

@@ -137,9 +137,9 @@ def _detect_standard(
     experts = body.down.matrices.shape[0]
     pairs = _pairs(instances, body, combine)
     offset = explain_offset(pairs, body.down_bias, combine, source, weights, tags, replay)
-    routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, prefer_earliest)
+    routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, replay, prefer_earliest)
     if offset.identity is not None:
-        check_identity(offset.identity, routing, tokens, experts, combine.node)
+        check_identity(offset.identity, routing, tokens, experts, combine.node, replay)
     branches = shape_branches(captured, tag(captured, groups), set(routing.index.nodes), opaque, combine.node)
     refuse_outside_tensors(captured, [source, *routing.nodes], combine.node, opaque)
     refuse_stored_intermediates(stored, tags, combine.node)

@@ -120,10 +120,10 @@ class _Search:
         pairs = _pairs(instances, combine)
         offset = explain_offset(pairs, None, combine, tokens.node, self.weights, self.tags, self.replay)
         total = self._experts()
-        search = (count, total, captured, self.tags, combine.node)
+        search = (count, total, captured, self.tags, combine.node, self.replay)
         routing = find_routing(pairs, *search, self.prefer_earliest)
         if offset.identity is not None:
-            check_identity(offset.identity, routing, count, total, combine.node)
+            check_identity(offset.identity, routing, count, total, combine.node, self.replay)
         reader = StepReader(
             captured=captured,
             tags=self.tags,

@@ -13,6 +13,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_tensor, operation
 from hexa_fx.passes.detect.routing_factors import (
     Pairs,
@@ -54,6 +55,7 @@ def find_routing(
     captured: CapturedBlock,
     tags: Mapping[torch.fx.Node, Tag],
     end: torch.fx.Node,
+    replay: Replay,
     prefer_earliest: bool = False,
 ) -> Routing:
     """Of equal readings the latest is taken, or the earliest: what came in between may matter on other inputs.
@@ -70,7 +72,7 @@ def find_routing(
         raise Refuse("a token reaches the same expert twice in one pass, so its routing cannot be read off", end)
     in_order, known = known, known if prefer_earliest else known[::-1]
     index, ids = _find_index(active, tokens, experts, known, in_order, inner, end)
-    slots = Slots(ids, active, tokens, experts)
+    slots = Slots(ids, active, tokens, experts, replay.value)
     before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
     if prefer_earliest and not before:
         before = straight_through(slots, in_order[::-1])
@@ -89,6 +91,7 @@ def find_row_factor(
     captured: CapturedBlock,
     tags: Mapping[torch.fx.Node, Tag],
     end: torch.fx.Node,
+    replay: Replay,
 ) -> tuple[Source, ...]:
     """Where a number for every pair (P,) stands that the experts compute with; () if it is always 1.
 
@@ -102,12 +105,14 @@ def find_row_factor(
         ids = torch.stack([value.reshape(-1) for value in values], 1)
     else:
         ids = dict(_read_ids(values[0], tokens, experts))[routing.index.reading]
-    slots = Slots(ids, active, tokens, experts)
+    slots = Slots(ids, active, tokens, experts, replay.value)
     known = _candidates(captured, tags, end)[::-1]
     return find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
 
 
-def check_identity(factor: torch.Tensor, routing: Routing, tokens: int, experts: int, end: torch.fx.Node) -> None:
+def check_identity(
+    factor: torch.Tensor, routing: Routing, tokens: int, experts: int, end: torch.fx.Node, replay: Replay
+) -> None:
     """Identity experts must add the token with the routing weights of the ids at and above ``experts``.
 
     Raises:
@@ -116,7 +121,7 @@ def check_identity(factor: torch.Tensor, routing: Routing, tokens: int, experts:
     if routing.index.reading != "token_slot" or [s.reading for s in routing.after] != ["token_slot"] or routing.before:
         raise Refuse("tokens reach the output past the experts, and the routing does not say with which weight", end)
     ids = record_of(routing.index.nodes[0]).value.reshape(tokens, routing.top_k)
-    weight = record_of(routing.after[0].nodes[0]).value.double().reshape(tokens, routing.top_k)
+    weight = replay.value(routing.after[0].nodes[0]).reshape(tokens, routing.top_k)
     if not torch.allclose((weight * (ids >= experts)).sum(1), factor, rtol=1e-5, atol=1e-6):
         raise Refuse("tokens reach the output past the experts with a weight that is not the router's", end)
 

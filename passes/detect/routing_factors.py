@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +10,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
+from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -47,8 +48,11 @@ class Source:
 class Slots:
     """The pairs laid out on (T, k): where each pair's slot is, and which slots no expert output belongs to."""
 
-    def __init__(self, ids: torch.Tensor, pairs: Pairs, tokens: int, experts: int) -> None:
-        self.ids, self.pairs, self.tokens, self.experts = ids, pairs, tokens, experts
+    def __init__(
+        self, ids: torch.Tensor, pairs: Pairs, tokens: int, experts: int, value: Callable[[torch.fx.Node], torch.Tensor]
+    ) -> None:
+        """``value``: a node's numbers, floating point in float64."""
+        self.ids, self.pairs, self.tokens, self.experts, self.value = ids, pairs, tokens, experts, value
         self.top_k = ids.shape[1]
         self.slot = (ids[pairs.token] == pairs.expert[:, None]).int().argmax(1)
         taken = torch.zeros_like(ids, dtype=torch.bool)
@@ -109,10 +113,9 @@ def find_factor(
         return ()
     best: tuple[tuple[bool, bool, int, int], Source] | None = None
     for place, node in enumerate(known):
-        value = record_of(node).value
-        if not value.is_floating_point():
+        if not is_float(node):
             continue
-        for reading, table in _read_factor(value.double(), slots):
+        for reading, table in _read_factor(slots.value(node), slots):
             if not _agrees(table, reading, wanted, slots):
                 continue
             key = (not _zero_when_dropped(table, reading, slots), node in inner, _RANK[reading], place)
@@ -136,10 +139,9 @@ def straight_through(slots: Slots, known: Sequence[torch.fx.Node]) -> tuple[Sour
     """The last factor of 1 for every pair that has a gradient all the same, as in ``mask + w - w.detach()``; () without one."""
     ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
     for node in known:
-        value = record_of(node).value
-        if not value.is_floating_point() or is_constant(node):
+        if not is_float(node) or is_constant(node):
             continue
-        for reading, table in _read_factor(value.double(), slots):
+        for reading, table in _read_factor(slots.value(node), slots):
             if _agrees(table, reading, ones, slots):
                 return (Source((node,), reading),)
     return ()
@@ -166,10 +168,9 @@ def _factor_columns(
         dropped = slots.dropped_token[slots.dropped_slot == slot]
         fitting: list[tuple[bool, int, torch.fx.Node]] = []
         for node in known:
-            value = record_of(node).value
-            if not value.is_floating_point() or value.numel() != slots.tokens:
+            if not is_float(node) or record_of(node).value.numel() != slots.tokens:
                 continue
-            flat = value.double().reshape(-1)
+            flat = slots.value(node).reshape(-1)
             expected = wanted[mine]
             if bool(
                 ((flat[slots.pairs.token[mine]] - expected).abs() <= _TOLERANCE * expected.abs().clamp(min=1e-3)).all()
@@ -187,11 +188,11 @@ def covered(sources: Sequence[Source], slots: Slots) -> bool:
         return True
     for source in sources:
         if source.reading == "columns":
-            table = torch.stack([record_of(node).value.double().reshape(-1) for node in source.nodes], 1)
+            table = torch.stack([slots.value(node).reshape(-1) for node in source.nodes], 1)
             if _zero_when_dropped(table, "token_slot", slots):
                 return True
             continue
-        readings = dict(_read_factor(record_of(source.nodes[0]).value.double(), slots))
+        readings = dict(_read_factor(slots.value(source.nodes[0]), slots))
         if _zero_when_dropped(readings[source.reading], source.reading, slots):
             return True
     return False
@@ -203,10 +204,9 @@ def find_mask(
     """A 0/1 tensor that says which slots are kept."""
     ones = torch.ones(len(slots.pairs.token), dtype=torch.float64, device=slots.ids.device)
     for node in sorted(known, key=lambda node: node in inner):
-        value = record_of(node).value
-        if value.is_complex():
+        if record_of(node).value.is_complex():
             continue
-        for reading, table in _read_factor(value.double(), slots):
+        for reading, table in _read_factor(slots.value(node).double(), slots):
             if _agrees(table, reading, ones, slots) and _zero_when_dropped(table, reading, slots):
                 return Source((node,), reading)
     raise Refuse(

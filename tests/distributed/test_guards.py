@@ -13,7 +13,15 @@ from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, large
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.partition import install_plan
 from hexa_fx.runtime.distributed import shared_cache
-from hexa_fx.runtime.distributed.collectives import count_traffic, wait
+from hexa_fx.runtime.distributed.collectives import (
+    all_gather_v,
+    all_reduce,
+    count_traffic,
+    fill_slot,
+    finish,
+    reduce_scatter_v,
+    wait,
+)
 from hexa_fx.runtime.distributed.gradients import sync_gradients, weighted_loss
 
 TWO = [KINDS["concat"]] * 2
@@ -25,7 +33,7 @@ def train(rank, world, plan, kinds, steps, stale=False):
     model, whole = Net(kinds), Net(kinds)
     installed = install(model, plan)
     if stale:  # what a cache without the rule "gather anew unless filled in this pass" would do
-        installed.session.cache._is_ready = lambda slot, index, dtype: slot.index == index
+        installed.session.cache._is_ready = lambda slot, index, dtype, backward: slot.index == index
         installed.session.cache._check_fresh = lambda *_: None
     ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
@@ -50,30 +58,31 @@ def test_stale_cache_would_be_wrong(slots):
     assert max(run(2, train, plan, TWO, 3, True)) > 1e-6
 
 
-def functional_gradients(rank, world):
-    import hexa_fx.passes.collectives  # noqa: F401
-
-    x = torch.arange(4.0, requires_grad=True)
+def gradients_of_collectives(rank, world):
     name = dist.group.WORLD.group_name
-    out = wait(torch.ops._c10d_functional.all_reduce(x * 1.0, "sum", name))
+    x = torch.arange(4.0, requires_grad=True)
+    out = wait(all_reduce(x * 1.0, name))
     (out * torch.tensor([1.0, 2.0, 3.0, 4.0]) * (rank + 1)).sum().backward()
     y = torch.ones(4, requires_grad=True)
-    part = wait(torch.ops._c10d_functional.reduce_scatter_tensor(y * 1.0, "sum", world, name))
+    part = wait(reduce_scatter_v(y * 1.0, [3, 1], name))
     (part * (rank + 1)).sum().backward()
-    return x.grad.tolist(), y.grad.tolist()
+    z = torch.ones(1 + rank, requires_grad=True)
+    every = wait(all_gather_v(z * 1.0, [1, 2], name))
+    (every * (rank + 1)).sum().backward()
+    return x.grad.tolist(), y.grad.tolist(), z.grad.tolist()
 
 
-def test_functional_collectives_have_gradients():
-    for all_reduce, scatter in run(2, functional_gradients):
-        assert all_reduce == [3.0, 6.0, 9.0, 12.0]  # one rank's own gradient without the registration
-        assert scatter == [1.0, 1.0, 2.0, 2.0]
+def test_collectives_have_gradients():
+    for rank, (all_reduced, scattered, gathered) in enumerate(run(2, gradients_of_collectives)):
+        assert all_reduced == [3.0, 6.0, 9.0, 12.0]  # one rank's own gradient without a formula
+        assert scattered == [1.0, 1.0, 1.0, 2.0]
+        assert gathered == [3.0] * (1 + rank)
 
 
 def slot_writes(rank, world):
     slot = torch.zeros(3, 4)
     before = slot._version
-    torch.ops.hexa.all_gather_v_(slot, torch.full((1 + rank, 4), float(rank)), [1, 2], dist.group.WORLD.group_name)
-    wait(slot)
+    finish(fill_slot(slot, torch.full((1 + rank, 4), float(rank)), [1, 2], dist.group.WORLD.group_name))
     return slot._version - before, slot[:, 0].tolist()
 
 
@@ -91,7 +100,8 @@ def unbound_graph(rank, world, plan, guarded):
     for (block,) in (forms.values() for forms in installed.blocks):
         models.run_graph(model.get_submodule(block.path), block.graph)
     if not guarded:
-        installed.session.cache.check_bound = lambda *_: None
+        cache = installed.session.cache
+        cache.check_bound = cache.hook = lambda: None
     x, target = batch(7)
     try:
         loss_sum(model(x[own(plan.batch, rank)]), target[own(plan.batch, rank)]).backward()
@@ -108,6 +118,45 @@ def test_gathered_weights_are_never_saved_unseen():
     for kind, text in run(2, unbound_graph, plan, False):  # the second guard: the slot's version counter
         assert kind == "RuntimeError"
         assert "inplace" in text
+
+
+def failing_experts(rank, world, plan):
+    """An error between a layer's gather and the end of its experts, where autograd saves what they need."""
+    model = Net(TWO)
+    cache = install(model, plan).session.cache
+    x, _ = batch(sum(plan.batch))
+    pack, cache._pack = cache._pack, fail
+    with pytest.raises(ValueError, match="on purpose"):
+        model(x)
+    cache._pack = pack
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def fail(*_, **__):
+    raise ValueError("on purpose")
+
+
+def test_hooks_end_with_a_layer_that_fails():
+    assert run(1, failing_experts, make_plan(1, "even", MODES["data"][:2], TWO)) == [None]
+
+
+def failing_gather(rank, world, plan):
+    """A gather that does not start, after this rank's rows were packed over those of the layer in the slot."""
+    model, whole = Net(TWO), Net(TWO)
+    installed = install(model, plan)
+    x, target = batch(sum(plan.batch))
+    loss = loss_sum(model(x), target)
+    start_gather, shared_cache.fill_slot = shared_cache.fill_slot, fail
+    with pytest.raises(ValueError, match="on purpose"):
+        installed.session.cache._fill(0)
+    shared_cache.fill_slot = start_gather
+    loss.backward()
+    loss_sum(whole(x), target).backward()
+    return largest(gradient_pairs(model, whole, installed))
+
+
+def test_a_gather_that_failed_is_not_used():
+    assert run(1, failing_gather, make_plan(1, "even", MODES["data"][:2], TWO, slots=1))[0] < 1e-10
 
 
 def changed_between(rank, world, plan):
@@ -296,7 +345,7 @@ def routing_is_gathered(rank, world, plan):
 def test_graphs_show_collectives_and_sizes_and_agree():
     plan = make_plan(2, "uneven", ("model_centric", "data_centric"), TWO, static=True)
     first, second = run(2, routing_is_gathered, plan)
-    assert first[0].count("hexa.all_gather_v") == 3  # x, ids and weights: routing is never computed twice
+    assert first[0].count("collectives.all_gather_v") == 3  # x, ids and weights: routing is never computed twice
     assert "[5, 2]" in first[0]
     assert "[8, 16]" in first[1]
     assert "cache_gather" in first[1]

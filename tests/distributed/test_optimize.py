@@ -80,8 +80,8 @@ def test_one_step_equals_one_process(name, strategy, capacities):
         for layer, shown in zip(plan.layers, code):
             data = layer.mode == "data_centric"
             assert f"h_i {list(layer.shards)}" in shown
-            assert ("cache_gather" if data else "hexa.all_gather_v") in shown
-            assert ("cache_release" if data else "hexa.reduce_scatter_v") in shown
+            assert ("cache_gather" if data else "all_gather_v") in shown
+            assert ("cache_release" if data else "reduce_scatter_v") in shown
         assert worst < 1e-10
         assert sum(plan.batch) == 5  # the example's first dimension
         assert [layer.shape.top_k for layer in plan.layers] == [2, 2]

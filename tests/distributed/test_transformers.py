@@ -10,6 +10,7 @@ from models import cut, largest
 
 from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig
+from hexa_fx.runtime.distributed.collectives import all_gather_v
 from hexa_fx.runtime.distributed.data import split_batch
 from hexa_fx.runtime.distributed.gradients import clip_grad_norm_, sync_gradients, weighted_loss
 
@@ -129,9 +130,7 @@ def exported(rank, world, slots, strategy):
     session = installed.session
     order = {node: i for i, node in enumerate(module.graph.nodes)}
     attention = [i for node, i in order.items() if node.op == "call_function" and "matmul" in str(node.target)]
-    starts = [
-        i for node, i in order.items() if node.target in (nodes.cache_prefetch, torch.ops.hexa.all_gather_v.default)
-    ]
+    starts = [i for node, i in order.items() if node.target in (nodes.cache_prefetch, all_gather_v)]
     cross_entropy = torch.nn.functional.cross_entropy
     for _ in range(2):
         logits = module(input_ids=mine, use_cache=False).logits[:, :-1]

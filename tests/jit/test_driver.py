@@ -17,6 +17,20 @@ from hexa_fx.jit.driver import Driver
 SPEC = KernelSpec("gemm_sm80", "esmm", 80, bm=128, bn=128, bk=32, stages=4).with_options(warps_m=2, warps_n=2)
 
 
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig as cuda.h has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint),
+    )
+
+    def values(self) -> list[Any]:
+        return [getattr(self, name) for name, _ in self._fields_]
+
+
 class FakeLibrary:
     """libcuda's functions by name; each call is kept, and fails when its name is in `fail`."""
 
@@ -30,7 +44,7 @@ class FakeLibrary:
             self.calls.append((name, args))
             if name == "cuCtxSetCurrent":
                 self.bound = True
-            elif name in ("cuLaunchKernel", "cuTensorMapEncodeTiled") and not self.bound:
+            elif name in ("cuLaunchKernelEx", "cuTensorMapEncodeTiled") and not self.bound:
                 return 201
             if name == "cuGetErrorString":
                 args[1]._obj.value = b"out of luck"
@@ -60,16 +74,16 @@ def test_a_launch_hands_over_grid_threads_shared_memory_stream_and_arguments(
     library: FakeLibrary, handle: KernelHandle
 ) -> None:
     handle.launch(0, (7, 2, 1), (b"first", b"second"), 0x55)
-    (args,) = library.named("cuLaunchKernel")
-    function, *numbers, stream, parameters, extra = args
+    (args,) = library.named("cuLaunchKernelEx")
+    config, function, parameters, extra = args
     assert function.value > 2**32
-    assert numbers == [7, 2, 1, 128, 1, 1, 65536]
-    assert (stream.value, [bytes(p) for p in parameters], extra) == (0x55, [b"first", b"second"], None)
+    assert LaunchConfig.from_buffer_copy(config).values() == [7, 2, 1, 128, 1, 1, 65536, 0x55, None, 0]
+    assert ([bytes(p) for p in parameters], extra) == ([b"first", b"second"], None)
 
 
 def test_an_empty_grid_launches_nothing(library: FakeLibrary, handle: KernelHandle) -> None:
     handle.launch(0, (0, 1, 1), (b"",), 0)
-    assert not library.named("cuLaunchKernel")
+    assert not library.named("cuLaunchKernelEx")
 
 
 def test_each_device_is_prepared_once_outside_of_any_capture(library: FakeLibrary, handle: KernelHandle) -> None:
@@ -84,7 +98,7 @@ def test_each_device_is_prepared_once_outside_of_any_capture(library: FakeLibrar
 
 
 def test_a_refused_launch_says_what_and_in_the_drivers_words(library: FakeLibrary, handle: KernelHandle) -> None:
-    library.fail.add("cuLaunchKernel")
+    library.fail.add("cuLaunchKernelEx")
     with pytest.raises(DriverError, match=r"launch of esmm with grid \(3, 1, 1\) failed: error 9, out of luck"):
         handle.launch(0, (3, 1, 1), (b"x",), 0)
 

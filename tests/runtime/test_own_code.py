@@ -101,3 +101,49 @@ def test_sizes_that_missed_a_condition_are_not_tried_again(monkeypatch):
     assert seen == ["rewritten", "original", "original", "rewritten", "original"]
     model(inputs("refuse_size_branch", 22))
     assert seen[5:] == ["rewritten", "original"]
+
+
+def small_with_buffers() -> tuple[nn.Module, install.HexaForward, dict[str, nn.Parameter]]:
+    model, forward = optimized("dense_stacked_einsum")
+    weights = {name: p for name, p in model.named_parameters() if p.dim() == 3}
+    for weight in weights.values():
+        weight.main_grad = torch.ones_like(weight)
+    return model, forward, weights
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_weights_with_a_main_grad_get_their_gradients_there(training, monkeypatch):
+    model, forward, weights = small_with_buffers()
+    x, seen = inputs("dense_stacked_einsum", 8), ran(forward, monkeypatch)
+    parameters = dict(model.named_parameters())
+    own = torch.func.functional_call(
+        model.train(training), {n: p.detach().clone() for n, p in parameters.items()}, (x,)
+    )
+    assert seen == ["original"], "copies have no buffer"
+    seen.clear()
+    model(x).square().sum().backward()
+    assert seen == ["rewritten"]
+    seen.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), own)
+    assert seen == ["original"], "nothing is added without gradients"
+    into = {name: weight.main_grad - 1 for name, weight in weights.items()}
+    for weight in weights.values():
+        assert weight.grad is None
+        del weight.main_grad
+    model(x).square().sum().backward()
+    for name, weight in weights.items():
+        torch.testing.assert_close(into[name], weight.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_own_code_for_another_reason_says_where_gradients_go(caplog):
+    model, forward, weights = small_with_buffers()
+    forward.unchanged.check = _missed
+    model(inputs("dense_stacked_einsum", 8)).sum().backward()
+    assert all(weight.grad is not None and (weight.main_grad == 1).all() for weight in weights.values())
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "a reason; gradients of its weights go to grad meanwhile, not to main_grad" in said
+
+
+def _missed() -> None:
+    raise install.GuardMiss("a reason")

@@ -15,7 +15,7 @@ from torch import nn
 
 import hexa_fx
 from tests.zoo import families
-from tests.zoo.compare import relative_error
+from tests.zoo.compare import operators_run, relative_error
 from tests.zoo.families import FAMILIES, Outcome
 
 TRACED, SIZES = (2, 7), ((2, 7), (3, 5))
@@ -34,7 +34,11 @@ class Errors:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `errors` is by dtype; a dtype the original cannot run in is in `cannot` with the reason."""
+    """One line of the table. `errors` is by dtype; a dtype the original cannot run in is in `cannot` with the reason.
+
+    `calls` is how many operators one call dispatches at least, at another size than the traced one: 0 means that the original
+    was compared with itself.
+    """
 
     family: str
     implementation: str
@@ -44,6 +48,7 @@ class Row:
     errors: dict[torch.dtype, Errors]
     cannot: dict[torch.dtype, str]
     reasons: tuple[str, ...]
+    calls: int
 
 
 @functools.cache
@@ -52,6 +57,7 @@ def judge(family: str, implementation: str) -> Row:
     errors: dict[torch.dtype, Errors] = {}
     cannot: dict[torch.dtype, str] = {}
     blocks: tuple = ()
+    calls: list[int] = []
     for dtype in (torch.float32, torch.float64):
         excuse = families.runs(family, implementation, dtype)
         if excuse:
@@ -61,6 +67,7 @@ def judge(family: str, implementation: str) -> Row:
         optimized = hexa_fx.optimize(model, families.inputs(*TRACED))
         blocks = blocks or optimized.report.blocks
         errors[dtype] = measure(model, optimized)
+        calls += [operators_run(optimized.train(train), (), families.inputs(*SIZES[1])) for train in (False, True)]
     rewritten = sum(b.status == "rewritten" for b in blocks)
     reasons = [b.reason for b in blocks if b.status == "refused"]
     reasons += [f"{mode} mode: {text}" for b in blocks for mode, text in b.modes.items() if _is_excuse(b, text)]
@@ -73,6 +80,7 @@ def judge(family: str, implementation: str) -> Row:
         errors,
         cannot,
         tuple(dict.fromkeys(reasons)),
+        min(calls, default=0),
     )
 
 

@@ -3,7 +3,7 @@
 groups       process groups of a plan, the check that all ranks hold the same plan, who is lost after a failure
 watch        who of the ranks is still there, where collectives on a device would wait for ever
 lost         what a rank does when another is lost
-collectives  hexa::all_gather_v, hexa::reduce_scatter_v and the write into a cache slot
+collectives  all-gather, reduce-scatter and all-reduce over unequal shards, and the write into a cache slot
 geometry     what slice of which expert weight a rank stores, and the packed rows that travel
 shared_cache which layer's gathered weights are in which slot when, and how backward finds them again
 slots        one slot, what was gathered into it, and what a saved tensor remembers of it

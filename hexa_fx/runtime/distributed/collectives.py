@@ -1,7 +1,10 @@
-"""Collectives over unequal shards, as operators.
+"""Collectives over unequal shards: rows, of which rank i holds ``sizes[i]``. All ranks pass the same ``sizes``.
 
-Shards are rows: rank i holds ``sizes[i]`` rows, and all ranks pass the same ``sizes``. A group is named by the string
-that torch's functional collectives use. Results are pending until ``_c10d_functional.wait_tensor``.
+A group is named by a string, as in torch's functional collectives, so that graphs can be printed and compared between
+ranks. `all_gather_v`, `reduce_scatter_v` and `all_reduce` are what graphs call: differentiable, their results pending until
+`wait`. `start_gather`, `fill_slot` and `start_scatter` are the same for the runtime: they have no gradients, and hand out
+what to wait for. None of them is an operator of torch's: its dispatcher takes longer to reach one than a small collective
+takes to start.
 
 Equal sizes take torch's own tensor collectives. Unequal ones take what was measured to be fastest without padding:
 lists of views on NCCL (grouped broadcasts and reduces), on Gloo one broadcast an owner and an all-to-all with a local
@@ -11,27 +14,29 @@ sum, which also adds in rank order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Registers the autograd formulas of torch.ops._c10d_functional. Without this import the gradients of all_reduce and
-# reduce_scatter_tensor are silently those of one rank.
-import torch.distributed._functional_collectives as _functional_collectives
-from torch import Tensor
-from torch._C._distributed_c10d import _register_work
+from torch import Tensor, is_grad_enabled
+from torch._C import _AutoDispatchBelowAutograd
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, _register_work
 
 from hexa_fx.runtime.distributed import lost
 from hexa_fx.runtime.distributed.groups import guarded
 
-__all__ = ["all_gather_into", "all_reduce_", "count_traffic", "fill_slot", "gather_even", "scatter_sum", "wait"]
+__all__ = [
+    *("all_gather_v", "all_reduce", "all_reduce_", "count_traffic", "fill_slot", "finish", "gather_even"),
+    *("reduce_scatter_v", "start_gather", "start_scatter", "wait"),
+]
 
-assert _functional_collectives is not None
+Works = list[Any]
+"""Collectives under way."""
 
 _resolve_process_group: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009
+_wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 _traffic: list[Counter[str]] = []
 
@@ -52,37 +57,125 @@ def _count(name: str, nbytes: int) -> None:
         counter[name] += nbytes
 
 
+# --- what graphs call ------------------------------------------------------------------------------------------------
+
+
 def wait(x: Tensor) -> Tensor:
     """The tensor, once the collectives that write it are done (on CUDA: in stream order)."""
-    result: Tensor = torch.ops._c10d_functional.wait_tensor.default(x)
-    return result
+    with _AutoDispatchBelowAutograd():  # it is the same tensor, so autograd has nothing to note
+        _wait_tensor(x)
+    return x
 
 
-# torch 2.13 renames the two; 2.11 knows only the old names.
-gather_even = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_even = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+def all_gather_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
+    """Rows of all ranks, in rank order: (sizes[rank], ...) -> (sum(sizes), ...). Pending until waited for."""
+    if is_grad_enabled() and x.requires_grad:
+        return _Gather.apply(x, sizes, group)  # type: ignore[no-any-return]
+    out = x.new_empty((sum(sizes), *x.shape[1:]))
+    return _pending(out, start_gather(out, x, sizes, group))
 
 
-def _row_bytes(x: Tensor) -> int:
-    numel = 1
-    for size in x.shape[1:]:
-        numel *= size
-    return numel * x.element_size()
+def reduce_scatter_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
+    """Sum over ranks, each rank keeping its rows: (sum(sizes), ...) -> (sizes[rank], ...). Pending until waited for."""
+    if is_grad_enabled() and x.requires_grad:
+        return _Scatter.apply(x, sizes, group)  # type: ignore[no-any-return]
+    return _pending(*start_scatter(x, sizes, group))
 
 
-def _is_even(sizes: Sequence[int]) -> bool:
-    return sizes[0] > 0 and all(size == sizes[0] for size in sizes)
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """Sum over ranks, on all ranks. Pending until waited for."""
+    if is_grad_enabled() and x.requires_grad:
+        return _Reduce.apply(x, group)  # type: ignore[no-any-return]
+    out = x.clone(memory_format=torch.contiguous_format)
+    return _pending(out, [lost.keep(group, dist.all_reduce(out, group=_group(group), async_op=True))])
 
 
-def _is_nccl(group: Any, device: torch.device) -> bool:
-    # A group may have one backend a device type, so the group's own name does not tell.
-    return device.type == "cuda" and "nccl" in group._get_backend(device).name().lower()
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return all_gather_v(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        with guarded("the backward of an all-gather", ctx.group):
+            return wait(reduce_scatter_v(grads[0], ctx.sizes, ctx.group)), None, None
 
 
-def _pending(out: Tensor, works: Iterable[Any], group: str) -> Tensor:
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
+        ctx.sizes, ctx.group = sizes, group
+        return reduce_scatter_v(x, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        with guarded("the backward of a reduce-scatter", ctx.group):
+            return wait(all_gather_v(grads[0], ctx.sizes, ctx.group)), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        with guarded("the backward of an all-reduce", ctx.group):
+            return wait(all_reduce(grads[0], ctx.group)), None
+
+
+def _pending(out: Tensor, works: Works) -> Tensor:
     for work in works:
-        _register_work(out, lost.keep(group, work))
+        _register_work(out, work)
     return out
+
+
+# --- what the runtime calls ------------------------------------------------------------------------------------------
+
+
+def finish(works: Works) -> None:
+    """Waits for collectives (on CUDA: in stream order)."""
+    for work in works:
+        work.wait()
+
+
+def start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> Works:
+    """Starts `all_gather_v` into a given (sum(sizes), ...) tensor, of which ``x`` may be this rank's rows."""
+    pg = _group(group)
+    rank = pg.rank()
+    if x.shape[0] != sizes[rank]:
+        raise _wrong_rows("all_gather_v", x, sizes[rank], sizes)
+    if _traffic:
+        _count("all_gather_v", (sum(sizes) - sizes[rank]) * _row_bytes(x))
+    return [lost.keep(group, work) for work in _gather(out, x.contiguous(), sizes, pg, rank)]
+
+
+def fill_slot(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> Works:
+    """`start_gather` over what ``out`` held: tells autograd that saved views of it became stale, which torch would not."""
+    works = start_gather(out, x, sizes, group)
+    torch.autograd.graph.increment_version(out)
+    return works
+
+
+def start_scatter(x: Tensor, sizes: Sequence[int], group: str) -> tuple[Tensor, Works]:
+    """Starts `reduce_scatter_v`: the result, and what to wait for."""
+    pg = _group(group)
+    rank = pg.rank()
+    if x.shape[0] != sum(sizes):
+        raise _wrong_rows("reduce_scatter_v", x, sum(sizes), sizes)
+    if _traffic:
+        _count("reduce_scatter_v", (len(sizes) - 1) * sizes[rank] * _row_bytes(x))
+    out = x.new_empty((sizes[rank], *x.shape[1:]))
+    works = _scatter(out, x.contiguous(), sizes, pg)
+    return out, [lost.keep(group, work) for work in works]
+
+
+def all_reduce_(x: Tensor, group: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """``x`` reduced over the ranks, in place; in stream order on CUDA."""
+    lost.keep(group, dist.all_reduce(x, op=op, group=_group(group), async_op=True)).wait()
+    return x
 
 
 def _group(name: str) -> Any:
@@ -92,118 +185,54 @@ def _group(name: str) -> Any:
     return _resolve_process_group(name)
 
 
-def all_reduce_(x: Tensor, group: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """``x`` reduced over the ranks, in place; in stream order on CUDA."""
-    lost.keep(group, dist.all_reduce(x, op=op, group=_group(group), async_op=True)).wait()
-    return x
+def _wrong_rows(name: str, x: Tensor, rows: int, sizes: Sequence[int]) -> ValueError:
+    # torch's own collectives would hang, abort the process or finish with wrong data here, depending on the backend
+    return ValueError(f"{name}: this rank has {x.shape[0]} rows, sizes {list(sizes)} promise {rows}")
 
 
-def _start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: Any) -> list[Any]:
-    rank = dist.get_rank(group)
-    _count("all_gather_v", (sum(sizes) - sizes[rank]) * _row_bytes(x))
-    x = x.contiguous()
+# torch 2.13 renames it; 2.11 knows only the old name.
+gather_even = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+# What torch.distributed's functions of these names call, without their checks of types and groups.
+_GATHER, _SCATTER = AllgatherOptions(), ReduceScatterOptions()
+_GATHER.asyncOp = _SCATTER.asyncOp = True
+
+
+def _gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: Any, rank: int) -> Works:
     if _is_even(sizes):
-        return [gather_even(out, x, group=group, async_op=True)]
+        return [group._allgather_base(out, x, _GATHER)]
     parts = list(out.split(list(sizes)))
     if _is_nccl(group, x.device):
         return [dist.all_gather(parts, x, group=group, async_op=True)]
-    parts[rank].copy_(x)
+    if parts[rank].data_ptr() != x.data_ptr():
+        parts[rank].copy_(x)
     owners = [dist.get_global_rank(group, i) for i in range(len(sizes))]
     return [dist.broadcast(p, o, group=group, async_op=True) for p, o in zip(parts, owners) if p.numel()]
 
 
-def _check_rows(name: str, x: Tensor, rows: int, sizes: Sequence[int]) -> None:
-    # torch's own collectives would hang, abort the process or finish with wrong data here, depending on the backend
-    if x.shape[0] != rows:
-        raise ValueError(f"hexa::{name}: this rank has {x.shape[0]} rows, sizes {list(sizes)} promise {rows}")
-
-
-@torch.library.custom_op("hexa::all_gather_v", mutates_args=(), schema="(Tensor x, int[] sizes, str group) -> Tensor")
-def all_gather_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
-    """Rows of all ranks, in rank order: (sizes[rank], ...) -> (sum(sizes), ...). Pending until waited for."""
-    pg = _group(group)
-    _check_rows("all_gather_v", x, sizes[dist.get_rank(pg)], sizes)
-    out = x.new_empty((sum(sizes), *x.shape[1:]))
-    return _pending(out, _start_gather(out, x, sizes, pg), group)
-
-
-@torch.library.custom_op(
-    "hexa::all_gather_v_", mutates_args=("out",), schema="(Tensor(a!) out, Tensor x, int[] sizes, str group) -> ()"
-)
-def all_gather_into(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> None:
-    """`all_gather_v` into a given (sum(sizes), ...) tensor.
-
-    An operator of our own, because a write through ``.data`` or a plain broadcast does not tell autograd that saved
-    views of ``out`` became stale.
-    """
-    _gather_into(out, x, sizes, group)
-
-
-def _gather_into(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> None:
-    pg = _group(group)
-    _check_rows("all_gather_v_", x, sizes[dist.get_rank(pg)], sizes)
-    _pending(out, _start_gather(out, x, sizes, pg), group)
-
-
-def fill_slot(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> None:
-    """`all_gather_into` for the runtime: the dispatcher takes longer to reach it than a small gather takes to start."""
-    _gather_into(out, x, sizes, group)
-    torch.autograd.graph.increment_version(out)
-
-
-@torch.library.custom_op(
-    "hexa::reduce_scatter_v", mutates_args=(), schema="(Tensor x, int[] sizes, str group) -> Tensor"
-)
-def reduce_scatter_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
-    """Sum over ranks, each rank keeping its rows: (sum(sizes), ...) -> (sizes[rank], ...). Pending until waited for."""
-    return scatter_sum(x, sizes, group)
-
-
-def scatter_sum(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
-    """`reduce_scatter_v` for the runtime, without the dispatcher and without a gradient of its own."""
-    pg = _group(group)
-    rank, world = dist.get_rank(pg), len(sizes)
-    _check_rows("reduce_scatter_v", x, sum(sizes), sizes)
-    _count("reduce_scatter_v", (world - 1) * sizes[rank] * _row_bytes(x))
-    x = x.contiguous()
-    out = x.new_empty((sizes[rank], *x.shape[1:]))
+def _scatter(out: Tensor, x: Tensor, sizes: Sequence[int], group: Any) -> Works:
     if _is_even(sizes):
-        return _pending(out, [_scatter_even(out, x, group=pg, async_op=True)], group)
-    if _is_nccl(pg, x.device):
-        return _pending(out, [dist.reduce_scatter(out, list(x.split(list(sizes))), group=pg, async_op=True)], group)
-    pieces = x.new_empty((world * sizes[rank], *x.shape[1:]))
-    dist.all_to_all_single(pieces, x, [sizes[rank]] * world, list(sizes), group=pg)
-    return pieces.view(world, sizes[rank], *x.shape[1:]).sum(0)
+        return [group._reduce_scatter_base(out, x, _SCATTER)]
+    if _is_nccl(group, x.device):
+        return [dist.reduce_scatter(out, list(x.split(list(sizes))), group=group, async_op=True)]
+    world, mine = len(sizes), out.shape[0]
+    pieces = x.new_empty((world * mine, *x.shape[1:]))
+    dist.all_to_all_single(pieces, x, [mine] * world, list(sizes), group=group)
+    torch.sum(pieces.view(world, *out.shape), 0, out=out)
+    return []
 
 
-@all_gather_v.register_fake
-def _(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
-    return x.new_empty((sum(sizes), *x.shape[1:]))
+def _is_even(sizes: Sequence[int]) -> bool:
+    return sizes[0] > 0 and sizes.count(sizes[0]) == len(sizes)
 
 
-@all_gather_into.register_fake
-def _(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> None:
-    return None
+def _is_nccl(group: Any, device: torch.device) -> bool:
+    # A group may have one backend a device type, so the group's own name does not tell.
+    return device.type == "cuda" and "nccl" in group._get_backend(device).name().lower()
 
 
-@reduce_scatter_v.register_fake
-def _(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
-    return x.new_empty((sizes[dist.get_rank(_resolve_process_group(group))], *x.shape[1:]))
-
-
-def _keep_sizes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.sizes, ctx.group = list(inputs[1]), inputs[2]
-
-
-def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    with guarded("the backward of an all-gather", ctx.group):
-        return wait(torch.ops.hexa.reduce_scatter_v(grad, ctx.sizes, ctx.group)), None, None
-
-
-def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    with guarded("the backward of a reduce-scatter", ctx.group):
-        return wait(torch.ops.hexa.all_gather_v(grad, ctx.sizes, ctx.group)), None, None
-
-
-all_gather_v.register_autograd(_gather_backward, setup_context=_keep_sizes)
-reduce_scatter_v.register_autograd(_scatter_backward, setup_context=_keep_sizes)
+def _row_bytes(x: Tensor) -> int:
+    numel = 1
+    for size in x.shape[1:]:
+        numel *= size
+    return numel * x.element_size()

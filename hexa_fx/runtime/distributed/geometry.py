@@ -12,6 +12,8 @@ and the gathered (I, row) matrix is read in place, as weights (E, I, D) of strid
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,12 +56,12 @@ class Geometry:
     def gated(self) -> bool:
         return self.glu != "none"
 
-    @property
+    @functools.cached_property
     def row(self) -> int:
         """Elements of one packed channel."""
         return -(-self._used // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
-    @property
+    @functools.cached_property
     def _used(self) -> int:
         s = self.shape
         used = (3 if self.gated else 2) * s.num_experts * s.hidden_size
@@ -92,49 +94,44 @@ class Geometry:
 
     def pack(self, weights: Weights, channels: int, dtype: torch.dtype) -> Tensor:
         """Local slices (or gradients of them) -> (channels, row). Missing ones are zeros."""
-        present = next(w for w in weights if w is not None)
-        rows = self._empty_rows(present, channels, dtype)
-        for target, source in zip(self._columns(rows), self._to_channels(weights)):
-            if target is not None:
-                target.zero_() if source is None else target.copy_(source)
+        rows = self._empty_rows(_some(weights), channels, dtype)
+        self.packing(rows, weights).run()
         return rows
+
+    def packing(self, rows: Tensor, weights: Weights) -> Copies:
+        """The copies that `pack` makes, into given rows. Padding stays as it is. Valid while the tensors stay where they are."""
+        return Copies.between(self._stored_as(rows), self._in_halves(weights, rows.shape[0]))
 
     def views(self, rows: Tensor) -> Weights:
         """(channels, row) -> weights of a split or ungated expert, layout1 ``nk``, layout2 ``kn``. No copy."""
-        gate, up, down, gate_bias, up_bias = (
-            None if part is None else part.transpose(0, 1) for part in self._columns(rows)
-        )
-        return gate, gate_bias, up, up_bias, down
-
-    def unpack(self, rows: Tensor, dtype: torch.dtype) -> Weights:
-        """(channels, row) -> contiguous local slices in the user's layout."""
-        gate, gate_bias, up, up_bias, down = self.views(rows)
-        assert gate is not None
-        assert down is not None
-        if self.glu in ("concat", "interleaved"):
-            assert up is not None
-            first, second = self._join(gate, up), None
-            bias = None if gate_bias is None or up_bias is None else self._join(gate_bias, up_bias)
-            bias2 = None
-        else:
-            first, second, bias, bias2 = gate, up, gate_bias, up_bias
-        w1 = first if self.layout1 == "nk" else first.transpose(1, 2)
-        w3 = second if second is None or self.layout1 == "nk" else second.transpose(1, 2)
-        w2 = down if self.layout2 == "kn" else down.transpose(1, 2)
+        channels, row = rows.shape
+        experts, width, start = self.shape.num_experts, self.shape.hidden_size, rows.storage_offset()
+        matrix, bias = ((experts, channels, width), (width, row, 1)), ((experts, channels), (1, row))
+        gate, gate_bias, up, up_bias, down = self._offsets
         return (
-            _contiguous(w1, dtype),
-            _contiguous(bias, dtype),
-            _contiguous(w3, dtype),
-            _contiguous(bias2, dtype),
-            (_contiguous(w2, dtype)),
+            rows.as_strided(*matrix, start + gate),
+            None if gate_bias is None else rows.as_strided(*bias, start + gate_bias),
+            None if up is None else rows.as_strided(*matrix, start + up),
+            None if up_bias is None else rows.as_strided(*bias, start + up_bias),
+            rows.as_strided(*matrix, start + down),
         )
+
+    def unpack(self, rows: Tensor, dtype: torch.dtype, wanted: Sequence[bool] = (True,) * len(ROLES)) -> Weights:
+        """(channels, row) -> contiguous local slices in the user's layout; None for roles that are not wanted."""
+        channels = rows.shape[0]
+        stored, sizes = self._stored_as(rows), self._local_sizes(channels)
+        w1, b1, w3, b3, w2 = [
+            rows.new_empty(size, dtype=dtype) if there is not None and want else None
+            for size, there, want in zip(sizes, stored, wanted)
+        ]
+        weights = w1, b1, w3, b3, w2
+        Copies.between(self._in_halves(weights, channels), stored).run()
+        return weights
 
     def view_grads(self, grads: Weights, dtype: torch.dtype) -> Tensor:
         """Gradients of `views` -> (I, row). Missing ones are zeros."""
         rows = self._empty_rows(_some(grads), self.shape.intermediate_size, dtype)
-        for target, source in zip(self.views(rows), grads):
-            if target is not None:
-                target.zero_() if source is None else target.copy_(source)
+        Copies.between(self.views(rows), grads).run()
         return rows
 
     def _empty_rows(self, like: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
@@ -144,43 +141,88 @@ class Geometry:
             rows[:, self._used :].zero_()
         return rows
 
-    def _join(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.glu == "concat":
-            return torch.cat([gate, up], dim=1)
-        return torch.stack([gate, up], dim=2).flatten(1, 2)
+    @functools.cached_property
+    def _offsets(self) -> tuple[int, int | None, int | None, int | None, int]:
+        """Where a row holds gate, gate bias, up, up bias and down."""
+        experts, width = self.shape.num_experts, self.shape.num_experts * self.shape.hidden_size
+        up, down = (width, 2 * width) if self.gated else (None, width)
+        bias = down + width
+        return 0, bias if self.bias else None, up, bias + experts if self.bias and self.gated else None, down
 
-    def _columns(self, rows: Tensor) -> tuple[Tensor | None, ...]:
-        """Views of packed rows: gate, up, down (channels, E, D), gate bias, up bias (channels, E)."""
-        s, at = self.shape, 0
-        experts, width = s.num_experts, s.num_experts * s.hidden_size
-        parts: list[Tensor | None] = []
-        for wanted in (True, self.gated, True):
-            parts.append(rows[:, at : at + width].unflatten(1, (experts, s.hidden_size)) if wanted else None)
-            at += width if wanted else 0
-        for wanted in (self.bias, self.bias and self.gated):
-            parts.append(rows[:, at : at + experts] if wanted else None)
-            at += experts if wanted else 0
-        return tuple(parts)
+    @functools.cached_property
+    def _joined(self) -> bool:
+        """Whether gate and up are halves of one weight of the user's, so that one copy takes both."""
+        return self.glu in ("concat", "interleaved")
 
-    def _to_channels(self, weights: Weights) -> tuple[Tensor | None, ...]:
-        """Local slices in the user's layout -> gate, up, down (channels, E, D), gate bias, up bias (channels, E)."""
+    def _stored_as(self, rows: Tensor) -> Weights:
+        """Views of packed rows that a role's local slice is copied to: (E, channels, D), or (E, 2, channels, D) of halves."""
+        gate, gate_bias, up, up_bias, down = self.views(rows)
+        if not self._joined:
+            return gate, gate_bias, up, up_bias, down
+        channels, row = rows.shape
+        experts, width, start = self.shape.num_experts, self.shape.hidden_size, rows.storage_offset()
+        both = rows.as_strided((experts, 2, channels, width), (width, experts * width, row, 1), start)
+        _, bias, *_ = self._offsets
+        biases = None if bias is None else rows.as_strided((experts, 2, channels), (1, experts, row), start + bias)
+        return both, biases, None, None, down
+
+    def _in_halves(self, weights: Weights, channels: int) -> Weights:
+        """Local slices in the user's layout -> views shaped as `_stored_as`."""
         w1, b1, w3, b3, w2 = weights
-        gate, up = self._halves(_oriented(w1, self.layout1 == "nk"), _oriented(w3, self.layout1 == "nk"))
-        gate_bias, up_bias = self._halves(b1, b3)
-        down = _oriented(w2, self.layout2 == "kn")
-        return tuple(None if t is None else t.transpose(0, 1) for t in (gate, up, down, gate_bias, up_bias))
+        w1, w3 = _oriented(w1, self.layout1 == "nk"), _oriented(w3, self.layout1 == "nk")
+        if self._joined:
+            w1, b1 = self._halves(w1, channels), self._halves(b1, channels)
+        return w1, b1, w3, b3, _oriented(w2, self.layout2 == "kn")
 
-    def _halves(self, first: Tensor | None, second: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        if first is None or self.glu in ("none", "split"):
-            return first, second
+    def _halves(self, joined: Tensor | None, channels: int) -> Tensor | None:
+        if joined is None:
+            return None
+        experts, _, *width = joined.shape
         if self.glu == "concat":
-            gate, up = first.chunk(2, dim=1) if first.shape[1] else (first, first)
-            return gate, up
-        return first[:, 0::2], first[:, 1::2]
+            return joined.view(experts, 2, channels, *width)
+        return joined.view(experts, channels, 2, *width).transpose(1, 2)
+
+    def _local_sizes(self, channels: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a rank's slices, by role."""
+        experts, width = self.shape.num_experts, self.shape.hidden_size
+        wide = 2 * channels if self._joined else channels
+        w1, w3, w2 = (experts, wide, width), (experts, channels, width), (experts, channels, width)
+        if self.layout1 == "kn":
+            w1, w3 = (experts, width, wide), (experts, width, channels)
+        if self.layout2 == "nk":
+            w2 = (experts, width, channels)
+        return w1, (experts, wide), w3, (experts, channels), w2
 
 
-def _contiguous(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype).contiguous()
+@dataclass(frozen=True, eq=False)
+class Copies:
+    """Copies made in one call: a call from Python takes the host as long as a small copy takes the device.
+
+    Args:
+        targets, sources: of the copies. missing: targets without a source, which become zero.
+    """
+
+    targets: list[Tensor]
+    sources: list[Tensor]
+    missing: list[Tensor]
+
+    @classmethod
+    def between(cls, targets: Weights, sources: Weights) -> Copies:
+        """Of what both have; a source without a target is left out."""
+        found = cls([], [], [])
+        for target, source in zip(targets, sources):
+            if target is not None and source is not None:
+                found.targets.append(target)
+                found.sources.append(source)
+            elif target is not None:
+                found.missing.append(target)
+        return found
+
+    def run(self) -> None:
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
+        for target in self.missing:
+            target.zero_()
 
 
 def _oriented(tensor: Tensor | None, as_stored: bool) -> Tensor | None:

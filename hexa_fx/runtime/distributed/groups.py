@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -52,15 +51,15 @@ class Groups:
     world: int
     timeout: timedelta
 
-    @property
+    @functools.cached_property
     def main_name(self) -> str:
         return str(self.main.group_name)
 
-    @property
+    @functools.cached_property
     def gather_name(self) -> str:
         return str(self.gather.group_name)
 
-    @property
+    @functools.cached_property
     def reduce_name(self) -> str:
         return str(self.reduce.group_name)
 
@@ -203,25 +202,34 @@ def _silent_ranks(groups: Groups, grace: float) -> list[int]:
         return []
 
 
-@contextmanager
-def guarded(where: str, groups: Groups | str) -> Iterator[None]:
-    """Turns the error of a failed collective into one that says where it failed and who is lost.
+class guarded:
+    """A context that turns the error of a failed collective into one that says where it failed and who is lost.
 
     Raises it at once where somebody is known to be lost already, and at the end if collectives were aborted in between.
+    It has no state, so it may be entered many times.
 
     Args:
         groups: or the name of one of its process groups; a name that belongs to no plan leaves errors as they are.
     """
-    if lost.alarm:
-        lost.check(where, groups)
-    try:
-        yield
-    except HexaError:
-        raise
-    except Exception as error:
-        known = _by_name.get(groups) if isinstance(groups, str) else groups
-        if known is None or not (is_collective_failure(error) or lost.is_aborted(known)):
-            raise
-        raise explain_failure(error, where, known) from error
-    if lost.alarm and lost.is_aborted(groups):
-        lost.check(where, groups)
+
+    __slots__ = ("groups", "where")
+
+    def __init__(self, where: str, groups: Groups | str) -> None:
+        self.where, self.groups = where, groups
+
+    def __enter__(self) -> None:
+        if lost.alarm:
+            lost.check(self.where, self.groups)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._explain(error)
+        elif lost.alarm and lost.is_aborted(self.groups):
+            lost.check(self.where, self.groups)
+
+    def _explain(self, error: BaseException) -> None:
+        if isinstance(error, HexaError) or not isinstance(error, Exception):
+            return
+        known = _by_name.get(self.groups) if isinstance(self.groups, str) else self.groups
+        if known is not None and (is_collective_failure(error) or lost.is_aborted(known)):
+            raise explain_failure(error, self.where, known) from error

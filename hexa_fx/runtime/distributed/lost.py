@@ -67,7 +67,6 @@ class Keeper:
         self._pgs: list[Any] = []
         self._latest: dict[str, Any] = {}
         self._done: dict[str, Any] = {}
-        self._has_untracked = False
         self._idle: threading.Event | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._noticed = self._waiting_since = self._aborted_at = 0.0
@@ -75,10 +74,9 @@ class Keeper:
         self.watch = Watch(groups.rank, peers, self.tick)
         self.watch.start()
 
-    def add(self, groups: Groups, has_untracked: bool) -> None:
+    def add(self, groups: Groups) -> None:
         """One more session on these groups."""
         self.sessions += 1
-        self._has_untracked |= has_untracked
         for name, group in _named(groups).items():
             _keepers[name] = self
             if group not in self._pgs:
@@ -118,7 +116,7 @@ class Keeper:
 
     def _patience(self, unfinished: list[Any]) -> float:
         """A device may be busy with work of this rank alone; a collective with a lost rank never ends."""
-        is_ours = self._has_untracked or any(work is not self._idle for work in unfinished)
+        is_ours = any(work is not self._idle for work in unfinished)
         return GRACE if self._noticed and is_ours else min(self.seconds, LONG_GRACE)
 
     def _notice(self, now: float) -> None:
@@ -237,12 +235,8 @@ def waits_on_device(groups: Groups) -> bool:
 # --- what sessions and collectives call ------------------------------------------------------------------------------
 
 
-def begin(groups: Groups, has_untracked: bool = False) -> None:
-    """Watches these ranks from now on, where that is needed. All ranks call it at the same point.
-
-    Args:
-        has_untracked: torch's own operators run collectives of these groups that are not given to `keep`.
-    """
+def begin(groups: Groups) -> None:
+    """Watches these ranks from now on, where that is needed. All ranks call it at the same point."""
     if groups.world == 1 or not waits_on_device(groups):
         return
 
@@ -264,7 +258,7 @@ def begin(groups: Groups, has_untracked: bool = False) -> None:
         known = Keeper(groups, peers)
     assert known is not None
     _watch_exits()
-    known.add(groups, has_untracked)
+    known.add(groups)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hexa_fx.allocation import even
 from hexa_fx.plan import ExpertShape
 from hexa_fx.runtime.distributed.clock import gathered, room, synchronize, timed
-from hexa_fx.runtime.distributed.collectives import wait
+from hexa_fx.runtime.distributed.collectives import fill_slot, finish
 from hexa_fx.runtime.distributed.geometry import Geometry, Weights
 from hexa_fx.runtime.distributed.groups import Groups
 
@@ -131,10 +131,10 @@ def _experts_data_centric(
     buffer, own = torch.empty_like(rows), rows[:mine].clone()
 
     def gather(beside: Callable[[], None] | None = None) -> None:
-        torch.ops.hexa.all_gather_v_(buffer, own, list(sizes), groups.gather_name)
+        works = fill_slot(buffer, own, sizes, groups.gather_name)
         if beside is not None:
             beside()
-        wait(buffer)
+        finish(works)
 
     def forward_alone() -> None:
         forward()

@@ -12,12 +12,12 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.fx
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from hexa_fx.errors import PlanError
-from hexa_fx.runtime.distributed.collectives import wait
+from hexa_fx.runtime.distributed.collectives import finish
 from hexa_fx.runtime.distributed.geometry import Weights
-from hexa_fx.runtime.distributed.reductions import Destination, can_defer, destinations
+from hexa_fx.runtime.distributed.reductions import Destination, can_defer
 from hexa_fx.runtime.distributed.shared_cache import in_backward
 
 if TYPE_CHECKING:
@@ -141,42 +141,45 @@ def cache_gather(
     """
     weights = (w1, b1, w3, b3, w2)
     active = find_session(session)
-    active.cache.check_bound(weights)
-    targets = destinations(weights)
-    result: Weights = _CacheGather.apply(*weights, active, layer, tuple(shards), compute_dtype(w1), targets)
+    cache = active.cache
+    source = cache.source(layer, weights, compute_dtype(w1))
+    if not is_grad_enabled():
+        return active.geometry(layer).views(cache.fetch(layer))
+    cache.check_bound()
+    result: Weights = _CacheGather.apply(*weights, (active, layer, shards, source))
+    cache.hook()
     return result
 
 
 class _CacheGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
-        weights, (session, layer, shards, dtype, targets) = args[:5], args[5:]
-        ctx.session, ctx.layer, ctx.shards, ctx.dtype = session, layer, shards, weights[0].dtype
-        ctx.compute_dtype, ctx.targets = dtype, targets
+        session, layer, shards, source = args[5]
+        ctx.session, ctx.layer, ctx.shards, ctx.source, ctx.dtype = session, layer, shards, source, args[0].dtype
         ctx.set_materialize_grads(False)
-        rows = session.cache.fetch(layer, weights, dtype)
-        return session.geometry(layer).views(rows)
+        return session.geometry(layer).views(session.cache.fetch(layer))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         session: PartitionSession = ctx.session
-        geometry, reductions, needs = session.geometry(ctx.layer), session.reductions, ctx.needs_input_grad[:5]
-        with session.guard(f"the gradient reduction of {ctx.layer!r}"):
+        plan, geometry, reductions = session.plan, session.geometry(ctx.layer), session.reductions
+        source, needs, dtype = ctx.source, ctx.needs_input_grad[:5], ctx.dtype
+        with reductions.guard(ctx.layer):
             session.cache.release(ctx.layer)  # first: the gather of the layer before the one before starts with it
             reductions.finish()  # of the layer after, whose communication ran beside this layer's experts
-            dtype = ctx.dtype if session.plan.grad_dtype == "parameter" else ctx.compute_dtype
-            own = reductions.start(geometry.view_grads(grads, dtype), ctx.shards)
+            rows = geometry.view_grads(grads, dtype if plan.grad_dtype == "parameter" else source.dtype)
+            own, works = reductions.start(rows, ctx.shards)
 
-            def local(own: Tensor) -> tuple[Tensor | None, ...]:
-                with torch.no_grad():  # the sum is nobody else's
-                    own = own if session.plan.grad_scale == 1.0 else own.mul_(session.plan.grad_scale)
-                return tuple(g if need else None for g, need in zip(geometry.unpack(own, ctx.dtype), needs))
+            def local() -> Weights:
+                finish(works)
+                if plan.grad_scale != 1.0:
+                    own.mul_(plan.grad_scale)  # the sum is nobody else's
+                return geometry.unpack(own, dtype, needs)
 
-            if not can_defer(ctx, ctx.targets):
-                return *local(wait(own)), *(None,) * 5
-            targets = ctx.targets
-            reductions.defer(ctx.layer, own, lambda own: _deliver(targets, local(own)))
-            return (None,) * 10
+            if not can_defer(ctx, source.targets):
+                return *local(), None
+            reductions.defer(ctx.layer, lambda: _deliver(source.targets, local()))
+            return (None,) * 6
 
 
 def _deliver(targets: Sequence[Destination | None], grads: Sequence[Tensor | None]) -> None:
@@ -187,8 +190,10 @@ def _deliver(targets: Sequence[Destination | None], grads: Sequence[Tensor | Non
 
 def cache_release(y: Tensor, layer: str, session: str) -> Tensor:
     """``y``, the experts' output; frees the layer's slot, except in recomputation, where its backward follows."""
+    cache = find_session(session).cache
+    cache.unhook()
     if not in_backward():
-        find_session(session).cache.release(layer)
+        cache.release(layer)
     return y
 
 

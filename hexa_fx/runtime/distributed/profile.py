@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.allocation import Affine, DeviceCosts
+from hexa_fx.allocation import KERNEL_STEP, Affine, DeviceCosts
 from hexa_fx.errors import InputError
 from hexa_fx.plan import ExpertShape
 from hexa_fx.runtime.distributed.clock import gathered, room, timed
 from hexa_fx.runtime.distributed.collectives import gather_even
 from hexa_fx.runtime.distributed.groups import Groups, make_groups
-
-_CHANNELS = 128
-"""Proxies have a multiple of this many channels: kernels for odd sizes are others, and slow where the usual ones are not."""
 
 
 def profile_devices(
@@ -159,8 +156,9 @@ class _Proxy:
         return max(1, int(self.tokens * share))
 
     def channels_of(self, share: float) -> int:
+        """A multiple of the kernels' step: kernels for odd sizes are others, and slow where the usual ones are not."""
         wanted = self.channels * share
-        return max(1, int(wanted) // _CHANNELS * _CHANNELS or int(wanted) // 8 * 8 or int(wanted))
+        return max(1, int(wanted) // KERNEL_STEP * KERNEL_STEP or int(wanted) // 8 * 8 or int(wanted))
 
     def work(self, token_share: float, channel_share: float) -> Callable[[], None]:
         """Forward and backward of the experts with a share of the tokens and of the channels."""
@@ -193,9 +191,9 @@ def _fitting(shape: ExpertShape, room: int) -> tuple[int, int]:
     """Experts and channels of the proxy, for ``room`` channels of one expert in all."""
     if shape.num_experts * shape.intermediate_size <= room:
         return shape.num_experts, shape.intermediate_size
-    experts = min(shape.num_experts, max(shape.top_k, min(8, room // _CHANNELS)))
-    channels = room // experts // _CHANNELS * _CHANNELS
-    return experts, min(shape.intermediate_size, max(_CHANNELS, channels))
+    experts = min(shape.num_experts, max(shape.top_k, min(8, room // KERNEL_STEP)))
+    channels = room // experts // KERNEL_STEP * KERNEL_STEP
+    return experts, min(shape.intermediate_size, max(KERNEL_STEP, channels))
 
 
 def _warm(run: Callable[[], None], device: torch.device, seconds: float) -> None:

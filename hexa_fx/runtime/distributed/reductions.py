@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 
 from hexa_fx.runtime import packing
-from hexa_fx.runtime.distributed.collectives import scatter_sum, wait
+from hexa_fx.runtime.distributed.collectives import Works, start_scatter
 from hexa_fx.runtime.distributed.groups import Groups, guarded
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    layer: str
-    own: Tensor
-    deliver: Callable[[Tensor], None]
 
 
 class GradientReductions:
@@ -35,16 +28,24 @@ class GradientReductions:
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.deferred = 0
-        self._pending: list[_Reduction] = []
+        self._guards: dict[str, guarded] = {}
+        self._pending: list[tuple[str, Callable[[], None]]] = []
         self._called_back = -1
 
-    def start(self, rows: Tensor, shards: Sequence[int]) -> Tensor:
-        """(I, row) partial sums -> this rank's rows of the sum, pending."""
-        return scatter_sum(rows, shards, self.groups.reduce_name)
+    def guard(self, layer: str) -> guarded:
+        """The context of what is done for a layer's gradients."""
+        known = self._guards.get(layer)
+        if known is None:
+            known = self._guards[layer] = guarded(f"the gradient reduction of {layer!r}", self.groups)
+        return known
 
-    def defer(self, layer: str, own: Tensor, deliver: Callable[[Tensor], None]) -> None:
-        """Delivers a pending sum later, at the latest when the backward that runs now ends."""
-        self._pending.append(_Reduction(layer, own, deliver))
+    def start(self, rows: Tensor, shards: Sequence[int]) -> tuple[Tensor, Works]:
+        """(I, row) partial sums -> this rank's rows of the sum, and what to wait for."""
+        return start_scatter(rows, shards, self.groups.reduce_name)
+
+    def defer(self, layer: str, deliver: Callable[[], None]) -> None:
+        """Delivers a sum later, at the latest when the backward that runs now ends."""
+        self._pending.append((layer, deliver))
         self.deferred += 1
         task = torch._C._current_graph_task_id()
         if task != self._called_back:
@@ -54,9 +55,9 @@ class GradientReductions:
     def finish(self) -> None:
         """Waits for what is under way and gives it to the parameters."""
         pending, self._pending = self._pending, []
-        for reduction in pending:
-            with guarded(f"the gradient reduction of {reduction.layer!r}", self.groups), torch.no_grad():
-                reduction.deliver(wait(reduction.own))
+        for layer, deliver in pending:
+            with self.guard(layer), torch.no_grad():
+                deliver()
 
     def forget(self) -> None:
         """Drops what an interrupted backward left behind."""

@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from hexa_fx.errors import PlanError
 from hexa_fx.plan import Plan, describe_layer
 from hexa_fx.runtime.distributed import groups as groups_module
 from hexa_fx.runtime.distributed import lost
-from hexa_fx.runtime.distributed.collectives import all_reduce_
+from hexa_fx.runtime.distributed.collectives import all_reduce_, gather_even
 from hexa_fx.runtime.distributed.geometry import Geometry
 from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, make_groups
 from hexa_fx.runtime.distributed.nodes import register_session
@@ -29,12 +28,6 @@ from hexa_fx.runtime.distributed.slots import CachedLayer
 from hexa_fx.runtime.install import HexaForward
 
 _numbers = itertools.count()
-
-
-def _has_torch_collectives(plan: Plan) -> bool:
-    """Whether graphs of this plan call torch's own operators, whose collectives only torch knows."""
-    even = plan.tokens is not None and len(set(plan.tokens)) == 1
-    return any(layer.mode == "model_centric" and (even or layer.reduce == "all_reduce") for layer in plan.layers)
 
 
 class PartitionSession:
@@ -56,7 +49,7 @@ class PartitionSession:
         self.groups: Groups = make_groups(mesh, timeout)
         check_same_plan(plan, self.groups)
         with self.guard("the set-up of the watch of lost ranks"):
-            lost.begin(self.groups, _has_torch_collectives(plan))
+            lost.begin(self.groups)
         self._closed = False
         self.name = f"hexa{next(_numbers)}"
         self._geometries = dict(geometries)
@@ -69,6 +62,8 @@ class PartitionSession:
         self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch)
         self.shards: tuple[ShardedParameter, ...] = ()
         self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
+        self._begin_guard = self.guard("the first gathers of a forward")
+        self._count_guard = self.guard("the exchange of counts")
         self._unbind: list[Callable[[], None]] = []
         register_session(self.name, self)
 
@@ -121,7 +116,7 @@ class PartitionSession:
         if in_backward():  # recomputation of a checkpointed model
             return
         self.reductions.forget()
-        with self.guard("the first gathers of a forward"):
+        with self._begin_guard:
             self.cache.begin()
 
     def _bind_programs(self, forward: HexaForward, label: str) -> None:
@@ -138,10 +133,16 @@ class PartitionSession:
         self._set(forward.__dict__, "_own_original", refuse)
 
     def _wrapped(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
+        guard = self.guard(f"forward of {label!r}")
+
         @functools.wraps(function)
         def bound(*args: Any, **kwargs: Any) -> Any:
-            with self.guard(f"forward of {label!r}"), self.cache.saved_tensor_hooks():
-                return function(*args, **kwargs)
+            self.cache.enter_bound()
+            try:
+                with guard:
+                    return function(*args, **kwargs)
+            finally:
+                self.cache.leave_bound()
 
         return bound
 
@@ -164,10 +165,10 @@ class PartitionSession:
 
     def exchange_counts(self, rows: int) -> list[int]:
         """Every rank's ``rows``, over the host group."""
-        out = [torch.zeros(1, dtype=torch.int64) for _ in range(self.groups.world)]
-        with self.guard("the exchange of counts"):
-            dist.all_gather(out, torch.tensor([rows]), group=self.groups.host)
-        return [int(count) for count in out]
+        out = torch.empty(self.groups.world, dtype=torch.int64)
+        with self._count_guard:
+            gather_even(out, torch.tensor([rows]), group=self.groups.host)
+        return out.tolist()  # type: ignore[no-any-return]
 
     def invalidate(self) -> None:
         """Forget gathered weights. Call on all ranks after changing expert weights otherwise than by an optimizer."""

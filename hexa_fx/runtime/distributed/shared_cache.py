@@ -4,8 +4,8 @@ turn.
 A layer's weights are gathered before its experts run and gathered again in backward, so the memory for gathered weights
 does not grow with the number of layers. Three rules keep that exact:
 
-* What autograd saves never aliases a slot. While a bound module runs, saved tensors that live in a slot are replaced by
-  where to find them again (`SavedSlot`), and fetched by a new gather when backward asks.
+* What autograd saves never aliases a slot. From a layer's gather to its release, saved tensors that live in a slot are
+  replaced by where to find them again (`SavedSlot`), and fetched by a new gather when backward asks.
 * Gathered values are used for the weights they were gathered from. A forward gathers anew unless the slot was filled
   ahead of time in the same pass; any optimizer step starts a new pass.
 * All ranks take the same decisions, since each gather is a collective: decisions depend on the order of layers and on
@@ -14,20 +14,25 @@ does not grow with the number of layers. Three rules keep that exact:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _current_graph_task_id
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hexa_fx.errors import PlanError
-from hexa_fx.runtime.distributed.collectives import fill_slot, wait
+from hexa_fx.runtime.distributed.collectives import fill_slot
 from hexa_fx.runtime.distributed.geometry import Weights
 from hexa_fx.runtime.distributed.groups import Groups, guarded
-from hexa_fx.runtime.distributed.slots import CachedLayer, SavedSlot, Slot, Source, slot_of
+from hexa_fx.runtime.distributed.slots import CachedLayer, Place, SavedSlot, Slot, Source, slot_of
 
 _optimizer_steps = 0
 
@@ -40,8 +45,7 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-@dataclass(frozen=True)
-class _Passed:
+class _Passed(NamedTuple):
     """A saved tensor that the surrounding saved-tensor hooks (activation checkpointing, offload) took over."""
 
     value: Any
@@ -50,7 +54,7 @@ class _Passed:
 
 def in_backward() -> bool:
     """Whether autograd is running backward on this thread (also true in the recomputation of checkpointing)."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(_current_graph_task_id() != -1)
 
 
 class SharedCache:
@@ -69,37 +73,47 @@ class SharedCache:
         self._largest = [_largest(self.layers[i :: len(self._slots)]) for i in range(len(self._slots))]
         self._index = {layer.path: i for i, layer in enumerate(self.layers)}
         self._sources: dict[int, Source] = {}
+        self._places: dict[int, Place] = {}
         self._pass = 0
         self._last = -1
-        self._hooks_active = 0
+        self._guards = tuple(guarded(f"the gather for the backward of {layer.path!r}", groups) for layer in self.layers)
+        self._bound = 0
+        self._hooked = 0
 
     # --- what the nodes of the graph call -------------------------------------------------------------------------
 
-    def fetch(self, path: str, weights: Weights, dtype: torch.dtype) -> Tensor:
-        """The gathered (I, row) matrix of a layer whose forward begins. Valid until the slot's next tenant."""
+    def source(self, path: str, weights: Weights, dtype: torch.dtype) -> Source:
+        """What the layer's gather reads from now on."""
         index = self._index[path]
-        if not in_backward():
+        source = self._sources.get(index)
+        if source is None or not source.is_of(weights, dtype):
+            source = self._sources[index] = Source.of(weights, dtype)
+        return source
+
+    def fetch(self, path: str) -> Tensor:
+        """The gathered (I, row) matrix of a layer whose forward begins, from its `source`. Valid until the slot's next tenant."""
+        index, backward = self._index[path], in_backward()
+        if not backward:
             self._enter(index)
-        self._sources[index] = Source.of(weights, dtype)
-        slot = self._slot(index)
-        if self._is_ready(slot, index, dtype):
+        slot, dtype = self._slot(index), self._sources[index].dtype
+        if self._is_ready(slot, index, dtype, backward):
             self.hits += 1
         else:
             self._fill(index)
         self._check_fresh(slot, index, slot.versions)
-        rows = self._await(slot, index)
+        slot.arrive()
         slot.busy, slot.prefetched = True, False
         if len(self._slots) > 1:
-            self._fill_ahead(self._neighbour(index))
-        return rows
+            self._fill_ahead(index - 1 if backward else index + 1, backward)
+        assert slot.matrix is not None
+        return slot.matrix
 
     def release(self, path: str) -> None:
         """The layer's experts have run (in backward: gave their gradients): the next layers may fill free slots."""
-        index = self._index[path]
+        index, backward = self._index[path], in_backward()
         self._slot(index).busy = False
-        step = self._neighbour(index) - index
         for ahead in range(1, len(self._slots) + 1):
-            self._fill_ahead(index + ahead * step)
+            self._fill_ahead(index - ahead if backward else index + ahead, backward)
 
     def prefetch(self, path: str, weights: Weights, dtype: torch.dtype) -> None:
         """Starts the gather of a layer ahead of its `fetch`, as a scheduled graph says.
@@ -113,34 +127,34 @@ class SharedCache:
             return
         if index <= self._last:
             self._new_pass()
-        if self._is_ready(slot, index, dtype):
+        if self._is_ready(slot, index, dtype, backward=False):
             return
         if slot.busy:
             raise PlanError(
                 f"the schedule gathers {path!r} while {self.layers[slot.index].path!r} still uses the slot: "
                 "schedule with the number of slots of the plan"
             )
-        self._sources[index] = Source.of(weights, dtype)
+        self.source(path, weights, dtype)
         self._fill(index)
         slot.prefetched = True
 
     def refetch(self, saved: SavedSlot) -> Tensor:
         """The tensor that backward asks for, gathered again if its slot has another tenant."""
-        slot = self._slot(saved.index)
-        if saved.index not in self._sources:
-            self._check_fresh(slot, saved.index, saved.versions)
-        if slot.index != saved.index or slot.dtype != saved.dtype:
-            self._fill(saved.index)
-        elif slot.pending or not slot.busy:
+        slot = self._slot(saved.layer)
+        if saved.layer not in self._sources:
+            self._check_fresh(slot, saved.layer, saved.versions)
+        if slot.index != saved.layer or slot.dtype != saved.dtype:
+            self._fill(saved.layer)
+        elif slot.works or not slot.busy:
             self.hits += 1
-        self._check_fresh(slot, saved.index, saved.versions)
-        self._await(slot, saved.index)
+        self._check_fresh(slot, saved.layer, saved.versions)
+        slot.arrive()
         if not slot.busy:
             slot.busy = True
             if len(self._slots) > 1:
-                self._fill_ahead(saved.index - 1)
-        assert slot.buffer is not None
-        return slot.buffer.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+                self._fill_ahead(saved.layer - 1, backward=True)
+        assert slot.matrix is not None
+        return slot.matrix.as_strided(saved.size, saved.stride, saved.offset)
 
     def begin(self) -> None:
         """The model's forward begins: fills free slots with its first layers, before anything of it runs."""
@@ -148,12 +162,13 @@ class SharedCache:
             return
         self._new_pass()
         for index in range(len(self._slots)):
-            self._fill_ahead(index)
+            self._fill_ahead(index, backward=False)
 
     def invalidate(self) -> None:
         """Forget everything gathered. Call on all ranks after changing weights by other means than an optimizer."""
         self.drain()
         self._sources.clear()
+        self._places.clear()
         self._pass += 1
         self._last = -1
         for slot in self._slots:
@@ -162,9 +177,7 @@ class SharedCache:
     def drain(self) -> None:
         """Waits for every gather under way."""
         for slot in self._slots:
-            if slot.pending and slot.buffer is not None:
-                wait(slot.buffer)
-                slot.pending = False
+            slot.arrive()
 
     @property
     def nbytes(self) -> int:
@@ -173,32 +186,32 @@ class SharedCache:
 
     # --- saved tensors ---------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def saved_tensor_hooks(self) -> Iterator[None]:
-        """While open, autograd saves no alias of a slot. Other tensors go to the hooks that were set before."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._hooks_active += 1
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(t, outer), self._unpack):
-                yield
-        finally:
-            self._hooks_active -= 1
+    def hook(self) -> None:
+        """From here to `unhook` autograd saves no alias of a slot. Other tensors go to the hooks that were set before."""
+        outer = _top_saved_tensors_default_hooks(False)
+        _push_saved_tensors_default_hooks(
+            self._pack if outer is None else partial(self._pack, outer=outer), self._unpack
+        )
+        self._hooked += 1
 
-    def _pack(self, tensor: Tensor, outer: Any) -> Any:
+    def unhook(self) -> None:
+        """The layer's experts have run."""
+        if self._hooked:  # not in a graph that runs without its gather
+            _pop_saved_tensors_default_hooks()
+            self._hooked -= 1
+
+    def _pack(self, tensor: Tensor, outer: Any = None) -> Any:
         slot = slot_of(tensor, self._slots)
         if slot is None:
             return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
-        return SavedSlot(
-            slot.index, slot.versions, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        )
+        size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return SavedSlot(slot.index, slot.versions, tensor.dtype, size, stride, offset)
 
     def _unpack(self, packed: Any) -> Any:
-        if isinstance(packed, _Passed):
-            return packed.unpack(packed.value)
-        if not isinstance(packed, SavedSlot):
-            return packed
-        with guarded(f"the gather for the backward of {self.layers[packed.index].path!r}", self.groups):
-            return self.refetch(packed)
+        if isinstance(packed, SavedSlot):
+            with self._guards[packed.layer]:
+                return self.refetch(packed)
+        return packed.unpack(packed.value) if isinstance(packed, _Passed) else packed
 
     # --- slots -----------------------------------------------------------------------------------------------------
 
@@ -221,63 +234,63 @@ class SharedCache:
         for slot in self._slots:  # frozen weights have no backward that would have released them
             slot.busy = False
 
-    def _is_ready(self, slot: Slot, index: int, dtype: torch.dtype) -> bool:
+    def _is_ready(self, slot: Slot, index: int, dtype: torch.dtype, backward: bool) -> bool:
         if slot.index != index or slot.dtype != dtype:
             return False
-        return in_backward() or (slot.prefetched and slot.epoch == self._epoch)
+        return backward or (slot.prefetched and slot.epoch == self._epoch)
 
-    def _neighbour(self, index: int) -> int:
-        return index - 1 if in_backward() else index + 1
-
-    def _fill_ahead(self, index: int) -> None:
+    def _fill_ahead(self, index: int, backward: bool) -> None:
         source = self._sources.get(index)
-        if not self.prefetch_enabled or source is None or not (source.lasting or in_backward()):
+        if not self.prefetch_enabled or source is None or not (source.lasting or backward):
             return
         slot = self._slot(index)
-        if slot.busy or (slot.index == index and (in_backward() or slot.epoch == self._epoch)):
+        if slot.busy or (slot.index == index and (backward or slot.epoch == self._epoch)):
             return
         self._fill(index)
         slot.prefetched = True
 
     def _fill(self, index: int) -> None:
-        layer, slot = self.layers[index], self._slot(index)
-        source = self._sources[index]
-        dtype = source.dtype
-        if slot.pending and slot.buffer is not None:
-            wait(slot.buffer)
-        with torch.no_grad(), torch.inference_mode(False):
-            rows = layer.geometry.pack(source.weights, layer.shards[self.groups.rank], dtype)
-            out = self._rows(slot, layer, dtype, rows.device)
-            fill_slot(out, rows, layer.shards, self.groups.gather_name)
-        slot.index, slot.dtype, slot.versions = index, dtype, source.versions
-        slot.epoch, slot.pending, slot.busy, slot.prefetched = self._epoch, True, False, False
+        if torch.is_inference_mode_enabled():  # slots are used outside of it too
+            with torch.inference_mode(False):
+                self._fill(index)
+            return
+        layer, slot, source = self.layers[index], self._slot(index), self._sources[index]
+        slot.arrive()
+        place = self._place(index)
+        slot.index = -1  # should the gather not start
+        place.packing.run()
+        slot.works = fill_slot(place.matrix, place.own, layer.shards, self.groups.gather_name)
+        slot.index, slot.matrix, slot.dtype, slot.versions = index, place.matrix, source.dtype, source.versions
+        slot.epoch, slot.busy, slot.prefetched = self._epoch, False, False
         self.gathers += 1
 
-    def _await(self, slot: Slot, index: int) -> Tensor:
-        assert slot.buffer is not None
-        assert slot.dtype is not None
-        if slot.pending:
-            wait(slot.buffer)
-            slot.pending = False
-        return self._rows(slot, self.layers[index], slot.dtype, slot.buffer.device)
-
-    def _rows(self, slot: Slot, layer: CachedLayer, dtype: torch.dtype, device: torch.device) -> Tensor:
-        largest = self._largest[self._index[layer.path] % len(self._slots)]
-        geometry = layer.geometry
-        return slot.rows(geometry.shape.intermediate_size, geometry.row, dtype, device, largest * dtype.itemsize)
+    def _place(self, index: int) -> Place:
+        layer, slot, source = self.layers[index], self._slot(index), self._sources[index]
+        geometry, largest = layer.geometry, self._largest[index % len(self._slots)]
+        matrix = slot.rows(geometry.shape.intermediate_size, geometry.row, source.dtype, source.device, largest)
+        known = self._places.get(index)
+        if known is None or known.source is not source or known.matrix is not matrix:
+            known = self._places[index] = Place.of(source, matrix, layer, self.groups.rank)
+        return known
 
     # --- guards ----------------------------------------------------------------------------------------------------
 
-    def check_bound(self, weights: Weights) -> None:
-        """Raises where autograd would save what lives in a slot, because nothing opened `saved_tensor_hooks`."""
-        if (
-            torch.is_grad_enabled()
-            and not self._hooks_active
-            and any(w is not None and w.requires_grad for w in weights)
-        ):
+    def enter_bound(self) -> None:
+        """The forward of a bound module begins."""
+        self._bound += 1
+
+    def leave_bound(self) -> None:
+        """The forward of a bound module ends, perhaps by an error between a layer's gather and its release."""
+        self._bound -= 1
+        while self._hooked:
+            self.unhook()
+
+    def check_bound(self) -> None:
+        """Raises where nothing would take the hooks on saved tensors away again if the layer failed."""
+        if not self._bound:
             raise PlanError(
-                "a data-centric layer runs outside its bound module, so autograd would save gathered weights: "
-                "bind the module that holds the graph (PartitionSession.bind)"
+                "a data-centric layer runs outside its bound module, so an error in it would leave autograd's hooks on saved "
+                "tensors set: bind the module that holds the graph (PartitionSession.bind)"
             )
 
     def _check_fresh(self, slot: Slot, index: int, versions: tuple[int, ...]) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.runtime.distributed.geometry import Geometry, Weights
-from hexa_fx.runtime.distributed.reductions import destinations
+from hexa_fx.runtime.distributed.collectives import Works, finish
+from hexa_fx.runtime.distributed.geometry import Copies, Geometry, Weights
+from hexa_fx.runtime.distributed.reductions import Destination, destinations
+
+_version = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -21,11 +26,10 @@ class CachedLayer:
     shards: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SavedSlot:
+class SavedSlot(NamedTuple):
     """A saved tensor that lived in a slot: which layer's weights, under which versions, and where in the slot."""
 
-    index: int
+    layer: int
     versions: tuple[int, ...]
     dtype: torch.dtype
     size: torch.Size
@@ -33,32 +37,65 @@ class SavedSlot:
     offset: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
     """What a layer's gather reads: local slices, and the parameters whose versions say whether they are still the same.
 
-    ``lasting``: the slices lie in parameters, so the next pass may read them before its own forward hands them over. What
-    was computed from parameters is stale by then.
+    Args:
+        given: the weights that `of` was called with, if they are no results of computations; else they hold a graph alive.
+        weights: the same, detached.
+        targets: where their gradients go.
+        lasting: the slices lie in parameters, so the next pass may read them before its own forward hands them over. What
+            was computed from parameters is stale by then.
     """
 
+    given: Weights | None
     weights: Weights
     dtype: torch.dtype
+    targets: tuple[Destination | None, ...]
     parameters: tuple[Tensor, ...]
     lasting: bool
 
     @classmethod
     def of(cls, weights: Weights, dtype: torch.dtype) -> Source:
-        found = [
-            t for w, d in zip(weights, destinations(weights)) if w is not None for t in (d.parameters if d else (w,))
-        ]
+        targets = destinations(weights)
+        found = [t for w, d in zip(weights, targets) if w is not None for t in (d.parameters if d else (w,))]
         # detach() shares the version counter, so the versions of detached sources follow the parameters
         lasting = all(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in found)
-        return cls(_detached(weights), dtype, tuple(t.detach() for t in found), lasting)
+        given = weights if all(w is None or w.grad_fn is None for w in weights) else None
+        return cls(given, _detached(weights), dtype, targets, tuple(t.detach() for t in found), lasting)
+
+    def is_of(self, weights: Weights, dtype: torch.dtype) -> bool:
+        """Whether `of` would give the same: the same tensors, where they were. ``.data = ...`` moves a tensor."""
+        return (
+            self.given is not None
+            and dtype == self.dtype
+            and all(map(is_, weights, self.given))
+            and all(w is None or w.data_ptr() == d.data_ptr() for w, d in zip(weights, self.weights) if d is not None)
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return next(w for w in self.weights if w is not None).device
 
     @property
     def versions(self) -> tuple[int, ...]:
         """Which values these are. ``.data = ...`` leaves a version as it is, so where they lie counts too."""
-        return tuple(n for t in self.parameters for n in (t._version, t.data_ptr()))
+        return *map(_version, self.parameters), *map(Tensor.data_ptr, self.parameters)
+
+
+class Place(NamedTuple):
+    """Where a layer's rows are in its slot, and the copies that bring this rank's own there."""
+
+    source: Source
+    matrix: Tensor
+    own: Tensor
+    packing: Copies
+
+    @classmethod
+    def of(cls, source: Source, matrix: Tensor, layer: CachedLayer, rank: int) -> Place:
+        own = matrix.narrow(0, sum(layer.shards[:rank]), layer.shards[rank])
+        return cls(source, matrix, own, layer.geometry.packing(own, source.weights))
 
 
 @dataclass
@@ -66,26 +103,39 @@ class Slot:
     """Memory in which layers take turns, and what it holds now.
 
     Args:
-        buffer: bytes. index: of the layer whose weights it holds. dtype, versions: of these weights. epoch: pass and optimizer
-            step they were gathered in. prefetched: gathered ahead, not yet used. pending: the gather is under way. busy: in
-            use, not to be overwritten.
+        buffer: bytes. place: address of them, 0 without a buffer. index: of the layer whose weights it holds. dtype, versions:
+            of these weights. matrix: of their packed rows. epoch: pass and optimizer step they were gathered in. prefetched:
+            gathered ahead, not yet used. works: the gather under way. busy: in use, not to be overwritten.
     """
 
     buffer: Tensor | None = None
+    place: int = 0
     index: int = -1
     dtype: torch.dtype | None = None
     versions: tuple[int, ...] = ()
+    matrix: Tensor | None = None
     epoch: tuple[int, int] = (-1, -1)
     prefetched: bool = False
-    pending: bool = False
+    works: Works = field(default_factory=list)
     busy: bool = False
+    _rows: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
 
-    def rows(self, size: int, row: int, dtype: torch.dtype, device: torch.device, nbytes: int) -> Tensor:
-        """The (size, row) matrix in the buffer, which is made with ``nbytes`` bytes where there is none that is large enough."""
+    def rows(self, size: int, row: int, dtype: torch.dtype, device: torch.device, largest: int) -> Tensor:
+        """The (size, row) matrix in the buffer, which is made for ``largest`` elements where there is none that is large enough."""
         used = size * row * dtype.itemsize
         if self.buffer is None or self.buffer.device != device or self.buffer.numel() < used:
-            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self.buffer[:used].view(dtype).view(size, row)
+            self.buffer = torch.empty(largest * dtype.itemsize, dtype=torch.uint8, device=device)
+            self.place = self.buffer.data_ptr()
+            self._rows.clear()
+        key = size, row, dtype
+        if key not in self._rows:
+            self._rows[key] = self.buffer[:used].view(dtype).view(size, row)
+        return self._rows[key]
+
+    def arrive(self) -> None:
+        """Waits for the gather under way (on CUDA: in stream order)."""
+        finish(self.works)
+        self.works = []
 
 
 def slot_of(tensor: Tensor, slots: Sequence[Slot]) -> Slot | None:
@@ -97,7 +147,7 @@ def slot_of(tensor: Tensor, slots: Sequence[Slot]) -> Slot | None:
     except (RuntimeError, NotImplementedError):  # a subclass without storage, e.g. DTensor or a fake tensor
         return None
     for slot in slots:
-        if slot.buffer is not None and slot.buffer.untyped_storage().data_ptr() == where:
+        if slot.place == where and where:
             return slot
     return None
 

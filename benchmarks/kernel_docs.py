@@ -1,0 +1,152 @@
+"""The tables of README.md and docs/kernels.md, from the recorded results.   python -m benchmarks.kernel_docs   writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.pages import fill, table
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+LAYERS = ("moe_layer_h200.json", "moe_layer_h200_repeat.json")
+BREAKDOWN = "sm90_breakdown_h200.json"
+DECODE = "moe_layer_h200_decode.json"
+Rows = dict[str, dict[str, Any]]
+
+
+class Goal(NamedTuple):
+    """Highest ratio to dense that is asked for, and what SonicMoE keeps and needs on the same card (MiB; our runs of it)."""
+
+    forward: float
+    train: float
+    sonic_saved: int
+    sonic_peak: int
+
+
+GOALS = {
+    "mixtral": Goal(1.20, 1.25, 960, 1088),
+    "qwen3-30b": Goal(1.30, 1.35, 450, 962),
+    "olmoe": Goal(1.20, 1.25, 578, 1090),
+    "dsv3": Goal(1.40, 1.55, 625, 1521),
+    "granite-fine": Goal(1.20, 1.25, 611, 1379),
+    "sonic-7b": Goal(1.35, 1.35, 266, 842),
+    "sonic-30b": Goal(1.20, 1.25, 771, 2819),
+}
+SKEWED_GOAL = 0.05
+GROUPED_GOAL = {"qwen3-30b": 2.4}
+
+
+def summary(folder: Path) -> str:
+    """One layer, balanced routing: milliseconds and ratios to plain matmuls of the same FLOPs."""
+    rows = _by_case(folder / LAYERS[0])
+    head = ["shape", "forward: dense / hexa_fx / transformers grouped_mm (ms)", "forward + backward (ms)", "over dense"]
+    head += ["saved (MiB)", "peak (MiB)"]
+    lines = []
+    for shape in GOALS:
+        dense, hexa, grouped = (rows[f"{shape} balanced {impl}"] for impl in ("dense", "hexa", "hf-grouped"))
+        times = [" / ".join(f"{r[part]:.2f}" for r in (dense, hexa, grouped)) for part in ("forward_ms", "train_ms")]
+        memory = [f"{hexa[key]:.0f} against {grouped[key]:.0f}" for key in ("saved_mib", "peak_mib")]
+        lines.append([shape, *times, f"{hexa['forward_ratio']:.2f}, {hexa['train_ratio']:.2f}", *memory])
+    return table(head, lines)
+
+
+def decode(folder: Path) -> str:
+    """A few tokens: forward milliseconds."""
+    rows = _by_case(folder / DECODE)
+    others = {"hf-grouped": "grouped_mm", "hf-batched": "batched_mm", "hf-eager": "eager"}
+    lines = []
+    for shape in dict.fromkeys(case.split()[0] for case in rows):
+        name, tokens = shape.split("-t")
+        theirs = ", ".join(f"{rows[f'{shape} balanced {impl}']['forward_ms']:.2f}" for impl in others)
+        lines.append([f"{name}, T = {tokens}", f"{rows[f'{shape} balanced hexa']['forward_ms']:.2f}", theirs])
+    return table(["tokens", "hexa_fx (ms)", f"transformers {', '.join(others.values())} (ms)"], lines)
+
+
+def layers(folder: Path) -> str:
+    """A layer's times over plain matmuls', both runs of the command."""
+    runs = [_by_case(folder / name) for name in LAYERS]
+    head = ["shape", "forward ms, ratio", "goal", "forward + backward ms, ratio", "goal", "skewed ratio: fwd, f+b"]
+    head += ["skewed against balanced, ms: fwd, f+b", "saved, peak MiB", "SonicMoE's", "grouped_mm f+b over ours"]
+    return table(head, [_layer(shape, goal, runs) for shape, goal in GOALS.items()])
+
+
+def _layer(shape: str, goal: Goal, runs: Sequence[Rows]) -> list[object]:
+    ours, skewed = ([run[f"{shape} {kind} hexa"] for run in runs] for kind in ("balanced", "skewed"))
+    cells: list[object] = [shape]
+    for part, most in (("forward", goal.forward), ("train", goal.train)):
+        ms = _both(f"{row[f'{part}_ms']:.2f}" for row in ours)
+        cells += [f"{ms}, {_both(_marked(row[f'{part}_ratio'], most) for row in ours)}", f"{most:.2f}"]
+    cells.append(_both(f"{row['forward_ratio']:.2f}, {row['train_ratio']:.2f}" for row in skewed))
+    cells.append(_both(", ".join(_slower(a, b, part) for part in ("forward", "train")) for a, b in zip(ours, skewed)))
+    cells.append(f"{ours[0]['saved_mib']:.0f}, {ours[0]['peak_mib']:.0f}")
+    cells.append(f"{goal.sonic_saved}, {goal.sonic_peak}")
+    factors = [run[f"{shape} balanced hf-grouped"]["train_ms"] / row["train_ms"] for run, row in zip(runs, ours)]
+    least = GROUPED_GOAL.get(shape, 0.0)
+    cells.append(_both(_bold(f"{f:.2f}x", f < least) for f in factors) + (f" (goal {least}x)" if least else ""))
+    return cells
+
+
+def _slower(balanced: dict[str, Any], skewed: dict[str, Any], part: str) -> str:
+    more = skewed[f"{part}_ms"] / balanced[f"{part}_ms"] - 1
+    return _bold(f"{100 * more:+.1f} %", more > SKEWED_GOAL)
+
+
+def _marked(ratio: float, most: float) -> str:
+    """A ratio is met if it is as it is printed."""
+    return _bold(f"{ratio:.2f}", round(ratio, 2) > most)
+
+
+def _bold(text: str, missed: bool) -> str:
+    return f"**{text}**" if missed else text
+
+
+def _both(cells: Any) -> str:
+    return " / ".join(cells)
+
+
+LAUNCHES = {
+    "up": ("up",),
+    "down": ("down",),
+    "dA + gradient": ("dA",),
+    "dW2": ("dW2",),
+    "dX + dW1": ("dX + dW1",),
+    "combine, twice": ("combine", "combine dX"),
+    "reindex": ("reindex",),
+}
+
+
+def launches(folder: Path) -> str:
+    """Each launch alone: time over dense, and the excess in percent of dense forward + backward."""
+    rows: dict[str, Rows] = {}
+    for row in json.loads((folder / BREAKDOWN).read_text())["rows"]:
+        rows.setdefault(row["shape"], {})[row["launch"]] = row
+    lines = []
+    for shape in GOALS:
+        found = [[rows[shape][name] for name in names] for names in LAUNCHES.values()]
+        lines.append([shape, *map(_launch, found), f"{100 * sum(r['excess'] for part in found for r in part):.1f}"])
+        lines[-1].append(f"{rows[shape]['(in a row)']['ms'] / rows[shape]['dense in a row']['ms']:.2f}")
+    return table(["", *LAUNCHES, "sum", "in a row"], lines)
+
+
+def _launch(rows: Sequence[dict[str, Any]]) -> str:
+    excess = f"{100 * sum(row['excess'] for row in rows):.1f}"
+    return f"{rows[0]['ms'] / rows[0]['dense_ms']:.2f}, {excess}" if rows[0]["dense_ms"] else excess
+
+
+def _by_case(path: Path) -> Rows:
+    rows = json.loads(path.read_text())["rows"]
+    return {f"{row['shape']} {row['routing']} {row['impl']}": row for row in rows}
+
+
+PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
+    ROOT / "README.md": {"layers": summary, "decode": decode},
+    ROOT / "docs" / "kernels.md": {"layers": layers, "launches": launches},
+}
+
+if __name__ == "__main__":
+    for page, sections in PAGES.items():
+        page.write_text(fill(page.read_text(), sections, RESULTS))
+        print(f"wrote {page}")

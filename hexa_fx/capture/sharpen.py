@@ -1,0 +1,72 @@
+"""Values of a 16-bit run as they would be without rounding, for experiments that ask which numbers are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils import _pytree as pytree
+
+from hexa_fx.capture.records import record_of
+
+_NEAR = 0.05
+"""Of the tensor's scale: what rounding to 16 bits may add up to on the way. Whatever lies further apart was decided otherwise."""
+
+
+def is_coarse(nodes: Iterable[torch.fx.Node]) -> bool:
+    """Whether a tensor of 16-bit floating point was computed. Those of 32 bits are exact enough."""
+    return any(
+        leaf.is_floating_point() and leaf.element_size() < 4
+        for node in nodes
+        if node.op.startswith("call")
+        for leaf in pytree.tree_leaves(record_of(node).value)
+        if isinstance(leaf, torch.Tensor)
+    )
+
+
+def sharpened(
+    nodes: Iterable[torch.fx.Node],
+    execute: Callable[[torch.fx.Node, dict[torch.fx.Node, Any]], Any],
+    raised: Callable[[torch.fx.Node], Any],
+) -> dict[torch.fx.Node, Any]:
+    """Every computed value once more, from the parameters and inputs as they are.
+
+    What comes out otherwise keeps its recorded value: choices that hang on a rounding (top-k), and random numbers.
+
+    Args:
+        nodes: of the recorded graph, in order.
+        execute: one node's call in float64 on the values so far.
+        raised: its recorded value in float64.
+    """
+    values: dict[torch.fx.Node, Any] = {}
+    found: dict[torch.fx.Node, Any] = {}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for node in nodes:
+            if not node.op.startswith("call"):
+                continue
+            recorded, values[node] = raised(node), execute(node, values)
+            if not _alike(values[node], recorded):
+                values[node] = pytree.tree_map_only(torch.Tensor, torch.clone, recorded)
+            found[node] = pytree.tree_map_only(torch.Tensor, torch.clone, values[node])  # before later writes
+    return found
+
+
+def _alike(value: Any, recorded: Any) -> bool:
+    ours, theirs = pytree.tree_leaves(value), pytree.tree_leaves(recorded)
+    return len(ours) == len(theirs) and all(map(_is_near, ours, theirs))
+
+
+def _is_near(value: Any, recorded: Any) -> bool:
+    if isinstance(recorded, (int, float, str)):
+        return bool(type(value) is type(recorded) and value == recorded)
+    if not isinstance(value, torch.Tensor) or not isinstance(recorded, torch.Tensor):
+        return type(value) is type(recorded)  # an object of the user's; its tensors are looked at where they are read
+    if value.shape != recorded.shape or value.dtype != recorded.dtype:
+        return False
+    if not value.is_floating_point():
+        return torch.equal(value, recorded)
+    finite = recorded[recorded.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(value, recorded, rtol=0.0, atol=_NEAR * scale, equal_nan=True)

@@ -1,0 +1,108 @@
+"""Plain objects that modules hold: configs, dataclasses, namespaces, dicts, lists. Their values by the way there."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    types.NoneType,
+    torch.dtype,
+    torch.device,
+    enum.Enum,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    functools.partial,
+)
+"""Values that are compared as they are. A partial is equal to itself alone."""
+
+
+class _Missing(enum.Enum):
+    MISSING = "missing"
+
+
+MISSING = _Missing.MISSING
+"""Stands for what is not there."""
+
+Steps: TypeAlias = tuple[Any, ...]
+"""Names of attributes, or keys where a dict or a list is on the way."""
+
+_DEEPEST = 4
+_LONGEST = 1024
+_CLOSED = (torch.Tensor, nn.Module, types.ModuleType, types.MethodType, *PLAIN)
+_OF_OTHER_USE = frozenset({"torch", "logging", "threading", "_thread"})
+
+
+def is_object(value: Any) -> bool:
+    """Whether attributes or items of ``value`` may be settings: nothing of torch's, no logger, no function, no class."""
+    return not isinstance(value, _CLOSED) and type(value).__module__.partition(".")[0] not in _OF_OTHER_USE
+
+
+def is_collection(value: Any) -> bool:
+    """Whether ``value`` is one whose items are told apart by keys instead of attributes."""
+    return isinstance(value, (dict, list, tuple, set, frozenset))
+
+
+def frozen(value: Any) -> Any:
+    """``value`` where it can be compared as a whole: a plain value, or a copy of a short list of such. Else `MISSING`."""
+    if isinstance(value, PLAIN):
+        return value
+    if type(value) not in (list, tuple, set, frozenset) or len(value) > _LONGEST:
+        return MISSING
+    items = [frozen(item) for item in value]
+    return MISSING if MISSING in items else type(value)(items)
+
+
+def step(holder: Any, key: Any) -> Any:
+    """What ``holder`` has by that key or name, or `MISSING`."""
+    try:
+        return holder[key] if is_collection(holder) else getattr(holder, key)
+    except (AttributeError, LookupError, TypeError):
+        return MISSING
+
+
+def items(holder: Any) -> dict[Any, Any]:
+    """What ``holder`` itself has, by key or name."""
+    if isinstance(holder, dict):
+        return holder
+    if isinstance(holder, (list, tuple)):
+        return dict(enumerate(holder[:_LONGEST]))
+    found = dict(getattr(holder, "__dict__", None) or {})
+    for cls in type(holder).__mro__:
+        for name in _slots(cls):
+            value = step(holder, name)
+            if value is not MISSING:
+                found[name] = value
+    return found
+
+
+def objects_in(module: nn.Module, wanted: Callable[[str], bool]) -> Iterator[tuple[Steps, Any]]:
+    """The objects that the module holds in attributes that are ``wanted``, and those inside them, with every way there."""
+    left: deque[tuple[Steps, Any]] = deque()
+    left.extend(((name,), value) for name, value in vars(module).items() if wanted(name) and is_object(value))
+    for _ in range(_LONGEST):
+        if not left:
+            return
+        steps, value = left.popleft()
+        yield steps, value
+        if len(steps) < _DEEPEST:
+            left.extend(((*steps, key), inner) for key, inner in items(value).items() if is_object(inner))
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    names = vars(cls).get("__slots__", ())
+    return (names,) if isinstance(names, str) else tuple(name for name in names if not name.startswith("__"))

@@ -1,0 +1,83 @@
+"""Blocks whose tensors are in 16 bits are understood as in 32: rounding hides nothing from the experiments."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.capture import capture, record_of
+from hexa_fx.capture.replay import Replay
+from hexa_fx.capture.sharpen import is_coarse
+from tests.zoo import families, pattern_table
+from tests.zoo.registry import VARIANTS
+from tests.zoo.variant import Variant
+
+ROUNDED = (
+    "dense_scaled_input_bmm",  # rows times the router's weight, rounded before the experts
+    "library_onto_shared",  # added onto a shared expert's output
+    "library_detached_scaled",
+    "library_straight_through_dispatch",
+    "router_z_loss_record",  # returns an object of its own
+)
+CHOSEN = [v for v in VARIANTS if v.name in ROUNDED]
+REST = [v for v in VARIANTS if v.expect == "rewritten" and not v.gap and v not in CHOSEN]
+
+
+def is_rewritten(v: Variant, dtype: torch.dtype) -> bool:
+    block = v.make(0).to(dtype).eval()
+    args, kwargs = v.inputs(2, 7, dtype, 0)
+    try:
+        expected = block(*args, **kwargs)
+    except RuntimeError as error:
+        pytest.skip(f"its own code does not run in {dtype}: {error}")
+    model = pattern_table.optimized(block, args, kwargs)
+    for one, other in zip(tensors(expected), tensors(model(*args, **kwargs)), strict=True):
+        assert one.dtype == other.dtype
+    return any(found.status == "rewritten" for found in model.report.blocks)
+
+
+def tensors(value: object) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("v", CHOSEN, ids=lambda v: v.name)
+def test_rounded_numbers_are_recognised(v: Variant) -> None:
+    assert is_rewritten(v, torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("v", REST, ids=lambda v: v.name)
+def test_the_rest_of_the_zoo(v: Variant) -> None:
+    assert is_rewritten(v, torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "longcat_flash", "mixtral"])
+def test_families(family: str) -> None:
+    model = families.make(family, "eager", torch.bfloat16)
+    optimized = hexa_fx.optimize(model, families.inputs(2, 7))
+    assert [found.status for found in optimized.report.blocks] == ["rewritten"] * 2
+    example = families.inputs(2, 7)
+    torch.testing.assert_close(optimized(**example).loss, model(**example).loss, rtol=2e-2, atol=0)
+
+
+class Chain(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        third = x / 3
+        third.add_(third * 7)
+        noise = torch.rand(4).to(x.dtype)
+        return third + noise + x.argmax()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values_are_exact_but_for_choices_and_random_numbers(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.1, 0.7, 0.3, 0.2]).to(dtype)
+    captured = capture(Chain(), (x,), {})
+    assert is_coarse(captured.graph.nodes) == (dtype == torch.bfloat16)
+    replay, nodes = Replay(captured), {node.name: node for node in captured.graph.nodes}
+    value = replay.value(nodes["div"])
+    exact = x.double() / 3
+    assert torch.equal(value, exact) == (dtype == torch.bfloat16)
+    torch.testing.assert_close(value, exact, rtol=1e-2, atol=0)
+    assert torch.equal(replay.value(nodes["rand"]), record_of(nodes["rand"]).value.double())

@@ -1,0 +1,99 @@
+"""In 16 bits a cast that the rewrite loses changes the dtype of the result; where all is float64 it cannot be seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hexa_fx
+from hexa_fx.passes.region import RegionEmitter
+
+D, EXPERTS = 12, 5
+
+
+class NormedExpert(nn.Module):
+    """Ends in float32 whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 16), nn.Linear(16, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(F.silu(self.up(x))).float()
+        return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+
+
+class Mixture(nn.Module):
+    """Weights are float32 too; only the sum is in the tokens' dtype, or in float32 if `wide`."""
+
+    def __init__(self, wide: bool = False, residual: bool = False) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, EXPERTS)
+        self.experts = nn.ModuleList(NormedExpert() for _ in range(EXPERTS))
+        self.wide, self.residual = wide, residual
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).float().softmax(-1).topk(2, -1)
+        out = x.clone() if self.residual else torch.zeros_like(x)
+        out = out.float() if self.wide else out
+        for number, expert in enumerate(self.experts):
+            token, slot = (ids == number).nonzero(as_tuple=True)
+            out.index_add_(0, token, (expert(x[token]) * weights[token, slot, None]).to(out.dtype))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_result_has_the_dtype_of_the_original(dtype: torch.dtype, wide: bool, residual: bool) -> None:
+    torch.manual_seed(0)
+    block, x = Mixture(wide, residual).to(dtype), torch.randn(9, D, dtype=dtype)
+    optimized = hexa_fx.optimize(block, (x,))
+    assert [found.status for found in optimized.report.blocks] == ["rewritten"]
+    expected, y = block(x), optimized(x)
+    assert y.dtype == expected.dtype == (torch.float32 if wide else dtype)
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2)
+
+
+class InPlace(Mixture):
+    """Adds to what a cast gave: a copy in 16 bits (and, of float64, in float32), where the tokens stay as they are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).float().softmax(-1).topk(2, -1)
+        out = x.to(torch.float32) if self.wide else x.float()
+        for number, expert in enumerate(self.experts):
+            token, slot = (ids == number).nonzero(as_tuple=True)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out.to(x.dtype) + x
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("wide", [False, True])
+def test_writes_to_a_copy_that_a_cast_made(dtype: torch.dtype, wide: bool) -> None:
+    torch.manual_seed(0)
+    block, x = InPlace(wide).to(dtype), torch.randn(9, D, dtype=dtype)
+    optimized = hexa_fx.optimize(block, (x,))
+    assert [found.status for found in optimized.report.blocks] == ["rewritten"]
+    torch.testing.assert_close(optimized(x), block(x), rtol=2e-2, atol=2e-2)
+
+
+def test_writes_to_the_tokens_themselves_are_left_alone() -> None:
+    """In float32 the cast gives the tokens, which the experts then change one after the other."""
+    torch.manual_seed(0)
+    block, x = InPlace(), torch.randn(9, D)
+    optimized = hexa_fx.optimize(block, (x.clone(),))
+    assert [found.status for found in optimized.report.blocks] == ["refused"]
+    torch.testing.assert_close(optimized(x.clone()), block(x.clone()))
+
+
+def test_a_lost_cast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RegionEmitter, "_dtype", lambda emitter: torch.bfloat16)
+    torch.manual_seed(0)
+    block, x = Mixture().to(torch.bfloat16), torch.randn(9, D, dtype=torch.bfloat16)
+    (found,) = hexa_fx.optimize(block, (x,)).report.blocks
+    assert found.status == "refused"
+    assert (
+        "the example in its own precision: output 0: torch.float32 (9, 12), not torch.bfloat16 (9, 12)" in found.reason
+    )

@@ -1,0 +1,495 @@
+"""Calls of a layer that are played again: what they launch is what the general path launches, and when they are not."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hexa_fx.codegen import KernelSpec, get_family, render
+from hexa_fx.errors import InputError
+from hexa_fx.jit import Entry, KernelHandle
+from hexa_fx.jit.driver import Driver
+from hexa_fx.ops import library
+from hexa_fx.ops.moe_ffn import check
+from hexa_fx.ops.program import programs
+from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_layer, cuda_plans_sm80, cuda_record, cuda_replay, cuda_rows
+
+T, K, E, D, H = 3, 2, 5, 16, 24
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One driver call, with the arguments as they lay in memory when it came."""
+
+    spec: KernelSpec
+    config: bytes
+    values: tuple[Any, ...]
+
+
+@dataclass
+class Card:
+    """Stands where libcuda would be, one for each kernel; all share `launches`."""
+
+    spec: KernelSpec
+    launches: list[Launch]
+    during: list[Callable[[], object]]
+    fail: set[str] = field(default_factory=set)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            if name == "cuLaunchKernelEx":
+                self.launch(*args)
+            elif name == "cuGetErrorString":
+                args[1]._obj.value = b"out of luck"
+            elif name.startswith(("cuLibrary", "cuKernelGet")):
+                args[0]._obj.value = 0x1000
+            return 9 if name in self.fail else 0
+
+        return call
+
+    def launch(self, config: bytes, function: Any, parameters: Any, extra: None) -> None:
+        if self.during:
+            self.during.pop()()
+        layout = get_family(self.spec.family).args
+        at = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0]
+        assert at
+        self.launches.append(Launch(self.spec, config, layout.unpack(ctypes.string_at(at, layout.size))))
+
+
+class Cards:
+    """What was launched, and how often the general path ran."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.during: list[Callable[[], object]] = []
+        self.fail: set[str] = set()
+        self.general = 0
+        self.stream = 0x55
+
+    def get_kernel(self, spec: KernelSpec, node: str = "") -> KernelHandle:
+        card = Card(spec, self.launches, self.during, self.fail)
+        return KernelHandle(render(spec), Entry("k", Path(), b"cubin"), Driver(card))  # type: ignore[arg-type]
+
+    def run_general(self, *args: Any) -> Tensor:
+        self.general += 1
+        check(*args)
+        static = (*args[9:11], tuple(args[11]), *args[12:])
+        program = programs(static, (True, *(t is not None for t in args[2:9])), (False,) * 8, False, "cuda")
+        with torch._C._AutoDispatchBelowAutograd():
+            y: Tensor = program.forward(*args[:9])
+        return y
+
+    def run(self, args: Sequence[Any]) -> Tensor:
+        return cuda_layer.moe_ffn(self.run_general, *args)
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cards]:
+    cards = Cards()
+    monkeypatch.setattr(cuda_launch, "get_kernel", cards.get_kernel)
+    monkeypatch.setattr(cuda_launch, "fallbacks", {})
+    monkeypatch.setattr(cuda_launch, "_permanent", set())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: cards.stream, raising=False)
+    for module in (cuda_rows, cuda_plans_sm80):
+        monkeypatch.setattr(module, "arch", lambda device: 90)
+    for module in (cuda_gemm, cuda_plans_sm80):
+        monkeypatch.setattr(module, "family_arch", lambda device: 80)
+    monkeypatch.setattr(cuda_replay, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    cuda_launch.forget_plans()
+    yield cards
+    cuda_launch.forget_plans()
+
+
+def arguments(
+    glu: str = "concat",
+    layouts: str = "nk nk",
+    bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    ids: torch.dtype = torch.int64,
+    gates: torch.dtype | None = torch.bfloat16,
+    top_k: int = K,
+    tokens: int = T,
+) -> list[Any]:
+    layout1, layout2 = layouts.split()
+    n = 2 * H if glu in ("concat", "interleaved") else H
+    first, second = ((E, n, D) if layout1 == "nk" else (E, D, n)), ((E, D, H) if layout2 == "nk" else (E, H, D))
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.randn(*shape).to(dtype)
+
+    w3 = tensor(*first) if glu == "split" else None
+    b1, b2 = (tensor(E, n), tensor(E, D)) if bias else (None, None)
+    b3 = tensor(E, n) if bias and glu == "split" else None
+    weights = None if gates is None else torch.rand(tokens, top_k).to(gates)
+    index = torch.randint(0, E, (tokens, top_k)).to(ids)
+    static = ("silu", glu, (), layout1, layout2, False, True)
+    return [tensor(tokens, D), index, weights, tensor(*first), b1, w3, b3, tensor(*second), b2, *static]
+
+
+def copied(args: Sequence[Any]) -> list[Any]:
+    """The same call on tensors that lie elsewhere."""
+    return [t.clone(memory_format=torch.preserve_format) if isinstance(t, Tensor) else t for t in args]
+
+
+class Kept(TorchDispatchMode):
+    """Keeps what is allocated, so that no address comes twice; counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.tensors.append(out)
+        return out
+
+
+def launched(cards: Cards, args: Sequence[Any], run: Callable[[], Tensor]) -> tuple[list[Any], list[tuple[int, int]]]:
+    """What a call launches, addresses by what lies there: an operand, the result, else the how-manieth other one it is.
+
+    Returns:
+        (spec, config, values) of every launch; start and size of the workspace's parts: v, inv, offs, a, y.
+    """
+    cards.launches.clear()
+    with Kept():
+        y = run()
+    names: dict[int, Any] = {0: None, y.data_ptr(): "y"}
+    names |= {t.data_ptr(): i for i, t in enumerate(args[:9]) if t is not None}
+    found, others = [], []
+    for launch in cards.launches:
+        layout = get_family(launch.spec.family).args.format.removesuffix("0P")
+        count = len(layout) - len(layout.lstrip("P"))
+        for at in launch.values[:count]:
+            if at not in names:
+                names[at] = f"other {len(others)}"
+                others.append(at)
+        found.append((launch.spec, launch.config, [names[at] for at in launch.values[:count]], launch.values[count:]))
+    v, inv, offs, a, rows, end = others
+    assert end == offs + 4 * E
+    n, size = args[1].numel(), args[0].element_size()
+    return found, list(
+        zip((v, inv, offs, a, rows), (4 * n, 4 * n, 4 * (E + 1), n * H * size, n * D * size), strict=True)
+    )
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{f"{glu}{' bias' * bias}": {"glu": glu, "bias": bias} for glu in ("concat", "split") for bias in (False, True)},
+    "none": {"glu": "none", "bias": True},
+    "interleaved": {"glu": "interleaved"},
+    **{layouts: {"layouts": layouts, "glu": "split"} for layouts in ("nk kn", "kn nk", "kn kn")},
+    "int32": {"ids": torch.int32},
+    "no gates": {"gates": None},
+    "float gates": {"gates": torch.float32},
+    "all experts": {"top_k": E},
+    "one token": {"tokens": 1},
+    "float32": {"dtype": torch.float32, "bias": True},
+    "float64": {"dtype": torch.float64, "gates": torch.float64},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_played_again_is_what_the_general_path_launches(cards: Cards, case: str) -> None:
+    args = arguments(**CASES[case])
+    want, _ = launched(cards, args, lambda: cards.run_general(*args))
+    assert [spec.op for spec, *_ in want] == ["reindex_place", "esmm", "esmm", "combine"]
+    for _ in range(2):
+        cards.run(args)
+    ran = cards.general
+    for again in (args, copied(args), copied(args)):
+        got, parts = launched(cards, again, lambda again=again: cards.run(again))
+        assert got == want
+        ends = sorted((start, start + size) for start, size in parts)
+        assert all(end <= start for (_, end), (start, _) in pairwise(ends))
+        assert all(start % 16 == 0 for start, _ in ends)
+    assert cards.general == ran
+    assert not cuda_launch.fallbacks
+
+
+def test_the_workspace_is_as_large_as_what_lies_in_it_and_is_the_only_allocation_beside_the_result(
+    cards: Cards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_replay, "_empty_strided", None)  # a mode sees the other way to allocate
+    args = arguments()
+    for _ in range(2):
+        cards.run(args)
+    with Kept() as kept:
+        y = cards.run(args)
+    assert len(kept.tensors) == 2
+    (workspace,) = (t for t in kept.tensors if t is not y)
+    _, parts = launched(cards, args, lambda: cards.run(args))
+    first = min(start for start, _ in parts)
+    assert max(start + size for start, size in parts) - first <= workspace.numel() * workspace.element_size()
+    assert (y.shape, y.dtype, y.is_contiguous()) == ((T, D), torch.bfloat16, True)
+
+
+def misaligned(t: Tensor) -> Tensor:
+    flat = torch.empty(t.numel() + 1, dtype=t.dtype)[1:]
+    return flat.view(t.shape).copy_(t)
+
+
+def spread(t: Tensor) -> Tensor:
+    """The same rows, farther apart."""
+    return torch.cat((t, t), dim=-1)[..., : t.shape[-1]]
+
+
+CHANGES: dict[str, Callable[[list[Any]], None]] = {
+    "tokens": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=T + 1)[:3]),
+    "experts a token": lambda args: args.__setitem__(slice(1, 3), arguments(top_k=1)[1:3]),
+    "ids": lambda args: args.__setitem__(1, args[1].int()),
+    "gates": lambda args: args.__setitem__(2, args[2].float()),
+    "no gates": lambda args: args.__setitem__(2, None),
+    "row stride": lambda args: args.__setitem__(0, spread(args[0])),
+    "weight stride": lambda args: args.__setitem__(3, spread(args[3])),
+    "transposed weight": lambda args: args.__setitem__(7, args[7].transpose(1, 2).contiguous().transpose(1, 2)),
+    "alignment of x": lambda args: args.__setitem__(0, misaligned(args[0])),
+    "alignment of w2": lambda args: args.__setitem__(7, misaligned(args[7])),
+    "bias": lambda args: args.__setitem__(8, torch.zeros(E, D, dtype=torch.bfloat16)),
+    "dtype": lambda args: args.__setitem__(slice(0, 9), arguments(dtype=torch.float16)[:9]),
+    "activation": lambda args: args.__setitem__(9, "gelu"),
+    "parameters": lambda args: args.__setitem__(slice(9, 12), ["swiglu_oai", "interleaved", [1.5, 6.0]]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_of_another_kind_is_written_down_for_itself(cards: Cards, change: str) -> None:
+    args = arguments()
+    for _ in range(3):
+        cards.run(args)
+    ran = cards.general
+    CHANGES[change](args)
+    want, _ = launched(cards, args, lambda: cards.run_general(*args))
+    for _ in range(3):
+        cards.run(args)
+    assert cards.general == ran + 3
+    assert launched(cards, args, lambda: cards.run(args))[0] == want
+
+
+def test_other_products_of_float32_are_other_kernels(cards: Cards) -> None:
+    args, matmul = arguments(dtype=torch.float32), torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for matmul.fp32_precision in ("ieee", "tf32"):
+            for _ in range(3):
+                cards.run(args)
+    finally:
+        matmul.fp32_precision = before
+    assert cards.general == 4
+    assert len({launch.spec for launch in cards.launches if launch.spec.op == "esmm"}) == 4
+
+
+def column(t: Tensor) -> Tensor:
+    """The same numbers, a column after the other."""
+    return t.t().contiguous().t()
+
+
+REFUSED: dict[str, Callable[[list[Any]], None]] = {
+    "ids are copied": lambda args: args.__setitem__(1, column(args[1])),
+    "gates are copied": lambda args: args.__setitem__(2, column(args[2])),
+    "rows are copied": lambda args: args.__setitem__(0, column(args[0])),
+    "operands share an address": lambda args: args.__setitem__(5, args[3]),
+    "a bias is made": lambda args: args.__setitem__(4, torch.ones(E, H, dtype=torch.bfloat16)),
+    "no tokens": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=0)[:3]),
+    "many tokens": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=2049)[:3]),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_more_than_launches_stays_on_the_general_path(cards: Cards, why: str) -> None:
+    args = arguments(glu="split")
+    REFUSED[why](args)
+    for calls in range(1, 5):
+        assert cards.run(args).shape == args[0].shape
+        assert cards.general == calls
+    assert not cuda_launch.fallbacks
+
+
+@pytest.mark.parametrize("variable", ["HEXA_FX_CHECKED", "HEXA_FX_AUTOTUNE"])
+def test_settings_that_do_more_than_launch_are_obeyed(
+    cards: Cards, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: variable == "HEXA_FX_AUTOTUNE")
+    cuda_launch.forget_plans()
+    args = arguments()
+    for _ in range(4):
+        cards.run(args)
+    assert cards.general == 4
+    if variable == "HEXA_FX_CHECKED":
+        args[1][0, 0] = E + 1
+        with pytest.raises(InputError, match="expert ids run from"):
+            cards.run(args)
+
+
+def test_kernels_of_another_family_are_not_played_again(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tensor maps hold addresses."""
+    plain = cuda_gemm.sm80.launch
+
+    def with_maps(kernel: Any, device: int, grid: tuple[int, int, int], args: bytes) -> None:
+        plain(kernel, device, grid, args, bytes(128))
+
+    monkeypatch.setattr(cuda_gemm.sm80, "launch", with_maps)
+    for _ in range(4):
+        cards.run(arguments())
+    assert cards.general == 4
+
+
+def test_a_wrong_call_is_refused_with_the_same_sentence_before_and_after(cards: Cards) -> None:
+    args = arguments()
+    for _ in range(3):
+        for wrong, sentence in (
+            ({7: args[7][:, :, :-8]}, "w2 is torch.bfloat16"),
+            ({3: args[3].float()}, "x is torch.bfloat16 but w1 is torch.float32"),
+            ({2: args[2][:1]}, "top_k_weights is"),
+            ({1: args[1].float()}, "expected integer"),
+            ({7: args[7].to("meta")}, "w2 is on meta"),
+            ({9: "unheard"}, "unheard"),
+        ):
+            with pytest.raises(InputError, match=sentence):
+                cards.run([wrong.get(i, a) for i, a in enumerate(args)])
+        ran = cards.general
+        cards.run(args)
+    assert cards.general == ran
+    with pytest.raises(InputError, match="w1"):
+        cards.run([a.to_sparse() if i == 3 else a for i, a in enumerate([*args[:3], args[3][0], *args[4:]])])
+
+
+def test_forgotten_plans_are_made_anew(cards: Cards) -> None:
+    args = arguments()
+    for forget in (cuda_launch.forget_plans, lambda: library.__setattr__("kernel_generation", -1)):
+        for _ in range(4):
+            cards.run(args)
+        assert cards.general == 2
+        cards.general = 0
+        generation = library.kernel_generation
+        forget()
+        cards.run(args)
+        assert cards.general == 1
+        library.kernel_generation = generation
+        cuda_launch.forget_plans()
+        cards.general = 0
+
+
+def test_kinds_of_call_are_not_kept_without_end(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_layer, "_MOST", 3)
+    for tokens in range(1, 9):
+        for _ in range(2):
+            cards.run(arguments(tokens=tokens))
+    assert 0 < len(cuda_layer._known) <= 3
+
+
+def test_nothing_is_kept_of_calls_that_only_collect_kernels(cards: Cards) -> None:
+    args = arguments()
+    with cuda_launch.collect() as specs:
+        for _ in range(3):
+            cards.run(args)
+    assert (cards.general, len(specs), cards.launches) == (3, 4, [])
+    for _ in range(3):
+        cards.run(args)
+    assert (cards.general, len(cards.launches)) == (5, 12)
+
+
+def test_on_another_device_than_the_current_one_the_general_path_runs(
+    cards: Cards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments()
+    for _ in range(3):
+        cards.run(args)
+    switched = []
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(switched.append(index)))
+    cards.run(args)
+    assert (cards.general, len(switched)) == (3, 4)
+
+
+def test_every_call_launches_on_the_stream_that_is_current(cards: Cards) -> None:
+    args = arguments()
+    for _ in range(3):
+        cards.run(args)
+    for stream in (0x77, 0x55, 0x77):
+        cards.launches.clear()
+        cards.stream = stream
+        cards.run(args)
+        assert [int.from_bytes(one.config[32:40], "little") for one in cards.launches] == [stream] * 4
+
+
+def test_a_call_in_the_midst_of_another_has_arguments_of_its_own(cards: Cards) -> None:
+    """As another thread's would be."""
+    args = arguments()
+    other = copied(args)
+    for _ in range(3):
+        cards.run(args)
+    cards.launches.clear()
+    cards.during.append(lambda: cards.run(other))
+    cards.run(args)
+    first = [launch.values[0] for launch in cards.launches]
+    assert [first[0], first[4]] == [other[1].data_ptr(), args[1].data_ptr()]
+    assert cards.launches[1].values[1] == other[3].data_ptr()
+    assert cards.launches[5].values[1] == args[3].data_ptr()
+    assert cards.general == 2
+
+
+def test_a_refused_launch_goes_back_to_the_general_path_which_says_so(
+    cards: Cards, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = arguments(dtype=torch.float32, gates=torch.float32)
+    for _ in range(3):
+        cards.run(args)
+    cards.fail.add("cuLaunchKernelEx")
+    got = cards.run(args)
+    assert cards.general == 3
+    assert "out of luck" in cuda_launch.fallbacks["reindex"]
+    assert sum("hexa::esmm falls back" in r.message for r in caplog.records) == 1
+    want = torch.ops.hexa.moe_ffn.default(*args)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    cards.fail.clear()
+    cards.run(args)
+    assert cards.general == 4  # for good
+
+
+def test_memory_is_filled_where_torch_fills_it(cards: Cards) -> None:
+    args = arguments()
+    for _ in range(2):
+        cards.run(args)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert cards.run(args).isnan().all()  # these kernels write nothing
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert cards.general == 2
+
+
+def test_what_another_thread_launches_meanwhile_is_not_written_down(cards: Cards) -> None:
+    args, other = arguments(), copied(arguments())
+
+    def elsewhere() -> None:
+        thread = threading.Thread(target=lambda: cards.run_general(*other))
+        thread.start()
+        thread.join()
+
+    cards.run_general(*args)
+    cards.during.append(elsewhere)
+    recording = cuda_record.record(lambda: cards.run_general(*args))
+    assert len(cards.launches) == 12
+    assert len(recording.launches) == 4
+    assert not recording.other
+    assert recording.launches[0][2][0][:8] == args[1].data_ptr().to_bytes(8, "little")
+
+
+def test_other_torch_operators_of_a_call_are_named() -> None:
+    recording = cuda_record.record(lambda: torch.empty(3).add_(1).mul(2))
+    assert recording.other == ["aten.add_.Tensor", "aten.mul.Tensor"]
+    assert len(recording.allocated) == 1

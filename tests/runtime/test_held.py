@@ -1,0 +1,422 @@
+"""What a block read out of the objects that it holds is asked at every call, and nothing else of them."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import enum
+import functools
+import logging
+import pickle
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hexa_fx
+from tests.zoo.compare import operators_run
+
+D, E = 8, 4
+torch.set_num_threads(1)
+
+
+class Scores(enum.Enum):
+    SOFTMAX, SIGMOID = "softmax", "sigmoid"
+
+
+@dataclasses.dataclass
+class Routing:
+    top_k: int = 2
+    norm_topk_prob: bool = True
+    scaling_factor: float = 1.5
+    scores: Scores = Scores.SOFTMAX
+    scales: list[float] = dataclasses.field(default_factory=lambda: [1.0, 1.0])
+
+
+@dataclasses.dataclass
+class Config:
+    routing: Routing = dataclasses.field(default_factory=Routing)
+    hidden_act: str = "relu"
+    use_cache: bool = True
+    dtype: str = "float32"
+
+    @property
+    def activation(self):
+        return ACTIVATIONS[self.hidden_act]
+
+    def normalised(self):
+        return self.routing.norm_topk_prob
+
+
+@dataclasses.dataclass(slots=True)
+class WithSlots:
+    routing: Routing = dataclasses.field(default_factory=Routing)
+    hidden_act: str = "relu"
+    use_cache: bool = True
+    dtype: str = "float32"
+    activation = Config.activation
+    normalised = Config.normalised
+
+
+class Aliases:
+    """Some names stand for others, as in transformers' configs; others come from elsewhere."""
+
+    attribute_map: ClassVar = {"hidden_act": "act"}
+
+    def __init__(self):
+        self.routing, self.act, self.use_cache, self.dtype = Routing(), "relu", True, "float32"
+
+    def __setattr__(self, name, value):
+        super().__setattr__(self.attribute_map.get(name, name), value)
+
+    def __getattribute__(self, name):
+        return super().__getattribute__(super().__getattribute__("attribute_map").get(name, name))
+
+    activation = Config.activation
+    normalised = Config.normalised
+
+
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
+
+
+class Block(nn.Module):
+    def __init__(self, config: Any):
+        super().__init__()
+        self.router, self.config = nn.Linear(D, E), config
+        self.up = nn.ModuleList(nn.Linear(D, 12) for _ in range(E))
+        self.down = nn.ModuleList(nn.Linear(12, D) for _ in range(E))
+
+    def settings(self):
+        routing = self.config.routing
+        return (
+            routing.top_k,
+            self.config.normalised(),
+            routing.scaling_factor * routing.scales[0],
+            routing.scores is Scores.SOFTMAX,
+            self.config.activation,
+        )
+
+    def forward(self, x):
+        top_k, normalised, scale, softmax, activation = self.settings()
+        logits = self.router(x)
+        weights, chosen = (logits.softmax(-1) if softmax else logits.sigmoid()).topk(top_k)
+        if normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights.to(x.dtype) * scale
+        out = torch.zeros_like(x)
+        for number in range(E):
+            token, slot = torch.where(chosen == number)
+            inner = self.down[number](activation(self.up[number](x[token])))
+            out.index_add_(0, token, inner * weights[token, slot, None])
+        return out
+
+
+class OfNamespace(Block):
+    def settings(self):
+        c = self.config
+        return c.top_k, c.norm_topk_prob, c.scaling_factor, c.scores == "softmax", ACTIVATIONS[c.hidden_act]
+
+
+class OfDict(Block):
+    def settings(self):
+        c = self.config
+        top_k, normalised, scale = c["top_k"], c.get("norm_topk_prob", False), c["scaling_factor"]
+        return top_k, normalised, scale, c["scores"] == "softmax", ACTIVATIONS[c["hidden_act"]]
+
+
+def settings_of(config):
+    return OfNamespace.settings(SimpleNamespace(config=config))
+
+
+class ByFunction(Block):
+    def settings(self):
+        return settings_of(self.config)
+
+
+FLAT: dict[str, Any] = {
+    "top_k": 2,
+    "norm_topk_prob": True,
+    "scaling_factor": 1.5,
+    "scores": "softmax",
+    "hidden_act": "relu",
+    "use_cache": True,
+    "dtype": "float32",
+}
+KINDS = {
+    "dataclass": lambda: Block(Config()),
+    "slots": lambda: Block(WithSlots()),
+    "aliases": lambda: Block(Aliases()),
+    "namespace": lambda: OfNamespace(SimpleNamespace(**FLAT)),
+    "python namespace": lambda: OfNamespace(argparse.Namespace(**FLAT)),
+    "dict": lambda: OfDict(dict(FLAT)),
+    "function": lambda: ByFunction(SimpleNamespace(**FLAT)),
+}
+CHANGES = {
+    "top_k": 1,
+    "norm_topk_prob": False,
+    "scaling_factor": 0.5,
+    "scores": "sigmoid",
+    "hidden_act": "gelu",
+}
+
+
+def put(config: Any, name: str, value: Any) -> None:
+    if isinstance(config, dict):
+        config[name] = value
+        return
+    of_routing = {field.name for field in dataclasses.fields(Routing)}
+    holder = config.routing if name in of_routing and hasattr(config, "routing") else config
+    setattr(holder, name, Scores(value) if isinstance(getattr(holder, name), Scores) else value)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, nn.Module]:
+    return {}
+
+
+def made(models: dict[str, nn.Module], kind: str) -> tuple[nn.Module, nn.Module]:
+    """A model and its rewritten form, which is made once; both as they were."""
+    if kind not in models:
+        torch.manual_seed(0)
+        model = nn.Sequential(KINDS[kind]())
+        models[kind] = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
+        assert models[kind].report.rewritten
+    rewritten = copy.deepcopy(models[kind])
+    return hexa_fx.undo_(copy.deepcopy(rewritten)), rewritten
+
+
+def x() -> torch.Tensor:
+    return torch.randn(20, D, generator=torch.Generator().manual_seed(1))
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_of_what_was_read_is_noticed(models, kind, name, caplog):
+    model, rewritten = made(models, kind)
+    assert operators_run(rewritten, (x(),))
+    before = model(x())
+    for m in (model, rewritten):
+        put(m[0].config, name, CHANGES[name])
+    torch.testing.assert_close(rewritten(x()), model(x()))
+    assert not torch.allclose(before, model(x()))
+    assert not operators_run(rewritten, (x(),))
+    (said,) = warnings(caplog)
+    assert "is not what it was when the block was rewritten" in said
+    for m in (model, rewritten):
+        put(m[0].config, name, {**FLAT}[name])
+    assert operators_run(rewritten, (x(),))
+    torch.testing.assert_close(rewritten(x()), before)
+
+
+NOTING = ["dataclass", "slots", "aliases", "python namespace"]
+
+
+@pytest.mark.parametrize("name", ["use_cache", "dtype", "new"])
+@pytest.mark.parametrize("kind", NOTING)
+def test_what_was_not_read_may_change(models, kind, name, caplog):
+    _, rewritten = made(models, kind)
+    if (kind, name) != ("slots", "new"):  # which cannot have one
+        setattr(rewritten[0].config, name, 7)
+    assert operators_run(rewritten, (x(),))
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize("item", [3.0, torch.tensor(3.0), torch.full((20, 1), 3.0)], ids=["number", "scalar", "tensor"])
+def test_an_item_of_a_list_in_a_config(models, item):
+    model, rewritten = made(models, "dataclass")
+    for m in (model, rewritten):
+        m[0].config.routing.scales[0] = item
+    torch.testing.assert_close(rewritten(x()), model(x()))
+    assert not operators_run(rewritten, (x(),))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_config_that_says_the_same_is_watched_from_then_on(models, kind, caplog):
+    model, rewritten = made(models, kind)
+    rewritten(x())
+    rewritten[0].config = copy.deepcopy(rewritten[0].config)
+    assert operators_run(rewritten, (x(),))
+    assert not warnings(caplog)
+    for m in (model, rewritten):
+        put(m[0].config, "top_k", 1)
+    torch.testing.assert_close(rewritten(x()), model(x()))
+    assert not operators_run(rewritten, (x(),))
+
+
+def test_no_config_any_more_is_the_blocks_own_error(models):
+    _, rewritten = made(models, "dataclass")
+    rewritten[0].config = None
+    with pytest.raises(AttributeError, match="routing"):
+        rewritten(x())
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("kind", ["dataclass", "slots", "dict"])
+def test_copies_watch_their_own_objects(models, kind, again, caplog):
+    _, rewritten = made(models, kind)
+    copied = again(rewritten)
+    assert operators_run(copied, (x(),))
+    put(rewritten[0].config, "top_k", 1)
+    assert operators_run(copied, (x(),))
+    assert not warnings(caplog)
+    assert not operators_run(rewritten, (x(),))
+
+
+class Sharp(Config):
+    """Some attributes come from elsewhere."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return {"extra": 1}[name]
+
+
+def test_classes_are_left_as_they_were():
+    before = {cls: vars(cls).get("__getattribute__") for cls in (Config, Sharp, Routing, WithSlots, Aliases)}
+    for config in (Config(), Sharp(), WithSlots(), Aliases()):
+        hexa_fx.explain(nn.Sequential(Block(config)), x())
+    assert {cls: vars(cls).get("__getattribute__") for cls in before} == before
+
+
+class Blocks(NamedTuple):
+    first: nn.Module
+    second: nn.Module
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        lambda: Blocks(Block(Config()), Block(Config(Routing(top_k=1)))),
+        lambda: Blocks(OfDict(dict(FLAT)), OfDict({**FLAT, "scaling_factor": 0.5})),
+        lambda: Blocks(Block(Config()), Block(Sharp(hidden_act="gelu"))),
+        lambda: Blocks(ByFunction(SimpleNamespace(**FLAT)), ByFunction(SimpleNamespace(**FLAT | {"top_k": 3}))),
+        lambda: Blocks(WithActivation(F.gelu), WithActivation(torch.tanh)),
+    ],
+    ids=["dataclass", "dict", "another class", "function", "a built-in function"],
+)
+def test_blocks_that_differ_in_what_they_hold_are_analysed_each(blocks):
+    torch.manual_seed(0)
+    model = nn.Sequential(*blocks())
+    rewritten = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
+    assert operators_run(rewritten, (x(),))
+    torch.testing.assert_close(rewritten(x()), model(x()))
+
+
+class WithActivation(Block):
+    def __init__(self, activation):
+        super().__init__(None)
+        self.activation = activation
+
+    def settings(self):
+        return 2, True, 1.0, True, self.activation
+
+
+class Act:
+    """Called, and has a setting of its own."""
+
+    def __init__(self, slope):
+        self.slope = slope
+
+    def __call__(self, x):
+        return F.leaky_relu(x, self.slope)
+
+
+class Plain:
+    def __call__(self, x):
+        return F.relu(x)
+
+
+class Tanh:
+    def __call__(self, x):
+        return x.tanh()
+
+
+def sharper(block):
+    block.activation.slope = 0.5
+
+
+CALLED = {
+    "slope": (lambda: Act(0.01), sharper),
+    "class": (Plain, lambda block: setattr(block, "activation", Tanh())),
+    "partial": (
+        lambda: functools.partial(F.gelu, approximate="tanh"),
+        lambda block: setattr(block, "activation", functools.partial(F.silu)),
+    ),
+    "function": (lambda: F.gelu, lambda block: setattr(block, "activation", Tanh())),
+}
+
+
+@pytest.mark.parametrize("kind", CALLED)
+def test_activations_that_are_objects(kind):
+    activation, change = CALLED[kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(WithActivation(activation()))
+    rewritten = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
+    for again in (rewritten, copy.deepcopy(rewritten), pickle.loads(pickle.dumps(rewritten))):
+        assert operators_run(again, (x(),))
+    before = model(x())
+    for m in (model, rewritten):
+        change(m[0])
+    torch.testing.assert_close(rewritten(x()), model(x()))
+    assert not torch.allclose(before, model(x()))
+
+
+class Logging(Block):
+    def forward(self, x):
+        self.log.debug("called")
+        return super().forward(x)
+
+
+def test_a_logger_is_no_setting(caplog):
+    model = nn.Sequential(Logging(Config()))
+    model[0].log = logging.getLogger("tests.held")
+    rewritten = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
+    rewritten[0].log.setLevel(logging.DEBUG)
+    assert operators_run(rewritten, (x(),))
+
+
+def test_blocks_that_hold_equal_objects_are_analysed_once():
+    model = nn.Sequential(*(Block(Config()) for _ in range(3)))
+    report = hexa_fx.explain(model, x())
+    assert [block.same_as for block in report.rewritten] == [None, "0", "0"]
+
+
+class Counting(Block):
+    """Counts its calls in an object: the rewritten code would not."""
+
+    def forward(self, x):
+        self.config.calls += 1
+        return super().forward(x) * self.config.calls
+
+
+def test_what_changes_at_every_call_is_the_blocks_own(caplog):
+    config = Config()
+    config.calls = 0
+    model = nn.Sequential(Counting(config))
+    own = copy.deepcopy(model)
+    rewritten = hexa_fx.optimize(model, x(), hexa_fx.HexaConfig(verify=False))
+    rewritten[0].config.calls = 0
+    for _ in range(3):
+        torch.testing.assert_close(rewritten(x()), own(x()))
+
+
+class Tempered(Block):
+    """A tensor in an object."""
+
+    def forward(self, x):
+        return super().forward(x * self.config.temperature)
+
+
+def test_a_tensor_in_an_object_is_refused():
+    config = Config()
+    config.temperature = torch.tensor(2.0)
+    (refused,) = hexa_fx.explain(nn.Sequential(Tempered(config)), x()).refused
+    assert "neither a parameter nor a buffer" in refused.reason
