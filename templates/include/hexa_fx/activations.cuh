@@ -38,9 +38,21 @@ __device__ __forceinline__ F sigmoid_of(F x) {
   else return F(1) / (F(1) + exp_of<false>(-x));
 }
 
-// f(x), and f'(x) where `Slope`.
+// What f and its derivative share, and what takes long: an epilogue asks for it ahead. 0 where there is nothing.
+template <Act A, bool kFast = true, class F>
+__device__ __forceinline__ F shared_part(F x) {
+  if constexpr (A == Act::gelu) return F(0.5) * (F(1) + erf_of(x * F(0.70710678118654752440)));
+  else if constexpr (A == Act::gelu_tanh)  // (1 + tanh(u)) / 2 as a sigmoid: no cancellation where tanh is near -1
+    return sigmoid_of<kFast>(F(2 * 0.79788456080286535588) * (x + F(0.044715) * x * x * x));
+  else if constexpr (A == Act::silu || A == Act::sigmoid) return sigmoid_of<kFast>(x);
+  else if constexpr (A == Act::quick_gelu) return sigmoid_of<kFast>(F(1.702) * x);
+  else if constexpr (A == Act::tanh) return tanh_of(x);
+  else return F(0);
+}
+
+// f(x), and f'(x) where `Slope`; s is their shared part.
 template <Act A, bool Slope, bool kFast = true, class F>
-__device__ __forceinline__ F activate(F x, F& slope) {
+__device__ __forceinline__ F activate(F x, F s, F& slope) {
   if constexpr (A == Act::relu) {
     if constexpr (Slope) slope = x <= F(0) ? F(0) : F(1);  // as torch for NaN
     return x < F(0) ? F(0) : x;                            // keeps NaN
@@ -49,33 +61,31 @@ __device__ __forceinline__ F activate(F x, F& slope) {
     if constexpr (Slope) slope = F(2) * r;
     return r * r;
   } else if constexpr (A == Act::gelu) {
-    const F cdf = F(0.5) * (F(1) + erf_of(x * F(0.70710678118654752440)));
-    if constexpr (Slope) slope = cdf + x * F(0.39894228040143267794) * exp_of<kFast>(F(-0.5) * x * x);
-    return x * cdf;
-  } else if constexpr (A == Act::gelu_tanh) {  // (1 + tanh(u)) / 2 as a sigmoid: no cancellation where tanh is near -1
-    const F s = sigmoid_of<kFast>(F(2 * 0.79788456080286535588) * (x + F(0.044715) * x * x * x));
+    if constexpr (Slope) slope = s + x * F(0.39894228040143267794) * exp_of<kFast>(F(-0.5) * x * x);
+    return x * s;
+  } else if constexpr (A == Act::gelu_tanh) {
     if constexpr (Slope) slope = s + x * s * (F(1) - s) * F(2 * 0.79788456080286535588) * (F(1) + F(3 * 0.044715) * x * x);
     return x * s;
   } else if constexpr (A == Act::silu) {
-    const F s = sigmoid_of<kFast>(x);
     if constexpr (Slope) slope = s * (F(1) + x * (F(1) - s));
     return x * s;
   } else if constexpr (A == Act::quick_gelu) {
-    const F s = sigmoid_of<kFast>(F(1.702) * x);
     if constexpr (Slope) slope = s + F(1.702) * x * s * (F(1) - s);
     return x * s;
   } else if constexpr (A == Act::sigmoid) {
-    const F s = sigmoid_of<kFast>(x);
     if constexpr (Slope) slope = s * (F(1) - s);
     return s;
   } else if constexpr (A == Act::tanh) {
-    const F t = tanh_of(x);
-    if constexpr (Slope) slope = F(1) - t * t;
-    return t;
+    if constexpr (Slope) slope = F(1) - s * s;
+    return s;
   } else {
     if constexpr (Slope) slope = F(1);
     return x;
   }
+}
+template <Act A, bool Slope, bool kFast = true, class F>
+__device__ __forceinline__ F activate(F x, F& slope) {
+  return activate<A, Slope, kFast>(x, shared_part<A, kFast>(x), slope);
 }
 
 template <class F>
@@ -95,22 +105,32 @@ __device__ __forceinline__ F glu(F gate, F up, const ActParams& p) {
   }
 }
 
-// Gated value, and its derivatives by gate and up.
+// What a gated value and its derivatives share; see shared_part.
 template <Act A, bool kFast = true, class F>
-__device__ __forceinline__ F glu_slopes(F gate, F up, const ActParams& p, F& dgate, F& dup) {
+__device__ __forceinline__ F glu_shared_part(F gate, const ActParams& p) {
+  if constexpr (A == Act::swiglu_oai) return sigmoid_of<kFast>(F(p.alpha) * below(gate, F(p.limit)));
+  else return shared_part<A, kFast>(gate);
+}
+
+// Gated value, and its derivatives by gate and up; s is what they share.
+template <Act A, bool kFast = true, class F>
+__device__ __forceinline__ F glu_slopes(F gate, F up, F s, const ActParams& p, F& dgate, F& dup) {
   if constexpr (A == Act::swiglu_oai) {
-    const F limit = F(p.limit), alpha = F(p.alpha), g = below(gate, limit), u = within(up, limit);
-    const F s = sigmoid_of<kFast>(alpha * g), f = g * s;
+    const F limit = F(p.limit), alpha = F(p.alpha), g = below(gate, limit), u = within(up, limit), f = g * s;
     dgate = gate > limit ? F(0) : (u + F(1)) * s * (F(1) + alpha * g * (F(1) - s));
     dup = up > limit || up < -limit ? F(0) : f;
     return f * (u + F(1));
   } else {
     F slope;
-    const F f = activate<A, true, kFast>(gate, slope);
+    const F f = activate<A, true, kFast>(gate, s, slope);
     dgate = slope * up;
     dup = f;
     return f * up;
   }
+}
+template <Act A, bool kFast = true, class F>
+__device__ __forceinline__ F glu_slopes(F gate, F up, const ActParams& p, F& dgate, F& dup) {
+  return glu_slopes<A, kFast>(gate, up, glu_shared_part<A, kFast>(gate, p), p, dgate, dup);
 }
 
 }  // namespace hexa

@@ -44,6 +44,10 @@ struct Stage {
     const int l = lane_id(), z = l >> 3, row = (l & 7) + 8 * (z & 1);
     return *reinterpret_cast<uint128_t*>(base + row * 128 + ((((z >> 1) ^ (l & 7)) ^ j) << 4));
   }
+  // 8-column groups 2 i and 2 i + 1: words by group and row half.
+  CUTE_DEVICE void put(int i, const uint32_t (&x)[2][2]) const {
+    SM90_U32x4_STSM_N::copy(x[0][0], x[0][1], x[1][0], x[1][1], matrices(2 * i));
+  }
   // `value(j, r)` packs the pair of 8-column group j and row half r.
   template <class Value>
   CUTE_DEVICE void put(Value value) const {
@@ -92,8 +96,9 @@ struct Rows {
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if constexpr (!Full) direct(stage, column, columns);
-    else if (lane_id() == 0) SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y);
+    else if (lane_id() == 0) send(stage, column);
   }
+  CUTE_DEVICE void send(const Stage& stage, int column) const { SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y); }
   CUTE_DEVICE void direct(const Stage& stage, int column, int columns) const {
     const int c = lane_id() & 7, n = column + c * 8;
     CUTE_UNROLL
@@ -110,7 +115,7 @@ CUTE_DEVICE void close_group() {
 }
 
 // The accumulators of a thread as chunks of 32, in the order of the tile. A loop works on the first and moves the rest down, so
-// that it may be rolled: the gradient's is, which halves its text and ends its spills; the others run faster unrolled.
+// that it may be rolled: the gradient's is at edges. Where it is unrolled, nothing moves.
 template <int Chunks>
 struct Values {
   float x[Chunks][32];
@@ -286,211 +291,237 @@ struct RowEpilogue {
 template <class C>
 struct GradEpilogue : RowEpilogue<C> {
   using T = typename C::T;
-  using Base = RowEpilogue<C>;
+  static constexpr bool kMixed = C::GluMode == Glu::interleaved;
   static constexpr int kParts = C::HColumns;  // matrices of h a chunk: 1, or gate and up
   static constexpr int kChunks = C::BN / 64;  // of one 64-row block
+  static constexpr int kBlocks = C::PingPong ? C::BM / 64 : C::BM / 128;
   static_assert(C::Kind != Epilogue::activate_backward || Outbox<C>::kChunks >= (C::Borrow ? kParts : 2 * kParts + 1), "two buffers of h and one of a");
-  int warp;        // consumer warp, 0..7
-  uint32_t& phase; // of the two barriers, one bit each
-  int& borrowed;   // the stage that this warp is to give back, or -1
-  Pipe stage;      // Borrow: the tile's stage behind its last step
+  struct Lanes {  // what a lane knows of its two rows of each block
+    int slot[kBlocks];  // of the one that it sums up <da, a> for; -1: no such row
+    float weight[kBlocks][2];
+  };
+  int warp;       // consumer warp, 0..7
+  Lanes& of;
+  int stage = 0;  // Borrow: the tile's stage behind its last step
 
+  CUTE_DEVICE int block_row(int m) const { return (C::PingPong ? m * 64 : m * 128 + (warp >> 2) * 64) + (warp & 3) * 16; }
+  // Chunks of a warpgroup lie as in the outbox, wherever they are.
   CUTE_DEVICE Stage buffer(int index, int part) const {
-    if constexpr (!C::Borrow) return this->box.at((index & 1) * kParts + part);
-    uint8_t* other = this->sm.b[stage.index] + ((warp >> 2) * kParts * 4 + (warp & 3)) * kChunkBytes;  // laid out as the outbox is
-    return {(index & 1 ? other : this->box.base) + part * (4 * kChunkBytes)};
+    const int own = part * (4 * kChunkBytes) + (warp & 3) * kChunkBytes;
+    if (C::Borrow && (index & 1)) return {this->sm.b[stage] + (warp >> 2) * (kParts * 4 * kChunkBytes) + own};
+    return {this->sm.stage[warp & 4] + (C::Borrow ? 0 : (index & 1) * (kParts * 4 * kChunkBytes)) + own};
   }
   CUTE_DEVICE Stage scaled_buffer() const {
-    if constexpr (!C::Borrow) return this->box.at(2 * kParts);
-    return {this->sm.a[stage.index] + warp * kChunkBytes};
+    if constexpr (C::Borrow) return {this->sm.a[stage] + warp * kChunkBytes};
+    else return buffer(0, 2 * kParts);
   }
   CUTE_DEVICE uint64_t* fetched(int index) const { return &this->sm.fetched[warp][index & 1]; }
 
   CUTE_DEVICE int h_column(int part, int q) const {
     const int a = this->t.n0 + q * 64;
-    return C::GluMode == Glu::interleaved ? 2 * a + part * 64 : a + part * this->p.N;
+    return kMixed ? 2 * a + part * 64 : a + part * this->p.N;
   }
-  CUTE_DEVICE int h_limit(int part) const {
-    return C::GluMode == Glu::interleaved ? 2 * this->p.N : (part + 1) * this->p.N;
-  }
-  template <class BlockRow>
-  CUTE_DEVICE bool exists(int index, int blocks, BlockRow block_row) const {
+  CUTE_DEVICE int h_limit(int part) const { return kMixed ? 2 * this->p.N : (part + 1) * this->p.N; }
+  CUTE_DEVICE bool exists(int index) const {
     const int m = index / kChunks, q = index % kChunks;
-    return m < blocks && block_row(m) < this->t.rows && this->t.n0 + q * 64 < this->p.N;
+    return m < kBlocks && block_row(m) < this->t.rows && this->t.n0 + q * 64 < this->p.N;
   }
-  // Starts copying chunk `index` of the tile's `blocks`, if it exists, into buffers that the copy engine no longer reads. One
-  // lane. Rows past the expert's and gate columns past the last are read too; nothing that comes of them is stored.
-  template <class BlockRow>
-  CUTE_DEVICE void fetch(int index, int blocks, BlockRow block_row) const {
-    if (!exists(index, blocks, block_row)) return;
+  // Starts copying chunk `index`, if it exists, into buffers that the copy engine no longer reads. One lane. Rows past the expert's
+  // and gate columns past the last are read too; nothing that comes of them is stored.
+  template <bool Full = false>
+  CUTE_DEVICE void fetch(int index) const {
+    if (Full ? index >= kBlocks * kChunks : !exists(index)) return;
     const int m = index / kChunks, q = index % kChunks;
     TxBarrier::arrive_and_expect_tx(fetched(index), kParts * kChunkBytes);
     CUTE_UNROLL
     for (int i = 0; i < kParts; ++i)
       SM90_TMA_LOAD_2D::copy(this->maps + kHMap, fetched(index), kEvictNormal, buffer(index, i).base, h_column(i, q), this->t.row0 + block_row(m));
   }
-  // The first two chunks, when the buffers have been read.
-  template <class BlockRow>
-  CUTE_DEVICE void begin(int blocks, BlockRow block_row) const {
-    if (lane_id() == 0) {
+
+  // Slots are asked for before the main loop and their weights in its first step, so that nobody waits for them. Odd lanes ask for
+  // and sum up the second of the two rows.
+  CUTE_DEVICE void ask_slots() const {
+    CUTE_UNROLL
+    for (int m = 0; m < kBlocks; ++m) {
+      const int at = block_row(m) + (lane_id() >> 2) + 8 * (lane_id() & 1);
+      of.slot[m] = at < this->t.rows ? __ldg(this->p.v + this->t.row0 + at) : -1;
+    }
+  }
+  // In the first step: also the first two chunks, when the buffers have been read.
+  CUTE_DEVICE void begin() const {
+    if (cute::elect_one_sync()) {
       tma_store_wait<0>();
-      fetch(0, blocks, block_row);
-      if constexpr (!C::Borrow) fetch(1, blocks, block_row);
+      fetch(0);
+      if constexpr (!C::Borrow) fetch(1);
     }
     __syncwarp();
-  }
-
-  // The pairs of h that lane holds of 8-column group j and row `at`: one, or gate and up (interleaved: as they lie).
-  CUTE_DEVICE uint32_t* pair_of_h(int index, int part, int at, int j) const {
-    const int l = lane_id();
-    if constexpr (C::GluMode == Glu::interleaved)
-      return buffer(index, j >> 2).pair(at, 2 * (j & 3) + ((l & 3) >> 1), 2 * (l & 1)) + part;
-    else return buffer(index, part).pair(at, j, l & 3);
-  }
-
-  // One pair of columns: h becomes dh, a the activation. Returns <da, a> of the two.
-  CUTE_DEVICE float grad(float d0, float d1, float w, uint32_t (&h)[kParts], float2& a) const {
-    const ActParams& ap = this->p.act_params;
-    if constexpr (C::GluMode == Glu::none) {
-      const float2 x = unpack<T>(h[0]);
-      float s0, s1;
-      a = {activate<C::Activation, true>(x.x, s0), activate<C::Activation, true>(x.y, s1)};
-      h[0] = pack<T>(w * d0 * s0, w * d1 * s1);
-    } else {
-      constexpr bool kMixed = C::GluMode == Glu::interleaved;
-      float2 g = unpack<T>(h[0]), u = unpack<T>(h[1]), dg, du;
-      if (kMixed) { const float s = g.y; g.y = u.x; u.x = s; }
-      a = {glu_slopes<C::Activation>(g.x, u.x, ap, dg.x, du.x), glu_slopes<C::Activation>(g.y, u.y, ap, dg.y, du.y)};
-      const float w0 = w * d0, w1 = w * d1;
-      h[0] = kMixed ? pack<T>(w0 * dg.x, w0 * du.x) : pack<T>(w0 * dg.x, w1 * dg.y);
-      h[1] = kMixed ? pack<T>(w1 * dg.y, w1 * du.y) : pack<T>(w0 * du.x, w1 * du.y);
+    const float* scale = this->p.slot_scale;
+    CUTE_UNROLL
+    for (int m = 0; m < kBlocks; ++m) {
+      const float mine = scale && of.slot[m] >= 0 ? __ldg(scale + of.slot[m]) : 1.f;
+      const float theirs = __shfl_xor_sync(~0u, mine, 1);
+      of.weight[m][0] = lane_id() & 1 ? theirs : mine;
+      of.weight[m][1] = lane_id() & 1 ? mine : theirs;
     }
-    return d0 * a.x + d1 * a.y;
+  }
+
+  // A lane's pair of columns.
+  struct Pair {
+    uint32_t h[kParts];  // one, or gate and up (interleaved: as they lie)
+    float2 shared;       // see shared_part
+
+    CUTE_DEVICE void ask(const ActParams& ap) {
+      const float2 x = unpack<T>(h[0]);
+      if constexpr (C::GluMode == Glu::none) shared = {shared_part<C::Activation>(x.x), shared_part<C::Activation>(x.y)};
+      else shared = {glu_shared_part<C::Activation>(x.x, ap), glu_shared_part<C::Activation>(kMixed ? unpack<T>(h[1]).x : x.y, ap)};
+    }
+    // h becomes dh, a the activation.
+    CUTE_DEVICE void grad(float d0, float d1, float w, const ActParams& ap, float2& a) {
+      const float w0 = w * d0, w1 = w * d1;
+      if constexpr (C::GluMode == Glu::none) {
+        const float2 x = unpack<T>(h[0]);
+        float s0, s1;
+        a = {activate<C::Activation, true>(x.x, shared.x, s0), activate<C::Activation, true>(x.y, shared.y, s1)};
+        h[0] = pack<T>(w0 * s0, w1 * s1);
+      } else {
+        float2 g = unpack<T>(h[0]), u = unpack<T>(h[1]), dg, du;
+        if (kMixed) { const float s = g.y; g.y = u.x; u.x = s; }
+        a.x = glu_slopes<C::Activation>(g.x, u.x, shared.x, ap, dg.x, du.x);
+        a.y = glu_slopes<C::Activation>(g.y, u.y, shared.y, ap, dg.y, du.y);
+        h[0] = kMixed ? pack<T>(w0 * dg.x, w0 * du.x) : pack<T>(w0 * dg.x, w1 * dg.y);
+        h[1] = kMixed ? pack<T>(w1 * dg.y, w1 * du.y) : pack<T>(w0 * du.x, w1 * du.y);
+      }
+    }
+  };
+  // A quarter of a chunk: two neighbouring 8-column groups, both row halves of each.
+  using Quarter = Pair[2][2];
+
+  // Interleaved: where the two columns, gate and up each, lie that a lane has of 8-column group j and row half r.
+  CUTE_DEVICE uint2* pair_of_h(int index, int r, int j) const {
+    const int l = lane_id();
+    return reinterpret_cast<uint2*>(buffer(index, j >> 2).pair((l >> 2) + 8 * r, 2 * (j & 3) + ((l & 3) >> 1), 2 * (l & 1)));
+  }
+  // Quarter i of chunk `index`, from its buffers; its slow part begins.
+  CUTE_DEVICE void read(int index, int i, Quarter& at) const {
+    CUTE_UNROLL
+    for (int k = 0; k < (kMixed ? 4 : kParts); ++k) {
+      if constexpr (kMixed) {
+        const uint2 two = *pair_of_h(index, k & 1, 2 * i + (k >> 1));
+        at[k >> 1][k & 1].h[0] = two.x;
+        at[k >> 1][k & 1].h[1] = two.y;
+      } else SM75_U32x4_LDSM_N::copy(buffer(index, k).matrices(2 * i), at[0][0].h[k], at[0][1].h[k], at[1][0].h[k], at[1][1].h[k]);
+    }
+    CUTE_UNROLL
+    for (int k = 0; k < 4; ++k) at[k >> 1][k & 1].ask(this->p.act_params);
+  }
+  CUTE_DEVICE void write(int index, int i, const Quarter& at) const {
+    CUTE_UNROLL
+    for (int k = 0; k < (kMixed ? 4 : kParts); ++k) {
+      if constexpr (kMixed) *pair_of_h(index, k & 1, 2 * i + (k >> 1)) = {at[k >> 1][k & 1].h[0], at[k >> 1][k & 1].h[1]};
+      else SM90_U32x4_STSM_N::copy(at[0][0].h[k], at[0][1].h[k], at[1][0].h[k], at[1][1].h[k], buffer(index, k).matrices(2 * i));
+    }
   }
 
   // In the middle of chunk `index`: by now the chunk before it has left, and its buffers take the chunk after it.
-  template <class BlockRow>
-  CUTE_DEVICE void refill(int index, int blocks, BlockRow block_row) const {
-    if (lane_id() == 0) {
+  template <bool Full>
+  CUTE_DEVICE void refill(int index) const {
+    if (Full && index == 0) return;
+    if (cute::elect_one_sync()) {
       tma_store_wait<0>();
-      if (index > 0) fetch(index + 1, blocks, block_row);
+      if (index > 0) fetch<Full>(index + 1);
     }
     __syncwarp();
   }
 
-  // Pairs of groups j .. j + 3 of chunk `index`: from its buffers, or back.
-  CUTE_DEVICE void read(int index, int j, uint32_t (&h)[4][2][kParts]) const {
-    CUTE_UNROLL
-    for (int i = 0; i < kParts; ++i) {
-      if constexpr (C::GluMode == Glu::interleaved) {
-        CUTE_UNROLL
-        for (int n = 0; n < 8; ++n) h[n / 2][n % 2][i] = *pair_of_h(index, i, (lane_id() >> 2) + 8 * (n % 2), j + n / 2);
-      } else {
-        CUTE_UNROLL
-        for (int n = 0; n < 4; n += 2)
-          SM75_U32x4_LDSM_N::copy(buffer(index, i).matrices(j + n), h[n][0][i], h[n][1][i], h[n + 1][0][i], h[n + 1][1][i]);
-      }
-    }
-  }
-  CUTE_DEVICE void write(int index, int j, const uint32_t (&h)[4][2][kParts]) const {
-    CUTE_UNROLL
-    for (int i = 0; i < kParts; ++i) {
-      if constexpr (C::GluMode == Glu::interleaved) {
-        CUTE_UNROLL
-        for (int n = 0; n < 8; ++n) *pair_of_h(index, i, (lane_id() >> 2) + 8 * (n % 2), j + n / 2) = h[n / 2][n % 2][i];
-      } else {
-        CUTE_UNROLL
-        for (int n = 0; n < 4; n += 2)
-          SM90_U32x4_STSM_N::copy(h[n][0][i], h[n][1][i], h[n + 1][0][i], h[n + 1][1][i], buffer(index, i).matrices(j + n));
-      }
-    }
-  }
-
-  // Chunk `index`; x are its accumulators.
-  template <class BlockRow>
-  CUTE_DEVICE void chunk(int index, int blocks, const float (&x)[32], const float (&w)[2], float (&dot)[2], BlockRow block_row) const {
-    const int q = index % kChunks, row = block_row(index / kChunks);
+  // Chunk `index`; x are its accumulators. `Full`: all of its rows and columns exist. Each quarter is read, and its slow part begun,
+  // before the one ahead of it is worked on, so that their instructions mix. Returns <da, a> of the columns of two lanes.
+  template <bool Full>
+  CUTE_DEVICE float chunk(int index, const float (&x)[32], const float (&w)[2], uint32_t& phase) const {
+    const int q = index % kChunks, row = block_row(index / kChunks), column = this->t.n0 + q * 64;
     Barrier::wait(fetched(index), (phase >> (index & 1)) & 1);
     phase ^= 1u << (index & 1);
-    uint32_t scaled[8][2];
+    uint32_t scaled[4][2][2];
+    float dot[2] = {0.f, 0.f};
+    Quarter h[2];
+    read(index, 0, h[0]);
     CUTE_UNROLL
-    for (int half = 0; half < 8; half += 4) {  // all loads before the first store, so that the pairs overlap
-      uint32_t h[4][2][kParts];
-      read(index, half, h);
+    for (int i = 0; i < 4; ++i) {
+      if (i < 3) read(index, i + 1, h[(i + 1) & 1]);
       CUTE_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          const int at = 2 * r + 4 * (half + j);
-          float2 a;
-          dot[r] += grad(x[at], x[at + 1], w[r], h[j][r], a);
-          scaled[half + j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
-        }
+      for (int k = 0; k < 4; ++k) {
+        const int j = k >> 1, r = k & 1, at = 2 * r + 4 * (2 * i + j);
+        float2 a;
+        h[i & 1][j][r].grad(x[at], x[at + 1], w[r], this->p.act_params, a);
+        dot[r] = fmaf(x[at + 1], a.y, fmaf(x[at], a.x, dot[r]));
+        scaled[i][j][r] = pack<T>(w[r] * a.x, w[r] * a.y);
       }
-      if (C::GluMode == Glu::interleaved) __syncwarp();  // pairs of other lanes
-      write(index, half, h);
-      if (half == 0) refill(index, blocks, block_row);
+      write(index, i, h[i & 1]);
+      if (i == 1) refill<Full>(index);
+      if (Full && i == 1) scaled_buffer().put(0, scaled[0]);
+      if (Full && i >= 1) scaled_buffer().put(i, scaled[i]);
     }
-    const Stage s = scaled_buffer();
-    s.put([&](int j, int r) { return scaled[j][r]; });
+    // Here, not at the tile's end: the compiler would put off the sums, too, and keep all that they add up.
+    const bool odd = lane_id() & 1;
+    const float sum = (odd ? dot[1] : dot[0]) + __shfl_xor_sync(~0u, odd ? dot[0] : dot[1], 1);
     const Rows<T> out = this->rows(this->p.out, this->p.out_ld, row, kOutMap), act = this->rows(this->p.act, this->p.act_ld, row, kActMap);
-    auto store = [&](auto full) {
-      constexpr bool kFull = decltype(full)::value;
-      CUTE_UNROLL
-      for (int i = 0; i < kParts; ++i) out.template store<kFull>(buffer(index, i), h_column(i, q), h_limit(i));
-      if constexpr (kFull || !C::Borrow) act.template store<kFull>(s, this->t.n0 + q * 64, this->p.N);
-      else {  // every lane reads it, but one gives the stage back, which racecheck does not follow: so not from there
-        __syncwarp();
-        buffer(index, 0).put([&](int j, int r) { return scaled[j][r]; });
-        act.template store<false>(buffer(index, 0), this->t.n0 + q * 64, this->p.N);
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if constexpr (Full) {
+      if (cute::elect_one_sync()) {
+        CUTE_UNROLL
+        for (int i = 0; i < kParts; ++i) out.send(buffer(index, i), h_column(i, q));
+        act.send(scaled_buffer(), column);
+        tma_store_arrive();
       }
-    };
-    if (row + 16 <= this->t.rows && this->t.n0 + (q + 1) * 64 <= this->p.N) store(true_type{});
-    else store(false_type{});
-    close_group();
+    } else {  // every lane reads, but one gives a stage back, which racecheck does not follow: a leaves from a buffer of h, too
+      CUTE_UNROLL
+      for (int i = 0; i < kParts; ++i) out.direct(buffer(index, i), h_column(i, q), h_limit(i));
+      __syncwarp();
+      const Stage again = buffer(index, 0);
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) again.put(i, scaled[i]);
+      __syncwarp();
+      act.direct(again, column, this->p.N);
+      cutlass::arch::fence_view_async_shared();
+    }
+    return sum;
   }
 
-  template <class Acc, class BlockRow>
-  CUTE_DEVICE void run(const Acc& acc, BlockRow block_row) const {
-    constexpr int kBlocks = decltype(size<1>(acc))::value;
+  template <bool Full, class Acc>
+  CUTE_DEVICE void chunks(const Acc& acc, uint32_t& phase) const {
     const GroupedParams& p = this->p;
-    const int l = lane_id();
     Values<kBlocks * kChunks> v(acc);
-    int slot[2] = {-1, -1};
-    float w[2], dot[2];
-    if constexpr (C::Borrow) {
-      if (l == 0) {
-        Barrier::wait(&this->sm.full[stage.index], stage.phase);
-        fetch(1, kBlocks, block_row);
-      }
-      __syncwarp();
-      borrowed = stage.index;
-    }
-#pragma unroll 1
+    float dot = 0.f;
+#pragma unroll (Full ? kBlocks * kChunks : 1)
     for (int index = 0; index < kBlocks * kChunks; ++index) {
-      const int q = index % kChunks, row = block_row(index / kChunks);
-      if (row >= this->t.rows) break;
-      if (q == 0) {
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          const int at = row + (l >> 2) + 8 * r;
-          slot[r] = at < this->t.rows ? __ldg(p.v + this->t.row0 + at) : -1;
-          w[r] = p.slot_scale && slot[r] >= 0 ? __ldg(p.slot_scale + slot[r]) : 1.f;
-          dot[r] = 0.f;
-        }
-      }
-      if (exists(index, kBlocks, block_row)) chunk(index, kBlocks, v.x[0], w, dot, block_row);
-      else refill(index, kBlocks, block_row);
+      const int m = kBlocks == 1 ? 0 : index / kChunks, q = index % kChunks;
+      if (!Full && block_row(m) >= this->t.rows) break;
+      if (q == 0) dot = 0.f;
+      if (Full || exists(index)) dot += chunk<Full>(index, v.x[0], m == 0 ? of.weight[0] : of.weight[kBlocks - 1], phase);
+      else refill<false>(index);
       if (q == kChunks - 1) {
-        CUTE_UNROLL
-        for (int r = 0; r < 2; ++r) {
-          dot[r] += __shfl_xor_sync(~0u, dot[r], 1);
-          dot[r] += __shfl_xor_sync(~0u, dot[r], 2);
-          if (p.row_dot && (l & 3) == 0 && slot[r] >= 0) p.row_dot[int64_t(this->t.n_tile) * p.n + slot[r]] = dot[r];
-        }
+        dot += __shfl_xor_sync(~0u, dot, 2);
+        const int slot = m == 0 ? of.slot[0] : of.slot[kBlocks - 1];
+        if (p.row_dot && (lane_id() & 3) < 2 && slot >= 0) p.row_dot[int64_t(this->t.n0 / C::RowColumns) * p.n + slot] = dot;
       }
       v.template advance<1>();
     }
+  }
+
+  // `behind` the last step of the main loop lies the stage that the tile may use. `phase` of the two barriers: bits 0 and 1.
+  template <class Acc>
+  CUTE_DEVICE void run(const Acc& acc, const Pipe& behind, uint32_t& phase) const {
+    Tile here = this->t;
+    here.row0 = uniform(here.row0);
+    here.n0 = uniform(here.n0);
+    const GradEpilogue e{{this->sm, this->p, this->maps, here, this->box}, uniform(warp), of, uniform(behind.index)};
+    if constexpr (C::Borrow) {
+      Barrier::wait(&this->sm.full[behind.index], behind.phase);
+      if (cute::elect_one_sync()) e.fetch(1);
+      __syncwarp();
+    }
+    if (block_row(kBlocks - 1) + 16 <= this->t.rows && this->t.n0 + C::RowColumns <= this->p.N) e.template chunks<true>(acc, phase);
+    else e.template chunks<false>(acc, phase);
   }
 };
 

@@ -43,18 +43,18 @@ struct Consumer {
     borrowed = -1;
   }
 
-  CUTE_DEVICE void row_tile(const Tile& t) {
+  // `tiles`: where the warp is in the ring of tiles.
+  CUTE_DEVICE void row_tile(const Tile& t, Pipe& tiles) {
     MainLoop<C, false> loop;
     auto acc = loop.make_accumulators();
     constexpr int kBlocks = decltype(size<1>(acc))::value;
     const int w16 = warp_in_group() * 16;
     ColumnSum<C> none;
-    Pipe after = pipe;
-    if constexpr (C::Borrow) after.template skip<C::Stages>(t.k_tiles);
-    const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), h_phase, borrowed, after};
-    auto warp_row = [&](int m) { return block_row(m) + w16; };
+    typename GradEpilogue<C>::Lanes lanes;
+    const GradEpilogue<C> epilogue{{sm, p, maps, t, box}, warp(), lanes};
+    if constexpr (C::Kind == Epilogue::activate_backward) epilogue.ask_slots();
     auto begin = [&] {
-      if constexpr (C::Kind == Epilogue::activate_backward) epilogue.begin(kBlocks, warp_row);
+      if constexpr (C::Kind == Epilogue::activate_backward) epilogue.begin();
       if constexpr (C::Borrow) give_back();
     };
     wait_turn();
@@ -63,9 +63,14 @@ struct Consumer {
     else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
     if constexpr (C::Kind == Epilogue::activate_backward) {
-      epilogue.run(acc, warp_row);
-      if constexpr (C::Borrow) pipe.template next<C::Stages>();
-    } else epilogue.RowEpilogue<C>::run(acc, warp_row);
+      uint32_t places = folded(tiles);
+      epilogue.run(acc, pipe, places);
+      unfold(places, tiles);
+      if constexpr (C::Borrow) {
+        borrowed = pipe.index;
+        pipe.template next<C::Stages>();
+      }
+    } else epilogue.RowEpilogue<C>::run(acc, [&](int m) { return block_row(m) + w16; });
   }
 
   CUTE_DEVICE void zero_tile(const Tile& t) {
@@ -74,6 +79,7 @@ struct Consumer {
       cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (group ^ 1));
     }
     constexpr int kBlocks = C::PingPong ? C::BM / 64 : C::BM / 128;
+    if constexpr (C::Kind == Epilogue::activate_backward) box = Outbox<C>(sm, group);  // not kept until here
     const RowEpilogue<C> epilogue{sm, p, maps, t, box};
     for (int m = 0; m < kBlocks; ++m) {
       __syncwarp();
@@ -120,6 +126,16 @@ struct Consumer {
     return C::Cluster > 1 && !t.multicast && block_rank_in_cluster() == 1 && t.n0 / C::BN % 2 == 0;
   }
 
+  // Where the warp is in its rings, in one register: during the gradient's epilogue there is room for no more.
+  CUTE_DEVICE uint32_t folded(const Pipe& tiles) const {
+    return opaque(h_phase | pipe.index << 8 | pipe.phase << 15 | tiles.index << 16 | tiles.phase << 24);
+  }
+  CUTE_DEVICE void unfold(uint32_t places, Pipe& tiles) {
+    h_phase = places & 3;
+    pipe = {int(places >> 8 & 127), places >> 15 & 1};
+    tiles = {int(places >> 16 & 255), places >> 24};
+  }
+
   CUTE_DEVICE void run() {
     TileReader<C> reader;
     if (C::PingPong && group == 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);  // group 0 goes first
@@ -131,7 +147,10 @@ struct Consumer {
         continue;
       }
       if constexpr (C::RowOp) {
-        if (t.kind == kRowTile) row_tile(t);
+        if (t.kind == kRowTile) {
+          row_tile(t, reader.at);
+          if constexpr (C::Kind == Epilogue::activate_backward) continue;  // nothing of t is kept
+        }
         if (t.kind == kZeroTile) zero_tile(t);
       }
       if constexpr (C::WeightOp) {

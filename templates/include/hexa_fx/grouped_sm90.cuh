@@ -127,6 +127,9 @@ inline constexpr uint32_t kTurnBarrier = 0, kStageBarrier = 2, kTailBarrier = 4,
 
 CUTE_DEVICE int lane_id() { return threadIdx.x & 31; }
 CUTE_DEVICE int warp_in_group() { return (threadIdx.x >> 5) & 3; }
+// The same x, which is the same in every lane: the compiler sees it now. The copy engine's instructions want uniform registers; for
+// other operands it writes a loop over lanes, 70 cycles each.
+CUTE_DEVICE int uniform(int x) { return int(__reduce_max_sync(~0u, unsigned(x))); }
 CUTE_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace hexa::sm90
