@@ -29,7 +29,8 @@ def is_rewritten(v: Variant, dtype: torch.dtype) -> bool:
     block = v.make(0).to(dtype).eval()
     args, kwargs = v.inputs(2, 7, dtype, 0)
     try:
-        expected = block(*args, **kwargs)
+        with torch.no_grad():
+            expected = block(*args, **kwargs)
     except RuntimeError as error:
         pytest.skip(f"its own code does not run in {dtype}: {error}")
     model = pattern_table.optimized(block, args, kwargs)
@@ -53,11 +54,15 @@ def test_the_rest_of_the_zoo(v: Variant) -> None:
     assert is_rewritten(v, torch.bfloat16)
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "longcat_flash", "mixtral"])
+FAMILIES = [name for name, family in families.FAMILIES.items() if family.expect == "rewritten"]
+SOME = ("llama4_text", "longcat_flash", "mixtral")
+
+
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in SOME else pytest.mark.slow) for f in FAMILIES])
 def test_families(family: str) -> None:
     model = families.make(family, "eager", torch.bfloat16)
     optimized = hexa_fx.optimize(model, families.inputs(2, 7))
-    assert [found.status for found in optimized.report.blocks] == ["rewritten"] * 2
+    assert {found.status for found in optimized.report.blocks} == {"rewritten"}
     example = families.inputs(2, 7)
     torch.testing.assert_close(optimized(**example).loss, model(**example).loss, rtol=2e-2, atol=0)
 
