@@ -19,6 +19,12 @@ from hexa_fx.passes.detect.projections import Contraction, find_contractions, gr
 from hexa_fx.passes.detect.tags import ExpertGroups, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
+REPEATED = "the same experts run more than once in a forward; where each run is a call of a module of its own, they are rewritten"
+IN_TURN = (
+    "an expert is given what the experts before it gave: their outputs are added to the tensor that the tokens are read from, "
+    "perhaps by a write into it (float() of a float32 tensor is that tensor, not a copy)"
+)
+
 Family = frozenset[str]
 """Parameters and groups that work together in one kind of expert."""
 
@@ -64,8 +70,8 @@ def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
         return Families(side_by_side=families, ordinary=ordinary)
     if sum(map(len, families)) == len(together):
         return Families(in_a_row=families, ordinary=ordinary)
-    reason = "the same experts run more than once in a forward; where each run is a call of a module of its own, they are rewritten"
-    return Families(repeated=Refuse(reason, contractions[-1].node))
+    runs = [(c.base, c.expert) for c in contractions]
+    return Families(repeated=Refuse(IN_TURN if len(set(runs)) == len(runs) else REPEATED, contractions[-1].node))
 
 
 def _of_pairs(contractions: Sequence[Contraction], level: int, groups: ExpertGroups) -> list[Family]:
