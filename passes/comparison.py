@@ -105,7 +105,7 @@ class Comparison:
         """Shapes and dtypes of what (args, kwargs) give, nothing of the numbers."""
         name = "the example in its own precision"
         try:
-            found = self._outcomes(name, example, gradients=False)
+            found = self._outcomes(name, example, None, gradients=False, calls=1)
         finally:
             self.state.restore()
         if isinstance(found, VerificationCase):
@@ -187,12 +187,7 @@ class Comparison:
         return VerificationCase(name, "different", found.forward, found.gradient, detail)
 
     def _outcomes(
-        self,
-        name: str,
-        inputs: tuple[Any, Any],
-        override: TorchFunctionMode | None = None,
-        gradients: bool = True,
-        calls: int = 1,
+        self, name: str, inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool, calls: int
     ) -> tuple[Outcome, Outcome] | VerificationCase:
         """Of the original and the rewritten block, or the case if they do not both come to an end."""
         try:

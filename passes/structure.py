@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.observe import Observation
-from hexa_fx.runtime.held import PLAIN, is_object, items
+from hexa_fx.runtime.held import MODULE_STATE, PLAIN, is_object, items
 
 if TYPE_CHECKING:
     from hexa_fx.passes import BlockAnalysis
 
 _PLAIN = (int, float, str, bool, type(None))
-_OF_MODULES = frozenset(nn.Module().__dict__)
 _LONGEST = 4096
 
 
@@ -60,7 +59,7 @@ def _key(observation: Observation) -> Hashable:
 
 def _attributes(module: nn.Module, known: dict[int, Hashable]) -> tuple[tuple[str, Hashable], ...]:
     """Attributes, with what objects among them hold. A layer number that no method reads does not tell two blocks apart."""
-    own = {name: value for name, value in module.__dict__.items() if name not in _OF_MODULES}
+    own = {name: value for name, value in module.__dict__.items() if name not in MODULE_STATE}
     return tuple((key, _contents(value, type(module), known)) for key, value in _telling(own, type(module)))
 
 

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from hexa_fx.ir import HeldValue
-from hexa_fx.runtime.held import MISSING, Steps, frozen, is_collection, is_object, items, objects_in, step
+from hexa_fx.runtime.held import MISSING, MODULE_STATE, Steps, frozen, is_collection, is_object, items, objects_in, step
 from hexa_fx.runtime.reads import read_by_forward
 
 _OWN_CLASS, _CANNOT_CHANGE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE
-_NOT_SETTINGS = frozenset(nn.Module().__dict__)
 
 
 class HeldReads:
@@ -100,15 +99,15 @@ class HeldReads:
                 return value
             finally:
                 if id(holder) in objects and not name.startswith("__"):
-                    value = frozen(value) if is_collection(value) and frozen(value) is not MISSING else value
-                    noted.setdefault(id(holder), {}).setdefault(name, value)
+                    copy = frozen(value) if is_collection(value) else MISSING
+                    noted.setdefault(id(holder), {}).setdefault(name, value if copy is MISSING else copy)
 
         return __getattribute__
 
 
 def _mentioned(module: nn.Module) -> Callable[[str], bool]:
     names = read_by_forward(type(module))  # type: ignore[arg-type]
-    return lambda name: name not in _NOT_SETTINGS and (name in names or "forward" in vars(module))
+    return lambda name: name not in MODULE_STATE and (name in names or "forward" in vars(module))
 
 
 def _can_note(value: Any) -> bool:

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from hexa_fx.capture.record import CapturedBlock
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.sharpen import is_coarse, sharpened
+from hexa_fx.runtime.precision import raised
 
 _CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))
-_LOW = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _NOT_IN_FLOAT64 = frozenset(("grouped_mm", "_grouped_mm"))
 
 
@@ -35,13 +35,15 @@ class Replay:
             storage = record_of(node).storage
             if storage is not None:
                 self._by_storage.setdefault(storage, []).append(node)
-        if is_coarse(self._nodes):
-            self._frozen |= sharpened(self._nodes, self._execute, lambda node: _raised(record_of(node).value))
+        self._coarse = is_coarse(self._nodes)
 
     def value(self, node: torch.fx.Node) -> Any:
         """The recorded value, floating point as float64, and without the rounding of a 16-bit run."""
+        if self._coarse:
+            self._coarse = False  # what follows asks for recorded values
+            self._frozen |= sharpened(self._nodes, self._execute, _recorded)
         if node not in self._frozen:
-            self._frozen[node] = _raised(record_of(node).value)
+            self._frozen[node] = _recorded(node)
         return self._frozen[node]
 
     def call(self, node: torch.fx.Node, replace: Mapping[torch.fx.Node, torch.Tensor]) -> torch.Tensor:
@@ -124,8 +126,8 @@ class Replay:
                 values[argument] = frozen.clone() if written else frozen
             return values[argument]
 
-        args = _in_float64(torch.fx.map_arg(node.args, load))
-        kwargs = _in_float64(torch.fx.map_arg(node.kwargs, load))
+        args = raised(torch.fx.map_arg(node.args, load))
+        kwargs = raised(torch.fx.map_arg(node.kwargs, load))
         if node.op == "call_method":
             name = "double" if node.target in _CAST_METHODS else str(node.target)
             return getattr(args[0], name)(*args[1:], **kwargs)
@@ -134,19 +136,11 @@ class Replay:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _raised(value: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, value)
-
-
-def _in_float64(value: Any) -> Any:
-    """dtype literals in the arguments, raised to float64."""
-    if isinstance(value, torch.dtype):
-        return torch.float64 if value in _LOW else value
-    if isinstance(value, dict):
-        return {key: _in_float64(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_in_float64(item) for item in value)
-    return value
+def _recorded(node: torch.fx.Node) -> Any:
+    """A recorded value, floating point as float64."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, record_of(node).value
+    )
 
 
 def _through_float32(function: Any, args: Any, kwargs: Any) -> Any:

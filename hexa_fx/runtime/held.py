@@ -41,6 +41,9 @@ MISSING = _Missing.MISSING
 Steps: TypeAlias = tuple[Any, ...]
 """Names of attributes, or keys where a dict or a list is on the way."""
 
+MODULE_STATE = frozenset(nn.Module().__dict__)
+"""Attributes in which torch keeps what every module has; none is a setting."""
+
 _DEEPEST = 4
 _LONGEST = 1024
 _CLOSED = (torch.Tensor, nn.Module, types.ModuleType, types.MethodType, *PLAIN)

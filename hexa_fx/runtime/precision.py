@@ -30,8 +30,7 @@ class InFloat64(TorchFunctionMode):
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         asked = {_CASTS.get(name), *(value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype))}
-        kwargs = {key: _raised(value) for key, value in kwargs.items()}
-        args = tuple(_raised(value) for value in args)
+        args, kwargs = raised(args), raised(kwargs)
         if (name in _CASTS or name == "to") and args and isinstance(args[0], torch.Tensor):
             cast = args[0].double() if name in _CASTS else func(*args, **kwargs)
             return cast.clone() if cast is args[0] and asked - {None, self._own} else cast
@@ -40,11 +39,14 @@ class InFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _raised(value: Any) -> Any:
+def raised(value: Any) -> Any:
+    """dtypes in the arguments of a call, lower floating ones as float64."""
     if isinstance(value, torch.dtype):
         return torch.float64 if value in _LOWER else value
+    if isinstance(value, dict):
+        return {key: raised(item) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_raised(item) for item in value)
+        return type(value)(raised(item) for item in value)
     return value
 
 

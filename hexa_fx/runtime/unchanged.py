@@ -19,10 +19,9 @@ from torch.compiler import is_compiling
 
 from hexa_fx.ir import HeldValue
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.held import MISSING, PLAIN, is_collection, step
+from hexa_fx.runtime.held import MISSING, MODULE_STATE, PLAIN, is_collection, step
 from hexa_fx.runtime.reads import read_by_forward
 
-_MODULE_STATE = frozenset(nn.Module().__dict__)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now"
@@ -58,7 +57,7 @@ class Unchanged:
             for path, module in modules.items()
             if type(module) is not nn.Linear and not isinstance(module, _CONTAINERS)
             for name, value in vars(module).items()
-            if name not in _MODULE_STATE
+            if name not in MODULE_STATE
             and isinstance(value, PLAIN)
             and (path, name) not in written
             and (path in self.patched or name in read_by_forward(type(module)))  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, alone: bool) -> MoEM
     """Tries every family of expert weights: shared experts in a list look like experts until their routing is asked for."""
     _refuse_own_operators(captured)
     groups = expert_groups(_parameters(captured))
-    look = partial(_detect_family, captured, groups, prefer_earliest=prefer_earliest)
+    look = partial(_detect_family, captured, groups, Replay(captured), prefer_earliest=prefer_earliest)
     families = families_of(captured, groups)
     found = None if alone else find_several(captured, families, look)
     if found is not None:
@@ -97,6 +97,7 @@ def _refuse_own_operators(captured: CapturedBlock) -> None:
 def _detect_family(
     captured: CapturedBlock,
     groups: ExpertGroups,
+    replay: Replay,
     family: frozenset[str] | None,
     prefer_earliest: bool,
     passed: frozenset[torch.fx.Node] = frozenset(),
@@ -106,11 +107,11 @@ def _detect_family(
     ``passed``: host decisions after the experts that do not count.
     """
     try:
-        return _detect_standard(captured, groups, family, prefer_earliest, passed)
+        return _detect_standard(captured, groups, replay, family, prefer_earliest, passed)
     except Refuse as refusal:
         standard = refusal
     try:
-        return detect_free(captured, groups, family, prefer_earliest, passed)
+        return detect_free(captured, groups, replay, family, prefer_earliest, passed)
     except NotFree:
         raise standard from None
 
@@ -118,6 +119,7 @@ def _detect_family(
 def _detect_standard(
     captured: CapturedBlock,
     groups: ExpertGroups,
+    replay: Replay,
     family: frozenset[str] | None,
     prefer_earliest: bool,
     passed: frozenset[torch.fx.Node],
@@ -128,7 +130,7 @@ def _detect_standard(
         raise Refuse(uneven_experts(_parameters(captured)) or NO_PRODUCT)
     products = [contraction.node for contraction in contractions]
     stored = stored_outside_calls(captured, products)
-    replay, weights = Replay(captured), WeightTable(captured, groups, tags)
+    weights = WeightTable(captured, groups, tags)
     source, instances = match_rows(group_instances(contractions), captured, tags, replay, weights)
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
     opaque = opaque_nodes(captured, products)

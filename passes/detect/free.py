@@ -53,6 +53,7 @@ class _Tokens:
 def detect_free(
     captured: CapturedBlock,
     groups: ExpertGroups,
+    replay: Replay,
     family: frozenset[str] | None,
     prefer_earliest: bool,
     passed: frozenset[torch.fx.Node] = frozenset(),
@@ -66,7 +67,7 @@ def detect_free(
             runs = find_alike_runs(captured, tags)
         except Refuse:
             continue
-        return _Search(captured, tags, groups, runs, prefer_earliest, passed).match()
+        return _Search(captured, tags, groups, replay, runs, prefer_earliest, passed).match()
     raise NotFree
 
 
@@ -86,12 +87,12 @@ class _Search:
     captured: CapturedBlock
     tags: Mapping[torch.fx.Node, Tag]
     groups: ExpertGroups
+    replay: Replay
     runs: AlikeRuns
     prefer_earliest: bool
     passed: frozenset[torch.fx.Node]
 
     def __post_init__(self) -> None:
-        self.replay = Replay(self.captured)
         self.weights = WeightTable(self.captured, self.groups, self.tags)
 
     def match(self) -> MoEMatch:
