@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -71,3 +71,21 @@ def tensor_map(
         what = f"error {result} for {dtype.name} shape {shape} strides {strides} box {box} at {pointer:#x}"
         raise DriverError(f"{what}: address and strides must be multiples of 16 bytes", call="cuTensorMapEncodeTiled")
     return ctypes.string_at(address, TENSOR_MAP_BYTES)
+
+
+@cache
+def address_offset() -> int | None:
+    """Where the bytes of a tensor map hold its address, which may then be exchanged for another. The driver does not say: found by
+    encoding two that differ in nothing else.
+
+    Returns:
+        Bytes from the start; None where the address is not held as eight bytes, the lowest first.
+    """
+    first, second = 0x7F12_3456_7800, 0x7E98_7654_3200
+    try:
+        one, other = (tensor_map(address, DataType.bf16, (64, 64), (64,), (64, 16)) for address in (first, second))
+    except DriverError:
+        return None
+    at = one.find(first.to_bytes(8, "little"))
+    fits = at >= 0 and other == one[:at] + second.to_bytes(8, "little") + one[at + 8 :]
+    return at if fits else None

@@ -23,7 +23,7 @@ from hexa_fx.ops.program import OPERANDS
 
 _OPS = torch.ops.hexa
 _ARGUMENTS = 16
-_on_cuda: list[Callable[..., Tensor]] = []
+_on_cuda: dict[str, Callable[..., Any]] = {}
 Grads = tuple[Tensor | None, ...]
 
 
@@ -33,7 +33,9 @@ class _ByExpertOrder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plain: bool, *args: Any) -> Tensor:
         with _AutoDispatchBelowAutograd():
-            y, h, v, inv, offs = (run_forward if plain else _OPS.moe_ffn_forward.default)(*args)
+            y, h, v, inv, offs = (
+                _run("moe_ffn_forward", run_forward, args) if plain else _OPS.moe_ffn_forward.default(*args)
+            )
         needs = ctx.needs_input_grad[1:]
         x, top_k_index, recompute_h = args[0], args[1], args[14]
         keep_x = x if needs[3] or needs[5] or recompute_h else None
@@ -99,7 +101,7 @@ def _gradients(plain: bool, direct: main_grad.Buffers, *args: Any) -> list[Tenso
     needs = args[-1]
     if plain:
         with _AutoDispatchBelowAutograd():
-            found = iter(run_backward(*args, *direct))
+            found = iter(_run("moe_ffn_backward", run_backward, (*args, *direct)))
     else:
         found = iter(_OPS.moe_ffn_backward.default(*args))
     added = (None, *direct) if direct else (None,) * len(needs)
@@ -133,7 +135,7 @@ def plain(*args: Any) -> Any:
     args = args if len(args) == _ARGUMENTS else (*args, True)
     training = is_grad_enabled() and _any_requires_grad(*args)
     if _on_cuda and not training and args[0].is_cuda:
-        return _on_cuda[-1](_inference, *args)
+        return _run("moe_ffn", _inference, args)
     found = _try_dense(args)
     if found is not None:
         return _Dense.apply(found, *args) if training else found[0]
@@ -147,13 +149,19 @@ def _inference(*args: Any) -> Tensor:
         return run(*args)  # type: ignore[no-any-return]
 
 
-def register_inference(kernel: Callable[..., Tensor]) -> None:
-    """Makes `kernel` what runs where no gradient is wanted, on plain CUDA tensors.
+def _run(name: str, general: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """An operator of the layer on plain tensors."""
+    return _on_cuda[name](general, *args) if name in _on_cuda and args[0].is_cuda else general(*args)
+
+
+def register_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
+    """Makes `kernel` what runs ``hexa::<name>`` on plain CUDA tensors.
 
     Args:
-        kernel: takes what would run without it, and the operator's sixteen arguments, unchecked.
+        name: ``moe_ffn``, ``moe_ffn_forward`` or ``moe_ffn_backward``.
+        kernel: takes what would run without it, and the operator's arguments, unchecked.
     """
-    _on_cuda.append(kernel)
+    _on_cuda[name] = kernel
 
 
 def _try_dense(args: tuple[Any, ...]) -> tuple[Tensor, dense.Kept] | None:

@@ -1,9 +1,9 @@
-"""``hexa::moe_ffn`` of few tokens on CUDA, without gradients: a call like an earlier one only exchanges addresses.
+"""``hexa::moe_ffn`` and its parts on CUDA: a call like an earlier one only exchanges addresses.
 
-Few tokens take a device less time than the host needs to choose four kernels and allocate six tensors. All that depends on
-types, shapes, strides and alignment, so it is done once for them: the general path is written down at the second such call,
-and played again from then on. Whatever is not launches and allocations alone (another family's tensor maps, a copy, a
-fallback, checked mode, autotuning) stays on the general path, and so does every call that it refuses.
+A small layer takes a device less time than the host needs to choose its kernels, encode their tensor maps and allocate what
+they write. All that depends on types, shapes, strides and alignment, so it is done once for them: the general path is written
+down at the second such call, and played again from then on. Whatever is more than launches, allocations and a few operators
+before and after (a fallback, checked mode, autotuning) stays on the general path, and so does every call that it refuses.
 """
 
 from __future__ import annotations
@@ -17,23 +17,28 @@ from torch import Tensor
 
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
+from hexa_fx.runtime.cuda_around import CannotReplay
 from hexa_fx.runtime.cuda_gemm_sm80 import math_of
 from hexa_fx.runtime.cuda_launch import collecting, falls_back, on_forget
 from hexa_fx.runtime.cuda_record import record
-from hexa_fx.runtime.cuda_replay import CannotReplay, Replay
+from hexa_fx.runtime.cuda_replay import Replay
 from hexa_fx.runtime.cuda_tune import autotuning
 
 log = logging.getLogger(__name__)
 
-FEW_SLOTS = 4096
-"""Slots up to which the host may be slower than the device."""
+MOST_BYTES = 256 << 20
+"""What a played call may hold to its end, where the general path gives memory back on the way. Layers that need more keep the
+device busy for longer than the host takes."""
 
-_TENSORS = 9
+_OPERANDS = 9
+_FOR_BACKWARD = 13
+"""Tensors of `moe_ffn`, first among its arguments, and of `moe_ffn_backward`."""
 _MOST = 1024
 """Kinds of call that are kept."""
 
 Key = tuple[Any, ...]
-General = Callable[..., Tensor]
+General = Callable[..., Any]
+Operands = tuple[Tensor | None, ...]
 
 _known: dict[Key, Replay | None] = {}
 """None: seen once, or not to be played again. The latter are in `_general`, too."""
@@ -54,35 +59,68 @@ def moe_ffn(general: General, *args: Any) -> Tensor:
         general: runs the operator whatever its arguments are, or says what is wrong with them.
         args: of the operator, all sixteen, not checked.
     """
-    if not 0 < args[1].numel() <= FEW_SLOTS or falls_back():
+    return _call("", general, args, args[1], args[3])  # type: ignore[no-any-return]
+
+
+def moe_ffn_forward(general: General, *args: Any) -> tuple[Tensor, ...]:
+    """``hexa::moe_ffn_forward`` on plain CUDA tensors; as `moe_ffn`."""
+    return _call("forward", general, args, args[1], args[3])  # type: ignore[no-any-return]
+
+
+def moe_ffn_backward(general: General, *args: Any) -> list[Tensor]:
+    """``hexa::moe_ffn_backward`` on plain CUDA tensors; as `moe_ffn`. h may be in a list, which is empty afterwards.
+
+    Args:
+        args: the operator's twenty-two, then the buffers that gradients are added to, one or None for each operand after x, if any.
+    """
+    found: list[Tensor] = _call("backward", general, args, args[3], args[7])
+    if isinstance(args[2], list):
+        args[2].clear()
+    return found
+
+
+def _call(part: str, general: General, args: tuple[Any, ...], slots: Tensor, w1: Tensor) -> Any:
+    about = slots.numel() * sum(w1.shape[1:]) * w1.element_size()
+    if not 0 < about <= MOST_BYTES or falls_back():
         return general(*args)
-    operands = args[:_TENSORS]
+    operands, static = _split(args) if part == "backward" else (args[:_OPERANDS], args[_OPERANDS:])
     try:
-        key, addresses = _describe(operands, args[_TENSORS:])
+        key, addresses = _describe(part, operands, static)
     except RuntimeError:  # a layout without strides
         return general(*args)
     replay = _known.get(key)
     if replay is None:
-        return _first_calls(general, args, key)
+        return _first_calls(lambda: general(*args), operands, key)
     if replay.device != torch._C._cuda_getDevice():
         return general(*args)
     try:
-        return replay(operands[0], addresses)
+        return replay(operands, addresses)
     except KernelError:  # the general path says so, and falls back
         _known.pop(key, None)
         return general(*args)
 
 
-def _describe(operands: tuple[Tensor | None, ...], static: tuple[Any, ...]) -> tuple[Key, list[int]]:
+def _split(args: tuple[Any, ...]) -> tuple[Operands, tuple[Any, ...]]:
+    """Tensors of a backward call, and its constants, of which ``activation, glu, params`` come first as in `moe_ffn`."""
+    dy, x, h, *rest = args[:_FOR_BACKWARD]
+    top_k, *static, needs = args[_FOR_BACKWARD : _FOR_BACKWARD + 9]
+    buffers = args[_FOR_BACKWARD + 9 :]
+    return (dy, x, h[0] if isinstance(h, list) else h, *rest, *buffers), (*static, top_k, *needs)
+
+
+def _describe(part: str, operands: Operands, static: tuple[Any, ...]) -> tuple[Key, list[int]]:
     """Everything that a call's launches depend on but addresses; addresses."""
     x = operands[0]
     assert x is not None
     addresses = [0 if t is None else t.data_ptr() for t in operands]
     tensors = [None if t is None else (t.dtype, t.shape, t.stride(), t.device) for t in operands]
-    a, b, c, d, e, f, g, h, i = addresses
-    low = (a | b | c | d | e | f | g | h | i) & 15
+    low = 0
+    for address in addresses:
+        low |= address
+    low &= 15
     activation, glu, params, *rest = static
     key = (
+        part,
         *tensors,
         low and tuple(address & 15 for address in addresses),
         activation,
@@ -95,19 +133,21 @@ def _describe(operands: tuple[Tensor | None, ...], static: tuple[Any, ...]) -> t
     return key, addresses
 
 
-def _first_calls(general: General, args: tuple[Any, ...], key: Key) -> Tensor:
+def _first_calls(general: Callable[[], Any], operands: Operands, key: Key) -> Any:
     """The general path, written down at the second call: the first one builds kernels and makes programs."""
-    if key in _general or collecting() or autotuning():
-        return general(*args)
+    if key in _general or collecting() or autotuning() or torch.cuda.is_current_stream_capturing():
+        return general()
     if key not in _known:
         if len(_known) >= _MOST:
             forget()
         _known[key] = None
-        return general(*args)
-    x, recording = args[0], record(lambda: general(*args))
+        return general()
+    x = operands[0]
+    assert x is not None
+    recording = record(general)
     try:
-        _known[key] = Replay(recording, args[:_TENSORS], x.device.index)
+        _known[key] = Replay(recording, operands, x.device.index, MOST_BYTES)
     except CannotReplay as reason:
         log.debug("hexa::moe_ffn of %d tokens is launched kernel by kernel: %s", x.shape[0], reason)
         _general.add(key)
-    return recording.result  # type: ignore[no-any-return]
+    return recording.result

@@ -37,7 +37,8 @@ def register() -> None:
 
     for name, (module, check) in KERNELS.items():
         library.register_kernel(name, "cuda", _lazy(name, module), _resolve(check))
-    moe_ffn_autograd.register_inference(_lazy("moe_ffn", _LAYER))
+    for name in ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward"):
+        moe_ffn_autograd.register_on_cuda(name, _lazy(name, _LAYER))
 
 
 def _resolve(name: str) -> Callable[..., None]:

@@ -244,6 +244,12 @@ def queue(device: torch.device) -> int:
     return _rings[index][0] + 8 * turn
 
 
+def in_ring(device: int, address: int) -> bool:
+    """Whether a launch got this address from `queue`."""
+    start = _rings[device][0] if device in _rings else 0
+    return start <= address < start + 8 * _QUEUES and start > 0
+
+
 def _make_ring(device: torch.device) -> None:
     with _making:
         if device.index not in _rings:

@@ -1,7 +1,6 @@
-"""A call of kernels, written down: what it launched, what it allocated, and whether it did anything else.
+"""A call of kernels, written down: what it launched, what it allocated, and what else it had torch do.
 
-Torch's dispatcher shows what it does besides launching. So what was written down is all of the call wherever `Recording.other`
-is empty, and not by assumption.
+Torch's dispatcher shows what it does besides launching. So what was written down is all of the call, and not by assumption.
 """
 
 from __future__ import annotations
@@ -18,7 +17,22 @@ from hexa_fx.runtime.cuda_launch import Launch, noting
 
 _ATEN = torch.ops.aten
 _ALLOCATES = frozenset({_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.default})
-_VIEWS = frozenset({_ATEN.transpose.int, _ATEN.view.default, _ATEN.detach.default})
+_VIEWS = frozenset({_ATEN.transpose.int, _ATEN.view.default, _ATEN.detach.default, _ATEN.select.int})
+
+
+@dataclass(frozen=True)
+class TorchCall:
+    """A torch operator that ran, neither to allocate nor to launch."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+
+    @property
+    def is_view(self) -> bool:
+        """It gives another view of the same memory: nothing is lost where nobody needs it."""
+        return self.function in _VIEWS
 
 
 @dataclass
@@ -29,13 +43,13 @@ class Recording:
         result: what it returned.
         launches: in order.
         allocated: every tensor it allocated, alive as long as this is.
-        other: torch operators it ran that neither allocate nor view.
+        calls: torch operators it ran that do not allocate, in order.
     """
 
     result: Any = None
     launches: list[Launch] = field(default_factory=list)
     allocated: list[Tensor] = field(default_factory=list)
-    other: list[str] = field(default_factory=list)
+    calls: list[TorchCall] = field(default_factory=list)
 
 
 class _Watch(TorchDispatchMode):
@@ -51,8 +65,8 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _ALLOCATES:
             self._recording.allocated.append(out)
-        elif func not in _VIEWS:
-            self._recording.other.append(str(func))
+        else:
+            self._recording.calls.append(TorchCall(func, args, kwargs or {}, out))
         return out
 
 

@@ -1,4 +1,8 @@
-"""The launches of a recorded call again, on other addresses: two allocations, one packing, a driver call a launch."""
+"""The launches of a recorded call again, on other addresses: few allocations, one packing, a driver call a launch.
+
+Addresses of a call are its operands', its results', those of what torch made of operands (`cuda_around`), queues of tiles, and
+parts of one workspace.
+"""
 
 from __future__ import annotations
 
@@ -8,37 +12,38 @@ from operator import itemgetter
 from struct import Struct
 from typing import Any, NamedTuple
 
+import torch
 from torch import _C, Tensor
 
 from hexa_fx.codegen.families import get_family
 from hexa_fx.jit.kernel import KernelHandle
+from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, address_offset
+from hexa_fx.runtime.cuda_around import Around, CannotReplay
 from hexa_fx.runtime.cuda_launch import Launch, ceil_div
+from hexa_fx.runtime.cuda_plans_sm90 import in_ring, queue
 from hexa_fx.runtime.cuda_record import Recording
 
 _deterministic, _fills = _C._get_deterministic_algorithms, _C._get_deterministic_fill_uninitialized_memory
 _ALIGNED = 256
 """Bytes that parts of the workspace start at multiples of, as allocations of their own would."""
-
+_NO_MAP = bytes(TENSOR_MAP_BYTES)
 
 _empty_strided: Callable[..., Tensor] | None = getattr(_C._dynamo.guards, "_empty_strided_cuda", None)
 """What compiled graphs allocate with, on the current device: a third of the host's time of the same through torch's dispatcher."""
 
 
-class CannotReplay(Exception):
-    """Why a recording cannot be played again on other addresses."""
-
-
 class _Step(NamedTuple):
-    """One launch: which addresses its argument struct begins with, by their number, and the bytes behind them."""
+    """One launch: its parameters as `Struct` packs them, and what goes there: numbers of addresses, or bytes as they are."""
 
     kernel: KernelHandle
     grid: tuple[int, int, int]
-    addresses: tuple[int, ...]
-    tail: bytes
+    format: str
+    values: tuple[int | bytes, ...]
+    sizes: tuple[int, ...]
 
 
 class _Buffer(NamedTuple):
-    """The arguments of all launches, one call's at a time, and per launch what `KernelHandle.queue` takes."""
+    """The parameters of all launches, one call's at a time, and per launch what `KernelHandle.queue` takes."""
 
     memory: ctypes.Array[ctypes.c_char]
     launches: tuple[tuple[KernelHandle, bytes, ctypes.Array[Any]], ...]
@@ -47,50 +52,56 @@ class _Buffer(NamedTuple):
 class Replay:
     """A recorded call that runs again wherever only addresses differ.
 
-    Argument structs begin with pointers. Each was an operand's address, the result's or one in an allocation: the first two are
-    exchanged, and all allocations but the result become parts of one workspace.
+    Parameters of kernels are argument structs, which begin with pointers, and tensor maps, which hold one each. Each was the
+    address of an operand or a result, or one in an allocation: the former are exchanged, and all other allocations become parts
+    of one workspace.
 
     Args:
-        recording: the call. operands: its tensors, None where one is missing. device: where it ran.
+        recording: the call.
+        operands: its tensors, None where one is missing.
+        device: where it ran.
+        most: bytes that the workspace may have, in which nothing is freed before the end.
 
     Raises:
-        CannotReplay: it did more than launch, or its arguments hold something else than addresses and constants.
+        CannotReplay: it did more than can be done again, or its parameters hold something else than addresses and constants.
     """
 
-    def __init__(self, recording: Recording, operands: Sequence[Tensor | None], device: int) -> None:
-        if recording.other:
-            raise CannotReplay(f"it also runs {', '.join(dict.fromkeys(recording.other))}")
-        places, first = _Places(recording, operands), operands[0]
-        if first is None or first.dtype != recording.result.dtype:
-            raise CannotReplay("its result has another type than its first operand")
+    def __init__(self, recording: Recording, operands: Sequence[Tensor | None], device: int, most: int) -> None:
+        self.device = device
+        self._around = Around(recording, operands)
+        places = _Places(recording, operands, self._around, device)
         steps = [_step(launch, places) for launch in recording.launches if 0 not in launch[1]]
-        result: Tensor = recording.result
-        self.device, self.shape = device, tuple(result.shape)
-        self._strides, self._dtype = result.stride(), result.dtype
-        self._elements = ceil_div(places.size, result.element_size())
-        self._offsets = places.offsets
+        if places.size > most:
+            raise CannotReplay(f"it would hold {places.size >> 20} MiB to its end")
+        self._fresh, self._size, self._offsets = self._around.fresh, places.size, places.offsets
+        self._queues, self._device = len(places.turning), next(t.device for t in operands if t is not None)
         self._steps = steps
-        self._struct = Struct("".join(f"{len(step.addresses)}P{len(step.tail)}s" for step in steps))
-        first_tail = 1 + len(places.offsets) + places.given
-        self._tails = tuple(step.tail for step in steps)
-        self._pick = itemgetter(*(n for i, step in enumerate(steps) for n in (*step.addresses, first_tail + i)))
+        self._struct = Struct("".join(step.format for step in steps))
+        values = [value for step in steps for value in step.values]
+        # numbers: 0, what lies outside, queues, parts of the workspace; constants come last
+        shift = {n: places.given + i for i, n in enumerate((*places.turning, *places.inner))}
+        constants = [value for value in values if isinstance(value, bytes)]
+        first = places.given + len(shift)
+        at = iter(range(first, first + len(constants)))
+        self._constants = tuple(constants)
+        self._pick = itemgetter(*(next(at) if isinstance(v, bytes) else shift.get(v, v) for v in values))
         self._free: dict[int, list[_Buffer]] = {}
 
-    def __call__(self, x: Tensor, addresses: Sequence[int]) -> Tensor:
+    def __call__(self, operands: Sequence[Tensor | None], addresses: Sequence[int]) -> Any:
         """The result of the call on other operands.
 
         Args:
-            x: the first operand, on torch's current device.
-            addresses: of the operands, 0 where one is missing.
+            operands: on torch's current device.
+            addresses: theirs, 0 where one is missing.
 
         Raises:
             DriverError: the driver refused a launch.
         """
-        if _empty_strided is None or (_deterministic() and _fills()):  # then torch writes to what is empty
-            out, workspace = x.new_empty(self.shape), x.new_empty(self._elements)
-        else:
-            out = _empty_strided(self.shape, self._strides, self._dtype)
-            workspace = _empty_strided((self._elements,), (1,), self._dtype)
+        like = operands[0]
+        assert like is not None
+        fresh = [self._allocate(like, *one) for one in self._fresh]
+        workspace = self._allocate(like, (self._size,), (1,), torch.uint8)
+        before = self._around.before(operands)
         start = workspace.data_ptr()
         stream = _C._cuda_getCurrentRawStream(self.device)
         free = self._free.setdefault(stream, [])
@@ -98,54 +109,71 @@ class Replay:
             buffer = free.pop()  # whoever holds it has it alone: threads need no lock
         except IndexError:
             buffer = self._buffer(stream)
+        outside = [t.data_ptr() for t in (*fresh, *before)]
+        turning = [queue(self._device) for _ in range(self._queues)]
         inner = [start + offset for offset in self._offsets]
-        values = self._pick((0, *addresses, out.data_ptr(), *inner, *self._tails))
+        values = self._pick((0, *addresses, *outside, *turning, *inner, *self._constants))
         self._struct.pack_into(buffer.memory, 0, *values)
         for kernel, config, parameters in buffer.launches:
             kernel.queue(self.device, config, parameters)
         free.append(buffer)
-        return out
+        return self._around.after(operands, fresh)
+
+    def _allocate(self, like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if _empty_strided is None or (_deterministic() and _fills()):  # then torch writes to what is empty
+            return like.new_empty_strided(shape, strides, dtype=dtype)
+        return _empty_strided(shape, strides, dtype)
 
     def _buffer(self, stream: int) -> _Buffer:
         memory = ctypes.create_string_buffer(self._struct.size)
         launches, at = [], ctypes.addressof(memory)
         for step in self._steps:
-            launches.append((step.kernel, step.kernel.config(step.grid, stream), (ctypes.c_void_p * 1)(at)))
-            at += 8 * len(step.addresses) + len(step.tail)
+            starts = [at + sum(step.sizes[:i]) for i in range(len(step.sizes))]
+            parameters = (ctypes.c_void_p * len(starts))(*starts)
+            launches.append((step.kernel, step.kernel.config(step.grid, stream), parameters))
+            at += sum(step.sizes)
         return _Buffer(memory, tuple(launches))
 
 
 class _Places:
-    """Numbers for the addresses of a recording: 0 for none, then the operands', the result's, those in the workspace."""
+    """Numbers for the addresses of a recording: 0 for none, then those that a call brings, then those made of it on the way."""
 
-    def __init__(self, recording: Recording, operands: Sequence[Tensor | None]) -> None:
-        result = recording.result
-        whole = [t for t in recording.allocated if t.data_ptr() == result.data_ptr() and t.shape == result.shape]
-        if not whole or not result.is_contiguous() or not result.numel():
-            raise CannotReplay("its result is none of its allocations")
-        starts = [0 if t is None else t.data_ptr() for t in (*operands, result)]
+    def __init__(self, recording: Recording, operands: Sequence[Tensor | None], around: Around, device: int) -> None:
+        self._device = device
+        starts = [0 if t is None else t.data_ptr() for t in (*operands, *around.recorded)]
         self._number = {start: n for n, start in enumerate(starts, 1)} | {0: 0}
         if len(self._number) - 1 != len(starts) - starts.count(0) or 0 in (
             t.data_ptr() for t in operands if t is not None
         ):
             raise CannotReplay("operands share an address, or are empty")
-        self.given, self.size = len(starts), 0
+        self.given = 1 + len(starts)
+        self.size = 0
         self.offsets: list[int] = []
+        self.turning: list[int] = []
+        self.inner: list[int] = []
         self._parts: list[tuple[range, int]] = []
-        for part in (t for t in recording.allocated if t.numel() and t.data_ptr() != result.data_ptr()):
+        self._asked = self.given
+        outside = {t.data_ptr() for t in around.recorded}
+        for part in (t for t in recording.allocated if t.numel() and t.data_ptr() not in outside):
             size = part.numel() * part.element_size()
             self._parts.append((range(part.data_ptr(), part.data_ptr() + size), self.size))
             self.size += ceil_div(size, _ALIGNED) * _ALIGNED
 
     def number(self, address: int) -> int:
-        """The number of an address; a new one for one in the workspace that was not asked for before."""
-        if address not in self._number:
-            found = [start + address - part.start for part, start in self._parts if address in part]
-            if not found:
-                raise CannotReplay("an address is none of its operands' or allocations'")
-            self.offsets.append(found[0])
-            self._number[address] = self.given + len(self.offsets)
-        return self._number[address]
+        """The number of an address; a new one for one in the workspace that was not asked for before, and for every queue."""
+        if address in self._number:
+            return self._number[address]
+        self._asked += 1
+        if in_ring(self._device, address):  # every launch has another
+            self.turning.append(self._asked)
+            return self._asked
+        found = [start + address - part.start for part, start in self._parts if address in part]
+        if not found:
+            raise CannotReplay("an address is none of its operands' or allocations'")
+        self.offsets.append(found[0])
+        self.inner.append(self._asked)
+        self._number[address] = self._asked
+        return self._asked
 
 
 def _step(launch: Launch, places: _Places) -> _Step:
@@ -155,9 +183,32 @@ def _step(launch: Launch, places: _Places) -> _Step:
     layout = get_family(kernel.spec.family).args
     fields = layout.format.removesuffix("0P")
     pointers = len(fields) - len(fields.lstrip("P"))
-    if len(args) != 1 or "P" in fields[pointers:] or layout.size % 8:
+    *maps, last = args
+    if len(maps) > 1 or "P" in fields[pointers:] or layout.size % 8 or any(len(m) % TENSOR_MAP_BYTES for m in maps):
         raise CannotReplay(
-            f"{kernel.spec.op} of {kernel.spec.family} takes other things than pointers before constants"
+            f"{kernel.spec.op} of {kernel.spec.family} takes other things than tensor maps and pointers before constants"
         )
-    values = Struct(f"{pointers}P").unpack_from(args[0])
-    return _Step(kernel, grid, tuple(map(places.number, values)), args[0][8 * pointers :])
+    format, values = "", list[int | bytes]()
+    for one in maps:
+        for start in range(0, len(one), TENSOR_MAP_BYTES):
+            part, found = _map(one[start : start + TENSOR_MAP_BYTES], places)
+            format += part
+            values += found
+    tail = last[8 * pointers :]
+    values += [*map(places.number, Struct(f"{pointers}P").unpack_from(last)), tail]
+    sizes = (*map(len, maps), layout.size)
+    return _Step(kernel, grid, f"{format}{pointers}P{len(tail)}s", tuple(values), sizes)
+
+
+def _map(one: bytes, places: _Places) -> tuple[str, list[int | bytes]]:
+    """How a tensor map is packed, and of what."""
+    if one == _NO_MAP:
+        return f"{TENSOR_MAP_BYTES}s", [one]
+    at = address_offset()
+    if at is None:
+        raise CannotReplay("this driver's tensor maps do not hold the address as it is")
+    address = int.from_bytes(one[at : at + 8], "little")
+    head, tail = one[:at], one[at + 8 :]
+    if not head:
+        return f"P{len(tail)}s", [places.number(address), tail]
+    return f"{at}sP{len(tail)}s", [head, places.number(address), tail]

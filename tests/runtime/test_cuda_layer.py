@@ -2,160 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hexa_fx.codegen import KernelSpec, get_family, render
+from hexa_fx.codegen import get_family
 from hexa_fx.errors import InputError
-from hexa_fx.jit import Entry, KernelHandle
-from hexa_fx.jit.driver import Driver
 from hexa_fx.ops import library
-from hexa_fx.ops.moe_ffn import check
-from hexa_fx.ops.program import programs
-from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_layer, cuda_plans_sm80, cuda_record, cuda_replay, cuda_rows
-
-T, K, E, D, H = 3, 2, 5, 16, 24
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One driver call, with the arguments as they lay in memory when it came."""
-
-    spec: KernelSpec
-    config: bytes
-    values: tuple[Any, ...]
-
-
-@dataclass
-class Card:
-    """Stands where libcuda would be, one for each kernel; all share `launches`."""
-
-    spec: KernelSpec
-    launches: list[Launch]
-    during: list[Callable[[], object]]
-    fail: set[str] = field(default_factory=set)
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> int:
-            if name == "cuLaunchKernelEx":
-                self.launch(*args)
-            elif name == "cuGetErrorString":
-                args[1]._obj.value = b"out of luck"
-            elif name.startswith(("cuLibrary", "cuKernelGet")):
-                args[0]._obj.value = 0x1000
-            return 9 if name in self.fail else 0
-
-        return call
-
-    def launch(self, config: bytes, function: Any, parameters: Any, extra: None) -> None:
-        if self.during:
-            self.during.pop()()
-        layout = get_family(self.spec.family).args
-        at = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))[0]
-        assert at
-        self.launches.append(Launch(self.spec, config, layout.unpack(ctypes.string_at(at, layout.size))))
-
-
-class Cards:
-    """What was launched, and how often the general path ran."""
-
-    def __init__(self) -> None:
-        self.launches: list[Launch] = []
-        self.during: list[Callable[[], object]] = []
-        self.fail: set[str] = set()
-        self.general = 0
-        self.stream = 0x55
-
-    def get_kernel(self, spec: KernelSpec, node: str = "") -> KernelHandle:
-        card = Card(spec, self.launches, self.during, self.fail)
-        return KernelHandle(render(spec), Entry("k", Path(), b"cubin"), Driver(card))  # type: ignore[arg-type]
-
-    def run_general(self, *args: Any) -> Tensor:
-        self.general += 1
-        check(*args)
-        static = (*args[9:11], tuple(args[11]), *args[12:])
-        program = programs(static, (True, *(t is not None for t in args[2:9])), (False,) * 8, False, "cuda")
-        with torch._C._AutoDispatchBelowAutograd():
-            y: Tensor = program.forward(*args[:9])
-        return y
-
-    def run(self, args: Sequence[Any]) -> Tensor:
-        return cuda_layer.moe_ffn(self.run_general, *args)
-
-
-@pytest.fixture
-def cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cards]:
-    cards = Cards()
-    monkeypatch.setattr(cuda_launch, "get_kernel", cards.get_kernel)
-    monkeypatch.setattr(cuda_launch, "fallbacks", {})
-    monkeypatch.setattr(cuda_launch, "_permanent", set())
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: cards.stream, raising=False)
-    for module in (cuda_rows, cuda_plans_sm80):
-        monkeypatch.setattr(module, "arch", lambda device: 90)
-    for module in (cuda_gemm, cuda_plans_sm80):
-        monkeypatch.setattr(module, "family_arch", lambda device: 80)
-    monkeypatch.setattr(cuda_replay, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
-    cuda_launch.forget_plans()
-    yield cards
-    cuda_launch.forget_plans()
-
-
-def arguments(
-    glu: str = "concat",
-    layouts: str = "nk nk",
-    bias: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-    ids: torch.dtype = torch.int64,
-    gates: torch.dtype | None = torch.bfloat16,
-    top_k: int = K,
-    tokens: int = T,
-) -> list[Any]:
-    layout1, layout2 = layouts.split()
-    n = 2 * H if glu in ("concat", "interleaved") else H
-    first, second = ((E, n, D) if layout1 == "nk" else (E, D, n)), ((E, D, H) if layout2 == "nk" else (E, H, D))
-
-    def tensor(*shape: int) -> Tensor:
-        return torch.randn(*shape).to(dtype)
-
-    w3 = tensor(*first) if glu == "split" else None
-    b1, b2 = (tensor(E, n), tensor(E, D)) if bias else (None, None)
-    b3 = tensor(E, n) if bias and glu == "split" else None
-    weights = None if gates is None else torch.rand(tokens, top_k).to(gates)
-    index = torch.randint(0, E, (tokens, top_k)).to(ids)
-    static = ("silu", glu, (), layout1, layout2, False, True)
-    return [tensor(tokens, D), index, weights, tensor(*first), b1, w3, b3, tensor(*second), b2, *static]
-
-
-def copied(args: Sequence[Any]) -> list[Any]:
-    """The same call on tensors that lie elsewhere."""
-    return [t.clone(memory_format=torch.preserve_format) if isinstance(t, Tensor) else t for t in args]
-
-
-class Kept(TorchDispatchMode):
-    """Keeps what is allocated, so that no address comes twice; counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.tensors.append(out)
-        return out
+from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_layer, cuda_record, cuda_replay
+from tests.runtime.cards import Cards, D, E, H, Kept, T, arguments, copied
 
 
 def launched(cards: Cards, args: Sequence[Any], run: Callable[[], Tensor]) -> tuple[list[Any], list[tuple[int, int]]]:
@@ -296,19 +157,41 @@ def column(t: Tensor) -> Tensor:
     return t.t().contiguous().t()
 
 
-REFUSED: dict[str, Callable[[list[Any]], None]] = {
-    "ids are copied": lambda args: args.__setitem__(1, column(args[1])),
-    "gates are copied": lambda args: args.__setitem__(2, column(args[2])),
-    "rows are copied": lambda args: args.__setitem__(0, column(args[0])),
-    "operands share an address": lambda args: args.__setitem__(5, args[3]),
+COPIED: dict[str, Callable[[list[Any]], None]] = {
+    "ids": lambda args: args.__setitem__(1, column(args[1])),
+    "gates": lambda args: args.__setitem__(2, column(args[2])),
+    "rows": lambda args: args.__setitem__(0, column(args[0])),
     "a bias is made": lambda args: args.__setitem__(4, torch.ones(E, H, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("what", COPIED)
+def test_what_is_made_of_operands_is_made_again(cards: Cards, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    args = arguments(glu="split")
+    COPIED[what](args)
+    for _ in range(2):
+        cards.run(args)
+    with Kept() as kept:
+        cards.run(copied(args))
+    assert cards.general == 2
+    first, last = cards.launches[4:8], cards.launches[8:]
+    assert [launch.spec for launch in first] == [launch.spec for launch in last]
+    made = {t.data_ptr(): t for t in kept.tensors if isinstance(t, Tensor)}
+    used = [t for launch in last for at in launch.values if (t := made.get(at)) is not None]
+    want = {"ids": args[1], "gates": args[2], "rows": args[0], "a bias is made": torch.zeros(E, H).bfloat16()}[what]
+    assert any(t.shape == want.shape and torch.equal(t, want) for t in used)
+
+
+REFUSED: dict[str, Callable[[list[Any]], None]] = {
+    "operands share an address": lambda args: args.__setitem__(5, args[3]),
     "no tokens": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=0)[:3]),
-    "many tokens": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=2049)[:3]),
+    "it would hold much": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=45)[:3]),
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_is_more_than_launches_stays_on_the_general_path(cards: Cards, why: str) -> None:
+def test_what_is_not_played_again(cards: Cards, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    monkeypatch.setattr(cuda_layer, "MOST_BYTES", 8000)
     args = arguments(glu="split")
     REFUSED[why](args)
     for calls in range(1, 5):
@@ -334,14 +217,13 @@ def test_settings_that_do_more_than_launch_are_obeyed(
             cards.run(args)
 
 
-def test_kernels_of_another_family_are_not_played_again(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tensor maps hold addresses."""
+def test_kernels_with_other_parameters_are_not_played_again(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = cuda_gemm.sm80.launch
 
-    def with_maps(kernel: Any, device: int, grid: tuple[int, int, int], args: bytes) -> None:
-        plain(kernel, device, grid, args, bytes(128))
+    def with_more(kernel: Any, device: int, grid: tuple[int, int, int], args: bytes) -> None:
+        plain(kernel, device, grid, args, bytes(120))
 
-    monkeypatch.setattr(cuda_gemm.sm80, "launch", with_maps)
+    monkeypatch.setattr(cuda_gemm.sm80, "launch", with_more)
     for _ in range(4):
         cards.run(arguments())
     assert cards.general == 4
@@ -485,11 +367,12 @@ def test_what_another_thread_launches_meanwhile_is_not_written_down(cards: Cards
     recording = cuda_record.record(lambda: cards.run_general(*args))
     assert len(cards.launches) == 12
     assert len(recording.launches) == 4
-    assert not recording.other
+    assert all(call.is_view for call in recording.calls)
     assert recording.launches[0][2][0][:8] == args[1].data_ptr().to_bytes(8, "little")
 
 
 def test_other_torch_operators_of_a_call_are_named() -> None:
     recording = cuda_record.record(lambda: torch.empty(3).add_(1).mul(2))
-    assert recording.other == ["aten.add_.Tensor", "aten.mul.Tensor"]
+    others = [str(call.function) for call in recording.calls if not call.is_view]
+    assert others == ["aten.add_.Tensor", "aten.mul.Tensor"]
     assert len(recording.allocated) == 1

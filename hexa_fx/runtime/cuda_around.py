@@ -1,0 +1,138 @@
+"""What torch does around a recorded call's launches: tensors that leave the call, operators before and after.
+
+Kernels take operands as they like them (routing weights in float32, rows side by side) and leave results as they have them
+(partial sums, another type); torch's operators do the rest. Those that read only operands run first again, those that results
+come from run last. Anything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import library
+from hexa_fx.runtime.cuda_record import Recording, TorchCall
+
+Fresh = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and type of a tensor that every call allocates."""
+
+_DETACH = torch.ops.aten.detach.default
+
+_Known = dict[int, Any]
+"""Tensors of a call by the `id` of what was there in the recording."""
+
+
+class CannotReplay(Exception):
+    """Why a recording cannot be played again on other addresses."""
+
+
+class Around:
+    """The torch operators of a recording, to be run on other tensors.
+
+    Args:
+        recording: the call. operands: its tensors, None where one is missing.
+
+    Attributes:
+        fresh: what every call allocates: results, and what operators read behind the launches.
+        recorded: the tensors of the recording that launches may name: `fresh`, then what `before` gives.
+
+    Raises:
+        CannotReplay: an operator writes to a tensor, or is neither of the kinds above.
+    """
+
+    def __init__(self, recording: Recording, operands: Sequence[Tensor | None]) -> None:
+        self._same = {id(call.result): id(call.args[0]) for call in recording.calls if call.function is _DETACH}
+        self._operands = [id(t) for t in operands]
+        self._single = isinstance(recording.result, Tensor)
+        results: list[Tensor] = [recording.result] if self._single else list(recording.result)
+        self._wanted = [self._place(t) for t in results]
+        self._made = {id(call.result): call for call in recording.calls}
+        self._allocated = {id(t): t for t in recording.allocated}
+        kept: dict[int, Tensor] = {}
+        after = self._behind(results, kept)
+        before = self._ahead([call for call in recording.calls if id(call.result) not in after])
+        self._kept = list(kept)
+        self.fresh: tuple[Fresh, ...] = tuple((tuple(t.shape), t.stride(), t.dtype) for t in kept.values())
+        copies = [call.result for call in recording.calls if id(call.result) in before and not call.is_view]
+        self._copies = [id(t) for t in copies]
+        self.recorded: tuple[Tensor, ...] = (*kept.values(), *copies)
+        self._before = [self._again(call) for call in recording.calls if id(call.result) in before]
+        self._after = [self._again(call) for call in recording.calls if id(call.result) in after]
+
+    def before(self, operands: Sequence[Tensor | None]) -> list[Tensor]:
+        """Runs what reads only operands, and gives what that makes."""
+        if not self._before:
+            return []
+        known: _Known = dict(zip(self._operands, operands, strict=True))
+        with library.without_autocast():
+            for run in self._before:
+                run(known)
+        return [known[place] for place in self._copies]
+
+    def after(self, operands: Sequence[Tensor | None], fresh: Sequence[Tensor]) -> Any:
+        """Runs what results come from; gives the results, several as a list."""
+        known: _Known = dict(zip((*self._operands, *self._kept), (*operands, *fresh), strict=True))
+        if self._after:
+            with library.without_autocast():
+                for run in self._after:
+                    run(known)
+        if self._single:
+            return known[self._wanted[0]]
+        return [known[place] for place in self._wanted]
+
+    def _place(self, t: Tensor) -> int:
+        """What stands for a tensor: torch hands out another object of some that it allocated."""
+        place = id(t)
+        while place in self._same:
+            place = self._same[place]
+        return place
+
+    def _behind(self, wanted: Iterable[Tensor], kept: dict[int, Tensor]) -> set[int]:
+        """Results of the operators that these tensors come from. `kept` takes the allocations among what they read."""
+        found: set[int] = set()
+        open_ = list(wanted)
+        while open_:
+            t = open_.pop(0)
+            place = self._place(t)
+            if place in self._operands or place in kept or place in found:
+                continue
+            if place in self._allocated:
+                kept[place] = self._allocated[place]
+            elif place in self._made:
+                found.add(place)
+                open_ += _tensors(self._made[place])
+            else:
+                raise CannotReplay("its result is none of its allocations")
+        return found
+
+    def _ahead(self, calls: Sequence[TorchCall]) -> set[int]:
+        """Results of those operators that make something of operands alone, and of the views that they take."""
+        found: set[int] = set()
+        for call in calls:
+            if call.is_view:  # if anyone needs it, it is found from there
+                continue
+            kept: dict[int, Tensor] = {}
+            found |= {id(call.result)} | self._behind(_tensors(call), kept)
+            if kept or not isinstance(call.result, Tensor):
+                raise CannotReplay(f"it also runs {call.function}")
+        return found
+
+    def _again(self, call: TorchCall) -> Callable[[_Known], None]:
+        """The operator on the tensors of another call, to which it adds its result."""
+        function, kwargs, place = call.function, dict(call.kwargs), id(call.result)
+        args = [(True, self._place(a)) if isinstance(a, Tensor) else (False, a) for a in call.args]
+        inside = [a for a in call.args if isinstance(a, list | tuple)] + [[*kwargs.values()]]
+        if function._schema.is_mutable or any(isinstance(a, Tensor | list) for one in inside for a in one):
+            raise CannotReplay(f"it also runs {function}")
+
+        def run(known: _Known) -> None:
+            known[place] = function(*(known[a] if given else a for given, a in args), **kwargs)
+
+        return run
+
+
+def _tensors(call: TorchCall) -> list[Tensor]:
+    return [a for a in (*call.args, *call.kwargs.values()) if isinstance(a, Tensor)]

@@ -1,0 +1,160 @@
+"""Stand-ins for a card: what a layer's calls launch, seen where the driver would be called. On CPU tensors; nothing is computed."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hexa_fx.codegen import KernelSpec, get_family, render
+from hexa_fx.jit import Entry, KernelHandle
+from hexa_fx.jit.driver import Driver
+from hexa_fx.ops.moe_ffn import check
+from hexa_fx.ops.program import programs
+from hexa_fx.runtime import cuda_layer
+
+T, K, E, D, H = 3, 2, 5, 16, 24
+MAP = 128
+"""Bytes of a tensor map."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One driver call, with the arguments as they lay in memory when it came."""
+
+    spec: KernelSpec
+    config: bytes
+    values: tuple[Any, ...]
+    maps: tuple[bytes, ...] = ()
+
+
+ROW_DOT, ROWS, COLUMNS = 10, 14, 23
+"""Of hexa::sm90::GroupedParams: where sums of rows go, of which stand-ins write some numbers there; n; N."""
+
+
+@dataclass
+class Card:
+    """Stands where libcuda would be, one for each kernel; all share `launches`."""
+
+    spec: KernelSpec
+    launches: list[Launch]
+    during: list[Callable[[], object]]
+    fail: set[str] = field(default_factory=set)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            if name == "cuLaunchKernelEx":
+                self.launch(*args)
+            elif name == "cuGetErrorString":
+                args[1]._obj.value = b"out of luck"
+            elif name.startswith(("cuLibrary", "cuKernelGet")):
+                args[0]._obj.value = 0x1000
+            return 9 if name in self.fail else 0
+
+        return call
+
+    def launch(self, config: bytes, function: Any, parameters: Any, extra: None) -> None:
+        if self.during:
+            self.during.pop()()
+        layout = get_family(self.spec.family).args
+        starts = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
+        hopper = self.spec.family == "gather_gemm_sm90"
+        maps = ctypes.string_at(starts[0], 9 * MAP) if hopper else b""
+        values = layout.unpack(ctypes.string_at(starts[int(hopper)], layout.size))
+        each = tuple(maps[at : at + MAP] for at in range(0, len(maps), MAP))
+        self.launches.append(Launch(self.spec, config, values, each))
+        if hopper and values[ROW_DOT]:
+            parts, rows = -(-values[COLUMNS] // self.spec.bn), values[ROWS]
+            numbers = [float(n % 7) for n in range(parts * rows)]
+            ctypes.memmove(values[ROW_DOT], (ctypes.c_float * len(numbers))(*numbers), 4 * len(numbers))
+
+
+class Cards:
+    """What was launched, and how often the general path ran."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.during: list[Callable[[], object]] = []
+        self.fail: set[str] = set()
+        self.general = 0
+        self.stream = 0x55
+
+    def get_kernel(self, spec: KernelSpec, node: str = "") -> KernelHandle:
+        card = Card(spec, self.launches, self.during, self.fail)
+        return KernelHandle(render(spec), Entry("k", Path(), b"cubin"), Driver(card))  # type: ignore[arg-type]
+
+    def run_general(self, *args: Any) -> Any:
+        return self._forward(False, args)
+
+    def run_general_forward(self, *args: Any) -> Any:
+        return self._forward(True, args)
+
+    def _forward(self, training: bool, args: Sequence[Any]) -> Any:
+        self.general += 1
+        check(*args)
+        static = (*args[9:11], tuple(args[11]), *args[12:])
+        program = programs(static, (True, *(t is not None for t in args[2:9])), (False,) * 8, training, "cuda")
+        with torch._C._AutoDispatchBelowAutograd():
+            return program.forward(*args[:9])
+
+    def run_general_backward(self, *args: Any) -> Any:
+        self.general += 1
+        dy, x, h, *rest = args
+        weights, top_k, static, needs, buffers = rest[3:10], rest[10], rest[11:18], tuple(rest[18]), rest[19:]
+        given, added = (True, *(t is not None for t in weights)), tuple(t is not None for t in buffers)
+        program = programs((*static[:2], tuple(static[2]), *static[3:]), given, needs, True, "cuda", added)
+        with torch._C._AutoDispatchBelowAutograd():
+            return list(program.backward(dy, x, h, *rest[:3], *weights, top_k, *buffers))
+
+    def run(self, args: Sequence[Any]) -> Tensor:
+        return cuda_layer.moe_ffn(self.run_general, *args)
+
+
+def arguments(
+    glu: str = "concat",
+    layouts: str = "nk nk",
+    bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    ids: torch.dtype = torch.int64,
+    gates: torch.dtype | None = torch.bfloat16,
+    top_k: int = K,
+    tokens: int = T,
+) -> list[Any]:
+    layout1, layout2 = layouts.split()
+    n = 2 * H if glu in ("concat", "interleaved") else H
+    first, second = ((E, n, D) if layout1 == "nk" else (E, D, n)), ((E, D, H) if layout2 == "nk" else (E, H, D))
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.randn(*shape).to(dtype)
+
+    w3 = tensor(*first) if glu == "split" else None
+    b1, b2 = (tensor(E, n), tensor(E, D)) if bias else (None, None)
+    b3 = tensor(E, n) if bias and glu == "split" else None
+    weights = None if gates is None else torch.rand(tokens, top_k).to(gates)
+    index = torch.randint(0, E, (tokens, top_k)).to(ids)
+    static = ("silu", glu, (), layout1, layout2, False, True)
+    return [tensor(tokens, D), index, weights, tensor(*first), b1, w3, b3, tensor(*second), b2, *static]
+
+
+def copied(args: Sequence[Any]) -> list[Any]:
+    """The same call on tensors that lie elsewhere."""
+    return [t.clone(memory_format=torch.preserve_format) if isinstance(t, Tensor) else t for t in args]
+
+
+class Kept(TorchDispatchMode):
+    """Keeps what is allocated, so that no address comes twice; counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.tensors.append(out)
+        return out
