@@ -17,7 +17,6 @@ from hexa_fx.runtime.cuda_launch import Launch, noting
 
 _ATEN = torch.ops.aten
 _ALLOCATES = frozenset({_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.default})
-_VIEWS = frozenset({_ATEN.transpose.int, _ATEN.view.default, _ATEN.detach.default, _ATEN.select.int})
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,11 @@ class TorchCall:
 
     @property
     def is_view(self) -> bool:
-        """It gives another view of the same memory: nothing is lost where nobody needs it."""
-        return self.function in _VIEWS
+        """It gives other tensors of the same memory: nothing is lost where nobody needs them."""
+        given = {t.untyped_storage().data_ptr() for t in self.args if isinstance(t, Tensor)}
+        out = self.result if isinstance(self.result, list | tuple) else [self.result]
+        same = all(isinstance(t, Tensor) and t.untyped_storage().data_ptr() in given for t in out)
+        return same and not self.function._schema.is_mutable
 
 
 @dataclass
@@ -65,7 +67,7 @@ class _Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _ALLOCATES:
             self._recording.allocated.append(out)
-        else:
+        elif not any(out is a for a in args) or func._schema.is_mutable:  # else it did nothing
             self._recording.calls.append(TorchCall(func, args, kwargs or {}, out))
         return out
 

@@ -7,9 +7,11 @@ parts of one workspace.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import itemgetter
-from struct import Struct
+from struct import Struct, calcsize
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +54,7 @@ class _Buffer(NamedTuple):
 class Replay:
     """A recorded call that runs again wherever only addresses differ.
 
-    Parameters of kernels are argument structs, which begin with pointers, and tensor maps, which hold one each. Each was the
+    Parameters of kernels are structs with pointers among their fields, and tensor maps, which hold one each. Each was the
     address of an operand or a result, or one in an allocation: the former are exchanged, and all other allocations become parts
     of one workspace.
 
@@ -73,13 +75,14 @@ class Replay:
         steps = [_step(launch, places) for launch in recording.launches if 0 not in launch[1]]
         if places.size > most:
             raise CannotReplay(f"it would hold {places.size >> 20} MiB to its end")
-        self._fresh, self._size, self._offsets = self._around.fresh, places.size, places.offsets
+        self._fresh, self._size = self._around.fresh, places.size
+        self._offsets, self._within = places.offsets, places.within
         self._queues, self._device = len(places.turning), next(t.device for t in operands if t is not None)
         self._steps = steps
         self._struct = Struct("".join(step.format for step in steps))
         values = [value for step in steps for value in step.values]
         # numbers: 0, what lies outside, queues, parts of the workspace; constants come last
-        shift = {n: places.given + i for i, n in enumerate((*places.turning, *places.inner))}
+        shift = {n: places.given + i for i, n in enumerate((*places.turning, *places.inner, *places.shifted))}
         constants = [value for value in values if isinstance(value, bytes)]
         first = places.given + len(shift)
         at = iter(range(first, first + len(constants)))
@@ -109,10 +112,11 @@ class Replay:
             buffer = free.pop()  # whoever holds it has it alone: threads need no lock
         except IndexError:
             buffer = self._buffer(stream)
-        outside = [t.data_ptr() for t in (*fresh, *before)]
+        outer = (0, *addresses, *[t.data_ptr() for t in (*fresh, *before)])
         turning = [queue(self._device) for _ in range(self._queues)]
         inner = [start + offset for offset in self._offsets]
-        values = self._pick((0, *addresses, *outside, *turning, *inner, *self._constants))
+        shifted = [outer[n] + offset for n, offset in self._within]
+        values = self._pick((*outer, *turning, *inner, *shifted, *self._constants))
         self._struct.pack_into(buffer.memory, 0, *values)
         for kernel, config, parameters in buffer.launches:
             kernel.queue(self.device, config, parameters)
@@ -149,8 +153,12 @@ class _Places:
         self.given = 1 + len(starts)
         self.size = 0
         self.offsets: list[int] = []
+        self.within: list[tuple[int, int]] = []
         self.turning: list[int] = []
         self.inner: list[int] = []
+        self.shifted: list[int] = []
+        outer = enumerate((*operands, *around.recorded), 1)
+        self._outer = [(_span(t), n) for n, t in outer if t is not None and t.numel()]
         self._parts: list[tuple[range, int]] = []
         self._asked = self.given
         outside = {t.data_ptr() for t in around.recorded}
@@ -167,48 +175,79 @@ class _Places:
         if in_ring(self._device, address):  # every launch has another
             self.turning.append(self._asked)
             return self._asked
-        found = [start + address - part.start for part, start in self._parts if address in part]
-        if not found:
-            raise CannotReplay("an address is none of its operands' or allocations'")
-        self.offsets.append(found[0])
-        self.inner.append(self._asked)
         self._number[address] = self._asked
+        found = [start + address - part.start for part, start in self._parts if address in part]
+        if found:
+            self.offsets.append(found[0])
+            self.inner.append(self._asked)
+            return self._asked
+        inside = [(n, address - span.start) for span, n in self._outer if address in span]
+        if len(inside) != 1:
+            raise CannotReplay("an address is none of its operands' or allocations'")
+        self.within += inside
+        self.shifted.append(self._asked)
         return self._asked
+
+
+def _span(t: Tensor) -> range:
+    """The addresses that a tensor reaches over."""
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return range(t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size())
 
 
 def _step(launch: Launch, places: _Places) -> _Step:
     kernel, grid, args = launch
     if not isinstance(kernel, KernelHandle):
         raise CannotReplay("its kernels are stand-ins")
-    layout = get_family(kernel.spec.family).args
-    fields = layout.format.removesuffix("0P")
-    pointers = len(fields) - len(fields.lstrip("P"))
     *maps, last = args
-    if len(maps) > 1 or "P" in fields[pointers:] or layout.size % 8 or any(len(m) % TENSOR_MAP_BYTES for m in maps):
+    if len(maps) > 1 or any(len(m) % TENSOR_MAP_BYTES for m in maps):
         raise CannotReplay(
-            f"{kernel.spec.op} of {kernel.spec.family} takes other things than tensor maps and pointers before constants"
+            f"{kernel.spec.op} of {kernel.spec.family} takes other things than tensor maps and one struct"
         )
-    format, values = "", list[int | bytes]()
-    for one in maps:
-        for start in range(0, len(one), TENSOR_MAP_BYTES):
-            part, found = _map(one[start : start + TENSOR_MAP_BYTES], places)
-            format += part
-            values += found
-    tail = last[8 * pointers :]
-    values += [*map(places.number, Struct(f"{pointers}P").unpack_from(last)), tail]
-    sizes = (*map(len, maps), layout.size)
-    return _Step(kernel, grid, f"{format}{pointers}P{len(tail)}s", tuple(values), sizes)
+    pieces = [_map(m[at : at + TENSOR_MAP_BYTES], places) for m in maps for at in range(0, len(m), TENSOR_MAP_BYTES)]
+    pieces.append(_packed(last, pointer_offsets(get_family(kernel.spec.family).args.format), places))
+    formats, values = zip(*pieces, strict=True)
+    pad = -len(last) % 8  # pointers of the next launch are aligned
+    sizes = (*map(len, maps), len(last) + pad)
+    return _Step(kernel, grid, f"{''.join(formats)}{pad}x", tuple(v for piece in values for v in piece), sizes)
+
+
+@cache
+def pointer_offsets(layout: str) -> tuple[int, ...]:
+    """Where a struct of this format (module struct's, native alignment) has pointers, bytes from its start."""
+    found: list[int] = []
+    at = 0
+    for count, kind in re.findall(r"(\d*)([a-zA-Z])", layout):
+        size = calcsize(kind)
+        at += -at % size
+        many = int(count or 1)
+        if kind == "P":
+            found += range(at, at + many * size, size)
+        at += many * size
+    return tuple(found)
+
+
+def _packed(data: bytes, offsets: Sequence[int], places: _Places) -> tuple[str, list[int | bytes]]:
+    """How bytes with addresses at these places are packed, and of what."""
+    format, values, end = "", list[int | bytes](), 0
+    for at in offsets:
+        if at > end:
+            format += f"{at - end}s"
+            values.append(data[end:at])
+        format += "P"
+        values.append(places.number(int.from_bytes(data[at : at + 8], "little")))
+        end = at + 8
+    if end < len(data):
+        format += f"{len(data) - end}s"
+        values.append(data[end:])
+    return format, values
 
 
 def _map(one: bytes, places: _Places) -> tuple[str, list[int | bytes]]:
-    """How a tensor map is packed, and of what."""
+    """The same of a tensor map."""
     if one == _NO_MAP:
-        return f"{TENSOR_MAP_BYTES}s", [one]
+        return _packed(one, (), places)
     at = address_offset()
     if at is None:
         raise CannotReplay("this driver's tensor maps do not hold the address as it is")
-    address = int.from_bytes(one[at : at + 8], "little")
-    head, tail = one[:at], one[at + 8 :]
-    if not head:
-        return f"P{len(tail)}s", [places.number(address), tail]
-    return f"{at}sP{len(tail)}s", [head, places.number(address), tail]
+    return _packed(one, (at,), places)

@@ -98,7 +98,8 @@ def test_the_same_bits_as_the_general_path(case: str, monkeypatch: pytest.Monkey
         want = layer.general_step(dy)
         got = layer.step(dy)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        assert len(calls) == 2 * turn
+        # with two first projections, their gradients are added between launches: only forward is played again
+        assert len(calls) == (1 if CASES[case].get("glu") == "split" else 2) * turn
         assert not any(t.isnan().any() for t in want)
 
 

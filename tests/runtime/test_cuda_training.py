@@ -1,0 +1,209 @@
+"""Forward and backward that are played again launch what the general path launches, whichever family's kernels they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen import get_family
+from hexa_fx.runtime import cuda_around, cuda_launch, cuda_layer, cuda_record, cuda_replay
+from tests.runtime.cards import Cards, Kept, arguments, copied
+
+TOKENS = 200
+NEEDS = (True, True, True, True, True, True, True, True)
+
+CASES: dict[str, dict[str, Any]] = {
+    "concat": {},
+    "split bias": {"glu": "split", "bias": True},
+    "none bias": {"glu": "none", "bias": True},
+    "interleaved": {"glu": "interleaved"},
+    "kn": {"layouts": "kn kn", "glu": "split"},
+    "no gates": {"gates": None},
+    "float gates": {"gates": torch.float32},
+    "few rows": {"tokens": 9},
+    "many slots": {"tokens": 3000},
+    "float32": {"dtype": torch.float32, "gates": torch.float32, "bias": True},
+}
+
+
+def forward(cards: Cards, args: Sequence[Any], general: bool = False) -> Any:
+    if general:
+        return cards.run_general_forward(*args)
+    return cuda_layer.moe_ffn_forward(cards.run_general_forward, *args)
+
+
+def backward(cards: Cards, dy: Tensor, saved: Sequence[Any], args: Sequence[Any], general: bool = False) -> Any:
+    _, h, v, inv, offs = saved
+    needs = [need and t is not None for need, t in zip(NEEDS, (args[0], *args[2:9]), strict=True)]
+    every = (dy, args[0], [h], v, inv, offs, *args[2:9], args[1].shape[1], *args[9:], needs)
+    if general:
+        return cards.run_general_backward(*every)
+    return cuda_layer.moe_ffn_backward(cards.run_general_backward, *every)
+
+
+def seen(cards: Cards, operands: Sequence[Any], run: Callable[[], Any]) -> tuple[list[Any], list[Tensor]]:
+    """What a call launches, addresses by what lies there: an operand, a result, a queue, else the how-manieth other one."""
+    cards.launches.clear()
+    with Kept():
+        results = [t for t in run() if t is not None]
+    named: list[tuple[Any, Tensor]] = [(f"operand {i}", t) for i, t in enumerate(operands) if isinstance(t, Tensor)]
+    named += [(f"result {i}", t) for i, t in enumerate(results)]
+    others: dict[int, str] = {}
+
+    def name(at: int) -> Any:
+        if at == 0:
+            return None
+        if 0x10000 <= at < 0x18000:
+            return "queue"
+        for what, t in named:
+            span = cuda_replay._span(t) if t.numel() else range(0)
+            if at in span:
+                return what, at - span.start
+        return others.setdefault(at, f"other {len(others)}")
+
+    found: list[Any] = []
+    for launch in cards.launches:
+        fields = re.findall(r"(\d*)([a-zA-Z])", get_family(launch.spec.family).args.format)
+        kinds = "".join(kind * int(count or 1) for count, kind in fields)
+        values = [name(v) if kind == "P" else v for v, kind in zip(launch.values, kinds, strict=True)]
+        maps = [(name(int.from_bytes(m[:8], "little")), m[8:]) for m in launch.maps if any(m)]
+        found.append((launch.spec, launch.config, values, maps))
+    return found, results
+
+
+def described(results: Sequence[Tensor]) -> list[Any]:
+    return [(t.shape, t.dtype, t.stride()) for t in results]
+
+
+@pytest.mark.parametrize("family", ["hopper", "cards"])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_played_again_is_what_the_general_path_launches(
+    case: str, family: str, request: pytest.FixtureRequest
+) -> None:
+    cards: Cards = request.getfixturevalue(family)
+    args = arguments(**({"tokens": TOKENS} | CASES[case]))
+    if args[2] is not None:
+        args[2].fill_(0.5)
+    saved = forward(cards, args, general=True)
+    dy = torch.randn_like(saved[0])
+    there, _ = seen(cards, args[:9], lambda: forward(cards, args, general=True))
+    back, gradients = seen(cards, (dy, *args[:9], *saved[1:]), lambda: backward(cards, dy, saved, args, general=True))
+    assert not cuda_launch.fallbacks
+    if family == "hopper" and case not in ("few rows", "float32"):
+        assert {launch[0].family for launch in there + back} >= {"gather_gemm_sm90"}
+    for _ in range(2):
+        backward(cards, dy, forward(cards, args), args)
+    cards.general = 0
+    for again in (args, copied(args), copied(args)):
+        got, kept = seen(cards, again[:9], lambda again=again: forward(cards, again))
+        assert got == there
+        assert described(kept) == described(saved)
+        dy = dy.clone()
+        got, results = seen(
+            cards,
+            (dy, *again[:9], *kept[1:]),
+            lambda again=again, kept=kept, dy=dy: backward(cards, dy, kept, again),
+        )
+        assert got == back
+        assert described(results) == described(gradients)
+        if case in ("concat", "interleaved", "float gates", "many slots") and family == "hopper":
+            assert torch.equal(results[1], gradients[1])  # sums of numbers that stand-ins write
+    # the gradients of gate and up as two projections are added between launches
+    assert cards.general == (3 if CASES[case].get("glu") == "split" else 0)
+
+
+def test_the_list_that_held_h_is_empty_afterwards(hopper: Cards) -> None:
+    args = arguments(tokens=TOKENS)
+    for _ in range(3):
+        y, h, *rest = forward(hopper, args)
+        kept = [h]
+        needs = [True] * 3 + [False] * 3 + [True, False]
+        every = (torch.randn_like(y), args[0], kept, *rest, *args[2:9], 2, *args[9:], needs)
+        cuda_layer.moe_ffn_backward(hopper.run_general_backward, *every)
+        assert not kept
+
+
+def test_other_gradients_are_another_kind_of_call(hopper: Cards) -> None:
+    args = arguments(tokens=TOKENS)
+    saved = forward(hopper, args)
+    dy = torch.randn_like(saved[0])
+    for _ in range(3):
+        backward(hopper, dy, saved, args)
+    hopper.general = 0
+    h, v, inv, offs = saved[1:]
+    every = (dy, args[0], [h], v, inv, offs, *args[2:9], 2, *args[9:], [True] + [False] * 7)
+    found = cuda_layer.moe_ffn_backward(hopper.run_general_backward, *every)
+    assert (hopper.general, len(found)) == (1, 1)
+
+
+def test_without_knowing_where_maps_hold_addresses_nothing_is_played_again(
+    hopper: Cards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_replay, "address_offset", lambda: None)
+    args = arguments(tokens=TOKENS)
+    for calls in range(1, 5):
+        forward(hopper, args)
+        assert hopper.general == calls
+
+
+def test_nothing_is_written_down_under_capture(hopper: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue is memory of the graph's own there."""
+    args = arguments(tokens=TOKENS)
+    forward(hopper, args)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for _ in range(2):
+        forward(hopper, args)
+    assert hopper.general == 3
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for _ in range(2):
+        forward(hopper, args)
+    assert hopper.general == 4
+
+
+def around(run: Callable[[Tensor], Any], x: Tensor) -> cuda_around.Around:
+    return cuda_around.Around(cuda_record.record(lambda: run(x)), (x,))
+
+
+def test_operators_around_launches_run_on_other_tensors() -> None:
+    def run(x: Tensor) -> list[Tensor]:
+        x.reshape(-1).double()  # what a kernel would read
+        sums = torch.empty(3, 4)
+        sums.copy_  # noqa: B018  (a kernel would write there)
+        return [sums.sum(0).view(2, 2).double(), torch.empty(5)]
+
+    found = around(run, torch.arange(6.0))
+    assert [one[0] for one in found.fresh] == [(5,), (3, 4)]
+    other = torch.full((6,), 7.0)
+    (copy,) = found.before((other,))
+    assert torch.equal(copy, other.double())
+    fresh = [torch.zeros(5), torch.ones(3, 4)]
+    first, second = found.after((other,), fresh)
+    assert torch.equal(first, torch.full((2, 2), 3.0, dtype=torch.float64))
+    assert second is fresh[0]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: (torch.empty(3), x.add_(1))[0],
+        lambda x: torch.empty(3).mul(x[:3]).mul_(2),
+        lambda x: (torch.empty(3), torch.empty(3).sum())[0],
+        lambda x: (torch.empty(3), torch.cat([x, x]))[0],
+        lambda x: (torch.empty(3), torch.max(x, 0))[0],
+    ],
+    ids=[
+        "writes to an operand",
+        "writes to what it made",
+        "reads what is no result's",
+        "takes a list",
+        "gives several",
+    ],
+)
+def test_operators_that_are_not_understood_are_refused(run: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(cuda_around.CannotReplay, match="it also runs aten"):
+        around(run, torch.arange(6.0))
