@@ -191,49 +191,51 @@ struct Gatherer {
     if constexpr (C::Borrow) pipe.template next<C::Stages>();
   }
 
-  // A warp loads 32 of a step's 64 rows, BM features of each. A lane keeps one row's offset a step ahead, and that row's slot
-  // two: a slot is looked at one step after it was asked for, or each step would wait for the load.
+  // A warp loads 32 of a step's 64 rows, 8 lanes 64 features of one. A lane keeps one row's offset a step ahead; slots are asked for
+  // `kAhead` steps before they are looked at, each into a register of its own: one that a loop moved on would be waited for there.
   CUTE_DEVICE void features(const Tile& t) {
-    static_assert(C::BM == 128 || C::BM == 64, "a warp covers whole rows of P");
-    constexpr int kLanesARow = C::BM / 8, kRowsAPass = 32 / kLanesARow, kPasses = 32 / kRowsAPass, kPeriod = 8 / kRowsAPass;
-    const int lane = lane_id(), w = warp_in_group() & 1, sub = lane / kLanesARow, c = lane % kLanesARow;
-    const int bytes = t.m0 + c * 8 < p.R ? 16 : 0;
-    const char* base = opaque(static_cast<const char*>(p.p) + size_t(bytes ? t.m0 + c * 8 : 0) * 2);
+    if (t.k_tiles == 0) return;
+    constexpr int kHalves = C::BM / 64, kPasses = 8, kAhead = 2;
+    const int lane = lane_id(), w = warp_in_group() & 1, sub = lane >> 3, c = lane & 7;
+    const char* base = opaque(static_cast<const char*>(p.p) + size_t(t.m0 + c * 8) * 2);
+    int bytes[kHalves];
+    CUTE_UNROLL
+    for (int h = 0; h < kHalves; ++h) bytes[h] = t.m0 + h * 64 + c * 8 < p.R ? 16 : 0;
     const uint32_t chunks = uint32_t(p.p_ld) / 8;
     const int odd = t.rows - (t.k_tiles - 1) * C::BK;
-    uint32_t offset[kPeriod];  // the swizzle repeats every 8 rows
-    CUTE_UNROLL
-    for (int i = 0; i < kPeriod; ++i) {
-      const int row = w * 32 + i * kRowsAPass + sub;
-      offset[i] = (c >> 3) * (C::BK * 128) + row * 128 + (((c ^ row) & 7) << 4);
-    }
+    const uint32_t offset = (w * 32 + sub) * 128 + ((c ^ sub) << 4);  // the other four of eight rows: bit 6 flipped
     auto slot_of = [&](int k) -> int {  // rows past the odd ones of step 0 repeat the last
       const int r = w * 32 + lane, row = k == 0 ? min(r, odd - 1) : odd + (k - 1) * C::BK + r;
       return k < t.k_tiles ? __ldg(p.v + t.row0 + row) : 0;
     };
-    int soon = slot_of(1);
-    uint32_t now = token(slot_of(0)) * chunks;  // in 16 bytes
-    for (int k = 0; k < t.k_tiles; ++k) {
+    int soon[kAhead];
+    uint32_t now = slot_of(0);
+    CUTE_UNROLL
+    for (int i = 0; i < kAhead; ++i) soon[i] = slot_of(1 + i);
+    now = token(now) * chunks;  // in 16 bytes
+    auto step = [&](int k, int& next, auto whole) {
       const char* row[kPasses];
       CUTE_UNROLL
-      for (int i = 0; i < kPasses; ++i) row[i] = opaque(base + size_t(__shfl_sync(~0u, now, i * kRowsAPass + sub)) * 16);
-      now = token(soon) * chunks;
-      soon = slot_of(k + 2);
-      const uint32_t stage = stage_address();
-      uint32_t dst[kPeriod];
-      CUTE_UNROLL
-      for (int i = 0; i < kPeriod; ++i) dst[i] = opaque(stage + offset[i]);
+      for (int i = 0; i < kPasses; ++i) row[i] = opaque(base + size_t(__shfl_sync(~0u, now, i * 4 + sub)) * 16);
+      now = token(next) * chunks;
+      next = slot_of(k + 1 + kAhead);
+      const uint32_t dst[2] = {opaque(stage_address() + offset), opaque(stage_address() + (offset ^ 64) + 512)};
       wait_for_room();
-      auto load = [&](auto whole) {
-        const int last = opaque(uint32_t(odd - w * 32 - sub));  // rows of no interest become zeros
+      const int last = opaque(uint32_t(odd - w * 32 - sub));  // rows of no interest become zeros
+      CUTE_UNROLL
+      for (int i = 0; i < kPasses; ++i) {
         CUTE_UNROLL
-        for (int i = 0; i < kPasses; ++i)
-          cp_async_16(dst[i % kPeriod] + (i / kPeriod) * 1024, row[i], decltype(whole)::value || i * kRowsAPass < last ? bytes : 0);
-      };
-      if (k > 0) load(true_type{});
-      else load(false_type{});
+        for (int h = 0; h < kHalves; ++h)
+          cp_async_16(dst[i & 1] + (i >> 1) * 1024 + h * (C::BK * 128), row[i] + h * 128,
+                      decltype(whole)::value || i * 4 < last ? bytes[h] : 0);
+      }
       issued();
-      __syncwarp();
+    };
+    step(0, soon[0], false_type{});
+    for (int k = 1; k < t.k_tiles; k += kAhead) {
+      CUTE_UNROLL
+      for (int i = 0; i < kAhead; ++i)
+        if (k + i < t.k_tiles) step(k + i, soon[(1 + i) % kAhead], true_type{});
     }
   }
 
