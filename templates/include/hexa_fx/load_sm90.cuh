@@ -35,6 +35,9 @@ CUTE_DEVICE bool gathered(const Tile& t) {
 template <class C>
 struct Copier {
   static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
+  // The compiler knows that an elected lane is one, and writes no loop over lanes for each copy. Measured: 3 % faster where weight tiles
+  // gather, as much slower elsewhere.
+  static constexpr bool kBrisk = C::WeightOp && C::GatherWeight;
   Smem<C>& sm;
   const GroupedParams& p;
   const TmaDescriptor* maps;
@@ -79,9 +82,9 @@ struct Copier {
     else SM90_TMA_LOAD_3D::copy(map, bar, kEvictNormal, dst, x, y, z);
   }
 
-  CUTE_DEVICE void row_tile(const Tile& t) {
+  CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {
     const int blocks = ceil_div(t.rows, 64);  // of rows; the others of the tile are neither read nor multiplied
-    for (int k = 0; k < t.k_tiles; ++k) {
+    for (int k = from; k < to; ++k) {
       uint64_t* bar = open<C::GatherRows>(blocks * (C::BK * 128));
       if constexpr (!C::GatherRows) {
         for (int i = 0; i < blocks; ++i)
@@ -90,7 +93,7 @@ struct Copier {
       load_weight(bar, t, k);
       pipe.template next<C::Stages>();
     }
-    if constexpr (C::Borrow) {  // a stage of nothing: the epilogue's, once the tile's last steps leave it
+    if (C::Borrow && to == t.k_tiles) {  // a stage of nothing: the epilogue's, once the tile's last steps leave it
       Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
       for (int i = 0; i < (C::AnyGather ? 2 : 1); ++i) Barrier::arrive(&sm.full[pipe.index]);
       pipe.template next<C::Stages>();
@@ -98,9 +101,9 @@ struct Copier {
   }
 
   // Step 0 holds the odd rows, so that only it needs zeros (see clear_tail).
-  CUTE_DEVICE void weight_tile(const Tile& t) {
+  CUTE_DEVICE void weight_tile(const Tile& t, int from, int to) {
     const int odd = t.rows - (t.k_tiles - 1) * C::BK;
-    for (int k = 0; k < t.k_tiles; ++k) {
+    for (int k = from; k < to; ++k) {
       uint64_t* bar = open<C::GatherWeight>();
       const int row = t.row0 + (k == 0 ? 0 : odd + (k - 1) * C::BK);
       if constexpr (!C::GatherWeight) {
@@ -125,18 +128,25 @@ struct Copier {
     TileReader<C> reader;
     TileWriter<C> writer;
     const Counts<C> counts(p);
-    const bool lead = lane_id() == 0, scheduler = lead && rank == 0;
+    const bool lead = kBrisk ? cute::elect_one_sync() : lane_id() == 0, scheduler = lead && rank == 0;
     if (scheduler) writer.publish(sm, p, counts, fetch_ticket(p));
     while (true) {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
       int ticket = 0;
       if (scheduler) ticket = fetch_ticket(p);
-      if (lead) {
-        if (C::RowOp && t.kind == kRowTile) row_tile(t);
-        if (C::WeightOp && t.kind == kWeightTile) weight_tile(t);
+      // Brisk: the next tile is worked out while the last stages are waited for, not behind them. Not earlier either, for gathering
+      // warps skip the tiles of which they gather nothing, and parities tell no more than one round of the stages apart.
+      const int late = kBrisk ? max(t.k_tiles - C::Stages + 1, 0) : t.k_tiles;
+#pragma unroll 1
+      for (int part = 0; part < (kBrisk ? 2 : 1); ++part) {
+        const int from = part == 0 ? 0 : late, to = part == 0 ? late : t.k_tiles;
+        if (lead) {
+          if (C::RowOp && t.kind == kRowTile) row_tile(t, from, to);
+          if (C::WeightOp && t.kind == kWeightTile) weight_tile(t, from, to);
+        }
+        if (part == 0 && scheduler) writer.publish(sm, p, counts, ticket);
       }
-      if (scheduler) writer.publish(sm, p, counts, ticket);
       __syncwarp();
     }
     if (scheduler) retire(p, gridDim.x / C::Cluster);
@@ -204,21 +214,22 @@ struct Gatherer {
     const uint32_t chunks = uint32_t(p.p_ld) / 8;
     const int odd = t.rows - (t.k_tiles - 1) * C::BK;
     const uint32_t offset = (w * 32 + sub) * 128 + ((c ^ sub) << 4);  // the other four of eight rows: bit 6 flipped
-    auto slot_of = [&](int k) -> int {  // rows past the odd ones of step 0 repeat the last
-      const int r = w * 32 + lane, row = k == 0 ? min(r, odd - 1) : odd + (k - 1) * C::BK + r;
-      return k < t.k_tiles ? __ldg(p.v + t.row0 + row) : 0;
+    const int* slots = p.v + t.row0;
+    auto ask = [&](int k, int& slot) {  // rows past the odd ones of step 0, and past the end, repeat the last
+      const int r = w * 32 + lane, row = k == 0 ? min(r, odd - 1) : min(odd + (k - 1) * C::BK + r, t.rows - 1);
+      asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(slot) : "l"(slots + row));
     };
-    int soon[kAhead];
-    uint32_t now = slot_of(0);
+    int first, soon[kAhead];
+    ask(0, first);
     CUTE_UNROLL
-    for (int i = 0; i < kAhead; ++i) soon[i] = slot_of(1 + i);
-    now = token(now) * chunks;  // in 16 bytes
+    for (int i = 0; i < kAhead; ++i) ask(1 + i, soon[i]);
+    uint32_t now = token(first) * chunks;  // in 16 bytes
     auto step = [&](int k, int& next, auto whole) {
       const char* row[kPasses];
       CUTE_UNROLL
       for (int i = 0; i < kPasses; ++i) row[i] = opaque(base + size_t(__shfl_sync(~0u, now, i * 4 + sub)) * 16);
-      now = token(next) * chunks;
-      next = slot_of(k + 1 + kAhead);
+      now = opaque(token(next) * chunks);
+      ask(k + 1 + kAhead, next);
       const uint32_t dst[2] = {opaque(stage_address() + offset), opaque(stage_address() + (offset ^ 64) + 512)};
       wait_for_room();
       const int last = opaque(uint32_t(odd - w * 32 - sub));  // rows of no interest become zeros
