@@ -31,13 +31,13 @@ CUTE_DEVICE bool gathered(const Tile& t) {
   return (t.kind == kRowTile && C::GatherRows) || (t.kind == kWeightTile && C::GatherWeight);
 }
 
-// One warp; its lane 0 works.
+// One warp; one lane works.
 template <class C>
 struct Copier {
   static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
-  // The compiler knows that an elected lane is one, and writes no loop over lanes for each copy. Measured: 3 % faster where weight tiles
-  // gather, as much slower elsewhere.
-  static constexpr bool kBrisk = C::WeightOp && C::GatherWeight;
+  // Where weight tiles gather, copies are started by an elected lane (the compiler knows that it is one, and writes no loop over lanes for
+  // each), and the next tile is worked out before this one's last steps. Measured elsewhere: no faster, the first projection slower.
+  static constexpr bool kBrisk = C::WeightOp && C::GatherWeight && C::Cluster == 1;
   Smem<C>& sm;
   const GroupedParams& p;
   const TmaDescriptor* maps;
@@ -135,8 +135,8 @@ struct Copier {
       if (t.kind == kEnd) break;
       int ticket = 0;
       if (scheduler) ticket = fetch_ticket(p);
-      // Brisk: the next tile is worked out while the last stages are waited for, not behind them. Not earlier either, for gathering
-      // warps skip the tiles of which they gather nothing, and parities tell no more than one round of the stages apart.
+      // No earlier than that: gathering warps skip tiles of which they gather nothing, and a parity tells one round of the stages from
+      // the next, not from the one behind that.
       const int late = kBrisk ? max(t.k_tiles - C::Stages + 1, 0) : t.k_tiles;
 #pragma unroll 1
       for (int part = 0; part < (kBrisk ? 2 : 1); ++part) {
@@ -201,8 +201,8 @@ struct Gatherer {
     if constexpr (C::Borrow) pipe.template next<C::Stages>();
   }
 
-  // A warp loads 32 of a step's 64 rows, 8 lanes 64 features of one. A lane keeps one row's offset a step ahead; slots are asked for
-  // `kAhead` steps before they are looked at, each into a register of its own: one that a loop moved on would be waited for there.
+  // A warp loads 32 of a step's 64 rows, 8 lanes 64 features of one. A lane knows one row's offset a step ahead. It asks for that row's
+  // slot `kAhead` steps before it looks at it, in a register of its own: where a loop hands slots on, it waits for the newest to do so.
   CUTE_DEVICE void features(const Tile& t) {
     if (t.k_tiles == 0) return;
     constexpr int kHalves = C::BM / 64, kPasses = 8, kAhead = 2;
@@ -213,7 +213,7 @@ struct Gatherer {
     for (int h = 0; h < kHalves; ++h) bytes[h] = t.m0 + h * 64 + c * 8 < p.R ? 16 : 0;
     const uint32_t chunks = uint32_t(p.p_ld) / 8;
     const int odd = t.rows - (t.k_tiles - 1) * C::BK;
-    const uint32_t offset = (w * 32 + sub) * 128 + ((c ^ sub) << 4);  // the other four of eight rows: bit 6 flipped
+    const uint32_t offset = (w * 32 + sub) * 128 + ((c ^ sub) << 4);  // 4 rows on: + 512, and bit 6 flips
     const int* slots = p.v + t.row0;
     auto ask = [&](int k, int& slot) {  // rows past the odd ones of step 0, and past the end, repeat the last
       const int r = w * 32 + lane, row = k == 0 ? min(r, odd - 1) : min(odd + (k - 1) * C::BK + r, t.rows - 1);
