@@ -20,6 +20,8 @@ Fresh = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and type of a tensor that every call allocates."""
 
 _DETACH = torch.ops.aten.detach.default
+_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
+"""Nothing is lost where nobody needs their result."""
 
 _Known = dict[int, Any]
 """Tensors of a call by the `id` of what was there in the recording."""
@@ -115,9 +117,11 @@ class Around:
             if call.is_view:  # if anyone needs it, it is found from there
                 continue
             kept: dict[int, Tensor] = {}
-            found |= {id(call.result)} | self._behind(_tensors(call), kept)
-            if kept or not isinstance(call.result, Tensor):
+            places = {id(call.result)} | self._behind(_tensors(call), kept)
+            if not isinstance(call.result, Tensor) or (kept and call.function not in _CASTS):
                 raise CannotReplay(f"it also runs {call.function}")
+            if not kept:
+                found |= places
         return found
 
     def _again(self, call: TorchCall) -> Callable[[_Known], None]:

@@ -152,8 +152,9 @@ def test_a_step_in_a_graph_sees_other_inputs(recorded: bool) -> None:
     """Captured when it is played again already, or before it was written down."""
     layer = Training(gates=BF16)
     dy = torch.randn_like(layer.inputs[0])
-    for _ in range(3 if recorded else 1):
-        layer.step(dy)
+    with torch.cuda.stream(torch.cuda.Stream()):  # a leaf's gradient waits for the stream where it was first asked for
+        for _ in range(3 if recorded else 1):
+            layer.step(dy)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -117,6 +117,29 @@ def test_what_is_played_again_is_what_the_general_path_launches(
     assert cards.general == (3 if CASES[case].get("glu") == "split" else 0)
 
 
+def test_gradients_are_added_to_buffers(hopper: Cards) -> None:
+    """What is not wanted on the way, the routing weights' gradient, is not made again."""
+    args = arguments(tokens=TOKENS, bias=True)
+    saved = forward(hopper, args, general=True)
+    dy, (h, v, inv, offs) = torch.randn_like(saved[0]), saved[1:]
+    needs = [False, False, *(t is not None for t in args[3:9])]
+    buffers = [None, *(None if t is None else torch.zeros(t.shape) for t in args[3:9])]
+
+    def step(run: Callable[..., Any]) -> Any:
+        every = (dy, args[0], [h], v, inv, offs, *args[2:9], 2, *args[9:], needs, *buffers)
+        return seen(hopper, (dy, args[0], h, v, inv, offs, *args[2:9], *buffers), lambda: run(*every))
+
+    want = step(hopper.run_general_backward)
+    hopper.general = 0
+    for _ in range(4):
+        got = step(lambda *every: cuda_layer.moe_ffn_backward(hopper.run_general_backward, *every))
+        assert got == want
+    assert hopper.general == 2
+    places = [name for launch in got[0] for name in (*launch[2], *(m[0] for m in launch[3]))]
+    written = {name[0] for name in places if isinstance(name, tuple)}
+    assert {f"operand {7 + 7 + i}" for i in (0, 1, 4, 5)} <= written  # w1, b1, w2 and b2, behind the thirteen and None
+
+
 def test_the_list_that_held_h_is_empty_afterwards(hopper: Cards) -> None:
     args = arguments(tokens=TOKENS)
     for _ in range(3):
