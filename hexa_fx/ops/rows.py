@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
+
+from hexa_fx.ir import Layout
+
+
+@overload
+def flip(layout: Layout) -> Layout: ...
+
+
+@overload
+def flip(layout: str) -> str: ...
 
 
 def flip(layout: str) -> str:

@@ -16,7 +16,8 @@ from torch import Tensor
 from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
 from hexa_fx.codegen.spec import KernelSpec, Layout
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
-from hexa_fx.runtime.cuda_launch import Into, address
+from hexa_fx.ops.rows import flip
+from hexa_fx.runtime.cuda_operands import Into, address, columns_of, inner_width, row_count
 from hexa_fx.runtime.cuda_plans_sm90 import (
     Maps,
     SpecKey,
@@ -66,7 +67,7 @@ def esmm(
     tile: TileChoice | None = None,
 ) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
-    n, columns, bias = _count(x, v), _columns(weight, layout), _packed(bias)
+    n, columns, bias = row_count(x, v), columns_of(weight, layout), _packed(bias)
     y = x.new_empty((n, columns))
     if not n:
         return y
@@ -99,8 +100,8 @@ def esmm_act(
     tile: TileChoice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)``: (n, I) or (n, 2I), and (n, I). Without `store_h` (inference) h is empty."""
-    n, columns, b1, b3 = _count(x, v), _columns(w1, layout), _packed(b1), _packed(b3)
-    inner = columns // 2 if glu in ("concat", "interleaved") else columns
+    n, columns, b1, b3 = row_count(x, v), columns_of(w1, layout), _packed(b1), _packed(b3)
+    inner = inner_width(columns, glu)
     width = inner if glu == "none" else 2 * inner
     h, a = x.new_empty((n if store_h else 0, width)), x.new_empty((n, inner))
     if not n:
@@ -149,7 +150,7 @@ def esmm_act_backward(
     Returns:
         dh like h, a_scaled (n, I), and d(weights) by slot (n,) in float32: <da, a>.
     """
-    n, inner = v.shape[0], _columns(w2, layout)
+    n, inner = v.shape[0], columns_of(w2, layout)
     dh, a = torch.empty_like(h), h.new_empty((n, inner))
     if not n:
         return dh, a, torch.empty(0, dtype=torch.float32, device=h.device)
@@ -236,7 +237,7 @@ def esfk(
     Args:
         into: what dW, and db if there is a bias, are added to; it is returned instead.
     """
-    flipped: Layout = "kn" if layout == "nk" else "nk"
+    flipped = flip(layout)
     experts, n, rows, columns = weight.shape[0], g.shape[0], x.shape[1], g.shape[1]
     if not n:
         dx = g.new_empty((0, rows))
@@ -302,14 +303,6 @@ def _run(
 def _tables(experts: int) -> int:
     """The smallest expert tables that hold `experts`."""
     return next(size for size in TABLES if experts <= size)
-
-
-def _columns(weight: Tensor, layout: Layout) -> int:
-    return weight.shape[1] if layout == "nk" else weight.shape[2]
-
-
-def _count(x: Tensor, v: Tensor | None) -> int:
-    return x.shape[0] if v is None else v.shape[0]
 
 
 def _packed(bias: Tensor | None) -> Tensor | None:

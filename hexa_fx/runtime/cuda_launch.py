@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock, get_ident
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.render import render
-from hexa_fx.codegen.spec import KernelSpec, Layout, SpecError
+from hexa_fx.codegen.spec import KernelSpec, SpecError
 from hexa_fx.errors import KernelError
 from hexa_fx.jit.build import build_many
 from hexa_fx.jit.errors import ToolchainError
@@ -267,43 +266,3 @@ def multiprocessors(device: int) -> int:
 @cache
 def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-class Into(NamedTuple):
-    """What a projection's gradients are added to, in the accumulators' type: rows of `weight` are contiguous, `bias` is.
-
-    Args:
-        weight: (E, N, K) or (E, K, N), as `layout` says.
-        bias: (E, N), or None where there is no bias.
-    """
-
-    weight: Tensor
-    layout: Layout
-    bias: Tensor | None
-
-
-def address(tensor: Tensor | None) -> int:
-    """Data pointer, 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def dense_rows(tensor: Tensor) -> Tensor:
-    """A matrix whose rows are contiguous: `tensor` itself wherever its row stride alone tells where its rows are."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def aligned(*tensors: Tensor | None) -> bool:
-    """Whether every row of every matrix starts at a multiple of 16 bytes."""
-    steps = 0
-    for t in tensors:
-        if t is not None:
-            size = t.element_size()
-            steps |= t.data_ptr()
-            for stride in t.stride()[:-1]:
-                steps |= stride * size
-    return not steps & 15
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Smallest whole number not below a / b."""
-    return -(-a // b)

@@ -17,16 +17,8 @@ from hexa_fx.codegen.spec import KernelSpec, Layout, Option, SpecError
 from hexa_fx.codegen.tiles_sm90 import TileChoice, choose_tile
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
-from hexa_fx.runtime.cuda_launch import (
-    DTYPES,
-    Kernel,
-    address,
-    described,
-    kernel_of,
-    launch,
-    multiprocessors,
-    plan,
-)
+from hexa_fx.runtime.cuda_launch import DTYPES, Kernel, described, kernel_of, launch, multiprocessors, plan
+from hexa_fx.runtime.cuda_operands import address
 from hexa_fx.runtime.cuda_tune import tuned_tile
 
 FAMILY = "gather_gemm_sm90"

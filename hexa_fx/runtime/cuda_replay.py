@@ -12,7 +12,8 @@ from torch import _C, Tensor
 
 from hexa_fx.codegen.families import get_family
 from hexa_fx.jit.kernel import KernelHandle
-from hexa_fx.runtime.cuda_launch import Launch, ceil_div
+from hexa_fx.runtime.cuda_launch import Launch
+from hexa_fx.runtime.cuda_operands import ceil_div
 from hexa_fx.runtime.cuda_record import Recording
 
 _deterministic, _fills = _C._get_deterministic_algorithms, _C._get_deterministic_fill_uninitialized_memory

@@ -18,23 +18,19 @@ from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
 from hexa_fx.codegen.spec import Glu, KernelSpec
 from hexa_fx.errors import InputError
 from hexa_fx.jit.env import checked_mode
-from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.runtime.cuda_launch import (
     DTYPES,
     Kernel,
     Unsupported,
-    address,
-    aligned,
     arch,
-    ceil_div,
     collecting,
     cuda_kernel,
-    dense_rows,
     described,
     kernel_of,
     launch,
     plan,
 )
+from hexa_fx.runtime.cuda_operands import address, aligned, ceil_div, constants_of, dense_rows
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +181,7 @@ def activate(h: Tensor, activation: str, glu: Glu, params: tuple[float, ...] = (
     h = dense_rows(h)
     n, width = h.shape[0], h.shape[1] if glu == "none" else h.shape[1] // 2
     a = h.new_empty((n, width))
-    alpha, limit = _constants(activation, params)
+    alpha, limit = constants_of(activation, params)
     kernel = _activate_kernel(
         "activate", arch(h.device.index), h.dtype, "f32", False, activation, glu, width, aligned(h, a)
     )
@@ -216,7 +212,7 @@ def activate_backward(
         assert v is not None
         assert offs is not None
         routed = offs.data_ptr() + 4 * (offs.shape[0] - 1)
-    alpha, limit = _constants(activation, params)
+    alpha, limit = constants_of(activation, params)
     w_name = "f32" if weights is None else DTYPES[weights.dtype].name
     fit = aligned(h, da, a, dh)
     kernel = _activate_kernel(
@@ -278,11 +274,6 @@ def _activate_kernel(
         "activate", op, arch, dtype=DTYPES[dtype], activation=activation, glu=glu, scale=weighted, aligned=fit
     )
     return kernel_of(spec.with_options(weights=weights, warps_per_row=warps))
-
-
-def _constants(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
-    alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
-    return alpha, limit
 
 
 def _row_blocks(n: int, kernel: Kernel) -> int:
