@@ -3,7 +3,7 @@ loop that ran many times is drawn once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hexa_fx.inspection.view import GraphView, NodeView, Role, TensorType
@@ -195,13 +195,3 @@ def _subtitle(node: NodeView) -> str:
 
 def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[-(width // 2) :]}"
-
-
-def boxes_by_key(pictures: Mapping[str, Picture]) -> dict[str, list[tuple[str, str]]]:
-    """(stage, box) by key."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for stage, picture in pictures.items():
-        for box in picture.boxes:
-            for key in box.keys:
-                found.setdefault(key, []).append((stage, box.name))
-    return found
