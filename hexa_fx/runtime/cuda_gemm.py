@@ -53,7 +53,7 @@ def esmm_act(
 ) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.esmm_act."""
     inner = inner_width(columns_of(w1, layout), glu)
-    if w3 is not None and (b1 is None) != (b3 is None):  # kernels have both biases or none
+    if w3 is not None and (b1 is None) != (b3 is None):  # kernels take both biases or none
         b1, b3 = (w1.new_zeros((w1.shape[0], inner)) if b is None else b for b in (b1, b3))
     only_sm80 = activation in SM80_ONLY or (activation, glu) == ("none", "none")
     if only_sm80 or _few_rows(x, v, offs) or not _hopper(offs, (inner,), x, w1, b1, w3, b3):
@@ -113,7 +113,7 @@ def esfk(
     layout: Layout,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.esfk. One launch, but for few rows an expert: their tiles of dX are not as high as those of dW."""
+    """See hexa_fx.ops.esfk. One launch, except for few rows per expert, where dX wants lower tiles than dW."""
     if g.shape[0] and _hopper(offs, (x.shape[1], g.shape[1]), x, g, weight):
         dx, dw, db = sm90.esfk(x, g, weight, x_index, offs, top_k, layout, has_bias)
         return dx, dw, g.new_empty(0) if db is None else db
@@ -136,7 +136,7 @@ def estmm_add(
     top_k: int,
     layout: Layout,
 ) -> None:
-    """See hexa_fx.ops.adding. In the epilogue of the weight tiles."""
+    """See hexa_fx.ops.adding. The epilogue of the weight tiles adds."""
     hopper = (x_index is None or g_index is None) and _hopper(offs, (x.shape[1], g.shape[1]), x, g)
     held, as_layout = _held(into, layout, hopper)
     family = sm90 if hopper else sm80
@@ -156,7 +156,7 @@ def esfk_add(
     top_k: int,
     layout: Layout,
 ) -> Tensor:
-    """See hexa_fx.ops.adding. As esfk."""
+    """See hexa_fx.ops.adding. Launches as `esfk` does."""
     fits = _hopper(offs, (x.shape[1], g.shape[1]), x, g, weight)
     if not weight.numel() or (_few_rows(g, None, offs) and not fits):
         rows = _input_gradient(g, weight, offs, layout)
@@ -174,13 +174,13 @@ def esfk_add(
 
 
 def _input_gradient(g: Tensor, weight: Tensor, offs: Tensor, layout: Layout) -> Tensor:
-    """dX rows, by a launch of their own."""
+    """The rows of dX, by a launch of their own."""
     stored, transposed = as_stored(weight, flip(layout))
     return sm80.esmm(g, stored, None, None, offs, 1, transposed)
 
 
 def _held(into: Tensor, layout: Layout, on_hopper: bool) -> tuple[Tensor, Layout]:
-    """What a kernel adds to, and its layout: `into` as it lies, or zeros to be added to it where no kernel knows its strides."""
+    """What a kernel adds to, with its layout: `into` as it lies, or zeros to add to it later if no kernel supports its strides."""
     stored, as_layout = as_stored(into, layout)
     by_expert, by_row, step = stored.stride()
     _, rows, columns = stored.shape

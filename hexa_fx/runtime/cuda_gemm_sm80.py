@@ -96,7 +96,7 @@ def estmm(
     """``dW[e]``, the sum of ``x[row]^T g[row]``: (E, N, K) for ``nk``, (E, K, N) for ``kn``.
 
     Args:
-        into: of the accumulators' type and the result's shape, that it is added to and that is returned.
+        into: what the result is added to, in its shape and the accumulators' type; it is returned.
     """
     a, a_index, b, b_index = (x, x_index, g, g_index) if layout == "kn" else (g, g_index, x, x_index)
     a, b = dense_rows(a), dense_rows(b)
@@ -113,7 +113,7 @@ def estmm(
         kernel, bm, bn = kernel_for(key, tile)
         launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
 
-    if autotuning() and into is None:  # what adds is not run again and again
+    if autotuning() and into is None:  # every timed run of a kernel that adds would add
         tune_key(key, run)
     run()
     return d

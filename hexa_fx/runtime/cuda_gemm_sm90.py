@@ -1,8 +1,7 @@
-"""The products of docs/operators.md on the sm_90a family: tensors in, tensors out.
+"""The matrix products of docs/operators.md on the sm_90a family: tensors in, tensors out.
 
-Shapes: T tokens, n rows in expert order, E experts. Every function needs CUDA tensors of one device, bf16 or f16, 16-byte
-aligned, and says so by `unsupported` before anything is launched. Nothing here reads the device. `tile` is what the shape
-picks unless given.
+Shapes: T tokens, n rows in expert order, E experts. The operands are CUDA tensors on one device that `unsupported` has no
+objection to: bf16 or f16, 16-byte aligned. Nothing here reads the device back. Unless `tile` is given, the shape decides it.
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ def estmm(
     """``dW[e] = sum over rows of x[row]^T g[row]``, (E, N, K) for ``nk``, (E, K, N) for ``kn``. At most one index.
 
     Args:
-        into: float32 of the result's shape that it is added to, and that is returned.
+        into: float32 tensor of the result's shape that the result is added to; it is returned.
     """
     experts = offs.shape[0] - 1
     if g_index is not None:  # the gathered operand is P, dW's rows unless transposed
@@ -231,8 +230,8 @@ def esfk(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The paper's fused backward: ``dx = g W^T`` (n, K), ``dW``, ``db`` (E, N) of one projection in one launch.
 
-    A tile may say to `split` it where the card is faster with dX and dW in launches of their own; not with a bias, whose gradient
-    costs nothing in the one launch.
+    Where dX and dW are faster in launches of their own, the tile says to `split` it. A bias prevents that: its gradient is free in
+    the one launch.
 
     Args:
         into: what dW, and db if there is a bias, are added to; it is returned instead.
@@ -284,9 +283,9 @@ def _run(
     tile: TileChoice | None,
     run: Callable[[TileChoice], None],
 ) -> None:
-    """Runs with the given tile, the measured one, or the rule's; measures first where HEXA_FX_AUTOTUNE asks for it.
+    """Runs with the given tile, else the measured one, else the rule's. Measures first if HEXA_FX_AUTOTUNE asks for it.
 
-    A kernel that adds is not measured, for it would add every time: it takes the tile of the one that stores.
+    A kernel that adds is not measured, since every timed run would add. It takes the tile of the kernel that stores.
     """
     device = x.device.index
     if tile is None and autotuning() and not key.accumulate:
@@ -301,10 +300,10 @@ def _run(
 
 
 def _tables(experts: int) -> int:
-    """The smallest expert tables that hold `experts`."""
+    """Size of the smallest expert tables that hold `experts`."""
     return next(size for size in TABLES if experts <= size)
 
 
 def _packed(bias: Tensor | None) -> Tensor | None:
-    """A bias whose rows follow each other, as the kernels read it."""
+    """A contiguous bias, as the kernels read it."""
     return None if bias is None else bias.contiguous()

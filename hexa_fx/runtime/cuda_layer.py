@@ -1,9 +1,9 @@
-"""``hexa::moe_ffn`` of few tokens on CUDA, without gradients: a call like an earlier one only exchanges addresses.
+"""``hexa::moe_ffn`` of few tokens on CUDA without gradients: a call like an earlier one is replayed with new addresses.
 
-Few tokens take a device less time than the host needs to choose four kernels and allocate six tensors. All that depends on
-types, shapes, strides and alignment, so it is done once for them: the general path is written down at the second such call,
-and played again from then on. Whatever is not launches and allocations alone (another family's tensor maps, a copy, a
-fallback, checked mode, autotuning) stays on the general path, and so does every call that it refuses.
+For few tokens a device needs less time than the host, which chooses four kernels and allocates six tensors. All of that
+follows from types, shapes, strides and alignment, so it is done once for each combination: the second such call is recorded
+on the general path, and later ones replay the recording. A call that does more than launch and allocate (tensor maps, a copy,
+a fallback, checked mode, autotuning) stays on the general path, and so does one that the general path refuses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _general: set[Key] = set()
 
 @on_forget
 def forget() -> None:
-    """Forgets every recorded call."""
+    """Drops every recorded call."""
     _known.clear()
     _general.clear()
 
@@ -51,15 +51,15 @@ def moe_ffn(general: General, *args: Any) -> Tensor:
     """``hexa::moe_ffn`` on plain CUDA tensors where no gradient is wanted.
 
     Args:
-        general: runs the operator whatever its arguments are, or says what is wrong with them.
-        args: of the operator, all sixteen, not checked.
+        general: the general path, which checks its arguments.
+        args: the operator's sixteen arguments, unchecked.
     """
     if not 0 < args[1].numel() <= FEW_SLOTS or falls_back():
         return general(*args)
     operands = args[:_TENSORS]
     try:
         key, addresses = _describe(operands, args[_TENSORS:])
-    except RuntimeError:  # a layout without strides
+    except RuntimeError:  # a tensor without strides
         return general(*args)
     replay = _known.get(key)
     if replay is None:
@@ -68,13 +68,13 @@ def moe_ffn(general: General, *args: Any) -> Tensor:
         return general(*args)
     try:
         return replay(operands[0], addresses)
-    except KernelError:  # the general path says so, and falls back
+    except KernelError:  # the general path reports it and falls back
         _known.pop(key, None)
         return general(*args)
 
 
 def _describe(operands: tuple[Tensor | None, ...], static: tuple[Any, ...]) -> tuple[Key, list[int]]:
-    """Everything that a call's launches depend on but addresses; addresses."""
+    """A pair: everything but addresses that a call's launches depend on, and the addresses."""
     x = operands[0]
     assert x is not None
     addresses = [0 if t is None else t.data_ptr() for t in operands]
@@ -96,7 +96,7 @@ def _describe(operands: tuple[Tensor | None, ...], static: tuple[Any, ...]) -> t
 
 
 def _first_calls(general: General, args: tuple[Any, ...], key: Key) -> Tensor:
-    """The general path, written down at the second call: the first one builds kernels and makes programs."""
+    """Runs the general path, and records the second call; the first one builds kernels and makes programs."""
     if key in _general or collecting() or autotuning():
         return general(*args)
     if key not in _known:

@@ -1,7 +1,6 @@
-"""A call of kernels, written down: what it launched, what it allocated, and whether it did anything else.
+"""Records a call of kernels: what it launched, what it allocated, and whether it did anything else.
 
-Torch's dispatcher shows what it does besides launching. So what was written down is all of the call wherever `Recording.other`
-is empty, and not by assumption.
+Torch's dispatcher shows everything else that a call does. So if `Recording.other` is empty, the recording is known to be complete.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ _VIEWS = frozenset({_ATEN.transpose.int, _ATEN.view.default, _ATEN.detach.defaul
 
 @dataclass
 class Recording:
-    """One call.
+    """One recorded call.
 
     Args:
         result: what it returned.
-        launches: in order.
-        allocated: every tensor it allocated, alive as long as this is.
-        other: torch operators it ran that neither allocate nor view.
+        launches: its launches, in order.
+        allocated: every tensor that it allocated; they live as long as the recording.
+        other: the torch operators that it ran and that neither allocate nor view.
     """
 
     result: Any = None
@@ -39,7 +38,7 @@ class Recording:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees the torch operators of this thread."""
+    """Notes the torch operators that this thread runs."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ class _Watch(TorchDispatchMode):
 
 
 def record(run: Callable[[], Any]) -> Recording:
-    """Runs `run` and writes down what it does. Its launches are queued as ever."""
+    """Calls `run` and records what it does. Its launches are queued as usual."""
     recording = Recording()
     with noting() as recording.launches, _Watch(recording):
         recording.result = run()

@@ -1,4 +1,4 @@
-"""The launches of a recorded call again, on other addresses: two allocations, one packing, a driver call a launch."""
+"""Replays a recorded call on other addresses: two allocations, one packing, and one driver call per launch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _empty_strided: Callable[..., Tensor] | None = getattr(_C._dynamo.guards, "_empt
 
 
 class CannotReplay(Exception):
-    """Why a recording cannot be played again on other addresses."""
+    """A recording cannot be replayed on other addresses; says why."""
 
 
 class _Step(NamedTuple):
-    """One launch: which addresses its argument struct begins with, by their number, and the bytes behind them."""
+    """One launch: the numbers of the addresses that its argument struct begins with, and the bytes behind them."""
 
     kernel: KernelHandle
     grid: tuple[int, int, int]
@@ -39,23 +39,25 @@ class _Step(NamedTuple):
 
 
 class _Buffer(NamedTuple):
-    """The arguments of all launches, one call's at a time, and per launch what `KernelHandle.queue` takes."""
+    """The arguments of all launches of one call, and for each launch what `KernelHandle.queue` takes."""
 
     memory: ctypes.Array[ctypes.c_char]
     launches: tuple[tuple[KernelHandle, bytes, ctypes.Array[Any]], ...]
 
 
 class Replay:
-    """A recorded call that runs again wherever only addresses differ.
+    """A recorded call that can be run again when only addresses differ.
 
-    Argument structs begin with pointers. Each was an operand's address, the result's or one in an allocation: the first two are
-    exchanged, and all allocations but the result become parts of one workspace.
+    Argument structs begin with pointers: to an operand, to the result, or into an allocation. The first two are replaced, and
+    all allocations other than the result become parts of one workspace.
 
     Args:
-        recording: the call. operands: its tensors, None where one is missing. device: where it ran.
+        recording: the call.
+        operands: its tensors, None where one is missing.
+        device: where it ran.
 
     Raises:
-        CannotReplay: it did more than launch, or its arguments hold something else than addresses and constants.
+        CannotReplay: the call did more than launch, or its arguments contain an address that is none of these.
     """
 
     def __init__(self, recording: Recording, operands: Sequence[Tensor | None], device: int) -> None:
@@ -87,7 +89,7 @@ class Replay:
         Raises:
             DriverError: the driver refused a launch.
         """
-        if _empty_strided is None or (_deterministic() and _fills()):  # then torch writes to what is empty
+        if _empty_strided is None or (_deterministic() and _fills()):  # torch would then fill empty tensors
             out, workspace = x.new_empty(self.shape), x.new_empty(self._elements)
         else:
             out = _empty_strided(self.shape, self._strides, self._dtype)
@@ -96,7 +98,7 @@ class Replay:
         stream = _C._cuda_getCurrentRawStream(self.device)
         free = self._free.setdefault(stream, [])
         try:
-            buffer = free.pop()  # whoever holds it has it alone: threads need no lock
+            buffer = free.pop()  # a buffer has one user at a time, so threads need no lock
         except IndexError:
             buffer = self._buffer(stream)
         inner = [start + offset for offset in self._offsets]
@@ -117,7 +119,7 @@ class Replay:
 
 
 class _Places:
-    """Numbers for the addresses of a recording: 0 for none, then the operands', the result's, those in the workspace."""
+    """Numbers the addresses of a recording: 0 for none, then the operands, the result, and places in the workspace."""
 
     def __init__(self, recording: Recording, operands: Sequence[Tensor | None]) -> None:
         result = recording.result
@@ -139,7 +141,7 @@ class _Places:
             self.size += ceil_div(size, _ALIGNED) * _ALIGNED
 
     def number(self, address: int) -> int:
-        """The number of an address; a new one for one in the workspace that was not asked for before."""
+        """The number of an address. An address in the workspace gets a new one when it is first asked for."""
         if address not in self._number:
             found = [start + address - part.start for part, start in self._parts if address in part]
             if not found:
