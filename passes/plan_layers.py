@@ -33,7 +33,8 @@ class PartitionConfig:
         slots: slots of the shared cache, 1 or 2. With 0 nothing is shared: every layer keeps its gathered weights for backward.
         prefetch: gather the next layer's weights ahead of their use.
         tile: h_i is a multiple of it, where the intermediate size allows.
-        step: channels that a device's kernels compute at a time. Default: 1, or the kernels' own on GPUs.
+        kernel_columns: columns of the first projection that a device's kernels compute at a time; h_i counts a begun step
+            as a whole one. Default: 1, or the kernels' own on GPUs.
         memory_caps: bytes of expert state that each rank may hold at most, counted with ``bytes_per_element``; None for no limit.
         bytes_per_element: bytes of an expert parameter together with its gradient and optimizer state.
         data_parallel: how the gradients of all other parameters are combined: ``sum`` (nothing divides them) or ``mean``
@@ -53,7 +54,7 @@ class PartitionConfig:
     slots: int = 2
     prefetch: bool = True
     tile: int = 64
-    step: int | None = None
+    kernel_columns: int | None = None
     memory_caps: tuple[int, ...] | None = None
     bytes_per_element: int = 16
     data_parallel: Literal["sum", "mean"] = "sum"
@@ -157,7 +158,8 @@ def _plan_layer(
     caps = _channel_caps(shape, config, world)
     if mode == "model_centric":
         tile = min(config.tile, max(1, shape.intermediate_size // world))
-        shards = costs.by_channels.split(shape.intermediate_size, tile=tile, step=config.step or 1, caps=caps)
+        step = shape.channels(config.kernel_columns or 1)
+        shards = costs.by_channels.split(shape.intermediate_size, tile=tile, step=step, caps=caps)
     else:  # every rank computes with all weights, so what it stores need not follow its speed
         shards = even(shape.intermediate_size, world, caps=caps)
     owner = max(range(len(shards)), key=lambda rank: (shards[rank], -rank))

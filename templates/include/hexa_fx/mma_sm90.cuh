@@ -32,8 +32,9 @@ struct ColumnSum {
   static constexpr int kParts = C::BK / kRows;            // warps that share a block
   float x = 0.f, y = 0.f;
 
-  // Adds the first `rows` rows of a stage.
-  CUTE_DEVICE void add(const Smem<C>& sm, int stage, int warp, int rows = C::BK) {
+  // Adds the first `rows` rows of a stage, which one lane of each warp may give back after it. __syncwarp would order that, but
+  // compute-sanitizer's racecheck follows only the barrier.
+  CUTE_DEVICE void add(const Smem<C>& sm, int stage, int warp, int group, int rows = C::BK) {
     using Pair = conditional_t<is_same_v<typename C::T, cutlass::bfloat16_t>, __nv_bfloat162, __half2>;
     const uint8_t* block = sm.b[stage] + (warp / kParts) * (C::BK * 128);
     const int lane = lane_id(), first = (warp % kParts) * kRows;
@@ -51,7 +52,7 @@ struct ColumnSum {
         y += f.y;
       }
     }
-    __syncwarp();  // one lane gives the stage back for all
+    cutlass::arch::NamedBarrier::sync(128, kTailBarrier + group);
   }
 };
 
@@ -104,7 +105,7 @@ struct MainLoop {
         warpgroup_wait<0>();
         warpgroup_fence_operand(acc);
       }
-      if constexpr (Sum) sum.add(sm, pipe.index, warp, odd);
+      if constexpr (Sum) sum.add(sm, pipe.index, warp, group, odd);
       release(sm, pipe.index);
       pipe.template next<C::Stages>();
       k = 1;
@@ -122,7 +123,7 @@ struct MainLoop {
         }
         warpgroup_commit_batch();
       }
-      if constexpr (Sum) sum.add(sm, pipe.index, warp);
+      if constexpr (Sum) sum.add(sm, pipe.index, warp, group);
       if (k == 0) meanwhile();
       if constexpr (Active > 0) warpgroup_wait<1>();
       if (previous >= 0) release(sm, previous);
