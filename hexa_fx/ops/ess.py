@@ -29,14 +29,14 @@ def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | N
         (E, C) in g's dtype, summed in float32 (float64 for float64); zero for an expert without rows.
 
     Raises:
-        InputError: arguments that do not fit.
+        InputError: the arguments do not fit together.
     """
     y: Tensor = torch.ops.hexa.ess(g, v, offs, top_k, scale)
     return y
 
 
 def check(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
-    """Arguments of ess."""
+    """Checks the arguments of ess."""
     checks.check_floating("ess", ("g",), (g,))
     checks.check_index("ess", g, ("v", "offs"), (v, offs))
     checks.check_matrix("ess", "g", g)

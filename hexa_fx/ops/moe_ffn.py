@@ -108,7 +108,7 @@ def check(
     recompute_h: bool,
     fused_backward: bool = True,
 ) -> None:
-    """Shapes, dtypes and devices of the arguments."""
+    """Checks shapes, dtypes and devices of the arguments."""
     op = "moe_ffn"
     checks.check_floating(op, _NAMES, (x, w1, b1, w3, b3, w2, b2))
     experts, model_size, n = checks.check_weight(op, "w1", w1, layout1)

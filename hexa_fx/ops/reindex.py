@@ -41,7 +41,7 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 
 
 def check(top_k_index: Tensor, num_experts: int) -> None:
-    """Shape and dtype of the arguments."""
+    """Checks shape and dtype of the arguments."""
     if top_k_index.ndim != 2 or top_k_index.dtype not in checks.INTEGER:
         raise InputError(
             f"hexa::reindex: top_k_index is {checks.shape(top_k_index)}; expected integer (tokens, experts a token)"
