@@ -63,7 +63,7 @@ def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: 
 
 
 def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """CPU kernel: torch's embedding bag is a gather and weighted sum in one pass, accumulated in float32."""
+    """CPU kernel. torch's embedding bag gathers and sums in one pass, accumulating in float32."""
     n = inv.shape[0]
     if n == 0 or y.shape[1] == 0:
         return y.new_zeros((n // top_k, y.shape[1]))
@@ -98,7 +98,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def gradients(
     grad: Tensor, y: Tensor | None, weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int, needs_dy: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dy, dweights), the first where it is needed, the second where y is given."""
+    """(dy, dweights): the first if it is needed, the second if y is given."""
     dy = dweights = None
     wide = accumulate_dtype(grad.dtype)
     v = invert(inv)

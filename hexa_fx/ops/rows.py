@@ -36,7 +36,7 @@ def expert_of_row(offs: Tensor, n: int) -> Tensor:
 
 
 def routed_rows(offs: Tensor, n: int) -> Tensor:
-    """Mask (n, 1) of the rows before ``offs[E]``."""
+    """Mask (n, 1) of the rows that have an expert: those before ``offs[E]``."""
     return (torch.arange(n, dtype=offs.dtype, device=offs.device) < offs[-1]).unsqueeze(1)
 
 
