@@ -21,7 +21,7 @@ class FreshInputs:
     Args:
         args, kwargs: the example call.
         num_experts: if known.
-        seed: of the random values; equal calls of the methods give equal inputs.
+        seed: for the random values; equal calls of a method give equal inputs.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_experts: int | None, seed: int) -> None:
@@ -40,7 +40,7 @@ class FreshInputs:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the example."""
+        """Number of tokens of the example."""
         return self._sizes[0] * self._sizes[1]
 
     def example(self, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -54,7 +54,7 @@ class FreshInputs:
         return self._make(shapes, dtype, routing)
 
     def at(self, batch: int, sequence: int, dtype: torch.dtype, routing: Routing | None = None) -> tuple[Any, Any]:
-        """The same with dimensions that count batch, sequence or tokens in the example set to the given sizes."""
+        """As `like_example`, with the dimensions that count batch, sequence or tokens set to the given sizes."""
         shapes = [
             self._resized(leaf, (batch, sequence)) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves
         ]
@@ -103,7 +103,7 @@ class FreshInputs:
         return args, kwargs
 
     def _tokens_at(self) -> int | None:
-        """The first matrix of floats that is no routing."""
+        """Which argument holds the tokens: the first matrix of floats that is no routing."""
         for number, (leaf, kind) in enumerate(zip(self._leaves, self._kinds)):
             if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and kind in ("signed", "unsigned"):
                 return number
