@@ -40,10 +40,14 @@ Node = torch.fx.Node
 
 @dataclass
 class RowEmitter:
-    """Args:
-    graph, weights, body: where to, whose parameters, and what.
-    outside: the new node of a recorded one, flattened to (T, C) where ``as_rows`` is asked for.
-    factor: the product of routing quantities as (T, k), None for 1.
+    """Emits a body into a graph.
+
+    Args:
+        graph: where to.
+        weights: emits the experts' parameters.
+        body: what to emit.
+        outside, as_rows: the new node of a recorded one, as it is or flattened to (T, C).
+        factor: the product of routing quantities as (T, k), None for 1.
     """
 
     graph: torch.fx.Graph

@@ -14,11 +14,13 @@ from hexa_fx.passes.detect.graph import RANDOM, effects, operation
 
 @dataclass(frozen=True)
 class Kept:
-    """Args:
-    order: nodes to emit, in recorded order; a call is emitted where its first result stands.
-    calls: result node -> the submodule call that gives it.
-    rereads: a write by such a call into its own argument -> how to read the argument afterwards.
-    stand_ins: a write inside a call that stays a call -> a result of that call, which later reads are ordered after.
+    """What the rewritten graph keeps of the recorded one.
+
+    Args:
+        order: nodes to emit, in recorded order; a call is emitted where its first result stands.
+        calls: the submodule call behind each result node.
+        rereads: a write by such a call into its own argument -> how to read the argument afterwards.
+        stand_ins: a write inside a call that stays a call -> a result of that call, which later reads are ordered after.
     """
 
     order: tuple[torch.fx.Node, ...]
@@ -161,7 +163,7 @@ def _inner_needed(
 
 
 def _repeatable(nodes: Sequence[torch.fx.Node]) -> bool:
-    """Whether a node may run twice: it neither draws random numbers nor writes."""
+    """Whether nodes may run twice: they neither draw random numbers nor write."""
     return not any(operation(node) in RANDOM or record_of(node).writes for node in nodes)
 
 

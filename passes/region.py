@@ -22,9 +22,12 @@ from hexa_fx.passes.weights import WeightEmitter
 
 @dataclass
 class RegionEmitter:
-    """Args:
-    match: the region. graph, weights: where to.
-    outside: the new node of every recorded one that the region reads.
+    """Emits a region into a graph.
+
+    Args:
+        match: the region.
+        graph, weights: where to emit it.
+        outside: the new node of every recorded one that the region reads.
     """
 
     match: MoEMatch
