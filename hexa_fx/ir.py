@@ -2,7 +2,7 @@
 
 capture -> `CapturedBlock` -> detect -> `MoEMatch` | `Refusal` -> rewrite -> `RewrittenBlock` -> runtime.
 
-Sizes: T tokens, k experts a token, n = T*k routed rows, E experts, D model size, I expert intermediate size.
+Sizes: T tokens, k experts per token, n = T*k routed rows, E experts, D model size, I expert intermediate size.
 """
 
 from __future__ import annotations

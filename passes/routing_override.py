@@ -93,7 +93,7 @@ class LogitsOverride(TorchFunctionMode):
     Args:
         routing: what to choose.
         num_experts: size of the dimension that holds logits, the last one.
-        top_k: how many experts a token is to prefer.
+        top_k: how many experts per token is to prefer.
         experts: weights of the experts, which are no router's weight even if one of their sizes is the number of experts.
     """
 

@@ -4,7 +4,7 @@ transformers keeps the experts of a block as stacked parameters and describes th
 `has_bias`, `is_transposed`). What happens between the projections is a method, `_apply_gate`. Running that once on numbers shows
 which of our activations it is. If it is none of them, it runs as it is, between two `hexa::esmm`.
 
-T tokens, k experts a token, E experts, D model size, I intermediate size.
+T tokens, k experts per token, E experts, D model size, I intermediate size.
 """
 
 from __future__ import annotations

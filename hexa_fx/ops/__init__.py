@@ -1,6 +1,6 @@
 """The expert-specific operators ``hexa::*`` (docs/operators.md), one module each, and their Python wrappers.
 
-Importing it defines the operators in torch.library. T tokens, k experts a token, n = T*k routed rows, E experts,
+Importing it defines the operators in torch.library. T tokens, k experts per token, n = T*k routed rows, E experts,
 D model size, I intermediate size.
 """
 

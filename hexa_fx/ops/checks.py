@@ -57,11 +57,11 @@ def check_routing(op: str, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     index = top_k_index
     if index.ndim != 2 or index.dtype not in INTEGER or index.shape[0] != x.shape[0]:
         raise InputError(
-            f"hexa::{op}: top_k_index is {shape(index)}; expected integer ({x.shape[0]}, experts a token), as x is "
+            f"hexa::{op}: top_k_index is {shape(index)}; expected integer ({x.shape[0]}, experts per token), as x is "
             f"{shape(x)}"
         )
     if index.shape[1] < 1:
-        raise InputError(f"hexa::{op}: top_k_index is {shape(index)}; expected one expert a token or more")
+        raise InputError(f"hexa::{op}: top_k_index is {shape(index)}; expected at least one expert per token")
     if index.device != x.device:
         raise InputError(f"hexa::{op}: top_k_index is on {index.device}, x on {x.device}")
     if top_k_weights is None:

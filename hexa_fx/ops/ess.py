@@ -47,7 +47,7 @@ def check(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor |
         raise InputError("hexa::ess: scale is by slot, so it needs v")
     if scale.numel() != v.shape[0] or scale.dtype not in checks.FLOATING:
         raise InputError(
-            f"hexa::ess: scale is {checks.shape(scale)}; expected {v.shape[0]} floating numbers, one a slot"
+            f"hexa::ess: scale is {checks.shape(scale)}; expected {v.shape[0]} floating-point numbers, one per slot"
         )
     if scale.device != g.device:
         raise InputError(f"hexa::ess: scale is on {scale.device}, g on {g.device}")

@@ -44,7 +44,7 @@ def check(top_k_index: Tensor, num_experts: int) -> None:
     """Checks shape and dtype of the arguments."""
     if top_k_index.ndim != 2 or top_k_index.dtype not in checks.INTEGER:
         raise InputError(
-            f"hexa::reindex: top_k_index is {checks.shape(top_k_index)}; expected integer (tokens, experts a token)"
+            f"hexa::reindex: top_k_index is {checks.shape(top_k_index)}; expected integer (tokens, experts per token)"
         )
     if num_experts < 1:
         raise InputError(f"hexa::reindex: num_experts is {num_experts}; expected 1 or more")

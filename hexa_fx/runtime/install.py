@@ -278,7 +278,9 @@ def _packed_weights(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[st
     weights: dict[str, PackedWeight] = {}
     for weight in (weight for rewritten in blocks if rewritten for weight in rewritten.packed):
         if weights.setdefault(weight.name, weight) != weight:
-            raise InputError(f"train and eval mode read other weights as {weight.name!r}; please report this")
+            raise InputError(f"train and eval mode read different weights as {weight.name!r}; please report this")
         if hasattr(block, weight.name):
-            raise InputError(f"{type(block).__name__} already has an attribute {weight.name!r}; name the weight apart")
+            raise InputError(
+                f"{type(block).__name__} already has an attribute {weight.name!r}, which hexa_fx needs; rename it"
+            )
     return weights

@@ -87,7 +87,7 @@ class Unchanged:
         except (RuntimeError, ValueError):  # an attribute is a tensor or an array now
             raise GuardMiss(self._difference()) from None
         if self._lists and list(map(_length, self._lists)) != self._counts:
-            raise GuardMiss(f"the number of modules in {self._other_length()!r} is another now; {_AGAIN}")
+            raise GuardMiss(f"the number of modules in {self._other_length()!r} has changed; {_AGAIN}")
         if self._hooks and any(self._hooks):
             raise GuardMiss("an expert has hooks, which only its own code calls")
 

@@ -61,7 +61,8 @@ def detect_free(
     """The region with experts of any form. ``passed`` are host decisions after the experts that do not count.
 
     Raises:
-    NotFree: the code is of another kind. Refuse: it is of this kind, but something in it forbids the rewrite.
+        NotFree: the code is of another kind.
+        Refuse: it is of this kind, but something in it forbids the rewrite.
     """
     for members in _families(groups, family):
         tags = tag(captured, groups, members)

@@ -34,7 +34,7 @@ class Routing:
     """Where a block keeps its routing.
 
     Args:
-        top_k: experts a token.
+        top_k: experts per token.
         index: where the expert ids are.
         before, after: where the factors are; empty when they are all 1. The factors of ``after`` are multiplied.
     """
