@@ -103,6 +103,11 @@ def check_activation(activation: str, glu: str, params: Params) -> None:
         raise InputError(f"activation {activation!r} takes {len(found.params)} params, got {len(params)}")
 
 
+def inner_width(columns: int, glu: str) -> int:
+    """I, given the columns of W1: half of them if the weight holds both gate and up."""
+    return columns // 2 if glu in ("concat", "interleaved") else columns
+
+
 def gate_and_up(h: Tensor, glu: str) -> tuple[Tensor, Tensor]:
     """Views (n, I) of gate and up in a gated pre-activation (n, 2I)."""
     if glu == "interleaved":

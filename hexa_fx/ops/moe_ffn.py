@@ -21,6 +21,7 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import checks, library
+from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.esmm_act import check_first_projection
 from hexa_fx.ops.program import programs
 
@@ -116,7 +117,7 @@ def check(
     checks.check_rows(op, "x", x, model_size)
     check_first_projection(op, experts, n, w1, b1, w3, b3, activation, glu, params)
     experts2, k2, n2 = checks.check_weight(op, "w2", w2, layout2)
-    inner = n // 2 if glu in ("concat", "interleaved") else n
+    inner = inner_width(n, glu)
     if experts2 != experts or k2 != inner:
         raise InputError(
             f"hexa::{op}: w2 is {checks.shape(w2)}, {experts2} experts of {k2} inputs in layout {layout2}; "

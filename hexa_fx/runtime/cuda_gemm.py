@@ -9,12 +9,12 @@ from torch import Tensor
 
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
-from hexa_fx.ops.activations import ACTIVATIONS
+from hexa_fx.ops.activations import ACTIVATIONS, inner_width
 from hexa_fx.ops.rows import flip
 from hexa_fx.runtime import cuda_gemm_sm80 as sm80
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
 from hexa_fx.runtime.cuda_launch import arch, cuda_kernel, family_arch
-from hexa_fx.runtime.cuda_operands import Into, aligned, as_stored, columns_of, inner_width, row_count
+from hexa_fx.runtime.cuda_operands import Into, aligned, as_stored, columns_of, row_count
 from hexa_fx.runtime.cuda_rows import activate_backward, ess, ess_add, settle, substitute
 
 DECODE_BUCKET = 4

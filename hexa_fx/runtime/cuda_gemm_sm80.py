@@ -15,6 +15,7 @@ from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_gemm_sm80 import POINTERS, SIZES
 from hexa_fx.codegen.heuristics import Tile, row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
+from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.rows import flip
 from hexa_fx.runtime.cuda_launch import Kernel, launch, plan
 from hexa_fx.runtime.cuda_operands import (
@@ -25,7 +26,6 @@ from hexa_fx.runtime.cuda_operands import (
     columns_of,
     constants_of,
     dense_rows,
-    inner_width,
     row_count,
 )
 from hexa_fx.runtime.cuda_plans_sm80 import EsfkKey, EsmmKey, EstmmKey, kernel_for, tune_key

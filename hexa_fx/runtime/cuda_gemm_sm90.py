@@ -15,8 +15,9 @@ from torch import Tensor
 from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
 from hexa_fx.codegen.spec import KernelSpec, Layout
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
+from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.rows import flip
-from hexa_fx.runtime.cuda_operands import Into, address, columns_of, inner_width, row_count
+from hexa_fx.runtime.cuda_operands import Into, address, columns_of, row_count
 from hexa_fx.runtime.cuda_plans_sm90 import (
     Maps,
     SpecKey,

@@ -39,11 +39,6 @@ def columns_of(weight: Tensor, layout: Layout) -> int:
     return weight.shape[1] if layout == "nk" else weight.shape[2]
 
 
-def inner_width(columns: int, glu: str) -> int:
-    """I, given the columns of W1: half of them where the weight holds gate and up."""
-    return columns // 2 if glu in ("concat", "interleaved") else columns
-
-
 def constants_of(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
     """The two constants (alpha, limit) in a kernel's arguments; 0 where the activation has none."""
     alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
