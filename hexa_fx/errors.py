@@ -16,6 +16,16 @@ class HexaError(Exception):
     def __init__(self, detail: str = "", **fields: object) -> None:
         super().__init__(self.message.format(detail=detail, **fields))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled with the finished message: the fields that it was made of are gone."""
+        return _restored, (type(self), str(self), self.__dict__)
+
+
+def _restored(kind: type[HexaError], text: str, state: dict[str, object]) -> HexaError:
+    error = kind.__new__(kind, text)
+    error.__dict__.update(state)
+    return error
+
 
 class CaptureError(HexaError):
     """A block could not be recorded on the given inputs."""
