@@ -26,7 +26,7 @@ from hexa_fx.ir import FfnSpec
 
 @dataclass(frozen=True)
 class Shape:
-    """T tokens, k experts a token, E experts, D model size, I intermediate size; weights stacked or in a list."""
+    """T tokens, k experts per token, E experts, D model size, I intermediate size; weights stacked or in a list."""
 
     T: int
     k: int

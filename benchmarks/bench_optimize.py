@@ -155,7 +155,7 @@ QUESTIONS: dict[str, Callable[[], Iterator[Row]]] = {
 PAGE = """# What `optimize` costs
 
 Seconds of processor time of one `hexa_fx.optimize`, one thread, by number of experts and of layers (hidden size 128, experts of
-64, 4 experts a token), made by `python benchmarks/bench_optimize.py optimize --json FILE --page FILE`. Capture, detection and
+64, 4 experts per token), made by `python benchmarks/bench_optimize.py optimize --json FILE --page FILE`. Capture, detection and
 rewriting grow with the experts of a block; identical blocks of a model are analysed once, so that layers cost little. Tracing
 copies no weights (`tests/capture/test_stir.py`); detection holds one block's weights in float64, and verification a float64
 copy of one block and its gradients, however many blocks the model has. Memory is by how much the process grew, which also holds

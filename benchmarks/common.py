@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MoeShape:
-    """One MoE layer: T tokens, k experts a token, E experts, D model size, I intermediate size."""
+    """One MoE layer: T tokens, k experts per token, E experts, D model size, I intermediate size."""
 
     tokens: int
     top_k: int

@@ -1,8 +1,12 @@
-"""Rewrites Mixture-of-Experts code in PyTorch models into exact expert-specific operators (HEXA-MoE).
+"""Makes the Mixture-of-Experts layers of PyTorch models fast, without padding and without dropping tokens (HEXA-MoE).
 
 >>> import hexa_fx
 >>> opt = hexa_fx.optimize(model, example_inputs)   # doctest: +SKIP
 >>> print(opt.report)                               # doctest: +SKIP
+
+`optimize` returns a rewritten model, `optimize_` rewrites in place and can spread experts over devices, `explain` only
+reports, and `undo_` restores. Their options are `HexaConfig` and `PartitionConfig`. `debug` shows the graphs between passes,
+and `profile_devices` measures how fast each device is.
 """
 
 from __future__ import annotations
@@ -33,11 +37,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The API is imported on first use, so that ``import hexa_fx`` costs little more than ``import torch``."""
+    """Imports the API on first use, so that ``import hexa_fx`` costs little more than ``import torch``."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

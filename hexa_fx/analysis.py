@@ -29,8 +29,9 @@ class ModelAnalysis:
     """What the passes made of a model.
 
     Args:
-        analyses: of every block that looked like MoE, in model order. report: the same, for reading.
-        examples: by path, an example call of every rewritten block that is unlike those before it.
+        analyses: one for every block that looked like MoE, in model order.
+        report: the same for people to read.
+        examples: an example call, by path, of every rewritten block that is not identical to an earlier one.
     """
 
     analyses: tuple[BlockAnalysis, ...]
@@ -46,7 +47,7 @@ class ModelAnalysis:
 def analyse_model(
     model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, inspector: Inspector
 ) -> ModelAnalysis:
-    """Runs the model once on the example and takes every block that looks like MoE through the passes."""
+    """Runs the model once on the example inputs and takes every block that looks like MoE through the passes."""
     started = time.perf_counter()
     args, kwargs = call_arguments(example_inputs)
     cache = StructureCache()
@@ -84,7 +85,10 @@ def _kind(value: Any) -> str:
 def _analyse_candidate(
     candidate: Candidate, config: HexaConfig, cache: StructureCache
 ) -> tuple[BlockAnalysis, str | None]:
-    """The innermost level that can be rewritten; if none can, the first refusal."""
+    """Analyses a candidate's levels from the inside out: the first that can be rewritten, else the innermost refusal.
+
+    Also returns the path of the identical block whose analysis was reused, if there was one.
+    """
     first: tuple[BlockAnalysis, str | None] | None = None
     for observation in candidate.levels:
         found = _analyse_level(observation, config, cache)
@@ -107,10 +111,10 @@ def _analyse_level(
 
 
 def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the call that the example stands for.
+    """Positional and keyword arguments of the call that ``example_inputs`` stands for.
 
     Raises:
-        InputError: it cannot be an example: None, text, or something that yields examples.
+        InputError: it is None, text, or something that yields examples, such as a data loader.
     """
     if isinstance(example_inputs, torch.utils.data.DataLoader | Iterator):
         raise InputError(

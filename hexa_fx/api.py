@@ -1,4 +1,4 @@
-"""`optimize`, `optimize_`, `explain` and `undo_`: observe the model, take every candidate block through the passes, install."""
+"""`optimize`, `optimize_`, `explain` and `undo_`: analyse a model's MoE blocks, install the rewritten ones, take them off again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from hexa_fx.analysis import ExampleInputs, analyse_model, call_arguments
+from hexa_fx.analysis import ExampleInputs, ModelAnalysis, analyse_model, call_arguments
 from hexa_fx.capture.copies import copied
 from hexa_fx.config import HexaConfig
-from hexa_fx.errors import InputError, NothingRewritten, PlanError, VerificationError
+from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, VerificationError
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.watch import watching
@@ -37,25 +37,26 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def optimize(model: Model, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> Model:
-    """A new model whose MoE blocks run on expert-specific operators; ``model`` keeps its code.
+    """Returns a new model whose MoE blocks run on expert-specific operators; ``model`` itself keeps its code.
 
-    The two share parameters and buffers. To partition the experts over devices, which cuts parameters, use `optimize_`. The
-    result is of the same class, with the same state_dict and parameter names, and has ``.report`` (`OptimizationReport`) and
-    ``.graphs`` (`hexa_fx.graphs.Graphs`); where the model has an attribute of that name, ``.hexa_report`` and ``.hexa_graphs``.
-    Where no block could be rewritten the result runs the model's own code, and a warning says why.
+    The new model has the same class, parameter names and ``state_dict``, and shares parameters and buffers with ``model``. It
+    carries ``.report`` (`hexa_fx.report.OptimizationReport`) and ``.graphs`` (`hexa_fx.graphs.Graphs`), or ``.hexa_report`` and
+    ``.hexa_graphs`` where the model already has attributes of those names. A block that cannot be rewritten keeps running its
+    own code; if that is true of all blocks, a warning says why. To spread experts over devices, which cuts parameters, use
+    `optimize_`.
 
     Args:
-        model: any module with MoE blocks in it, on its device, in any floating point type.
-        example_inputs: what to call it with once: a tensor, a tuple or list of positional arguments, or a mapping of keywords,
-            on the model's device. Any size will do; the rewritten model takes others.
-        config: see `HexaConfig`; by default from the environment.
+        model: any module that contains MoE blocks, on the device and in the floating-point type it will run in.
+        example_inputs: arguments of one call: a tensor, a tuple or list of positional arguments, or a mapping of keyword
+            arguments, on the model's device. Any size will do; the rewritten model accepts other sizes.
+        config: options; by default `HexaConfig.from_environment()`.
 
     Raises:
-        InputError: an argument that cannot be worked with, or a model that has to be prepared differently (on the meta device,
-            wrapped, compiled, scripted, quantised, already optimized).
-        NothingRewritten: under ``strict`` when no block was rewritten.
-        VerificationError: under ``strict`` when a rewritten block differs from its original.
-        Exception: the model's own, when it rejects the inputs.
+        InputError: an argument is of no use, or the model has to be prepared differently (it is on the meta device, wrapped,
+            compiled, scripted, quantised or already optimized).
+        NothingRewritten: with ``strict``, no block was rewritten.
+        VerificationError: with ``strict``, a rewritten block differs from its original.
+        Exception: whatever the model raises on the example inputs.
     """
     check_model(model)
     return optimize_(_sharing_copy(model), example_inputs, config)
@@ -71,24 +72,26 @@ def optimize_(
     capacities: Literal["measure"] | Sequence[float] | None = "measure",
     partition: PartitionConfig | None = None,
 ) -> Model:
-    """As `optimize`, in place: returns ``model`` itself.
+    """Does what `optimize` does, but in place, and returns ``model`` itself. With a mesh it also spreads the experts over devices.
 
-    With a mesh every rank calls it with the same model and inputs, before optimizers, DDP or FSDP2 are built. The expert weights
-    are cut into device-weighted shards, and the blocks exchange tokens or weights (docs/partition.md). The session with the
-    plan is ``model.partition`` (``.hexa_partition`` where the name is taken); the plan is in ``model.report`` too. The inputs
-    stand for the global batch: their first dimension is what ``auto`` weighs and what B_i sums to, unless ``partition`` says
-    otherwise.
+    With a mesh, every rank calls it with the same model and inputs, before any optimizer, DDP or FSDP2 is built. Expert weights
+    are then cut into shards by device speed, and the blocks exchange tokens or weights (docs/partition.md). The running session
+    is ``model.partition`` (``.hexa_partition`` where that name is taken); ``model.report`` shows its plan. The example inputs
+    stand for the global batch: unless ``partition`` says otherwise, their first dimension is the batch that is shared out.
 
     Args:
-        mesh: one-dimensional device mesh over which MoE blocks are partitioned.
-        strategy: ``data``, ``model``, ``auto``, or one of the first two by block path.
-        capacities: seconds of the same task on every device, ``"measure"`` to run the operator on each, or None for equal ones.
-        partition: `hexa_fx.PartitionConfig`, everything else about the partition: global batch, cache slots, who averages
-            gradients.
+        model, example_inputs, config: as for `optimize`.
+        mesh: one-dimensional device mesh to spread the MoE blocks over; None for one device.
+        strategy: ``"data"`` (weights travel), ``"model"`` (tokens travel), ``"auto"`` (whichever is cheaper for a layer), or
+            a mapping from block path to one of these.
+        capacities: seconds that each device takes for the same task, ``"measure"`` to time the experts on each, or None if
+            all devices are alike.
+        partition: everything else about the partition, such as the global batch, cache slots and who averages gradients.
 
     Raises:
-        InputError: as `optimize`; or an argument about a partition was given without a mesh.
-        PlanError: the blocks cannot be partitioned as asked, or there is none.
+        InputError: as for `optimize`; or an argument about the partition was given without a mesh.
+        PlanError: the blocks cannot be partitioned as asked, or no block was rewritten.
+        NothingRewritten, VerificationError: as for `optimize`; the model is then unchanged.
     """
     check_model(model)
     config = _checked(config)
@@ -100,6 +103,9 @@ def optimize_(
     with torch.inference_mode(False), watching() as watch, listening(inspector.see):
         found = analyse_model(model, example_inputs, config, inspector)
         report, rewritten = found.report, found.rewritten
+        if config.strict and (error := _complaint(found)):
+            watch.finish(report)
+            raise error
         if mesh is not None and not rewritten:
             raise PlanError(f"there is nothing to spread over devices: {report}")
         if mesh is not None:
@@ -126,14 +132,14 @@ def optimize_(
         _attach(model, "report", report)
         _attach(model, "graphs", graphs)
         watch.finish(report, graphs)
-    _announce(report, config)
+    _announce(report)
     return model
 
 
 def _partition_config(
     given: PartitionConfig | None, config: HexaConfig, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> PartitionConfig:
-    """What was asked for, less what ``config`` switches off; the global batch is the example's unless it is given."""
+    """``given`` without what ``config`` switches off. The global batch defaults to that of the example inputs."""
     given = given or PartitionConfig()
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
     first = next(tensors, None)
@@ -143,14 +149,14 @@ def _partition_config(
 
 
 def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> OptimizationReport:
-    """What `optimize` would do, and why it would leave the rest. The model is not changed.
+    """Reports what `optimize` would rewrite, and why it would leave the rest alone. The model is not changed.
 
     Args:
-        model, example_inputs, config: as for `optimize`.
+        model, example_inputs, config: as for `optimize`; ``strict`` has no effect.
 
     Raises:
-        InputError: as `optimize`.
-        Exception: the model's own, when it rejects the inputs.
+        InputError: as for `optimize`.
+        Exception: whatever the model raises on the example inputs.
     """
     check_model(model)
     config = _checked(config)
@@ -161,12 +167,12 @@ def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig 
 
 
 def undo_(model: Model) -> Model:
-    """Gives every block of ``model`` its own forward back, in place, and returns ``model``. Values of parameters stay.
+    """Gives every block of ``model`` its own forward back, in place, and returns ``model``. Parameters keep their values.
 
-    After it `optimize_` may be called again, with other inputs or on a block that was edited.
+    Afterwards `optimize_` may be called again, with other inputs or after a block was edited.
 
     Raises:
-        InputError: the model is spread over devices; its expert weights are cut, so that its own code cannot run.
+        InputError: the model is spread over devices: its expert weights are cut, so its own code can no longer run.
     """
     for module in model.modules():
         if any(isinstance(vars(module).get(name), PartitionSession) for name in ("partition", "hexa_partition")):
@@ -187,7 +193,7 @@ _ATTACHED: dict[str, type] = {"report": OptimizationReport, "graphs": Graphs, "p
 
 
 def _attach(model: nn.Module, name: str, value: Any) -> None:
-    """As an attribute of this instance, unless the model has one of that name: the user's stays."""
+    """Sets an attribute on this instance, under a name of ours where the model already has one of its own."""
     if hasattr(model, name) and not isinstance(vars(model).get(name), _ATTACHED[name]):
         log.warning("%s has an attribute %r of its own; hexa_fx's is .hexa_%s", type(model).__name__, name, name)
         name = f"hexa_{name}"
@@ -195,7 +201,7 @@ def _attach(model: nn.Module, name: str, value: Any) -> None:
 
 
 def attached(model: nn.Module, name: Literal["report", "graphs", "partition"]) -> Any:
-    """What `optimize` left on a model, whichever attribute it stands in."""
+    """The report, graphs or session that `optimize` left on a model, under whichever name."""
     return vars(model).get(f"hexa_{name}") or vars(model)[name]
 
 
@@ -206,7 +212,7 @@ def _checked(config: HexaConfig | None) -> HexaConfig:
 
 
 def _sharing_copy(model: Model) -> Model:
-    """A copy with the model's own parameters and buffers, and its own process groups, locks and the like."""
+    """A copy that shares parameters, buffers, and whatever cannot be copied (process groups, locks) with ``model``."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     try:
         return copy.deepcopy(model, dict(shared))
@@ -220,13 +226,17 @@ def _sharing_copy(model: Model) -> Model:
         raise InputError(f"the model cannot be copied ({error}); hexa_fx.optimize_ rewrites it in place") from error
 
 
-def _announce(report: OptimizationReport, config: HexaConfig) -> None:
-    for block in report.refused:
-        if config.strict and "differs from the original" in block.reason:
-            raise VerificationError(block.reason, path=block.path)
+def _complaint(found: ModelAnalysis) -> HexaError | None:
+    """What ``strict`` raises, if anything: a block that differs in one of its modes, or no block at all."""
+    for analysis in found.analyses:
+        for check in analysis.checks.values():
+            if not check.ok:
+                return VerificationError(check.reason, path=analysis.path)
+    return None if found.rewritten else NothingRewritten(f"{found.report}")
+
+
+def _announce(report: OptimizationReport) -> None:
     if report.rewritten:
         log.info("%s", report.summary())
-        return
-    if config.strict:
-        raise NothingRewritten(f"{report}")
-    log.warning("hexa_fx rewrote nothing: %s", report)
+    else:
+        log.warning("hexa_fx rewrote nothing: %s", report)

@@ -1,4 +1,4 @@
-"""Options of `hexa_fx.optimize`, with an overlay from the environment."""
+"""The options of `hexa_fx.optimize`, and their defaults from environment variables."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class HexaConfig:
-    """What `hexa_fx.optimize` may do.
+    """Options of `hexa_fx.optimize`.
 
     Args:
-        verify: compare every rewritten block with its original before it is accepted, and leave it as it was if they differ.
-        strict: raise when nothing was rewritten or a block differs, instead of warning.
-        recompute_h: keep only the block's input for backward and compute the pre-activations again there.
-        probe_tokens: at most this many tokens of the example are used to understand a block.
+        verify: compare every rewritten block with its original, and leave the block as it was if they differ.
+        strict: raise instead of warning when no block was rewritten, or when a rewritten block differs from its original.
+        recompute_h: save only a block's input for backward, and compute the pre-activations again there.
+        probe_tokens: how many tokens of the example inputs are used, at most, to analyse a block.
 
-    Techniques of the paper, all on; switch one off to see what it is worth (docs/swin_moe.md), values stay the same:
+    The remaining fields are techniques of the paper. All are on; switch one off to see what it contributes
+    (docs/swin_moe.md). Results stay the same.
 
         expert_operators: expert-specific operators (section 3.1); off: dispatch, torch's grouped matmul, combine.
         fused_kernel: dX, dW and db of a projection in one kernel (ESFK, section 3.2).
-        topk_memory: only intermediate tensors grow with k (section 3.2); off: inputs and outputs of the experts do too.
+        topk_memory: only intermediate tensors grow with k (section 3.2); off: the experts' inputs and outputs do too.
         shared_cache: data-centric layers gather weights into one cache (section 3.3); off: each keeps its own for backward.
-        overlap: gathers of weights are issued ahead of their use (section 3.3).
+        overlap: weights are gathered ahead of their use (section 3.3).
 
     Raises:
-        InputError: a field has a value of another type, or ``probe_tokens`` is less than 1.
+        InputError: a field has a value of the wrong type, or ``probe_tokens`` is less than 1.
     """
 
     verify: bool = True
@@ -54,10 +55,10 @@ class HexaConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ, **given: bool | int) -> HexaConfig:
-        """Defaults, then variables named after the fields (``HEXA_FX_VERIFY``, ``HEXA_FX_PROBE_TOKENS``, ...), then ``given``.
+        """Fields from ``given``, else from their variables (``HEXA_FX_VERIFY``, ``HEXA_FX_PROBE_TOKENS``, ...), else the defaults.
 
         Raises:
-            InputError: a variable holds something else than its type; names the values it may have.
+            InputError: a variable's text is not a value of its field; the message lists what it may be.
         """
         values: dict[str, bool | int] = {}
         for field in dataclasses.fields(cls):

@@ -1,4 +1,4 @@
-"""A real model, rewritten and compared: what ``hexa-fx demo`` runs."""
+"""``hexa-fx demo``: rewrites a real model and compares it with the original."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def run(as_json: bool = False) -> None:
 
 
 def example() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A small Mixtral, and a batch that is large enough for the operators to be the quicker way on a CPU."""
+    """A small Mixtral, and a batch large enough for the operators to be faster on a CPU than its own code."""
     model, _ = tiny_model("mixtral")
     return model, {"input_ids": torch.randint(0, 128, (8, 64))}
 
 
 def differences(original: nn.Module, optimized: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[float, float]:
-    """Largest relative difference of the logits, and over the gradients of all parameters."""
+    """Largest relative difference of the logits, and of all parameters' gradients."""
     results = [_logits_and_gradients(model, inputs) for model in (original, optimized)]
     gradients = max(_relative(a, b) for a, b in zip(results[0][1], results[1][1]))
     return _relative(results[0][0], results[1][0]), gradients

@@ -1,4 +1,4 @@
-"""An analysis as the part of the report that says what became of the block."""
+"""Turns the analysis of a block into its part of the report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from hexa_fx.report import BlockReport, CheckReport, Status
 
 
 def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Inspector | None = None) -> BlockReport:
-    """An analysis in the user's terms."""
+    """The report of an analysed block.
+
+    Args:
+        same_as: path of the identical block whose analysis was reused.
+        inspector: takes snapshots and costs; shared between blocks so that identical ones are looked at once.
+    """
     modes: dict[str, str] = {mode: "rewritten" for mode in analysis.rewritten}  # noqa: C420
     modes.update({mode: refusal.reason for mode, refusal in analysis.refusals.items()})
     refusal = next(iter(analysis.refusals.values()), None)
@@ -53,13 +58,13 @@ def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Ins
 
 
 def _code_of(analysis: BlockAnalysis) -> SourceLocation | None:
-    """The block's class, and where its forward is written."""
+    """The block's class, and where its forward is written; None where there is no source."""
     assert analysis.match is not None
     kind = type(analysis.match.captured.block)
     try:
         forward = inspect.unwrap(kind.forward)
         file, line = inspect.getsourcefile(forward), inspect.getsourcelines(forward)[1]
-    except (OSError, TypeError):  # built in, or typed into a prompt
+    except (OSError, TypeError):  # a built-in, or typed into a prompt
         return None
     return SourceLocation(file or "", line, kind.__name__)
 

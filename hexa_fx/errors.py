@@ -1,12 +1,14 @@
-"""The errors hexa_fx raises: each says what was seen, what was expected and what to do."""
+"""The errors that hexa_fx raises. Each says what was seen, what was expected, and what to do."""
 
 from __future__ import annotations
 
 
 class HexaError(Exception):
-    """Base of every error of this package.
+    """Base class of all errors of this package.
 
-    A subclass states its sentence once as ``message``; the fields are given when it is raised.
+    Args:
+        detail: what was seen and what to do.
+        fields: values for the other placeholders of the class's ``message``.
     """
 
     message = "{detail}"
@@ -14,25 +16,35 @@ class HexaError(Exception):
     def __init__(self, detail: str = "", **fields: object) -> None:
         super().__init__(self.message.format(detail=detail, **fields))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled with the finished message: the fields that it was made of are gone."""
+        return _restored, (type(self), str(self), self.__dict__)
+
+
+def _restored(kind: type[HexaError], text: str, state: dict[str, object]) -> HexaError:
+    error = kind.__new__(kind, text)
+    error.__dict__.update(state)
+    return error
+
 
 class CaptureError(HexaError):
-    """The block could not be recorded on the given inputs."""
+    """A block could not be recorded on the given inputs."""
 
     message = "could not record {path!r}: {detail}"
 
 
 class InputError(HexaError, ValueError):
-    """A model or an argument that hexa_fx cannot work on."""
+    """A model or an argument that hexa_fx cannot work with."""
 
 
 class NothingRewritten(HexaError):
-    """Raised instead of a warning when ``HexaConfig(strict=True)``."""
+    """No block was rewritten. Raised only with ``HexaConfig(strict=True)``, in place of a warning."""
 
     message = "strict=True and {detail}"
 
 
 class VerificationError(HexaError):
-    """A rewritten block differs from its original. Raised only under ``strict=True``."""
+    """A rewritten block differs from its original. Raised only with ``HexaConfig(strict=True)``."""
 
     message = "the rewritten {path!r} is not equal to the original: {detail}"
 
@@ -42,8 +54,8 @@ class KernelError(HexaError):
 
 
 class PlanError(HexaError):
-    """A partition plan that cannot work, or that differs between ranks."""
+    """A partition that is impossible, or a plan that differs between ranks."""
 
 
 class RankError(HexaError, RuntimeError):
-    """A collective failed: a rank is lost, hangs, or issued something else."""
+    """A collective failed: a rank is lost, hangs, or issued another collective."""

@@ -1,5 +1,4 @@
-"""The graphs behind an optimized model, one entry a rewritten block, for reading: one snapshot a pass, as text, pictures and
-a page."""
+"""The graphs behind an optimized model, for people to read: every rewritten block after every pass, as text, picture or page."""
 
 from __future__ import annotations
 
@@ -24,16 +23,17 @@ from hexa_fx.passes.lower import Lowered, lower
 
 @dataclass(frozen=True)
 class BlockGraphs:
-    """A block's graphs after every stage.
+    """A block's graphs after every pass.
 
     Args:
         captured: code of the recorded run (one routing, one size).
         rewritten: the block's new forward, with `hexa::moe_ffn` in it.
-        lowered: that node as expert-specific operators, forward and backward. None for an unusual expert, which stands in
-            ``rewritten`` in these operators already.
-        stages: one snapshot a pass, in order, as plain data.
+        lowered: that node as expert-specific operators, forward and backward. None for experts of an unusual form, which
+            ``rewritten`` already holds as expert-specific operators.
+        stages: a snapshot after each pass, in order, as plain data.
         case: the call of `hexa::moe_ffn` with the example's sizes.
-        path: where the block stands. facts: what it is, as (name, value).
+        path: the block's path in the model.
+        facts: (name, value) pairs that describe the block.
     """
 
     captured: str
@@ -46,7 +46,7 @@ class BlockGraphs:
 
     @classmethod
     def of(cls, analysis: BlockAnalysis, inspector: Inspector | None = None) -> BlockGraphs:
-        """The graphs of an analysis."""
+        """The graphs of an analysed block that was rewritten."""
         mode = next(iter(analysis.rewritten))
         rewritten, captured = analysis.rewritten[mode], analysis.captured[mode]
         inspector = inspector or Inspector()
@@ -71,33 +71,33 @@ class BlockGraphs:
         raise InputError(f"{self.path or 'the block'} has no stage {name!r}; it has {known}")
 
     def print_readable(self, name: str | None = None) -> str:
-        """Prints and returns the code of one stage, or of all, with the type of every value and the user's line beside it."""
+        """Prints and returns the code of one stage, or of all, annotated with value types and the user's source lines."""
         text = "\n\n".join(str(stage) for stage in (self.stages if name is None else [self.stage(name)]))
         print(text)
         return text
 
     def kernels(self, arch: int | None = None) -> tuple[KernelUse, ...]:
-        """The kernels of the fused graphs on a card of compute capability ``arch`` (default: this machine's, else 90)."""
+        """The kernels that the block launches on compute capability ``arch`` (default: this machine's GPU, else 90)."""
         return kernels_of(self.case, arch) if self.case is not None else ()
 
     def to_dot(self, name: str = "rewrite") -> str:
-        """One stage for graphviz."""
+        """One stage in graphviz's dot language."""
         from hexa_fx.inspection.svg import dot_of
 
         return dot_of(self.stage(name).graph, f"{self.path} {name}")
 
     def to_svg(self, name: str = "rewrite") -> str:
-        """One stage as a picture that stands alone."""
+        """One stage as a self-contained SVG."""
         from hexa_fx.inspection.svg import svg_of
 
         return svg_of(self.stage(name).graph)
 
     def to_html(self, path: str | Path, arch: int | None = None) -> Path:
-        """Writes a page with all stages side by side; see `Graphs.to_html`."""
+        """Writes an HTML page with all stages side by side; see `Graphs.to_html`."""
         return Graphs({self.path: self}).to_html(path, arch)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickled as text: graphs are for reading, and operators do not pickle."""
+        """Pickles graphs as text: they are only read, and operators do not pickle."""
         fixed = (self.stages, self.case, self.path, self.facts)
         return BlockGraphs, (self.captured, self._rewritten_code, self._lowered_code, *fixed)
 
@@ -130,7 +130,7 @@ class Graphs(Mapping[str, BlockGraphs]):
 
     @classmethod
     def of(cls, analyses: Iterable[BlockAnalysis], inspector: Inspector | None = None) -> Graphs:
-        """Of every rewritten block. Identical blocks share their snapshots."""
+        """The graphs of every rewritten block. Identical blocks share their snapshots."""
         inspector = inspector or Inspector()
         return cls({a.path: BlockGraphs.of(a, inspector) for a in analyses if a.rewritten})
 
@@ -151,7 +151,7 @@ class Graphs(Mapping[str, BlockGraphs]):
         return f"Graphs({', '.join(self._by_path)})"
 
     def kernels(self, arch: int | None = None) -> tuple[KernelUse, ...]:
-        """The kernels of all blocks on a card of compute capability ``arch`` (default: this machine's, else 90), each once."""
+        """The kernels of all blocks on compute capability ``arch`` (default: this machine's GPU, else 90), without repetition."""
         found: dict[str, KernelUse] = {}
         for graphs in self._by_path.values():
             for kernel in graphs.kernels(arch):
@@ -159,14 +159,19 @@ class Graphs(Mapping[str, BlockGraphs]):
         return tuple(found.values())
 
     def to_html(self, path: str | Path, arch: int | None = None, title: str = "graphs") -> Path:
-        """Writes a self-contained page: every block's graph before and after side by side, linked, one click from the CUDA
-        text of its kernels. Identical blocks are shown once.
+        """Writes a self-contained HTML page: every block's graphs side by side, linked to each other and to the CUDA text of
+        their kernels. Identical blocks are shown once.
 
         Args:
-            path: the file. arch: compute capability that kernels are shown for (default: this machine's GPU, else 90).
+            path: the file to write.
+            arch: compute capability that kernels are shown for (default: this machine's GPU, else 90).
+            title: heading of the page.
+
+        Returns:
+            ``path``.
 
         Raises:
-            InputError: nothing was rewritten, so that there is nothing to show.
+            InputError: no block was rewritten, so there is nothing to show.
         """
         from hexa_fx.inspection.page import PageBlock, page
 
@@ -186,8 +191,8 @@ class Graphs(Mapping[str, BlockGraphs]):
         return target
 
 
-class PackedWeight(nn.Module):
-    """Stands in a readable graph for the per-expert parameters that lie side by side."""
+class PackedParameters(nn.Module):
+    """Stands for per-expert parameters that lie side by side, in a graph that is only read."""
 
     def __init__(self, experts: int, parts: int) -> None:
         super().__init__()
@@ -198,7 +203,7 @@ class PackedWeight(nn.Module):
 
 
 def _readable(rewritten: RewrittenBlock, block: nn.Module) -> torch.fx.GraphModule:
-    packed = {weight.name: PackedWeight(len(weight.parts[0]), len(weight.parts)) for weight in rewritten.packed}
+    packed = {weight.name: PackedParameters(len(weight.parts[0]), len(weight.parts)) for weight in rewritten.packed}
     root: dict[str, object] = dict(packed)
     for node in rewritten.graph.nodes:
         target = str(node.target)

@@ -1,8 +1,8 @@
-"""The values that cross from one stage to the next. Frozen, plain, and free of behaviour.
+"""The values that stages hand to each other: frozen dataclasses without behaviour.
 
 capture -> `CapturedBlock` -> detect -> `MoEMatch` | `Refusal` -> rewrite -> `RewrittenBlock` -> runtime.
 
-Sizes: T tokens, k experts a token, n = T*k routed rows, E experts, D model size, I expert intermediate size.
+Sizes: T tokens, k experts per token, n = T*k routed rows, E experts, D model size, I expert intermediate size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Layout = Literal["nk", "kn"]
 """How a stacked weight lies in memory: ``nk`` is (E, out, in) as in nn.Linear, ``kn`` is (E, in, out)."""
 
 Glu = Literal["none", "concat", "interleaved", "split"]
-"""Gated experts: gate and up as two halves of one weight, as even and odd rows of it, or as two weights."""
+"""How gate and up are stored: as the two halves of one weight, as its even and odd rows, or as two weights."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SourceLocation:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a block was left as it is: one sentence, and where in the user's code."""
+    """Why a block was left as it is: one sentence, and the line of the user's code behind it."""
 
     path: str
     reason: str
@@ -70,7 +70,7 @@ class FfnSpec:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """Per-expert parameters that are stored side by side so that they read as one stacked tensor.
+    """Per-expert parameters that are stored side by side, so that they can be read as one stacked tensor.
 
     Args:
         name: attribute of the block under which the packed tensor is reached.
@@ -84,9 +84,12 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class InputGuard:
-    """What the trace assumed of one input of the block. Anything else runs the original forward.
+    """What the recording assumed about one input of the block. Anything else runs the original forward.
 
-    ``exact_dtype``: the code was recorded with this dtype written into it, so another of its kind will not do.
+    Args:
+        name: the argument.
+        kind: a tensor, of which ``dtype`` and ``ndim`` count, or a constant, of which ``value`` counts.
+        exact_dtype: the recorded code names this very dtype, so another floating-point one will not do.
     """
 
     name: str
@@ -99,12 +102,12 @@ class InputGuard:
 
 @dataclass(frozen=True)
 class HeldValue:
-    """What the code read out of an object that a module holds, as a config's ``top_k``.
+    """A value that the code read from an object held by a module, such as ``top_k`` of a config.
 
     Args:
         path: the module, relative to the block.
-        steps: the module's attribute, then attributes of objects or keys of dicts and lists, up to the value.
-        value: as it was read: plain, or a list or tuple of plain values.
+        steps: the module's attribute, then attributes or keys of what lies in between, up to the value.
+        value: what was read: a plain value, or a list or tuple of such.
     """
 
     path: str
@@ -126,9 +129,9 @@ class RewrittenBlock:
         guards: one per input, in signature order.
         stored: attributes that every run sets, as (module path relative to the block, name). If there are any, the graph
             returns the block's output and a tuple of their values.
-        small: elements of the first tensor argument up to which the block's own code is the quicker on a CPU.
-        num_experts: ids below this are experts'; None if not known.
-        held: what the recorded run read out of objects that the block's modules hold.
+        small: up to this many elements of the first tensor argument, the block's own code is faster on a CPU.
+        num_experts: expert ids lie below it; None if it is not known.
+        held: values that the recorded run read from objects held by the block's modules.
         path: the block's path in the model.
     """
 

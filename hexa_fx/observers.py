@@ -1,4 +1,4 @@
-"""Who wants to see graphs between passes: dumps, logs, `hexa_fx.debug`. Passes report here; without listeners that is free."""
+"""Lets dumps, logs and `hexa_fx.debug` see graphs between passes. Passes report here; without listeners that costs nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Literal
 import torch.fx
 
 PASSES = {
-    "capture": "the block runs once on the example and is written down",
-    "canonicalize": "fused ways of writing are taken apart",
+    "capture": "the block runs once on the example and is recorded as a graph",
+    "canonicalize": "fused expressions are taken apart",
     "detect": "the mixture of experts is found, or refused; changes no graph",
     "rewrite": "the block's new forward, with one hexa::moe_ffn",
     "verify": "original against rewritten; changes no graph",
-    "partition": "collectives are put in, where experts are spread over devices",
+    "partition": "collectives are inserted, if experts are spread over devices",
     "lower": "hexa::moe_ffn as expert-specific operators, forward and backward",
     "fuse_activation": "activations go into the products before them",
     "tile_rows": "row operators become the body that a CPU runs tile by tile",
@@ -27,12 +27,14 @@ PASSES = {
 
 @dataclass(frozen=True)
 class PassEvent:
-    """A pass is about to see a graph, or has left one.
+    """A pass is about to process a graph, or has done so.
 
     Args:
-        name: of `PASSES`. when: ``before`` or ``after``. graph: the graph as it is now; it changes later, so look at it at once.
+        name: one of `PASSES`.
+        when: ``before`` or ``after`` it.
+        graph: the graph at this moment. Later passes change it, so a listener must read it at once.
         path, mode: the block, and whether it is analysed for ``eval`` or ``train``; empty where a pass does not know.
-        note: what the pass says.
+        note: what the pass says about its result.
     """
 
     name: str
@@ -50,7 +52,7 @@ _block: ContextVar[tuple[str, str]] = ContextVar("hexa_fx_block", default=("", "
 
 
 def notify(name: str, when: Literal["before", "after"], graph: torch.fx.Graph, note: object = "") -> None:
-    """Tells everyone who listens; ``note`` is only made into text if there is somebody."""
+    """Tells every listener. ``note`` is only turned into text if there is one."""
     listeners = _listeners.get()
     if not listeners:
         return
@@ -62,7 +64,7 @@ def notify(name: str, when: Literal["before", "after"], graph: torch.fx.Graph, n
 
 @contextmanager
 def listening(*listeners: Listener) -> Iterator[None]:
-    """Inside, the listeners see every pass of this thread."""
+    """A context in which the listeners see every pass of this thread."""
     token = _listeners.set((*_listeners.get(), *listeners))
     try:
         yield
@@ -72,7 +74,7 @@ def listening(*listeners: Listener) -> Iterator[None]:
 
 @contextmanager
 def at_block(path: str, mode: str = "") -> Iterator[None]:
-    """Inside, events are of this block."""
+    """A context in which events belong to this block."""
     token = _block.set((path, mode))
     try:
         yield
@@ -82,7 +84,7 @@ def at_block(path: str, mode: str = "") -> Iterator[None]:
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Inside, nobody listens: for passes that only serve looking or checking."""
+    """A context without listeners, for passes that only serve inspection or verification."""
     token = _listeners.set(())
     try:
         yield

@@ -1,5 +1,4 @@
-"""The partition plan: which rank keeps, computes and receives what. Frozen, JSON-able, fingerprinted; free of
-behaviour.
+"""The partition plan: which rank keeps, computes and receives what. Frozen, fingerprinted, and stored as JSON.
 
 Every rank of a job must hold the same plan. `Plan.fingerprint` is compared before the first step, because collectives
 that disagree about sizes may finish silently with wrong data (docs/partition.md).
@@ -23,7 +22,7 @@ PLAN_VERSION = 1
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Sizes of one MoE layer: E experts of D -> I -> D, ``matrices`` D x I matrices an expert (3 when gated)."""
+    """Sizes of one MoE layer: E experts D -> I -> D, each with ``matrices`` matrices of D x I (3 if gated)."""
 
     num_experts: int
     hidden_size: int
@@ -43,7 +42,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The numbers behind the choice of one layer's mode: bytes the busiest rank receives, seconds, and why."""
+    """The numbers behind the choice of a layer's mode: bytes that the busiest rank receives, seconds, and the reason."""
 
     bytes_model_centric: float
     bytes_data_centric: float
@@ -63,7 +62,7 @@ class LayerPlan:
         shards: h_i, the slice of the intermediate size that rank i stores (and computes, when model-centric).
         reduce: how model-centric outputs are summed. ``all_reduce`` is the paper's formulation.
         bias_owner: the rank whose model-centric partial sum carries the output bias.
-        cost: numbers behind the choice, None when the mode was given by the user.
+        cost: numbers behind the choice; None when the user gave the mode.
     """
 
     path: str
@@ -81,13 +80,13 @@ class Plan:
 
     Args:
         world: number of ranks.
-        layers: one entry a MoE layer, in execution order.
-        batch: B_i, samples of the global batch that rank i takes (Eq. 1).
-        tokens: T_i where token counts are fixed, or None: they are exchanged between hosts at run time.
-        slots: slots of the pipeline-shared cache, 1 or 2; 0 shares nothing: every layer keeps its own until backward.
+        layers: one entry per MoE layer, in execution order.
+        batch: B_i, samples of the global batch that rank i processes (Eq. 1).
+        tokens: T_i if token counts are fixed; None if hosts exchange them at run time.
+        slots: slots of the pipeline-shared cache, 1 or 2. With 0 nothing is shared: every layer keeps its own until backward.
         prefetch: gather the next layer's weights ahead of their use.
         grad_scale: factor on expert gradients; 1/world under a wrapper that averages (DDP, FSDP2).
-        grad_dtype: in which gathered weights' gradients are summed between ranks: the parameters' dtype, or the experts' own.
+        grad_dtype: dtype in which gathered weights' gradients are summed over ranks: the parameters', or that of the compute.
         capacities: t_i, seconds of the proxy task on rank i.
     """
 
@@ -106,14 +105,14 @@ class Plan:
         _check(self)
 
     def layer(self, path: str) -> LayerPlan:
-        """The layer of this path; raises `PlanError` if the plan has none."""
+        """The layer at this path; raises `PlanError` if there is none."""
         for layer in self.layers:
             if layer.path == path:
                 return layer
         raise PlanError(f"the plan has no layer {path!r}; it has {[layer.path for layer in self.layers]}")
 
     def to_json(self) -> str:
-        """The whole plan as JSON with sorted keys: equal plans give equal text."""
+        """The plan as JSON with sorted keys, so that equal plans give equal text."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod

@@ -1,7 +1,7 @@
-"""One progress bar for everything that takes long: analysing many blocks, building kernels, measuring tiles.
+"""The progress bar of everything that takes long: analysing many blocks, building kernels, measuring tiles.
 
-Drawn on standard error by rank 0 where that is a terminal; ``HEXA_FX_PROGRESS=0`` switches it off. rich draws it if it is
-there, else a plain line.
+Rank 0 draws it on standard error if that is a terminal; ``HEXA_FX_PROGRESS=0`` switches it off. It is rich's, or a plain line
+where rich is missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 Advance = Callable[..., None]
-"""Called with nothing, or with what is being done now, whenever one of the items is finished."""
+"""Called whenever an item is finished, without an argument or with what comes next."""
 
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 _WIDTH = 30
@@ -29,7 +29,7 @@ def may_draw(environment: Mapping[str, str] = os.environ) -> bool:
 
 @contextmanager
 def progress(what: str, total: int, stream: TextIO | None = None) -> Iterator[Advance]:
-    """A bar for ``total`` items; gives a function that moves it on by one. Thread-safe.
+    """A context that draws a bar for ``total`` items and yields a thread-safe function that advances it by one.
 
     >>> with progress("building kernels", len(sources)) as advance:   # doctest: +SKIP
     ...     for source in sources:

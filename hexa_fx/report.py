@@ -1,4 +1,4 @@
-"""What `optimize` and `explain` found and did, as a value that prints, tabulates, and goes to JSON and HTML."""
+"""The report of `optimize` and `explain`: what was found and what was done, as text, table, JSON or HTML."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class CheckReport:
     """How a rewritten block compared with its original.
 
     Args:
-        cases: number of comparisons (sizes, forced routings, modes).
-        forward_error, gradient_error: largest difference, relative to the size of the original tensor.
-        seconds: what the comparison cost.
+        cases: number of comparisons (over sizes, forced routings and modes).
+        forward_error, gradient_error: largest difference, relative to the largest value of the original tensor.
+        seconds: how long the comparison took.
     """
 
     cases: int
@@ -47,24 +47,27 @@ class BlockReport:
     """One MoE block of the model.
 
     Args:
-        path: where it stands in the model. status: whether it was rewritten.
+        path: the block's path in the model.
+        status: whether it was rewritten.
         modes: for ``eval`` and ``train``, ``rewritten`` or the reason why that mode runs the original code.
-        reason, location: why it was left as it is, and the line of the user's code that says so.
-        idiom: how the user's code runs the experts. The sizes are E, k, D and I.
-        expert: the expert function, e.g. ``silu(x Wg) * (x Wu) Wd``; of an unusual one the operations in order.
-        weights: how the user stores them: one parameter an expert (``listed``), (E, ., .) (``stacked``), or (E*., .)
+        reason, location: why the block was left as it is, and the line of the user's code behind it.
+        idiom: how the user's code runs the experts.
+        num_experts, top_k, hidden_size, intermediate_size: E, k, D and I.
+        expert: the expert function, e.g. ``silu(x Wg) * (x Wu) Wd``; for an unusual one, its operations in order.
+        weights: how the user stores them: one parameter per expert (``listed``), (E, ., .) (``stacked``), or (E*., .)
             (``packed``).
         same_as: path of the identical block whose analysis was reused.
-        check: result of the comparison, None if it was switched off or the block refused.
+        check: result of the comparison; None if it was switched off or the block was refused.
         seconds: time for capture, detection and rewriting.
-        activation, layout: name of the activation; how a weight lies in memory, and gate and up in it.
-        code: class of the block and where its forward is written.
+        activation: name of the activation.
+        layout: how a weight lies in memory, and how gate and up lie in it.
+        code: class of the block, and where its forward is written.
         rewritten_to: what runs instead.
         costs: FLOPs, bytes moved and memory kept for backward, before and after.
-        kernels: on a GPU, the kernels that forward and backward launch. Elsewhere ask `kernels_on`.
+        kernels: on a GPU, the kernels that forward and backward launch. Elsewhere use `kernels_on`.
         case: sizes and dtype of the block's call.
-        collectives: nodes of this rank's graph that exchange something, in order, if the block is spread over devices.
-        small: on a CPU, inputs of up to so many elements run the block's own code, which is the quicker there.
+        collectives: the collectives of this rank's graph, in order, if the block is spread over devices.
+        small: on a CPU, inputs of up to this many elements run the block's own code, which is faster for them.
     """
 
     path: str
@@ -100,13 +103,13 @@ class BlockReport:
 
     @property
     def advice(self) -> str:
-        """What helps against the refusal; empty where there is none."""
+        """What to do about the refusal; empty if there is none."""
         return advice(self.reason) if self.reason else ""
 
     def kernels_on(self, arch: int, tokens: int | None = None) -> tuple[KernelUse, ...]:
-        """The kernels that the block would launch on a card of compute capability ``arch``, for the example's tokens or so many.
+        """The kernels that the block would launch on compute capability ``arch``, for ``tokens`` (default: the example's).
 
-        Needs no GPU. Empty where the block has no `hexa::moe_ffn` node: its operators then stand in the rewritten graph.
+        Needs no GPU. Empty for experts of an unusual form, which do not run as `hexa::moe_ffn`.
 
         Raises:
             KernelError: there are no kernels for ``arch``.
@@ -127,7 +130,9 @@ class OptimizationReport:
     """Every block that looked like MoE, in model order.
 
     Args:
-        plan: how the blocks are spread over devices, with the numbers behind it, if they are.
+        blocks: one report per block.
+        seconds: how long the analysis took.
+        plan: how the blocks are spread over devices, with the numbers behind it; None on one device.
     """
 
     blocks: tuple[BlockReport, ...]
@@ -136,14 +141,16 @@ class OptimizationReport:
 
     @property
     def rewritten(self) -> tuple[BlockReport, ...]:
+        """The blocks that were rewritten, in at least one mode."""
         return tuple(block for block in self.blocks if block.status == "rewritten")
 
     @property
     def refused(self) -> tuple[BlockReport, ...]:
+        """The blocks that were left as they are."""
         return tuple(block for block in self.blocks if block.status == "refused")
 
     def summary(self) -> str:
-        """One line."""
+        """One line: how many blocks were rewritten, and in what time."""
         if not self.blocks:
             return "no MoE block was found; the model is unchanged"
         return f"{len(self.rewritten)} of {len(self.blocks)} MoE blocks rewritten in {self.seconds:.2f} s"
@@ -155,10 +162,11 @@ class OptimizationReport:
         return {"summary": self.summary(), "seconds": self.seconds, "blocks": blocks, "plan": plan}
 
     def to_json(self) -> str:
+        """The report as JSON text."""
         return json.dumps(self.as_dict(), indent=2)
 
     def to_html(self, path: str | Path, title: str = "report") -> Path:
-        """Writes the report as a self-contained page."""
+        """Writes the report as a self-contained HTML page and returns its path."""
         from hexa_fx.inspection.report_page import report_page
 
         target = Path(path)
@@ -166,7 +174,7 @@ class OptimizationReport:
         return target
 
     def table(self) -> Table:
-        """For rich consoles. Needs rich."""
+        """A table for a rich console. Needs rich."""
         from rich.table import Table
 
         table = Table("block", "status", "written as", "sizes", "expert", "weights", "error fwd / grad")
@@ -189,7 +197,7 @@ class OptimizationReport:
         return {"text/plain": str(self)}
 
     def print(self) -> None:
-        """To the terminal: as a table with the reasons below it where there is room (and rich), else line by line."""
+        """Prints a table, with the reasons below it, if the terminal has room for one and rich is installed; else lines of text."""
         console = _wide_console()
         if console is None:
             print(self)
@@ -203,14 +211,14 @@ class OptimizationReport:
 
 
 def with_plan(report: OptimizationReport, plan: Plan, graphs: Mapping[str, torch.fx.Graph]) -> OptimizationReport:
-    """The report of a model that is spread over devices. ``graphs`` are its blocks' graphs with collectives, by path."""
+    """The report with a partition plan. ``graphs`` are the blocks' graphs with collectives, by path."""
     found = {path: tuple(op_name(n) for n in graph.nodes if is_exchange(n)) for path, graph in graphs.items()}
     blocks = tuple(replace(block, collectives=found.get(block.path, ())) for block in report.blocks)
     return replace(report, blocks=blocks, plan=plan)
 
 
 def _wide_console() -> Any:
-    """rich's console if there is a terminal with room for a table, else None."""
+    """rich's console if standard output is a terminal with room for a table, else None."""
     if not sys.stdout.isatty():
         return None
     try:

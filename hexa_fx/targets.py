@@ -1,4 +1,4 @@
-"""From a name on the command line to a model and example inputs."""
+"""Makes a model and example inputs from a name on the command line."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ _WIDTHS = {
 
 
 def load(target: str) -> tuple[nn.Module, Any]:
-    """``module:factory``, ``file.py:factory``, a transformers model type, or a folder with a config.json.
+    """The model and example inputs behind a target.
 
-    Of a configuration the model is built with random weights and tiny widths; a folder's keeps its layers and experts.
+    Args:
+        target: ``module:factory``, ``file.py:factory``, a transformers model type, or a folder with a config.json. A model type
+            or configuration is built with random weights and tiny widths; a folder's keeps its number of layers and experts.
 
     Raises:
-        InputError: there is no such thing; says what is expected.
+        InputError: there is no such target; the message says what is expected.
     """
     if ":" in target:
         return _from_factory(target)
@@ -58,15 +60,16 @@ def load(target: str) -> tuple[nn.Module, Any]:
 
 
 def load_whole(target: str) -> tuple[nn.Module, Any]:
-    """As `load`, but a model type too has all layers and experts of its default configuration."""
+    """As `load`, but a model type keeps all layers and experts of its default configuration too."""
     if ":" in target or _is_folder(target):
         return load(target)
     return _tiny(_default_config(target), target)
 
 
 def full_size(target: str) -> nn.Module | None:
-    """The model at its configured widths on the meta device: shapes without memory. None for a factory, whose model is what
-    it is; for a model type, transformers' default configuration.
+    """The model at its configured widths on the meta device, which takes no memory; None for a factory.
+
+    A model type has transformers' default configuration.
 
     Raises:
         InputError: as `load`.
@@ -104,7 +107,7 @@ def _from_factory(target: str) -> tuple[nn.Module, Any]:
 
 def _module(name: str) -> Any:
     if not name.endswith(".py"):
-        if "" not in sys.path:  # a console script does not look in the working folder
+        if "" not in sys.path:  # a console script does not search the working folder
             sys.path.insert(0, "")
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)
@@ -175,7 +178,7 @@ def _default_config(model_type: str) -> Any:
 
 
 def _unknown_type(model_type: str) -> str:
-    """A sentence if transformers does not know the type, with the nearest ones it knows."""
+    """A sentence with the nearest known types, if transformers does not know this one; else empty."""
     try:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     except ImportError:

@@ -1,14 +1,14 @@
-"""The way of one block through the passes. This module is the table of contents.
+"""Takes one block through the passes. This module is their table of contents.
 
 1. `hexa_fx.capture.capture`      what the block did on example inputs, as a straight-line graph
-2. `hexa_fx.passes.canonicalize`  fused ways of writing, taken apart;
+2. `hexa_fx.passes.canonicalize`  fused expressions, taken apart;
    `hexa_fx.passes.detect`        the MoE region in it, or a refusal
 3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node (or, for an unusual expert, as expert-specific
                                   operators at once), the rest for any size and routing
 4. `hexa_fx.passes.verify`        original against rewritten, forward and gradients, before anything is accepted
 5. `hexa_fx.passes.lower`, `fuse` the node as expert-specific operators, forward and backward; what runs
 
-Steps 1 to 3 are done for eval and for train mode, since code branches on ``self.training``.
+Steps 1 to 4 are done for eval and for train mode, since code branches on ``self.training``.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ MODES: tuple[Mode, ...] = ("eval", "train")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to probe a block. The first one nearly always does; the others are for when what comes out differs.
+    """One way to probe a block. The first one nearly always works; the others are tried if its result differs.
 
     Args:
-        scale: of the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
-        crowded: many tokens that are nearly alike, so that an expert's capacity is exceeded.
+        scale: factor on the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
+        crowded: use many tokens that are nearly alike, so that an expert's capacity is exceeded.
         prefer_earliest, alone: see `hexa_fx.passes.detect.detect`.
     """
 
@@ -66,9 +66,10 @@ class BlockAnalysis:
     """What the passes made of one block.
 
     Args:
-        path: the block's path. match: the region, from the first mode it was found in.
+        path: the block's path.
+        match: the region, from the first mode in which it was found.
         captured, rewritten, refusals: by mode; a mode is in exactly one of ``rewritten`` and ``refusals``.
-        checks: by mode, for the rewritten ones; empty if verification is off.
+        checks: by mode, for those that were rewritten at first; empty if verification is off.
         seconds: time of capture, detection and rewriting.
     """
 
@@ -105,9 +106,9 @@ _ATTEMPTS = (
 
 
 def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
-    """Takes one block through the passes, again with other settings if what comes out differs. The block is not changed.
+    """Takes one block through the passes, and again with other probes if the result differs. The block is not changed.
 
-    A failure of the passes themselves is a refusal too: it must not keep the user from the rest of the model.
+    A failure of the passes themselves is a refusal too, so that it does not keep the user from the rest of the model.
     """
     try:
         return _analyse(observation, config)
@@ -118,7 +119,7 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
 
 
 def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
-    """On the example, or on others like it where its tokens cannot be told apart."""
+    """Analyses the block on the example, or on others like it if its tokens cannot be told apart."""
     args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
     refused: list[tuple[Observation, BlockAnalysis]] = []
     for example in examples(replace(observation, args=args, kwargs=kwargs)):
@@ -204,7 +205,7 @@ def _rewrite_mode(
 
 @dataclass
 class _Done:
-    """What is told after a pass: the graph it leaves, and how it went."""
+    """What listeners are told after a pass: the graph that it leaves, and how it went."""
 
     graph: torch.fx.Graph
     note: str = ""
@@ -212,7 +213,7 @@ class _Done:
 
 @contextmanager
 def _announced(name: str, graph: torch.fx.Graph) -> Iterator[_Done]:
-    """A pass between its two notifications."""
+    """A context around a pass that sends its two notifications."""
     notify(name, "before", graph)
     done = _Done(graph)
     yield done
@@ -227,7 +228,7 @@ def _check(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[Mode, VerificationResult]:
-    """Compares every rewritten mode with the original; one that differs becomes a refusal."""
+    """Compares every rewritten mode with the original. One that differs becomes a refusal."""
     checks: dict[Mode, VerificationResult] = {}
     for mode in list(rewritten):
         with _in_mode(observation.module, mode), at_block(observation.path, mode):

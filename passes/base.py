@@ -1,4 +1,4 @@
-"""What every pass is made of: a contract that is checked before anything runs, and a result that says what changed."""
+"""What every pass has: a contract that is checked before it runs, and a result that says what changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PassError(HexaError):
 
 @dataclass(frozen=True)
 class Contract:
-    """What a pass needs to be true of a graph, and what is true after it: names of facts, such as ``canonical``."""
+    """What a pass requires of a graph and what it provides, as names of facts such as ``canonical``."""
 
     requires: frozenset[str] = frozenset()
     provides: frozenset[str] = frozenset()
@@ -36,7 +36,7 @@ class PassResult:
     Args:
         graph_module: the graph to go on with.
         name: the pass.
-        changes: how many places it changed; 0 means that the graph is as before.
+        changes: in how many places it changed the graph.
         before, after: number of nodes of each operator.
         notes: sentences for the report.
     """
@@ -61,14 +61,14 @@ class PassResult:
 
 @dataclass(frozen=True)
 class GraphPass(ABC):
-    """A graph in, a graph out. Subclasses are frozen dataclasses: options are fields, `apply` does the work."""
+    """Turns a graph into another. Subclasses are frozen dataclasses, with options as fields; `apply` does the work."""
 
     name: ClassVar[str]
     contract: ClassVar[Contract] = Contract()
 
     @abstractmethod
     def apply(self, gm: torch.fx.GraphModule) -> int:
-        """Changes gm's graph in place and returns in how many places."""
+        """Changes gm's graph in place, and returns the number of places."""
 
     def __call__(self, gm: torch.fx.GraphModule) -> PassResult:
         """Checks the contract, applies the pass, lints and recompiles.
@@ -140,12 +140,12 @@ def facts_of(gm: torch.fx.GraphModule) -> frozenset[str]:
 
 
 def add_facts(gm: torch.fx.GraphModule, facts: Iterable[str]) -> None:
-    """States facts about a graph that was built, not made by a pass."""
+    """States facts about a graph that was not made by a pass."""
     gm.meta[_FACTS] = facts_of(gm) | frozenset(facts)
 
 
 def op_counts(gm: torch.fx.GraphModule) -> dict[str, int]:
-    """Number of nodes of each operator, placeholders and outputs left out."""
+    """Number of nodes of each operator, without placeholders and outputs."""
     return dict(Counter(op_name(n) for n in gm.graph.nodes if n.op not in ("placeholder", "output")))
 
 

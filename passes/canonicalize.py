@@ -1,7 +1,7 @@
-"""One way to write a computation where people have several, so that detection needs to know one.
+"""Brings computations that people write in several ways into one form, so that detection has to know only that.
 
-An einsum over three and more tensors with expert weights among them does a product and the combine in one call. It becomes
-einsums over two: the weight with the operand that it is contracted with first.
+An einsum over three or more tensors, expert weights among them, does a product and the combine in one call. It is split into
+einsums over two: first the weight with the operand that it is contracted with.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hexa_fx.passes.detect.graph import ancestors, operation
 
 
 def canonicalize(captured: CapturedBlock) -> CapturedBlock:
-    """The block with every such einsum split. The recorded graph is changed; values and module calls stay true."""
+    """The block with every such einsum split. Changes the recorded graph; recorded values and module calls stay valid."""
     fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
     if not fused:
         return captured
@@ -68,7 +68,7 @@ def _read(node: torch.fx.Node) -> tuple[list[str], list[torch.fx.Node], str] | N
 
 
 def _weight_and_data(terms: Sequence[str], operands: Sequence[torch.fx.Node], result: str) -> tuple[int, int] | None:
-    """(data, weight): two operands that alone share an index which is summed over."""
+    """(data, weight): two operands that share a summed index with no other operand."""
     weights = [not any(n.op == "placeholder" for n in ancestors([operand])) for operand in operands]
     for first, second in combinations(range(len(operands)), 2):
         if weights[first] == weights[second]:

@@ -30,13 +30,13 @@ class VerifySettings:
 
     Args:
         sizes: (batch, sequence) of the inputs beside the example's own size. Flat inputs get batch times sequence rows.
-        many_bytes: a block whose float64 copy is larger has its gradients compared in two cases instead of four; they are what
-            takes long. Every block's outputs are compared in all cases.
+        many_bytes: if the float64 copy is larger than this, gradients, which take the time, are compared in two cases instead
+            of four. Outputs are compared in all cases.
         brief: compare on the example only, for a mode in which the block does the same as in one that was verified.
-        crowd: so many tokens in a row are sent to the same experts, more than the block's capacity if it has one.
+        crowd: how many tokens in a row are sent to the same experts: more than the block's capacity, if it has one.
         seed: of inputs, cotangents and the random numbers that the block draws.
         max_copy_bytes: a block whose float64 copy would be larger is compared in place, in its own dtype.
-        tolerance: largest difference relative to the tensor's scale, by dtype of the comparison.
+        tolerance: largest accepted difference relative to the tensor's scale, by dtype of the comparison.
     """
 
     sizes: tuple[tuple[int, int], ...] = ((2, 5), (3, 7), (1, 1), (0, 4))
@@ -53,8 +53,10 @@ class VerificationCase:
     """One comparison.
 
     Args:
-        name: which inputs or routing. outcome: skipped if the original raises or a guard keeps the rewritten from it.
-        forward_error, gradient_error: largest difference relative to the tensor's scale. detail: why, or where.
+        name: which inputs or routing.
+        outcome: ``skipped`` if the original raises, or a guard keeps the rewritten block from running.
+        forward_error, gradient_error: largest difference relative to the tensor's scale.
+        detail: why it was skipped, or where the two differ.
         none_became_zero: parameters whose gradient is None in the original and zero in the rewritten block.
     """
 
@@ -102,7 +104,7 @@ class Comparison:
             self.state.restore()
 
     def kinds(self, example: tuple[Any, Any]) -> VerificationCase:
-        """Shapes and dtypes of what (args, kwargs) give, nothing of the numbers."""
+        """Compares shapes and dtypes of the results of (args, kwargs), but no numbers."""
         name = "the example in its own precision"
         try:
             found = self._outcomes(name, example, None, gradients=False, calls=1)
@@ -134,7 +136,7 @@ class Comparison:
         yield self._forced(name, ROUTINGS[0], spy.top_k, many, gradients=False)
 
     def _all_reached(self, top_k: int) -> VerificationCase:
-        """With so many tokens that no expert but the first goes without: one that differs from the others must show."""
+        """A case with enough tokens for every expert but the first, so that an expert unlike the others shows."""
         routing, experts = ROUTINGS[-1], self.inputs.num_experts
         needed = 0 if experts is None else rows_for_all(experts, top_k)
         if needed > self.inputs.tokens:
@@ -150,7 +152,7 @@ class Comparison:
     def _forced(
         self, name: str, routing: Routing, top_k: int, make: Callable[..., tuple[Any, Any]], gradients: bool
     ) -> VerificationCase:
-        """Through the inputs where the block is given its routing, else in the router inside."""
+        """Forces a routing: through the inputs if they contain it, else in the router inside the block."""
         if self.inputs.given_routing:
             return self._case(name, make(self.subject.dtype, routing=routing), gradients=gradients)
         inputs = make(self.subject.dtype)
@@ -189,7 +191,7 @@ class Comparison:
     def _outcomes(
         self, name: str, inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool, calls: int
     ) -> tuple[Outcome, Outcome] | VerificationCase:
-        """Of the original and the rewritten block, or the case if they do not both come to an end."""
+        """Outcomes of the original and the rewritten block, or the finished case if one of them raises."""
         try:
             original = self._original(_repeated(self.forward.original, calls), inputs, override, gradients)
         except Exception as error:
@@ -205,7 +207,7 @@ class Comparison:
     def _original(
         self, call: Callable[..., Any], inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool
     ) -> Outcome:
-        """Of the original alone: should a gradient go astray there, the two differ."""
+        """Outcome of the original, with sliced weights; should a gradient go astray there, the two outcomes would differ."""
         with WeightSlices(self.experts) as slices:
             return self._run(call, inputs, override, gradients, slices)
 
@@ -236,7 +238,7 @@ class Comparison:
 
 
 def _repeated(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """A function that calls ``call`` so many times and gives the last result."""
+    """A function that calls ``call`` repeatedly and returns the last result."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for _ in range(calls - 1):

@@ -1,4 +1,4 @@
-"""What one MoE layer costs under each mode: bytes a rank receives and the time that compute does not hide.
+"""The cost of an MoE layer in each mode: bytes that a rank receives, and time that compute does not hide.
 
 Derivation in docs/partition.md. f = (N-1)/N, T tokens of the global batch, P elements of the layer's matrices.
 
@@ -17,7 +17,7 @@ _ID_BYTES = 8  # top_k_index is int64
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of this machine, in seconds, equal on all ranks (broadcast them).
+    """Measured times in seconds, which must be the same on all ranks.
 
     Args:
         bandwidth: bytes a second that one rank receives in a large collective.
@@ -29,8 +29,8 @@ class Measured:
         experts_data_centric: the same with a rank's tokens and all channels, read from and packed into rows. Equal in
             arithmetic to the other, but not in time: model-centric moves N times the token rows through memory,
             data-centric copies weights and their gradients.
-        contention: how much longer compute takes for each second of communication that runs beside it. Communication
-            kernels hold multiprocessors and memory bandwidth, so hidden is not free.
+        contention: by how many seconds a second of concurrent communication slows down compute. Communication kernels take
+            multiprocessors and memory bandwidth, so hidden communication is not free.
     """
 
     bandwidth: float
@@ -91,10 +91,9 @@ def layer_cost(
     reduce: Reduce = "reduce_scatter",
     measured: Measured | None = None,
 ) -> tuple[Mode, LayerCost]:
-    """The cheaper mode of one layer and the numbers behind it.
+    """The cheaper mode of one layer, and the numbers behind it.
 
-    With `Measured` the time that compute does not hide decides, else the bytes. Ties go to model-centric, which needs
-    no cache.
+    With `Measured`, the time that compute does not hide decides, else the bytes. Ties go to model-centric, which needs no cache.
     """
     by_model = model_centric_bytes(shape, tokens, world, dtype_bytes=dtype_bytes, reduce=reduce)
     by_data = data_centric_bytes(shape, world, gather_bytes=dtype_bytes, reduce_bytes=reduce_bytes)
@@ -111,7 +110,7 @@ def layer_cost(
 
 
 def _data_centric_communication(total: float, m: Measured, slots: int, gather_bytes: int, reduce_bytes: int) -> float:
-    """What gathers and the reduce-scatter of the gradients add to a step.
+    """Seconds that gathers, and the reduce-scatter of the gradients, add to a step.
 
     Forward hides a gather behind attention and router (1 slot), also behind the experts (2 slots). Backward takes twice as
     long and hides the second gather in the same way, and the reduce-scatter behind all of it.

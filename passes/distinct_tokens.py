@@ -1,9 +1,8 @@
-"""Example inputs whose tokens can be told apart, in place of ones whose tokens cannot.
+"""Replaces example inputs whose tokens cannot be told apart by ones whose tokens can.
 
-Zeros, ones, a repeated sentence and a single token are what people try first. Equal tokens all go to the same experts, and which
-row went where cannot be seen. What a block does is a function of its inputs alone, so it is recorded on others of the same kind:
-random tokens of the example's scale, with random routings where the block is given its routing. Masks, positions and
-whatever else it is given stay as they are.
+People first try zeros, ones, a repeated sentence or a single token. Equal tokens all go to the same experts, so that one cannot see
+which row went where. Since a block is a function of its inputs, it is recorded on others of the same kind instead: random tokens of
+the example's scale, with random routings if the inputs contain a routing. Masks, positions and everything else stay as they are.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _LOOKED_AT = 512
 
 
 def examples(observation: Observation) -> Iterator[Observation]:
-    """The observation and, where its tokens are alike or few, others like it with fresh tokens; the most telling one first.
+    """The observation and, if its tokens are alike or few, others like it with fresh tokens; the most telling one first.
 
     Args:
         observation: with at most as many tokens as the block is to be recorded on.
@@ -48,20 +47,20 @@ def examples(observation: Observation) -> Iterator[Observation]:
 
 
 def mostly_alike(observation: Observation) -> bool:
-    """Whether half of the tokens or more are equal to other tokens."""
+    """Whether at least half of the tokens equal other tokens."""
     rows = _rows(observation)
     return rows is not None and len(rows) > 0 and 2 * number_alike(rows) >= len(rows)
 
 
 def number_alike(rows: torch.Tensor) -> int:
-    """How many rows (R, D) have the direction of an earlier one, but for rounding."""
+    """How many rows (R, D) have the direction of an earlier one, up to rounding."""
     scaled = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
     near = torch.cdist(scaled, scaled) <= _SAME
     return int(near.tril(-1).any(1).sum())
 
 
 def _rows(observation: Observation) -> torch.Tensor | None:
-    """The rows (R, D) of the first matrix of floats, else all integers as (R, 1) when the block looks them up."""
+    """The rows (R, D) of the first matrix of floats; else, if the block looks integers up, these as (R, 1)."""
     leaves = pytree.tree_leaves((observation.args, observation.kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel() and not leaf.is_complex()]
     matrices = [leaf for leaf in tensors if leaf.dim() >= 2 and leaf.is_floating_point()]
@@ -76,7 +75,7 @@ def _rows(observation: Observation) -> torch.Tensor | None:
 
 
 def _with_fresh_tokens(observation: Observation, few: bool) -> Iterator[Observation]:
-    """In the example's shape, and with enough tokens to reach the experts; that first where there are few."""
+    """Inputs in the example's shape, and with enough tokens to reach the experts; the latter first if there are few."""
     experts = number_of_experts(observation.module)
     inputs = FreshInputs(observation.args, observation.kwargs, experts, seed=13)
     enough = (2, max(_ENOUGH, experts or 0) // 2)
@@ -87,7 +86,7 @@ def _with_fresh_tokens(observation: Observation, few: bool) -> Iterator[Observat
 
 
 def number_of_experts(block: nn.Module) -> int | None:
-    """The most frequent length of lists of like parameters and of stacked ones; None without any."""
+    """The most frequent length of lists of like-shaped parameters and of stacked ones; None if there are none."""
     parameters = dict(block.named_parameters(remove_duplicate=False))
     lengths = [len(names) for names in expert_groups(parameters).members.values()]
     lengths += [parameter.shape[0] for parameter in parameters.values() if parameter.dim() >= 3]
@@ -95,5 +94,5 @@ def number_of_experts(block: nn.Module) -> int | None:
 
 
 def _vocabulary(block: nn.Module) -> int | None:
-    """Rows of the smallest embedding: what integers that are looked up stay below."""
+    """Rows of the smallest embedding: the bound of integers that are looked up."""
     return min((m.num_embeddings for m in block.modules() if isinstance(m, nn.Embedding)), default=None)

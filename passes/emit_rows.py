@@ -1,10 +1,10 @@
-"""A `FreeBody` as nodes over all routed rows at once: level 2 directly, on the operators' own autograd.
+"""Emits a `FreeBody` as nodes over all routed rows at once: directly in level 2, with the operators' own autograd.
 
 v, inv, offs = reindex(ids, E); rows = x[v // k]; every product an esmm; every other parameter of an expert gathered by the
 row's expert; the rest as recorded; y = combine(rows, weights).
 
-Rows of sentinel ids belong to no expert. Whatever enters them is replaced by a constant, so that their values, which the combine
-skips, never come from a token and never send a gradient back, not even NaN.
+Rows of sentinel ids belong to no expert, and the combine skips them. Whatever enters them is replaced by a constant, so that they
+never send a gradient, let alone NaN, back to a token.
 """
 
 from __future__ import annotations
@@ -40,10 +40,14 @@ Node = torch.fx.Node
 
 @dataclass
 class RowEmitter:
-    """Args:
-    graph, weights, body: where to, whose parameters, and what.
-    outside: the new node of a recorded one, flattened to (T, C) where ``as_rows`` is asked for.
-    factor: the product of routing quantities as (T, k), None for 1.
+    """Emits a body into a graph.
+
+    Args:
+        graph: where to.
+        weights: emits the experts' parameters.
+        body: what to emit.
+        outside, as_rows: the new node of a recorded one, as it is or flattened to (T, C).
+        factor: the product of routing quantities as (T, k), None for 1.
     """
 
     graph: torch.fx.Graph
@@ -96,7 +100,7 @@ class RowEmitter:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _token_rows(self, node: Node, source: Node) -> Node:
-        """x[v // k]; the tokens themselves where only products read them, which gather as they read."""
+        """x[v // k], or the tokens themselves if only products read them, which gather as they read."""
         tokens = self.as_rows(source)
         if self._only_in_products(node):
             return tokens
@@ -108,7 +112,7 @@ class RowEmitter:
         return all(isinstance(steps[user], Product) for user in node.users if user in steps)
 
     def _routed_only(self, rows: Node, dims: int) -> Node:
-        """``rows`` with a constant in rows without an expert."""
+        """``rows`` with a constant in the rows without an expert."""
         if dims not in self._is_routed:
             self._is_routed[dims] = self._method("view", self._is_routed[1], -1, *[1] * (dims - 1))
         return self._call(torch.where, self._is_routed[dims], rows, 1.0)
@@ -137,7 +141,7 @@ class RowEmitter:
         return self._routed_only(rows, 2) if self._shares() else rows
 
     def _shares(self) -> bool:
-        """Whether rows meet a tensor that all experts share, whose gradient the zero rows of an esmm could spoil (0/0)."""
+        """Whether rows meet a tensor that all experts share, whose gradient the zero rows of an esmm could spoil (as 0/0 does)."""
         return any(isinstance(role, (Shared, Outside)) and is_float(node) for node, role in self.body.steps.items())
 
     def _of_expert(self, role: OfExpert, dims: int) -> Node:
@@ -170,7 +174,7 @@ class RowEmitter:
         return self._new[operand]
 
     def _norm(self, node: Node) -> Node:
-        """A normalisation whose weight and bias are the expert's: without them first, then times one, plus the other."""
+        """A normalisation with the expert's weight and bias: done without them, then scaled and shifted."""
         named = dict(zip(("input", "normalized_shape", "weight", "bias", "eps"), node.args)) | dict(node.kwargs)
         if operation(node) == "rms_norm":
             named = dict(zip(("input", "normalized_shape", "weight", "eps"), node.args)) | dict(node.kwargs)

@@ -10,12 +10,12 @@ from torch import nn
 
 
 def float64_bytes(block: nn.Module) -> int:
-    """Size of the block's floating parameters and buffers in float64, in bytes."""
+    """Bytes that the block's floating-point parameters and buffers take in float64."""
     return 8 * sum(tensor.numel() for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point())
 
 
 def float64_copy_or_none(block: nn.Module) -> nn.Module | None:
-    """None if the block holds something that cannot be copied, such as a process group or a lock."""
+    """The float64 copy, or None if the block holds something that cannot be copied, such as a process group or a lock."""
     try:
         return _float64_copy(block)
     except (TypeError, RuntimeError, AttributeError):

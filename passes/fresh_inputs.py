@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -15,13 +16,28 @@ Kind = Literal["signed", "unsigned", "scores", "integer", "bool", "ids", "marks"
 ``marks`` are (..., E), non-zero at the experts of every token (one-hot or sparse weights; no one where it was dropped)."""
 
 
+@dataclass
+class _Draw:
+    """One set of random inputs in the making.
+
+    Args:
+        generator: of its random numbers.
+        routing: the routing to force, if any.
+        chosen: the experts chosen so far, by (tokens, experts, k), so that all tensors of a call describe the same choice.
+    """
+
+    generator: torch.Generator
+    routing: Routing | None = None
+    chosen: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+
+
 class FreshInputs:
     """Random inputs for verification.
 
     Args:
         args, kwargs: the example call.
         num_experts: if known.
-        seed: of the random values; equal calls of the methods give equal inputs.
+        seed: for the random values; equal calls of a method give equal inputs.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_experts: int | None, seed: int) -> None:
@@ -40,7 +56,7 @@ class FreshInputs:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the example."""
+        """Number of tokens of the example."""
         return self._sizes[0] * self._sizes[1]
 
     def example(self, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -54,7 +70,7 @@ class FreshInputs:
         return self._make(shapes, dtype, routing)
 
     def at(self, batch: int, sequence: int, dtype: torch.dtype, routing: Routing | None = None) -> tuple[Any, Any]:
-        """The same with dimensions that count batch, sequence or tokens in the example set to the given sizes."""
+        """As `like_example`, with the dimensions that count batch, sequence or tokens set to the given sizes."""
         shapes = [
             self._resized(leaf, (batch, sequence)) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves
         ]
@@ -78,8 +94,7 @@ class FreshInputs:
             vocabulary: where the block is given no floats, its integers are drawn below this.
         """
         generator = torch.Generator().manual_seed(self._seed)
-        chosen: dict[tuple[int, int, int], torch.Tensor] = {}
-        place = self._tokens_at()
+        draw, place = _Draw(generator), self._tokens_at()
         if (place is None and vocabulary is None) or (place is not None and self._may_route_alike(place)):
             return None
         made = []
@@ -93,7 +108,7 @@ class FreshInputs:
             elif place is None and vocabulary is not None:
                 new = _random_ids(leaf, shape, vocabulary, generator)
             elif kind in ("ids", "marks", "scores"):
-                new = self._fill(leaf, kind, shape, generator, None, chosen)
+                new = self._fill(leaf, kind, shape, draw)
             elif self._weighs_tokens(leaf):
                 new = torch.rand(shape, generator=generator) * leaf.abs().max().cpu() + 1e-3
             else:
@@ -103,7 +118,7 @@ class FreshInputs:
         return args, kwargs
 
     def _tokens_at(self) -> int | None:
-        """The first matrix of floats that is no routing."""
+        """Which argument holds the tokens: the first matrix of floats that is no routing."""
         for number, (leaf, kind) in enumerate(zip(self._leaves, self._kinds)):
             if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and kind in ("signed", "unsigned"):
                 return number
@@ -150,28 +165,20 @@ class FreshInputs:
         return width <= self.num_experts and int(leaf.max()) < 2 * self.num_experts
 
     def _make(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, routing: Routing | None) -> tuple[Any, Any]:
-        generator = torch.Generator().manual_seed(self._seed)
-        chosen: dict[tuple[int, int, int], torch.Tensor] = {}
+        draw = _Draw(torch.Generator().manual_seed(self._seed), routing)
         made = [
-            leaf if kind == "other" else self._fill(leaf, kind, shape, generator, routing, chosen)
+            leaf if kind == "other" else self._fill(leaf, kind, shape, draw)
             for leaf, kind, shape in zip(self._leaves, self._kinds, shapes)
         ]
         fresh = [_cast(new, leaf, dtype) for new, leaf in zip(made, self._leaves)]
         args, kwargs = pytree.tree_unflatten(fresh, self._spec)
         return args, kwargs
 
-    def _fill(
-        self,
-        leaf: torch.Tensor,
-        kind: Kind,
-        shape: tuple[int, ...],
-        generator: torch.Generator,
-        routing: Routing | None,
-        chosen: dict[tuple[int, int, int], torch.Tensor],
-    ) -> torch.Tensor:
+    def _fill(self, leaf: torch.Tensor, kind: Kind, shape: tuple[int, ...], draw: _Draw) -> torch.Tensor:
+        generator = draw.generator
         if kind == "scores":
             scores = torch.randn(shape, dtype=torch.float64, generator=generator)
-            return scores if routing is None else raised(scores, routing, min(2, shape[-1]))
+            return scores if draw.routing is None else raised(scores, draw.routing, min(2, shape[-1]))
         if kind == "signed":
             example = leaf.double()
             spread = float(example.detach().std()) if leaf.numel() > 1 else 1.0
@@ -183,19 +190,11 @@ class FreshInputs:
             return torch.rand(shape, generator=generator) < leaf.double().mean()
         if kind == "integer":
             return torch.randint(int(leaf.min()), int(leaf.max()) + 1, shape, generator=generator)
-        return self._routed(leaf, kind, shape, generator, routing, chosen)
+        return self._routed(leaf, kind, shape, draw)
 
-    def _routed(
-        self,
-        leaf: torch.Tensor,
-        kind: Kind,
-        shape: tuple[int, ...],
-        generator: torch.Generator,
-        routing: Routing | None,
-        chosen: dict[tuple[int, int, int], torch.Tensor],
-    ) -> torch.Tensor:
-        """Ids or marks. All tensors of a call that describe the same tokens describe the same choice."""
-        experts = self.num_experts or 1
+    def _routed(self, leaf: torch.Tensor, kind: Kind, shape: tuple[int, ...], draw: _Draw) -> torch.Tensor:
+        """Random ids or marks. Tensors of a call that describe the same tokens describe the same choice."""
+        experts, generator = self.num_experts or 1, draw.generator
         if kind == "marks":
             rows, k = shape[:-1], int(leaf.ne(0).sum(-1).max())
         else:
@@ -203,19 +202,20 @@ class FreshInputs:
             rows, k = (shape[:-1], shape[-1]) if len(shape) > 1 else (shape, 1)
         count = torch.Size(rows).numel()
         key = (count, experts, k)
-        if key not in chosen:
+        if key not in draw.chosen:
             random = torch.rand(count, experts, generator=generator).argsort(-1)[:, :k]
-            chosen[key] = random if routing is None else routing.choose(count, experts, k)
+            draw.chosen[key] = random if draw.routing is None else draw.routing.choose(count, experts, k)
+        chosen = draw.chosen[key]
         if kind == "ids":
-            return chosen[key].reshape(shape)
+            return chosen.reshape(shape)
         values = torch.ones(count, k, dtype=torch.float64)
         if leaf.is_floating_point() and leaf[leaf != 0].unique().numel() > 1:
             values = torch.rand(count, k, dtype=torch.float64, generator=generator) + 0.1
         elif leaf.dtype != torch.bool:
             values = values * leaf[leaf != 0].flatten()[0].double().cpu()
-        if routing is None and bool((leaf == 0).all(-1).any()):
+        if draw.routing is None and bool((leaf == 0).all(-1).any()):
             values = values * (torch.rand(count, 1, generator=generator) < 0.75)
-        return torch.zeros(count, experts, dtype=torch.float64).scatter(1, chosen[key], values).reshape(shape)
+        return torch.zeros(count, experts, dtype=torch.float64).scatter(1, chosen, values).reshape(shape)
 
 
 def _with_tokens(kinds: list[Kind], leaves: Sequence[Any]) -> list[Kind]:

@@ -1,4 +1,4 @@
-"""Folds the activation, and its gradient, into the epilogue of the product before it."""
+"""Folds the activation, and its gradient, into the epilogue of the preceding product."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FuseActivation(GraphPass):
     something other than the activation reads it. ``activate_backward(esmm(dy, W2))`` becomes ``esmm_act_backward``.
 
     Args:
-        gradients: fuse the gradients too. One kernel on CUDA; elsewhere the two operators are as good.
+        gradients: fuse the gradients too. On CUDA that saves a kernel; elsewhere the two operators are as good.
     """
 
     gradients: bool = False
@@ -75,7 +75,7 @@ def _fuse_backward(gm: GraphModule, gradient: Node) -> bool:
 
 
 def _projections(h: Node, split: bool) -> tuple[Node, ...]:
-    """The one or two esmm that h consists of; empty where it is something else or they have other users."""
+    """The one or two esmm that h consists of; empty if it is something else, or if they have other users."""
     if not split:
         return (h,) if h.target is hexa.esmm.default else ()
     if h.target is not torch.ops.aten.cat.default:

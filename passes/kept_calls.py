@@ -1,4 +1,4 @@
-"""Which recorded nodes the rewritten graph keeps, and which submodule calls stay calls."""
+"""Decides which recorded nodes the rewritten graph keeps, and which submodule calls stay calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from hexa_fx.passes.detect.graph import RANDOM, effects, operation
 
 @dataclass(frozen=True)
 class Kept:
-    """Args:
-    order: nodes to emit, in recorded order; a call is emitted where its first result stands.
-    calls: result node -> the submodule call that gives it.
-    rereads: a write by such a call into its own argument -> how to read the argument afterwards.
-    stand_ins: a write inside a call that stays a call -> a result of that call, which later reads are ordered after.
+    """What the rewritten graph keeps of the recorded one.
+
+    Args:
+        order: nodes to emit, in recorded order; a call is emitted where its first result stands.
+        calls: the submodule call behind each result node.
+        rereads: a write by such a call into its own argument -> how to read the argument afterwards.
+        stand_ins: a write inside a call that stays a call -> a result of that call, which later reads are ordered after.
     """
 
     order: tuple[torch.fx.Node, ...]
@@ -89,7 +91,7 @@ def _candidates(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCa
 
 
 def _inner_calls(torn: Sequence[ModuleCall], captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
-    """The next level of calls inside calls that cannot stay."""
+    """The next level of calls, inside calls that cannot stay."""
     inner = [c for c in captured.calls if _usable(c, places) and any(_covers(t, c) for t in torn)]
     return [c for c in inner if not any(_covers(other, c) for other in inner)]
 
@@ -161,14 +163,14 @@ def _inner_needed(
 
 
 def _repeatable(nodes: Sequence[torch.fx.Node]) -> bool:
-    """Neither random numbers nor writes, which a second run would change."""
+    """Whether nodes may run twice: they neither draw random numbers nor write."""
     return not any(operation(node) in RANDOM or record_of(node).writes for node in nodes)
 
 
 def _effects(
     captured: CapturedBlock, calls: Sequence[ModuleCall], position: Mapping[torch.fx.Node, int]
 ) -> list[torch.fx.Node]:
-    """Writes to the block's state. One inside a call that stays a call is made by that call."""
+    """Writes to the block's state, without those that calls which stay calls will make."""
     found = []
     for node in effects(captured.graph):
         holder = [call for call in calls if call.start <= position[node] < call.end]

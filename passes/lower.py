@@ -1,7 +1,7 @@
-"""A canonical node's expert becomes a forward graph and a backward graph of the expert-specific operators.
+"""Lowers a canonical node's expert to a forward graph and a backward graph of expert-specific operators.
 
-The graphs are those of docs/operators.md, node for node, and they are what runs: `hexa::moe_ffn` executes them (see
-`hexa_fx.passes.program`). Lowering leaves out what is not there (a bias, a frozen weight's gradient) and fuses nothing.
+The graphs are those of docs/operators.md, node for node, and `hexa::moe_ffn` executes them (see `hexa_fx.passes.program`).
+Lowering omits what is not there (a bias, a frozen weight's gradient) and fuses nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def lower(
         training: the forward graph also returns what backward needs.
 
     Raises:
-        InputError: an unknown activation, or a gradient of an operand that is not there.
+        InputError: the activation is unknown, or the gradient of a missing operand is asked for.
     """
     optional = {"top_k_weights": top_k_weights, "b1": b1, "b3": b3, "b2": b2, "w3": spec.glu == "split"}
     given = frozenset(n for n in OPERANDS if optional.get(n, True))
@@ -173,11 +173,11 @@ class _BackwardBuilder(_Builder):
         return self.finish("MoeFfnBackward", tuple(n[f"d{name}"] for name in OPERANDS if name in returned))
 
     def buffer(self, name: str) -> Node | None:
-        """What the gradient of an operand is added to, if it is."""
+        """The buffer that the gradient of an operand is added to, if there is one."""
         return self.node.get(buffer_name(name))
 
     def gradient(self, name: str, target: Any, adding: Any, *args: Any) -> None:
-        """d of an operand by one operator, or by the one that adds it to its buffer."""
+        """Emits the gradient of an operand by one operator, or by the operator that adds it to its buffer."""
         buffer = self.buffer(name)
         if buffer is None:
             self.call(f"d{name}", target, *args)
@@ -228,7 +228,7 @@ class _BackwardBuilder(_Builder):
         self.call("dx", hexa.combine.default, n["dx_rows"], None, n["inv"], n["offs"], n["top_k"])
 
     def projection_backward(self, which: str, g: Node | None, dx_rows: str) -> None:
-        """One projection's dX rows, dW and db: esfk where both dX and dW are wanted, else an operator for each."""
+        """One projection's dX rows, dW and db: by esfk if both dX and dW are wanted, else by an operator for each."""
         n, grads, layout = self.node, self.request.grads, self.spec.layout1
         weight, bias, offs = f"w{which}", f"b{which}", n["offs"]
         into, into_bias, has_bias = self.buffer(weight), self.buffer(bias), bias in grads
@@ -257,7 +257,7 @@ def buffer_name(operand: str) -> str:
 
 
 def backward_saved(request: FfnRequest) -> tuple[str, ...]:
-    """Which of x and h the backward graph reads: the minimum to save."""
+    """Which of x and h the backward graph reads, and therefore have to be saved."""
     recompute = request.spec.recompute_h
     needs_x = recompute or bool(request.grads & {"w1", "w3"})
     return (*(("x",) if needs_x else ()), *(() if recompute else ("h",)))

@@ -1,15 +1,14 @@
-"""Issues communication early and waits late, in a graph of one block or of a whole model.
+"""Starts communication early and waits late, in the graph of a block or of a whole model.
 
-Two rewrites, both safe for autograd because values stay the same:
+There are two rewrites, both safe for autograd because values stay the same:
 
 * a model-centric gather starts as soon as its input exists, so that tokens travel while the router runs;
 * a data-centric gather starts (`cache_prefetch`) as soon as its cache slot is free, so that weights travel while
   attention and router of the layer run (one slot), and the experts of the layer before (two slots).
 
-The graph's list order stays the source of truth; a networkx graph of it holds the dependencies (data, and "written
-after read" of a slot), finds cycles, and gives the critical path and every gather's slack. Nothing here looks at
-measured local times, so all ranks issue collectives in the same order. In backward the shared cache prefetches by
-itself.
+The order of the graph's nodes stays the source of truth. A networkx graph of the dependencies (data, and "written after read" of a
+slot) finds cycles and gives the critical path and every gather's slack. Nothing here depends on times measured locally, so all
+ranks issue collectives in the same order. In backward, the shared cache prefetches on its own.
 """
 
 from __future__ import annotations
@@ -84,13 +83,13 @@ _MOVABLE = (all_gather_v, nodes.token_counts, nodes.check_tokens, nodes.to_compu
 
 
 def _hoist_starts(graph: fx.Graph) -> int:
-    """Moves gathers, and the small nodes that prepare them, right behind the last node they need."""
+    """Moves gathers, and the small nodes that prepare them, right after the last node they need."""
     movable = [node for node in graph.nodes if node.target in _MOVABLE]
     return sum(_hoist(graph, node) for node in movable)
 
 
 def _hoist(graph: fx.Graph, node: fx.Node) -> bool:
-    """Behind the last input, and behind what was hoisted there before: the order of collectives must not change."""
+    """Moves a node after its last input, and after what was hoisted there before, to keep the order of collectives."""
     anchor = _last(graph, node.all_input_nodes)
     if anchor is None:
         return False

@@ -1,8 +1,8 @@
-"""Up to which size a block's own code is the quicker one on a CPU.
+"""Estimates up to which size a block's own code is faster than its rewrite on a CPU.
 
-Calls are what takes time where tensors are small. A rewrite that saves many calls, an unrolled loop over experts, is quicker at
-any size. Where the block had few calls to begin with (a batched product over all experts, two experts, experts of an unusual
-form) it wins only by doing less arithmetic, which does not show on a few thousand numbers.
+On small tensors, calls take the time. A rewrite that saves many calls, such as those of an unrolled loop over experts, is faster at
+any size. If the block makes few calls to begin with (a batched product over all experts, two experts, experts of an unusual form),
+the rewrite wins only by doing less arithmetic, which does not show on a few thousand numbers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _FEW_ELEMENTS = 1 << 19
 
 
 def own_code_limit(captured: CapturedBlock, removed: Iterable[torch.fx.Node], added: Iterable[torch.fx.Node]) -> int:
-    """Elements of the first tensor argument up to which the block's own code is the quicker on a CPU; 0 for never.
+    """Elements of the first tensor argument up to which the block's own code is faster on a CPU; 0 for none.
 
     Args:
         captured: the recorded run.
-        removed: its nodes that the rewrite leaves out.
-        added: nodes of the rewritten graph in their place.
+        removed: its nodes that the rewrite drops.
+        added: the nodes of the rewritten graph that replace them.
     """
     moved = _moved(captured, set(removed))
     calls = sum(_CALLS.get(operation(node), operation(node) not in _FREE) for node in added if _is_call(node))
@@ -53,7 +53,7 @@ def _is_call(node: torch.fx.Node) -> bool:
 
 
 def _moved(captured: CapturedBlock, nodes: set[torch.fx.Node]) -> list[int]:
-    """Elements that each of ``nodes`` writes, and reads in a product, leaving out views and numbers."""
+    """Elements that each of ``nodes`` writes, and reads if it is a product, without views and numbers."""
     found, seen = [], set()
     for node in captured.graph.nodes:
         if node.op == "output":

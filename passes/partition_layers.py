@@ -185,7 +185,7 @@ def _piece(view: fx.Node, dim: int, size: int) -> str:
 
 
 def follow_cut(graph: fx.Graph, layers: list[LayerWeights], plans: list[LayerPlan], rank: int) -> None:
-    """Moves the bounds of slices that take half of a weight to where the halves of this rank's slice meet. In place."""
+    """Moves, in place, the bounds of slices that take half of a weight to where the halves of this rank's slice meet."""
     found = [node for node in graph.nodes if is_moe_ffn(node)]
     for node, layer, planned in zip(found, layers, plans):
         size, local = planned.shape.intermediate_size, planned.shards[rank]

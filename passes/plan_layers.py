@@ -21,28 +21,29 @@ _MODES: dict[str, Mode] = {"data": "data_centric", "model": "model_centric"}
 
 @dataclass(frozen=True)
 class PartitionConfig:
-    """What a user may say about a partition.
+    """Options of a partition: what `hexa_fx.optimize_` needs to know beyond mesh, strategy and capacities.
 
     Args:
-        batch: samples of the global batch, split by Eq. 1. Default: the number of ranks.
-        tokens: tokens of the global batch in one forward, for the cost model. Default: taken as ``batch``.
-        static_tokens: fix T_i in the graph (``tokens`` split as ``batch`` is). Token counts are then not exchanged at
-            run time.
+        batch: samples of the global batch, shared out by Eq. 1. Default: the first dimension of the example inputs
+            (`hexa_fx.optimize_`), else the number of ranks.
+        tokens: tokens of the global batch in one forward, for the cost model. Default: those that were measured, else ``batch``.
+        static_tokens: fix T_i in the graph, by splitting ``tokens`` as ``batch`` is split. Ranks then need not exchange token
+            counts at run time.
         reduce: how model-centric outputs are summed; ``all_reduce`` is the paper's formulation.
-        slots: slots of the shared cache, 1 or 2; 0: none are shared, every layer keeps its gathered weights for backward.
+        slots: slots of the shared cache, 1 or 2. With 0 nothing is shared: every layer keeps its gathered weights for backward.
         prefetch: gather the next layer's weights ahead of their use.
-        tile: h_i are multiples of it, where the intermediate size allows.
-        kernel_columns: columns of the first projection that the devices' kernels compute at a time; h_i count begun ones as
-            whole. Default: 1; `partition_model` knows that of GPUs.
-        memory_caps: most bytes of expert state each rank may hold, or None. Relative to ``bytes_per_element``.
-        bytes_per_element: of an expert parameter with its gradient and optimizer state.
-        data_parallel: what averages the gradients of the other parameters: ``sum`` (nobody divides), ``mean`` (DDP,
-            FSDP2).
-        grad_dtype: in which data-centric weight gradients are summed over the ranks. ``compute`` (the autocast dtype; FSDP2's
-            default too) halves what travels and what the largest layer holds in backward; ``parameter`` rounds once less.
-        dtype_bytes, reduce_bytes: of what is gathered, and of reduced weight gradients.
+        tile: h_i is a multiple of it, where the intermediate size allows.
+        kernel_columns: columns of the first projection that a device's kernels compute at a time; h_i counts a begun step
+            as a whole one. Default: 1, or the kernels' own on GPUs.
+        memory_caps: bytes of expert state that each rank may hold at most, counted with ``bytes_per_element``; None for no limit.
+        bytes_per_element: bytes of an expert parameter together with its gradient and optimizer state.
+        data_parallel: how the gradients of all other parameters are combined: ``sum`` (nothing divides them) or ``mean``
+            (DDP, FSDP2).
+        grad_dtype: dtype in which data-centric weight gradients are summed over ranks. ``compute``, the autocast dtype and
+            FSDP2's default, halves what travels and what the largest layer holds in backward; ``parameter`` rounds once less.
+        dtype_bytes: bytes of a gathered element. reduce_bytes: bytes of an element of a reduced weight gradient.
         attention_seconds: forward time of what runs between two MoE layers on a rank's tokens, for ``auto``. Default:
-            measured, if the model can be run (`partition_model`'s ``example``), else 0: then nothing hides a gather.
+            measured where the model can be run, else 0, so that nothing hides a gather.
         measure: measure bandwidth and experts for ``auto``; otherwise it compares bytes.
     """
 
@@ -74,11 +75,11 @@ def plan_layers(
     config: PartitionConfig | None = None,
     measured: Measured | Mapping[str, Measured] | None = None,
 ) -> Plan:
-    """Shares and modes from numbers alone.
+    """Makes a plan from numbers alone: batch shares, and the shard sizes and mode of every layer.
 
     Args:
         shapes: sizes of every MoE layer by path, in execution order.
-        capacities: t_i, seconds of the same task on rank i; or with how they grow with the share (`profile_costs`).
+        capacities: t_i, seconds of the same task on rank i, or the measured costs of `profile_costs`.
         strategy: one for all layers, or by path of a layer or of a module that holds it (else ``auto``).
         measured: bandwidth and times, for all layers or by path; without them ``auto`` compares bytes.
 

@@ -1,4 +1,4 @@
-"""From a request of `hexa::moe_ffn` to what runs: lower, fuse, and bind to the kernels of a device."""
+"""Turns a request of `hexa::moe_ffn` into what runs: lowers, fuses, and binds to the kernels of a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BACKWARD_OPERANDS = ("dy", "x", "h", "v", "inv", "offs", *OPERANDS[1:], "top_k"
 
 @dataclass(frozen=True)
 class BindKernels(GraphPass):
-    """Calls to ``torch.ops.hexa.*`` become calls to the kernels themselves, past torch's dispatcher.
+    """Replaces calls to ``torch.ops.hexa.*`` by calls to the kernels themselves, past torch's dispatcher.
 
     Args:
         device: device type, ``cpu`` or ``cuda``.
@@ -49,10 +49,10 @@ class BindKernels(GraphPass):
 
 @dataclass(frozen=True)
 class TakeSaved(GraphPass):
-    """What forward saved for one use, h, comes in a list and is popped from it.
+    """Takes h, which forward saved for a single use, out of a list.
 
-    A call's frames hold its arguments until it returns, and h is as large as all that backward makes of it: popped, its
-    memory is free as soon as the last operator has read it.
+    A call's frames hold its arguments until it returns, and h is as large as everything that backward computes from it. Popped
+    from a list, its memory is free as soon as the last operator has read it.
     """
 
     name: ClassVar[str] = "take_saved"
@@ -103,7 +103,7 @@ class Program:
 
 
 def fused(lowered: Lowered) -> Lowered:
-    """The graphs after fusion, in terms of ``torch.ops.hexa``: what every device runs, before it is bound. In place."""
+    """Fuses the graphs in place. They are then what every device runs, in terms of ``torch.ops.hexa``."""
     for gm in (lowered.forward, lowered.backward):
         FuseActivation()(gm)
     return lowered

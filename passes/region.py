@@ -1,4 +1,4 @@
-"""The MoE region itself in the rewritten graph: one `hexa::moe_ffn`, or operators one by one for an unusual expert."""
+"""Emits the MoE region in the rewritten graph: as one `hexa::moe_ffn`, or operator by operator for an unusual expert."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from hexa_fx.passes.weights import WeightEmitter
 
 @dataclass
 class RegionEmitter:
-    """Args:
-    match: the region. graph, weights: where to.
-    outside: the new node of every recorded one that the region reads.
+    """Emits a region into a graph.
+
+    Args:
+        match: the region.
+        graph, weights: where to emit it.
+        outside: the new node of every recorded one that the region reads.
     """
 
     match: MoEMatch
@@ -96,7 +99,7 @@ class RegionEmitter:
         return emitter.emit(index, factor, self.match.routing.top_k)
 
     def _within_sentinel(self, index: torch.fx.Node) -> torch.fx.Node:
-        """Ids that no stored expert has become the one id that contributes nothing, E."""
+        """Turns ids without a stored expert into E, the id that contributes nothing."""
         nodes, experts = self.match.routing.index.nodes, self.match.num_experts
         recorded = torch.cat([record_of(node).value.flatten() for node in nodes])
         if int(recorded.max()) > experts:
@@ -107,7 +110,7 @@ class RegionEmitter:
         return index
 
     def _identity(self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node) -> torch.fx.Node:
-        """What the experts that return the token itself add: ids of E and above."""
+        """What ids of E and above add, the experts that return the token itself."""
         chosen = self.graph.call_function(operator.ge, (index, self.match.num_experts))
         exact = self.graph.call_method("to", (factor, tokens))  # the sum over slots in the tokens' precision
         masked = self.graph.call_function(operator.mul, (exact, chosen))
@@ -120,7 +123,7 @@ class RegionEmitter:
     def _scale_rows(
         self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node | None, before: torch.fx.Node
     ) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node | None]:
-        """A factor on the input differs from slot to slot, so every slot becomes a token with one expert."""
+        """Makes every slot a token with one expert, since a factor on the input differs from slot to slot."""
         top_k = self.match.routing.top_k
         if top_k > 1:
             tokens = self.graph.call_method("repeat_interleave", (tokens, top_k, 0))
@@ -177,7 +180,7 @@ class RegionEmitter:
         return call("reshape", (call("sum", (node, -1)), -1, experts))
 
     def _dtype(self) -> torch.dtype:
-        """Of the region's result so far: an expert operation by operation may end in float32 between 16-bit tensors."""
+        """dtype of the region's result so far: an expert run operation by operation may end in float32 among 16-bit tensors."""
         match, source = self.match, record_of(self.match.source).value.dtype
         dtype = record_of(match.body.output).value.dtype if isinstance(match.body, FreeBody) else source
         if match.identity:

@@ -1,4 +1,4 @@
-"""The MoE regions of a block as one `hexa::moe_ffn` node each; the rest as it was recorded, for any size and routing."""
+"""Rewrites a block for any size and routing: each MoE region becomes one `hexa::moe_ffn` node, the rest stays as recorded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _FREE_OF_EFFECTS = (
 
 
 def rewrite(match: MoEMatch, recompute_h: bool = False, fused_backward: bool = True) -> RewrittenBlock:
-    """The block's new forward. Its ``get_attr`` and ``call_module`` targets are relative to the block."""
+    """Makes the block's new forward. Its ``get_attr`` and ``call_module`` targets are relative to the block."""
     return _Rewriter(match, recompute_h, fused_backward).run()
 
 
@@ -72,7 +72,7 @@ class _Rewriter:
         return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, captured.held)
 
     def _asked_first(self) -> set[torch.fx.Node]:
-        """Conditions on parameters and buffers alone, which are asked before any random number is drawn."""
+        """Conditions on parameters and buffers alone, which are checked before any random number is drawn."""
         conditions = [branch.condition for match in self.match.regions for branch in match.branches]
         behind = [ancestors([condition]) for condition in conditions]
         return {n for found in behind if not any(n.op == "placeholder" for n in found) for n in found}
@@ -87,11 +87,11 @@ class _Rewriter:
         return found
 
     def _stored(self) -> list[StoredValue]:
-        """Each attribute once: every region lists those that its block has to set."""
+        """The attributes that the block has to set, each once, though every region lists them."""
         return list({(item.path, item.name): item for match in self.match.regions for item in match.stored}.values())
 
     def _removed(self, kept: Kept) -> list[torch.fx.Node]:
-        """Recorded nodes without a counterpart, neither alone nor in a call that is kept."""
+        """Recorded nodes that have no counterpart, not even inside a call that is kept."""
         order = [node for node in self.match.captured.graph.nodes if node.op != "output"]
         calls = [kept.calls[node] for node in kept.order if node in kept.calls]
         inside = {node for call in calls for node in order[call.start : call.end]}
@@ -108,7 +108,7 @@ class _Rewriter:
         return found + [node for match in self.match.regions for node in _roots_of(match)]
 
     def _drop_unused(self) -> None:
-        """Sizes and results that only the removed code read."""
+        """Drops sizes and results that only the removed code read."""
         for node in reversed(self.graph.nodes):
             if not node.users and (node.target in _FREE_OF_EFFECTS or node.op == "get_attr"):
                 self.graph.erase_node(node)
@@ -151,7 +151,7 @@ class _Rewriter:
         return self.new[kept.stand_ins[argument] if after_call else argument]
 
     def _constant(self, name: str) -> torch.fx.Node:
-        """A tensor that stood ready outside the block's parameters and buffers, such as a number that a module keeps."""
+        """A tensor from outside the block's parameters and buffers, such as a number that a module keeps."""
         if is_outside(self.match.captured, name):
             raise NotImplementedError(f"the code reads {name}, which is neither a parameter nor a buffer")
         value = self.match.captured.constants[name]

@@ -1,8 +1,8 @@
-"""Forced routings: which experts a case sends every token to, and making a router inside a block choose them.
+"""Forced routings: which experts a case sends every token to, and how a router inside a block is made to choose them.
 
-Two ways. `LogitsOverride` raises the logits of the wanted experts where the router's weight produces them, so that all that
-follows (softmax, groups, thresholds, second choices, auxiliary losses) sees a routing that can occur. Where no such
-product is found, `RoutingOverride` replaces the results of top-k and its like.
+`LogitsOverride` raises the logits of the wanted experts where the router's weight produces them, so that everything downstream
+(softmax, groups, thresholds, second choices, auxiliary losses) sees a routing that can occur. If there is no such product,
+`RoutingOverride` replaces the results of top-k and the like.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def _one_unused(rows: int, candidates: int, k: int) -> torch.Tensor:
 
 
 def _step(k: int) -> int:
-    """So far a token's experts lie after those of the token before: each is chosen twice, in case a choice does not count."""
+    """How far a token's experts lie after those of the previous token: each is chosen twice, in case one choice does not count."""
     return -(-k // 2)
 
 
 def rows_for_all(candidates: int, k: int) -> int:
-    """Tokens with which the last of `ROUTINGS` reaches every expert but the first."""
+    """Number of tokens with which the last of `ROUTINGS` reaches every expert but the first."""
     return -(-(candidates - 1) // _step(k))
 
 
@@ -88,13 +88,13 @@ class ChoiceSpy(TorchFunctionMode):
 
 
 class LogitsOverride(TorchFunctionMode):
-    """While active, the product of a router's weight is raised at the wanted experts, by more than logits differ.
+    """A mode that raises the product of a router's weight at the wanted experts, by more than logits differ.
 
     Args:
         routing: what to choose.
         num_experts: size of the dimension that holds logits, the last one.
-        top_k: how many experts a token is to prefer.
-        experts: weights of the experts, which are no router's even where a size of theirs is the number of experts.
+        top_k: how many experts per token is to prefer.
+        experts: weights of the experts, which are no router's weight even if one of their sizes is the number of experts.
     """
 
     def __init__(self, routing: Routing, num_experts: int, top_k: int, experts: Collection[torch.Tensor] = ()) -> None:
@@ -141,10 +141,10 @@ def raised(logits: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
 
 
 class RoutingOverride(TorchFunctionMode):
-    """While active, top-k, argmax, max and sort along experts return a given routing instead of the best scores.
+    """A mode in which top-k, argmax, max and sort along experts return a given routing instead of the best scores.
 
-    The values they return are gathered from their input at the forced places, so gradients flow as before. Two runs
-    under equal overrides choose equally.
+    The values they return are gathered from their input at the forced places, so that gradients flow as before. Two runs under
+    equal overrides choose equally.
 
     Args:
         routing: what to choose.
@@ -172,9 +172,9 @@ class RoutingOverride(TorchFunctionMode):
         return result
 
     def choice(self, scores: torch.Tensor, k: int, dim: int) -> torch.Tensor:
-        """The forced places along ``dim``, in the shape of ``scores`` but k long there.
+        """The forced places along ``dim``, in the shape of ``scores`` but with length k there.
 
-        A place that the router has masked out, such as the first choice when it looks for the second, is passed over.
+        A place that the router has masked out, such as the first choice when it looks for the second, is skipped.
         """
         size = scores.shape[dim]
         moved = scores.detach().movedim(dim, -1)
@@ -190,13 +190,13 @@ class RoutingOverride(TorchFunctionMode):
 
 
 def _first_open(wanted: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """wanted (rows, 1) or the next place after it, cyclically, that is not masked in scores (rows, candidates)."""
+    """``wanted`` (rows, 1), or cyclically the next place after it that is not masked in ``scores`` (rows, candidates)."""
     size = scores.shape[1]
     order = (wanted + torch.arange(size, device=scores.device)) % size
     probabilities = (scores >= 0).all(1, keepdim=True)
     masked = (scores < -1e30) | (probabilities & (scores == 0))
     opened = (~masked).gather(1, order).int()
-    first = opened.argmax(1, keepdim=True)  # 0 if everything is masked: the wanted place after all
+    first = opened.argmax(1, keepdim=True)  # 0, the wanted place, if everything is masked
     return order.gather(1, first)
 
 

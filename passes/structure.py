@@ -1,4 +1,4 @@
-"""Reuses the analysis of a block for the blocks of the model that are the same but for their numbers."""
+"""Reuses the analysis of a block for blocks of the model that differ only in the values of their parameters."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _key(observation: Observation) -> Hashable:
 
 
 def _attributes(module: nn.Module, known: dict[int, Hashable]) -> tuple[tuple[str, Hashable], ...]:
-    """Attributes, with what objects among them hold. A layer number that no method reads does not tell two blocks apart."""
+    """Attributes, with the contents of objects among them. A layer number that no method reads does not distinguish blocks."""
     own = {name: value for name, value in module.__dict__.items() if name not in MODULE_STATE}
     return tuple((key, _contents(value, type(module), known)) for key, value in _telling(own, type(module)))
 
@@ -70,10 +70,10 @@ def _telling(values: Mapping[Any, Any], reader: type) -> Iterator[tuple[Any, Any
 
 
 def _contents(value: Any, reader: type, known: dict[int, Hashable]) -> Hashable:
-    """By value as far as that can be told; functions and classes by identity, what is torch's by its type.
+    """A value's identity: by value as far as possible; functions and classes by identity, torch objects by type.
 
     Args:
-        known: contents of objects by their id; of those that hold themselves, the type.
+        known: contents of objects by id; an object that contains itself is represented by its type there.
     """
     if isinstance(value, functools.partial):
         return _contents((value.func, value.args, value.keywords), reader, known)

@@ -1,7 +1,8 @@
-"""Takes the paper's techniques back out of a block, one by one, as `HexaConfig` says: what an ablation compares with.
+"""Takes techniques of the paper back out of a block, as `HexaConfig` says, for ablations.
 
-Runs last, on graphs whose canonical nodes may have collectives around them. Values stay the same. The fused backward kernel is
-a property of the canonical node (`FfnSpec.fused_backward`), shared cache and overlap are of the partition.
+It runs last, on graphs whose canonical nodes may have collectives around them. Values stay the same. Not switched here are the
+fused backward kernel, a property of the canonical node (`FfnSpec.fused_backward`), and shared cache and overlap, which belong
+to the partition.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _CANONICAL = torch.ops.hexa.moe_ffn.default
 
 
 def switch_off(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
-    """The block without what ``config`` switches off; itself where that is nothing."""
+    """The block without what ``config`` switches off; the block itself if that is nothing."""
     if config.topk_memory and config.expert_operators:
         return block
     graph = fx.Graph(tracer_cls=block.graph._tracer_cls)  # identical blocks share theirs
@@ -34,9 +35,9 @@ def switch_off(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
 
 
 def _one_row_a_slot(graph: fx.Graph, node: fx.Node) -> None:
-    """Tokens are copied k times, and the experts' T·k·D outputs are kept until they are weighted and summed.
+    """Copies tokens k times, and keeps the experts' T·k·D outputs until they are weighted and summed.
 
-    Without the memory optimisation of the paper's section 3.2, input, output and their gradients grow with k.
+    Without the memory optimisation of the paper's section 3.2, inputs, outputs and their gradients grow with k.
     """
     x, index, weights, *rest = node.args
     assert isinstance(index, fx.Node)

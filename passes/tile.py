@@ -1,8 +1,7 @@
-"""Rewrites a lowered and fused graph into one that runs tile by tile, for a CPU (see `hexa_fx.ops.tiles`).
+"""Rewrites a lowered and fused graph into one that runs tile by tile on a CPU (see `hexa_fx.ops.tiles`).
 
-Nodes fall in three parts. What stays outside and comes before: the re-index, views of weights. What has rows of experts
-as a result or reads some: these nodes become the graph ``body`` of one tile. What reads a finished result: it stays
-outside and comes after.
+Nodes fall into three parts: those before the tiles (the re-index, views of weights); those that produce or read rows of experts,
+which become the graph ``body`` of one tile; and those that read a finished result, which come after the tiles.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ROW_INPUTS = ("h",)
 
 @dataclass(frozen=True)
 class TileRows(GraphPass):
-    """The row operators of a graph become the ``body`` that `hexa_fx.ops.tiling.run` calls for every tile."""
+    """Turns the row operators of a graph into the ``body`` that `hexa_fx.ops.tiling.run` calls for every tile."""
 
     name: ClassVar[str] = "tile_rows"
     contract: ClassVar[Contract] = Contract(
@@ -75,7 +74,7 @@ class _Tiler:
         return moved
 
     def _move(self, node: Node) -> None:
-        """A getitem of a row operator's results, or a torch operator on rows."""
+        """Moves a getitem of a row operator's results, or a torch operator on rows, into the body."""
         if node.target is operator.getitem and isinstance(self.in_body[node.args[0]], tuple):  # type: ignore[index]
             kind, value = self.in_body[node.args[0]][node.args[1]]  # type: ignore[index]
             if kind == "key":
@@ -120,11 +119,11 @@ class _Tiler:
                 self.in_outer[node] = outer.create_node("call_function", tiling.output, (done, key), name=node.name)
         for node in after:
             self.in_outer[node] = outer.node_copy(node, self.in_outer.__getitem__)
-        outer.eliminate_dead_code(lambda n: n is done or n.is_impure())  # it may write to buffers and give nothing
+        outer.eliminate_dead_code(lambda n: n is done or n.is_impure())  # it may write to buffers and return nothing
         self.gm.graph = outer
 
     def _tiling(self, outer: Graph) -> Node:
-        """The tiling: of the re-index vector that was saved, or together with making one."""
+        """The node that makes the tiling, either from the saved re-index vector or together with a new one."""
         v, offs, top_k, like = self.routing
         if v.op == "placeholder":
             args = tuple(self.in_outer[n] for n in (v, offs, top_k, like))

@@ -1,9 +1,9 @@
-"""Original against rewritten block, before the rewrite is accepted: what static rules cannot see, numbers do.
+"""Compares the rewritten block with its original before it is accepted: numbers show what static rules cannot.
 
-Both run on the same float64 copy of the block, on the example, on fresh random inputs at several sizes and under forced
-routings. Outputs, gradients of every input and parameter, buffers, other values that the modules keep, and the random
-numbers drawn have to agree; on the block itself, shapes and dtypes of what the example gives. Inputs are small, so the cost is
-that of a few forward and backward passes.
+Both run on the same float64 copy of the block, on the example and on fresh random inputs at several sizes and under forced
+routings. Outputs, gradients of every input and parameter, buffers, other values that the modules keep, and the random numbers
+drawn have to agree. On the block itself, shapes and dtypes of the results have to agree. Inputs are small, so this costs a few
+forward and backward passes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def verify(
     """Compares ``rewritten`` with the forward of ``block`` in the block's present mode (train or eval).
 
     Args:
-        block: the original; unchanged afterwards, but that per-expert weights may lie side by side.
+        block: the original; afterwards unchanged, except that per-expert weights may lie side by side.
         rewritten: its rewritten forward.
         args, kwargs: an example call. Only kinds, sizes and ranges of its tensors are used.
         settings: see `VerifySettings`.
@@ -80,7 +80,7 @@ def _kinds(
     inputs: FreshInputs,
     settings: VerifySettings,
 ) -> VerificationCase:
-    """The block as it is: where all is float64, a cast that was lost does not show."""
+    """Runs the block as it is, since a lost cast does not show where everything is float64."""
     own = _own_dtype(block)
     subject = Subject(block, own, own, as_it_is=True)
     with _installed(block, rewritten) as forward:
@@ -93,7 +93,7 @@ def _own_dtype(block: nn.Module) -> torch.dtype:
 
 
 def _for_dtype(rewritten: RewrittenBlock, dtype: torch.dtype) -> RewrittenBlock:
-    """`InFloat64` raises recorded dtype literals too, so a guard on the recorded dtype does not apply there."""
+    """The block for a comparison in ``dtype``. `InFloat64` raises recorded dtypes too, so guards on them do not apply there."""
     if dtype != torch.float64:
         return rewritten
     return replace(rewritten, guards=tuple(replace(guard, exact_dtype=False) for guard in rewritten.guards))
@@ -128,7 +128,7 @@ def _reason(cases: tuple[VerificationCase, ...]) -> str:
 
 
 def _too_little(cases: tuple[VerificationCase, ...], inputs: FreshInputs, settings: VerifySettings) -> str:
-    """One token looks the same however rows are laid out, so others must have been compared beside it."""
+    """A sentence if only one token was compared: it looks the same however rows are laid out."""
     if not inputs.one_token or settings.brief:
         return ""
     larger = [size(batch, sequence) for batch, sequence in settings.sizes if batch * sequence > 1]
@@ -139,7 +139,7 @@ def _too_little(cases: tuple[VerificationCase, ...], inputs: FreshInputs, settin
 
 
 def _num_experts(block: nn.Module, rewritten: RewrittenBlock) -> int | None:
-    """As the rewrite says, else the length of the packed lists, or of the stacked weights that the graph reads."""
+    """The number of experts by the rewrite, else by the packed lists, or by the stacked weights that the graph reads."""
     if rewritten.num_experts is not None:
         return rewritten.num_experts
     if rewritten.packed:
@@ -155,7 +155,7 @@ def _expert_weights(block: nn.Module, rewritten: RewrittenBlock) -> tuple[torch.
 
 
 def _stacked_weights(block: nn.Module, rewritten: RewrittenBlock) -> list[torch.Tensor]:
-    """The tensors of three dimensions that the graph reads."""
+    """The three-dimensional tensors that the graph reads."""
     read = [_value_at(block, str(node.target)) for node in rewritten.graph.nodes if node.op == "get_attr"]
     return [value for value in read if isinstance(value, torch.Tensor) and value.dim() == 3]
 

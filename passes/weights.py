@@ -59,7 +59,7 @@ class WeightEmitter:
         return self._by_base[base]
 
     def vectors(self, base: str) -> torch.fx.Node:
-        """(E, C) of one base, a bias or a scale; (E,) where it is one number an expert. Read once."""
+        """(E, C) of one base, a bias or a scale; (E,) if it is one number per expert. Read once."""
         if base not in self._by_base:
             listed = base in self._groups
             dims = self.captured.tensor_of(self._groups[base][0] if listed else base).dim() + listed
@@ -75,7 +75,7 @@ class WeightEmitter:
         w2 = self._read("hexa_w2", [body.down.base], body.down.matrices.shape[0])
         if (
             body.gate.matrices.shape[0] > body.down.matrices.shape[0]
-        ):  # storage for experts that have no second projection
+        ):  # storage of experts that have no second projection
             experts = slice(None, body.down.matrices.shape[0])
             w1, w3 = self._cut(w1, 0, experts), None if w3 is None else self._cut(w3, 0, experts)
         if body.gain is not None:  # act(h) * g @ W2 is act(h) @ (g * W2)
@@ -106,7 +106,7 @@ class WeightEmitter:
         return w1, b1, w3, b3, "split"
 
     def _packable(self, gate: Stack, up: Stack) -> bool:
-        """Two per-expert lists of nn.Linear-like matrices become one tensor with gate above up."""
+        """Whether two per-expert lists of nn.Linear-like matrices can become one tensor with gate above up."""
         return gate.form == up.form == "listed" and gate.layout == up.layout == "nk"
 
     def _one_product(
@@ -123,7 +123,7 @@ class WeightEmitter:
     def _up_first(
         self, body: ExpertBody, w1: torch.fx.Node, b1: torch.fx.Node | None
     ) -> tuple[torch.fx.Node, torch.fx.Node | None, torch.fx.Node | None, torch.fx.Node | None, Glu]:
-        """The user stores up before gate: two views of the weight, gate taken second."""
+        """Two views of a weight in which the user stores up before gate."""
         half = body.gate.matrices.shape[1] // 2
         if body.pairing.startswith("interleaved"):
             up, gate = slice(None, None, 2), slice(1, None, 2)
@@ -156,7 +156,7 @@ class WeightEmitter:
         return node if len(shape) == 2 else self.graph.call_method("flatten", (node, 1))
 
     def _read(self, name: str, bases: list[str], experts: int) -> torch.fx.Node:
-        """One tensor for ``bases``: the user's own if it is stacked, packed storage if there is one parameter an expert."""
+        """One tensor for ``bases``: the user's own if it is stacked, packed storage if there is one parameter per expert."""
         if bases[0] in self._groups:
             name += self.suffix
             self.packed.append(PackedWeight(name, tuple(self._groups[base] for base in bases)))

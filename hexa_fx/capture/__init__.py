@@ -1,4 +1,4 @@
-"""nn.Module -> `CapturedBlock`: what a block did on example inputs, as a straight-line torch.fx graph."""
+"""nn.Module -> `CapturedBlock`: a block's run on example inputs, as a straight-line torch.fx graph."""
 
 from hexa_fx.capture.record import UNKNOWN, CapturedBlock, StoredValue, capture
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of

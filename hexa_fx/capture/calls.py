@@ -1,4 +1,4 @@
-"""Calls of torch as the recorder sees them: which are recorded, as what, what they write to, and where in the code they stand."""
+"""What the recorder makes of a call into torch: whether and how it is recorded, what it writes to, and where it was made."""
 
 from __future__ import annotations
 
@@ -60,12 +60,14 @@ SYMBOLIC_FUNCTIONS = {"sym_float": float, "sym_int": int, "sym_max": max, "sym_m
 
 
 class Unreadable(Exception):
-    """A tensor whose numbers cannot be read as those of a dense one."""
+    """A tensor whose values cannot be read as those of a dense one."""
 
 
 def check_readable(tensor: torch.Tensor) -> None:
-    """Raises:
-    Unreadable: with a sentence why.
+    """Checks that a tensor is dense and not hidden by torch.func.
+
+    Raises:
+        Unreadable: the reason, as a sentence.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise Unreadable("its experts run inside torch.func (vmap or grad), which hides the numbers")
@@ -76,13 +78,13 @@ def check_readable(tensor: torch.Tensor) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Identity of the memory. An empty tensor has none of its own; a negative id keeps it apart."""
+    """Identity of the memory behind a tensor. Empty tensors have none, so a negative id tells them apart."""
     pointer = tensor.untyped_storage().data_ptr() if tensor.device.type != "meta" else 0
     return pointer or -id(tensor)
 
 
 def as_plain(value: Any) -> Any:
-    """Symbolic numbers back to plain ones, for the call that is really made."""
+    """``value`` with symbolic numbers replaced by plain ones, for the call that is really made."""
     if isinstance(value, SYMBOLIC):
         return value.node.value
     if isinstance(value, slice):
@@ -97,7 +99,7 @@ def as_plain(value: Any) -> Any:
 
 
 def is_bookkeeping(func: Any, name: str, args: Any, kwargs: Any) -> bool:
-    """Calls that neither compute a tensor nor decide anything."""
+    """Whether a call neither computes a tensor nor decides anything."""
     if name in _UNRECORDED or "set_grad" in name or "autocast" in name:
         return True
     if _holds_tensor(args) or _holds_tensor(kwargs):
@@ -124,7 +126,7 @@ def fx_target(func: Any, name: str) -> tuple[str, Any]:
 
 
 def written_tensor(name: str, args: Any, kwargs: Any, result: Any) -> torch.Tensor | None:
-    """The tensor a call wrote into, if it is one of the in-place forms."""
+    """The tensor that an in-place call wrote into; None for other calls."""
     if isinstance(kwargs.get("out"), torch.Tensor):
         return kwargs["out"]  # type: ignore[no-any-return]
     if not args or not isinstance(args[0], torch.Tensor):

@@ -1,4 +1,4 @@
-"""Copies of arguments, so that a run of a block cannot change what the next run is given."""
+"""Copies arguments, so that one run of a block cannot change what the next one is given."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import nn
 
 
 def copied(value: Any) -> Any:
-    """A copy that the run cannot change: tensors are detached, objects (a cache that grows with every call) copied deeply.
+    """A copy that a run may change freely: tensors are detached, objects such as a growing cache are copied deeply.
 
-    Modules are shared, and so is an object that does not let itself be copied.
+    Modules are shared, and so is an object that cannot be copied.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().clone()

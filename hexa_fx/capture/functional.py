@@ -1,4 +1,4 @@
-"""Helpers that recorded graphs call where torch.fx has no expression for what happened."""
+"""Functions that recorded graphs call where torch.fx has no expression for what happened."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """``tensor[index] = value`` as an expression: the written tensor, so that later reads depend on the write."""
+    """``tensor[index] = value`` as an expression that returns the written tensor, so that later reads depend on the write."""
     tensor[index] = value
     return tensor
 
 
 def after(tensor: torch.Tensor, _write: Any) -> torch.Tensor:
-    """``tensor`` read after a write through another alias of its memory. Orders the two; changes nothing."""
+    """Returns ``tensor`` unchanged. Orders a read after a write through another alias of the same memory."""
     return tensor

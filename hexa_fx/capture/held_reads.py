@@ -1,7 +1,7 @@
-"""Which values a run reads out of the objects that its modules hold, such as ``self.config.top_k``.
+"""Finds the values that a run reads from objects held by modules, such as ``self.config.top_k``.
 
-A recorded graph has them as numbers. While the block runs, the classes of these objects note which attributes are asked for.
-Objects of built-in types (dicts, lists, ``SimpleNamespace``) cannot note it: all that they hold counts as read.
+A recorded graph contains them as plain numbers. While the block runs, the classes of these objects note which attributes are
+read. Built-in types (dicts, lists, ``SimpleNamespace``) cannot be made to, so everything they hold counts as read.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class HeldReads:
         self._noted: dict[int, dict[str, Any]] = {}
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Tensors in these objects: neither parameters nor buffers."""
+        """The tensors in these objects, which are neither parameters nor buffers."""
         for value in self._objects.values():
             yield from (item for item in items(value).values() if isinstance(item, torch.Tensor))
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Inside, what is read is noted, with the value it had when it was first read."""
+        """A context in which reads are noted, each with the value at the first read."""
         classes = {type(value): None for value in self._objects.values() if _can_note(value)}
         before = {cls: vars(cls).get("__getattribute__") for cls in classes}
         for cls in classes:
@@ -60,7 +60,7 @@ class HeldReads:
                     type.__setattr__(cls, "__getattribute__", own)
 
     def values(self) -> tuple[HeldValue, ...]:
-        """What was read, by every way there is from a module whose code mentions the object."""
+        """What was read, once for every path from a module whose code mentions the object."""
         found: dict[tuple[str, Steps], HeldValue] = {}
         reached: dict[str, set[Steps]] = {}
         for path, steps, holder in self._ways:
@@ -71,7 +71,7 @@ class HeldReads:
             if whole is not MISSING:
                 found[path, steps] = HeldValue(path, steps, whole)
                 continue
-            if callable(holder):  # what it does is its class's
+            if callable(holder):  # its class decides what it does
                 found[path, (*steps, "__class__")] = HeldValue(path, (*steps, "__class__"), type(holder))
             for key, value in self._read(holder):
                 plain = frozen(value)
@@ -84,7 +84,9 @@ class HeldReads:
     def _read(self, holder: Any) -> Iterator[tuple[Any, Any]]:
         if _can_note(holder):
             for name, value in self._noted.get(id(holder), {}).items():
-                if not isinstance(getattr(type(holder), name, None), property):  # what it reads is noted itself
+                if not isinstance(
+                    getattr(type(holder), name, None), property
+                ):  # the attributes it reads are noted themselves
                     yield name, step(holder, name) if value is MISSING else value
             return
         yield from self._before[id(holder)].items()

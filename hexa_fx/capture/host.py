@@ -1,4 +1,4 @@
-"""What a `TorchFunctionMode` cannot see, made visible while a block is recorded.
+"""Makes visible, while a block is recorded, what a `TorchFunctionMode` cannot see.
 
 ``int(n)``, ``len(t)``, ``min(a, b)`` and ``max(a, b)`` strip a symbolic number in C; they are shimmed in the globals of the modules
 that define the block's classes. einops caches shapes, so its functions are recorded as one call each. Module calls are recorded
@@ -27,7 +27,7 @@ _EINOPS = ("rearrange", "reduce", "repeat", "einsum")
 
 @contextmanager
 def visible_host(block: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Installs the shims for ``block`` and removes them at the end, whatever happens."""
+    """A context in which the shims for ``block`` are installed."""
     undo: list[Callable[[], None]] = []
     try:
         for namespace in _namespaces(block):
@@ -77,7 +77,7 @@ def _shim_builtins(namespace: dict[str, Any], recorder: Recorder, undo: list[Cal
         "max": _extremum_shim(max, recorder),
     }
     for name, shim in shims.items():
-        if name not in namespace:  # a name the user defined for himself is his
+        if name not in namespace:  # the user's own definition of the name
             _replace(namespace, name, shim, undo)
 
 
@@ -129,7 +129,7 @@ def _shim_einops(namespace: dict[str, Any], recorder: Recorder, undo: list[Calla
 
 
 def _shim_exchanges(undo: list[Callable[[], None]]) -> None:
-    """An exchange of tokens among the processes of a group writes its result in C; in a group of one it is a copy."""
+    """Shims token exchanges, which write their result in C. In a group of one process they are copies."""
     namespace = vars(torch.distributed)
 
     def all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def _shim_exchanges(undo: list[Callable[[], None]]) -> None:
 
 
 def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
-    """Tells the recorder when an `autograd.Function` runs: that gradients are off in there says nothing about the code."""
+    """Tells the recorder when an `autograd.Function` runs: gradients are off inside it, whatever the user's code says."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:

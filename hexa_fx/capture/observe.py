@@ -1,7 +1,7 @@
 """Runs a whole model once on example inputs and notes where MoE blocks may be.
 
-A block is worth recording if it holds parameters that could belong to experts and something is selected by index, inside it or
-in what it is given. Names only suggest where to look; what a block is, detection decides.
+A block is worth recording if it holds parameters that could belong to experts, and if something is selected by index inside
+it or in its arguments. Names only suggest where to look; detection decides what a block is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 @dataclass(frozen=True)
 class Observation:
-    """A module's call during the run, with copies of its tensor arguments."""
+    """A module's first call during the run, with copies of its arguments."""
 
     path: str
     module: nn.Module
@@ -33,14 +33,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A place to look for a MoE block: the innermost module that can be one, then the modules around it, innermost first."""
+    """A place to look for an MoE block: the innermost module that may be one, then the modules around it."""
 
     levels: tuple[Observation, ...]
 
 
 @dataclass
 class _Selections(TorchFunctionMode):
-    """Notes in which modules the code selects by index."""
+    """Notes the modules whose code selects by index."""
 
     stack: list[str] = field(default_factory=list)
     selecting: set[str] = field(default_factory=set)
@@ -59,7 +59,7 @@ class _Selections(TorchFunctionMode):
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
     """Runs ``model`` without gradients and returns candidates in the order of ``model.named_modules()``.
 
-    The model's own error passes through unchanged if it rejects the inputs. Buffers, attributes and the random state are put back.
+    Buffers, attributes and the random state are restored afterwards. Errors of the model itself are not caught.
     """
     suspects = {path for path, module in model.named_modules() if _may_hold_experts(path, module)}
     if not suspects:
@@ -78,12 +78,12 @@ def _may_hold_experts(path: str, module: nn.Module) -> bool:
     if "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower():
         return any(True for _ in module.parameters())
     if sum(p.dim() == 2 for p in own) >= 2 and not type(module).__module__.startswith("torch."):
-        return True  # matrices held raw, possibly of all experts in one
+        return True  # bare matrices, each possibly of all experts
     return _is_list_of_alikes(module) or _lists_of_parameters(module)
 
 
 def _is_list_of_alikes(module: nn.Module) -> bool:
-    """Children 0, 1, 2, ..., or of a dictionary, with the same parameters: experts, but layers too."""
+    """Whether the children are numbered (or in a dictionary) and have the same parameters, as experts do, but layers too."""
     children = list(module.named_children())
     numbered = all(name.isdigit() or name.rpartition("_")[2].isdigit() for name, _ in children)
     if len(children) < 2 or not (numbered or isinstance(module, nn.ModuleDict)):
@@ -126,11 +126,11 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _hooks(model: nn.Module, suspects: set[str], mode: _Selections, recorded: dict[str, Observation]) -> Iterator[None]:
-    """Keeps the arguments of suspects and of the modules around them; tracks which module is running."""
+    """Records the arguments of suspects and of the modules around them, and tracks which module is running."""
     wanted = {ancestor for path in suspects for ancestor in _and_above(path)}
     handles = []
     produced_by: dict[int, str] = {}  # id of an output -> the list its module stands in
-    alive: list[torch.Tensor] = []  # keeps those ids unique
+    alive: list[torch.Tensor] = []  # keeps these ids unique
 
     def enter(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -189,9 +189,9 @@ def _candidates(
 
 
 def _halves(model: nn.Module, suspects: set[str]) -> set[str]:
-    """Modules of one stacked weight that stand beside another such: an expert's projections, not experts.
+    """Modules of one stacked weight beside another such module: projections of the experts, not blocks.
 
-    The module around them has to be a suspect too, or nothing would be left to look at.
+    Only where the module around them is a suspect too; otherwise nothing would be left to look at.
     """
     lone = [path for path in suspects if path and _is_one_stack(model.get_submodule(path))]
     owners = [path.rpartition(".")[0] for path in lone]
@@ -204,7 +204,7 @@ def _is_one_stack(module: nn.Module) -> bool:
 
 
 def _alone(path: str, candidate: Candidate, others: Mapping[str, Candidate]) -> Candidate:
-    """Without the levels that hold another candidate too."""
+    """The candidate without the levels that contain another candidate."""
     levels = [o for o in candidate.levels if not any(other != path and _is_inside(other, o.path) for other in others)]
     return Candidate(tuple(levels))
 
@@ -214,7 +214,7 @@ def _is_inside(path: str, other: str) -> bool:
 
 
 def _is_list_of_layers(path: str, mode: _Selections) -> bool:
-    """Members that each do their own routing, or that feed each other without any routing beside them."""
+    """Whether the members each do their own routing, or feed each other without any routing beside them."""
     inside = [s for s in mode.selecting if _is_inside(s, path)]
     if path not in mode.selecting and inside and all(_is_member(s[len(path) :].lstrip(".")) for s in inside):
         return True
@@ -227,7 +227,7 @@ def _is_member(relative: str) -> bool:
 
 
 def _can_be_block(observation: Observation, selecting: set[str]) -> bool:
-    """Selects by index itself or in a child, or is given indices along with tokens."""
+    """Whether the module or a child selects by index, or is given indices along with tokens."""
     path = observation.path
     if any(s == path or _is_inside(s, path) or path == "" for s in selecting):
         return True

@@ -1,4 +1,4 @@
-"""The inputs a block is recorded on: the example's, cut to a size at which asking questions is cheap."""
+"""The inputs that a block is recorded on: those of the example, cut to a size at which experiments are cheap."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _cut(tensors: dict[Any, torch.Tensor], max_tokens: int) -> dict[Any, torch.T
 
 
 def _rows(tensor: torch.Tensor) -> int:
-    """Rows of a float tensor; an index tensor has a row for each first index."""
+    """Number of rows of a float tensor; an index tensor has one for each first index."""
     return tensor.shape[:-1].numel() if tensor.is_floating_point() else tensor.shape[0]
 
 
@@ -55,7 +55,7 @@ _COMPARISONS = frozenset("le lt ge gt clamp clamp_ clip min minimum".split())
 
 
 def crowd_of(graph: torch.fx.Graph) -> int:
-    """A number of tokens above any limit that the code compares with: twice the largest whole number below 2048 in one."""
+    """More tokens than any limit that the code compares with: twice the largest whole number below 2048 in a comparison."""
     limits = [
         item
         for node in graph.nodes
@@ -69,7 +69,7 @@ def crowd_of(graph: torch.fx.Graph) -> int:
 def crowded_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Half of the tokens nearly alike, half random, if the block takes one float tensor of tokens; else the same inputs."""
+    """Inputs of which half of the tokens are nearly alike and half random, if the block takes one float tensor; else unchanged."""
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
     if len(tensors) != 1:

@@ -1,4 +1,4 @@
-"""Records one block on given inputs."""
+"""Records one block on given inputs, and puts everything back as it was."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class StoredValue:
 
 @dataclass(frozen=True)
 class CapturedBlock:
-    """A block's run as a straight-line graph. Holds one routing: it is read, never executed in the block's place.
+    """A block's run as a straight-line graph. It holds one routing, so it is read but never run in place of the block.
 
     Args:
         block: the recorded module; ``get_attr`` targets of the graph are relative to it.
-        path: where it stands in the model.
+        path: its path in the model.
         graph: nodes carry a `hexa_fx.capture.records.NodeRecord` in ``meta["hexa"]``.
         constants: tensors that the code created outside torch's sight, by ``get_attr`` target.
         calls: every submodule call, with its arguments and results as nodes.
@@ -54,8 +54,8 @@ class CapturedBlock:
         stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
         held: what the run read out of objects that the block's modules hold.
-        stirred: values in the run of parameters that are all of one number, by name.
-        as_recorded: the graph before it was put in canonical form, if that changed it; for reading.
+        stirred: the random values that stood in for parameters whose elements are all equal, by name.
+        as_recorded: the graph before it was brought into canonical form, if that changed it; for people to read.
     """
 
     block: nn.Module
@@ -95,12 +95,12 @@ def capture(
 ) -> CapturedBlock:
     """Runs ``block`` once and returns what it did.
 
-    Neither parameters nor buffers of the block are changed by the run, and the global random state is put back. The run is made
-    with gradients, so that the code's own ``no_grad`` shows, and with random numbers added to parameters that are all of one
-    number, as new biases are: what adds zero or multiplies by one would not show. Code that does not run so is run as it is.
+    Parameters, buffers and the global random state are left unchanged. Gradients are on, so that the code's own ``no_grad``
+    shows. Parameters whose elements are all equal, such as new biases, get random numbers for the run: adding zero or
+    multiplying by one would leave no trace. Code that fails under these conditions is run again without them.
 
     Raises:
-        CaptureError: the block does not run on these inputs; the message carries its own error.
+        CaptureError: the block does not run on these inputs; the message quotes its error.
     """
     try:
         return _capture(block, args, kwargs, path, seed, as_it_is=False)
@@ -158,7 +158,7 @@ def _capture(
 
 @contextmanager
 def _restored_state(block: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
-    """Puts buffers and attributes back afterwards. Gives every module's attributes as they were before, by its path."""
+    """A context that restores buffers and attributes. Yields every module's attributes as they were, by path."""
     buffers = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
     attributes = {path: dict(module.__dict__) for path, module in block.named_modules()}
     try:
@@ -177,7 +177,7 @@ def _restored_state(block: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
 
 @contextmanager
 def _emptied() -> Iterator[set[tuple[int, str]]]:
-    """Notes which attributes are set to None, by the module's id. That is a result too, though it may have been None before."""
+    """Notes (module id, attribute) set to None: a result of the run, even where the attribute was None before."""
     noted: set[tuple[int, str]] = set()
     plain = nn.Module.__setattr__
 
@@ -211,7 +211,7 @@ def _stored_values(
 
 
 def _is_liftable(value: Any) -> bool:
-    """None, tensors, and tuples and lists of such: what can be set again after every run of another graph."""
+    """Whether a value is None, a tensor, or a tuple or list of such, so that a rewritten forward can set it too."""
     if type(value) in (tuple, list):
         return all(_is_liftable(item) for item in value)
     return value is None or isinstance(value, torch.Tensor)
@@ -227,7 +227,7 @@ def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def _run(
     block: nn.Module, recorder: Recorder, bound: inspect.BoundArguments
 ) -> tuple[Any, tuple[tuple[str, Any], ...]]:
-    """Calls the block's forward as it was called, with copies of the tensors. Returns the result and the named arguments."""
+    """Calls the block's forward with copies of the tensors. Returns the result and the named arguments."""
     named: list[tuple[str, Any]] = []
 
     def given(name: str, value: Any) -> Any:

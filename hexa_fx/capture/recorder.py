@@ -1,8 +1,8 @@
-"""Runs unmodified code on real tensors and writes down what happened as a straight-line `torch.fx.Graph`.
+"""Runs unmodified code on real tensors and records what happens as a straight-line `torch.fx.Graph`.
 
-Symbolic tracers fail on real MoE code because its loops are host-side and depend on data. Here the code runs as it is, under a
-`TorchFunctionMode`; every call becomes a node that keeps the value it had in ``node.meta``. The graph holds one routing, so it
-is for understanding the block, never for running it in its place.
+Symbolic tracers fail on real MoE code because its loops run on the host and depend on data. Here the code runs as it is, under
+a `TorchFunctionMode`, and every call becomes a node that keeps its value in ``node.meta``. The graph holds one routing, so it
+serves to understand the block, never to run in its place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
 
 @dataclass
 class Recorder(TorchFunctionMode):
-    """The recording mode. `hexa_fx.capture.record.capture` is the way in."""
+    """The recording mode. Use it through `hexa_fx.capture.record.capture`."""
 
     parameters: dict[str, torch.Tensor]
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
@@ -75,11 +75,11 @@ class Recorder(TorchFunctionMode):
         return node
 
     def record_call(self, function: Any, args: tuple[Any, ...], value: Any) -> torch.fx.Node:
-        """A call on symbolic numbers."""
+        """Records a call on symbolic numbers."""
         return self.add("call_function", function, args, {}, value)
 
     def note_decision(self, node: torch.fx.Node | None, value: Any) -> None:
-        """The host reads ``node`` as a plain value, so the rest of the trace depends on it."""
+        """Notes that the host reads ``node`` as a plain value, so that the rest of the recording depends on it."""
         if node is not None:
             record_of(node).decision = True
 
@@ -111,7 +111,7 @@ class Recorder(TorchFunctionMode):
         return read
 
     def _introduce(self, tensor: torch.Tensor) -> torch.fx.Node:
-        """A tensor met for the first time: a parameter or buffer of the block, else a constant of the code."""
+        """The node of a tensor seen for the first time: a parameter or buffer of the block, else a constant of the code."""
         name = self._parameter_name.get(id(tensor))
         if name is None:
             name = f"_constant_{len(self.constants)}"
@@ -142,7 +142,7 @@ class Recorder(TorchFunctionMode):
         return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else value
 
     def lift_result(self, result: Any) -> Any:
-        """As `lift`; a dataclass, or a mapping with a class of its own, is made by a node that calls its class."""
+        """As `lift`. A dataclass, or a mapping of a class of its own, becomes a node that calls its class."""
         if dataclasses.is_dataclass(result) and not isinstance(result, type):
             fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.init}
         elif isinstance(result, dict) and type(result) is not dict:
@@ -267,5 +267,5 @@ _TYPE_AS_DTYPE: WeakKeyDictionary[type, torch.dtype] = WeakKeyDictionary(
 
 
 def register_type_alias(alias: type, dtype: torch.dtype) -> None:
-    """Lets a stand-in for a Python type be given as ``dtype=``."""
+    """Lets a stand-in for a Python type be passed as ``dtype=``."""
     _TYPE_AS_DTYPE[alias] = dtype

@@ -1,4 +1,4 @@
-"""What the recorder keeps of every node and of every submodule call, for the passes to read.
+"""What the recorder keeps about every node and every submodule call, for the passes to read.
 
 Under ``node.meta["hexa"]`` as a `NodeRecord`: value snapshot, module scope, source line, whether the node writes in place, the
 storage it lives in, and whether the host took a decision on it.
@@ -16,7 +16,7 @@ from hexa_fx.ir import SourceLocation
 
 @dataclass
 class NodeRecord:
-    """What the run knew about a node."""
+    """What the run shows about a node."""
 
     value: Any
     scope: str = ""
@@ -35,7 +35,7 @@ def record_of(node: torch.fx.Node) -> NodeRecord:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A submodule's forward inside the run: its arguments and results as graph nodes, and the nodes it covers."""
+    """A submodule's call inside the run: its arguments and results as graph nodes, and the nodes in between."""
 
     path: str
     start: int

@@ -1,7 +1,7 @@
-"""Runs part of a recorded graph again with some values replaced: the experiment that detection asks its questions with.
+"""Runs part of a recorded graph again with some values replaced: the experiment behind every question of detection.
 
-Only what depends on a replaced node is computed again; everything else keeps its recorded value, so host decisions stay as they
-were. Arithmetic is done in float64, whatever the model's dtype, so that answers are sharp.
+Only what depends on a replaced node is recomputed. Everything else keeps its recorded value, so host decisions stay as they
+were. The arithmetic is in float64, whatever the model's dtype, so that answers are sharp.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOT_IN_FLOAT64 = frozenset(("grouped_mm", "_grouped_mm"))
 
 
 class Replay:
-    """Reusable: float64 copies of parameters and recorded values are made once, when first needed."""
+    """Replays a recorded graph. Float64 copies of parameters and recorded values are made once, when first needed."""
 
     def __init__(self, captured: CapturedBlock) -> None:
         self._captured = captured
@@ -38,7 +38,7 @@ class Replay:
         self._coarse = is_coarse(self._nodes)
 
     def value(self, node: torch.fx.Node) -> Any:
-        """The recorded value, floating point as float64, and without the rounding of a 16-bit run."""
+        """The recorded value, floating point as float64, without the rounding of a 16-bit run."""
         if self._coarse:
             self._coarse = False  # what follows asks for recorded values
             self._frozen |= sharpened(self._nodes, self._execute, _recorded)
@@ -47,14 +47,14 @@ class Replay:
         return self._frozen[node]
 
     def call(self, node: torch.fx.Node, replace: Mapping[torch.fx.Node, torch.Tensor]) -> torch.Tensor:
-        """What the one call of ``node`` returns with some operands replaced."""
+        """What the single call of ``node`` returns with some operands replaced."""
         result: torch.Tensor = self._execute(node, dict(replace))
         return result
 
     def run(
         self, replace: Mapping[torch.fx.Node, torch.Tensor], wanted: Iterable[torch.fx.Node]
     ) -> dict[torch.fx.Node, Any]:
-        """Values of ``wanted`` when the nodes in ``replace`` have the given values (same shapes, float64).
+        """Values of ``wanted`` if the nodes in ``replace`` had the given values (same shapes, float64).
 
         A replaced node keeps its place in the order of writes, but not its memory.
         """
@@ -79,7 +79,7 @@ class Replay:
         return value.clone() if isinstance(value, torch.Tensor) else value
 
     def _stale(self, replace: Mapping[torch.fx.Node, Any]) -> set[torch.fx.Node]:
-        """Nodes whose value may differ: downstream of a replacement, and all that share memory with a changed write."""
+        """Nodes whose value may change: downstream of a replacement, or sharing memory with a write that is."""
         stale: set[torch.fx.Node] = set()
         frontier = [user for node in replace for user in node.users]
         while frontier:
@@ -96,7 +96,7 @@ class Replay:
     def _needed(
         self, targets: list[torch.fx.Node], stale: set[torch.fx.Node], replace: Mapping[torch.fx.Node, Any]
     ) -> list[torch.fx.Node]:
-        """The stale nodes that ``targets`` depend on, in order. Writes to memory that they share count as dependence."""
+        """The stale nodes that ``targets`` depend on, in order. Sharing memory with a write counts as depending on it."""
         needed: set[torch.fx.Node] = set()
         frontier = [node for node in targets if node in stale]
         while frontier:
@@ -111,7 +111,7 @@ class Replay:
         return sorted(needed - set(replace), key=self._position.__getitem__)
 
     def _execute(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
-        """A cast that changes nothing here gives its operand; where it gave a copy, writes to that must not reach the operand."""
+        """Runs a node. A cast that is void in float64 returns its operand; if it made a copy in the run, it does so here too."""
         result, storage = self._call(node, values), record_of(node).storage
         if not isinstance(result, torch.Tensor):
             return result

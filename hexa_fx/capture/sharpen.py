@@ -1,4 +1,4 @@
-"""Values of a 16-bit run as they would be without rounding, for experiments that ask which numbers are equal."""
+"""Recomputes the values of a 16-bit run without rounding, for experiments that ask which numbers are equal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 from hexa_fx.capture.records import record_of
 
 _NEAR = 0.05
-"""Of the tensor's scale: what rounding to 16 bits may add up to on the way. Whatever lies further apart was decided otherwise."""
+"""How far rounding to 16 bits may carry a value, relative to the tensor's scale. What lies further apart was decided otherwise."""
 
 
 def is_coarse(nodes: Iterable[torch.fx.Node]) -> bool:
-    """Whether a tensor of 16-bit floating point was computed. Those of 32 bits are exact enough."""
+    """Whether a 16-bit floating-point tensor was computed. Those of 32 bits are exact enough."""
     return any(
         leaf.is_floating_point() and leaf.element_size() < 4
         for node in nodes
@@ -31,9 +31,9 @@ def sharpened(
     execute: Callable[[torch.fx.Node, dict[torch.fx.Node, Any]], Any],
     raised: Callable[[torch.fx.Node], Any],
 ) -> dict[torch.fx.Node, Any]:
-    """Every computed value once more, from the parameters and inputs as they are.
+    """Every computed value, recomputed in float64 from the parameters and inputs.
 
-    What comes out otherwise keeps its recorded value: choices that hang on a rounding (top-k), and random numbers.
+    Values that come out differently keep what was recorded: choices that hinge on a rounding (top-k), and random numbers.
 
     Args:
         nodes: of the recorded graph, in order.
@@ -62,7 +62,7 @@ def _is_near(value: Any, recorded: Any) -> bool:
     if isinstance(recorded, (int, float, str)):
         return bool(type(value) is type(recorded) and value == recorded)
     if not isinstance(value, torch.Tensor) or not isinstance(recorded, torch.Tensor):
-        return type(value) is type(recorded)  # an object of the user's; its tensors are looked at where they are read
+        return type(value) is type(recorded)  # an object of the user's; its tensors are compared where they are read
     if value.shape != recorded.shape or value.dtype != recorded.dtype:
         return False
     if not value.is_floating_point():

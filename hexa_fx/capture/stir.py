@@ -1,6 +1,7 @@
-"""Random numbers in place of parameters that are all of one number, for the time of a recorded run.
+"""Puts random numbers in place of parameters whose elements are all equal, for the time of a recorded run.
 
-New biases are zeros and new norm weights ones. On such values ``x + b`` and ``x * w`` are ``x``, so the run would not show them.
+New biases are zeros and new norm weights are ones. With them ``x + b`` and ``x * w`` equal ``x``, and the run would not show
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 @contextmanager
 def stirred_parameters(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Gives the new values by name. Parameters keep their identity, and have their own memory back afterwards."""
+    """A context that yields the new values by name. Parameters keep their identity, and get their own memory back at the end."""
     generator = torch.Generator().manual_seed(2)
     plain = {id(p): p for p in parameters.values() if _is_of_one_number(p)}
     before = {key: parameter.data for key, parameter in plain.items()}

@@ -1,8 +1,8 @@
 """Python numbers that remember which recorded node they came from.
 
-A size or an ``.item()`` read during the recorded run must stay symbolic, or the graph would hold one batch size. An ``int``
-subclass does not do: ``1.0 * n`` is answered by ``float.__mul__`` and forgets the source. `torch.SymInt` over a SymNode of our
-own works everywhere torch takes an int, and its arithmetic arrives here.
+A size or ``.item()`` that the run reads must stay symbolic, or the graph would hold for one batch size only. A subclass of
+``int`` will not do: ``1.0 * n`` calls ``float.__mul__``, which forgets the source. A `torch.SymInt` over a SymNode of our own is
+accepted wherever torch takes an int, and its arithmetic ends up here.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RecordedNumber:
     constant_int = constant_bool = nested_int = singleton_int = maybe_as_int
 
     def guard_int(self, *_: object) -> int:
-        """The run turns the number into a plain one: from here on the trace holds for this value only."""
+        """The run turns the number into a plain one, so from here on the recording holds for this value only."""
         self.recorder.note_decision(self.node, int(self.value))
         return int(self.value)
 
@@ -105,7 +105,7 @@ class RecordedNumber:
     _graph_repr = __str__ = str
 
     def argument(self) -> Any:
-        """What a recorded call takes in place of this number."""
+        """What a recorded call is given in place of this number."""
         return self.value if self.node is None else self.node
 
     def apply(self, function: Callable[..., Any], *others: RecordedNumber) -> RecordedNumber:
@@ -165,7 +165,7 @@ def plain(value: Any) -> Any:
 
 
 class SymbolicSize(tuple[Any, ...]):
-    """What ``tensor.shape`` returns during recording: a tuple, as `torch.Size` only holds plain ints."""
+    """What ``tensor.shape`` returns during recording: a tuple, since `torch.Size` holds plain ints only."""
 
     def numel(self) -> Any:
         total: Any = 1

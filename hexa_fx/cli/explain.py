@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hexa_fx.cli.common import Arch, Json, Target, echo_json, errors_shown, optimized
+
+if TYPE_CHECKING:
+    from hexa_fx.report import OptimizationReport
 
 
 @errors_shown
@@ -43,10 +46,10 @@ def explain(
             block.print_readable()
 
 
-def _print_kernels(report: object, arch: int) -> None:
+def _print_kernels(report: OptimizationReport, arch: int) -> None:
     typer.echo(f"\nkernels on sm_{arch}:")
     seen: set[str] = set()
-    for block in report.rewritten:  # type: ignore[attr-defined]
+    for block in report.rewritten:
         for kernel in block.kernels_on(arch):
             if kernel.name not in seen:
                 seen.add(kernel.name)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hexa_fx.cli.common import Arch, Json, Target, echo_json, errors_shown, fail, optimized
 from hexa_fx.targets import name_of
+
+if TYPE_CHECKING:
+    from hexa_fx.graphs import BlockGraphs
 
 
 @errors_shown
@@ -50,9 +53,9 @@ def graph(
         typer.echo(f"## {chosen.path}\n\n{chosen.stage(stage)}")
 
 
-def _as_dict(chosen: object) -> dict[str, object]:
+def _as_dict(chosen: BlockGraphs) -> dict[str, object]:
     stages = [
         {"name": s.name, "title": s.title, "operators": s.graph.counts, "difference": s.difference}
-        for s in chosen.stages  # type: ignore[attr-defined]
+        for s in chosen.stages
     ]
-    return {"block": chosen.path, "stages": stages}  # type: ignore[attr-defined]
+    return {"block": chosen.path, "stages": stages}

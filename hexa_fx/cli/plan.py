@@ -58,9 +58,9 @@ def _times(text: str) -> tuple[float, ...]:
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise InputError(f"--capacities {text!r}: expected numbers with commas between, e.g. 1,1,2") from None
+        raise InputError(f"--capacities {text!r}: expected numbers separated by commas, e.g. 1,1,2") from None
     if len(found) < 2:
-        raise InputError(f"--capacities {text!r}: expected one number a device, at least two, e.g. 1,2")
+        raise InputError(f"--capacities {text!r}: expected one number per device, at least two, e.g. 1,2")
     return found
 
 

@@ -126,7 +126,7 @@ def _paths(model: Any) -> set[str]:
 
 
 def _top_k(found: int, whole: Any) -> int:
-    """The configuration's own number of experts a token, if it has one."""
+    """The configuration's own number of experts per token, if it has one."""
     config = getattr(whole, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     return int(getattr(text, "num_experts_per_tok", None) or found)

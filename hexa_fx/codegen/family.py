@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from hexa_fx.codegen.cutlass import SharedMemPerCC
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 
-REGISTERS_PER_SM = 65536
-
 
 @dataclass(frozen=True)
 class LaunchShape:

@@ -1,4 +1,4 @@
-"""What a user can do about a refusal. Detection says what it saw; this says what would be rewritten instead."""
+"""Says what a user can do about a refusal. Detection says what it saw; this says what would be rewritten instead."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _SAYS_IT_ITSELF = re.compile(r"; .*(rewritten|register|multiply|give more|has to
 
 
 def advice(reason: str) -> str:
-    """What helps against a refusal, by its sentence; empty where the sentence says so itself."""
+    """What to do about a refusal, found by its sentence; empty if the sentence says so itself."""
     if _SAYS_IT_ITSELF.search(reason) and "differs from the original" not in reason:
         return ""
     return next((said for parts, said in _ADVICE if any(part in reason for part in parts)), DEFAULT)

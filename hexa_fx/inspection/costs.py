@@ -1,8 +1,8 @@
 """What a block costs as it was written and as it is rewritten: FLOPs, bytes moved, and memory kept for backward.
 
-FLOPs and bytes are counted from the graphs, of the mixture only (no router), forward; every operator reads its operands and
-writes its results once, views are free. Memory kept for backward is measured: both forms of the block run on the recorded
-example and every tensor that autograd keeps is counted once, parameters left out.
+FLOPs and bytes are those of one forward of the mixture without the router, counted from the graphs: every operator reads its
+operands and writes its results once, and views are free. Memory kept for backward is measured: both forms of the block run on the
+recorded example, and every tensor that autograd keeps counts once, without parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one forward: FLOPs of matrix products, bytes read and written, bytes kept for backward (None: not measured)."""
+    """Costs of one forward: FLOPs of matrix products, bytes read and written, bytes kept for backward (None if not measured)."""
 
     flops: int
     moved: int
@@ -84,7 +84,7 @@ def _tokens(captured: CapturedBlock, snapshots: Snapshots) -> int:
 
 
 def _measured(captured: CapturedBlock, forward: Callable[..., Any], weights: Sequence[torch.Tensor]) -> int | None:
-    """Bytes that autograd keeps beside parameters and ``weights``, or None where the block does not run this way."""
+    """Bytes that autograd keeps besides parameters and ``weights``, or None if the block cannot run this way."""
     state = ModuleState(captured.block)
     try:
         with _training(captured.block), torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -98,7 +98,7 @@ def _measured(captured: CapturedBlock, forward: Callable[..., Any], weights: Seq
 
 @contextmanager
 def _training(block: nn.Module) -> Iterator[None]:
-    """Every floating parameter wants a gradient."""
+    """A context in which every floating-point parameter wants a gradient."""
     frozen = [p for p in block.parameters() if p.is_floating_point() and not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -112,14 +112,14 @@ def _training(block: nn.Module) -> Iterator[None]:
 def _kept(captured: CapturedBlock, forward: Callable[..., Any], weights: Sequence[torch.Tensor]) -> int:
     parameters = {p.untyped_storage().data_ptr() for p in (*captured.block.parameters(), *weights)}
     found: dict[int, int] = {}
-    alive: list[torch.Tensor] = []  # addresses stay unique while these live
+    alive: list[torch.Tensor] = []  # keeps addresses unique
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             found[storage.data_ptr()] = storage.nbytes()
             alive.append(tensor.detach())
-        return tensor.detach()  # the tensor itself would hold the graph that holds it, for ever
+        return tensor.detach()  # the tensor itself would keep alive the graph that holds it
 
     arguments = {name: _argument(value) for name, value in captured.arguments}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -157,7 +157,7 @@ class _Rewritten:
 
 
 class _StandIn(nn.Module):
-    """A weight's shape: every expert reads the first one's memory."""
+    """A tensor of a weight's shape in which all experts share the first one's memory."""
 
     def __init__(self, captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`hexa_fx.debug`: prints and keeps the graphs around passes that you name."""
+"""`hexa_fx.debug`: prints and collects graphs before and after chosen passes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def debug(
     file: TextIO | None = None,
     quiet: bool = False,
 ) -> Iterator[list[Seen]]:
-    """Inside, graphs before and after the named passes are printed; gives the list they are kept in.
+    """A context in which graphs are printed before and after the named passes; yields the list they are collected in.
 
     >>> with hexa_fx.debug(before=["canonicalize"], after=["rewrite"]) as seen:   # doctest: +SKIP
     ...     hexa_fx.optimize(model, inputs)
 
     Args:
-        before, after: names of passes: capture, canonicalize, detect, rewrite, verify, partition, lower, fuse_activation,
+        before, after: names of passes, out of capture, canonicalize, detect, rewrite, verify, partition, lower, fuse_activation,
             tile_rows, bind_kernels; ``"*"`` for all.
-        block: only the block at this path.
+        block: path of the only block to look at; all blocks by default.
         file: where to print; standard output by default.
-        quiet: keep, do not print.
+        quiet: collect only, do not print.
 
     Raises:
-        InputError: there is no such pass; the message lists them.
+        InputError: a name is not a pass; the message lists those there are.
     """
     wanted = {"before": _checked(before), "after": _checked(after)}
     memory, kept = Memory(), list[Seen]()

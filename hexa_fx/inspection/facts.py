@@ -1,4 +1,4 @@
-"""What detection found in a block, in the user's words."""
+"""Describes what detection found in a block, in the user's terms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Facts:
     layout: str
 
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Names and values for a heading."""
+        """(name, value) pairs for a heading."""
         sizes = (("E", self.num_experts), ("k", self.top_k), ("D", self.hidden_size), ("I", self.intermediate_size))
         weights = f"{self.weights} {self.layout}".strip()
         named = (
@@ -38,7 +38,7 @@ class Facts:
 
 
 def facts_of(analysis: BlockAnalysis) -> Facts | None:
-    """None where no mixture was found."""
+    """The facts of an analysis; None if no mixture was found."""
     return None if analysis.match is None else _facts(analysis.match)
 
 

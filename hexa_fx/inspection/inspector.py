@@ -1,4 +1,4 @@
-"""Takes every analysed block's snapshots and costs once; identical blocks share them."""
+"""Takes the snapshots and costs of every analysed block once; identical blocks share them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Inspector:
-    """Call it before rewritten blocks are installed: costs are measured on the original's own forward."""
+    """Use it before rewritten blocks are installed, since costs are measured on the original's own forward."""
 
     _known: dict[torch.fx.Graph, tuple[Snapshots, Costs | None]] = field(default_factory=dict)
 
@@ -25,12 +25,12 @@ class Inspector:
     """Graphs with collectives by block path, of blocks that are spread over devices."""
 
     def see(self, event: PassEvent) -> None:
-        """A listener for the partition pass, which runs after the block was looked at."""
+        """A listener for the partition pass, which runs after the snapshots were taken."""
         if event.name == "partition" and event.when == "after":
             self.partitioned[event.path] = event.graph
 
     def with_partition(self, path: str, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-        """The stages with the one of this rank's collectives behind the rewrite, if the block has such a graph."""
+        """The stages, with this rank's collectives after the rewrite if the block is partitioned."""
         if path not in self.partitioned or not stages:
             return stages
         at = 1 + next(i for i, stage in enumerate(stages) if stage.name == "rewrite")
@@ -41,7 +41,7 @@ class Inspector:
         return self._look(analysis)[0]
 
     def costs(self, analysis: BlockAnalysis) -> Costs | None:
-        """What it costs before and after; None where that could not be told."""
+        """Costs of a block before and after; None if they could not be determined."""
         return self._look(analysis)[1]
 
     def _look(self, analysis: BlockAnalysis) -> tuple[Snapshots, Costs | None]:
@@ -52,7 +52,7 @@ class Inspector:
 
 
 def _inspected(analysis: BlockAnalysis) -> tuple[Snapshots, Costs | None]:
-    """Nothing that goes wrong while looking may keep a block from being rewritten."""
+    """Runs an inspection, logging its errors: they must not keep a block from being rewritten."""
     mode = next(iter(analysis.rewritten))
     taken = Snapshots((), None)
     try:

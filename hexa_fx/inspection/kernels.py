@@ -1,7 +1,7 @@
-"""The kernels that a block's operators take on a card, and whether they are built. Needs neither a GPU nor a compiler.
+"""Lists the kernels that a block's operators launch on a GPU, and whether they are built. Needs neither a GPU nor a compiler.
 
-The operators' own CUDA implementations are run on tensors without data while kernels are only collected
-(`hexa_fx.runtime.cuda_launch.collect`), so what is listed is what they would launch.
+The operators' CUDA implementations run on tensors without data while kernels are only collected
+(`hexa_fx.runtime.cuda_launch.collect`), so the list is what they would launch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ DEFAULT_ARCH = 90
 
 @dataclass(frozen=True)
 class KernelUse:
-    """One kernel that a block takes.
+    """One kernel that a block launches.
 
     Args:
-        node: the graph node that launches it. way: ``forward`` or ``backward``. operator: ``hexa.esmm_act``.
+        node: the graph node that launches it.
+        way: ``forward`` or ``backward``.
+        operator: such as ``hexa.esmm_act``.
         spec: the kernel as JSON (`hexa_fx.codegen.KernelSpec`); empty if there is none.
         fallback: why torch's own operators run instead.
     """
@@ -61,7 +63,7 @@ class KernelUse:
 
     @property
     def cached(self) -> bool | None:
-        """Whether the kernel is built on this machine. None where no compiler is found, so that nobody can tell."""
+        """Whether the kernel is built on this machine; None if there is no compiler, without which its cache key is unknown."""
         return is_cached(self.spec) if self.spec else None
 
     def _spec(self) -> Any:
@@ -71,7 +73,7 @@ class KernelUse:
 
 
 def kernels_of(case: FfnCase, arch: int | None = None) -> tuple[KernelUse, ...]:
-    """Every kernel that forward and backward of a block launch, in order; the same one at two nodes twice.
+    """Every kernel that forward and backward of a block launch, in order. A kernel launched by two nodes is listed twice.
 
     Args:
         case: the call, with its sizes and dtype.
@@ -97,7 +99,7 @@ def kernels_of(case: FfnCase, arch: int | None = None) -> tuple[KernelUse, ...]:
 
 
 def default_arch() -> int:
-    """Of this machine's GPU; else what HEXA_FX_CUDA_ARCH says, else 90."""
+    """Compute capability of this machine's GPU, else HEXA_FX_CUDA_ARCH, else 90."""
     from hexa_fx.jit import JitSettings
 
     return local_arch() or JitSettings.from_env().cuda_arch or DEFAULT_ARCH
@@ -112,7 +114,7 @@ def _card(arch: int) -> tuple[str, int, int]:
 
 
 def local_arch() -> int | None:
-    """Compute capability of this machine's first GPU, if kernels are there for it."""
+    """Compute capability of this machine's first GPU, if there are kernels for it."""
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
@@ -170,7 +172,7 @@ def _build_key(spec: str) -> str | None:
 
 
 def is_cached(spec: str) -> bool | None:
-    """Whether a kernel, given as JSON, is in this machine's cache. None where no compiler is found."""
+    """Whether a kernel, given as JSON, is in this machine's cache; None if there is no compiler."""
     from hexa_fx.jit import JitSettings, KernelCache
 
     key = _build_key(spec)

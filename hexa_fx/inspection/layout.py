@@ -1,4 +1,4 @@
-"""Where boxes and arrows go: layers from top to bottom, few crossings, straight arrows where possible.
+"""Places boxes and arrows: layers from top to bottom, few crossings, straight arrows where possible.
 
 The method of Sugiyama and others: longest-path layers, arrows over several layers led through points of their own, order
 within a layer by the mean place of neighbours, then places that pull neighbours together without overlap.
@@ -60,7 +60,7 @@ def lay_out(picture: Picture, width_of: Callable[[str], float]) -> Layout:
 
 
 def _layers(picture: Picture) -> dict[str, int]:
-    """As early as inputs allow; what nothing precedes goes right above its first reader."""
+    """Puts each box as early as its inputs allow; one without inputs goes right above its first reader."""
     before, after = defaultdict(list), defaultdict(list)
     for arrow in picture.arrows:
         before[arrow.target].append(arrow.source)

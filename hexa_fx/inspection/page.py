@@ -27,9 +27,11 @@ class PageBlock:
     """One block of the page.
 
     Args:
-        path: where it stands. same: paths of the blocks that are like it.
-        facts: (name, value) pairs for the head.
-        stages: what to show. kernels: on which kernels it runs. card: and on which card.
+        path: the block's path in the model.
+        facts: (name, value) pairs for the heading.
+        stages: what to show.
+        kernels: the kernels that it runs on, and card: the GPU that they are for.
+        same: paths of identical blocks.
     """
 
     path: str
@@ -41,7 +43,7 @@ class PageBlock:
 
 
 def page(blocks: Sequence[PageBlock], title: str) -> str:
-    """The page as text. It reads nothing from the network."""
+    """The page as HTML, which loads nothing from the network."""
     pictures = [{stage.name: picture_of(stage.graph) for stage in block.stages} for block in blocks]
     sources = {kernel.spec: kernel.source for block in blocks for kernel in block.kernels if kernel.spec}
     numbers = {spec: str(number) for number, spec in enumerate(sources)}

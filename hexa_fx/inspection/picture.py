@@ -1,9 +1,11 @@
-"""What is drawn of a graph: boxes and arrows. Sizes and other plumbing are left out, tuples become several arrows, and a
-loop that ran many times is drawn once."""
+"""Decides what is drawn of a graph: boxes and arrows.
+
+Sizes and other plumbing are left out, tuples become several arrows, and a loop that ran many times is drawn once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hexa_fx.inspection.view import GraphView, NodeView, Role, TensorType
@@ -17,9 +19,11 @@ class Box:
     """A node of the picture.
 
     Args:
-        name: the node's. title, subtitle: its text. role, keys: see `hexa_fx.inspection.roles`.
-        times: so many runs of a loop it stands for.
-        members: names of all nodes it stands for.
+        name: name of the node.
+        title, subtitle: text in the box.
+        role, keys: see `hexa_fx.inspection.roles`.
+        times: how many runs of a loop it stands for.
+        members: names of all nodes that it stands for.
     """
 
     name: str
@@ -34,7 +38,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """A value on its way. ``name`` where it is one of several results."""
+    """A value on its way between boxes, with a ``name`` if it is one of several results."""
 
     source: str
     target: str
@@ -90,7 +94,7 @@ class _Drawing:
     # -- loops ---------------------------------------------------------------------------------------------------------
 
     def _fold(self, nodes: Sequence[NodeView]) -> None:
-        """Finds stretches of the run that repeat, and lets the first repetition stand for all."""
+        """Finds stretches of the run that repeat, and lets the first repetition stand for all of them."""
         labels = [(n.op, n.role, str(n.where)) for n in nodes]
         at = 0
         while at < len(nodes):
@@ -195,13 +199,3 @@ def _subtitle(node: NodeView) -> str:
 
 def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width // 2 - 1]}…{text[-(width // 2) :]}"
-
-
-def boxes_by_key(pictures: Mapping[str, Picture]) -> dict[str, list[tuple[str, str]]]:
-    """(stage, box) by key."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for stage, picture in pictures.items():
-        for box in picture.boxes:
-            for key in box.keys:
-                found.setdefault(key, []).append((stage, box.name))
-    return found

@@ -1,4 +1,4 @@
-"""A graph in the middle of the passes as data, whatever it is a graph of; and what changed since the one before."""
+"""Turns any graph between passes into data, with what changed since the previous one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class Seen:
     """What a listener saw.
 
     Args:
-        name, when, path, mode, note: see `PassEvent`. graph: the graph as it was.
-        difference: operators that went and came since the last graph of the block and mode that was seen.
+        name, when, path, mode, note: see `PassEvent`.
+        graph: the graph at that moment.
+        difference: operators removed and added since the last graph seen of this block and mode.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Memory:
     _counts: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
 
     def see(self, event: PassEvent) -> Seen:
-        """The graph of an event, at once: passes change it later."""
+        """Reads the graph of an event, at once, because passes change it later."""
         view = graph_view(event.graph)
         key = (event.path, event.mode)
         before = self._counts.get(key)
@@ -59,7 +60,7 @@ class Memory:
 
 
 def graph_view(graph: torch.fx.Graph) -> GraphView:
-    """A recorded graph with its values and lines, any other with what its nodes say of themselves."""
+    """The graph as data: a recorded one with values and source lines, any other with what its nodes carry."""
     values: dict[torch.fx.Node, Any] = {}
     for node in graph.nodes:
         record = node.meta.get("hexa")

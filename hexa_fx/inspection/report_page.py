@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def report_page(report: OptimizationReport, title: str) -> str:
-    """The page as text. It reads nothing from the network."""
+    """The report as HTML, which loads nothing from the network."""
     groups: dict[tuple[str, str], dict[str, Any]] = {}
     for block in report.blocks:
         key = (block.same_as or block.path, block.reason)

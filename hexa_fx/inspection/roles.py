@@ -1,8 +1,8 @@
-"""Who does what in a mixture of experts, and which nodes of different stages are the same thing.
+"""Says what each node does in a mixture of experts, and which nodes of different stages correspond.
 
-A key links nodes of different stages. ``n:``, ``c:``, ``w:``, ``t:`` and ``l:`` keys name one thing (a kept node, a submodule's
-call, a weight, a routing tensor, a node of the operators' graphs), ``r:`` keys a part of the region: what stands for
-the up projection in one stage stands for it in all of them.
+Nodes of different stages that share a key correspond. ``n:``, ``c:``, ``w:``, ``t:`` and ``l:`` keys name one thing (a kept
+node, a submodule's call, a weight, a routing tensor, a node of the operators' graphs). ``r:`` keys name a part of the region,
+such as the up projection.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROUTING = ("x", "top_k_index", "top_k_weights")
 
 
 def weight_names(match: MoEMatch) -> dict[str, str]:
-    """Operand of `hexa::moe_ffn` by parameter path; every parameter of an unusual expert is ``expert``."""
+    """Operand of `hexa::moe_ffn` by parameter path; for experts of an unusual form, every parameter is ``expert``."""
     block = match.captured.block
     parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
         block.named_buffers(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""The snapshots of one block, one a pass: from the recorded run to what a device runs."""
+"""Takes a snapshot of a block after each pass, from the recorded run to what a device runs."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Stage:
 
     Args:
         name: the pass, e.g. ``rewrite``; with ``_backward`` for the backward graph.
-        title: what one sees.
-        graph: as plain data.
-        difference: operators that went and came since the stage before, e.g. ``hexa.esmm -1, hexa.esmm_act +1``.
-        nodes_before: number of operator nodes of the stage before; None for a first one.
+        title: what it shows, in words.
+        graph: the graph as plain data.
+        difference: operators removed and added since the previous stage, e.g. ``hexa.esmm -1, hexa.esmm_act +1``.
+        nodes_before: number of operator nodes of the previous stage; None for the first one.
     """
 
     name: str
@@ -65,7 +65,7 @@ class FfnCase:
 
     @property
     def request(self) -> FfnRequest:
-        """For training with a gradient of every operand."""
+        """The request for training with a gradient of every operand."""
         given = frozenset(name for name in OPERANDS if name in self.operands)
         return FfnRequest(self.spec, given, given, True)
 
@@ -160,7 +160,7 @@ def partition_stage(graph: torch.fx.Graph, before: Stage) -> Stage:
 
 
 def is_exchange(node: torch.fx.Node) -> bool:
-    """Whether a node of a partitioned graph talks to other ranks, or waits for them."""
+    """Whether a node of a partitioned graph communicates with other ranks or waits for them."""
     home = getattr(node.target, "__module__", "") or ""
     return home.startswith("hexa_fx.runtime.distributed") or "c10d" in str(node.target)
 
@@ -258,7 +258,7 @@ def _case(rewritten: RewrittenBlock, values: Mapping[torch.fx.Node, Any]) -> Ffn
 
 
 def _operators(gm: torch.fx.GraphModule, known: dict[str, Any], before: GraphView | None = None) -> GraphView:
-    """A graph of operators with types. What a forward graph gives is known to the backward graph by its name."""
+    """A graph of operators with types. Values of the forward graph are known to the backward graph by name."""
     values = operator_values(gm, known)
     view = view_of(gm.graph, values, _code(gm.graph))
     joined = _replaced(before, view) if before is not None else {}
@@ -266,7 +266,7 @@ def _operators(gm: torch.fx.GraphModule, known: dict[str, Any], before: GraphVie
 
 
 def operator_values(gm: torch.fx.GraphModule, known: dict[str, Any]) -> dict[torch.fx.Node, Any]:
-    """Values of a graph of operators for what is ``known`` by name; adds to it what the graph gives."""
+    """Values of a graph of operators, given those in ``known`` by name, to which the graph's own are added."""
     import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 
     inputs = {n: known[str(n.target)] for n in gm.graph.find_nodes(op="placeholder") if str(n.target) in known}
@@ -278,7 +278,7 @@ def operator_values(gm: torch.fx.GraphModule, known: dict[str, Any]) -> dict[tor
 
 
 def _replaced(before: GraphView, after: GraphView) -> dict[str, tuple[str, ...]]:
-    """For nodes that a fusion made: the nodes that it took away, where their names say so."""
+    """For nodes made by a fusion: the nodes that they replace, as far as names tell."""
     old, new = {n.name for n in before.nodes}, {n.name for n in after.nodes}
     gone = tuple(n.name for n in before.nodes if n.name not in new)
     found: dict[str, tuple[str, ...]] = {}

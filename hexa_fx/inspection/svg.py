@@ -1,4 +1,4 @@
-"""A graph as SVG and as graphviz' dot: own layout, no program needed."""
+"""Draws a graph as SVG with a layout of our own, or writes it in graphviz' dot language. Needs no other program."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _curve(a: tuple[float, float], b: tuple[float, float]) -> str:
 
 
 def _labels(layout: Layout) -> list[str]:
-    """The type of every value, once, beside the first part of its way; moved down where it would cover another."""
+    """The type of every value, once, beside the first part of its arrow; moved down if it would cover another."""
     found, seen, taken = [], set[tuple[str, str]](), list[tuple[float, float, float]]()
     for route in layout.routes:
         arrow = route.arrow

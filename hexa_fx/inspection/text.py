@@ -1,4 +1,4 @@
-"""A report in lines of text."""
+"""Writes a report as lines of text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def lines_of(blocks: Sequence[BlockReport]) -> Iterator[str]:
-    """Rewritten blocks with what is known of them, identical ones gathered; then what was left as it is, and why."""
+    """The rewritten blocks, with identical ones gathered; then the blocks left as they are, and why."""
     for first, alike in _gathered(b for b in blocks if b.status == "rewritten"):
         yield f"  {first.path or '(model)'}: {headline(first)}"
         yield from (f"      {line}" for line in details(first))
@@ -30,7 +30,7 @@ def headline(block: BlockReport) -> str:
 
 
 def details(block: BlockReport) -> Iterator[str]:
-    """What it became, what it costs, and its kernels."""
+    """What a block became, what it costs, and its kernels."""
     if block.rewritten_to:
         written = f"{block.code.code} at {block.code.file}:{block.code.line}" if block.code else "the block"
         yield f"{written} now runs as {block.rewritten_to}"
@@ -75,7 +75,7 @@ def error_text(block: BlockReport) -> str:
 
 
 def refusal_lines(blocks: Iterable[BlockReport]) -> Iterator[str]:
-    """Why blocks, or one of their modes, run the original code; equal sentences once."""
+    """Why blocks, or one of their modes, run the original code, with equal sentences merged."""
     said: dict[tuple[str, str], list[str]] = {}
     for block in blocks:
         where = f" ({block.location})" if block.location else ""

@@ -1,4 +1,4 @@
-"""Shapes and dtypes of a graph's nodes without computing anything."""
+"""Finds shapes and dtypes of a graph's nodes without computing anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def like_meta(value: Any) -> Any:
-    """Tensors replaced by ones without data but with the same strides, in any structure of tuples, lists and dicts."""
+    """The value with tensors replaced by ones on the meta device of the same strides, in any tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     if isinstance(value, (tuple, list)):
@@ -24,7 +24,7 @@ def like_meta(value: Any) -> Any:
 
 
 class _Values(torch.fx.Interpreter):
-    """Keeps what every node gives. A node that cannot run without data, and what depends on it, has no value."""
+    """Keeps the value of every node. A node that cannot run without data, and what depends on it, has none."""
 
     def __init__(
         self, module: torch.fx.GraphModule, known: Mapping[torch.fx.Node, Any], otherwise: Mapping[torch.fx.Node, Any]
@@ -59,7 +59,7 @@ def values_on_meta(
     known: Mapping[torch.fx.Node, Any],
     otherwise: Mapping[torch.fx.Node, Any] | None = None,
 ) -> dict[torch.fx.Node, Any]:
-    """What the nodes of a graph give, as tensors without data.
+    """The values of a graph's nodes, as tensors without data.
 
     Args:
         module: the graph. Its own modules are not run.

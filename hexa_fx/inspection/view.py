@@ -65,14 +65,18 @@ class NodeView:
     """One node.
 
     Args:
-        name: its name in the graph. kind: what it is. op: what it calls, in short (``hexa.esmm``, ``linear``).
-        detail: its plain arguments. inputs: names of the nodes it reads, in order of appearance, repeated if read twice.
-        types: of its results that are tensors, by position; None for others.
-        index: of a getitem on a tuple, which result it takes.
+        name: its name in the graph.
+        kind: what it is.
+        op: what it calls, in short (``hexa.esmm``, ``linear``).
+        detail: its plain arguments.
+        inputs: names of the nodes that it reads, in order of appearance, repeated if read twice.
+        types: types of its results by position; None for results that are no tensors.
+        index: which result a getitem on a tuple takes.
         role: what it does in a mixture of experts.
         keys: what links it to nodes of other stages, see `hexa_fx.inspection.roles`.
         where: the line of the user's code.
-        flops, moved: of matrix products; bytes it reads and writes, each operand once.
+        flops: FLOPs of matrix products.
+        moved: bytes that it reads and writes, counting each operand once.
     """
 
     name: str
@@ -90,7 +94,7 @@ class NodeView:
 
     @property
     def type(self) -> TensorType | None:
-        """Of its only, or first, result."""
+        """Type of its only, or first, result."""
         return self.types[0] if self.types else None
 
 
@@ -103,12 +107,12 @@ class GraphView:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of nodes of each operator, inputs, parameters and outputs left out."""
+        """Number of nodes of each operator, without inputs, parameters and outputs."""
         return dict(Counter(node.op for node in self.nodes if node.kind in ("call", "module")))
 
     @property
     def flops(self) -> int:
-        """Of all matrix products."""
+        """FLOPs of all matrix products."""
         return sum(node.flops for node in self.nodes)
 
     @property
@@ -117,13 +121,13 @@ class GraphView:
         return sum(node.moved for node in self.nodes)
 
     def table(self) -> str:
-        """One node a line: kind, name, operator, inputs, type, line of code."""
+        """One line per node: kind, name, operator, inputs, type, line of code."""
         rows = [(n.kind, n.name, n.op, ", ".join(n.inputs), _types(n), str(n.where or "")) for n in self.nodes]
         widths = [min(44, max((len(row[i]) for row in rows), default=0)) for i in range(5)]
         return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, [*widths, 0])).rstrip() for row in rows)
 
     def readable(self) -> str:
-        """The code with the type of every value and the user's line it comes from beside it."""
+        """The code, annotated with the type of every value and the user's source line."""
         by_name = {node.name: node for node in self.nodes}
         lines = []
         for line in self.code.strip("\n").splitlines():

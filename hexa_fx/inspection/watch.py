@@ -1,6 +1,6 @@
-"""Where `hexa_fx.optimize` leaves its graphs when asked: numbered files, the log, and torch's own trace.
+"""Writes the graphs of `hexa_fx.optimize` where the environment asks for them: to files, to the log, and to torch's own trace.
 
-* ``HEXA_FX_DUMP_DIR=folder``: one numbered file a pass, the report, the page of graphs and the kernels' CUDA text.
+* ``HEXA_FX_DUMP_DIR=folder``: one numbered file per pass, the report, the page of graphs and the kernels' CUDA text.
 * ``TORCH_LOGS="+hexa_fx"`` or ``HEXA_FX_LOGS=debug``: graphs at debug level of the logger ``hexa_fx.passes.graphs``.
 * ``TORCH_TRACE=folder``: artifacts for tlparse.
 """
@@ -30,7 +30,7 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 class Watch:
-    """Sees all passes of one `optimize`; `finish` writes what there is at the end."""
+    """Sees all passes of one `optimize`; `finish` writes what is complete only at the end."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         _set_level(environment)
@@ -41,7 +41,7 @@ class Watch:
 
     @property
     def listeners(self) -> tuple[Listener, ...]:
-        """None if nobody wants to know, so that passes do not stop for it."""
+        """Empty if nobody asked for graphs, so that passes lose no time."""
         wanted = self.dump is not None or self._traced or graph_log.isEnabledFor(logging.DEBUG)
         return (self._see,) if wanted else ()
 
@@ -56,14 +56,14 @@ class Watch:
             _trace(seen)
 
     def finish(self, report: OptimizationReport, graphs: Graphs | None = None) -> None:
-        """At the end of optimize."""
+        """Call it at the end of `optimize`."""
         if self.dump is not None:
             self.dump.finish(report, graphs)
 
 
 @contextmanager
 def watching(environment: Mapping[str, str] = os.environ) -> Iterator[Watch]:
-    """Inside, passes are seen by whoever the environment names."""
+    """A context in which passes are reported to wherever the environment says."""
     watch = Watch(environment)
     with listening(*watch.listeners):
         yield watch
@@ -118,7 +118,7 @@ def _fresh(folder: Path) -> Path:
 
 
 def _set_level(environment: Mapping[str, str]) -> None:
-    """HEXA_FX_LOGS: a level for the package's loggers, for those who do not go through torch's."""
+    """Applies HEXA_FX_LOGS, a level for the package's loggers, for those who do not use TORCH_LOGS."""
     wanted = environment.get("HEXA_FX_LOGS", "").strip().lower()
     if not wanted:
         return

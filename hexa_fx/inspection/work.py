@@ -1,4 +1,4 @@
-"""What one node costs: FLOPs of its matrix products, and bytes read and written if every operand travels once."""
+"""Counts what a node costs: FLOPs of its matrix products, and bytes if every operand travels once."""
 
 from __future__ import annotations
 

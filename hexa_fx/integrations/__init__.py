@@ -1,1 +1,1 @@
-"""Optional: what hexa_fx does for other libraries. Nothing here is imported unless asked for."""
+"""Integrations with other libraries. Nothing here is imported unless it is asked for."""

@@ -1,9 +1,9 @@
 """``torch.compile(model, backend="hexa")``: MoE blocks rewritten in the graphs that Dynamo captures, the rest to another backend.
 
-Dynamo gives up on code whose control flow depends on data, and most loops over experts are such code: the graph breaks there, and
-no backend gets to see the experts. `hexa_fx.optimize`, which reads such code, is then to be called before ``torch.compile``; this
-backend says so once. Blocks that Dynamo does capture (batched and grouped products, one-hot einsums, sorted slices without host
-reads, every expert on every token) are analysed, verified and rewritten here as `hexa_fx.optimize` would.
+Dynamo breaks the graph at code whose control flow depends on data, as most loops over experts do, so that no backend gets to
+see the experts. `hexa_fx.optimize` reads such code and has to be called before ``torch.compile``; this backend says so once.
+Blocks that Dynamo does capture (batched and grouped products, one-hot einsums, sorted slices without host reads, every expert
+on every token) are analysed, verified and rewritten here as `hexa_fx.optimize` would.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ class BackendOptions:
 def hexa(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None = None, **rest: Any
 ) -> Callable[..., Any]:
-    """The backend: Dynamo calls it with every graph it captured. See `BackendOptions`.
+    """The backend, which Dynamo calls with every graph that it captures. See `BackendOptions`.
 
     Raises:
-        InputError: an unknown option. NothingRewritten: under ``strict``, a block that looks like MoE was refused.
+        InputError: an option is unknown.
+        NothingRewritten: with ``strict``, a block that looks like MoE was refused.
     """
     chosen = BackendOptions.of(options)
     report = _rewrite_or_leave(gm, example_inputs, chosen.config)
@@ -91,7 +92,7 @@ def hexa(
 def _rewrite_or_leave(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: HexaConfig
 ) -> OptimizationReport:
-    """A failure of ours must not keep the user from compiling: the graph is left as Dynamo made it."""
+    """Rewrites the graph, or leaves it as Dynamo made it: a failure of ours must not keep the user from compiling."""
     backup = _copy(gm.graph)
     try:
         return rewrite_graph(gm, example_inputs, config)
@@ -102,7 +103,7 @@ def _rewrite_or_leave(
 
 
 def _copy(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """With the attributes that Dynamo keeps on nodes."""
+    """A copy of the graph with the attributes that Dynamo keeps on nodes."""
     copied = torch.fx.Graph()
     new: dict[torch.fx.Node, torch.fx.Node] = {}
     copied.output(copied.graph_copy(graph, val_map=new))
@@ -148,7 +149,7 @@ def _rewrite_first(
     config: HexaConfig,
     known: dict[Any, BlockAnalysis],
 ) -> tuple[BlockAnalysis, str | None]:
-    """The innermost level that can be rewritten, put back into the graph; if none can, the first refusal."""
+    """Puts the innermost level that can be rewritten back into the graph. If none can, returns the first refusal."""
     first: tuple[BlockAnalysis, str | None] | None = None
     for region in levels:
         analysis, same_as = _analyse(region, values, config, known)
@@ -163,9 +164,9 @@ def _rewrite_first(
 
 
 def _usable(analysis: BlockAnalysis) -> RewrittenBlock | None:
-    """The rewritten block if it may stand in a graph, where there is no original to go back to at a guard's miss.
+    """The rewritten block, if it can do without falling back to the original, which a graph does not have.
 
-    The graph has its mode baked in, so eval and train are the same code and must both have been rewritten.
+    The graph has its mode baked in, so eval and train are the same code, and both must have been rewritten.
     """
     if len(analysis.rewritten) < len(MODES):
         return None
@@ -190,7 +191,7 @@ def _analyse(
     )
     if key in known:
         return moved_to(known[key], region.path), known[key].path
-    if regions.has_fixed_rows(region):  # then it cannot be tried on fewer
+    if regions.has_fixed_rows(region):  # it cannot be tried on fewer rows
         rows = max(arg.numel() for arg in args) if args else 0
         config = dataclasses.replace(config, probe_tokens=max(config.probe_tokens, rows))
     known[key] = _without_places(analyse(Observation(region.path, module, args, {}), config))
@@ -198,7 +199,7 @@ def _analyse(
 
 
 def _without_places(analysis: BlockAnalysis) -> BlockAnalysis:
-    """Refusals name lines of the graph's code, which nobody has written."""
+    """Drops the source lines of refusals, since they refer to the graph's generated code."""
     refusals = {mode: dataclasses.replace(refusal, location=None) for mode, refusal in analysis.refusals.items()}
     return dataclasses.replace(analysis, refusals=refusals)
 
@@ -238,12 +239,12 @@ def _run(
 
 
 def _concrete(value: Any) -> Any:
-    """The example's own size behind a symbolic one. ``int()`` would tie the graph to it."""
+    """The example's size behind a symbolic one. ``int()`` would bind the graph to it."""
     return value.node.hint if isinstance(value, torch.SymInt) else value
 
 
 def _say_if_broken(gm: torch.fx.GraphModule, places: Sequence[Any]) -> None:
-    """A graph that selects by index inside a module but holds no experts is most likely the front half of a broken block."""
+    """Logs that a graph selects by index but holds no experts, so that it is most likely the first half of a broken block."""
     if places:
         return
     for node in gm.graph.nodes:

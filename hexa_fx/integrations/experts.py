@@ -1,10 +1,10 @@
-"""``experts_implementation="hexa"``: what runs in place of the experts' forward of transformers 5.
+"""``experts_implementation="hexa"``: replaces the experts' forward of transformers 5.
 
 transformers keeps the experts of a block as stacked parameters and describes their layout by flags on the module (`has_gate`,
-`has_bias`, `is_transposed`); what happens between the projections is a method, `_apply_gate`. Which of our activations that
-method is, is found by running it once on numbers. One that is none of them runs as it is, between two `hexa::esmm`.
+`has_bias`, `is_transposed`). What happens between the projections is a method, `_apply_gate`. Running that once on numbers shows
+which of our activations it is. If it is none of them, it runs as it is, between two `hexa::esmm`.
 
-T tokens, k experts a token, E experts, D model size, I intermediate size.
+T tokens, k experts per token, E experts, D model size, I intermediate size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PROBE_ROWS, _PROBE_WIDTH = 64, 4
 
 @dataclass(frozen=True)
 class Gate:
-    """What an experts module computes between its projections, in our terms."""
+    """What an experts module computes between its projections, as one of our activations."""
 
     activation: str
     glu: Glu
@@ -69,7 +69,7 @@ def _weights(experts: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None
 
 
 def _by_rows(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, layout: Layout) -> Tensor:
-    """Any function of a row between the projections, and any norm behind them, as the module has it."""
+    """Runs the module's own function of a row between the projections, and its own norm after them."""
     w1, b1, w2, b2 = _weights(experts)
     top_k = top_k_index.shape[1]
     v, inv, offs = ops.reindex(top_k_index, w1.shape[0])
@@ -87,7 +87,7 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[bool, Gate | None]] = weakref.
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _gate_of(experts: Any) -> Gate | None:
-    """The module's gate among ours, or None. Found once a module; a compiler takes it as a constant."""
+    """The module's gate as one of ours, or None. Determined once per module; a compiler treats it as a constant."""
     known = _KNOWN.setdefault(experts, {})
     if experts.training not in known:
         gate = None if experts.has_post_expert_norm else identify_gate(experts)
@@ -100,14 +100,14 @@ def _gate_of(experts: Any) -> Gate | None:
 def identify_gate(experts: Any) -> Gate | None:
     """Which activation `_apply_gate` (or `act_fn` of an ungated module) is; None if it is none of ours.
 
-    Runs it on float64 numbers that reach past every clamp of the module's own constants. Where it could read a parameter, which
+    Runs it on float64 numbers that reach past every clamp among the module's constants. If it might read a parameter, which
     training changes, it is none of ours.
     """
     if not {name for name, _ in (*experts.named_parameters(), *experts.named_buffers())} <= _WEIGHTS:
         return None
     function: Callable[[Tensor], Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
     constants = _constants(experts)
-    # The caller may be inside a trace (torch.export, FakeTensorMode): the experiment is on real numbers all the same.
+    # The caller may be tracing (torch.export, FakeTensorMode), but the experiment needs real numbers.
     with (
         _disable_current_modes(),
         torch._C.DisableTorchFunction(),

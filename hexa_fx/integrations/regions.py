@@ -1,7 +1,7 @@
-"""MoE blocks inside one torch.fx graph: where they may be, cut out as modules, and put back rewritten.
+"""Finds MoE blocks inside a torch.fx graph, cuts them out as modules, and puts them back rewritten.
 
-torch.compile hands a backend a graph whose parameters are inputs and whose nodes remember the module they came from. A region is
-the run of nodes of one module. Cut out, with its parameters as parameters again, it is a block like any other to the passes.
+torch.compile hands a backend a graph whose parameters are inputs and whose nodes remember the module that they came from. A region
+consists of the nodes of one module. Cut out, with parameters as parameters again, it is a block like any other to the passes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def module_of(node: torch.fx.Node) -> str:
 
 
 def candidates(graph: torch.fx.Graph, names: Mapping[torch.fx.Node, str]) -> list[list[Region]]:
-    """For every place that may be an MoE block the innermost region, then the regions around it.
+    """For every place that may be an MoE block: the innermost region, then the regions around it.
 
     Putting one back may change the inputs of the others: cut those again.
     """
@@ -121,7 +121,7 @@ def _inside(path: str, other: str) -> bool:
 
 
 def _selects(region: Region) -> bool:
-    """Selects by index itself, or is given indices along with tokens."""
+    """Whether a region selects by index, or is given indices along with tokens."""
     if any(getattr(node.target, "__name__", node.target) in _SELECTIONS for node in region.nodes):
         return True
     kinds = {node.meta["example_value"].is_floating_point() for node in region.inputs if _is_tensor(node)}
@@ -137,7 +137,7 @@ def _is_size(node: torch.fx.Node) -> bool:
 
 
 def cut(graph: torch.fx.Graph, path: str, names: Mapping[torch.fx.Node, str]) -> Region | None:
-    """The region of the module at ``path``; None if it does not run, or runs more than once with other code between."""
+    """The region of the module at ``path``; None if it does not run, or runs more than once with other code in between."""
     body = [node for node in graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
     own = [i for i, node in enumerate(body) if _belongs(node, path)]
     if not own:

@@ -1,4 +1,4 @@
-"""CUDA text -> a kernel that can be launched.
+"""Turns CUDA text into a kernel that can be launched.
 
 Compiler discovery (`toolchain`), disk cache (`cache`), build (`build`), loading and launch through the driver
 (`kernel`), tensor maps (`tensormap`), environment (`env`). Nothing here touches CUDA, disk or network at import.

@@ -44,10 +44,10 @@ def build(source: KernelSource, settings: JitSettings | None = None) -> Entry:
 
 
 def build_many(sources: Sequence[KernelSource], settings: JitSettings | None = None) -> list[Entry]:
-    """`build` for several sources at a time, with a progress bar on rank 0's terminal.
+    """Builds several sources in parallel, with a progress bar on rank 0's terminal.
 
     Raises:
-        ToolchainError, BuildError: of the first source that fails; the others are still built.
+        ToolchainError, BuildError: a source fails; the error is that of the first one, and the others are still built.
     """
     settings = settings or JitSettings.from_env()
     find_compiler(settings)
@@ -73,7 +73,7 @@ def _build(source: KernelSource, key: str, compiler: Compiler, cache: KernelCach
     text.write_text(source.text)
     command = _command(source, compiler, workspace, settings)
     output = _compile(source, compiler, command, workspace)
-    if "are serialized" in output:  # ptxas found no way to keep several wgmma in flight: right, and a third slower
+    if "are serialized" in output:  # ptxas could not keep several wgmma in flight: still correct, but a third slower
         log.warning("kernel %s (%s): ptxas serialised its wgmma instructions; see %s", key, source.spec.op, text)
     if settings.verbose_build:
         log.info("%s\n%s", " ".join(command), output.strip())
@@ -121,7 +121,7 @@ def _compile(source: KernelSource, compiler: Compiler, command: list[str], works
 
 
 def _keep_failed(workspace: Path, source: KernelSource) -> Path:
-    """Moves the source of a failed build where the next build of the same key does not remove it."""
+    """Moves the source of a failed build to where the next build of the same key will not remove it."""
     folder = workspace.parent.parent / "failed"
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / f"{source.key}.cu"

@@ -1,7 +1,7 @@
-"""The disk cache of built kernels: safe for many processes, for kill -9 in a build, and for damaged files.
+"""The disk cache of built kernels: safe with many processes, with kill -9 during a build, and with damaged files.
 
-``<cache>/kernels/<key>/`` holds ``kernel.cubin``, ``kernel.cu`` and ``meta.json`` with the cubin's SHA-256. A folder is
-built elsewhere and appears by one rename, so it is whole or absent. What does not match its checksum is a miss.
+``<cache>/kernels/<key>/`` holds ``kernel.cubin``, ``kernel.cu`` and ``meta.json`` with the cubin's SHA-256. A folder is built
+elsewhere and appears by one rename, so it is complete or absent. A file that does not match its checksum is a miss.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class KernelCache:
             yield
 
     def workspace(self, key: str) -> Path:
-        """A fresh folder to build `key` in. Call it under the lock: what a killed build of `key` left is removed."""
+        """A fresh folder to build `key` in, without the remains of a killed build. Call it under the lock."""
         parent = self.root / "building"
         parent.mkdir(parents=True, exist_ok=True)
         for stale in parent.glob(f"{key}.*"):
@@ -90,7 +90,7 @@ class KernelCache:
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
     def clear(self) -> int:
-        """Removes every entry and what killed builds left; returns how many entries there were."""
+        """Removes every entry and the remains of killed builds; returns how many entries there were."""
         count = len(self.keys())
         for name in ("kernels", "building"):
             shutil.rmtree(self.root / name, ignore_errors=True)

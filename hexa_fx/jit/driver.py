@@ -23,12 +23,12 @@ class Driver:
     """libcuda with checked calls.
 
     Args:
-        library: of the driver; tests pass a stand-in.
+        library: the loaded libcuda; tests pass a stand-in.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        # No argtypes: converting arguments costs as much as the call. All four are pointers: bytes, c_void_p, an array, None.
+        # No argtypes: converting arguments would cost as much as the call. All four are pointers: bytes, c_void_p, an array, None.
         self.launch_kernel = library.cuLaunchKernelEx
 
     def check(self, call: str, result: int) -> None:
@@ -97,7 +97,7 @@ def driver() -> Driver:
         DriverError: there is no libcuda.
     """
     try:
-        # PyDLL keeps the GIL over a call: calls are short, and letting go of it and taking it again costs more.
+        # PyDLL keeps the GIL during a call: calls are short, and releasing and retaking it would cost more.
         return Driver(ctypes.PyDLL("libcuda.so.1"))
     except OSError as error:
         raise DriverError(str(error), call="loading libcuda.so.1") from None

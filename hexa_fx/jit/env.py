@@ -51,7 +51,7 @@ class JitSettings:
         """Reads the environment.
 
         Raises:
-            InputError: a value that is not what its variable takes.
+            InputError: a variable has a value that it does not take.
         """
         compiler = _text("HEXA_FX_COMPILER", "auto")
         if compiler not in ("auto", "nvcc", "nvrtc"):
@@ -74,7 +74,7 @@ class JitSettings:
 
 
 def checked_mode() -> bool:
-    """HEXA_FX_CHECKED, alone: asked at every re-index."""
+    """HEXA_FX_CHECKED alone, since every re-index asks for it."""
     return _switch("HEXA_FX_CHECKED")
 
 

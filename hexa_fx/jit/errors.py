@@ -1,4 +1,4 @@
-"""What can go wrong between CUDA text and a launched kernel."""
+"""The errors between CUDA text and a launched kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hexa_fx.errors import KernelError
 
 
 class ToolchainError(KernelError):
-    """No compiler can be used. One sentence: what was looked for, why each was refused, what to do."""
+    """No compiler can be used. The message says what was tried, why each was refused, and what to do."""
 
     message = (
         "no CUDA compiler: {detail}. Install one with `pip install 'hexa-fx[cuda]'` or set HEXA_FX_NVCC; "
@@ -15,7 +15,7 @@ class ToolchainError(KernelError):
 
 
 class BuildDisabledError(ToolchainError):
-    """Nothing may be built, and the cache does not have the kernel."""
+    """Building is disabled, and the cache does not have the kernel."""
 
     message = (
         "HEXA_FX_DISABLE_JIT is set and the cache has no kernel {detail}. Unset it once to build the kernel; "

@@ -27,7 +27,7 @@ _CONFIG = Struct("7IPPI0P")
 
 
 class KernelHandle:
-    """One kernel. `launch` is the only hot function: it packs nothing and allocates nothing on the device.
+    """One kernel. Its only hot functions are `launch` and `queue`, which allocate nothing on the device.
 
     Args:
         source: what it was rendered from.
@@ -64,11 +64,11 @@ class KernelHandle:
         return _CONFIG.pack(*grid, self.threads, 1, 1, self.shared_bytes, stream, 0, 0)
 
     def queue(self, device: int, config: bytes, parameters: ctypes.Array[Any]) -> None:
-        """`launch` of what lies ready.
+        """As `launch`, with everything packed already.
 
         Args:
             device: as in `launch`.
-            config: of a grid with blocks.
+            config: that of a grid which is not empty.
             parameters: an address per kernel parameter; what lies there is copied before this returns.
 
         Raises:
@@ -83,7 +83,7 @@ class KernelHandle:
             self._api.check(f"launch of {self.spec.op} with grid {_CONFIG.unpack(config)[:3]}", result)
 
     def blocks_per_sm(self, device: int) -> int:
-        """Blocks that one multiprocessor of `device` holds at a time: a persistent grid's factor."""
+        """How many blocks one multiprocessor of `device` holds at a time, for the size of a persistent grid."""
         function = self._functions.get(device) or self._prepare(device)
         return self._api.blocks_per_sm(function, self.threads, self.shared_bytes)
 
@@ -96,7 +96,7 @@ class KernelHandle:
 
 @cache
 def get_kernel(spec: KernelSpec, node: str = "") -> KernelHandle:
-    """The kernel of `spec`: rendered, built (or read from the cache) and loaded once a process.
+    """The kernel of `spec`, rendered, built (or read from the cache) and loaded once per process.
 
     Args:
         spec: what to get.

@@ -11,7 +11,7 @@ NVRTC_FLAGS = ("-std=c++17", "-default-device", "-DNDEBUG")
 
 
 class NvrtcError(Exception):
-    """A failed compilation; the text is NVRTC's log."""
+    """A failed compilation, with NVRTC's log as its text."""
 
 
 @cache

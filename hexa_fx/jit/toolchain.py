@@ -1,4 +1,4 @@
-"""Finds a compiler and the headers it needs. Nothing here runs at import; results are kept per settings."""
+"""Finds a compiler and the headers it needs. Nothing here runs at import; results are cached per settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Compiler:
 
     @property
     def identity(self) -> str:
-        """Enters cache keys: what the compiler is, not where it lies."""
+        """What the compiler is, not where it is; part of cache keys."""
         return f"{self.kind} {self.version} cutlass {self.cutlass}"
 
 
@@ -49,7 +49,7 @@ def find_compiler(settings: JitSettings) -> Compiler:
     """nvcc from HEXA_FX_NVCC, PATH, CUDA_HOME or the nvidia-cuda-nvcc wheel; else NVRTC.
 
     Raises:
-        ToolchainError: none can be used, with the reason for each.
+        ToolchainError: no compiler can be used; the message has the reason for each.
     """
     reasons: list[str] = []
     tries: dict[str, Callable[[JitSettings], Compiler]] = {"nvcc": _nvcc, "nvrtc": _nvrtc}
@@ -64,7 +64,7 @@ def find_compiler(settings: JitSettings) -> Compiler:
 
 
 class _Unusable(Exception):
-    """Why one compiler cannot be used."""
+    """A compiler cannot be used; says why."""
 
 
 def cutlass_include(settings: JitSettings) -> Path:
@@ -83,7 +83,7 @@ def _cutlass_include(settings: JitSettings) -> Path:
     if settings.cutlass_include:
         candidates = [Path(settings.cutlass_include)]
     else:
-        from hexa_fx.codegen.cutlass import cutlass_library  # the wheel's own idea of where its headers are
+        from hexa_fx.codegen.cutlass import cutlass_library  # where the wheel itself says that its headers are
 
         candidates = [Path(cutlass_library.source_path) / "include"]
     for folder in candidates:
@@ -147,7 +147,7 @@ def _nvrtc(settings: JitSettings) -> Compiler:
     _check_version(version)
     include = _cutlass_include(settings)
     cuda = _cuda_include(settings)
-    # CuTe on CUDA 13 says both <cuda/std/...> and <cccl/cuda/std/...>: both folders are needed
+    # On CUDA 13, CuTe includes both <cuda/std/...> and <cccl/cuda/std/...>, so both folders are needed
     return Compiler("nvrtc", library, version, (include, cuda, cuda / "cccl"), _cutlass_version(include))
 
 

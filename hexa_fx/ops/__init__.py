@@ -1,6 +1,6 @@
-"""The expert-specific operators ``hexa::*`` (docs/operators.md), one file each, and their Python wrappers.
+"""The expert-specific operators ``hexa::*`` (docs/operators.md), one module each, and their Python wrappers.
 
-Importing this defines the operators in torch.library. T tokens, k experts a token, n = T*k routed rows, E experts,
+Importing it defines the operators in torch.library. T tokens, k experts per token, n = T*k routed rows, E experts,
 D model size, I intermediate size.
 """
 
@@ -42,5 +42,5 @@ __all__ = [
     "reindex",
 ]
 
-# Kernels of devices stand above the operators, in hexa_fx.runtime. They register themselves by name and touch no device.
+# Device kernels live above the operators, in hexa_fx.runtime. They register by name, which touches no device.
 pkgutil.resolve_name("hexa_fx.runtime.cuda_ops:register")()

@@ -33,7 +33,7 @@ def activate(h: Tensor, activation: str, glu: str, params: tuple[float, ...] = (
         (n, I) in h's dtype, computed in float32 (float64 for float64).
 
     Raises:
-        InputError: unknown activation or glu, or an odd width under a gated one.
+        InputError: the activation or glu is unknown, or the width under a gate is odd.
     """
     a: Tensor = torch.ops.hexa.activate(h, activation, glu, params)
     return a
@@ -65,14 +65,14 @@ def activate_backward(
             shape (0,) without weights.
 
     Raises:
-        InputError: arguments that do not fit.
+        InputError: the arguments do not fit together.
     """
     dh, a_scaled, dweights = torch.ops.hexa.activate_backward(da, h, top_k_weights, v, offs, activation, glu, params)
     return dh, a_scaled, dweights
 
 
 def check(h: Tensor, activation: str, glu: str, params: list[float]) -> None:
-    """Arguments of activate."""
+    """Checks the arguments of activate."""
     check_activation(activation, glu, params)
     checks.check_floating("activate", ("h",), (h,))
     checks.check_matrix("activate", "h", h)
@@ -90,7 +90,7 @@ def check_backward(
     glu: str,
     params: list[float],
 ) -> None:
-    """Arguments of activate_backward."""
+    """Checks the arguments of activate_backward."""
     check(h, activation, glu, params)
     checks.check_floating("activate_backward", ("h", "da"), (h, da))
     checks.check_index("activate_backward", h, ("v", "offs"), (v, offs))
@@ -101,7 +101,7 @@ def check_backward(
 
 
 def activate_generic(h: Tensor, activation: str, glu: str, params: list[float]) -> Tensor:
-    """Kernel of every device: torch's own operators."""
+    """Kernel for any device, made of torch's own operators."""
     wide = h.to(accumulate_dtype(h.dtype))
     return activation_forward(wide, activation, glu, params).to(h.dtype)
 
@@ -116,7 +116,7 @@ def activate_backward_generic(
     glu: str,
     params: list[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Kernel of every device: torch's own operators."""
+    """Kernel for any device, made of torch's own operators."""
     wide, da_wide = h.to(accumulate_dtype(h.dtype)), da.to(accumulate_dtype(h.dtype))
     a = activation_forward(wide, activation, glu, params)
     if top_k_weights is None:

@@ -1,7 +1,7 @@
 """The activations an expert may have, each with its derivative, and how gate and up lie in the pre-activation.
 
-An ungated expert has ``a = act(h)``. A gated one has gate and up in h and ``a = act(gate) * up``, unless the activation
-is itself a function of the two (`swiglu_oai`).
+An ungated expert computes ``a = act(h)``. A gated one has gate and up in h and computes ``a = act(gate) * up``, unless the
+activation itself is a function of both (`swiglu_oai`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Activation:
         forward: ``(h, params) -> a``; for a pair activation ``(gate, up, params) -> a``.
         backward: ``(da, h, params) -> dh``; for a pair activation ``(da, gate, up, params) -> (dgate, dup)``.
         params: default constants.
-        pair: it is a function of gate and up together.
+        pair: whether it is a function of gate and up together.
     """
 
     name: str
@@ -91,7 +91,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def check_activation(activation: str, glu: str, params: Params) -> None:
-    """Raises InputError unless the three name an activation that exists."""
+    """Raises `InputError` unless activation, glu and parameters fit together."""
     found = ACTIVATIONS.get(activation)
     if found is None:
         raise InputError(f"unknown activation {activation!r}; expected one of {', '.join(ACTIVATIONS)}")
@@ -101,6 +101,11 @@ def check_activation(activation: str, glu: str, params: Params) -> None:
         raise InputError(f"activation {activation!r} is a function of gate and up, so glu cannot be 'none'")
     if params and len(params) != len(found.params):
         raise InputError(f"activation {activation!r} takes {len(found.params)} params, got {len(params)}")
+
+
+def inner_width(columns: int, glu: str) -> int:
+    """I, given the columns of W1: half of them if the weight holds both gate and up."""
+    return columns // 2 if glu in ("concat", "interleaved") else columns
 
 
 def gate_and_up(h: Tensor, glu: str) -> tuple[Tensor, Tensor]:

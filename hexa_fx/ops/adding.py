@@ -1,7 +1,7 @@
 """``hexa::estmm_add``, ``hexa::ess_add`` and ``hexa::esfk_add``: gradients of weights and biases added to a buffer.
 
-The buffer is in the accumulators' type, float32 (float64 for float64), so a gradient is never rounded to the operands' type on its
-way into a sum over micro-batches. An expert without rows leaves its part as it is.
+The buffer has the accumulators' type, float32 (float64 for float64), so that a gradient is not rounded to the operands' type on its
+way into a sum over micro-batches. The part of an expert without rows stays as it is.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def estmm_add(
         into: (E, N, K) for ``nk``, (E, K, N) for ``kn``, in float32 (float64 for float64), any strides.
 
     Raises:
-        InputError: arguments that do not fit, or that need a gradient.
+        InputError: the arguments do not fit together, or need a gradient.
     """
     torch.ops.hexa.estmm_add(into, x, g, x_index, g_index, offs, top_k, layout)
 
@@ -62,7 +62,7 @@ def esfk_add(
     top_k: int,
     layout: str,
 ) -> Tensor:
-    """dx of `esfk`; dW is added to into, db to into_bias (E, N), unless that is None."""
+    """Returns dx of `esfk`, adds dW to into, and adds db to into_bias (E, N) unless that is None."""
     dx: Tensor = torch.ops.hexa.esfk_add(into, into_bias, x, g, weight, x_index, offs, top_k, layout)
     return dx
 
@@ -81,7 +81,7 @@ def _check_no_gradient(op: str, *tensors: Tensor | None) -> None:
 
 
 def check_estmm(into: Tensor, x: Tensor, g: Tensor, *rest: object) -> None:
-    """Arguments of estmm_add."""
+    """Checks the arguments of estmm_add."""
     estmm.check(x, g, *rest)  # type: ignore[arg-type]
     offs, layout = rest[2], rest[4]
     assert isinstance(offs, Tensor)
@@ -91,14 +91,14 @@ def check_estmm(into: Tensor, x: Tensor, g: Tensor, *rest: object) -> None:
 
 
 def check_ess(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
-    """Arguments of ess_add."""
+    """Checks the arguments of ess_add."""
     ess.check(g, v, offs, top_k, scale)
     _check_buffer("ess_add", "into", into, g, (offs.shape[0] - 1, g.shape[1]))
     _check_no_gradient("ess_add", into, g, scale)
 
 
 def check_esfk(into: Tensor, into_bias: Tensor | None, x: Tensor, g: Tensor, weight: Tensor, *rest: object) -> None:
-    """Arguments of esfk_add."""
+    """Checks the arguments of esfk_add."""
     esfk.check(x, g, weight, *rest, into_bias is not None)  # type: ignore[arg-type,call-arg]
     _check_buffer("esfk_add", "into", into, x, tuple(weight.shape))
     if into_bias is not None:
@@ -146,17 +146,17 @@ def esfk_add_cpu(
 
 
 def estmm_add_any(into: Tensor, *args: object) -> None:
-    """A device without a kernel: torch adds the gradient, which its own product has rounded."""
+    """Kernel for any device: torch adds the gradient, already rounded to the operands' type."""
     into.add_(torch.ops.hexa.estmm(*args))
 
 
 def ess_add_any(into: Tensor, *args: object) -> None:
-    """Likewise."""
+    """As `estmm_add_any`."""
     into.add_(torch.ops.hexa.ess(*args))
 
 
 def esfk_add_any(into: Tensor, into_bias: Tensor | None, *args: object) -> Tensor:
-    """Likewise."""
+    """As `estmm_add_any`."""
     dx, dw, db = torch.ops.hexa.esfk(*args, into_bias is not None)
     into.add_(dw)
     if into_bias is not None:
@@ -165,7 +165,7 @@ def esfk_add_any(into: Tensor, into_bias: Tensor | None, *args: object) -> Tenso
 
 
 def _fake(*_: object) -> None:
-    """Nothing new comes of it."""
+    """The operator only writes to its arguments, so it has no result."""
 
 
 def _fake_esfk(into: Tensor, into_bias: Tensor | None, x: Tensor, g: Tensor, *_: object) -> Tensor:

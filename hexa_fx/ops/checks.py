@@ -1,4 +1,4 @@
-"""Argument checks of the operators: shapes, dtypes and devices, in one sentence each, before anything runs."""
+"""Argument checks of the operators: shapes, dtypes and devices, before anything runs. Each failure is one sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def shape(t: Tensor) -> str:
 
 
 def check_floating(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
-    """All given tensors (the first is) have one supported floating-point dtype and lie on one device."""
+    """Checks that all given tensors have the same supported floating-point dtype and device. The first one is given."""
     first = tensors[0]
     assert first is not None
     dtype, device = first.dtype, first.device
@@ -36,7 +36,7 @@ def check_floating(op: str, names: tuple[str, ...], tensors: tuple[Tensor | None
 
 
 def check_index(op: str, like: Tensor, names: tuple[str, ...], tensors: tuple[Tensor | None, ...]) -> None:
-    """All given tensors are int32 vectors on the device of ``like``, as `hexa::reindex` makes them."""
+    """Checks that all given tensors are int32 vectors on the device of ``like``, as `hexa::reindex` makes them."""
     for name, t in zip(names, tensors, strict=True):
         if t is None:
             continue
@@ -47,21 +47,21 @@ def check_index(op: str, like: Tensor, names: tuple[str, ...], tensors: tuple[Te
 
 
 def check_matrix(op: str, name: str, t: Tensor) -> None:
-    """t has two dimensions."""
+    """Checks that t has two dimensions."""
     if t.ndim != 2:
         raise InputError(f"hexa::{op}: {name} is {shape(t)}; expected a matrix")
 
 
 def check_routing(op: str, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None) -> None:
-    """top_k_index is integer (T, k) and top_k_weights None or floating (T, k), both on x's device."""
+    """Checks that top_k_index is integer (T, k) and top_k_weights None or floating (T, k), both on x's device."""
     index = top_k_index
     if index.ndim != 2 or index.dtype not in INTEGER or index.shape[0] != x.shape[0]:
         raise InputError(
-            f"hexa::{op}: top_k_index is {shape(index)}; expected integer ({x.shape[0]}, experts a token), as x is "
+            f"hexa::{op}: top_k_index is {shape(index)}; expected integer ({x.shape[0]}, experts per token), as x is "
             f"{shape(x)}"
         )
     if index.shape[1] < 1:
-        raise InputError(f"hexa::{op}: top_k_index is {shape(index)}; expected one expert a token or more")
+        raise InputError(f"hexa::{op}: top_k_index is {shape(index)}; expected at least one expert per token")
     if index.device != x.device:
         raise InputError(f"hexa::{op}: top_k_index is on {index.device}, x on {x.device}")
     if top_k_weights is None:
@@ -73,13 +73,13 @@ def check_routing(op: str, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 
 
 def check_layout(op: str, layout: str) -> None:
-    """The layout is ``nk`` or ``kn``."""
+    """Checks that the layout is ``nk`` or ``kn``."""
     if layout not in ("nk", "kn"):
         raise InputError(f"hexa::{op}: unknown layout {layout!r}; expected 'nk' (E, out, in) or 'kn' (E, in, out)")
 
 
 def check_rows(op: str, name: str, t: Tensor, width: int, index: Tensor | None = None, top_k: int = 1) -> None:
-    """t is a matrix of ``width`` columns; with an index vector of n rows it has n / top_k rows."""
+    """Checks that t is a matrix of ``width`` columns, which has n / top_k rows if an index vector of n rows is given."""
     if t.ndim != 2 or t.shape[1] != width:
         raise InputError(f"hexa::{op}: {name} is {shape(t)}; expected (rows, {width})")
     if top_k < 1:
@@ -92,7 +92,7 @@ def check_rows(op: str, name: str, t: Tensor, width: int, index: Tensor | None =
 
 
 def check_weight(op: str, name: str, weight: Tensor, layout: str, offs: Tensor | None = None) -> tuple[int, int, int]:
-    """weight is (E, N, K) for ``nk`` or (E, K, N) for ``kn``. Returns (E, K, N)."""
+    """Checks that weight is (E, N, K) for ``nk`` or (E, K, N) for ``kn``. Returns the sizes (E, K, N)."""
     check_layout(op, layout)
     if weight.ndim != 3:
         raise InputError(f"hexa::{op}: {name} is {shape(weight)}; expected 3 dimensions, experts first")
@@ -105,6 +105,6 @@ def check_weight(op: str, name: str, weight: Tensor, layout: str, offs: Tensor |
 
 
 def check_bias(op: str, name: str, bias: Tensor | None, experts: int, width: int) -> None:
-    """bias is None or (E, width)."""
+    """Checks that bias is None or (E, width)."""
     if bias is not None and tuple(bias.shape) != (experts, width):
         raise InputError(f"hexa::{op}: {name} is {shape(bias)}; expected ({experts}, {width})")

@@ -28,14 +28,14 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
         (T, D) in y's dtype, summed in float32 (float64 for float64).
 
     Raises:
-        InputError: arguments that do not fit.
+        InputError: the arguments do not fit together.
     """
     out: Tensor = torch.ops.hexa.combine(y, top_k_weights, inv, offs, top_k)
     return out
 
 
 def check(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> None:
-    """Arguments of combine."""
+    """Checks the arguments of combine."""
     checks.check_floating("combine", ("y",), (y,))
     checks.check_index("combine", y, ("inv", "offs"), (inv, offs))
     checks.check_matrix("combine", "y", y)
@@ -53,7 +53,7 @@ def check(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, to
 
 
 def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """Kernel of every device: torch's own operators."""
+    """Kernel for any device, made of torch's own operators."""
     wide = accumulate_dtype(y.dtype)
     slots = torch.where(routed_rows(offs, y.shape[0]), y, 0).to(wide).index_select(0, inv)
     if top_k_weights is not None:
@@ -63,7 +63,7 @@ def combine_generic(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: 
 
 
 def combine_cpu(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """CPU kernel: torch's embedding bag is a gather and weighted sum in one pass, accumulated in float32."""
+    """CPU kernel. torch's embedding bag gathers and sums in one pass, accumulating in float32."""
     n = inv.shape[0]
     if n == 0 or y.shape[1] == 0:
         return y.new_zeros((n // top_k, y.shape[1]))
@@ -98,7 +98,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def gradients(
     grad: Tensor, y: Tensor | None, weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int, needs_dy: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dy, dweights), the first where it is needed, the second where y is given."""
+    """(dy, dweights): the first if it is needed, the second if y is given."""
     dy = dweights = None
     wide = accumulate_dtype(grad.dtype)
     v = invert(inv)

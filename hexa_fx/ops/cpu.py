@@ -1,11 +1,11 @@
-"""The arithmetic of the CPU kernels: matmuls of groups of rows, and which way a CPU does them best.
+"""The arithmetic of the CPU kernels: matmuls of groups of rows, done in the way that suits a CPU best.
 
-A loop over experts is the right shape on a CPU. What makes the usual one slow is around the matmuls: a mask, a gather,
-a scatter and half a dozen autograd nodes an expert. Here empty experts cost nothing, every matmul writes into its slice
-of one output, and many small float32 matmuls go through torch's own grouped one, whose loop is in C++.
+On a CPU a loop over experts is the right thing. What makes the usual loop slow is what surrounds its matmuls: a mask, a gather, a
+scatter and half a dozen autograd nodes per expert. Here empty experts cost nothing, every matmul writes into its slice of one
+output, and many small float32 matmuls go through torch's own grouped one, whose loop is in C++.
 
-Half types: without AMX (or AVX512-BF16) torch's bfloat16 and float16 matmuls run at a fraction of float32's speed, so
-rows are multiplied in float32, one expert's weight converted at a time, and results are rounded once.
+Without AMX or AVX512-BF16, torch's bfloat16 and float16 matmuls run at a fraction of float32's speed. Rows are then multiplied in
+float32, converting one expert's weight at a time, and results are rounded once.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ def as_kn(weight: Tensor, layout: str) -> Tensor:
 
 
 def groups_of(bounds: list[int]) -> list[Group]:
-    """The experts that have rows."""
+    """The experts that have rows, each with its range."""
     return [(e, start, end) for e, (start, end) in enumerate(pairwise(bounds)) if start < end]
 
 
 @lru_cache(maxsize=1)
 def settle_allocator() -> None:
-    """Lets glibc keep what is freed: giving memory back and faulting it in again takes a tenth of a training step.
+    """Makes glibc keep freed memory. Returning it and faulting it in again would take a tenth of a training step.
 
-    glibc raises its thresholds when a large block is freed (mallopt, M_MMAP_THRESHOLD), as happens in most programs
-    sooner or later. The block is never touched, so it costs nothing.
+    glibc raises its thresholds when a large block is freed (mallopt, M_MMAP_THRESHOLD), as happens in most programs sooner or
+    later. The block freed here is never touched, so it costs nothing.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
 @lru_cache(maxsize=4)
 def multiplies_in_float32(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies a half type faster by way of float32."""
+    """Whether this CPU multiplies a 16-bit type faster by way of float32."""
     if dtype == torch.bfloat16:
         return not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
     if dtype == torch.float16:
@@ -70,7 +70,7 @@ def multiplies_in_float32(dtype: torch.dtype) -> bool:
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which rows of a dtype are multiplied."""
+    """The dtype in which rows of ``dtype`` are multiplied."""
     return torch.float32 if multiplies_in_float32(dtype) else dtype
 
 
@@ -146,7 +146,7 @@ def outer_products(x: Tensor, g: Tensor, groups: list[Group]) -> Tensor:
 
 
 def split(groups: list[Group], a: Tensor, b: Tensor) -> Iterator[tuple[Group, Tensor, Tensor]]:
-    """The rows of a and b that belong to each group."""
+    """The rows of a and of b that belong to each group."""
     if len(groups) == 1:
         return iter(((groups[0], a, b),))
     sizes = [end - start for _, start, end in groups]
@@ -154,12 +154,12 @@ def split(groups: list[Group], a: Tensor, b: Tensor) -> Iterator[tuple[Group, Te
 
 
 def has_loop_overhead(groups: list[Group], multiply_adds: int) -> bool:
-    """Many small groups: torch's grouped matmul would save the loop's overhead."""
+    """Whether there are many small groups, so that torch's grouped matmul saves the overhead of a loop."""
     return len(groups) >= _GROUPED_MM_EXPERTS and multiply_adds < _GROUPED_MM_FLOPS * len(groups)
 
 
 def grouped_mm_takes(*tensors: Tensor) -> bool:
-    """torch._grouped_mm multiplies these: float32, one unit stride among the last two, others multiples of 16 bytes."""
+    """Whether torch._grouped_mm takes these: float32, one unit stride among the last two, others multiples of 16 bytes."""
     return has_grouped_mm() and all(t.dtype == torch.float32 and _aligned(t) for t in tensors)
 
 
@@ -172,7 +172,7 @@ def _aligned(t: Tensor) -> bool:
 
 @lru_cache(maxsize=1)
 def has_grouped_mm() -> bool:
-    """Whether this torch multiplies groups of float32 on a CPU, tried once on a few numbers."""
+    """Whether this version of torch multiplies groups of float32 on a CPU; tried once on a few numbers."""
     try:
         y = torch._grouped_mm(torch.ones(2, 4), torch.ones(2, 4, 4), offs=torch.tensor([1, 2], dtype=torch.int32))
     except (RuntimeError, NotImplementedError, AttributeError):
@@ -181,5 +181,5 @@ def has_grouped_mm() -> bool:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all sums are finite, and so all elements."""
+    """Whether the sums of all tensors are finite, and hence their elements."""
     return all(math.isfinite(t.sum().item()) for t in tensors)

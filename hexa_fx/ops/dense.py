@@ -1,10 +1,10 @@
-"""Every expert on every token: the fastest way on a CPU where a layer is so small that calls cost more than arithmetic.
+"""Runs every expert on every token: the fastest way on a CPU for layers so small that calls cost more than arithmetic.
 
-One matmul for all experts takes the place of a sort, gathers and a matmul an expert; what the routing did not ask for
-gets the routing weight zero. That is exact unless a number is infinite or NaN (0 * inf is NaN, and would leave its
-token). Then the result is not finite either, which is looked for, and the caller takes the way by expert order instead.
+One matmul for all experts replaces a sort, gathers and a matmul per expert. Pairs that the routing did not choose get a routing
+weight of zero. That is exact unless a number is infinite or NaN, since 0 * inf is NaN and would spread to other tokens. The
+result is then not finite either, which is checked, and the caller runs by expert order instead.
 
-Values lie by expert, channel, token: (E, N, T). So gate and up are long contiguous runs.
+Values are laid out as expert, channel, token: (E, N, T), so that gate and up are long contiguous runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Ffn:
-    """The weights of `hexa::moe_ffn` as this module reads them: gate and up are one weight.
+    """The weights of `hexa::moe_ffn` as this module reads them, with gate and up in one weight.
 
     Args:
         w1: (E, N, D), any strides.
@@ -71,7 +71,7 @@ class Kept:
 
 
 def takes(x: Tensor, top_k_index: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor) -> bool:
-    """Whether this way is the faster one."""
+    """Whether this way is faster than running by expert order."""
     if x.dtype not in _DTYPES or x.device.type != "cpu":
         return False
     tokens, top_k = top_k_index.shape
@@ -114,7 +114,7 @@ def _both_biases(b1: Tensor | None, b3: Tensor | None, w1: Tensor) -> Tensor | N
 
 
 def forward(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, ffn: Ffn) -> tuple[Tensor, Kept] | None:
-    """y (T, D) and what backward needs; None where only the way by expert order gives the answer, or the error."""
+    """y (T, D) and what backward needs; None where only running by expert order gives the result, or the error."""
     settle_allocator()
     experts, width, _ = ffn.w1.shape
     share = _shares(x, top_k_index, top_k_weights, experts)
@@ -151,7 +151,7 @@ def backward(
     kept: Kept,
     wanted: frozenset[str],
 ) -> dict[str, Tensor] | None:
-    """The gradients of the operands ``wanted``, by name; None where the way by expert order has to be taken.
+    """The gradients of the operands ``wanted``, by name; None where backward has to run by expert order.
 
     Args:
         dy: (T, D).
@@ -181,7 +181,7 @@ def backward(
 
 
 def _dweights(dy_across: Tensor, top_k_index: Tensor, dots: Tensor, b2: Tensor | None) -> Tensor:
-    """<dy, y[e]> of every token's experts; zero for sentinels."""
+    """<dy, y[e]> for the experts of every token; zero for sentinels."""
     padded = dots.new_zeros((dots.shape[0] + 1, dots.shape[1]))
     if b2 is None:
         padded[:-1].copy_(dots)
@@ -208,7 +208,7 @@ def by_operand(found: dict[str, Tensor], split: bool, layout1: str, layout2: str
 
 
 def rows(kept: Kept, top_k_index: Tensor, v: Tensor, offs: Tensor) -> Tensor:
-    """(n, N): h in expert order, as the way by expert order keeps it."""
+    """(n, N): h in expert order, as it is kept when running by expert order."""
     h, top_k = kept.h, top_k_index.shape[1]
     slots = v.long()
     experts = top_k_index.reshape(-1).index_select(0, slots).long().clamp_(max=h.shape[0] - 1)
@@ -218,7 +218,7 @@ def rows(kept: Kept, top_k_index: Tensor, v: Tensor, offs: Tensor) -> Tensor:
 
 
 def _across(rows: Tensor) -> Tensor:
-    """(D, T) in memory: small matmuls take two to three times as long on a transposed view."""
+    """A (D, T) copy: small matmuls take two to three times as long on a transposed view."""
     return rows.t().contiguous()
 
 

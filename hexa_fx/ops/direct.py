@@ -1,7 +1,7 @@
-"""The operators of rewritten graphs without torch's dispatcher, where nothing there would want to see them.
+"""The operators of rewritten graphs, called past torch's dispatcher where nothing else needs to see them.
 
-The dispatcher takes as long to reach a Python kernel as a small layer takes to run. Under a compiler, a mode, autocast, a
-tensor subclass or another device these functions are the operators themselves.
+The dispatcher takes as long to reach a Python kernel as a small layer takes to run. Under a compiler, a mode or autocast, with a
+tensor subclass or on another device, these functions call the operators themselves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """reindex, esmm and combine with autograd on a CPU, without torch's dispatcher (see `hexa_fx.ops.direct`).
 
-A small esmm multiplies every row by every expert's weight in one matmul, and picks: fewer calls, little more work. Picking
-is exact whatever the numbers are. The gradients are sums with zeros for what was not picked, exact unless something is
-infinite or NaN; that is looked for, and then they are computed expert by expert.
+A small esmm multiplies every row by every expert's weight in one matmul and picks what it needs: fewer calls, little more work.
+Picking is exact whatever the numbers are. Gradients are sums with zeros for what was not picked, which are exact unless
+something is infinite or NaN. That is checked, and gradients are then computed expert by expert.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
 
 
 def _picks(x: Tensor, weight: Tensor, v: Tensor | None, offs: Tensor) -> bool:
-    """Whether one matmul of all rows and experts is the faster way."""
+    """Whether one matmul of all rows and experts is faster."""
     if x.dtype != accumulate_dtype(x.dtype) or not x.numel():
         return False
     rows = x.shape[0] if v is None else v.shape[0]
@@ -67,7 +67,7 @@ def _picks(x: Tensor, weight: Tensor, v: Tensor | None, offs: Tensor) -> bool:
 
 
 class _Esmm(torch.autograd.Function):
-    """The kernels, which their gradients are made of too."""
+    """esmm by its kernels, of which its gradients are made too."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -91,7 +91,7 @@ def _by_expert(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, v: Tensor | None,
 
 
 class _PickedEsmm(torch.autograd.Function):
-    """Every row times every expert, and of that the row's own expert."""
+    """Every row times every expert's weight, of which each row's own expert is picked."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -119,11 +119,11 @@ class _PickedEsmm(torch.autograd.Function):
 
 
 def _picked_gradients(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, place: Tensor) -> Grads | None:
-    """(dx, dW, db), each where it is needed; None where they are not finite."""
+    """(dx, dW, db), each if it is needed; None if they are not finite."""
     (_, layout), routed, needs = ctx.static, ctx.routed, ctx.needs_input_grad
     experts, width = weight.shape[0], g.shape[1]
     every = g.new_zeros((x.shape[0] * experts, width))
-    every.index_add_(0, place[:routed], g[:routed])  # a token may name an expert twice
+    every.index_add_(0, place[:routed], g[:routed])  # a token may have the same expert twice
     every = every.view(-1, experts * width)
     dx = torch.mm(every, _flat(weight, layout)) if needs[0] else None
     dw = torch.mm(every.t(), x).view(experts, width, -1) if needs[1] else None
@@ -141,7 +141,7 @@ def _flat(weight: Tensor, layout: str) -> Tensor:
 
 
 def _places(v: Tensor | None, offs: Tensor, top_k: int, rows: int, experts: int) -> tuple[int, Tensor]:
-    """The number of routed rows, and for every row its place (n,) among all rows times all experts."""
+    """The number of routed rows, and for every row its index (n,) among all pairs of rows and experts."""
     count = rows if v is None else v.shape[0]
     routed, own = int(offs[-1]), expert_of_row(offs, count)
     if routed < count:
@@ -174,7 +174,7 @@ class _Combine(torch.autograd.Function):
 def _combine_gradients(
     grad: Tensor, y: Tensor | None, weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int, needs_dy: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dy, dweights) by slot: no index has to be inverted."""
+    """(dy, dweights) by slot, so that no index has to be inverted."""
     wide = accumulate_dtype(grad.dtype)
     tokens, columns = grad.shape
     routed, per_token = int(offs[-1]), grad.to(wide).unsqueeze(1)

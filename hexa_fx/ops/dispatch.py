@@ -1,8 +1,8 @@
-"""What `hexa::moe_ffn` computes, the conventional way: rows copied into expert order, grouped matmul, weighted scatter.
+"""Computes `hexa::moe_ffn` the conventional way: rows copied into expert order, grouped matmul, weighted scatter.
 
-It runs where the expert-specific operators are switched off (``HexaConfig.expert_operators``): the yardstick for what they
-save. Plain torch with torch's own autograd, so every step's inputs are saved: n·D rows twice and n·I rows twice, against T·D
-and n·I of `hexa::moe_ffn`.
+It runs when the expert-specific operators are switched off (``HexaConfig.expert_operators``), as the yardstick for what they save.
+It is plain torch with torch's own autograd, so the inputs of every step are saved: (n, D) and (n, I) twice each, where
+`hexa::moe_ffn` saves (T, D) and (n, I).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def dispatch_combine(
     recompute_h: bool = False,
     fused_backward: bool = True,
 ) -> Tensor:
-    """Arguments and value of `hexa::moe_ffn`; the last two arguments say nothing here.
+    """Has the arguments and value of `hexa::moe_ffn`; the last two arguments have no meaning here.
 
     Reads the offsets on the host, except for bfloat16 on Hopper, where torch's grouped matmul takes them.
     """

@@ -36,7 +36,7 @@ def esfk(
         db: (E, N), or shape (0,) without bias.
 
     Raises:
-        InputError: arguments that do not fit.
+        InputError: the arguments do not fit together.
     """
     dx, dw, db = torch.ops.hexa.esfk(x, g, weight, x_index, offs, top_k, layout, has_bias)
     return dx, dw, db
@@ -45,7 +45,7 @@ def esfk(
 def check(
     x: Tensor, g: Tensor, weight: Tensor, x_index: Tensor | None, offs: Tensor, top_k: int, layout: str, has_bias: bool
 ) -> None:
-    """Arguments of esfk."""
+    """Checks the arguments of esfk."""
     checks.check_floating("esfk", ("x", "g", "weight"), (x, g, weight))
     checks.check_index("esfk", x, ("x_index", "offs"), (x_index, offs))
     _, k, n = checks.check_weight("esfk", "weight", weight, layout, offs)

@@ -34,7 +34,7 @@ def esmm(
         (n, N) in x's dtype, accumulated in float32 (float64 for float64). Rows at and after ``offs[E]`` are zero.
 
     Raises:
-        InputError: shapes, dtypes or devices that do not fit.
+        InputError: shapes, dtypes or devices do not fit together.
     """
     y: Tensor = torch.ops.hexa.esmm(x, weight, bias, v, offs, top_k, layout)
     return y
@@ -43,7 +43,7 @@ def esmm(
 def check(
     x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
 ) -> None:
-    """Shapes, dtypes and devices of the arguments."""
+    """Checks shapes, dtypes and devices of the arguments."""
     checks.check_floating("esmm", ("x", "weight", "bias"), (x, weight, bias))
     checks.check_index("esmm", x, ("v", "offs"), (v, offs))
     experts, k, n = checks.check_weight("esmm", "weight", weight, layout, offs)

@@ -55,7 +55,7 @@ def esmm_act(
         a: (n, I).
 
     Raises:
-        InputError: shapes, dtypes or devices that do not fit.
+        InputError: shapes, dtypes or devices do not fit together.
     """
     h, a = torch.ops.hexa.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, params, keep_h)
     return h, a
@@ -76,7 +76,7 @@ def check(
     params: list[float],
     keep_h: bool = True,
 ) -> None:
-    """Shapes, dtypes and devices of the arguments."""
+    """Checks shapes, dtypes and devices of the arguments."""
     checks.check_floating("esmm_act", ("x", "w1", "b1", "w3", "b3"), (x, w1, b1, w3, b3))
     checks.check_index("esmm_act", x, ("v", "offs"), (v, offs))
     experts, k, n = checks.check_weight("esmm_act", "w1", w1, layout, offs)

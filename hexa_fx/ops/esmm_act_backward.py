@@ -40,7 +40,7 @@ def esmm_act_backward(
         dh, a_scaled and dweights, as `activate_backward`.
 
     Raises:
-        InputError: arguments that do not fit.
+        InputError: the arguments do not fit together.
     """
     dh, a_scaled, dweights = torch.ops.hexa.esmm_act_backward(
         dy, weight, h, top_k_weights, v, offs, top_k, layout, activation, glu, params
@@ -61,7 +61,7 @@ def check(
     glu: str,
     params: list[float],
 ) -> None:
-    """Arguments of esmm_act_backward."""
+    """Checks the arguments of esmm_act_backward."""
     op = "esmm_act_backward"
     _, model_size, inner = checks.check_weight(op, "weight", weight, layout)
     checks.check_rows(op, "dy", dy, model_size)

@@ -29,14 +29,14 @@ def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | N
         (E, C) in g's dtype, summed in float32 (float64 for float64); zero for an expert without rows.
 
     Raises:
-        InputError: arguments that do not fit.
+        InputError: the arguments do not fit together.
     """
     y: Tensor = torch.ops.hexa.ess(g, v, offs, top_k, scale)
     return y
 
 
 def check(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
-    """Arguments of ess."""
+    """Checks the arguments of ess."""
     checks.check_floating("ess", ("g",), (g,))
     checks.check_index("ess", g, ("v", "offs"), (v, offs))
     checks.check_matrix("ess", "g", g)
@@ -47,7 +47,7 @@ def check(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor |
         raise InputError("hexa::ess: scale is by slot, so it needs v")
     if scale.numel() != v.shape[0] or scale.dtype not in checks.FLOATING:
         raise InputError(
-            f"hexa::ess: scale is {checks.shape(scale)}; expected {v.shape[0]} floating numbers, one a slot"
+            f"hexa::ess: scale is {checks.shape(scale)}; expected {v.shape[0]} floating-point numbers, one per slot"
         )
     if scale.device != g.device:
         raise InputError(f"hexa::ess: scale is on {scale.device}, g on {g.device}")

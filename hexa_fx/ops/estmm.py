@@ -34,7 +34,7 @@ def estmm(
         (E, N, K) for ``nk``, (E, K, N) for ``kn``, contiguous, in x's dtype; zero for an expert without rows.
 
     Raises:
-        InputError: arguments that do not fit.
+        InputError: the arguments do not fit together.
     """
     y: Tensor = torch.ops.hexa.estmm(x, g, x_index, g_index, offs, top_k, layout)
     return y
@@ -43,7 +43,7 @@ def estmm(
 def check(
     x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
 ) -> None:
-    """Arguments of estmm."""
+    """Checks the arguments of estmm."""
     checks.check_floating("estmm", ("x", "g"), (x, g))
     checks.check_index("estmm", x, ("x_index", "g_index", "offs"), (x_index, g_index, offs))
     checks.check_layout("estmm", layout)

@@ -1,8 +1,8 @@
-"""Implementations for devices that have no kernels of their own: plain torch, correct anywhere, logged once.
+"""Implementations for devices without kernels of their own: plain torch, correct anywhere.
 
-Without a host synchronisation wherever torch offers a grouped matmul for the case (`torch._grouped_mm`), or while a
-CUDA graph is captured; otherwise the offsets are read on the host once an operator. A device's kernels, registered with
-``torch.library.impl("hexa::esmm", "CUDA")`` or `hexa_fx.ops.library.register_kernel`, replace these.
+They do not synchronise where torch has a grouped matmul for the case (`torch._grouped_mm`), nor while a CUDA graph is captured.
+Otherwise each operator reads the offsets on the host once. A device's kernels, registered with
+``torch.library.impl("hexa::esmm", "CUDA")`` or `hexa_fx.ops.library.register_kernel`, replace them.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _grouped_outer(op: str, x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
 
 
 def has_grouped_mm(a: Tensor, b: Tensor) -> bool:
-    """torch._grouped_mm without a host read: bfloat16 on Hopper and newer, all strides multiples of 16 bytes."""
+    """Whether torch._grouped_mm works without a host read: bfloat16 on Hopper or newer, all strides multiples of 16 bytes."""
     if a.device.type != "cuda" or a.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
     if torch.cuda.get_device_capability(a.device) < (9, 0) or a.shape[0] == 0:

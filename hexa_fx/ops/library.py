@@ -1,13 +1,13 @@
-"""Where the ``hexa::`` operators are defined and where their kernels are looked up.
+"""Defines the ``hexa::`` operators and looks up their kernels.
 
-An operator has one schema, one fake, at most one autograd formula and one autocast rule, and a kernel per device:
+An operator has one schema, one fake, at most one autograd formula and one autocast rule, and one kernel per device:
 
 * CPU kernels are registered with `register_kernel` (dispatch key ``CPU``);
 * every other device runs the generic `fallback` (dispatch key ``CompositeExplicitAutograd``), which a device's own
   kernels override simply by being registered, here or with ``torch.library.impl("hexa::esmm", "CUDA")``.
 
-A registered kernel is reached in two ways. ``torch.ops.hexa.esmm(...)`` goes through torch's dispatcher and checks its
-arguments. The programs that `hexa::moe_ffn` runs were checked as a whole, so they call `kernel_for` 's result directly.
+A registered kernel is reached in two ways. ``torch.ops.hexa.esmm(...)`` goes through torch's dispatcher and checks its arguments.
+The programs that `hexa::moe_ffn` runs are checked as a whole, so they call what `kernel_for` returns directly.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def register_kernel(name: str, device: str, kernel: Kernel, check: Callable[...,
 
     Args:
         name: operator name without the namespace.
-        device: ``cpu``, ``cuda``, ... or ``any`` for the implementation of devices that have none of their own.
+        device: ``cpu``, ``cuda``, ..., or ``any`` for devices without a kernel of their own.
         kernel: takes the schema's arguments in order. Runs below autograd and outside autocast.
         check: takes the same arguments and raises on bad ones. Skipped when a checked program calls the kernel.
 
     Returns:
-        What was registered: the check, then the kernel outside autocast.
+        What was registered: a function that runs the check, then the kernel outside autocast.
     """
     global kernel_generation
     kernel_generation += 1
@@ -90,7 +90,7 @@ def register_kernel(name: str, device: str, kernel: Kernel, check: Callable[...,
 
 
 def kernel_for(name: str, device: str) -> Kernel:
-    """The kernel of ``hexa::<name>`` on a device type, or the operator itself where torch's dispatcher must choose."""
+    """The kernel of ``hexa::<name>`` on a device type, or the operator itself if torch's dispatcher has to choose."""
     return _KERNELS.get((name, device)) or overload(name)
 
 
@@ -112,7 +112,7 @@ def register_autograd(name: str, backward: Kernel, setup_context: Kernel | None 
 
 
 def refuse_double_backward(name: str) -> None:
-    """``hexa::<name>`` is itself a gradient: going through it once more raises instead of giving a wrong answer."""
+    """Makes the backward of ``hexa::<name>``, which is itself a gradient, raise instead of giving a wrong result."""
 
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise InputError(
@@ -134,7 +134,7 @@ def register_mutation(name: str, buffers: int) -> None:
 
 
 def register_autograd_kernel(name: str, kernel: Kernel) -> None:
-    """Registers a kernel on the Autograd key itself. It receives the dispatch keyset first."""
+    """Registers a kernel on the Autograd key itself. Its first argument is the dispatch keyset."""
     _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
@@ -151,12 +151,12 @@ def register_autocast(name: str, cast: Sequence[int]) -> None:
 
 
 def is_plain(keyset: torch._C.DispatchKeySet) -> bool:
-    """Nothing stands between autograd and the kernel: no mode, no tensor subclass, no tracing."""
+    """Whether nothing stands between autograd and the kernel: no mode, no tensor subclass, no tracing."""
     return (keyset & _BELOW_AUTOGRAD).highestPriorityTypeId() in _DENSE
 
 
 def is_plain_tensor(t: Tensor) -> bool:
-    """The same, asked of a tensor where no keyset is at hand."""
+    """As `is_plain`, for a tensor where no keyset is at hand."""
     return (
         type(t) is Tensor
         and not _len_torch_dispatch_stack()
@@ -166,14 +166,14 @@ def is_plain_tensor(t: Tensor) -> bool:
 
 
 def is_eager(tensors: Sequence[Tensor | None], cuda: bool = False) -> bool:
-    """The same, asked outside torch's dispatcher: a call may go past it without anyone missing it.
+    """As `is_plain`, asked outside torch's dispatcher: whether a call may bypass it unnoticed.
 
-    The names of what is asked are bound where this module is imported: between matmuls, a look into the dictionaries of
-    ``torch`` and ``torch._C`` misses the caches and takes microseconds.
+    The functions used here are bound when this module is imported: between matmuls, looking them up in ``torch`` and ``torch._C``
+    misses the caches and takes microseconds.
 
     Args:
-        tensors: the arguments; the first one is a tensor.
-        cuda: the call may be for a CUDA device; else for the CPU only.
+        tensors: the arguments, of which the first is a tensor.
+        cuda: whether a CUDA device is allowed besides the CPU.
     """
     if is_compiling() or _len_torch_function_stack() or not _PLAIN.issuperset(map(type, tensors)):
         return False

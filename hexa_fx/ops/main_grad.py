@@ -1,7 +1,7 @@
-"""``main_grad``: a buffer beside a parameter that its gradient is added to, in place of ``.grad``.
+"""``main_grad``: a buffer on a parameter that its gradient is added to, in place of ``.grad``.
 
-Where it has the accumulators' type the backward program adds to it itself (`hexa_fx.ops.adding`). Everywhere else torch
-adds the finished gradient.
+If the buffer has the accumulators' type, the backward program adds to it directly (`hexa_fx.ops.adding`). Otherwise torch adds the
+finished gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
         needs: of each of `OPERANDS`.
 
     Raises:
-        InputError: a buffer of another shape than its operand.
+        InputError: a buffer has another shape than its operand.
     """
     found = tuple(getattr(t, NAME, None) if need else None for t, need in zip(operands, needs[1:], strict=True))
     if found.count(None) == len(found):
@@ -54,7 +54,7 @@ def of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
 
 
 def direct(operands: Sequence[Tensor | None], buffers: Buffers) -> Buffers:
-    """Those of the buffers that the backward program adds to itself. The routing weights' is not: they are no parameter."""
+    """The buffers that the backward program adds to directly. The routing weights have none, as they are no parameter."""
     found = [
         None if i == 0 or not _fits(*pair) else pair[1] for i, pair in enumerate(zip(operands, buffers, strict=False))
     ]
@@ -77,11 +77,11 @@ def _fits(operand: Tensor | None, buffer: Tensor | None) -> bool:
 
 
 def add(buffers: Buffers, grads: Sequence[Tensor | None], plain: bool = True) -> list[Tensor | None]:
-    """Adds finished gradients to their buffers, and leaves autograd none of them.
+    """Adds finished gradients to their buffers, and passes none of these on to autograd.
 
     Args:
         grads: in the order of `OPERANDS`.
-        plain: nothing but autograd looks on; see `library.is_plain_tensor`.
+        plain: whether nothing but autograd sees the call; see `library.is_plain_tensor`.
     """
     left = list(grads)
     for i, buffer in enumerate(buffers, 1):
@@ -97,7 +97,7 @@ def add(buffers: Buffers, grads: Sequence[Tensor | None], plain: bool = True) ->
 
 
 def parameters_of(graph: torch.fx.Graph) -> tuple[str, ...]:
-    """Paths of the parameters whose buffers a rewritten graph adds to: those that `hexa::moe_ffn` takes as they are."""
+    """Paths of the parameters whose buffers a rewritten graph adds to: those passed to `hexa::moe_ffn` unchanged."""
     nodes = graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default)
     operands = (operand for node in nodes for operand in node.args[3:9])
     weights = (node for node in operands if isinstance(node, torch.fx.Node) and node.op == "get_attr")
@@ -118,7 +118,7 @@ def has_any(module: nn.Module, paths: Sequence[str]) -> bool:
 
 @contextmanager
 def stand_ins(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters that have a ``main_grad`` have an uninitialised one, so that a trial of their kernels changes nothing."""
+    """A context that swaps each ``main_grad`` for an uninitialised one, so that a trial run of kernels changes nothing."""
     held = [(p, getattr(p, NAME)) for p in module.parameters() if isinstance(getattr(p, NAME, None), Tensor)]
     try:
         for parameter, buffer in held:

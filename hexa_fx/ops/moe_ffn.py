@@ -1,14 +1,14 @@
 """``hexa::moe_ffn``: a whole MoE feed-forward in one node, the canonical form of the rewrite.
 
-It is one autograd unit, so that what is saved for backward is chosen here: x, h (not even that with ``recompute_h``),
-the routing and the weights. Below autograd it is three operators:
+It is one autograd unit, so that it decides what is saved for backward: x, h (unless ``recompute_h``), the routing and the
+weights. Below autograd there are three operators:
 
-* ``moe_ffn`` itself, where no gradient is asked for: h is never kept;
+* ``moe_ffn`` itself, where no gradient is wanted and h is never kept;
 * ``moe_ffn_forward``, which also returns what backward needs;
 * ``moe_ffn_backward``.
 
-All three run the programs that the lowering pass makes (see `hexa_fx.ops.program`). How autograd reaches them is in
-`hexa_fx.ops.moe_ffn_autograd`.
+All three run the programs that the lowering pass makes (`hexa_fx.ops.program`). `hexa_fx.ops.moe_ffn_autograd` is how autograd
+reaches them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import checks, library
+from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.esmm_act import check_first_projection
 from hexa_fx.ops.program import programs
 
@@ -69,13 +70,14 @@ def moe_ffn(
     Returns:
         (T, D) in x's dtype (under autocast: in the autocast dtype, as torch.nn.functional.linear).
 
-    Mixed precision: a weight or bias with an attribute ``main_grad``, a float32 tensor of its shape, gets its gradient added to
-    that and none in ``.grad``: products are added before they are rounded to 16 bits. Not under a compiler. See docs/training.md.
+    Mixed precision: if a weight or bias has an attribute ``main_grad``, a float32 tensor of its shape, its gradient is added to
+    that before it is rounded to 16 bits, and ``.grad`` gets none. Not under a compiler. See docs/training.md.
 
     Saved for backward: x (not if W1 and W3 are frozen), h (not with ``recompute_h``), the routing and the weights.
 
     Raises:
-        InputError: shapes, dtypes or devices that do not fit; an expert id out of range (CPU); a second derivative.
+        InputError: shapes, dtypes or devices do not fit together; an expert id is out of range (on a CPU); a second derivative
+            is asked for.
     """
     y: Tensor = _OPS.moe_ffn.default(x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2, *_static_of(spec))
     return y
@@ -86,7 +88,7 @@ def _static_of(spec: FfnSpec) -> tuple[Any, ...]:
 
 
 def _static(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    activation, glu, params, layout1, layout2, recompute_h, *fused = args  # torch leaves a default at the end out
+    activation, glu, params, layout1, layout2, recompute_h, *fused = args  # torch omits trailing defaults
     return activation, glu, tuple(params), layout1, layout2, recompute_h, *(fused or (True,))
 
 
@@ -108,14 +110,14 @@ def check(
     recompute_h: bool,
     fused_backward: bool = True,
 ) -> None:
-    """Shapes, dtypes and devices of the arguments."""
+    """Checks shapes, dtypes and devices of the arguments."""
     op = "moe_ffn"
     checks.check_floating(op, _NAMES, (x, w1, b1, w3, b3, w2, b2))
     experts, model_size, n = checks.check_weight(op, "w1", w1, layout1)
     checks.check_rows(op, "x", x, model_size)
     check_first_projection(op, experts, n, w1, b1, w3, b3, activation, glu, params)
     experts2, k2, n2 = checks.check_weight(op, "w2", w2, layout2)
-    inner = n // 2 if glu in ("concat", "interleaved") else n
+    inner = inner_width(n, glu)
     if experts2 != experts or k2 != inner:
         raise InputError(
             f"hexa::{op}: w2 is {checks.shape(w2)}, {experts2} experts of {k2} inputs in layout {layout2}; "
@@ -134,14 +136,14 @@ _NO_GRADS = (False,) * 8
 
 
 def _moe_ffn(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
-    """Kernel of every device: the forward program of inference."""
+    """Kernel for any device: the forward program for inference."""
     program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, False, x.device.type)
     y: Tensor = program.forward(x, top_k_index, *rest[:7])
     return y
 
 
 def _moe_ffn_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Kernel of every device: the forward program of training."""
+    """Kernel for any device: the forward program for training."""
     program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, True, x.device.type)
     out: tuple[Tensor, ...] = program.forward(x, top_k_index, *rest[:7])
     if rest[12]:
@@ -151,10 +153,10 @@ def _moe_ffn_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | list[Tensor] | None, *rest: Any) -> list[Tensor]:
-    """Kernel of every device: the backward program. In a list, h is freed after its last use.
+    """Kernel for any device: the backward program. If h is passed in a list, it is freed after its last use.
 
-    Buffers that gradients are added to may follow the operator's own arguments, one or None for each operand after x. Those
-    gradients are not among the results.
+    Buffers to add gradients to may follow the operator's own arguments, one or None for each operand after x. These gradients are
+    not among the results.
     """
     if isinstance(h, Tensor):
         h = [h]

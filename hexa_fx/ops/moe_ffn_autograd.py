@@ -1,9 +1,8 @@
-"""How autograd goes through `hexa::moe_ffn`: the operators below it, their kernels directly, or the dense way.
+"""How autograd runs `hexa::moe_ffn`: through operators, by their kernels directly, or the dense way.
 
-On plain tensors, with nothing there that would want to see operators, kernels are called directly: torch's dispatcher
-takes as long to reach a Python kernel as a small layer takes to run. Layers that are small enough for it go the dense
-way (`hexa_fx.ops.dense`). A compiler, a dispatch mode or a tensor subclass sees ``moe_ffn_forward`` and
-``moe_ffn_backward`` as nodes.
+A compiler, a dispatch mode or a tensor subclass sees ``moe_ffn_forward`` and ``moe_ffn_backward`` as operators. On plain
+tensors with nothing of that kind active, kernels are called directly, because torch's dispatcher takes as long to reach a
+Python kernel as a small layer takes to run. Layers that are small enough run the dense way (`hexa_fx.ops.dense`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Grads = tuple[Tensor | None, ...]
 
 
 class _ByExpertOrder(torch.autograd.Function):
-    """The autograd unit of the operators."""
+    """The autograd function over the operators."""
 
     @staticmethod
     def forward(ctx: Any, plain: bool, *args: Any) -> Tensor:
@@ -48,7 +47,7 @@ class _ByExpertOrder(torch.autograd.Function):
         dy, plain = grads[0], library.is_plain_tensor(grads[0])
         x, h, *saved = ctx.saved_tensors
         if plain and h is not None:
-            h = [h]  # the backward program takes it out and frees it after its last use
+            h = [h]  # the backward program pops it and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         operands, needs = saved[3:], ctx.static[-1]
         buffers = main_grad.of(operands, needs)
@@ -58,7 +57,7 @@ class _ByExpertOrder(torch.autograd.Function):
 
 
 class _Dense(torch.autograd.Function):
-    """The autograd unit of the dense way. The result is there already; it may be that it could not be had."""
+    """The autograd function of the dense way. Its result was computed beforehand, to see whether it is finite."""
 
     @staticmethod
     def forward(ctx: Any, found: tuple[Tensor, dense.Kept], *args: Any) -> Tensor:
@@ -92,7 +91,7 @@ class _Dense(torch.autograd.Function):
 
 
 def _wanted(needs: Iterable[bool]) -> frozenset[str]:
-    """Names of `dense.backward` for what is wanted of `OPERANDS`."""
+    """The names that `dense.backward` uses for the wanted `OPERANDS`."""
     return frozenset(dense.PART_OF.get(name, name) for name, need in zip(OPERANDS, needs, strict=True) if need)
 
 
@@ -109,7 +108,7 @@ def _gradients(plain: bool, direct: main_grad.Buffers, *args: Any) -> list[Tenso
 
 
 def _by_argument(grads: Iterable[Tensor | None]) -> Grads:
-    """Gradients in the order of `OPERANDS` as a backward returns them: a flag first, the ids third, constants last."""
+    """Gradients by `OPERANDS`, spread over the arguments of forward: a flag first, the ids third, constants last."""
     dx, *others = grads
     return None, dx, None, *others, *(None,) * 7
 
@@ -131,7 +130,7 @@ def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
 
 
 def plain(*args: Any) -> Any:
-    """``hexa::moe_ffn`` with autograd where nothing but autograd is to see it."""
+    """``hexa::moe_ffn`` with autograd, where nothing but autograd has to see it."""
     args = args if len(args) == _ARGUMENTS else (*args, True)
     training = is_grad_enabled() and _any_requires_grad(*args)
     if _on_cuda and not training and args[0].is_cuda:
@@ -150,22 +149,22 @@ def _inference(*args: Any) -> Tensor:
 
 
 def _run(name: str, general: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """An operator of the layer on plain tensors."""
+    """Runs an operator of the layer on plain tensors."""
     return _on_cuda[name](general, *args) if name in _on_cuda and args[0].is_cuda else general(*args)
 
 
 def register_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
-    """Makes `kernel` what runs ``hexa::<name>`` on plain CUDA tensors.
+    """Registers what runs ``hexa::<name>`` on plain CUDA tensors.
 
     Args:
         name: ``moe_ffn``, ``moe_ffn_forward`` or ``moe_ffn_backward``.
-        kernel: takes what would run without it, and the operator's arguments, unchecked.
+        kernel: takes the general implementation, then the operator's arguments, unchecked.
     """
     _on_cuda[name] = kernel
 
 
 def _try_dense(args: tuple[Any, ...]) -> tuple[Tensor, dense.Kept] | None:
-    """The result of the dense way where that is the faster one and gives it."""
+    """The result of the dense way if it is faster and gives one; else None."""
     x, top_k_index, top_k_weights, *rest, recompute_h, fused_backward = args
     if recompute_h or not fused_backward or not dense.takes(x, top_k_index, w1=rest[0], w3=rest[2], w2=rest[4]):
         return None

@@ -1,7 +1,7 @@
-"""What `hexa::moe_ffn` runs: a forward and a backward program, and where they come from.
+"""The forward and backward programs that `hexa::moe_ffn` runs, and where they come from.
 
-The programs are torch.fx graphs of the operators, made by the lowering pass. Passes stand above the operators and are
-not imported here: the pass is found by name (`PROVIDER`) when a program is first needed, or set with `set_provider`.
+The programs are torch.fx graphs of operators, made by the lowering pass. Passes are above the operators and not imported here: the
+pass is found by name (`PROVIDER`) when a program is first needed, or set with `set_provider`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ OPERANDS = ("x", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
 
 @dataclass(frozen=True)
 class FfnRequest:
-    """What decides a program apart from the sizes.
+    """Everything except sizes that decides a program.
 
     Args:
         spec: the expert.
         given: which of `OPERANDS` are not None.
         grads: which of `OPERANDS` need a gradient.
-        training: the forward program also returns what backward needs.
-        added: which of `grads` the backward program adds to buffers, its operands ``main_NAME``, and does not return.
+        training: whether the forward program also returns what backward needs.
+        added: which of `grads` the backward program adds to buffers (its operands ``main_NAME``) instead of returning.
     """
 
     spec: FfnSpec
@@ -43,7 +43,7 @@ class FfnRequest:
 
 
 class Programs(Protocol):
-    """Two callables over the operands by position; None where an operand is missing."""
+    """Two callables over all operands by position, with None for missing ones."""
 
     @property
     def forward(self) -> Callable[..., Any]: ...
@@ -78,9 +78,9 @@ def programs(
         static: (activation, glu, params, layout1, layout2, recompute_h, fused_backward).
         given: of each of `OPERANDS`, whether it is not None.
         needs: of each of `OPERANDS`, whether it needs a gradient.
-        training: the forward program also returns what backward needs.
+        training: whether the forward program also returns what backward needs.
         device: device type.
-        added: of each of `OPERANDS` after the first, whether its gradient is added to a buffer. Empty: none.
+        added: for each of `OPERANDS` after the first, whether its gradient is added to a buffer. Empty for none.
     """
     return _made(static, given, needs, training, device, added, library.kernel_generation)
 

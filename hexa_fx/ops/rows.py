@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
+
+from hexa_fx.ir import Layout
+
+
+@overload
+def flip(layout: Layout) -> Layout: ...
+
+
+@overload
+def flip(layout: str) -> str: ...
 
 
 def flip(layout: str) -> str:
@@ -24,7 +36,7 @@ def expert_of_row(offs: Tensor, n: int) -> Tensor:
 
 
 def routed_rows(offs: Tensor, n: int) -> Tensor:
-    """Mask (n, 1) of the rows before ``offs[E]``."""
+    """Mask (n, 1) of the rows that have an expert: those before ``offs[E]``."""
     return (torch.arange(n, dtype=offs.dtype, device=offs.device) < offs[-1]).unsqueeze(1)
 
 

@@ -1,11 +1,11 @@
-"""The CPU kernels: every operator on one tile, a range of experts whose rows fit the cache.
+"""The CPU kernels: every operator on one tile, a range of experts whose rows fit in the cache.
 
-A program of row operators never needs all rows at once. So on a CPU it runs tile by tile: rows are gathered once a tile
-and shared, what lies between two operators (n x I and n x D in the whole) stays in the cache and in recycled memory,
-and combine adds a tile's rows to their tokens. Nothing of size T*k*D is ever written.
+A program of row operators never needs all rows at once. On a CPU it therefore runs tile by tile: rows are gathered once per
+tile and shared, values between operators (n x I and n x D in all) stay in the cache and in recycled memory, and combine adds a
+tile's rows to their tokens. Nothing of size T*k*D is ever written.
 
-An operator's kernel here takes the tile first and leaves out what the tile knows (v, offs, top_k). A result that is not
-in rows of the tile (a weight's gradient, a sum over tokens) goes to an output of the tiling, named by a key.
+A kernel here takes the tile as its first argument and omits what the tile knows (v, offs, top_k). A result that does not consist of
+rows of the tile (a weight's gradient, a sum over tokens) goes to an output of the tiling, named by a key.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def ess_add(tile: Tile, into: Tensor, g: Tensor, gathered: bool, scale: Tensor |
 
 
 def _by_expert(tile: Tile, g: Tensor, gathered: bool, scale: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-    """The experts of the tile that have rows, each with its own, scaled and in the accumulators' dtype."""
+    """The experts of the tile that have rows, each with its rows, scaled and in the accumulators' dtype."""
     rows = _scaled(tile, tile.rows(g, gathered), scale)
     for (e, _, _), part, _ in cpu.split(tile.groups, rows, rows) if tile.groups else ():
         yield e, part

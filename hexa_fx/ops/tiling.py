@@ -1,4 +1,4 @@
-"""Cutting the rows of a routing into tiles, and the outputs that the tiles fill together.
+"""Cuts the rows of a routing into tiles, and holds the outputs that the tiles fill together.
 
 The kernels on a tile are in `hexa_fx.ops.tiles`.
 """
@@ -33,7 +33,7 @@ class Tiling:
         slots: (n,) int64, slot of every row; None when no operand is gathered.
         token: (n,) int64, token of every row; None likewise.
         bounds: E + 1 row offsets.
-        n: rows, with those that have no expert.
+        n: number of rows, including those without an expert.
         top_k: slots a token.
         dtype: of the operands and the outputs.
     """
@@ -54,7 +54,7 @@ class Tiling:
         return Tile(self, cpu.groups_of(self.bounds))
 
     def buffer(self, key: str, make: Callable[[], Tensor], finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """The tensor behind an output, made by the first tile that asks for it; ``finish`` makes the output of it."""
+        """The tensor behind an output, made by the first tile that asks for it. ``finish`` turns it into the output."""
         found = self.buffers.get(key)
         if found is None:
             found = self.buffers[key] = make()
@@ -62,7 +62,7 @@ class Tiling:
         return found
 
     def accumulator(self, key: str, rows: int, columns: int) -> Tensor:
-        """A float32 (float64) output that tiles add to, zero at first; it ends in the operands' dtype."""
+        """A float32 (float64) buffer of zeros that tiles add to. The output has the operands' dtype."""
         found = self.buffers.get(key)
         if found is None:
             found = self.buffers[key] = torch.zeros((rows, columns), dtype=self.wide)
@@ -97,9 +97,9 @@ def run(tiling: Tiling, body: torch.nn.Module, pieces: bool, *operands: Any) -> 
     """Calls ``body(tile, *operands)`` for every tile (once with an empty one when there is no row at all).
 
     Args:
-        tiling: the tiles and their outputs. It is also what is returned.
+        tiling: the tiles and their outputs; it is returned.
         body: row operators of this module, tile first.
-        pieces: a long expert may be cut (where nothing sums over its rows).
+        pieces: whether a long expert may be cut (if nothing sums over its rows).
         operands: tensors and None.
     """
     cpu.settle_allocator()
@@ -122,7 +122,7 @@ def whole(v: Tensor | None, offs: Tensor, top_k: int, like: Tensor) -> Tile:
 
 
 def output(tiling: Tiling, key: str) -> Tensor:
-    """A finished output. The tiling lets go of it: autograd copies a gradient that something else still holds."""
+    """A finished output, which the tiling then drops: autograd copies a gradient that something else still holds."""
     del tiling.buffers[key]
     return tiling.outputs.pop(key)()
 
@@ -143,11 +143,11 @@ class Tile:
         return t if self.whole else t[self.start : self.end]
 
     def operand(self, x: Tensor, v: Tensor | None) -> Tensor:
-        """x as the kernels take it: whole when it is to be gathered by v, else the tile's rows in compute dtype."""
+        """x as the kernels take it: whole if they gather from it, else the tile's rows in compute dtype."""
         return x if v is not None else self.part(x).to(compute_dtype(x.dtype))
 
     def padded(self, y: Tensor) -> Tensor:
-        """Rows of the tile as all rows, zero where no expert is, in the operands' dtype."""
+        """The tile's rows extended to all rows, with zeros for rows without an expert, in the operands' dtype."""
         tiling = self.tiling
         if y.shape[0] == tiling.n:
             return y.to(tiling.dtype)
@@ -156,7 +156,7 @@ class Tile:
         return full
 
     def rows(self, x: Tensor, gathered: bool) -> Tensor:
-        """The row operand in its compute dtype; what is gathered is kept for the tile's next operator."""
+        """The row operand in compute dtype. Gathered rows are kept for the tile's next operator."""
         if not gathered:
             return x
         found = self._rows.get(id(x))

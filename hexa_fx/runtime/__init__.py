@@ -1,1 +1,1 @@
-"""What stays with a rewritten model: its new forward, its packed weights, its guards."""
+"""What stays with a rewritten model: its new forward, its packed weights and its guards."""

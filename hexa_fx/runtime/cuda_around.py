@@ -1,8 +1,8 @@
-"""What torch does around a recorded call's launches: tensors that leave the call, operators before and after.
+"""What torch does around the launches of a recorded call: tensors that leave the call, and operators before and after.
 
-Kernels take operands as they like them (routing weights in float32, rows side by side) and leave results as they have them
-(partial sums, another type); torch's operators do the rest. Those that read only operands run first again, those that results
-come from run last. Anything else is refused.
+Kernels want some operands in another form (routing weights in float32, contiguous rows) and leave some results unfinished
+(partial sums, another dtype). Torch's operators do the rest. Those that read operands only are run before the launches, and
+those that compute results after them. Any other operator is refused.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ from hexa_fx.ops import library
 from hexa_fx.runtime.cuda_record import Recording, TorchCall
 
 Fresh = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape, strides and type of a tensor that every call allocates."""
+"""Shape, strides and dtype of a tensor that every replay allocates."""
 
 _DETACH = torch.ops.aten.detach.default
 _CASTS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
-"""Nothing is lost where nobody needs their result."""
+"""Operators that may be left out if nobody needs their result."""
 
 _Known = dict[int, Any]
-"""Tensors of a call by the `id` of what was there in the recording."""
+"""The tensors of a replay, by the `id` of their counterparts in the recording."""
 
 
 class CannotReplay(Exception):
-    """Why a recording cannot be played again on other addresses."""
+    """A recording cannot be replayed on other addresses; says why."""
 
 
 class Around:
-    """The torch operators of a recording, to be run on other tensors.
+    """The torch operators of a recording, ready to run on other tensors.
 
     Args:
-        recording: the call. operands: its tensors, None where one is missing.
+        recording: the call.
+        operands: its tensors, None where one is missing.
 
     Attributes:
-        fresh: what every call allocates: results, and what operators read behind the launches.
-        recorded: the tensors of the recording that launches may name: `fresh`, then what `before` gives.
+        fresh: what every replay allocates: results, and what operators read after the launches.
+        recorded: the tensors of the recording that launches may use: those of `fresh`, then the results of `before`.
 
     Raises:
-        CannotReplay: an operator writes to a tensor, or is neither of the kinds above.
+        CannotReplay: an operator writes to a tensor, or is of neither kind.
     """
 
     def __init__(self, recording: Recording, operands: Sequence[Tensor | None]) -> None:
@@ -65,7 +66,7 @@ class Around:
         self._after = [self._again(call) for call in recording.calls if id(call.result) in after]
 
     def before(self, operands: Sequence[Tensor | None]) -> list[Tensor]:
-        """Runs what reads only operands, and gives what that makes."""
+        """Runs the operators that read operands only, and returns their results."""
         if not self._before:
             return []
         known: _Known = dict(zip(self._operands, operands, strict=True))
@@ -75,7 +76,7 @@ class Around:
         return [known[place] for place in self._copies]
 
     def after(self, operands: Sequence[Tensor | None], fresh: Sequence[Tensor]) -> Any:
-        """Runs what results come from; gives the results, several as a list."""
+        """Runs the operators that compute results, and returns the results of the call, several as a list."""
         known: _Known = dict(zip((*self._operands, *self._kept), (*operands, *fresh), strict=True))
         if self._after:
             with library.without_autocast():
@@ -86,14 +87,14 @@ class Around:
         return [known[place] for place in self._wanted]
 
     def _place(self, t: Tensor) -> int:
-        """What stands for a tensor: torch hands out another object of some that it allocated."""
+        """Returns the identity of a tensor. Torch hands out a detached alias of some that it allocates."""
         place = id(t)
         while place in self._same:
             place = self._same[place]
         return place
 
     def _behind(self, wanted: Iterable[Tensor], kept: dict[int, Tensor]) -> set[int]:
-        """Results of the operators that these tensors come from. `kept` takes the allocations among what they read."""
+        """Returns the results of all operators that these tensors were computed with, and adds the allocations read to `kept`."""
         found: set[int] = set()
         open_ = list(wanted)
         while open_:
@@ -111,10 +112,10 @@ class Around:
         return found
 
     def _ahead(self, calls: Sequence[TorchCall]) -> set[int]:
-        """Results of those operators that make something of operands alone, and of the views that they take."""
+        """Returns the results of the operators that read operands only, and of the views that they read."""
         found: set[int] = set()
         for call in calls:
-            if call.is_view:  # if anyone needs it, it is found from there
+            if call.is_view:  # found from the operator that reads it, if there is one
                 continue
             kept: dict[int, Tensor] = {}
             places = {id(call.result)} | self._behind(_tensors(call), kept)
@@ -125,7 +126,7 @@ class Around:
         return found
 
     def _again(self, call: TorchCall) -> Callable[[_Known], None]:
-        """The operator on the tensors of another call, to which it adds its result."""
+        """Returns a function that runs the operator on the tensors of a replay and adds its result to them."""
         function, kwargs, place = call.function, dict(call.kwargs), id(call.result)
         args = [(True, self._place(a)) if isinstance(a, Tensor) else (False, a) for a in call.args]
         inside = [a for a in call.args if isinstance(a, list | tuple)] + [[*kwargs.values()]]

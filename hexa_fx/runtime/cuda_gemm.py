@@ -9,10 +9,12 @@ from torch import Tensor
 
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
-from hexa_fx.ops.activations import ACTIVATIONS
+from hexa_fx.ops.activations import ACTIVATIONS, inner_width
+from hexa_fx.ops.rows import flip
 from hexa_fx.runtime import cuda_gemm_sm80 as sm80
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
-from hexa_fx.runtime.cuda_launch import Into, aligned, arch, cuda_kernel, family_arch
+from hexa_fx.runtime.cuda_launch import arch, cuda_kernel, family_arch
+from hexa_fx.runtime.cuda_operands import Into, aligned, as_stored, columns_of, row_count
 from hexa_fx.runtime.cuda_rows import activate_backward, ess, ess_add, settle, substitute
 
 DECODE_BUCKET = 4
@@ -28,8 +30,7 @@ def esmm(
 ) -> Tensor:
     """See hexa_fx.ops.esmm."""
     weight, layout = as_stored(weight, layout)
-    columns = weight.shape[1] if layout == "nk" else weight.shape[2]
-    if _few_rows(x, v, offs) or not _hopper(offs, (columns,), x, weight, bias):
+    if _few_rows(x, v, offs) or not _hopper(offs, (columns_of(weight, layout),), x, weight, bias):
         return sm80.esmm(x, weight, bias, v, offs, top_k, layout)
     return sm90.esmm(x, weight, bias, v, offs, top_k, layout)
 
@@ -51,9 +52,8 @@ def esmm_act(
     keep_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.esmm_act."""
-    columns = w1.shape[1] if layout == "nk" else w1.shape[2]
-    inner = columns // 2 if glu in ("concat", "interleaved") else columns
-    if w3 is not None and (b1 is None) != (b3 is None):  # kernels have both biases or none
+    inner = inner_width(columns_of(w1, layout), glu)
+    if w3 is not None and (b1 is None) != (b3 is None):  # kernels take both biases or none
         b1, b3 = (w1.new_zeros((w1.shape[0], inner)) if b is None else b for b in (b1, b3))
     only_sm80 = activation in SM80_ONLY or (activation, glu) == ("none", "none")
     if only_sm80 or _few_rows(x, v, offs) or not _hopper(offs, (inner,), x, w1, b1, w3, b3):
@@ -77,7 +77,7 @@ def esmm_act_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.esmm_act_backward. One launch on Hopper, two elsewhere."""
     stored, as_layout = as_stored(weight, layout)
-    inner = stored.shape[1] if as_layout == "nk" else stored.shape[2]
+    inner = columns_of(stored, as_layout)
     only_sm80 = activation in SM80_ONLY or (activation, glu) == ("none", "none")
     if only_sm80 or _few_rows(dy, v, offs) or not _hopper(offs, (inner,), dy, stored, h):
         da = sm80.esmm(dy, stored, None, v, offs, top_k, as_layout)
@@ -113,7 +113,7 @@ def esfk(
     layout: Layout,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.esfk. One launch, but for few rows an expert: their tiles of dX are not as high as those of dW."""
+    """See hexa_fx.ops.esfk. One launch, except for few rows per expert, where dX wants lower tiles than dW."""
     if g.shape[0] and _hopper(offs, (x.shape[1], g.shape[1]), x, g, weight):
         dx, dw, db = sm90.esfk(x, g, weight, x_index, offs, top_k, layout, has_bias)
         return dx, dw, g.new_empty(0) if db is None else db
@@ -136,7 +136,7 @@ def estmm_add(
     top_k: int,
     layout: Layout,
 ) -> None:
-    """See hexa_fx.ops.adding. In the epilogue of the weight tiles."""
+    """See hexa_fx.ops.adding. The epilogue of the weight tiles adds."""
     hopper = (x_index is None or g_index is None) and _hopper(offs, (x.shape[1], g.shape[1]), x, g)
     held, as_layout = _held(into, layout, hopper)
     family = sm90 if hopper else sm80
@@ -156,7 +156,7 @@ def esfk_add(
     top_k: int,
     layout: Layout,
 ) -> Tensor:
-    """See hexa_fx.ops.adding. As esfk."""
+    """See hexa_fx.ops.adding. Launches as `esfk` does."""
     fits = _hopper(offs, (x.shape[1], g.shape[1]), x, g, weight)
     if not weight.numel() or (_few_rows(g, None, offs) and not fits):
         rows = _input_gradient(g, weight, offs, layout)
@@ -174,20 +174,13 @@ def esfk_add(
 
 
 def _input_gradient(g: Tensor, weight: Tensor, offs: Tensor, layout: Layout) -> Tensor:
-    """dX rows, by a launch of their own."""
-    stored, transposed = as_stored(weight, "kn" if layout == "nk" else "nk")
+    """The rows of dX, by a launch of their own."""
+    stored, transposed = as_stored(weight, flip(layout))
     return sm80.esmm(g, stored, None, None, offs, 1, transposed)
 
 
-def as_stored(weight: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-    """The weight with its contiguous dimension last, and the layout that this is: a view, never a copy."""
-    if weight.stride(2) != 1 and weight.stride(1) == 1:
-        return weight.transpose(1, 2), "kn" if layout == "nk" else "nk"
-    return weight, layout
-
-
 def _held(into: Tensor, layout: Layout, on_hopper: bool) -> tuple[Tensor, Layout]:
-    """What a kernel adds to, and its layout: `into` as it lies, or zeros to be added to it where no kernel knows its strides."""
+    """What a kernel adds to, with its layout: `into` as it lies, or zeros to add to it later if no kernel supports its strides."""
     stored, as_layout = as_stored(into, layout)
     by_expert, by_row, step = stored.stride()
     _, rows, columns = stored.shape
@@ -202,7 +195,7 @@ def _held_bias(into: Tensor | None) -> Tensor | None:
 
 
 def _few_rows(x: Tensor, v: Tensor | None, offs: Tensor) -> bool:
-    return row_bucket((x if v is None else v).shape[0], offs.shape[0] - 1) <= DECODE_BUCKET
+    return row_bucket(row_count(x, v), offs.shape[0] - 1) <= DECODE_BUCKET
 
 
 def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:

@@ -15,8 +15,19 @@ from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_gemm_sm80 import POINTERS, SIZES
 from hexa_fx.codegen.heuristics import Tile, row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
-from hexa_fx.ops.activations import ACTIVATIONS
-from hexa_fx.runtime.cuda_launch import Into, Kernel, address, ceil_div, dense_rows, launch, plan
+from hexa_fx.ops.activations import inner_width
+from hexa_fx.ops.rows import flip
+from hexa_fx.runtime.cuda_launch import Kernel, launch, plan
+from hexa_fx.runtime.cuda_operands import (
+    Into,
+    address,
+    aligned,
+    ceil_div,
+    columns_of,
+    constants_of,
+    dense_rows,
+    row_count,
+)
 from hexa_fx.runtime.cuda_plans_sm80 import EsfkKey, EsmmKey, EstmmKey, kernel_for, tune_key
 from hexa_fx.runtime.cuda_tune import autotuning
 
@@ -39,8 +50,8 @@ def esmm(
     x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: Layout
 ) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
-    columns = weight.shape[1] if layout == "nk" else weight.shape[2]
-    y = x.new_empty((x.shape[0] if v is None else v.shape[0], columns))
+    columns = columns_of(weight, layout)
+    y = x.new_empty((row_count(x, v), columns))
     _product(x, (weight, None), (bias, None), v, offs, top_k, layout, y, None, columns, "none", "none", ())
     return y
 
@@ -61,8 +72,7 @@ def esmm_act(
     keep_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), and (n, I)."""
-    n, columns = x.shape[0] if v is None else v.shape[0], w1.shape[1] if layout == "nk" else w1.shape[2]
-    inner = columns // 2 if glu in ("concat", "interleaved") else columns
+    n, inner = row_count(x, v), inner_width(columns_of(w1, layout), glu)
     h = x.new_empty((n if keep_h else 0, inner if glu == "none" else 2 * inner))
     if glu == "none" and activation == "none":
         y = esmm(x, w1, b1, v, offs, top_k, layout)
@@ -86,7 +96,7 @@ def estmm(
     """``dW[e]``, the sum of ``x[row]^T g[row]``: (E, N, K) for ``nk``, (E, K, N) for ``kn``.
 
     Args:
-        into: of the accumulators' type and the result's shape, that it is added to and that is returned.
+        into: what the result is added to, in its shape and the accumulators' type; it is returned.
     """
     a, a_index, b, b_index = (x, x_index, g, g_index) if layout == "kn" else (g, g_index, x, x_index)
     a, b = dense_rows(a), dense_rows(b)
@@ -94,16 +104,16 @@ def estmm(
     d = a.new_empty((experts, m, n)) if into is None else into
     if not (experts and m and n):
         return d
-    bucket = row_bucket((a if a_index is None else a_index).shape[0], experts)
+    bucket = row_bucket(row_count(a, a_index), experts)
     gathered = (a_index is not None, b_index is not None)
-    key = EstmmKey(device, a.dtype, math_of(a.dtype), bucket, m, n, *gathered, _fit(a, b), into is not None)
+    key = EstmmKey(device, a.dtype, math_of(a.dtype), bucket, m, n, *gathered, aligned(a, b), into is not None)
     args = _ARGS.pack(*_weight_args(a, a_index, b, b_index, offs, top_k, d))
 
     def run(tile: Tile | None = None) -> None:
         kernel, bm, bn = kernel_for(key, tile)
         launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
 
-    if autotuning() and into is None:  # what adds is not run again and again
+    if autotuning() and into is None:  # every timed run of a kernel that adds would add
         tune_key(key, run)
     run()
     return d
@@ -126,7 +136,7 @@ def esfk(
         into: what dW, and db if there is a bias, are added to; it is returned instead.
     """
     x, g, transpose = dense_rows(x), dense_rows(g), (layout if into is None else into.layout) == "nk"
-    stored = _weight(weight, "kn" if layout == "nk" else "nk")
+    stored = _weight(weight, flip(layout))
     n, columns, k, experts, device = g.shape[0], g.shape[1], x.shape[1], offs.shape[0] - 1, g.device.index
     dx = g.new_empty((n, k))
     if into is not None:
@@ -134,7 +144,7 @@ def esfk(
     else:
         dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
         db = g.new_empty((experts, columns)) if has_bias else None
-    fit = _fit(x, g) and not (stored.tensor.data_ptr() | (stored.stride | stored.expert) * g.element_size()) & 15
+    fit = aligned(x, g) and not (stored.tensor.data_ptr() | (stored.stride | stored.expert) * g.element_size()) & 15
     static = (device, g.dtype, math_of(g.dtype), row_bucket(n, experts), k, columns)
     key = EsfkKey(*static, stored.layout, x_index is not None, transpose, has_bias, fit, into is not None)
     pointers = (g.data_ptr(), stored.tensor.data_ptr(), 0, 0, 0, dx.data_ptr(), 0, 0, 0, offs.data_ptr())
@@ -176,7 +186,7 @@ def _product(
     bias, bias_up = biases
     if bias is not None:
         bias, bias_up = bias.contiguous(), None if bias_up is None else bias_up.contiguous()
-    n, k, experts, device = x.shape[0] if v is None else v.shape[0], x.shape[1], offs.shape[0] - 1, x.device.index
+    n, k, experts, device = row_count(x, v), x.shape[1], offs.shape[0] - 1, x.device.index
     if n == 0 or inner == 0:
         return
     x_at, w_at, up_at = x.data_ptr(), first.tensor.data_ptr(), 0 if second is None else second.tensor.data_ptr()
@@ -228,7 +238,7 @@ def _esmm_launch(
     kernel, bm, step = kernel_for(key, tile)
     row_tiles = ceil_div(rows // bm + min(experts, rows), _GROUP) * _GROUP
     strides, sizes = (x_stride, w_stride, w_expert, width, 0, key.inner), (rows, 0, key.inner, key.depth, experts)
-    shape = _SIZES.pack(*strides, *sizes, *divisor(top_k), *_constants(key.activation, params))
+    shape = _SIZES.pack(*strides, *sizes, *divisor(top_k), *constants_of(key.activation, params))
     return kernel, (row_tiles * ceil_div(key.inner, step), 1, 1), shape
 
 
@@ -236,41 +246,10 @@ def _weight_args(
     a: Tensor, a_index: Tensor | None, b: Tensor, b_index: Tensor | None, offs: Tensor, top_k: int, d: Tensor
 ) -> tuple[float, ...]:
     """hexa::GemmParams of ``d[e]``, the sum of ``a[row]^T b[row]``."""
-    rows, (experts, m, n) = (a if a_index is None else a_index).shape[0], d.shape
-    pointers = (
-        a.data_ptr(),
-        b.data_ptr(),
-        0,
-        0,
-        0,
-        d.data_ptr(),
-        0,
-        address(a_index),
-        address(b_index),
-        offs.data_ptr(),
-    )
-    return (
-        *pointers,
-        a.stride(0),
-        b.stride(0),
-        0,
-        d.stride(1),
-        d.stride(0),
-        0,
-        rows,
-        m,
-        n,
-        0,
-        experts,
-        *divisor(top_k),
-        0.0,
-        0.0,
-    )
-
-
-def _fit(a: Tensor, b: Tensor) -> bool:
-    """Whether every row of both starts at a multiple of 16 bytes."""
-    return not (a.data_ptr() | b.data_ptr() | (a.stride(0) | b.stride(0)) * a.element_size()) & 15
+    rows, (experts, m, n) = row_count(a, a_index), d.shape
+    pointers = (a.data_ptr(), b.data_ptr(), 0, 0, 0, d.data_ptr(), 0, address(a_index), address(b_index))
+    strides, sizes = (a.stride(0), b.stride(0), 0, d.stride(1), d.stride(0), 0), (rows, m, n, 0, experts)
+    return (*pointers, offs.data_ptr(), *strides, *sizes, *divisor(top_k), 0.0, 0.0)
 
 
 def _weights(weights: tuple[Tensor, Tensor | None], layout: Layout) -> tuple[_Weight, _Weight | None]:
@@ -289,7 +268,7 @@ def _weight(weight: Tensor, layout: Layout) -> _Weight:
     if column == 1 or weight.shape[2] == 1:
         return _Weight(weight, layout, row, expert)
     if row == 1 or weight.shape[1] == 1:  # stored transposed: the other layout, as it lies
-        return _Weight(weight, "kn" if layout == "nk" else "nk", column, expert)
+        return _Weight(weight, flip(layout), column, expert)
     weight = weight.contiguous()
     return _Weight(weight, layout, weight.stride(1), weight.stride(0))
 
@@ -310,9 +289,3 @@ def divisor(value: int) -> tuple[int, int, int]:
         return 1, 0, 0
     log = 31 + (value - 1).bit_length()
     return value, ceil_div(1 << log, value), log - 32
-
-
-@plan
-def _constants(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
-    alpha, limit = (*(params or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
-    return alpha, limit

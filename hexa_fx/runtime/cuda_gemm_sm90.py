@@ -1,8 +1,7 @@
-"""The products of docs/operators.md on the sm_90a family: tensors in, tensors out.
+"""The matrix products of docs/operators.md on the sm_90a family: tensors in, tensors out.
 
-Shapes: T tokens, n rows in expert order, E experts. Every function needs CUDA tensors of one device, bf16 or f16, 16-byte
-aligned, and says so by `unsupported` before anything is launched. Nothing here reads the device. `tile` is what the shape
-picks unless given.
+Shapes: T tokens, n rows in expert order, E experts. The operands are CUDA tensors on one device that `unsupported` has no
+objection to: bf16 or f16, 16-byte aligned. Nothing here reads the device back. Unless `tile` is given, the shape decides it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ from torch import Tensor
 from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
 from hexa_fx.codegen.spec import KernelSpec, Layout
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
-from hexa_fx.runtime.cuda_launch import Into, address
+from hexa_fx.ops.activations import inner_width
+from hexa_fx.ops.rows import flip
+from hexa_fx.runtime.cuda_operands import Into, address, columns_of, row_count
 from hexa_fx.runtime.cuda_plans_sm90 import (
     Maps,
     SpecKey,
@@ -66,7 +67,7 @@ def esmm(
     tile: TileChoice | None = None,
 ) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
-    n, columns, bias = _count(x, v), _columns(weight, layout), _packed(bias)
+    n, columns, bias = row_count(x, v), columns_of(weight, layout), _packed(bias)
     y = x.new_empty((n, columns))
     if not n:
         return y
@@ -99,8 +100,8 @@ def esmm_act(
     tile: TileChoice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)``: (n, I) or (n, 2I), and (n, I). Without `store_h` (inference) h is empty."""
-    n, columns, b1, b3 = _count(x, v), _columns(w1, layout), _packed(b1), _packed(b3)
-    inner = columns // 2 if glu in ("concat", "interleaved") else columns
+    n, columns, b1, b3 = row_count(x, v), columns_of(w1, layout), _packed(b1), _packed(b3)
+    inner = inner_width(columns, glu)
     width = inner if glu == "none" else 2 * inner
     h, a = x.new_empty((n if store_h else 0, width)), x.new_empty((n, inner))
     if not n:
@@ -149,7 +150,7 @@ def esmm_act_backward(
     Returns:
         dh like h, a_scaled (n, I), and d(weights) by slot (n,) in float32: <da, a>.
     """
-    n, inner = v.shape[0], _columns(w2, layout)
+    n, inner = v.shape[0], columns_of(w2, layout)
     dh, a = torch.empty_like(h), h.new_empty((n, inner))
     if not n:
         return dh, a, torch.empty(0, dtype=torch.float32, device=h.device)
@@ -187,7 +188,7 @@ def estmm(
     """``dW[e] = sum over rows of x[row]^T g[row]``, (E, N, K) for ``nk``, (E, K, N) for ``kn``. At most one index.
 
     Args:
-        into: float32 of the result's shape that it is added to, and that is returned.
+        into: float32 tensor of the result's shape that the result is added to; it is returned.
     """
     experts = offs.shape[0] - 1
     if g_index is not None:  # the gathered operand is P, dW's rows unless transposed
@@ -230,13 +231,13 @@ def esfk(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The paper's fused backward: ``dx = g W^T`` (n, K), ``dW``, ``db`` (E, N) of one projection in one launch.
 
-    A tile may say to `split` it where the card is faster with dX and dW in launches of their own; not with a bias, whose gradient
-    costs nothing in the one launch.
+    Where dX and dW are faster in launches of their own, the tile says to `split` it. A bias prevents that: its gradient is free in
+    the one launch.
 
     Args:
         into: what dW, and db if there is a bias, are added to; it is returned instead.
     """
-    flipped: Layout = "kn" if layout == "nk" else "nk"
+    flipped = flip(layout)
     experts, n, rows, columns = weight.shape[0], g.shape[0], x.shape[1], g.shape[1]
     if not n:
         dx = g.new_empty((0, rows))
@@ -283,9 +284,9 @@ def _run(
     tile: TileChoice | None,
     run: Callable[[TileChoice], None],
 ) -> None:
-    """Runs with the given tile, the measured one, or the rule's; measures first where HEXA_FX_AUTOTUNE asks for it.
+    """Runs with the given tile, else the measured one, else the rule's. Measures first if HEXA_FX_AUTOTUNE asks for it.
 
-    A kernel that adds is not measured, for it would add every time: it takes the tile of the one that stores.
+    A kernel that adds is not measured, since every timed run would add. It takes the tile of the kernel that stores.
     """
     device = x.device.index
     if tile is None and autotuning() and not key.accumulate:
@@ -300,18 +301,10 @@ def _run(
 
 
 def _tables(experts: int) -> int:
-    """The smallest expert tables that hold `experts`."""
+    """Size of the smallest expert tables that hold `experts`."""
     return next(size for size in TABLES if experts <= size)
 
 
-def _columns(weight: Tensor, layout: Layout) -> int:
-    return weight.shape[1] if layout == "nk" else weight.shape[2]
-
-
-def _count(x: Tensor, v: Tensor | None) -> int:
-    return x.shape[0] if v is None else v.shape[0]
-
-
 def _packed(bias: Tensor | None) -> Tensor | None:
-    """A bias whose rows follow each other, as the kernels read it."""
+    """A contiguous bias, as the kernels read it."""
     return None if bias is None else bias.contiguous()

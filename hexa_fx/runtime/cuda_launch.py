@@ -1,6 +1,6 @@
-"""What every CUDA operator needs around its launches: device, stream, element types, fallback.
+"""What every CUDA operator needs around its launches: device, stream, element types, fallback, and collecting kernels.
 
-Imported only once a CUDA tensor reaches an operator.
+Imported only when the first CUDA tensor reaches an operator.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from threading import Lock, get_ident
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.render import render
-from hexa_fx.codegen.spec import KernelSpec, Layout, SpecError
+from hexa_fx.codegen.spec import KernelSpec, SpecError
 from hexa_fx.errors import KernelError
 from hexa_fx.jit.build import build_many
 from hexa_fx.jit.errors import ToolchainError
@@ -41,18 +40,18 @@ DTYPES = {
 }
 
 fallbacks: dict[str, str] = {}
-"""Operators that ran another implementation in this process, and why. Each was logged once."""
+"""Operators that fell back to another implementation in this process, and why. Each was logged once."""
 
 
 class Unsupported(KernelError):
-    """These operands have no kernel of ours; the operator's generic implementation takes them."""
+    """We have no kernel for these operands; the operator's generic implementation takes them."""
 
 
 def cuda_kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function the CUDA kernel of ``hexa::<name>``: runs it on its first tensor's device, or falls back.
+    """Decorates the CUDA kernel of ``hexa::<name>``: runs it on its first tensor's device, or falls back.
 
-    Falls back to the generic implementation, logged once an operator with the reason, when there is no compiler, when a
-    kernel does not build, or when the operands have no kernel.
+    It falls back to the generic implementation when there is no compiler, when a kernel does not build, or when there is no
+    kernel for the operands. The reason is logged once per operator.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +89,7 @@ def _record(name: str, error: KernelError) -> None:
 
 
 def falls_back() -> bool:
-    """Whether an operator runs torch's implementation for good, because its kernels cannot be had."""
+    """Whether some operator runs torch's implementation for good, because its kernels cannot be built."""
     return bool(_permanent)
 
 
@@ -100,14 +99,14 @@ def generic(name: str) -> Callable[..., Any]:
 
 
 def plan(function: Callable[P, R]) -> Callable[P, R]:
-    """Keeps what a function of a call's static properties returns: which kernel, which tile. `forget_plans` empties it."""
+    """Caches a function of a call's static properties, such as which kernel it takes. `forget_plans` empties the cache."""
     cached = functools.lru_cache(maxsize=4096)(function)
     on_forget(cached.cache_clear)
     return cached  # type: ignore[return-value]
 
 
 def on_forget(forget: Callable[[], None]) -> Callable[[], None]:
-    """Has `forget_plans` call this too."""
+    """Decorates a function that `forget_plans` is to call too."""
     _forget.append(forget)
     return forget
 
@@ -119,7 +118,7 @@ def forget_plans() -> None:
 
 
 class Kernel(Protocol):
-    """What a plan hands to `launch`: a `KernelHandle`, or its stand-in while kernels are only collected."""
+    """What a plan hands to `launch`: a `KernelHandle`, or a stand-in while kernels are only collected."""
 
     @property
     def spec(self) -> KernelSpec: ...
@@ -129,17 +128,17 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class _Collected:
-    """A kernel that is asked for and not built: its launches do nothing."""
+    """A kernel that was asked for but not built. Its launches do nothing."""
 
     spec: KernelSpec
 
     def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A card that need not be there: what choosing kernels asks of one."""
+    """What choosing kernels needs to know about a GPU, which need not exist."""
 
     name: str
     arch: int
@@ -152,10 +151,10 @@ _card: Card | None = None
 
 @contextmanager
 def collect(card: Card | None = None) -> Iterator[list[KernelSpec]]:
-    """Inside, operators choose kernels and launch none; gives the specs. What operators return is not initialised.
+    """A context in which operators choose kernels without launching any; yields the specs. Their results are uninitialised.
 
     Args:
-        card: choose for this card and take operands on the meta device, so that no GPU is needed. An operator that has no
+        card: choose for this card, and accept operands on the meta device, so that no GPU is needed. An operator without a
             kernel for its operands then raises `KernelError` instead of falling back.
     """
     global _collecting, _card
@@ -169,26 +168,26 @@ def collect(card: Card | None = None) -> Iterator[list[KernelSpec]]:
 
 
 def described() -> Card | None:
-    """The card of `collect`, if one was given."""
+    """The card that was given to `collect`, if any."""
     return _card
 
 
 def collecting() -> bool:
-    """Whether launches are only noted, so that no kernel writes what it was given."""
+    """Whether kernels are only collected, so that nothing is written to the operands."""
     return _collecting is not None
 
 
 def prebuild(run: Callable[[], object]) -> int:
-    """Builds every kernel that `run` needs, several at a time, before anything needs them one after the other.
+    """Builds all kernels that `run` needs in parallel, instead of one after the other as they are first launched.
 
-    Call it before the first step of a model, with a function that runs forward and backward as the step will. Operators
-    inside it launch nothing and return uninitialised tensors, so it should end there and change nothing.
+    Call it before a model's first step, with a function that runs forward and backward as a step does. The operators in it
+    launch nothing and return uninitialised tensors, so it must not change anything that outlives it.
 
     Returns:
-        How many kernels `run` needs. Where there is no compiler, 0; the operators then say so themselves.
+        How many kernels `run` needs; 0 where there is no compiler, which the operators will report themselves.
 
     Raises:
-        BuildError: of the first kernel that does not build.
+        BuildError: a kernel does not build; the error is that of the first one.
     """
     with collect() as specs:
         run()
@@ -216,7 +215,7 @@ _noting = Lock()
 
 @contextmanager
 def noting() -> Iterator[list[Launch]]:
-    """Inside, what this thread launches is also written down. One thread at a time; others wait."""
+    """A context that yields a list of what this thread launches. One thread at a time; others wait."""
     global _noted
     with _noting:
         launches: list[Launch] = []
@@ -228,7 +227,7 @@ def noting() -> Iterator[list[Launch]]:
 
 
 def launch(kernel: Kernel, device: int, grid: tuple[int, int, int], *args: bytes) -> None:
-    """Queues a kernel on the current stream of `device`, which is current."""
+    """Queues a kernel on the current stream of `device`, which must be the current device."""
     if _card is not None:
         return
     noted = _noted
@@ -250,60 +249,20 @@ def _arch(device: int) -> int:
 
 @plan
 def family_arch(device: int) -> int:
-    """Compute capability that kernels are chosen for: HEXA_FX_CUDA_ARCH when it is set, else the device's."""
+    """Compute capability that kernels are chosen for: HEXA_FX_CUDA_ARCH if set, else the device's."""
     return kernel_arch(device) if _card is None else _card.arch
 
 
 def device_name(device: int) -> str:
-    """What the driver calls `device`."""
+    """The driver's name of `device`."""
     return torch.cuda.get_device_name(device) if _card is None else _card.name
 
 
 def multiprocessors(device: int) -> int:
-    """Multiprocessors of `device`."""
+    """Number of multiprocessors of `device`."""
     return _multiprocessors(device) if _card is None else _card.multiprocessors
 
 
 @cache
 def _multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-class Into(NamedTuple):
-    """What a projection's gradients are added to, in the accumulators' type: rows of `weight` are contiguous, `bias` is.
-
-    Args:
-        weight: (E, N, K) or (E, K, N), as `layout` says.
-        bias: (E, N), or None where there is no bias.
-    """
-
-    weight: Tensor
-    layout: Layout
-    bias: Tensor | None
-
-
-def address(tensor: Tensor | None) -> int:
-    """Data pointer, 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def dense_rows(tensor: Tensor) -> Tensor:
-    """A matrix whose rows are contiguous: `tensor` itself wherever its row stride alone tells where its rows are."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
-def aligned(*tensors: Tensor | None) -> bool:
-    """Whether every row of every matrix starts at a multiple of 16 bytes."""
-    steps = 0
-    for t in tensors:
-        if t is not None:
-            size = t.element_size()
-            steps |= t.data_ptr()
-            for stride in t.stride()[:-1]:
-                steps |= stride * size
-    return not steps & 15
-
-
-def ceil_div(a: int, b: int) -> int:
-    """Smallest whole number not below a / b."""
-    return -(-a // b)

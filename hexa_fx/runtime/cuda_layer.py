@@ -1,9 +1,9 @@
-"""``hexa::moe_ffn`` and its parts on CUDA: a call like an earlier one only exchanges addresses.
+"""``hexa::moe_ffn``, its forward for training and its backward on CUDA: a call like an earlier one is replayed with new addresses.
 
-A small layer takes a device less time than the host needs to choose its kernels, encode their tensor maps and allocate what
-they write. All that depends on types, shapes, strides and alignment, so it is done once for them: the general path is written
-down at the second such call, and played again from then on. Whatever is more than launches, allocations and a few operators
-before and after (a fallback, checked mode, autotuning) stays on the general path, and so does every call that it refuses.
+For a small layer a device needs less time than the host, which chooses kernels, encodes their tensor maps and allocates what
+they write. All of that follows from types, shapes, strides and alignment, so it is done once for each combination: the second
+such call is recorded on the general path, and later ones replay the recording. A call that does more (a fallback, checked mode,
+autotuning) stays on the general path, and so does one that the general path refuses.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from hexa_fx.runtime.cuda_tune import autotuning
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 256 << 20
-"""What a played call may hold to its end, where the general path gives memory back on the way. Layers that need more keep the
-device busy for longer than the host takes."""
+"""How much memory a replay may hold to its end, where the general path frees some on the way. Larger layers keep the device
+busy for longer than the host."""
 
 _OPERANDS = 9
 _FOR_BACKWARD = 13
-"""Tensors of `moe_ffn`, first among its arguments, and of `moe_ffn_backward`."""
+"""How many tensors `moe_ffn` and `moe_ffn_backward` take. They come first among the arguments."""
 _MOST = 1024
-"""Kinds of call that are kept."""
+"""Most kinds of call to keep."""
 
 Key = tuple[Any, ...]
 General = Callable[..., Any]
 Operands = tuple[Tensor | None, ...]
 
 _known: dict[Key, Replay | None] = {}
-"""None: seen once, or not to be played again. The latter are in `_general`, too."""
+"""None: seen once, or not to be replayed. The latter are in `_general`, too."""
 _general: set[Key] = set()
 
 
 @on_forget
 def forget() -> None:
-    """Forgets every recorded call."""
+    """Drops every recorded call."""
     _known.clear()
     _general.clear()
 
@@ -56,8 +56,8 @@ def moe_ffn(general: General, *args: Any) -> Tensor:
     """``hexa::moe_ffn`` on plain CUDA tensors where no gradient is wanted.
 
     Args:
-        general: runs the operator whatever its arguments are, or says what is wrong with them.
-        args: of the operator, all sixteen, not checked.
+        general: the general path, which checks its arguments.
+        args: the operator's sixteen arguments, unchecked.
     """
     return _call("", general, args, args[1], args[3])  # type: ignore[no-any-return]
 
@@ -86,7 +86,7 @@ def _call(part: str, general: General, args: tuple[Any, ...], slots: Tensor, w1:
     operands, static = _split(args) if part == "backward" else (args[:_OPERANDS], args[_OPERANDS:])
     try:
         key, addresses = _describe(part, operands, static)
-    except RuntimeError:  # a layout without strides
+    except RuntimeError:  # a tensor without strides
         return general(*args)
     replay = _known.get(key)
     if replay is None:
@@ -95,7 +95,7 @@ def _call(part: str, general: General, args: tuple[Any, ...], slots: Tensor, w1:
         return general(*args)
     try:
         return replay(operands, addresses)
-    except KernelError:  # the general path says so, and falls back
+    except KernelError:  # the general path reports it and falls back
         _known.pop(key, None)
         return general(*args)
 
@@ -109,7 +109,7 @@ def _split(args: tuple[Any, ...]) -> tuple[Operands, tuple[Any, ...]]:
 
 
 def _describe(part: str, operands: Operands, static: tuple[Any, ...]) -> tuple[Key, list[int]]:
-    """Everything that a call's launches depend on but addresses; addresses."""
+    """Returns everything that a call's launches depend on except addresses, and the addresses."""
     x = operands[0]
     assert x is not None
     addresses = [0 if t is None else t.data_ptr() for t in operands]
@@ -134,7 +134,7 @@ def _describe(part: str, operands: Operands, static: tuple[Any, ...]) -> tuple[K
 
 
 def _first_calls(general: Callable[[], Any], operands: Operands, key: Key) -> Any:
-    """The general path, written down at the second call: the first one builds kernels and makes programs."""
+    """Runs the general path. Records the second call, since the first one builds kernels and makes programs."""
     if key in _general or collecting() or autotuning() or torch.cuda.is_current_stream_capturing():
         return general()
     if key not in _known:

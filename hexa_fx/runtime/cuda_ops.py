@@ -1,6 +1,6 @@
-"""Registers the CUDA kernels of the ``hexa::`` operators. `hexa_fx.ops` calls `register` by name when it is imported.
+"""Registers the CUDA kernels of the ``hexa::`` operators. Importing `hexa_fx.ops` calls `register` by name.
 
-That touches no CUDA and imports no compiler: the kernels' modules come with the first CUDA tensor.
+That neither touches CUDA nor imports a compiler: the kernels' modules are imported when the first CUDA tensor arrives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KERNELS: dict[str, tuple[str, str]] = {
 
 @cache
 def register() -> None:
-    """Makes the kernels of this package the CUDA implementation of their operators, once a process."""
+    """Registers this package's kernels as the CUDA implementation of their operators, once per process."""
     from hexa_fx.ops import library, moe_ffn_autograd  # hexa_fx.ops imports this module by name
 
     for name, (module, check) in KERNELS.items():

@@ -1,4 +1,4 @@
-"""Which kernel of gemm_sm80 a product takes: what a launch's static properties are, and the tile that follows from them."""
+"""Which kernel of gemm_sm80 a product takes: the static properties of a launch, and the tile that follows from them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def kernel_for(key: Key, tile: Tile | None) -> tuple[Kernel, int, int]:
 
 
 def tune_key(key: Key, run: Callable[[Tile], None]) -> None:
-    """Measures the candidates of a bucket that this machine's table lacks; `run` launches one on the caller's operands."""
+    """Measures a bucket that this machine's table lacks. `run` launches a candidate on the caller's operands."""
     problem = key.problem()
     tiles = [asdict(tile) for tile in candidates(problem.op, DTYPES[key.dtype], key.math, key.bucket)]
     tune(problem, key.device, tiles, lambda tile: key.spec(Tile(**tile)), lambda tile: run(Tile(**tile)))

@@ -1,4 +1,4 @@
-"""What the Hopper launches share: which kernel, which tile, tensor maps, the tile queue and the argument struct."""
+"""What the Hopper launches share: choice of kernel and tile, tensor maps, the tile queue and the argument struct."""
 
 from __future__ import annotations
 
@@ -17,16 +17,8 @@ from hexa_fx.codegen.spec import KernelSpec, Layout, Option, SpecError
 from hexa_fx.codegen.tiles_sm90 import TileChoice, choose_tile
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
-from hexa_fx.runtime.cuda_launch import (
-    DTYPES,
-    Kernel,
-    address,
-    described,
-    kernel_of,
-    launch,
-    multiprocessors,
-    plan,
-)
+from hexa_fx.runtime.cuda_launch import DTYPES, Kernel, described, kernel_of, launch, multiprocessors, plan
+from hexa_fx.runtime.cuda_operands import address
 from hexa_fx.runtime.cuda_tune import tuned_tile
 
 FAMILY = "gather_gemm_sm90"
@@ -113,7 +105,7 @@ def _kernel(key: SpecKey, tile: TileChoice, device: int) -> tuple[Kernel, tuple[
 
 
 def submit(key: SpecKey, tile: TileChoice, device: int, maps: Maps, args: bytes) -> None:
-    """Queues a launch with these tensor maps and the packed argument struct."""
+    """Queues a launch with these tensor maps and this packed argument struct."""
     kernel, grid = _kernel(key, tile, device)
     launch(kernel, device, grid, b"".join(maps), args)
 
@@ -150,7 +142,7 @@ def pack(
     group_m: int = 0,
     params: tuple[float, ...] = (),
 ) -> bytes:
-    """hexa::sm90::GroupedParams. What an operator does not use stays zero."""
+    """Packs hexa::sm90::GroupedParams. Fields that an operator does not use stay zero."""
     pointers = (v, offs, queue, a, out, act, bias, bias_up, h, slot_scale, row_dot, p, dw, db)
     sizes = (a_ld, out_ld, act_ld, h_ld, K, N, bias_ld, p_ld, R, C, group_m)
     return ARGS.pack(*pointers, n, experts, *division, *sizes, *(params or (0.0, 0.0)))
@@ -187,12 +179,12 @@ def shared_args(v: Tensor | None, offs: Tensor, top_k: int, n: int, tile: TileCh
 
 
 def row_maps(x: Tensor, weight: Tensor, v: Tensor | None, layout: Layout, tile: TileChoice) -> Maps:
-    """What a row product reads; gathered rows need no map."""
+    """The maps that a row product reads through; gathered rows need none."""
     return Maps(_NO_MAP if v is not None else rows_map(x, 64), weight_map(weight, layout, tile.bn // 2))
 
 
 def weight_maps(p: Tensor, q: Tensor, v: Tensor | None, dw: Tensor, turned: bool = False) -> dict[str, bytes]:
-    """What a weight's gradient reads and writes: P, unless it is gathered, Q, and dW as it lies: (C, R) where it is `turned`."""
+    """The maps of a weight's gradient: P (unless it is gathered), Q, and dW as it lies in memory: (C, R) if it is `turned`."""
     p_map = _NO_MAP if v is not None else rows_map(p, 64)
     grad = weight_map(dw, "nk", 16) if dw.dtype == p.dtype else added_map(dw, turned)
     return {"p": p_map, "q": rows_map(q, 64), "grad": grad}
@@ -231,8 +223,11 @@ def added_map(dw: Tensor, turned: bool) -> bytes:
 
 
 def queue(device: torch.device) -> int:
-    """Address of two zeros. The kernel leaves them zero, so a ring of them serves all streams; a graph under capture gets its
-    own, because replays may overlap anything (its memory is reused only by what comes after on the stream)."""
+    """Address of two zeros, which the kernel leaves zero, so that a ring of them serves all streams.
+
+    A CUDA graph under capture gets zeros of its own, because its replays may overlap anything; their memory is reused only by
+    what follows on the stream.
+    """
     if described():
         return 0
     if torch.cuda.is_current_stream_capturing():
@@ -254,7 +249,7 @@ def _make_ring(device: torch.device) -> None:
     with _making:
         if device.index not in _rings:
             ring = torch.zeros(2 * _QUEUES, dtype=torch.int32, device=device)
-            torch.cuda.synchronize(device)  # once a process: other streams may use it next
+            torch.cuda.synchronize(device)  # once per process: another stream may use it next
             _rings[device.index] = (ring.data_ptr(), ring)
 
 

@@ -1,6 +1,6 @@
-"""A call of kernels, written down: what it launched, what it allocated, and what else it had torch do.
+"""Records a call of kernels: what it launched, what it allocated, and which other torch operators it ran.
 
-Torch's dispatcher shows what it does besides launching. So what was written down is all of the call, and not by assumption.
+Torch's dispatcher shows everything that a call does besides launching, so a recording is known to be complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALLOCATES = frozenset({_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATE
 
 @dataclass(frozen=True)
 class TorchCall:
-    """A torch operator that ran, neither to allocate nor to launch."""
+    """One torch operator that a call ran, other than an allocation."""
 
     function: Any
     args: tuple[Any, ...]
@@ -30,7 +30,7 @@ class TorchCall:
 
     @property
     def is_view(self) -> bool:
-        """It gives other tensors of the same memory: nothing is lost where nobody needs them."""
+        """Whether it only returns other tensors on the same memory, so that it can be left out if nobody needs them."""
         given = {t.untyped_storage().data_ptr() for t in self.args if isinstance(t, Tensor)}
         out = self.result if isinstance(self.result, list | tuple) else [self.result]
         same = all(isinstance(t, Tensor) and t.untyped_storage().data_ptr() in given for t in out)
@@ -39,13 +39,13 @@ class TorchCall:
 
 @dataclass
 class Recording:
-    """One call.
+    """One recorded call.
 
     Args:
         result: what it returned.
-        launches: in order.
-        allocated: every tensor it allocated, alive as long as this is.
-        calls: torch operators it ran that do not allocate, in order.
+        launches: its launches, in order.
+        allocated: every tensor that it allocated; they live as long as the recording.
+        calls: the other torch operators that it ran, in order.
     """
 
     result: Any = None

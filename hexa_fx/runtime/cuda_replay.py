@@ -1,7 +1,7 @@
-"""The launches of a recorded call again, on other addresses: few allocations, one packing, a driver call a launch.
+"""Replays a recorded call on other addresses: few allocations, one packing, and one driver call per launch.
 
-Addresses of a call are its operands', its results', those of what torch made of operands (`cuda_around`), queues of tiles, and
-parts of one workspace.
+The addresses of a call are those of its operands and results, of what torch computed from operands (`cuda_around`), of tile
+queues, and of parts of one workspace.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hexa_fx.codegen.families import get_family
 from hexa_fx.jit.kernel import KernelHandle
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, address_offset
 from hexa_fx.runtime.cuda_around import Around, CannotReplay
-from hexa_fx.runtime.cuda_launch import Launch, ceil_div
+from hexa_fx.runtime.cuda_launch import Launch
+from hexa_fx.runtime.cuda_operands import ceil_div
 from hexa_fx.runtime.cuda_plans_sm90 import in_ring, queue
 from hexa_fx.runtime.cuda_record import Recording
 
@@ -35,7 +36,7 @@ _empty_strided: Callable[..., Tensor] | None = getattr(_C._dynamo.guards, "_empt
 
 
 class _Step(NamedTuple):
-    """One launch: its parameters as `Struct` packs them, and what goes there: numbers of addresses, or bytes as they are."""
+    """One launch: the format that packs its parameters, and the values: numbers of addresses, or constant bytes."""
 
     kernel: KernelHandle
     grid: tuple[int, int, int]
@@ -45,27 +46,26 @@ class _Step(NamedTuple):
 
 
 class _Buffer(NamedTuple):
-    """The parameters of all launches, one call's at a time, and per launch what `KernelHandle.queue` takes."""
+    """The parameters of all launches of one call, and for each launch what `KernelHandle.queue` takes."""
 
     memory: ctypes.Array[ctypes.c_char]
     launches: tuple[tuple[KernelHandle, bytes, ctypes.Array[Any]], ...]
 
 
 class Replay:
-    """A recorded call that runs again wherever only addresses differ.
+    """A recorded call that can be run again when only addresses differ.
 
-    Parameters of kernels are structs with pointers among their fields, and tensor maps, which hold one each. Each was the
-    address of an operand or a result, or one in an allocation: the former are exchanged, and all other allocations become parts
-    of one workspace.
+    Kernels take structs with pointers among their fields, and tensor maps with one pointer each. A pointer is to an operand, to
+    a result, or into another allocation. The first two are replaced, and all other allocations become parts of one workspace.
 
     Args:
         recording: the call.
         operands: its tensors, None where one is missing.
         device: where it ran.
-        most: bytes that the workspace may have, in which nothing is freed before the end.
+        most: bytes that the workspace may have; nothing in it is freed before the end.
 
     Raises:
-        CannotReplay: it did more than can be done again, or its parameters hold something else than addresses and constants.
+        CannotReplay: the call did something that cannot be repeated, or its parameters contain an address that is none of these.
     """
 
     def __init__(self, recording: Recording, operands: Sequence[Tensor | None], device: int, most: int) -> None:
@@ -81,7 +81,7 @@ class Replay:
         self._steps = steps
         self._struct = Struct("".join(step.format for step in steps))
         values = [value for step in steps for value in step.values]
-        # numbers: 0, what lies outside, queues, parts of the workspace; constants come last
+        # order of values: 0, operands and results, queues, workspace, places within the former, constants
         shift = {n: places.given + i for i, n in enumerate((*places.turning, *places.inner, *places.shifted))}
         constants = [value for value in values if isinstance(value, bytes)]
         first = places.given + len(shift)
@@ -91,7 +91,7 @@ class Replay:
         self._free: dict[int, list[_Buffer]] = {}
 
     def __call__(self, operands: Sequence[Tensor | None], addresses: Sequence[int]) -> Any:
-        """The result of the call on other operands.
+        """Runs the call on other operands and returns its result.
 
         Args:
             operands: on torch's current device.
@@ -140,7 +140,7 @@ class Replay:
 
 
 class _Places:
-    """Numbers for the addresses of a recording: 0 for none, then those that a call brings, then those made of it on the way."""
+    """Numbers the addresses of a recording: 0 for none, then operands and results, then everything else as it is met."""
 
     def __init__(self, recording: Recording, operands: Sequence[Tensor | None], around: Around, device: int) -> None:
         self._device = device
@@ -168,7 +168,7 @@ class _Places:
             self.size += ceil_div(size, _ALIGNED) * _ALIGNED
 
     def number(self, address: int) -> int:
-        """The number of an address; a new one for one in the workspace that was not asked for before, and for every queue."""
+        """Returns the number of an address. An address that was not met before gets a new one, and so does every queue."""
         if address in self._number:
             return self._number[address]
         self._asked += 1
@@ -190,7 +190,7 @@ class _Places:
 
 
 def _span(t: Tensor) -> range:
-    """The addresses that a tensor reaches over."""
+    """Returns the addresses between a tensor's first and last byte."""
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
     return range(t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size())
 
@@ -214,7 +214,7 @@ def _step(launch: Launch, places: _Places) -> _Step:
 
 @cache
 def pointer_offsets(layout: str) -> tuple[int, ...]:
-    """Where a struct of this format (module struct's, native alignment) has pointers, bytes from its start."""
+    """Returns the byte offsets of the pointers in a struct of this format (of module struct, natively aligned)."""
     found: list[int] = []
     at = 0
     for count, kind in re.findall(r"(\d*)([a-zA-Z])", layout):
@@ -228,7 +228,7 @@ def pointer_offsets(layout: str) -> tuple[int, ...]:
 
 
 def _packed(data: bytes, offsets: Sequence[int], places: _Places) -> tuple[str, list[int | bytes]]:
-    """How bytes with addresses at these places are packed, and of what."""
+    """Returns the format and the values that pack these bytes, which hold addresses at `offsets`."""
     format, values, end = "", list[int | bytes](), 0
     for at in offsets:
         if at > end:
@@ -244,7 +244,7 @@ def _packed(data: bytes, offsets: Sequence[int], places: _Places) -> tuple[str, 
 
 
 def _map(one: bytes, places: _Places) -> tuple[str, list[int | bytes]]:
-    """The same of a tensor map."""
+    """Returns the same for a tensor map."""
     if one == _NO_MAP:
         return _packed(one, (), places)
     at = address_offset()

@@ -18,23 +18,19 @@ from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
 from hexa_fx.codegen.spec import Glu, KernelSpec
 from hexa_fx.errors import InputError
 from hexa_fx.jit.env import checked_mode
-from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.runtime.cuda_launch import (
     DTYPES,
     Kernel,
     Unsupported,
-    address,
-    aligned,
     arch,
-    ceil_div,
     collecting,
     cuda_kernel,
-    dense_rows,
     described,
     kernel_of,
     launch,
     plan,
 )
+from hexa_fx.runtime.cuda_operands import address, aligned, ceil_div, constants_of, dense_rows
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +122,7 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
 
 @cuda_kernel("ess")
 def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:
-    """Partial sums of segments of rows, then of every expert's segments: deterministic."""
+    """Sums segments of rows, then the segments of every expert; deterministic."""
     out = g.new_empty((offs.shape[0] - 1, g.shape[1]))
     _sum_rows(out, False, g, v, offs, top_k, scale)
     return out
@@ -134,20 +130,20 @@ def ess(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | N
 
 @cuda_kernel("ess_add")
 def ess_add(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
-    """The same, added to what is there."""
+    """As `ess`, added to what ``into`` holds."""
     held = into if into.is_contiguous() else substitute(into)
     _sum_rows(held, True, g, v, offs, top_k, scale)
     settle(into, held)
 
 
 def substitute(into: Tensor) -> Tensor:
-    """Zeros for a kernel to add to, where none knows the strides of a gradient buffer. Logged once; see `settle`."""
+    """Zeros for a kernel to add to, where no kernel supports the strides of a gradient buffer. Logged once; see `settle`."""
     _say_once(tuple(into.shape), into.stride())
     return torch.zeros_like(into, memory_format=torch.contiguous_format)
 
 
 def settle(into: Tensor | None, held: Tensor | None) -> None:
-    """Adds what a kernel could not add itself."""
+    """Adds a `substitute` to the buffer that it stood in for."""
     if into is not None and held is not None and held.data_ptr() != into.data_ptr() and not collecting():
         into.add_(held)
 
@@ -155,7 +151,7 @@ def settle(into: Tensor | None, held: Tensor | None) -> None:
 @cache
 def _say_once(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     log.warning(
-        "a gradient buffer %s with strides %s fits no kernel; torch adds to it, of a second one", shape, strides
+        "no kernel supports a gradient buffer %s with strides %s; torch adds to it from a second buffer", shape, strides
     )
 
 
@@ -181,11 +177,11 @@ def _sum_rows(
 
 @cuda_kernel("activate")
 def activate(h: Tensor, activation: str, glu: Glu, params: tuple[float, ...] = ()) -> Tensor:
-    """Eight columns a thread."""
+    """Each thread computes eight columns."""
     h = dense_rows(h)
     n, width = h.shape[0], h.shape[1] if glu == "none" else h.shape[1] // 2
     a = h.new_empty((n, width))
-    alpha, limit = _constants(activation, params)
+    alpha, limit = constants_of(activation, params)
     kernel = _activate_kernel(
         "activate", arch(h.device.index), h.dtype, "f32", False, activation, glu, width, aligned(h, a)
     )
@@ -216,7 +212,7 @@ def activate_backward(
         assert v is not None
         assert offs is not None
         routed = offs.data_ptr() + 4 * (offs.shape[0] - 1)
-    alpha, limit = _constants(activation, params)
+    alpha, limit = constants_of(activation, params)
     w_name = "f32" if weights is None else DTYPES[weights.dtype].name
     fit = aligned(h, da, a, dh)
     kernel = _activate_kernel(
@@ -235,7 +231,7 @@ def _combine_kernel(
 ) -> Kernel:
     unrolled = top_k if top_k in UNROLLED_TOP_K and dtype != torch.float64 else 0
     chunks = max(1, ceil_div(width, 8))
-    # the block that wastes the fewest threads; the largest of those that waste the same
+    # The block that wastes the fewest threads, and the largest of equals.
     threads = min(COMBINE_THREADS, key=lambda t: (ceil_div(chunks, t) * t, -t))
     spec = KernelSpec("combine", "combine", arch, dtype=DTYPES[dtype], scale=weights is not None, aligned=fit)
     name = "f32" if weights is None else DTYPES[weights].name
@@ -271,18 +267,13 @@ def _activate_kernel(
     fit: bool,
 ) -> Kernel:
     chunks = ceil_div(width, 8)
-    # the warps that leave the fewest lanes idle; the most of those that waste the same
+    # As many warps as leave the fewest lanes idle, and the most of equals.
     warps = min((1, 2, 4), key=lambda w: (ceil_div(chunks, 32 * w) * w, -w))
-    glu = "concat" if glu == "split" else glu  # the same h
+    glu = "concat" if glu == "split" else glu  # h is laid out alike
     spec = KernelSpec(
         "activate", op, arch, dtype=DTYPES[dtype], activation=activation, glu=glu, scale=weighted, aligned=fit
     )
     return kernel_of(spec.with_options(weights=weights, warps_per_row=warps))
-
-
-def _constants(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
-    alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
-    return alpha, limit
 
 
 def _row_blocks(n: int, kernel: Kernel) -> int:

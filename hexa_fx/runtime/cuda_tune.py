@@ -1,6 +1,6 @@
-"""Which measured tile a launch takes, and HEXA_FX_AUTOTUNE=1: measure where no table has an entry.
+"""Which measured tile a launch takes. With HEXA_FX_AUTOTUNE=1, tiles are measured where no table has an entry.
 
-Measuring synchronises, so it happens only when asked for, once a bucket of shapes and card; the result is kept on disk.
+Measuring synchronises, so it happens only on request, once per card and bucket of shapes. The result is kept on disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _done: set[tuple[Problem, int]] = set()
 
 @plan
 def autotuning() -> bool:
-    """Whether HEXA_FX_AUTOTUNE asks for it."""
+    """Whether HEXA_FX_AUTOTUNE asks for measuring."""
     return described() is None and JitSettings.from_env().autotune
 
 
@@ -84,7 +84,7 @@ def tune(
 
 
 def _prebuild(specs: Sequence[KernelSpec]) -> None:
-    """Builds what can be built, several at a time. What cannot is passed over when it is to run."""
+    """Builds the candidates in parallel. One that does not build is skipped when its turn to run comes."""
     sources = []
     for spec in specs:
         with suppress(KernelError):

@@ -1,4 +1,4 @@
-"""Builds the kernels of installed blocks before a model's first step needs them one after the other."""
+"""Builds the kernels of installed blocks ahead of a model's first step."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Example = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 def prebuild_blocks(model: nn.Module, examples: Mapping[str, Example]) -> int:
-    """Builds what forward and backward of the blocks at these paths launch, several kernels at a time.
+    """Builds, in parallel, the kernels that forward and backward of the blocks at these paths launch.
 
-    Every block runs once on its example, and what it launches is only noted: buffers, attributes and the random state are
-    put back, results are thrown away, gradients are not accumulated. Kernels do not depend on the number of tokens but by the
-    power of two of the rows that an expert gets, so the example should be of about the size of a step. A failure is logged:
-    the kernels are then built when they are needed.
+    Every block runs once on its example without launching anything. Buffers, attributes and the random state are restored,
+    results are thrown away, and no gradients are accumulated. Kernels depend on the number of tokens only through the power of
+    two of the rows per expert, so the example should be about as large as a step. A failure is logged, and the kernels are
+    then built when they are first launched.
 
     Args:
         model: with installed blocks.
@@ -43,7 +43,7 @@ def prebuild_blocks(model: nn.Module, examples: Mapping[str, Example]) -> int:
     started = time.perf_counter()
     try:
         count = cuda_launch.prebuild(lambda: _steps(blocks))
-    except Exception as error:  # the block's own code, on results that mean nothing
+    except Exception as error:  # an error of the block's own code on meaningless results
         log.warning("kernels are built when they are needed: %s: %s", type(error).__name__, error)
         return 0
     log.info("%d kernels ready in %.1f s", count, time.perf_counter() - started)
@@ -60,7 +60,7 @@ def _steps(blocks: Sequence[tuple[nn.Module, Example]]) -> None:
 
 
 def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Forward, and backward if the block trains."""
+    """Runs forward, and backward if the block is in train mode."""
     state, device = ModuleState(block), _device(block)
     assert device is not None
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _leaf(value: Any) -> Any:
-    """A layer inside a model is asked for its input's gradient too."""
+    """The tensor with gradients on, since a layer inside a model has to give its input's gradient too."""
     if isinstance(value, Tensor) and value.is_floating_point() and torch.is_grad_enabled():
         return value.detach().requires_grad_()
     return value

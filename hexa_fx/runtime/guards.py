@@ -1,4 +1,4 @@
-"""What a rewritten forward may assume, checked at every call. A miss is not an error: the original forward runs."""
+"""Checks at every call what a rewritten forward assumes. A miss is not an error: the original forward runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hexa_fx.ir import InputGuard
 
 
 class GuardMiss(Exception):
-    """A rewritten block met something it was not traced for. Caught by `hexa_fx.runtime.install.HexaForward`."""
+    """A rewritten block met something that it was not made for. `hexa_fx.runtime.install.HexaForward` catches it."""
 
 
 class SizeMiss(GuardMiss):
-    """A size condition of a rewritten graph does not hold: it will not for other inputs of the same sizes."""
+    """A size condition of a rewritten graph does not hold, nor will it for other inputs of the same sizes."""
 
 
 def require(condition: Any, expected: str) -> None:

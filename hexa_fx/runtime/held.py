@@ -1,4 +1,4 @@
-"""Plain objects that modules hold: configs, dataclasses, namespaces, dicts, lists. Their values by the way there."""
+"""Plain objects that modules hold (configs, dataclasses, namespaces, dicts, lists), and the paths to their values."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ _OF_OTHER_USE = frozenset({"torch", "logging", "threading", "_thread"})
 
 
 def is_object(value: Any) -> bool:
-    """Whether attributes or items of ``value`` may be settings: nothing of torch's, no logger, no function, no class."""
+    """Whether attributes or items of ``value`` may be settings: it is no object of torch's, no logger, function or class."""
     return not isinstance(value, _CLOSED) and type(value).__module__.partition(".")[0] not in _OF_OTHER_USE
 
 
 def is_collection(value: Any) -> bool:
-    """Whether ``value`` is one whose items are told apart by keys instead of attributes."""
+    """Whether ``value`` has items with keys instead of attributes."""
     return isinstance(value, (dict, list, tuple, set, frozenset))
 
 
 def frozen(value: Any) -> Any:
-    """``value`` where it can be compared as a whole: a plain value, or a copy of a short list of such. Else `MISSING`."""
+    """``value`` if it can be compared as a whole: a plain value, or a copy of a short list of such; else `MISSING`."""
     if isinstance(value, PLAIN):
         return value
     if type(value) not in (list, tuple, set, frozenset) or len(value) > _LONGEST:
@@ -71,7 +71,7 @@ def frozen(value: Any) -> Any:
 
 
 def step(holder: Any, key: Any) -> Any:
-    """What ``holder`` has by that key or name, or `MISSING`."""
+    """The item or attribute of ``holder`` with that key or name, or `MISSING`."""
     try:
         return holder[key] if is_collection(holder) else getattr(holder, key)
     except (AttributeError, LookupError, TypeError):
@@ -79,7 +79,7 @@ def step(holder: Any, key: Any) -> Any:
 
 
 def items(holder: Any) -> dict[Any, Any]:
-    """What ``holder`` itself has, by key or name."""
+    """The items or attributes of ``holder`` itself, by key or name."""
     if isinstance(holder, dict):
         return holder
     if isinstance(holder, (list, tuple)):
@@ -94,7 +94,7 @@ def items(holder: Any) -> dict[Any, Any]:
 
 
 def objects_in(module: nn.Module, wanted: Callable[[str], bool]) -> Iterator[tuple[Steps, Any]]:
-    """The objects that the module holds in attributes that are ``wanted``, and those inside them, with every way there."""
+    """The objects that a module holds in ``wanted`` attributes, and the objects inside these, each with every path to it."""
     left: deque[tuple[Steps, Any]] = deque()
     left.extend(((name,), value) for name, value in vars(module).items() if wanted(name) and is_object(value))
     for _ in range(_LONGEST):

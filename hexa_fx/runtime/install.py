@@ -1,8 +1,8 @@
-"""Putting a rewritten forward on the user's module, and taking it off again.
+"""Puts a rewritten forward on the user's module, and takes it off again.
 
-The module keeps its class, parameters, buffers, submodules, hooks and ``state_dict``. Only ``forward`` is shadowed by
-an attribute of the instance. Everything that goes through ``Module.__call__`` (hooks, torch.compile, torch.export,
-checkpointing, functional_call) therefore works as before.
+The module keeps its class, parameters, buffers, submodules, hooks and ``state_dict``. An attribute of the instance merely
+shadows ``forward``, so everything that goes through ``Module.__call__`` (hooks, torch.compile, torch.export, checkpointing,
+functional_call) works as before.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from hexa_fx.runtime.unchanged import Unchanged, called_in
 logger = logging.getLogger(__name__)
 
 OWN_CODE_WHEN_SMALL = True
-"""Whether a block runs its own code where that is the quicker (`RewrittenBlock.small`)."""
+"""Whether a block runs its own code where that is faster (`RewrittenBlock.small`)."""
 
 
 class HexaForward:
-    """A module's rewritten forward: callable as ``module.forward`` was, with the same signature.
+    """A module's rewritten forward, with the signature of the original.
 
-    Runs the generated code of the current mode (train or eval) with the original module as ``self``. Inputs that the
-    trace did not foresee run the original forward instead; each reason is logged once.
+    Runs the generated code of the current mode (train or eval) with the original module as ``self``. Inputs that the block was
+    not recorded for run the original forward instead; each reason is logged once.
 
     Args:
         module: the user's module, referenced weakly (the module owns this object).
         train: what runs while ``module.training``; None runs the original.
         eval: what runs otherwise; None runs the original.
-        original: an instance-level forward that was there before, else None for the class's.
+        original: the forward that the instance had of its own; None if it had the class's.
     """
 
     __signature__ = SignatureOfOriginal()
@@ -79,13 +79,14 @@ class HexaForward:
         self._arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
 
     def _coverage(self, training: bool) -> tuple[tuple[str, ...], frozenset[str]]:
-        """Names that the graph reads, and those that it reads or guards."""
+        """Names of the arguments that the graph reads, and of those that it reads or guards."""
         program = self.programs[training]
         read = program.inputs if program else ()
         return read, frozenset(read) | {guard.name for guard in self.guards[training]}
 
     @property
     def module(self) -> nn.Module:
+        """The user's module; raises `ReferenceError` once it is gone."""
         module = self._module()
         if module is None:
             raise ReferenceError("the module of this rewritten forward no longer exists; keep a reference to the model")
@@ -93,12 +94,12 @@ class HexaForward:
 
     @property
     def __code__(self) -> CodeType:
-        """The original's code object: torch.export names its trace after it."""
+        """The original's code object, after which torch.export names its trace."""
         code: CodeType = getattr(self._own_original or type(self.module).forward, "__code__", _NO_CODE)
         return code
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was there before."""
+        """Runs the forward that was there before."""
         if self._own_original is not None:
             return self._own_original(*args, **kwargs)
         module = self.module
@@ -122,7 +123,7 @@ class HexaForward:
         return self.original(*args, **kwargs)
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
-        """The rewritten forward of the current mode, and nothing else.
+        """Runs the rewritten forward of the current mode, without falling back.
 
         Raises:
             GuardMiss: there is none, or it was not made for these inputs.
@@ -150,7 +151,7 @@ class HexaForward:
         return output
 
     def _check_coverage(self, values: dict[str, Any], training: bool) -> None:
-        """An argument that the graph neither reads nor guards must be as if it had not been given."""
+        """Raises `GuardMiss` unless every argument that the graph neither reads nor guards has its default value."""
         defaults, covered = self._arguments.defaults, self._covered[training]
         for name in covered[0]:
             if name not in values:
@@ -160,7 +161,7 @@ class HexaForward:
                 raise GuardMiss(f"the input {name!r} was not given when the block was recorded")
 
     def _has_main_grad(self, training: bool) -> bool:
-        """Whether gradients are wanted in buffers: the block's own code does not know them."""
+        """Whether gradients go to ``main_grad`` buffers, which the block's own code knows nothing about."""
         return main_grad.has_any(self.module, self.weights[training])
 
     def _log(self, reason: str) -> None:
@@ -190,10 +191,10 @@ _UNPICKLED = frozenset({"_module", "_arguments", "_covered", "_logged", "_missed
 
 
 def _is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this is a plain CPU call whose first argument is a tensor of no more than ``limit`` elements.
+    """Whether this is a plain CPU call whose first argument is a tensor of at most ``limit`` elements.
 
-    It is asked before each call of a block that is quick in its own code, where finding a name in the module ``torch`` takes
-    microseconds. So only what the graph's users need is asked: a tracer must see the operators, and must not compare sizes.
+    Blocks that are fast in their own code ask this before every call, and looking up a name in the module ``torch`` takes
+    microseconds. So it asks only what is needed: a tracer must see the operators, and must not compare sizes.
     """
     if not limit or not OWN_CODE_WHEN_SMALL or is_compiling():
         return False
@@ -202,7 +203,7 @@ def _is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
 
 
 def _differentiated_by_function() -> bool:
-    """Whether torch.func.grad, vjp or jvp, or a dual level of forward-mode AD is at work: the operators know backward only."""
+    """Whether torch.func.grad, vjp, jvp or forward-mode AD is active. The operators only support backward."""
     if is_compiling():
         return False
     if forward_ad._current_level >= 0:
@@ -212,7 +213,7 @@ def _differentiated_by_function() -> bool:
 
 
 def _sizes(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What size conditions can depend on: they need not be tried again for the same."""
+    """Everything that size conditions can depend on. If it is the same, they need not be tried again."""
     values = (*args, *kwargs, *kwargs.values())
     return training, *(value.shape if isinstance(value, Tensor) else id(value) for value in values)
 
@@ -241,7 +242,7 @@ def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock
 
 
 def uninstall(block: nn.Module) -> None:
-    """Gives ``block`` its own forward back. Packed parameters stay side by side in memory; their values are theirs.
+    """Gives ``block`` its own forward back. Packed parameters keep their values, and stay side by side in memory.
 
     Raises:
         InputError: nothing is installed.
@@ -277,7 +278,9 @@ def _packed_weights(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[st
     weights: dict[str, PackedWeight] = {}
     for weight in (weight for rewritten in blocks if rewritten for weight in rewritten.packed):
         if weights.setdefault(weight.name, weight) != weight:
-            raise InputError(f"train and eval mode read other weights as {weight.name!r}; please report this")
+            raise InputError(f"train and eval mode read different weights as {weight.name!r}; please report this")
         if hasattr(block, weight.name):
-            raise InputError(f"{type(block).__name__} already has an attribute {weight.name!r}; name the weight apart")
+            raise InputError(
+                f"{type(block).__name__} already has an attribute {weight.name!r}, which hexa_fx needs; rename it"
+            )
     return weights

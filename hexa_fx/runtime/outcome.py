@@ -1,4 +1,4 @@
-"""Everything that one call of a module's forward does that somebody could observe, and how two calls differ."""
+"""Everything observable that one call of a module's forward does, and how two calls differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLAIN = (torch.Tensor, int, float, str)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call did. ``values`` and ``gradients`` are named tensors, ``facts`` is everything that must be equal."""
+    """What a call did. ``values`` and ``gradients`` are named tensors; ``facts`` is everything that must be equal."""
 
     values: Mapping[str, torch.Tensor]
     gradients: Mapping[str, torch.Tensor | None]
@@ -33,7 +33,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two outcomes lie apart.
+    """How far two outcomes differ.
 
     Args:
         forward: largest difference of an output, buffer or input afterwards, relative to the tensor's scale.
@@ -52,7 +52,7 @@ class Difference:
 
 
 class ModuleState:
-    """Buffers and plain attributes of a module tree, to start every call from the same state.
+    """The buffers and plain attributes of a module tree, so that every call starts from the same state.
 
     Parameters are left alone; that a forward changed one shows in `facts`.
     """
@@ -96,7 +96,7 @@ class ModuleState:
         return {f"attribute {path}.{name}": v for path, name, v in self._listed() if not isinstance(v, torch.Tensor)}
 
     def fresh_tensors(self) -> list[torch.Tensor]:
-        """Tensor attributes that were set since `restore`, in the order of their names."""
+        """Tensor attributes that were set since `restore`, ordered by name."""
         before = {id(value) for attributes in self._attributes for value in attributes.values()}
         found = [item for item in self._listed() if isinstance(item[2], torch.Tensor)]
         return [value for _, _, value in sorted(found, key=lambda item: item[:2]) if id(value) not in before]
@@ -163,7 +163,7 @@ def observe(
 
 
 def _unfolded(result: Any) -> Any:
-    """A dataclass that pytree does not know, as its class and its fields."""
+    """A dataclass unknown to pytree, as its class and its fields."""
     if not dataclasses.is_dataclass(result) or isinstance(result, type) or type(result) in pytree.SUPPORTED_NODES:
         return result
     return type(result), {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
@@ -192,7 +192,7 @@ def difference(original: Outcome, other: Outcome) -> Difference:
 
 
 def unlike(original: Outcome, other: Outcome) -> str:
-    """A sentence if a tensor of the other has another shape or dtype."""
+    """A sentence if a tensor has another shape or dtype in the other outcome; else empty."""
     both = ((name, one, other.values.get(name)) for name, one in original.values.items())
     return next((text for name, one, two in both if two is not None and (text := _unlike(name, one, two))), "")
 
@@ -225,7 +225,7 @@ def _gradients(
 def _filled(
     gradients: Mapping[str, torch.Tensor | None], others: Mapping[str, torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """The gradients that one of two outcomes has, zeros where this one has none."""
+    """The gradients that either of two outcomes has, with zeros where this one has none."""
     found = {}
     for name, gradient in gradients.items():
         other = others[name]
@@ -237,7 +237,7 @@ def _filled(
 
 
 def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[float, str, str]:
-    """The largest relative difference, whose it is, and a sentence if two tensors cannot be compared."""
+    """The largest relative difference, the name of its tensor, and a sentence if two tensors cannot be compared."""
     largest = max((_scale(_finite(_wide(tensor))) for tensor in first.values()), default=0.0)
     furthest, worst = 0.0, ""
     for name, one in first.items():
@@ -266,7 +266,7 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _oddities(tensor: torch.Tensor) -> torch.Tensor:
-    """Zero where finite, a code each for NaN, inf and -inf."""
+    """Zero where finite, and one code each for NaN, inf and -inf."""
     return torch.where(tensor.isfinite(), 0.0, tensor).nan_to_num(1.0, 2.0, 3.0)
 
 
@@ -283,5 +283,5 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Tensors, numbers and texts that the module keeps beside its buffers, such as its last auxiliary loss."""
+    """Tensors, numbers and strings that a module keeps besides its buffers, such as its last auxiliary loss."""
     return {name: value for name, value in module.__dict__.items() if name != "training" and isinstance(value, _PLAIN)}

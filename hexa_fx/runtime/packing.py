@@ -1,15 +1,14 @@
-"""Per-expert parameters read as one stacked tensor, without copying them and without the user noticing.
+"""Reads per-expert parameters as one stacked tensor, without copying them and without the user noticing.
 
-The parameters of the user's experts stay what they are: same objects, names, order, hooks and ``requires_grad``, so
-an optimizer built before or after, ``state_dict`` and ``load_state_dict`` work as before. Only their storage moves:
-``parameter.data`` becomes a view of one packed tensor (tiny ones are copied where a gradient is wanted, which takes less
-time). Whatever moves it away again (``model.to``, ``half``, deepcopy,
-``load_state_dict(assign=True)``, ...) is noticed at the next forward, and the parameters are packed again.
+The parameters of the user's experts stay what they are: the same objects with the same names, order, hooks and
+``requires_grad``, so that optimizers, ``state_dict`` and ``load_state_dict`` work as before. Only their storage moves:
+``parameter.data`` becomes a view of one packed tensor. (Tiny ones are copied where a gradient is wanted, which is faster.) When
+something moves the storage away again (``model.to``, ``half``, deepcopy, ``load_state_dict(assign=True)``, ...), the next
+forward notices and packs the parameters again.
 
-Gradients: every expert's ``.grad`` is a slice of one (E, ...) gradient, also that of an expert without tokens, which is
-then zero. Code that skips such experts leaves None there. The difference shows in optimizers that act on zero
-gradients: AdamW decays the weight and its moments instead of leaving them alone. ``read(top_k_index)`` restores None
-at the price of one device-to-host copy in backward.
+Every expert's ``.grad`` is a slice of one (E, ...) gradient. For an expert without tokens it is zero, where code that skips such
+experts leaves None. Optimizers that act on zero gradients tell the difference: AdamW decays the weight and its moments.
+Passing ``top_k_index`` restores None, at the price of one device-to-host copy in backward.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class _ReadPacked(torch.autograd.Function):
-    """The packed tensor as a function of the parameters that lie in it. Backward hands out slices of one gradient."""
+    """The packed tensor as a differentiable function of the parameters in it. Backward hands out slices of one gradient."""
 
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, shelf: sidebyside.Shelf, index: Any, *parameters: Any) -> torch.Tensor:
@@ -76,12 +75,12 @@ def _experts_without_tokens(top_k_index: torch.Tensor | None, num_experts: int) 
 
 
 class PackedExperts:
-    """One stacked weight of a block: called without arguments it returns the (E, ...) tensor of this moment.
+    """One stacked weight of a block. Calling it returns the current (E, ...) tensor.
 
-    Not an nn.Module: it sits beside the block's submodules and appears in no ``state_dict`` or ``named_*`` listing.
+    It is no nn.Module, so that it appears in no ``state_dict`` and no ``named_*`` listing of the block that it is set on.
 
     Args:
-        block: the user's module. It is referenced weakly, as the block owns this object.
+        block: the user's module, referenced weakly because it owns this object.
         weight: the parameters' paths relative to the block.
     """
 
@@ -112,18 +111,18 @@ class PackedExperts:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the last read went without a copy."""
+        """Whether the last read took no copy."""
         return self._packed is not None and not self._copy_reason
 
     def __call__(self, top_k_index: torch.Tensor | None = None) -> torch.Tensor:
-        """The stacked weight, (E, N, K) or (E, N) for a bias.
+        """The stacked weight: (E, N, K), or (E, N) for a bias.
 
         Args:
-            top_k_index: experts chosen in this forward, any shape, int. If given, parameters of experts that do not
-                occur get no gradient (None) instead of a zero one.
+            top_k_index: integer ids of the experts chosen in this forward, in any shape. If given, parameters of other
+                experts get None as their gradient instead of zeros.
 
         Raises:
-            GuardMiss: an expert or parameter was exchanged for something that cannot be stacked.
+            GuardMiss: an expert or parameter was replaced by something that cannot be stacked.
         """
         if is_compiling() or _traced():
             return self._copy(self._paths.tensors_in_trace())
@@ -140,10 +139,10 @@ class PackedExperts:
         return read
 
     def refresh(self) -> None:
-        """Checks the module tree and packs if the parameters were moved: before the block has had any effect.
+        """Checks the module tree, and packs the parameters again if they were moved. Call it before the block has any effect.
 
         Raises:
-            GuardMiss: an expert was exchanged or hooked, so that its original code has to run.
+            GuardMiss: an expert was replaced or hooked, so that the original code has to run.
         """
         if is_compiling():
             return
@@ -155,7 +154,7 @@ class PackedExperts:
             self._pack(parameters)
 
     def _ends_in_place(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """A quick look: things that move parameters move all of them. Every read looks at each."""
+        """A quick check, since whatever moves parameters moves all of them. Every read checks each one."""
         if self._packed is None:
             return False
         pointers = self._pointers
@@ -178,7 +177,7 @@ class PackedExperts:
         return True
 
     def _pack(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Takes the parameters' storage over, or says in ``_copy_reason`` why that must not be."""
+        """Takes over the parameters' storage, or says in ``_copy_reason`` why it must not."""
         parts = self._in_parts(tensors)
         if any(type(tensor).__name__ == "DTensor" for tensor in tensors):
             raise GuardMiss("the experts' weights are distributed tensors")
@@ -227,7 +226,7 @@ class PackedExperts:
 
 
 def _why_not_packable(tensors: Sequence[torch.Tensor]) -> str:
-    """Why the tensors' storage must be left alone; empty if it may be moved."""
+    """Why the tensors' storage has to stay where it is; empty if it may be moved."""
     if any(type(tensor) is not nn.Parameter for tensor in tensors):
         return "the experts' weights are not plain parameters at the moment (functional_call, a parametrization, ...)"
     if tensors[0].device.type == "meta":
@@ -238,7 +237,7 @@ def _why_not_packable(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _traced() -> bool:
-    """Whether something records or transforms what runs: it has to see the parameters, and nothing may be moved."""
+    """Whether a tracer or transform is active: it must see the parameters, and nothing may be moved."""
     return bool(
         _len_torch_dispatch_stack() > 0 or _are_functorch_transforms_active() or _get_tracing_state() is not None
     )

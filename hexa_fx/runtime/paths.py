@@ -1,4 +1,4 @@
-"""Finding many parameters of a block again at every forward, quickly, and noticing when a module was exchanged."""
+"""Finds many parameters of a block quickly at every forward, and notices when a module was replaced."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ParameterPaths:
         return block
 
     def check(self) -> None:
-        """Raises `GuardMiss` if a module on the way was exchanged or has got a hook of its own."""
+        """Raises `GuardMiss` if a module on the way was replaced or has a hook of its own."""
         if not self._ready:
             self._walk()
         if list(map(dict.get, self._parents, self._keys)) != self._children:
@@ -48,7 +48,7 @@ class ParameterPaths:
             raise GuardMiss("an expert has hooks, which only its own code calls")
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every parameter of this moment, in the order of the paths.
+        """The current parameters, in the order of the paths.
 
         Raises:
             GuardMiss: a parameter is gone, e.g. replaced by a parametrization.
@@ -62,7 +62,7 @@ class ParameterPaths:
         return found
 
     def tensors_in_trace(self) -> list[torch.Tensor]:
-        """The same, walked anew by plain attribute access, which tracers follow."""
+        """As `tensors`, by plain attribute access all the way, which tracers can follow."""
         found = []
         for *modules, name in self.paths:
             owner: Any = self.block
@@ -91,7 +91,7 @@ class ParameterPaths:
         self._parents = [parent for parent, _, _ in edges.values()]
         self._keys = [key for _, key, _ in edges.values()]
         self._children = [child for _, _, child in edges.values()]
-        # The container of the experts may be called by the rewritten graph; its hooks are then called as well.
+        # The rewritten graph may call the container of the experts, and then calls its hooks too.
         owners = {id(owner): owner for owner in map(self._owner_of, self.paths)}
         self._hooks = [
             getattr(owner, hooks) for owner in owners.values() if owner is not self.block for hooks in _HOOKS

@@ -1,4 +1,4 @@
-"""Running code in float64 although it asks for float32 here and there, so that only its meaning is compared."""
+"""Runs code in float64 even where it asks for float32, so that a comparison sees its meaning and not its rounding."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
 
 
 class InFloat64(TorchFunctionMode):
-    """Raises every lower floating dtype that a call asks for to float64, and gives grouped_mm a float64 version.
+    """A mode that raises every lower floating dtype a call asks for to float64, and gives grouped_mm a float64 version.
 
     Args:
-        own: dtype of the tensors that were raised. A cast of them to another one gives a copy, as it would there: code may write
+        own: dtype that the tensors had originally. A cast of them to another dtype gives a copy here too, since code may write
             to it.
     """
 
@@ -40,7 +40,7 @@ class InFloat64(TorchFunctionMode):
 
 
 def raised(value: Any) -> Any:
-    """dtypes in the arguments of a call, lower floating ones as float64."""
+    """The arguments of a call, with lower floating dtypes replaced by float64."""
     if isinstance(value, torch.dtype):
         return torch.float64 if value in _LOWER else value
     if isinstance(value, dict):
@@ -53,7 +53,7 @@ def raised(value: Any) -> Any:
 def _grouped_mm(
     rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
-    """(n, K) rows in expert order times (E, K, N); ``offs`` (E,) are the groups' ends. Rows past the last are zero."""
+    """(n, K) rows in expert order times (E, K, N). ``offs`` (E,) holds the groups' ends; rows past the last are zero."""
     ends = [int(end) for end in offs]
     parts = [rows[start:end] @ weight[number] for number, (start, end) in enumerate(zip([0, *ends[:-1]], ends))]
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - ends[-1], weight.shape[-1])])

@@ -1,4 +1,4 @@
-"""Models that cannot be worked on as they are, each with a sentence that says what to do instead."""
+"""Refuses models that cannot be worked on as they are, each with a sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises `InputError` for a model that has to be prepared differently; looks at types only, never at values.
+    """Raises `InputError` for a model that has to be prepared differently. Looks at types only, never at values.
 
     Raises:
-        InputError: the model is none, already optimized, compiled, scripted, wrapped for data parallelism, sharded, on the meta
-            device, made in inference mode, or quantised.
+        InputError: the object is no model, or it is already optimized, compiled, scripted, wrapped for data parallelism, sharded,
+            on the meta device, made in inference mode, or quantised.
     """
     if not isinstance(model, nn.Module):
         hint = "; call the class to make a model" if isinstance(model, type) else ""

@@ -1,4 +1,4 @@
-"""The Python code of a graph as a value that runs, copies and pickles."""
+"""The Python code of a graph, as a value that can be run, copied and pickled."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hexa_fx.ops.direct import DIRECT
 
 
 class _Import:
-    """Stands for an imported module in a pickle."""
+    """An imported module in a pickle."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def _direct(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy that calls the operators in the quickest way (see `hexa_fx.ops.direct`)."""
+    """A copy that calls the operators past torch's dispatcher (see `hexa_fx.ops.direct`)."""
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     for node in copied.nodes:

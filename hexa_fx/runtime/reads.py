@@ -1,4 +1,4 @@
-"""Which names the code of a class's forward mentions: attributes that it does not mention may change."""
+"""The names that a class's forward mentions. Attributes that it does not mention may change freely."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNIMPORTANT = frozenset({"training", "inplace"})
 
 @functools.lru_cache(maxsize=1024)
 def read_by_forward(cls: type) -> frozenset[str]:
-    """Names that ``forward``, or a method, property or function that it mentions, mentions."""
+    """Names mentioned by ``forward`` and by the methods, properties and functions that it mentions in turn."""
     seen: set[str] = set()
     left: list[tuple[str, dict[str, object]]] = [("forward", {})]
     while left:
@@ -32,13 +32,13 @@ def _member(cls: type, name: str) -> types.FunctionType | None:
 
 
 def _beside(value: object) -> types.FunctionType | None:
-    """A function that is called by its name. Torch's do not know the module."""
+    """A function that the code calls by name; torch's own know nothing about the module."""
     function = _function(value)
     return None if function is None or function.__module__.partition(".")[0] == "torch" else function
 
 
 def _function(value: object) -> types.FunctionType | None:
-    """The Python function behind it, if it is one."""
+    """The Python function behind a class member, if there is one."""
     function = inspect.unwrap(value) if callable(value) else None
     return function if isinstance(function, types.FunctionType) else None
 

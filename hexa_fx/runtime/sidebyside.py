@@ -1,4 +1,4 @@
-"""Per-expert tensors that lie side by side in one storage, read as one stacked tensor."""
+"""Per-expert tensors that lie side by side in one storage, so that they read as one stacked tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Shelf:
-    """Where every tensor lies in a stacked tensor of shape (E, sum of part sizes, ...).
+    """The place of every tensor in a stacked tensor of shape (E, sum of part sizes, ...).
 
     Args:
         shape: shape of the stacked tensor.
@@ -31,13 +31,13 @@ class Shelf:
         return cls((len(parts[0]), sum(sizes), *parts[0][0].shape[1:]), sizes, offsets)
 
     def views(self, stacked: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors' places in ``stacked``, part by part and within a part expert by expert: contiguous views."""
+        """Contiguous views of ``stacked``, one per tensor: part by part, and expert by expert within a part."""
         return [
             row for offset, size in zip(self.offsets, self.sizes) for row in stacked.narrow(1, offset, size).unbind(0)
         ]
 
     def byte_offsets(self, itemsize: int) -> list[int]:
-        """Start of every place of `views` relative to the stacked tensor's first byte."""
+        """Where each of `views` starts, in bytes from the start of the stacked tensor."""
         inner = 1
         for extent in self.shape[2:]:
             inner *= extent
@@ -48,7 +48,7 @@ class Shelf:
 
 
 def same_kind(parts: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Whether all tensors share dtype and device, and the experts of a part their shape."""
+    """Whether all tensors share dtype and device, and the experts within a part their shape."""
     first = parts[0][0]
     return first.dim() > 0 and all(
         tensor.dtype == first.dtype
@@ -61,7 +61,7 @@ def same_kind(parts: Sequence[Sequence[torch.Tensor]]) -> bool:
 
 
 def adopt(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | None:
-    """The stacked tensor over parameters that already lie side by side (after unpickling, say), or None."""
+    """The stacked tensor over parameters that lie side by side already, as after unpickling; else None."""
     flat = [tensor.detach() for part in parts for tensor in part]
     first = flat[0]
     storage, base = first.untyped_storage().data_ptr(), first.data_ptr()
@@ -95,7 +95,7 @@ def move(parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
 
 
 def stack(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """The stacked tensor as a differentiable copy: what runs wherever storage must not be moved."""
+    """The stacked tensor as a differentiable copy, for where storage must not be moved."""
     if len(parts) == 1:
         return torch.stack(list(parts[0]))
     rows = torch.cat([tensor for expert in zip(*parts) for tensor in expert])

@@ -1,4 +1,4 @@
-"""A forward's arguments by name, without inspect's cost at every call."""
+"""Binds a forward's arguments to names, without the cost of `inspect` at every call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hexa_fx.runtime.guards import GuardMiss
 
 @dataclass(frozen=True)
 class ArgumentNames:
-    """What a forward calls its arguments.
+    """The names of a forward's arguments.
 
     Args:
         positional: names that positional arguments fill, in order.
@@ -42,10 +42,10 @@ class ArgumentNames:
         )
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name: those of ``**kwargs`` under their own, those of ``*args`` as ``args_0``, ...
+        """The arguments of a call by name: those of ``**kwargs`` under their own names, those of ``*args`` as ``args_0``, ...
 
         Raises:
-            GuardMiss: a call that the original has to judge (too many arguments, an unknown keyword).
+            GuardMiss: too many arguments or an unknown keyword; the original then says what is wrong.
         """
         values = dict(self.defaults)
         given = self.positional[: len(args)]
@@ -62,7 +62,7 @@ class ArgumentNames:
 
 
 class SignatureOfOriginal:
-    """Descriptor: ``inspect.signature`` of a `HexaForward` is that of the forward it stands for."""
+    """Descriptor that gives a `HexaForward` the ``inspect.signature`` of the forward it stands for."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature | None:
         if instance is None:

@@ -1,8 +1,8 @@
-"""What a rewritten forward took from its module besides parameters and inputs, and whether it still is so.
+"""Checks that what a rewritten forward took from its module, besides parameters and inputs, is still the same.
 
-A graph holds the number of experts a token, the experts' activation and the like as they were when the block was recorded.
-Who sets ``block.top_k``, appends an expert or exchanges an activation afterwards must not get the old result: the original
-forward then runs.
+A graph contains settings such as the number of experts per token and their activation as they were when the block was recorded.
+If someone sets ``block.top_k``, appends an expert or replaces an activation later, the original forward runs instead, so that
+nobody gets a stale result.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewri
 
 
 class Unchanged:
-    """The plain attributes, the small submodules and the number of experts that a rewritten forward relies on.
+    """The plain attributes, small submodules and number of experts that a rewritten forward relies on.
 
-    Looked at are the block and the modules in it that the graph reads instead of calling, of their attributes those that
-    their code mentions, and of the objects that they hold (``self.config.top_k``) what the recorded run read. Not looked at:
-    globals, and, under a compiler, anything.
+    It watches the block and those modules in it that the graph reads instead of calling: the attributes that their code
+    mentions, and what the recorded run read from objects that they hold (``self.config.top_k``). Globals are not watched, and
+    under a compiler nothing is.
 
     Args:
         block: the module as it was recorded; referenced weakly.
-        called: paths of submodules that the graph calls: what they do is taken anew each time.
+        called: paths of submodules that the graph calls, which always do what they currently do.
         stored: (path, name) of attributes that a forward sets.
-        held: what the recorded runs read out of objects that modules hold.
+        held: what the recorded runs read from objects that modules hold.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class Unchanged:
         self.bind(block)
 
     def bind(self, block: nn.Module) -> None:
-        """Looks at ``block`` from now on: the same one, or a copy of it that may not be complete yet."""
+        """Watches ``block`` from now on: the same one, or a copy that may still be incomplete."""
         self._block = weakref.ref(block)
         self._ready = False
 
     def check(self) -> None:
-        """Raises `GuardMiss` if something is not what it was."""
+        """Raises `GuardMiss` if anything changed."""
         if is_compiling():
             return
         if not self._ready or not all(map(operator.is_, map(dict.get, self._above, self._names), self._holders)):
-            self._resolve()  # again for another config, which may say the same
+            self._resolve()  # resolved anew for another config object, which may hold the same values
         try:
             if list(map(dict.get, self._places, self._keys)) != self._values:
                 raise GuardMiss(self._difference())
@@ -87,7 +87,7 @@ class Unchanged:
         except (RuntimeError, ValueError):  # an attribute is a tensor or an array now
             raise GuardMiss(self._difference()) from None
         if self._lists and list(map(_length, self._lists)) != self._counts:
-            raise GuardMiss(f"the number of modules in {self._other_length()!r} is another now; {_AGAIN}")
+            raise GuardMiss(f"the number of modules in {self._other_length()!r} has changed; {_AGAIN}")
         if self._hooks and any(self._hooks):
             raise GuardMiss("an expert has hooks, which only its own code calls")
 
@@ -116,7 +116,7 @@ class Unchanged:
         self._ready = True
 
     def _resolve_held(self, modules: dict[str, nn.Module], entries: list[tuple[str, dict[str, Any], str, Any]]) -> None:
-        """Where held values lie, as long as the objects on the way are the same: in a dict mostly."""
+        """Finds where held values lie, mostly in a dict; valid as long as the objects on the way are the same."""
         holders: dict[tuple[int, Any], tuple[dict[str, Any], Any, Any]] = {}
         places: dict[tuple[int, Any], HeldValue] = {}
         self._others: list[tuple[Any, Any]] = []
@@ -172,7 +172,7 @@ class Unchanged:
 
 
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
-    """Path of a module that has hooks and that the graph reads instead of calling; empty if there is none."""
+    """Path of a module that has hooks but that the graph reads instead of calling; empty if there is none."""
     inner = ((path, module) for path, module in _read(block, "", called_in(graph)) if path)
     return next((path for path, module in inner if any(getattr(module, hooks) for hooks in _HOOKS)), "")
 
@@ -190,7 +190,7 @@ def _equal(now: Any, value: Any) -> bool:
 
 
 def _dict_of(holder: Any) -> dict[Any, Any]:
-    """Where the holder's values lie; empty if that is no dict."""
+    """The dict that holds an object's values; empty if there is none."""
     if is_collection(holder):
         return holder if isinstance(holder, dict) else {}
     return getattr(holder, "__dict__", None) or {}
@@ -205,7 +205,7 @@ def _name(kind: type) -> str:
 
 
 def _read(module: nn.Module, path: str, called: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The module and those in it that are not called, nor inside one that is."""
+    """The block and those of its modules that are neither called nor inside one that is."""
     yield path, module
     for name, child in module._modules.items():
         below = f"{path}.{name}".lstrip(".")

@@ -1,7 +1,7 @@
-"""Gradients of stacked weights of which code takes one expert at a time, in time linear in the experts.
+"""Computes gradients of stacked weights, used one expert at a time, in time linear in the number of experts.
 
-Autograd's backward of ``weight[e]`` fills a tensor of the whole weight's size for every expert, E * E work in all. Here every such
-part is a leaf of its own while the mode is active, and its gradient is added where it belongs afterwards.
+Autograd's backward of ``weight[e]`` fills a tensor of the whole weight's size for every expert: E * E work in all. Under this mode
+every such part is a leaf of its own, and its gradient is added where it belongs afterwards.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _TAKES_A_PART = frozenset({"__getitem__", "select", "narrow"})
 
 
 class WeightSlices(TorchFunctionMode):
-    """While active, parts taken of ``weights`` are leaves of their own.
+    """A mode under which parts taken from ``weights`` are leaves of their own.
 
-    Only where that changes no number: parts that share memory with the weight, do not overlap themselves, and are taken with
-    gradients on, of weights without hooks. Everything else goes its usual way.
+    It applies only where that changes no result: to parts that share memory with the weight, do not overlap themselves, and
+    are taken with gradients on from weights without hooks. Everything else goes the usual way.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
@@ -30,7 +30,7 @@ class WeightSlices(TorchFunctionMode):
 
     @property
     def parts(self) -> list[torch.Tensor]:
-        """The leaves that were made, in order."""
+        """The leaves that were made, in order of creation."""
         return [part for _, part in self._parts]
 
     def __torch_function__(
@@ -52,9 +52,9 @@ class WeightSlices(TorchFunctionMode):
         """``gradients`` by name, with those of the parts added.
 
         Args:
-            gradients: of ``weights`` as such; None where nothing came of them.
-            weights: by the same names.
-            parts: the gradients of `parts`, in their order; None where nothing came of one.
+            gradients: gradients of whole ``weights``; None where there is none.
+            weights: the weights by the same names.
+            parts: gradients of `parts`, in their order; None where there is none.
         """
         sums: dict[int, torch.Tensor] = {}
         for (weight, part), gradient in zip(self._parts, parts):
@@ -74,7 +74,7 @@ def _is_plain_leaf(weight: torch.Tensor) -> bool:
 
 
 def _lies_in(part: Any, weight: torch.Tensor) -> bool:
-    """Whether ``part`` is memory of ``weight``, each place of it once."""
+    """Whether ``part`` lies in ``weight``'s memory without overlapping itself."""
     if not isinstance(part, torch.Tensor) or part.numel() == 0 or part.dtype != weight.dtype:
         return False
     same = part.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()

@@ -52,7 +52,7 @@ NO_PRODUCT = (
 
 
 def detect(captured: CapturedBlock, prefer_earliest: bool = False, alone: bool = False) -> MoEMatch | Refusal:
-    """The block's MoE region, with further ones in it, or the sentence that says why there is none to rewrite. Changes nothing.
+    """The block's MoE region, which refers to further ones, or a sentence that says why there is none to rewrite.
 
     Args:
         prefer_earliest: of several tensors that hold the same routing take the first, not the last. They differ where the code
@@ -69,7 +69,7 @@ def detect(captured: CapturedBlock, prefer_earliest: bool = False, alone: bool =
 
 
 def _detect(captured: CapturedBlock, prefer_earliest: bool, alone: bool) -> MoEMatch:
-    """Tries every family of expert weights: shared experts in a list look like experts until their routing is asked for."""
+    """Tries every family of expert weights, since shared experts in a list look like experts until one looks for their routing."""
     _refuse_own_operators(captured)
     groups = expert_groups(_parameters(captured))
     look = partial(_detect_family, captured, groups, Replay(captured), prefer_earliest=prefer_earliest)
@@ -102,7 +102,7 @@ def _detect_family(
     prefer_earliest: bool,
     passed: frozenset[torch.fx.Node] = frozenset(),
 ) -> MoEMatch:
-    """The region as experts of the standard form; where it is not that, as experts of any form that run one at a time.
+    """The region with experts of the standard form, or else with experts of any form that run one at a time.
 
     ``passed``: host decisions after the experts that do not count.
     """
@@ -171,7 +171,7 @@ def _parameters(captured: CapturedBlock) -> dict[str, torch.Tensor]:
 
 
 def _late_bias(instances: list[Instance], end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> str | None:
-    """The expert parameter added between the second product and the combine."""
+    """The expert parameter that is added between the second product and the combine, if any."""
     region = descendants([instance.second.node for instance in instances]) & ancestors([end])
     between = region - {instance.second.node for instance in instances}
     bases = bias_bases(between, tags, instances[0].readings[0].matrices.shape[0])

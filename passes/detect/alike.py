@@ -1,4 +1,4 @@
-"""Expert runs that are told apart only by whose parameters they read: where they start to agree, and up to where."""
+"""Finds runs of experts that differ only in whose parameters they read, and where they end."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ Column = tuple[torch.fx.Node, ...]
 
 @dataclass(frozen=True)
 class AlikeRuns:
-    """Args:
-    ends: columns at which the runs may end, earliest first.
-    readers: the nodes that take an expert's parameter as an operand.
+    """Runs of experts that do the same thing.
+
+    Args:
+        ends: columns at which the runs may end, earliest first.
+        readers: the nodes that take an expert's parameter as an operand.
     """
 
     ends: tuple[Column, ...]
@@ -84,7 +86,7 @@ def _reads_expert(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> boo
 
 
 def _may_end(column: list[torch.fx.Node], readers: tuple[torch.fx.Node, ...]) -> bool:
-    """A matrix of rows that every use of an expert's parameter leads to."""
+    """Whether a node is a matrix of rows that every use of an expert's parameter leads to."""
     values = [record_of(node).value for node in column]
     if not is_float(column[0]) or any(value.dim() != 2 for value in values):
         return False
@@ -92,7 +94,7 @@ def _may_end(column: list[torch.fx.Node], readers: tuple[torch.fx.Node, ...]) ->
 
 
 def _signatures(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> dict[torch.fx.Node, Hashable]:
-    """Equal numbers for nodes that compute the same of their run's rows and their expert's parameters."""
+    """Gives equal numbers to nodes that compute the same from their run's rows and their expert's parameters."""
     found: dict[torch.fx.Node, Hashable] = {}
     numbers: dict[Hashable, int] = {}
     for node in captured.graph.nodes:
@@ -118,7 +120,7 @@ def _part(value: Any, tags: Mapping[torch.fx.Node, Tag], found: Mapping[torch.fx
 def _operand(
     node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], found: Mapping[torch.fx.Node, Hashable]
 ) -> Hashable:
-    """What can be said of an operand without knowing the run's rows."""
+    """What can be said about an operand without knowing the run's rows."""
     if node in found:
         return "inside", found[node]
     value, tag = record_of(node).value, tags[node]

@@ -1,8 +1,8 @@
 """What an expert computes between and after its two projections, found by experiment.
 
-The recorded products are replaced by random numbers of a wide range and the run is repeated from there; what arrives at the
-second projection must be one of the known activations, row by row. Any operation that mixes rows, draws random numbers or
-differs between experts breaks the equality, so none needs a rule of its own.
+The recorded products are replaced by random numbers over a wide range, and the run is repeated from there. What arrives at the
+second projection must be a known activation of them, row by row. Any operation that mixes rows, draws random numbers or differs
+between experts breaks the equality, so none needs a rule of its own.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def identify_body(
     weights: WeightTable,
     down_bias: str | None,
 ) -> ExpertBody:
-    """Names the expert function. ``down_bias`` is the base of a bias that is added after the second product, if any.
+    """Identifies the expert function. ``down_bias`` is the base of a bias that is added after the second product, if any.
 
     Raises:
-        Refuse: the experts compute something else; says what was seen.
+        Refuse: the experts compute something else; the sentence says what was seen.
     """
     segment = _segment(instances[0])
     refuse_randomness(segment)
@@ -141,12 +141,12 @@ def _segment(instance: Instance) -> list[torch.fx.Node]:
 
 
 def _range(segment: Sequence[torch.fx.Node]) -> float:
-    """How far the probe must reach so that every clamp written in the code is met."""
+    """How far the probe must reach to hit every clamp in the code."""
     return max([20.0, *(2 * abs(value) for value in literals(segment) if abs(value) < 1e6)])
 
 
 def _experiment(instances: list[Instance], replay: Replay, reach: float) -> _Probe:
-    """Rows of normal numbers, and some that go to the end of the range."""
+    """Rows of normally distributed numbers, and some that reach the end of the range."""
     generator = torch.Generator().manual_seed(11)
     replace: dict[torch.fx.Node, torch.Tensor] = {}
     for instance in instances:
@@ -228,7 +228,7 @@ def _explain(
     biases: list[torch.Tensor | None],
     gains: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...] | None:
-    """The row factors under which the hypothesis is what was observed, or None."""
+    """The row factors under which the hypothesis gives what was observed, or None."""
     factors = []
     for hidden, activated, instance in zip(probe.hidden, probe.activated, instances):
         inputs = [hidden[i] for i in order]

@@ -1,8 +1,8 @@
-"""How expert outputs become token outputs, found by linear probing.
+"""Finds, by linear probing, how expert outputs become token outputs.
 
-The second products are replaced by zeros and by unit rows; the first later node that all of them pass through and that answers
-with one coefficient a row, on the row's own token, is the combine. Scatter, index_add, masks, einsum, sort and unsort: all of
-them are the same linear map.
+The second products are replaced by zeros and by unit rows. The combine is the first later node that all of them pass through and
+that answers with one coefficient per row, on the row's own token. Scatter, index_add, masks, einsum, sort and unsort are all the
+same linear map.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ _SAME_NUMBERS = frozenset(
 
 @dataclass(frozen=True)
 class Combine:
-    """Args:
-    node: the recorded token output, (T, D) up to its leading shape.
-    coefficients: per instance, the weight (R,) with which every row enters its token.
-    offset: (T, D) what the node holds when every second product is zero (a later bias, or more).
+    """Where expert outputs become token outputs, and with which weights.
+
+    Args:
+        node: the recorded token output, (T, D) up to its leading shape.
+        coefficients: per instance, the weight (R,) with which every row enters its token.
+        offset: (T, D) what the node holds when every second product is zero (a later bias, or more).
     """
 
     node: torch.fx.Node
@@ -47,8 +49,10 @@ class Combine:
 def find_combine(
     graph: torch.fx.Graph, instances: list[Instance], tokens: int, replay: Replay, opaque: set[torch.fx.Node]
 ) -> Combine:
-    """Raises:
-    Refuse: no node is a token-wise weighted sum of the expert outputs.
+    """The first node that is a weighted sum of the expert outputs for each token.
+
+    Raises:
+        Refuse: no node is a token-wise weighted sum of the expert outputs.
     """
     seconds = [instance.second.node for instance in instances]
     width = feature_size(seconds[0])
@@ -80,9 +84,9 @@ def find_combine(
 
 
 def _last_alike(node: torch.fx.Node, candidates: Sequence[torch.fx.Node]) -> torch.fx.Node:
-    """The last of the casts and views that follow the combine at once: they belong to it.
+    """The last of the casts and views that directly follow the combine and belong to it.
 
-    A shape whose leading sizes no input has could not be restored for other sizes, so such a view is left outside.
+    A view to leading sizes that no input has could not be restored for other sizes, so it is left outside.
     """
     known = {record_of(n).value.shape[:-1] for n in node.graph.nodes if n.op == "placeholder" and is_float(n)}
     last, alike = node, {node}
@@ -122,7 +126,7 @@ def _dominators(
 ) -> list[torch.fx.Node]:
     """Nodes of ``region`` that no path from ``inside`` to the output avoids.
 
-    In the order of the graph a node is such a gate exactly when no edge from an earlier node of the region jumps over it.
+    In graph order, a node is such a gate exactly if no edge from an earlier node of the region jumps over it.
     A write into the block's state ends a path, so nothing after it is a gate.
     """
     order = [node for node in graph.nodes if node in region]

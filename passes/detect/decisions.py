@@ -1,4 +1,4 @@
-"""Host decisions of the run (if, while, item()): which the rewrite replaces, which become conditions of it, which forbid it."""
+"""Sorts the host decisions of a run (if, while, item()) into those that the rewrite replaces, guards, or cannot allow."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class ShapeBranch:
 
 
 def leaves_decision(ends: Sequence[torch.fx.Node], opaque: set[torch.fx.Node]) -> bool:
-    """Whether code after ``ends``, or beside them, still holds a host loop or branch on data, which one run fixes."""
+    """Whether code after ``ends``, or beside them, still has a host loop or branch on data, which one run would fix."""
     graph = ends[0].graph
     left = ancestors([graph.output_node(), *effects(graph)], stop=lambda node: node in ends)
     return any(record_of(n).decision and n not in opaque and _depends_on_data(n) for n in left)
 
 
 def _depends_on_data(decision: torch.fx.Node) -> bool:
-    """A size is data only where it counts what was found; unbinding a tensor asks for a size."""
+    """Whether a decision depends on data. A size does only if it counts what was found; unbinding a tensor asks for a size."""
     if operation(decision) in (*_SIZES, "unbind"):
         return any(operation(n) in _COUNTING for n in ancestors([decision]))
     return True
@@ -110,7 +110,7 @@ def shape_branches(
 
 
 def _kept_values(captured: CapturedBlock, decision: torch.fx.Node) -> list[str]:
-    """The parameters and buffers whose numbers, not only sizes, the decision reads."""
+    """The parameters and buffers of which the decision reads numbers, not only sizes."""
     if operation(decision) == "unbind":
         return []
     read = ancestors([decision], stop=lambda n: operation(n) in _SIZES)
@@ -118,7 +118,7 @@ def _kept_values(captured: CapturedBlock, decision: torch.fx.Node) -> list[str]:
 
 
 def _guard_of_kept(captured: CapturedBlock, decision: torch.fx.Node, kept: list[str]) -> ShapeBranch:
-    """A condition on parameters and buffers is asked again at the start of every call, before anything that must not happen twice.
+    """A condition on parameters and buffers, checked at the start of every call, before anything that must not happen twice.
 
     Raises:
         Refuse: a write comes before it, or it is no plain condition.
@@ -136,9 +136,9 @@ def _guard_of_kept(captured: CapturedBlock, decision: torch.fx.Node, kept: list[
 
 
 def _asked(decision: torch.fx.Node, output: torch.fx.Node) -> set[torch.fx.Node]:
-    """What the decision reads the values of, back to ``output``.
+    """The nodes whose values the decision reads, back to ``output``.
 
-    Not what only its sizes, or choices such as a later router's ids, follow from.
+    Not those that only determine sizes, or choices such as a later router's ids.
     """
     if operation(decision) == "unbind":  # asks for a size
         return set()
@@ -156,7 +156,7 @@ def _is_size_or_choice(node: torch.fx.Node) -> bool:
 
 
 def _asks_for_zeros(node: torch.fx.Node) -> bool:
-    """Whether ``node`` is where its argument is not zero: ``gates[:, e] > 0``, ``gates.nonzero()``."""
+    """Whether ``node`` asks where its argument is not zero, as ``gates[:, e] > 0`` and ``gates.nonzero()`` do."""
     if operation(node) in ("nonzero", "argwhere", "count_nonzero"):
         return True
     compared = operation(node) in ("gt", "__gt__", "ne", "__ne__") and len(node.args) == 2
@@ -164,7 +164,7 @@ def _asks_for_zeros(node: torch.fx.Node) -> bool:
 
 
 def _is_sparse(value: Any) -> bool:
-    """Whether ``value`` is, or is a part of, a matrix with zeros and other numbers in every row, as weights of all experts are."""
+    """Whether ``value`` is (part of) a matrix with zeros and other numbers in every row, as a matrix of routing weights is."""
     while isinstance(value, torch.fx.Node) and is_float(value):
         numbers = record_of(value).value
         if numbers.dim() > 1 and bool(((numbers == 0).any(-1) & (numbers != 0).any(-1)).all()):
@@ -176,14 +176,14 @@ def _is_sparse(value: Any) -> bool:
 
 
 def _is_check_of_numbers(node: torch.fx.Node) -> bool:
-    """Whether the decision asks of float tensors only if their numbers are finite, as assertions do."""
+    """Whether all that the decision asks about float tensors is if they are finite, as assertions do."""
     asked = ancestors([node], stop=_is_check)
     checks = {n for n in asked if _is_check(n)}
     return bool(checks) and not any(is_float(n) for n in asked - checks)
 
 
 def _is_check(node: torch.fx.Node) -> bool:
-    """``isfinite`` and its like, and a tensor compared with itself, which only NaN is unlike."""
+    """Whether a node is ``isfinite`` or the like, or compares a tensor with itself, which detects NaN."""
     with_itself = node.op.startswith("call") and operation(node) in ("eq", "__eq__", "ne") and len(set(node.args)) == 1
     return with_itself or operation(node) in _CHECKS
 

@@ -1,4 +1,4 @@
-"""What an expert may compute between its projections: every known activation, with every way its inputs can lie."""
+"""Everything that an expert may compute between its projections: every known activation, with every layout of its inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Hypothesis:
 
 
 def hypotheses(instance: Instance, segment: Sequence[torch.fx.Node]) -> Iterator[Hypothesis]:
-    """Every activation with every way gate and up can lie in what the first projection gives."""
+    """Every activation, with every layout of gate and up in the result of the first projection."""
     width = feature_size(instance.second.data)
     if len(instance.first) == 2:
         pairings = ["separate"]

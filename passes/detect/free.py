@@ -1,4 +1,4 @@
-"""Detection of experts of any shape, where the code runs one expert at a time.
+"""Detects experts of any form if the code runs them one at a time.
 
 The runs are aligned by structure, cut where the rest is a weighted sum for each token, and read as steps over rows.
 """
@@ -39,7 +39,7 @@ from hexa_fx.passes.detect.verdict import Refuse
 
 
 class NotFree(Exception):
-    """The block does not run experts one at a time, or not all alike: what the standard form said stands."""
+    """The block does not run experts one at a time, or not all alike, so the refusal of the standard form stands."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,11 @@ def detect_free(
     prefer_earliest: bool,
     passed: frozenset[torch.fx.Node] = frozenset(),
 ) -> MoEMatch:
-    """``passed``: host decisions after the experts that do not count. Raises:
-    NotFree: the code is of another kind. Refuse: it is of this kind, but something in it forbids the rewrite.
+    """The region with experts of any form. ``passed`` are host decisions after the experts that do not count.
+
+    Raises:
+        NotFree: the code is of another kind.
+        Refuse: it is of this kind, but something in it forbids the rewrite.
     """
     for members in _families(groups, family):
         tags = tag(captured, groups, members)
@@ -72,7 +75,7 @@ def detect_free(
 
 
 def _families(groups: ExpertGroups, family: frozenset[str] | None) -> Iterator[frozenset[str] | None]:
-    """All lists of parameters together, then those of each list of modules alone."""
+    """All lists of parameters together, then those of each list of modules on its own."""
     prefixes = dict.fromkeys(base.partition("{}")[0] for base in groups.members)
     if family is None:
         yield None
@@ -161,7 +164,7 @@ class _Search:
         )
 
     def _experts(self) -> int:
-        """Experts in the parameters that the runs read."""
+        """Number of experts in the parameters that the runs read."""
         counts = set()
         for node in self.runs.readers:
             for operand in node.all_input_nodes:
@@ -175,7 +178,7 @@ class _Search:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _tokens(self, end: Column, inside: list[list[torch.fx.Node]]) -> _Tokens:
-        """The token of every row, read from the operands of the runs, or from what those are computed from."""
+        """The token of every row, read off the operands of the runs or off what these are computed from."""
         lengths = tuple(len(record_of(node).value) for node in end)
         frontier = self._given(end, inside)
         for _ in range(6):

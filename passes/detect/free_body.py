@@ -1,4 +1,4 @@
-"""An expert of any shape, as a list of row-wise steps: what `ExpertBody` cannot say.
+"""An expert of any form, as a list of row-wise steps: what `ExpertBody` cannot express.
 
 Every recorded node of one expert run gets a role; the rewrite turns each into one node over all routed rows at once.
 """
@@ -26,7 +26,7 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class RowFactor:
-    """One number a row: the product of routing quantities, 1 if there are none."""
+    """One number per row: the product of routing quantities, or 1 if there are none."""
 
     sources: tuple[Source, ...]
 
@@ -86,7 +86,7 @@ class FreeBody:
     """An expert as steps over rows.
 
     Args:
-        steps: role of every node of one expert's run, in recorded order.
+        steps: the role of every node of one expert's run, in recorded order.
         output: the node whose rows are combined.
         experts: E.
         hidden_size, intermediate_size: width of the tokens, and of the widest value that a product reads.

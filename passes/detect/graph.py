@@ -1,4 +1,4 @@
-"""Small questions about recorded graphs that the detection steps share."""
+"""Small questions about recorded graphs, shared by the detection steps."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rows(value: torch.Tensor, width: int) -> torch.Tensor:
 def ancestors(
     roots: Iterable[torch.fx.Node], stop: Callable[[torch.fx.Node], bool] = lambda node: False
 ) -> set[torch.fx.Node]:
-    """``roots`` and everything they depend on; nodes for which ``stop`` holds are included but not looked behind."""
+    """``roots`` and everything they depend on. Nodes for which ``stop`` holds are included, but not what they depend on."""
     seen: set[torch.fx.Node] = set()
     frontier = list(roots)
     while frontier:
@@ -76,7 +76,7 @@ def descendants(roots: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
 
 
 def inside_calls(captured: CapturedBlock) -> frozenset[torch.fx.Node]:
-    """Values internal to a submodule's call: not its results, nor arguments."""
+    """Values inside a submodule's call, other than its arguments and results."""
     order = [node for node in captured.graph.nodes if node.op != "output"]
     inside: set[torch.fx.Node] = set()
     for call in captured.calls:
@@ -87,7 +87,7 @@ def inside_calls(captured: CapturedBlock) -> frozenset[torch.fx.Node]:
 
 
 def effects(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Writes into parameters, buffers or inputs of the block: they count as results."""
+    """Writes to parameters, buffers or inputs of the block, which count as results."""
     outside = {record_of(node).storage for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     return {n for n in graph.nodes if n.op != "output" and record_of(n).writes and record_of(n).storage in outside}
 

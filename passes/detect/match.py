@@ -1,4 +1,4 @@
-"""What detection found: everything the rewrite needs, as nodes of the captured graph."""
+"""The result of detection: everything that the rewrite needs, as nodes of the captured graph."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ class MoEMatch:
     """One MoE region of a captured block, in canonical form.
 
     Args:
-        captured: the block. source: node whose rows are the tokens. output: node of the combined result.
-        num_experts: E. body: the expert function and its weights. routing: ids and factors.
-        identity: ids of E and above stand for experts that return the token itself.
-        branches: size conditions under which the region looks like this.
+        captured: the block.
+        source: node whose rows are the tokens.
+        output: node of the combined result.
+        num_experts: E.
+        body: the expert function and its weights.
+        routing: ids and factors.
+        identity: whether ids of E and above stand for experts that return the token itself.
+        branches: conditions under which the region looks like this.
         idiom: how the experts are run, in words, for reports.
-        base: node that the combined outputs are added onto, where the code starts from it and not from zeros.
-        detached: the experts read their tokens without a gradient.
-        constant: the code lets no gradient through the region.
-        stored: results that the code keeps on modules and that the rewritten block has to set.
+        base: node that the combined outputs are added to, if the code does not start from zeros.
+        detached: whether the experts read their tokens without a gradient.
+        constant: whether the code lets no gradient through the region.
+        stored: results that the code keeps on modules, which the rewritten block has to set.
         others: further regions of the same block.
     """
 

@@ -1,4 +1,4 @@
-"""What a combine holds besides the weighted expert products."""
+"""Explains what a combine holds besides the weighted expert products."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from hexa_fx.passes.detect.verdict import Refuse
 
 @dataclass(frozen=True)
 class Offset:
-    """Args:
-    identity: the factor (T,) with which identity ("zero-computation") experts add the token, if they do.
-    base: the tensor that the code adds the expert outputs onto, if it is not zeros.
+    """What a combine holds beside the weighted expert outputs and biases.
+
+    Args:
+        identity: the factor (T,) with which identity ("zero-computation") experts add the token, if they do.
+        base: the tensor that the code adds the expert outputs onto, if it is not zeros.
     """
 
     identity: torch.Tensor | None = None
@@ -38,7 +40,7 @@ def explain_offset(
     tags: Mapping[torch.fx.Node, Tag],
     replay: Replay,
 ) -> Offset:
-    """What the combine holds without the products: the weighted biases, the tokens themselves times a factor, another tensor.
+    """What the combine holds without the products: weighted biases, the tokens times a factor, another tensor.
 
     Raises:
         Refuse: it holds something else.
@@ -70,7 +72,7 @@ def explain_offset(
 def _holding(
     wanted: torch.Tensor, end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], replay: Replay
 ) -> torch.fx.Node | None:
-    """The last tensor before ``end`` with these numbers that no expert has a part in."""
+    """The last tensor before ``end`` with these numbers that does not depend on an expert."""
     behind = ancestors([end]) - {end}
     nodes: list[torch.fx.Node] = list(end.graph.nodes)
     for node in reversed(nodes):

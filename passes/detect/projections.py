@@ -1,4 +1,4 @@
-"""The expert matrix products of a recorded block: which weights, which level, and which belong together."""
+"""Finds the expert matrix products of a recorded block: their weights, their level, and which belong together."""
 
 from __future__ import annotations
 

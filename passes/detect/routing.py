@@ -1,7 +1,7 @@
-"""Which recorded tensors hold the routing: the experts of every token, and their weights (`routing_factors`).
+"""Finds the recorded tensors that hold the routing: the experts of every token, and their weights (`routing_factors`).
 
-Found by value among everything computed before the experts ran. The candidates are read as (T, k) however they are laid out;
-numbers that happen to agree are told apart by preferring the least surprising reading, and by verification afterwards.
+They are found by value among everything computed before the experts ran, and read as (T, k) however they are laid out. Among
+tensors that happen to hold the same numbers, the least surprising reading is preferred; verification decides afterwards.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from hexa_fx.passes.detect.verdict import Refuse
 
 @dataclass(frozen=True)
 class Routing:
-    """Args:
-    top_k: experts a token.
-    index: where the expert ids are.
-    before, after: where the factors are; empty when they are all 1. The factors of ``after`` are multiplied.
+    """Where a block keeps its routing.
+
+    Args:
+        top_k: experts per token.
+        index: where the expert ids are.
+        before, after: where the factors are; empty when they are all 1. The factors of ``after`` are multiplied.
     """
 
     top_k: int
@@ -44,7 +46,7 @@ class Routing:
 
     @property
     def nodes(self) -> list[torch.fx.Node]:
-        """All that hold a part of it."""
+        """All nodes that hold a part of the routing."""
         return [node for source in (self.index, *self.before, *self.after) for node in source.nodes]
 
 
@@ -93,7 +95,7 @@ def find_row_factor(
     end: torch.fx.Node,
     replay: Replay,
 ) -> tuple[Source, ...]:
-    """Where a number for every pair (P,) stands that the experts compute with; () if it is always 1.
+    """Where a factor for every pair (P,), which the experts compute with, can be read; () if it is always 1.
 
     Raises:
         Refuse: it is not among the tensors computed before ``end``.
@@ -127,9 +129,9 @@ def check_identity(
 
 
 def _candidates(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node) -> list[torch.fx.Node]:
-    """Tensors that depend on no expert and that the combine was computed from.
+    """Tensors that do not depend on experts, and that the combine was computed from.
 
-    One that merely holds the same numbers will not do: top-k's values equal the gathered scores only while a correction bias is 0.
+    Another one with the same numbers will not do: top-k's values equal the gathered scores only while a correction bias is 0.
     """
     behind = ancestors([end]) - {end}
     return [
@@ -189,7 +191,7 @@ def _read_ids(value: torch.Tensor, tokens: int, experts: int) -> Iterator[tuple[
 
 
 def _read_one_hot(marks: torch.Tensor) -> Iterator[tuple[Reading, torch.Tensor]]:
-    """Ids of (T, k, E) marks of which at most one is set for every slot; E where none is."""
+    """Ids from (T, k, E) marks, of which at most one is set for every slot; E where none is."""
     if marks.shape[1] > marks.shape[2] or not bool(((marks == 0) | (marks == 1)).all()):
         return
     chosen = marks.sum(-1)
@@ -212,7 +214,7 @@ def _extra_ids(ids: torch.Tensor, wanted: torch.Tensor) -> int | None:
 def _index_from_columns(
     wanted: torch.Tensor, tokens: int, experts: int, known: Sequence[torch.fx.Node], end: torch.fx.Node
 ) -> tuple[Source, torch.Tensor]:
-    """Ids that the code keeps one (T,) tensor a slot."""
+    """Ids that the code keeps in one (T,) tensor per slot."""
     remaining = wanted.clone()
     columns: list[tuple[torch.fx.Node, torch.Tensor]] = []
     for node in known:

@@ -1,4 +1,4 @@
-"""Where the factors stand that expert outputs (or the tokens given to them) are multiplied by, one for every slot of a token."""
+"""Finds the factors, one for every slot of a token, that expert outputs (or the tokens given to them) are multiplied by."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Slots:
 
 
 def _read_factor(value: torch.Tensor, slots: Slots) -> Iterator[tuple[Reading, torch.Tensor]]:
-    """Readings of a tensor as a factor: always (T, k) or (T, E) by reading."""
+    """The ways to read a tensor as a factor, each (T, k) or (T, E)."""
     t, k, e = slots.tokens, slots.top_k, slots.experts
     if value.numel() == t * k:
         if k == 1 or value.shape[-1] == k or value.dim() == 1 or value.shape[-2:] == (k, 1):
@@ -107,7 +107,7 @@ def find_factor(
     end: torch.fx.Node,
     covers_dropped: bool,
 ) -> tuple[Source, ...]:
-    """Where the factors ``wanted`` of the pairs stand, () if they are all 1."""
+    """Where the factors ``wanted`` of the pairs can be read; () if they are all 1."""
     constant = bool(((wanted - 1).abs() <= 1e-9).all())
     if constant and not (slots.dropped and covers_dropped):
         return ()
@@ -161,7 +161,7 @@ def _zero_when_dropped(table: torch.Tensor, reading: Reading, slots: Slots) -> b
 def _factor_columns(
     wanted: torch.Tensor, slots: Slots, known: Sequence[torch.fx.Node]
 ) -> tuple[torch.fx.Node, ...] | None:
-    """One (T,) tensor a slot."""
+    """Factors in one (T,) tensor per slot."""
     columns = []
     for slot in range(slots.top_k):
         mine = slots.slot == slot

@@ -1,4 +1,4 @@
-"""The token behind every row of the expert products: `row = s * x[t] @ W[e]`, found by projecting on random directions."""
+"""Finds the token behind every row of the expert products, `row = s * x[t] @ W[e]`, by projecting on random directions."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class RowMatch(NamedTuple):
 
 
 class RowMatcher:
-    """Finds for rows of a first projection the token and expert they were computed from: ``row = s * x[t] @ W[e]``.
+    """Finds the token and expert that rows of a first projection were computed from: ``row = s * x[t] @ W[e]``.
 
-    All tokens and experts are projected on a few random directions once; a row is looked up among them by its direction, so
-    that the factor s, if any, falls out. Idiom-free: loops, sorts, one-hot einsums and gathered weights all look alike here.
+    All tokens and experts are projected on a few random directions once. Looking a row up by its direction also gives the factor
+    s, if any. Loops, sorts, one-hot einsums and gathered weights all look alike here.
     """
 
     _DIRECTIONS = 8
@@ -135,7 +135,7 @@ def match_rows(
 
 
 def _last_alike(source: torch.fx.Node, leader: Contraction, instances: list[Instance], replay: Replay) -> torch.fx.Node:
-    """The last node that holds the same rows as ``source`` and that the experts' rows are really taken from.
+    """The last node that holds the same rows as ``source`` and that the experts' rows are in fact taken from.
 
     ``x * mask`` equals ``x`` while the mask is all ones, and a dropout that is off changes nothing: only the later one is right.
     """
@@ -170,7 +170,7 @@ def _carries(node: torch.fx.Node, leader: Contraction, instances: list[Instance]
 
 
 class _Reader:
-    """Reads first-level products as rows of one token tensor; matchers are kept per reading of a weight."""
+    """Reads first-level products as rows of one token tensor. Keeps a matcher for each reading of a weight."""
 
     def __init__(self, tokens: torch.Tensor, replay: Replay, weights: WeightTable) -> None:
         self._tokens, self._replay, self._weights = tokens, replay, weights

@@ -49,8 +49,10 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
 def refuse_stored_intermediates(
     stored: Iterable[StoredValue], tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
 ) -> None:
-    """Raises:
-    Refuse: a result that the code keeps on a module is computed inside the experts, before ``end``.
+    """Refuses code that keeps what experts compute on a module.
+
+    Raises:
+        Refuse: a result that the code keeps on a module is computed inside the experts, before ``end``.
     """
     for item in stored:
         behind = ancestors(_nodes(item.value), stop=lambda node: node is end)
@@ -78,8 +80,10 @@ def is_outside(captured: CapturedBlock, name: str) -> bool:
 def refuse_outside_tensors(
     captured: CapturedBlock, roots: Iterable[torch.fx.Node], end: torch.fx.Node, opaque: set[torch.fx.Node]
 ) -> None:
-    """Raises:
-    Refuse: ``roots`` or the code after ``end`` read a tensor that is neither parameter, buffer nor a few constant numbers.
+    """Refuses code that reads tensors which a rewritten block could not read again.
+
+    Raises:
+        Refuse: ``roots`` or the code after ``end`` read a tensor that is neither parameter, buffer nor a few constant numbers.
     """
     read = ancestors([*roots, captured.graph.output_node()], stop=lambda node: node is end)
     for node in read - opaque:
@@ -110,8 +114,10 @@ def _stops_gradient(node: torch.fx.Node) -> bool:
 
 
 def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
-    """Raises:
-    Refuse: one of ``nodes`` draws random numbers.
+    """Refuses experts that draw random numbers.
+
+    Raises:
+        Refuse: one of ``nodes`` draws random numbers.
     """
     for node in nodes:
         if operation(node) not in RANDOM:

@@ -1,7 +1,7 @@
-"""Several mixtures in one forward, side by side or one on the other's result: a region each.
+"""Finds several mixtures in one forward, side by side or in sequence, as one region each.
 
-Each is looked for with the parameters of the others taken for ordinary ones. Host decisions of the others' loops are let pass
-while one is looked for; those that none of the regions replaces are counted in the end.
+Each is looked for with the parameters of the others treated as ordinary ones. Host decisions of the others' loops are ignored
+meanwhile; those that no region replaces count in the end.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ Family = frozenset[str]
 
 @dataclass(frozen=True)
 class Families:
-    """Args:
-    side_by_side: the families of a block, the ones with most runs first; empty if there is one, or they cannot be told apart.
-    in_a_row: the same where each family works on what the one before gave.
-    ordinary: expert weights that belong to none of them, such as biases that are added on their own.
-    repeated: said where the same experts run again on what they gave.
+    """The families of expert weights of a block: those of one mixture work together.
+
+    Args:
+        side_by_side: the families of a block, the ones with most runs first; empty if there is one, or they cannot be told apart.
+        in_a_row: likewise, if each family works on the result of the one before.
+        ordinary: expert weights that belong to none of them, such as biases that are added on their own.
+        repeated: the refusal if the same experts run again on their own result.
     """
 
     side_by_side: tuple[Family, ...] = ()
@@ -45,13 +47,13 @@ class Families:
 
 
 class Look(Protocol):
-    """Finds the region of one family, and lets the given host decisions pass."""
+    """Finds the region of one family, ignoring the given host decisions."""
 
     def __call__(self, family: Family, passed: frozenset[torch.fx.Node]) -> MoEMatch: ...
 
 
 def families_of(captured: CapturedBlock, groups: ExpertGroups) -> Families:
-    """Reads off the matrix products which weights work together."""
+    """Tells from the matrix products which weights work together."""
     tags = tag(captured, groups)
     try:
         contractions = find_contractions(captured, tags)

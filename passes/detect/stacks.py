@@ -1,4 +1,4 @@
-"""Expert weights as one (E, N, K) array, whatever form the user's parameters have."""
+"""Reads expert weights as one (E, N, K) array, whatever form the user's parameters have."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class WeightTable:
         return self.captured.tensor_of(name).detach().double()
 
     def _packed_experts(self, base: str) -> int | None:
-        """Experts in a two-dimensional parameter, told from how the code cuts it."""
+        """Number of experts in a two-dimensional parameter, judged by how the code cuts it."""
         for node in self.captured.graph.nodes:
             if node.op == "output" or self.tags[node].bases != frozenset({base}) or self.tags[node].experts:
                 continue

@@ -1,7 +1,7 @@
-"""Reads aligned expert runs as steps over rows: the role of every value in them.
+"""Reads aligned expert runs as steps over rows, by giving every value in them a role.
 
-All runs are walked at once, as columns of nodes, so that whatever differs from run to run is seen: the rows, the routing's
-numbers for them, and the expert's parameters.
+All runs are walked at once, as columns of nodes, so that whatever differs between runs shows: the rows, the routing's numbers for
+them, and the expert's parameters.
 """
 
 from __future__ import annotations
@@ -45,11 +45,16 @@ ACTIVATIONS_WITH_PARAMETER = frozenset(("prelu",))
 
 @dataclass
 class StepReader:
-    """Args:
-    tags, replay, weights: of the captured block. run: which of the runs the steps are taken from.
-    rows, experts: per run, number of rows and expert. tokens: per run, the token (R,) of every row.
-    count: number of tokens. sources: tensors with a row for every token.
-    factor: where a number per row stands among the routing's tensors; raises `Refuse` if nowhere.
+    """Reads the steps of a block's experts.
+
+    Args:
+        tags, replay, weights: of the captured block.
+        run: the run that the steps are taken from.
+        rows, experts: number of rows, and expert, of each run.
+        tokens: the token (R,) of every row of each run.
+        count: number of tokens.
+        sources: tensors with a row for every token.
+        factor: finds a number per row among the routing's tensors; raises `Refuse` if it is not there.
     """
 
     captured: CapturedBlock

@@ -1,4 +1,4 @@
-"""Which experts' parameters every recorded value depends on. Dataflow only; no names of models, classes or idioms."""
+"""Finds which experts' parameters every recorded value depends on, by dataflow alone."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ ALL = -1
 
 @dataclass(frozen=True)
 class Tag:
-    """Args:
-    experts: the experts whose parameters the value depends on; `ALL` where they are used together.
-    weight: the value depends on nothing but parameters.
-    bases: for a weight, the parameter or the expert group it comes from.
-    ordinary: a weight that counts as no expert's, whatever its shape.
+    """What a recorded value depends on.
+
+    Args:
+        experts: the experts whose parameters the value depends on; `ALL` where they are used together.
+        weight: the value depends on nothing but parameters.
+        bases: for a weight, the parameter or the expert group it comes from.
+        ordinary: a weight that counts as no expert's, whatever its shape.
     """
 
     experts: frozenset[int] = frozenset()
@@ -52,7 +54,7 @@ _INDEX = re.compile(r"(?:(?<=^)|(?<=\.)|(?<=expert_)|(?<=experts_)|(?<=expert))\
 def expert_groups(parameters: Mapping[str, torch.Tensor]) -> ExpertGroups:
     """Finds lists of like-shaped parameters numbered 0, 1, 2, ... A parameter belongs to its longest list.
 
-    Without any, networks of one structure beside each other, such as those that a dictionary holds by name.
+    If there are none: sibling networks of the same structure, such as those that a dictionary holds by name.
     """
     found: dict[str, dict[int, str]] = defaultdict(dict)
     for name in parameters:
@@ -102,7 +104,7 @@ def _same_shape(by_index: Mapping[int, str], parameters: Mapping[str, torch.Tens
 
 
 def uneven_experts(parameters: Mapping[str, torch.Tensor]) -> str | None:
-    """A sentence on the first numbered list of parameters that differ in shape, or of which some modules have none."""
+    """A sentence about the first numbered list of parameters that differ in shape, or that some modules lack; else empty."""
     found: dict[str, dict[int, torch.Size]] = defaultdict(dict)
     modules: dict[str, set[int]] = defaultdict(set)
     alike = {name for names in expert_groups(parameters).members.values() for name in names}
@@ -126,7 +128,7 @@ def uneven_experts(parameters: Mapping[str, torch.Tensor]) -> str | None:
 def tag(captured: CapturedBlock, groups: ExpertGroups, only: frozenset[str] | None = None) -> dict[torch.fx.Node, Tag]:
     """A tag for every node of the recorded graph.
 
-    ``only``: parameters and groups that count as experts'; others are ordinary weights, such as a list of shared experts.
+    ``only``: the parameters and groups that count as experts'. All others are ordinary weights, such as a list of shared experts.
     """
     group_of = {name: (pattern, i) for pattern, names in groups.members.items() for i, name in enumerate(names)}
     counts = {len(names) for names in groups.members.values()} | _stack_sizes(captured)
@@ -173,7 +175,7 @@ def _tag_node(
 
 def _tag_parameter(node: torch.fx.Node, group_of: Mapping[str, tuple[str, int]], captured: CapturedBlock) -> Tag:
     name = str(node.target)
-    if name in captured.constants or not is_float(node):  # whole numbers are tables, such as of experts by token
+    if name in captured.constants or not is_float(node):  # integers are tables, such as of experts by token
         return Tag()
     if name in group_of:
         pattern, expert = group_of[name]

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.errors import InputError, NothingRewritten
+from hexa_fx.errors import InputError, NothingRewritten, VerificationError
 from hexa_fx.ir import FfnSpec
+from hexa_fx.passes.verify import VerificationResult
 from tests.inspect.models import INPUT, Block, Expert, Model
 
 
@@ -95,6 +96,19 @@ def test_model_without_moe_works_and_says_so(caplog):
 def test_strict_raises_when_nothing_is_rewritten():
     with pytest.raises(NothingRewritten, match="no MoE block was found"):
         hexa_fx.optimize(nn.Linear(8, 8), INPUT, hexa_fx.HexaConfig(strict=True))
+
+
+@pytest.mark.parametrize("modes", [("eval", "train"), ("train",)])
+def test_strict_raises_when_a_block_differs_and_changes_nothing(model, monkeypatch, modes):
+    def differs(block, *args):
+        bad = ("train" if block.training else "eval") in modes
+        return VerificationResult(not bad, reason="the example: output differs by 0.5" if bad else "")
+
+    monkeypatch.setattr(hexa_fx.passes, "verify", differs)
+    with pytest.raises(VerificationError, match=r"'layers\.0' .*: the example: output differs by 0\.5"):
+        hexa_fx.optimize_(model, INPUT, hexa_fx.HexaConfig(strict=True))
+    assert "forward" not in model.layers[0].__dict__
+    assert len(hexa_fx.explain(model, INPUT).rewritten) == (2 if modes == ("train",) else 0)
 
 
 def test_the_models_own_error_is_shown(model):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.errors import InputError
+from hexa_fx.errors import InputError, NothingRewritten, VerificationError
+from hexa_fx.jit.errors import BuildError
 from hexa_fx.runtime.install import is_installed
 from tests.inspect.models import INPUT, Model
 
@@ -100,6 +104,23 @@ def test_attributes_of_the_model_stay_its_own(caplog):
     assert optimized.graphs
     assert "attribute 'report' of its own" in caplog.text
     assert "hexa_report" not in vars(hexa_fx.undo_(optimized))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InputError("no model"),
+        NothingRewritten("no MoE block was found"),
+        VerificationError("output differs", path="layers.0"),
+        BuildError("error: {", key="k", compiler="nvcc", source="a.cu", command="nvcc a.cu"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_reach_other_processes_as_they_are(error):
+    error.add_note("from a worker")
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is type(error)
+        assert (str(again), again.args, again.__notes__) == (str(error), error.args, error.__notes__)
 
 
 def test_undo(model):

@@ -33,7 +33,7 @@ def train(rank, world, plan, kinds, steps, stale=False):
     model, whole = Net(kinds), Net(kinds)
     installed = install(model, plan)
     if stale:  # what a cache without the rule "gather anew unless filled in this pass" would do
-        installed.session.cache._is_ready = lambda slot, index, dtype, backward: slot.index == index
+        installed.session.cache._is_ready = lambda slot, index, dtype, backward: slot.layer == index
         installed.session.cache._check_fresh = lambda *_: None
     ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)

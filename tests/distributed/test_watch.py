@@ -19,7 +19,8 @@ from harness import start
 from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan, own
 
 from hexa_fx.errors import RankError
-from hexa_fx.runtime.distributed import checkpoint, collectives, lost, watch
+from hexa_fx.runtime.distributed import checkpoint, collectives, lost, star
+from hexa_fx.runtime.distributed import keeper as keeping
 from hexa_fx.runtime.distributed.gradients import sync_gradients
 from hexa_fx.runtime.distributed.groups import guarded, make_groups
 
@@ -39,7 +40,7 @@ class NeverDone:
 def watched():
     """A watched group over Gloo, with short times."""
     lost.waits_on_device = lambda groups: True
-    lost.GRACE, lost.SETTLE, lost.LONG_GRACE = GRACE, SETTLE, 2 * GRACE
+    keeping.GRACE, keeping.SETTLE, keeping.LONG_GRACE = GRACE, SETTLE, 2 * GRACE
     groups = make_groups(None, timedelta(seconds=10))
     lost.begin(groups)
     return groups, lost._keepers[groups.main_name]
@@ -126,7 +127,7 @@ def test_an_uncaught_exception_is_a_loss_and_a_normal_end_is_none():
 # --- the star --------------------------------------------------------------------------------------------------------
 
 
-def star(world, seconds=3.0):
+def connected(world, seconds=3.0):
     """The connections of all ranks, made by threads; or their errors."""
     meeting, offers, out = threading.Barrier(world), [None] * world, [None] * world
 
@@ -138,7 +139,7 @@ def star(world, seconds=3.0):
             return list(offers)
 
         try:
-            out[rank] = watch.connect_star(rank, world, exchange, seconds)
+            out[rank] = star.connect_star(rank, world, exchange, seconds)
         except OSError as error:
             out[rank] = error
 
@@ -152,21 +153,21 @@ def star(world, seconds=3.0):
 
 @pytest.mark.parametrize("master", [None, "localhost", socket.gethostname()])
 def test_strangers_are_refused(monkeypatch, master):
-    monkeypatch.setattr(watch, "_GREETING_SECONDS", 0.3)
+    monkeypatch.setattr(star, "_GREETING_SECONDS", 0.3)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     if master is not None:
         monkeypatch.setenv("MASTER_ADDR", master)
-    connect, refused = watch._connect, []
+    connect, refused = star._connect, []
 
     def after_strangers(offer, rank, seconds):
-        for greeting in (b"GET / HTTP/1.1\r\n\r\n" + bytes(40), watch._HELLO.pack(bytes(32), rank), b""):
+        for greeting in (b"GET / HTTP/1.1\r\n\r\n" + bytes(40), star._HELLO.pack(bytes(32), rank), b""):
             with socket.create_connection((offer[0][-1], offer[1]), timeout=5) as stranger:
                 stranger.sendall(greeting)
                 refused.append(_ends_without_welcome(stranger))
         return connect(offer, rank, seconds)
 
-    monkeypatch.setattr(watch, "_connect", after_strangers)
-    hub, spoke = star(2)
+    monkeypatch.setattr(star, "_connect", after_strangers)
+    hub, spoke = connected(2)
     assert refused == [True] * 3
     assert (list(hub), list(spoke)) == ([1], [0])
     for connection in (*hub.values(), *spoke.values()):
@@ -182,15 +183,15 @@ def _ends_without_welcome(stranger):
 
 
 def test_a_rank_that_does_not_get_through_is_named_everywhere(monkeypatch):
-    connect = watch._connect
+    connect = star._connect
 
     def blocked(offer, rank, seconds):
         if rank == 2:
             raise OSError("no route to host")
         return connect(offer, rank, seconds)
 
-    monkeypatch.setattr(watch, "_connect", blocked)
-    for error in star(3, seconds=0.5):
+    monkeypatch.setattr(star, "_connect", blocked)
+    for error in connected(3, seconds=0.5):
         assert "rank 2: no route to host" in str(error)
         assert "rank 0: ranks [2] did not connect within 0.5 s" in str(error)
 
@@ -199,7 +200,7 @@ def unwatched(rank, world):
     lost.waits_on_device = lambda groups: True
     warned = []
     lost.logger.warning = lambda text, *args: warned.append(text % args)
-    watch._connect = lambda *_: (_ for _ in ()).throw(OSError("no route to host"))
+    star._connect = lambda *_: (_ for _ in ()).throw(OSError("no route to host"))
     groups = make_groups(None, timedelta(seconds=1))
     lost.begin(groups)
     lost.begin(groups)
@@ -318,7 +319,7 @@ def stuck(rank, world, then, file):
         die("goodbye" if then == "left" else "exit")
     out = os.open(file, os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 2)
-    lost._abort = lambda group: (aborted.append(str(group.group_name)), then != "hangs" and work.freed.set())
+    keeping._abort = lambda group: (aborted.append(str(group.group_name)), then != "hangs" and work.freed.set())
     if then not in ("idle", "device"):
         lost.keep(groups.gather_name, work)
     if then == "idle":
@@ -403,7 +404,7 @@ def garbage(rank, world):
     if rank == 1:
         os._exit(0)
     work = NeverDone()
-    lost._abort = lambda group: work.freed.set()
+    keeping._abort = lambda group: work.freed.set()
     lost.keep(groups.main_name, work)
     out = []
     for wrong in (lambda: None, lambda: [][7]):  # the values are garbage, so any error may follow

@@ -17,7 +17,7 @@ from tests.gpu.cases import make_routing, randn
 BF16, F32 = torch.bfloat16, torch.float32
 FEW = (9, 3, 7, 256, 96)
 QWEN = (8, 8, 128, 2048, 768)
-"""Tokens, experts a token, experts, model size, intermediate size."""
+"""Tokens, experts per token, experts, model size, intermediate size."""
 
 
 class Layer:

@@ -17,7 +17,7 @@ from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW
 from hexa_fx.ops import activations
 from hexa_fx.runtime import cuda_gemm_sm80 as sm80
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
-from hexa_fx.runtime import cuda_launch, cuda_plans_sm90
+from hexa_fx.runtime import cuda_launch, cuda_operands, cuda_plans_sm90
 from tests.gpu.cases import (
     Routing,
     assert_close,
@@ -261,7 +261,7 @@ def check_esfk_adds(
 ) -> None:
     r, w = routing(), weight(n, D, layout, BF16)
     x, g = randn(TOKENS, D, dtype=BF16), randn(r.n, n, dtype=BF16)
-    into = cuda_launch.Into(buffer(*w.shape), layout, buffer(EXPERTS, n))
+    into = cuda_operands.Into(buffer(*w.shape), layout, buffer(EXPERTS, n))
     before = [t.clone() for t in (into.weight, into.bias)]
     dx, _, _ = esfk(x, g, w, r.v, r.offs, TOP_K, layout, True, *rest, into=into)
     assert_close(dx, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)

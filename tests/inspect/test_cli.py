@@ -158,7 +158,7 @@ def test_predicted_times_follow_capacities_tokens_and_links():
         (("kernels", "list", FACTORY, "--dtype", "int8"), "--dtype 'int8': expected one of bf16, f16, f32, f64"),
         (("kernels", "list", FACTORY, "--tokens", "0"), "--tokens 0: expected a positive number"),
         (("kernels", "list", REFUSED), "runs as hexa::moe_ffn; `hexa-fx explain"),
-        (("plan", FACTORY, "--capacities", "1;2"), "expected numbers with commas between, e.g. 1,1,2"),
+        (("plan", FACTORY, "--capacities", "1;2"), "expected numbers separated by commas, e.g. 1,1,2"),
         (("plan", FACTORY, "--capacities", "1"), "at least two, e.g. 1,2"),
         (("plan", FACTORY, "--capacities", "1,0"), "capacities are times of the same task and must be positive"),
         (("plan", FACTORY, "--strategy", "fast"), "--strategy 'fast': expected auto, data or model"),

@@ -15,7 +15,7 @@ from hexa_fx.codegen.family_gemm_sm90 import ARGS
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG_LOW, choose_tile
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
-from hexa_fx.runtime import cuda_launch, cuda_plans_sm90, cuda_tune
+from hexa_fx.runtime import cuda_launch, cuda_operands, cuda_plans_sm90, cuda_tune
 
 T, K, E, D, N = 400, 2, 5, 48, 72
 BF16 = torch.bfloat16
@@ -215,7 +215,7 @@ def test_esfk_adds(recorder: Recorder, layout: str, split: bool) -> None:
     v, offs = routing()
     x, g = randn(T, D), randn(T * K, N)
     into = torch.zeros((E, N, D) if layout == "nk" else (E, D, N))
-    target, tile = cuda_launch.Into(into, layout, None), replace(COOPERATIVE, split=split)
+    target, tile = cuda_operands.Into(into, layout, None), replace(COOPERATIVE, split=split)
     dx, dw, db = sm90.esfk(x, g, into.to(BF16), v, offs, K, layout, False, tile, target)
     assert (dx.shape, dw is into, db) == ((T * K, D), True, None)
     assert (recorder.spec.op, recorder.spec.accumulate) == ("estmm" if split else "esfk", True)

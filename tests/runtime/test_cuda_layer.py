@@ -109,7 +109,7 @@ def spread(t: Tensor) -> Tensor:
 
 CHANGES: dict[str, Callable[[list[Any]], None]] = {
     "tokens": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=T + 1)[:3]),
-    "experts a token": lambda args: args.__setitem__(slice(1, 3), arguments(top_k=1)[1:3]),
+    "experts per token": lambda args: args.__setitem__(slice(1, 3), arguments(top_k=1)[1:3]),
     "ids": lambda args: args.__setitem__(1, args[1].int()),
     "gates": lambda args: args.__setitem__(2, args[2].float()),
     "no gates": lambda args: args.__setitem__(2, None),

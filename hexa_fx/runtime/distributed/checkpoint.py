@@ -1,7 +1,7 @@
-"""Checkpoints in the shape of the original model, written and read under any plan.
+"""Checkpoints in the shape of the original model, which can be written and read under any plan.
 
-`save` writes with torch.distributed.checkpoint, each rank its slices, as chunks of whole tensors under the original
-names. So a checkpoint loads under another plan, another number of ranks, or into the unpartitioned model on one device.
+Each rank writes its slices with torch.distributed.checkpoint, as chunks of whole tensors under the original names. A checkpoint
+therefore loads under another plan, on another number of ranks, or into the unpartitioned model on one device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GROUP = "optimizer.group."
 
 
 class PlanShard(Tensor):
-    """A whole tensor of which this process holds chunks, as torch.distributed.checkpoint's protocol sees it."""
+    """A tensor of which this process holds chunks, in the protocol of torch.distributed.checkpoint."""
 
     _local: Tensor
     _chunks: tuple[Chunk, ...]
@@ -85,7 +85,7 @@ class PlanShard(Tensor):
 def state_dict(
     model: nn.Module, session: PartitionSession | None = None, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """What `save` writes and `load` fills, over the live tensors: for use with torch.distributed.checkpoint directly.
+    """What `save` writes and `load` fills, backed by the live tensors. For direct use with torch.distributed.checkpoint.
 
     Args:
         model: the module itself, not its DDP wrapper.
@@ -130,10 +130,14 @@ def save(
     session: PartitionSession | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Writes a checkpoint folder. It appears under its name only when every rank has written all of it.
+    """Writes a checkpoint folder, which appears under its name only once every rank has written its part.
+
+    Args:
+        path: the folder.
+        model, session, optimizer: as for `state_dict`.
 
     Raises:
-        RankError: a rank was lost while writing; what was there before under this name is untouched.
+        RankError: a rank was lost while writing. A checkpoint that was there before is untouched.
     """
     target, partial = os.fspath(path), f"{os.fspath(path)}.partial"
     if session is None or session.rank == 0:
@@ -173,10 +177,14 @@ def load(
     session: PartitionSession | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Reads a checkpoint that `save` wrote under any plan into the live model and optimizer, in place.
+    """Reads a checkpoint, which `save` may have written under another plan, into the live model and optimizer.
+
+    Args:
+        path: the folder.
+        model, session, optimizer: as for `state_dict`; changed in place.
 
     Raises:
-        InputError: there is no complete checkpoint under this name.
+        InputError: there is no complete checkpoint at this path.
     """
     found = _whole(os.fspath(path))
     if optimizer is not None:
@@ -198,7 +206,7 @@ def load(
 
 
 def _whole(path: str) -> str:
-    """The folder to read: the one that was there before, if a job died between taking it away and putting the new one there."""
+    """The folder to read. If a job died while exchanging the old folder for the new one, that is the old one."""
     for folder in (path, f"{path}.old"):
         if is_complete(folder):
             return folder
@@ -206,7 +214,7 @@ def _whole(path: str) -> str:
 
 
 def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer without state make it, by a step of zero gradients that changes nothing."""
+    """Makes an optimizer without state create it, by a step with zero gradients and rates that changes nothing."""
     if optimizer.state:
         return
     kept = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
@@ -223,5 +231,5 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint folder was written to the end."""
+    """Whether a checkpoint folder was written completely."""
     return os.path.exists(os.path.join(os.fspath(path), ".metadata"))

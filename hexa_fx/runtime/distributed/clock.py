@@ -1,4 +1,4 @@
-"""Wall-clock times of what runs on a device, and their exchange between ranks."""
+"""Times work on a device, and exchanges the times between ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hexa_fx.runtime.distributed.groups import Groups
 
 
 def timed(run: Callable[[], None], device: torch.device, count: int) -> float:
-    """Seconds of ``count`` runs one after the other, the device's work included."""
+    """Wall-clock seconds of ``count`` consecutive runs, including the device's work."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
@@ -22,18 +22,18 @@ def timed(run: Callable[[], None], device: torch.device, count: int) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device."""
+    """Waits until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def gathered(value: float, groups: Groups) -> tuple[float, ...]:
-    """Every rank's value, over the host group."""
+    """Every rank's value, exchanged over the host group."""
     out = [torch.zeros(1, dtype=torch.float64) for _ in range(groups.world)]
     dist.all_gather(out, torch.tensor([value], dtype=torch.float64), group=groups.host)
     return tuple(float(t) for t in out)
 
 
 def room(device: torch.device) -> float:
-    """Bytes that may be used."""
+    """Bytes of memory that may be used on the device."""
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 4.0 * 2**30

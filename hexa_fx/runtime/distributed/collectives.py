@@ -1,14 +1,12 @@
-"""Collectives over unequal shards: rows, of which rank i holds ``sizes[i]``. All ranks pass the same ``sizes``.
+"""Collectives over unequal shards of rows, of which rank i holds ``sizes[i]``. All ranks pass the same ``sizes``.
 
 A group is named by a string, as in torch's functional collectives, so that graphs can be printed and compared between
-ranks. `all_gather_v`, `reduce_scatter_v` and `all_reduce` are what graphs call: differentiable, their results pending until
-`wait`. `start_gather`, `fill_slot` and `start_scatter` are the same for the runtime: they have no gradients, and hand out
-what to wait for. None of them is an operator of torch's: its dispatcher takes longer to reach one than a small collective
-takes to start.
+ranks. Graphs call `all_gather_v`, `reduce_scatter_v` and `all_reduce`, which are differentiable and whose results are pending
+until `wait`. The runtime calls `start_gather`, `fill_slot` and `start_scatter`, which have no gradients and return what to wait
+for. None of them is a torch operator, because the dispatcher would take longer than a small collective takes to start.
 
-Equal sizes take torch's own tensor collectives. Unequal ones take what was measured to be fastest without padding:
-lists of views on NCCL (grouped broadcasts and reduces), on Gloo one broadcast an owner and an all-to-all with a local
-sum, which also adds in rank order.
+Equal sizes use torch's own tensor collectives. Unequal sizes use what measured fastest without padding: lists of views on NCCL
+(grouped broadcasts and reduces); on Gloo one broadcast per owner, and an all-to-all with a local sum in rank order.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ _traffic: list[Counter[str]] = []
 
 @contextmanager
 def count_traffic() -> Iterator[Counter[str]]:
-    """Counts the bytes this rank receives in hexa's collectives, by operator name, while the context is open."""
+    """A context that counts the bytes this rank receives in our collectives, by operator name."""
     counter: Counter[str] = Counter()
     _traffic.append(counter)
     try:
@@ -62,7 +60,7 @@ def _count(name: str, nbytes: int) -> None:
 
 def wait(x: Tensor) -> Tensor:
     """The tensor, once the collectives that write it are done (on CUDA: in stream order)."""
-    with _AutoDispatchBelowAutograd():  # it is the same tensor, so autograd has nothing to note
+    with _AutoDispatchBelowAutograd():  # the tensor is the same, so autograd has nothing to record
         _wait_tensor(x)
     return x
 
@@ -142,7 +140,7 @@ def finish(works: Works) -> None:
 
 
 def start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> Works:
-    """Starts `all_gather_v` into a given (sum(sizes), ...) tensor, of which ``x`` may be this rank's rows."""
+    """Starts `all_gather_v` into a given (sum(sizes), ...) tensor, of which ``x`` may be this rank's part."""
     pg = _group(group)
     rank = pg.rank()
     if x.shape[0] != sizes[rank]:
@@ -153,7 +151,7 @@ def start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> Wo
 
 
 def fill_slot(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> Works:
-    """`start_gather` over what ``out`` held: tells autograd that saved views of it became stale, which torch would not."""
+    """`start_gather` into a buffer in use: also tells autograd that saved views of ``out`` are stale, which torch would not."""
     works = start_gather(out, x, sizes, group)
     torch.autograd.graph.increment_version(out)
     return works
@@ -179,21 +177,21 @@ def all_reduce_(x: Tensor, group: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
 
 
 def _group(name: str) -> Any:
-    """The process group, unless one of its ranks is lost."""
+    """The process group of this name; raises `RankError` if one of its ranks is lost."""
     if lost.alarm:
         lost.check("a collective", name)
     return _resolve_process_group(name)
 
 
 def _wrong_rows(name: str, x: Tensor, rows: int, sizes: Sequence[int]) -> ValueError:
-    # torch's own collectives would hang, abort the process or finish with wrong data here, depending on the backend
+    # here torch's own collectives would hang, abort the process or finish with wrong data, depending on the backend
     return ValueError(f"{name}: this rank has {x.shape[0]} rows, sizes {list(sizes)} promise {rows}")
 
 
 # torch 2.13 renames it; 2.11 knows only the old name.
 gather_even = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# What torch.distributed's functions of these names call, without their checks of types and groups.
+# What torch.distributed's functions of these names call, without their type and group checks.
 _GATHER, _SCATTER = AllgatherOptions(), ReduceScatterOptions()
 _GATHER.asyncOp = _SCATTER.asyncOp = True
 
@@ -227,7 +225,7 @@ def _is_even(sizes: Sequence[int]) -> bool:
 
 
 def _is_nccl(group: Any, device: torch.device) -> bool:
-    # A group may have one backend a device type, so the group's own name does not tell.
+    # A group may have a backend for each device type, so its own name does not tell.
     return device.type == "cuda" and "nccl" in group._get_backend(device).name().lower()
 
 

@@ -1,4 +1,4 @@
-"""Feeds B_i: each rank takes its share of every global batch, in the order of one process."""
+"""Feeds every rank its share B_i of each global batch, in the order that one process would see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hexa_fx.plan import Plan
 
 
 def shares(plan: Plan, total: int) -> tuple[int, ...]:
-    """B_i for a global batch of ``total`` samples: the plan's own, or Eq. 1 again for another size (the last batch)."""
+    """B_i for a global batch of ``total`` samples: the plan's own, or Eq. 1 applied anew to another size, as of a last batch."""
     if total == sum(plan.batch):
         return plan.batch
     return allocate(plan.capacities or (1.0,) * plan.world, total)
@@ -41,16 +41,15 @@ def split_batch(batch: Any, plan: Plan, rank: int) -> Any:
 class CapacityBatchSampler(Sampler[list[int]]):
     """A batch sampler that yields this rank's B_i indices of every global batch.
 
-    All ranks draw the same permutation, so the union over ranks at each step is the batch that one process would see.
-    A rank
-    whose share is empty yields an empty list: give the loader a ``collate_fn`` that returns an empty batch for it.
+    All ranks draw the same permutation, so that at each step their shares make up the batch that one process would see. A rank
+    with an empty share yields an empty list: give the loader a ``collate_fn`` that returns an empty batch for it.
 
     Args:
-        length: samples of the data set.
-        plan: says B_i.
+        length: number of samples in the data set.
+        plan: gives B_i.
         rank: this rank.
-        shuffle, seed: a new permutation each epoch (`set_epoch`).
-        drop_last: leave out the last, smaller batch; else it is split by Eq. 1 too.
+        shuffle, seed: draw a new permutation each epoch (`set_epoch`).
+        drop_last: leave out the last, smaller batch; otherwise it is split by Eq. 1 too.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class CapacityBatchSampler(Sampler[list[int]]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the permutation of the next iteration; the same on every rank."""
+        """Chooses the permutation of the next iteration. Pass the same epoch on every rank."""
         self.epoch = epoch
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What slice of an expert weight a rank stores, and the packed rows that travel between ranks.
+"""Which slice of an expert weight a rank stores, and the packed rows that travel between ranks.
 
 A rank keeps channels ``lo .. hi`` of the intermediate size, of every expert, in the user's own layout: gate and up are
 cut alike, whether they are two halves of one weight, its even and odd rows, or two weights.
@@ -78,7 +78,7 @@ class Geometry:
         return 1 if self.layout1 == "nk" else 2
 
     def chunks(self, role: str, lo: int, hi: int) -> tuple[Chunk, ...]:
-        """Where channels ``lo .. hi`` lie in the whole tensor of a role, and where in the rank's own."""
+        """Where channels ``lo .. hi`` lie in the whole tensor of a role, and where in the rank's slice."""
         dim, length = self.dim(role), hi - lo
         if role in ("w1", "b1") and self.glu == "concat":
             total = self.shape.intermediate_size
@@ -88,7 +88,7 @@ class Geometry:
         return (Chunk(dim, lo, 0, length),)
 
     def cut(self, role: str, full: Tensor, lo: int, hi: int) -> Tensor:
-        """A contiguous copy of a rank's slice."""
+        """A contiguous copy of the slice of a rank."""
         parts = [full.narrow(chunk.dim, chunk.start, chunk.length) for chunk in self.chunks(role, lo, hi)]
         return torch.cat(parts, dim=self.dim(role)).contiguous()
 
@@ -99,7 +99,7 @@ class Geometry:
         return rows
 
     def packing(self, rows: Tensor, weights: Weights) -> Copies:
-        """The copies that `pack` makes, into given rows. Padding stays as it is. Valid while the tensors stay where they are."""
+        """The copies that `pack` makes, into given rows, without the padding. Valid while the tensors stay where they are."""
         return Copies.between(self._stored_as(rows), self._in_halves(weights, rows.shape[0]))
 
     def views(self, rows: Tensor) -> Weights:
@@ -135,7 +135,7 @@ class Geometry:
         return rows
 
     def _empty_rows(self, like: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-        """Rows to be filled; only the padding is set."""
+        """Rows of which only the padding is set."""
         rows = like.new_empty((channels, self.row), dtype=dtype)
         if self._used < self.row:
             rows[:, self._used :].zero_()
@@ -143,7 +143,7 @@ class Geometry:
 
     @functools.cached_property
     def _offsets(self) -> tuple[int, int | None, int | None, int | None, int]:
-        """Where a row holds gate, gate bias, up, up bias and down."""
+        """Offsets of gate, gate bias, up, up bias and down in a row."""
         experts, width = self.shape.num_experts, self.shape.num_experts * self.shape.hidden_size
         up, down = (width, 2 * width) if self.gated else (None, width)
         bias = down + width
@@ -151,7 +151,7 @@ class Geometry:
 
     @functools.cached_property
     def _joined(self) -> bool:
-        """Whether gate and up are halves of one weight of the user's, so that one copy takes both."""
+        """Whether gate and up are halves of one user weight, so that one copy takes both."""
         return self.glu in ("concat", "interleaved")
 
     def _stored_as(self, rows: Tensor) -> Weights:
@@ -196,10 +196,11 @@ class Geometry:
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """Copies made in one call: a call from Python takes the host as long as a small copy takes the device.
+    """Copies made in one call, because a call from Python takes the host as long as a small copy takes the device.
 
     Args:
-        targets, sources: of the copies. missing: targets without a source, which become zero.
+        targets, sources: where to copy, and from where.
+        missing: targets without a source, which become zero.
     """
 
     targets: list[Tensor]
@@ -208,7 +209,7 @@ class Copies:
 
     @classmethod
     def between(cls, targets: Weights, sources: Weights) -> Copies:
-        """Of what both have; a source without a target is left out."""
+        """The copies between roles that both have. A source without a target is left out."""
         found = cls([], [], [])
         for target, source in zip(targets, sources):
             if target is not None and source is not None:
@@ -237,7 +238,7 @@ def _some(tensors: Weights) -> Tensor:
 
 
 def shape_of(w1: Tensor, w3: Tensor | None, w2: Tensor, glu: Glu, layout1: Layout, top_k: int) -> ExpertShape:
-    """Sizes of a layer from its whole weights."""
+    """The sizes of a layer, from its whole weights."""
     rows, hidden = (w1.shape[1], w1.shape[2]) if layout1 == "nk" else (w1.shape[2], w1.shape[1])
     intermediate = rows // 2 if glu in ("concat", "interleaved") else rows
     return ExpertShape(int(w1.shape[0]), int(hidden), int(intermediate), 2 if glu == "none" else 3, top_k)

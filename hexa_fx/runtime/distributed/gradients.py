@@ -1,9 +1,9 @@
-"""What keeps the gradient that of the global batch, whatever the split.
+"""Keeps the gradient that of the global batch, whatever the split.
 
-The gradient of the global mean loss is the sum over ranks of the gradients of ``sum of local losses / global count``. A
-rank's experts already receive the sum over all ranks; every other parameter must be summed: by `sync_gradients`, or by
-a wrapper that averages (DDP, FSDP2), in which case the plan is made with ``data_parallel="mean"`` and `loss_weight` is
-larger by the number of ranks. Averaging local means instead, as if batches were equal, is wrong by tens of percent.
+The gradient of the global mean loss is the sum over ranks of the gradients of ``sum of local losses / global count``. The
+experts of a rank already receive the sum over all ranks. The gradients of all other parameters have to be summed, either by
+`sync_gradients` or by a wrapper that averages (DDP, FSDP2). For the latter, make the plan with ``data_parallel="mean"``;
+`loss_weight` is then larger by the number of ranks. Averaging local means as if batches were equal is wrong by tens of percent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hexa_fx.runtime.distributed.session import PartitionSession
 def loss_weight(session: PartitionSession, count: int) -> float:
     """Factor that turns the mean loss over this rank's ``count`` items into its part of the global mean loss.
 
-    Counts (samples, or tokens that are not ignored) are exchanged between hosts.
+    Hosts exchange the counts (of samples, or of tokens that are not ignored).
     """
     total = sum(session.exchange_counts(count))
     averaged = session.groups.world if session.plan.grad_scale != 1.0 else 1
@@ -63,22 +63,22 @@ def load_balancing_loss(session: PartitionSession, probabilities: Tensor, top_k_
 
 
 def expert_names(session: PartitionSession) -> list[str]:
-    """Names of the parameters that the plan cut, equal on all ranks."""
+    """Names of the parameters that the plan cut; the same on all ranks."""
     return [shard.name for shard in session.shards]
 
 
 def ignore_in_ddp(model: nn.Module, session: PartitionSession) -> None:
-    """Keeps DDP's hands off the experts. Call before wrapping ``model`` in DistributedDataParallel."""
+    """Excludes the experts from DDP. Call it before wrapping ``model`` in DistributedDataParallel."""
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, expert_names(session))
 
 
 def expert_parameters(session: PartitionSession) -> set[nn.Parameter]:
-    """The cut parameters, for ``fully_shard(..., ignored_params=...)``."""
+    """The parameters that the plan cut, for ``fully_shard(..., ignored_params=...)``."""
     return {shard.parameter for shard in session.shards if isinstance(shard.parameter, nn.Parameter)}
 
 
 def sync_gradients(model: nn.Module, session: PartitionSession) -> None:
-    """Sums the gradients of all parameters that are not experts over the ranks. Call after the last backward of a step.
+    """Sums the gradients of all parameters except the experts over ranks. Call it after the last backward of a step.
 
     A gradient that is missing on every rank stays missing; one that is missing on some counts as zero there.
     """
@@ -114,10 +114,9 @@ def _sum_flat(parameters: list[nn.Parameter], session: PartitionSession) -> None
 
 
 def clip_grad_norm_(model: nn.Module, session: PartitionSession, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` over the whole model: expert slices count once over ranks, other parameters
-    once.
+    """`torch.nn.utils.clip_grad_norm_` over the whole model, in which every parameter and every expert slice counts once.
 
-    Call after `sync_gradients` (or under DDP or FSDP2). Returns the norm before clipping, equal on all ranks.
+    Call it after `sync_gradients`, or under DDP or FSDP2. Returns the norm before clipping, the same on all ranks.
     """
     experts = {id(shard.parameter) for shard in session.shards}
     with_grad = [p for p in model.parameters() if p.grad is not None]
@@ -160,7 +159,7 @@ def _summed_norm(norms: list[Tensor], norm_type: float, session: PartitionSessio
 def unscale_(scaler: Any, optimizer: torch.optim.Optimizer, session: PartitionSession) -> None:
     """`torch.amp.GradScaler.unscale_`, after which all ranks agree on whether a gradient overflowed.
 
-    Each rank sees only its own experts' gradients; without this a rank skips a step that the others take.
+    Each rank sees only its own experts' gradients, so that otherwise a rank could skip a step that the others take.
     """
     scaler.unscale_(optimizer)
     for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():

@@ -1,4 +1,4 @@
-"""Process groups of a plan; the check that all ranks agree on it; who is lost after a failure."""
+"""Process groups of a plan, the check that all ranks agree on it, and which ranks are lost after a failure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _by_name: WeakValueDictionary[str, Groups] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Groups:
-    """The same ranks, four communicators: collectives of one communicator queue behind each other.
+    """Four communicators over the same ranks, since collectives of one communicator queue behind each other.
 
     Args:
         main: activations.
@@ -65,11 +65,11 @@ class Groups:
 
 
 def make_groups(mesh: Any = None, timeout: timedelta | None = None) -> Groups:
-    """Communicators over the ranks of ``mesh``. All its ranks must call this at the same point.
+    """Makes communicators over the ranks of ``mesh``. All of them must call it at the same point.
 
     Args:
         mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
-        timeout: after which a collective that a rank does not join fails; None is torch's default of the backend.
+        timeout: how long a collective waits for a rank before it fails; None for the backend's default.
 
     Raises:
         PlanError: torch.distributed is not initialised, or the mesh has more than one dimension.
@@ -97,7 +97,7 @@ def _new_groups(main: Any, timeout: timedelta | None) -> Groups:
 
 
 def _arrive(main: Any, seconds: float) -> None:
-    """Waits for all ranks in the job's store: creating a communicator would wait too, but not say for whom."""
+    """Waits for all ranks in the job's store. Creating a communicator would wait too, but not say for whom."""
     name = str(main.group_name)
     _arrivals[name] += 1
     key = f"hexa_fx/arrival/{name}/{_arrivals[name]}"
@@ -109,7 +109,7 @@ def _arrive(main: Any, seconds: float) -> None:
 
 
 def _missing(key: str, rank: int, world: int, seconds: float) -> list[int]:
-    """Leaves this rank's mark in the job's store, and says whose marks do not appear in time."""
+    """Leaves this rank's mark in the job's store. Returns the ranks whose marks do not appear in time."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{key}/{rank}", "here")
     end = time.monotonic() + seconds
@@ -157,7 +157,7 @@ def _first_difference(left: str, right: str) -> str:
 
 
 def join(groups: Groups, when: str, timeout: timedelta | None = None) -> None:
-    """A barrier between hosts that names the ranks that do not come."""
+    """A barrier between hosts that names the ranks that do not arrive."""
     if lost.alarm:
         lost.check(f"a barrier {when}", groups)
     try:
@@ -172,7 +172,7 @@ def first_line(error: BaseException) -> str:
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether an exception is a communication backend's. Gloo raises plain RuntimeErrors, known by their words."""
+    """Whether a communication backend raised the exception. Gloo raises plain RuntimeErrors, recognised by their wording."""
     if isinstance(error, (dist.DistError, dist.DistBackendError)):
         return True
     words = ("gloo", "nccl", "connection", "timeout", "timed out", "socket", "pair closure", "broken pipe")
@@ -182,9 +182,8 @@ def is_collective_failure(error: BaseException) -> bool:
 def explain_failure(error: BaseException, where: str, groups: Groups) -> RankError:
     """The error to raise on a surviving rank: what failed, where, and which ranks no longer answer.
 
-    Every survivor leaves a mark in the job's store and waits for the marks of the others. A survivor that was waiting
-    for another survivor only notices when its own collective times out, so the others wait as long (at most half a
-    minute).
+    Every survivor leaves a mark in the job's store and waits for those of the others. A survivor that waits for another
+    survivor only notices the loss when its own collective times out, so the others wait as long, up to half a minute.
     """
     grace = min(groups.timeout.total_seconds(), _LONGEST_GRACE) + 3.0
     missing = lost.find_lost(groups, _NOTICE_SECONDS) or _silent_ranks(groups, grace)
@@ -205,11 +204,12 @@ def _silent_ranks(groups: Groups, grace: float) -> list[int]:
 class guarded:
     """A context that turns the error of a failed collective into one that says where it failed and who is lost.
 
-    Raises it at once where somebody is known to be lost already, and at the end if collectives were aborted in between.
-    It has no state, so it may be entered many times.
+    It raises at once if a rank is already known to be lost, and at the end if collectives were aborted in between. It has no
+    state, so it may be entered many times.
 
     Args:
-        groups: or the name of one of its process groups; a name that belongs to no plan leaves errors as they are.
+        where: what is being done, for the error.
+        groups: the groups, or the name of one of their process groups. With an unknown name errors stay as they are.
     """
 
     __slots__ = ("groups", "where")

@@ -1,4 +1,4 @@
-"""What a layer's experts take in each mode, and what runs between MoE blocks: the times that ``auto`` weighs."""
+"""Measures the times that ``auto`` weighs: of a layer's experts in each mode, and of what runs between MoE blocks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hexa_fx.runtime.distributed.groups import Groups
 
 @dataclass(frozen=True)
 class ModeTimes:
-    """Seconds of one layer's experts on the slowest rank, by how they run.
+    """Seconds that one layer's experts take on the slowest rank, by mode.
 
     Args:
         model_centric, data_centric: forward and backward.
         forward: data-centric, forward alone.
-        contention: seconds that data-centric compute takes longer for each second of a gather beside it.
+        contention: by how many seconds a second of concurrent gathering slows down data-centric compute.
     """
 
     model_centric: float
@@ -38,11 +38,11 @@ class ModeTimes:
 def measure_modes(
     geometry: Geometry, tokens: int, *, dtype: torch.dtype, device: torch.device, groups: Groups, repeats: int = 3
 ) -> ModeTimes:
-    """Times of the experts as each mode runs them on equal ranks.
+    """Times the experts as each mode runs them on equal ranks. A collective call.
 
-    Model-centric: all ``tokens``, 1/N of the channels. Data-centric: 1/N of the tokens, all channels, weights as views of
-    packed rows, with the copies into and out of rows. Layers too large for an eighth of the free memory are measured with
-    fewer experts and tokens alike, and the time is scaled. A collective call.
+    Model-centric: all ``tokens`` and 1/N of the channels. Data-centric: 1/N of the tokens and all channels, with weights as
+    views of packed rows, including the copies into and out of these rows. A layer too large for an eighth of the free memory is
+    measured with proportionally fewer experts and tokens, and the time is scaled.
     """
     shape, world = geometry.shape, groups.world
     held = 4 * shape.weight_numel * dtype.itemsize
@@ -67,7 +67,7 @@ def measure_modes(
 
 
 def _tokens(shape: ExpertShape, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, balanced expert ids, routing weights."""
+    """Hidden states, balanced expert ids, and routing weights."""
     x = torch.randn(tokens, shape.hidden_size, device=device, dtype=dtype).requires_grad_()
     index = torch.arange(tokens * shape.top_k, device=device).view(tokens, shape.top_k) % shape.num_experts
     weights = torch.full((tokens, shape.top_k), 1.0 / shape.top_k, device=device, dtype=dtype).requires_grad_()
@@ -104,7 +104,7 @@ def _experts_model_centric(
 def _experts_data_centric(
     geometry: Geometry, tokens: int, dtype: torch.dtype, device: torch.device, groups: Groups
 ) -> tuple[Callable[[], None], Callable[[], None], Callable[..., None]]:
-    """Forward; forward and backward with the copies; a gather of the weights, with something beside it. Each to be timed."""
+    """Functions to be timed: forward; forward and backward with the copies; a gather of the weights beside other work."""
     import hexa_fx.ops  # noqa: F401  (defines the operator)
 
     x, index, weights = _tokens(geometry.shape, tokens, dtype, device)
@@ -144,12 +144,12 @@ def _experts_data_centric(
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """What a forward of the whole model says about its MoE blocks: medians in seconds, on the slowest rank.
+    """What a forward of the whole model shows about its MoE blocks: median seconds on the slowest rank.
 
     Args:
-        between: from one MoE block to the next: attention, norms, whatever is there.
-        block: of a block itself.
-        tokens: that reach a block.
+        between: from one MoE block to the next (attention, norms and whatever else is there).
+        block: within a block.
+        tokens: how many tokens reach a block.
     """
 
     between: float
@@ -160,7 +160,7 @@ class BlockTimes:
 def measure_blocks(
     run: Callable[[], object], blocks: Sequence[nn.Module], device: torch.device, groups: Groups
 ) -> BlockTimes:
-    """Runs the model twice and times the second run. A collective call; ``run`` is the same on every rank."""
+    """Runs the model twice and times the second run. A collective call with the same ``run`` on every rank."""
     seen: list[tuple[float, float, int]] = []
     entered: list[float] = []
 

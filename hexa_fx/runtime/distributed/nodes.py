@@ -1,7 +1,7 @@
-"""The functions that partitioned graphs call. They print with their sizes and find their session by name.
+"""The functions that partitioned graphs call.
 
-A graph holds no process group and no buffer, only the name of a `PartitionSession`, so that it can be printed, copied
-and compared between ranks.
+A graph holds no process group and no buffer, only sizes and the name of a `PartitionSession`, so that it can be printed, copied and
+compared between ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _sessions: WeakValueDictionary[str, PartitionSession] = WeakValueDictionary()
 
 
 def register_session(name: str, session: PartitionSession) -> None:
-    """Makes a session findable by the graphs that name it, for as long as the session lives."""
+    """Makes a session available to the graphs that name it, for as long as it lives."""
     _sessions[name] = session
 
 
 def find_session(name: str) -> PartitionSession:
-    """The session a graph names; raises `PlanError` when it is gone."""
+    """The session of this name; raises `PlanError` if it is gone."""
     session = _sessions.get(name)
     if session is None:
         raise PlanError(f"the graph belongs to partition session {name!r}, which is closed: install the plan again")
@@ -40,14 +40,14 @@ def find_session(name: str) -> PartitionSession:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which experts compute on ``x``: what travels is cast first, so autocast halves the bytes."""
+    """The dtype in which experts compute on ``x``. Tensors are cast before they travel, so autocast halves the bytes."""
     if x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
-    """``x`` as the experts will see it."""
+    """``x`` in the dtype that the experts compute in."""
     return x.to(compute_dtype(x))
 
 
@@ -57,7 +57,7 @@ def token_counts(x: Tensor, session: str) -> list[int]:
 
 
 def check_tokens(x: Tensor, tokens: Sequence[int], session: str) -> Tensor:
-    """``x``, once its rows are those that the plan fixed for this rank."""
+    """Returns ``x`` after checking that it has the number of rows that the plan fixed for this rank."""
     rank = find_session(session).groups.rank
     if x.shape[0] != tokens[rank]:
         raise PlanError(
@@ -74,7 +74,7 @@ def own_rows(x: Tensor, tokens: Sequence[int], session: str) -> Tensor:
 
 
 def scale_gradient(x: Tensor | None, factor: float) -> Tensor | None:
-    """``x`` unchanged; its gradient times ``factor``."""
+    """Returns ``x`` unchanged, and multiplies its gradient by ``factor``."""
     if x is None:
         return None
     result: Tensor = _ScaleGradient.apply(x, factor)
@@ -93,9 +93,9 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def no_channels(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *weights: Tensor | None) -> Tensor:
-    """What `hexa::moe_ffn` gives on a rank with h_i = 0: zeros. Its backward exists, as its collectives are everyone's.
+    """The zeros that `hexa::moe_ffn` would give on a rank with h_i = 0, so that kernels need not support empty weights.
 
-    Kernels need not know empty weights.
+    They take part in autograd, because every rank has to join the collectives of backward.
     """
     result: Tensor = _NoChannels.apply(x, top_k_index, top_k_weights, *weights)
     return result
@@ -165,15 +165,15 @@ class _CacheGather(torch.autograd.Function):
         plan, geometry, reductions = session.plan, session.geometry(ctx.layer), session.reductions
         source, needs, dtype = ctx.source, ctx.needs_input_grad[:5], ctx.dtype
         with reductions.guard(ctx.layer):
-            session.cache.release(ctx.layer)  # first: the gather of the layer before the one before starts with it
-            reductions.finish()  # of the layer after, whose communication ran beside this layer's experts
+            session.cache.release(ctx.layer)  # first, because it starts the gather of the layer two before
+            reductions.finish()  # that of the next layer, which travelled while this layer's experts ran
             rows = geometry.view_grads(grads, dtype if plan.grad_dtype == "parameter" else source.dtype)
             own, works = reductions.start(rows, ctx.shards)
 
             def local() -> Weights:
                 finish(works)
                 if plan.grad_scale != 1.0:
-                    own.mul_(plan.grad_scale)  # the sum is nobody else's
+                    own.mul_(plan.grad_scale)  # nobody else holds the sum
                 return geometry.unpack(own, dtype, needs)
 
             if not can_defer(ctx, source.targets):
@@ -189,7 +189,7 @@ def _deliver(targets: Sequence[Destination | None], grads: Sequence[Tensor | Non
 
 
 def cache_release(y: Tensor, layer: str, session: str) -> Tensor:
-    """``y``, the experts' output; frees the layer's slot, except in recomputation, where its backward follows."""
+    """Returns ``y``, the experts' output, and frees the layer's slot, except in recomputation, which backward follows."""
     cache = find_session(session).cache
     cache.unhook()
     if not in_backward():

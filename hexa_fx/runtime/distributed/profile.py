@@ -1,4 +1,4 @@
-"""Capacities t_i and bandwidth, measured on the real operator and the real links."""
+"""Measures capacities t_i and bandwidth, on the real operator and the real links."""
 
 from __future__ import annotations
 
@@ -29,25 +29,30 @@ def profile_devices(
     repeats: int = 5,
     min_seconds: float | None = None,
 ) -> tuple[float, ...]:
-    """t_i of every rank: median seconds of the layer's experts, forward and backward, on that rank's device.
+    """Measures t_i: median seconds that a layer's experts take, forward and backward, on every rank's device.
 
-    The paper times large matrix products; this times the operator that will run, synchronised, after a warm-up. All
-    ranks measure at once, as they will run at once. A collective call.
+    The paper times large matrix products. This times the operator that will run, synchronised, after a warm-up, on all ranks
+    at once, as they will run at once. A collective call. `hexa_fx.optimize_` does it by default.
 
     Args:
         shape: sizes of the layer, e.g. ``hexa_fx.plan.ExpertShape(num_experts=8, hidden_size=4096, intermediate_size=14336,
-            matrices=3, top_k=2)``: three matrices, since gated. At most 64 MiB of weights are allocated, on CUDA 4 GiB; larger
-            layers are measured with fewer channels, then fewer experts.
-        tokens: rows of the proxy batch. Default 1024 / top_k, on CUDA 16384, which fill a large device.
-        repeats: timed runs, of which the median counts.
-        min_seconds: a timed run repeats the operator until it lasts this long, after a warm-up as long. Default 0.05, on
-            CUDA 0.3: a large device at full load lowers its clock within a tenth of a second, a small one may not.
+            matrices=3, top_k=2)``, with three matrices because its experts are gated. At most 64 MiB of weights are allocated
+            (4 GiB on CUDA); larger layers are measured with fewer channels, then with fewer experts.
+        gated: whether the experts have a gate projection.
+        tokens: rows of the measured batch. Default: 1024 / top_k; on CUDA 16384, which fill a large device.
+        dtype: element type of tokens and weights.
+        device: where this rank measures. Default: the CPU.
+        groups: process groups of the ranks that measure. Default: all ranks.
+        repeats: number of timed runs, of which the median counts.
+        min_seconds: how long one timed run lasts at least, after a warm-up of the same length. Default: 0.05; on CUDA 0.3,
+            since a large device at full load lowers its clock within a tenth of a second, where a small one may not.
 
     Returns:
-        Seconds by rank, equal on all ranks. `hexa_fx.optimize_` takes them as ``capacities``, and measures them itself by default.
+        Seconds by rank, the same on all ranks: what `hexa_fx.optimize_` takes as ``capacities``.
 
     Raises:
-        InputError: ``shape`` is no `ExpertShape`. PlanError: torch.distributed was not started.
+        InputError: ``shape`` is not an `ExpertShape`.
+        PlanError: torch.distributed was not initialised.
     """
     if not isinstance(shape, ExpertShape):
         raise InputError(f"shape is a {type(shape).__name__}; expected a hexa_fx.plan.ExpertShape")
@@ -70,7 +75,7 @@ def profile_costs(
     repeats: int = 3,
     min_seconds: float | None = None,
 ) -> DeviceCosts:
-    """t_i, and how the time of every device grows with tokens and with channels.
+    """Measures t_i, and how the time of every device grows with tokens and with channels.
 
     A device spends time on a share that does not depend on its size: it reads all weights for however few tokens, moves all
     tokens for however few channels, launches kernels. So each axis is measured at two sizes, around the shares that devices
@@ -103,7 +108,7 @@ def profile_costs(
 
 @dataclass(frozen=True)
 class _Proxy:
-    """The layer as it is measured: sizes equal on all ranks, whatever memory each has."""
+    """The layer as it is measured. Its sizes are equal on all ranks, whatever memory each has."""
 
     shape: ExpertShape
     gated: bool
@@ -134,7 +139,7 @@ class _Proxy:
         return cls(shape, gated, count, experts, channels, dtype, device, groups)
 
     def of_batch(self, tokens: int | None) -> _Proxy:
-        """With the tokens of a global batch, as far as time and memory allow."""
+        """The same for the tokens of a global batch, as far as time and memory allow."""
         if self.device.type == "cpu":
             return replace(self, tokens=min(self.tokens, max(1, 2048 // self.shape.top_k)))
         count = min(tokens or 16384 * self.groups.world, 131072)
@@ -156,12 +161,12 @@ class _Proxy:
         return max(1, int(self.tokens * share))
 
     def channels_of(self, share: float) -> int:
-        """A multiple of the kernels' step: kernels for odd sizes are others, and slow where the usual ones are not."""
+        """This share of the channels, rounded to the kernels' step: odd sizes would run other, slower kernels."""
         wanted, step = int(self.channels * share), self.shape.channels(KERNEL_COLUMNS)
         return max(1, wanted // step * step or wanted // 8 * 8 or wanted)
 
     def work(self, token_share: float, channel_share: float) -> Callable[[], None]:
-        """Forward and backward of the experts with a share of the tokens and of the channels."""
+        """A function that runs the experts forward and backward on a share of the tokens and of the channels."""
         import hexa_fx.ops  # noqa: F401  (defines the operator)
 
         tokens = self.tokens_of(token_share)
@@ -188,7 +193,7 @@ class _Proxy:
 
 
 def _fitting(shape: ExpertShape, room: int) -> tuple[int, int]:
-    """Experts and channels of the proxy, for ``room`` channels of one expert in all."""
+    """How many experts and channels fit ``room`` channels of one expert in all."""
     if shape.num_experts * shape.intermediate_size <= room:
         return shape.num_experts, shape.intermediate_size
     step = shape.channels(KERNEL_COLUMNS)
@@ -203,7 +208,7 @@ def _warm(run: Callable[[], None], device: torch.device, seconds: float) -> None
 
 
 def _seconds(run: Callable[[], None], device: torch.device, least: float) -> float:
-    """Seconds of a run, over so many that they last ``least`` seconds."""
+    """Seconds of one run, averaged over as many as last ``least`` seconds."""
     once = max(timed(run, device, 1), 1e-6)
     count = max(1, round(least / once))
     return timed(run, device, count) / count

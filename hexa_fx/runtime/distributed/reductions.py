@@ -1,11 +1,11 @@
-"""Gradients of gathered weights on their way to their owners, while backward goes on with the layers before.
+"""Sends gradients of gathered weights to their owners, while backward goes on with earlier layers.
 
-The reduce-scatter of one layer runs on a communicator of its own beside the attention of that layer and the experts of the
-one before. Its result reaches the parameters when the next layer's begins, at the latest when backward ends, so that one
-reduction is under way at a time and memory does not grow with the number of layers.
+The reduce-scatter of a layer runs on a communicator of its own, beside the attention of that layer and the experts of the one
+before. Its result reaches the parameters when the next reduction begins, or at the end of backward. One reduction is under way at
+a time, so memory does not grow with the number of layers.
 
-Autograd would wait where the gradient is returned. So the gradient is not returned but added to ``parameter.grad`` here, as
-FSDP does. That is only the same where autograd would have done nothing but add: `destinations` and `can_defer` say when.
+If the gradient were returned, autograd would wait for it. It is therefore added to ``parameter.grad`` here, as FSDP does. That is
+equivalent only where autograd would have done nothing but add; `destinations` and `can_defer` decide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hexa_fx.runtime.distributed.groups import Groups, guarded
 
 
 class GradientReductions:
-    """The reduction under way, if any. Everything here is in the order of the layers, so equal on all ranks."""
+    """The reduction under way, if any. Everything happens in the order of the layers, which is the same on all ranks."""
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
@@ -33,18 +33,18 @@ class GradientReductions:
         self._called_back = -1
 
     def guard(self, layer: str) -> guarded:
-        """The context of what is done for a layer's gradients."""
+        """A context for handling a layer's gradients, which names the layer in errors."""
         known = self._guards.get(layer)
         if known is None:
             known = self._guards[layer] = guarded(f"the gradient reduction of {layer!r}", self.groups)
         return known
 
     def start(self, rows: Tensor, shards: Sequence[int]) -> tuple[Tensor, Works]:
-        """(I, row) partial sums -> this rank's rows of the sum, and what to wait for."""
+        """Starts to sum (I, row) partial sums. Returns this rank's rows of the result, and what to wait for."""
         return start_scatter(rows, shards, self.groups.reduce_name)
 
     def defer(self, layer: str, deliver: Callable[[], None]) -> None:
-        """Delivers a sum later, at the latest when the backward that runs now ends."""
+        """Delivers a sum later: when the next one starts, or when the current backward ends."""
         self._pending.append((layer, deliver))
         self.deferred += 1
         task = torch._C._current_graph_task_id()
@@ -69,7 +69,7 @@ class GradientReductions:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where autograd would add the gradient of a weight: the weight itself, or the parameters that lie in it side by side."""
+    """Where autograd would add a weight's gradient: to the weight itself, or to the parameters that lie side by side in it."""
 
     parameters: tuple[Tensor, ...]
     split: Callable[[Tensor], Sequence[Tensor]] = lambda grad: (grad,)
@@ -85,7 +85,7 @@ class Destination:
 
 
 def destinations(weights: Sequence[Tensor | None]) -> tuple[Destination | None, ...]:
-    """One a weight; None where there is no weight, or where autograd would do more than add."""
+    """One per weight; None where there is no weight, or where autograd would do more than add."""
     return tuple(None if w is None else _destination(w) for w in weights)
 
 
@@ -102,7 +102,7 @@ _READ_PACKED: type[Any] = getattr(packing._ReadPacked, "_backward_cls")  # noqa:
 
 
 def can_defer(node: Any, targets: Sequence[Destination | None]) -> bool:
-    """Whether a backward may add to the parameters itself: no hook waits for the gradients, nobody asked for them as values.
+    """Whether a backward may add to the parameters itself: no hook needs the gradients, and nobody asked for their values.
 
     Args:
         node: the autograd node in its backward; its first inputs are the weights of ``targets``.

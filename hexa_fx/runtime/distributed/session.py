@@ -31,15 +31,15 @@ _numbers = itertools.count()
 
 
 class PartitionSession:
-    """What partitioned graphs need while they run. Keep it alive as long as the model; `close` it before the job ends.
+    """What partitioned graphs need while they run. Keep it alive as long as the model, and `close` it before the job ends.
 
-    All ranks of the mesh create it at the same point. It raises there if a rank is missing or holds another plan.
+    All ranks of the mesh create it at the same point, where it raises if a rank is missing or holds another plan.
 
     Args:
         plan: the same on every rank.
         geometries: layout of every planned layer, by path.
         mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
-        timeout: after which a rank that does not join a collective of this session is an error.
+        timeout: how long a collective of this session waits for a rank before it is an error.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PartitionSession:
         return self._geometries[layer]
 
     def readable(self, path: str, mode: str = "train") -> str:
-        """The code that a block runs, with its collectives, below the plan of its layers.
+        """The code that a block runs, with its collectives, headed by the plan of its layers.
 
         Args:
             path: the block's path in the model; one of ``graphs``.
@@ -93,10 +93,10 @@ class PartitionSession:
         return "\n".join([*head, graph.python_code("self").src])
 
     def bind(self, module: nn.Module, where: str = "") -> nn.Module:
-        """Wraps the forward of a module that runs a partitioned graph. Returns the module.
+        """Wraps the forward of a module that runs a partitioned graph, and returns the module.
 
-        Inside, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost
-        ranks. Binding an outer and an inner module is harmless.
+        Within that forward, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost
+        ranks. Binding both an outer and an inner module is harmless.
         """
         label = where or type(module).__name__
         forward = module.forward
@@ -107,12 +107,12 @@ class PartitionSession:
         return module
 
     def follow(self, model: nn.Module) -> None:
-        """Starts every pass when the whole model's forward starts, so that the first layers' weights travel from there on."""
+        """Hooks the whole model's forward, so that the first layers' weights start to travel when it begins."""
         handle = model.register_forward_pre_hook(lambda *_: self.begin(), prepend=True)
         self._unbind.append(handle.remove)
 
     def begin(self) -> None:
-        """A forward of the whole model begins."""
+        """Called when a forward of the whole model begins."""
         if in_backward():  # recomputation of a checkpointed model
             return
         self.reductions.forget()
@@ -120,7 +120,7 @@ class PartitionSession:
             self.cache.begin()
 
     def _bind_programs(self, forward: HexaForward, label: str) -> None:
-        """Inside the patched forward, so that its guards, copies and signature stay as they are."""
+        """Wraps the programs inside a patched forward, so that its guards, copies and signature stay as they are."""
         for program in {id(p): p for p in forward.programs.values() if p is not None}.values():
             self._set(program.__dict__, "function", self._wrapped(program.function, label))
 
@@ -151,31 +151,30 @@ class PartitionSession:
         owner[name] = value
 
     def guard(self, where: str) -> AbstractContextManager[None]:
-        """Turns the error of a failed collective into a `RankError` that says where it failed and who is lost.
+        """A context that turns the error of a failed collective into a `RankError` that says where it failed and who is lost.
 
-        Open in bound forwards and in hexa's own backward collectives; put it around ``loss.backward()`` to cover
-        torch's.
+        Bound forwards and our own backward collectives run in it. Put it around ``loss.backward()`` to cover torch's collectives.
         """
         return groups_module.guarded(where, self.groups)
 
     def check(self, where: str) -> None:
-        """Raises `RankError` if a rank is known to be lost, without any communication."""
+        """Raises `RankError` if a rank is known to be lost. Does not communicate."""
         if lost.alarm:
             lost.check(where, self.groups)
 
     def exchange_counts(self, rows: int) -> list[int]:
-        """Every rank's ``rows``, over the host group."""
+        """Every rank's ``rows``, exchanged over the host group."""
         out = torch.empty(self.groups.world, dtype=torch.int64)
         with self._count_guard:
             gather_even(out, torch.tensor([rows]), group=self.groups.host)
         return out.tolist()  # type: ignore[no-any-return]
 
     def invalidate(self) -> None:
-        """Forget gathered weights. Call on all ranks after changing expert weights otherwise than by an optimizer."""
+        """Drops gathered weights. Call it on all ranks after changing expert weights by other means than an optimizer."""
         self.cache.invalidate()
 
     def join(self, when: str = "at a barrier", timeout: timedelta | None = None) -> None:
-        """A barrier between hosts; raises `RankError` naming the ranks that do not come."""
+        """A barrier between hosts. Raises `RankError` with the ranks that do not arrive."""
         groups_module.join(self.groups, when, timeout)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -184,7 +183,7 @@ class PartitionSession:
             return all_reduce_(x.clone(), self.groups.main_name)
 
     def close(self) -> None:
-        """Waits for collectives under way and gives bound modules their forward back."""
+        """Waits for collectives under way, and gives bound modules their forward back."""
         self.cache.drain()
         if not self._closed:
             self._closed = True

@@ -1,8 +1,8 @@
-"""Cutting a layer's expert parameters down to a rank's slice, and remembering what was cut.
+"""Cuts a layer's expert parameters down to a rank's slice, and remembers what was cut.
 
-Parameters stay the same objects under the same names; only their data shrinks. So hooks, parameter groups and
-optimizers without state stay valid, `named_parameters` has the same keys on every rank, and a record of each cut is
-enough to write and read checkpoints in the shape of the original model.
+Parameters stay the same objects under the same names; only their data shrinks. Hooks, parameter groups and optimizers without
+state therefore stay valid, `named_parameters` has the same keys on every rank, and a record of each cut is enough to write and
+read checkpoints in the shape of the original model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A parameter, named ``name`` in the model, of shape ``whole`` originally, of which this rank holds ``chunks``."""
+    """The parameter ``name``, originally of shape ``whole``, of which this rank holds ``chunks``."""
 
     name: str
     parameter: Tensor
@@ -99,7 +99,7 @@ def _chunks(geometry: Geometry, role: str, source: WeightSource, part: int, lo: 
 
 
 def _below_each_other(chunks: tuple[Chunk, ...], source: WeightSource, size: int, length: int) -> tuple[Chunk, ...]:
-    """The chunks of one expert, once for every expert."""
+    """The chunks of one expert, repeated for every expert."""
     local = sum(chunk.length for chunk in chunks)
     whole = local // length * size if length else size
     return tuple(
@@ -119,7 +119,7 @@ def _cut_parameter(model: nn.Module, name: str, chunks: tuple[Chunk, ...]) -> Sh
     with torch.no_grad():
         pieces = [parameter.data.narrow(chunk.dim, chunk.start, chunk.length) for chunk in chunks]
         local = torch.cat(pieces, dim=chunks[0].dim).contiguous()
-        # A graph that is still alive keeps autograd's note of the whole shape; another dtype makes it forget.
+        # A live graph keeps autograd's record of the whole shape; a detour through another dtype drops it.
         parameter.data = parameter.data.new_empty(0, dtype=_OTHER.get(parameter.dtype, torch.float32))
         parameter.data = local
     parameter.grad = None

@@ -1,15 +1,14 @@
-"""The pipeline-shared cache of the paper: one or two slots in which all data-centric layers gather their weights in
-turn.
+"""The pipeline-shared cache of the paper: one or two slots in which all data-centric layers gather their weights in turn.
 
-A layer's weights are gathered before its experts run and gathered again in backward, so the memory for gathered weights
-does not grow with the number of layers. Three rules keep that exact:
+A layer's weights are gathered before its experts run, and again in backward, so the memory for gathered weights does not grow with
+the number of layers. Three rules keep the results exact:
 
-* What autograd saves never aliases a slot. From a layer's gather to its release, saved tensors that live in a slot are
-  replaced by where to find them again (`SavedSlot`), and fetched by a new gather when backward asks.
-* Gathered values are used for the weights they were gathered from. A forward gathers anew unless the slot was filled
-  ahead of time in the same pass; any optimizer step starts a new pass.
-* All ranks take the same decisions, since each gather is a collective: decisions depend on the order of layers and on
-  passes, never on a rank's own tensors or clock. A rank's own parameter versions are only used to raise.
+* Autograd never saves an alias of a slot. From a layer's gather to its release, saved tensors that live in a slot are replaced by
+  a note of where to find them (`SavedSlot`), and gathered again when backward asks for them.
+* Gathered values are only used while they are current. A forward gathers anew unless the slot was filled ahead of time in the same
+  pass, and any optimizer step starts a new pass.
+* All ranks take the same decisions, since each gather is a collective. Decisions depend on the order of layers and on passes, never
+  on a rank's own tensors or clock. A rank's own parameter versions are only used to raise errors.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ register_optimizer_step_post_hook(_count_step)
 
 
 class _Passed(NamedTuple):
-    """A saved tensor that the surrounding saved-tensor hooks (activation checkpointing, offload) took over."""
+    """A saved tensor that surrounding hooks on saved tensors (activation checkpointing, offloading) took over."""
 
     value: Any
     unpack: Any
@@ -58,9 +57,9 @@ def in_backward() -> bool:
 
 
 class SharedCache:
-    """Slots, and who lives in them. Layers use slot ``index % slots``, so of two slots neighbours never share one.
+    """The slots, and whose weights are in them. Layers use slot ``index % slots``, so with two slots neighbours never share one.
 
-    With 0 slots nothing is shared: every layer has its own, gathered once a pass and kept for backward, as in Janus.
+    With 0 slots nothing is shared: every layer has its own, gathered once per pass and kept for backward, as in Janus.
     """
 
     def __init__(self, layers: Sequence[CachedLayer], slots: int, groups: Groups, prefetch: bool = True) -> None:
@@ -83,7 +82,7 @@ class SharedCache:
     # --- what the nodes of the graph call -------------------------------------------------------------------------
 
     def source(self, path: str, weights: Weights, dtype: torch.dtype) -> Source:
-        """What the layer's gather reads from now on."""
+        """What the layer's gathers read from now on."""
         index = self._index[path]
         source = self._sources.get(index)
         if source is None or not source.is_of(weights, dtype):
@@ -91,7 +90,7 @@ class SharedCache:
         return source
 
     def fetch(self, path: str) -> Tensor:
-        """The gathered (I, row) matrix of a layer whose forward begins, from its `source`. Valid until the slot's next tenant."""
+        """The gathered (I, row) matrix of a layer whose forward begins, valid until another layer uses the slot."""
         index, backward = self._index[path], in_backward()
         if not backward:
             self._enter(index)
@@ -109,7 +108,7 @@ class SharedCache:
         return slot.matrix
 
     def release(self, path: str) -> None:
-        """The layer's experts have run (in backward: gave their gradients): the next layers may fill free slots."""
+        """Called when the layer's experts have run (in backward: given their gradients). The next layers may fill free slots."""
         index, backward = self._index[path], in_backward()
         self._slot(index).busy = False
         for ahead in range(1, len(self._slots) + 1):
@@ -119,11 +118,11 @@ class SharedCache:
         """Starts the gather of a layer ahead of its `fetch`, as a scheduled graph says.
 
         Raises:
-            PlanError: the slot's tenant is still in use.
+            PlanError: the weights in the slot are still in use.
         """
         index = self._index[path]
         slot = self._slot(index)
-        if in_backward():  # recomputation of a checkpointed forward: its layers are fetched last to first
+        if in_backward():  # recomputation of a checkpointed forward, which fetches layers from last to first
             return
         if index <= self._last:
             self._new_pass()
@@ -131,7 +130,7 @@ class SharedCache:
             return
         if slot.busy:
             raise PlanError(
-                f"the schedule gathers {path!r} while {self.layers[slot.index].path!r} still uses the slot: "
+                f"the schedule gathers {path!r} while {self.layers[slot.layer].path!r} still uses the slot: "
                 "schedule with the number of slots of the plan"
             )
         self.source(path, weights, dtype)
@@ -139,11 +138,11 @@ class SharedCache:
         slot.prefetched = True
 
     def refetch(self, saved: SavedSlot) -> Tensor:
-        """The tensor that backward asks for, gathered again if its slot has another tenant."""
+        """The tensor that backward asks for, gathered again if its slot holds another layer's weights."""
         slot = self._slot(saved.layer)
         if saved.layer not in self._sources:
             self._check_fresh(slot, saved.layer, saved.versions)
-        if slot.index != saved.layer or slot.dtype != saved.dtype:
+        if slot.layer != saved.layer or slot.dtype != saved.dtype:
             self._fill(saved.layer)
         elif slot.works or not slot.busy:
             self.hits += 1
@@ -157,7 +156,7 @@ class SharedCache:
         return slot.matrix.as_strided(saved.size, saved.stride, saved.offset)
 
     def begin(self) -> None:
-        """The model's forward begins: fills free slots with its first layers, before anything of it runs."""
+        """Called when the model's forward begins. Fills free slots with its first layers before anything else runs."""
         if in_backward() or not self.layers:
             return
         self._new_pass()
@@ -165,14 +164,14 @@ class SharedCache:
             self._fill_ahead(index, backward=False)
 
     def invalidate(self) -> None:
-        """Forget everything gathered. Call on all ranks after changing weights by other means than an optimizer."""
+        """Drops everything gathered. Call it on all ranks after changing weights by other means than an optimizer."""
         self.drain()
         self._sources.clear()
         self._places.clear()
         self._pass += 1
         self._last = -1
         for slot in self._slots:
-            slot.index, slot.busy, slot.prefetched = -1, False, False
+            slot.layer, slot.busy, slot.prefetched = -1, False, False
 
     def drain(self) -> None:
         """Waits for every gather under way."""
@@ -187,7 +186,7 @@ class SharedCache:
     # --- saved tensors ---------------------------------------------------------------------------------------------
 
     def hook(self) -> None:
-        """From here to `unhook` autograd saves no alias of a slot. Other tensors go to the hooks that were set before."""
+        """From here to `unhook`, autograd saves no alias of a slot. Other tensors go to the hooks that were set before."""
         outer = _top_saved_tensors_default_hooks(False)
         _push_saved_tensors_default_hooks(
             self._pack if outer is None else partial(self._pack, outer=outer), self._unpack
@@ -195,8 +194,8 @@ class SharedCache:
         self._hooked += 1
 
     def unhook(self) -> None:
-        """The layer's experts have run."""
-        if self._hooked:  # not in a graph that runs without its gather
+        """Ends what `hook` began, once the layer's experts have run."""
+        if self._hooked:  # there is none in a graph that runs without its gather
             _pop_saved_tensors_default_hooks()
             self._hooked -= 1
 
@@ -205,7 +204,7 @@ class SharedCache:
         if slot is None:
             return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return SavedSlot(slot.index, slot.versions, tensor.dtype, size, stride, offset)
+        return SavedSlot(slot.layer, slot.versions, tensor.dtype, size, stride, offset)
 
     def _unpack(self, packed: Any) -> Any:
         if isinstance(packed, SavedSlot):
@@ -223,7 +222,7 @@ class SharedCache:
         return self._pass, _optimizer_steps
 
     def _enter(self, index: int) -> None:
-        """A layer at or before the last one begins a new pass over the model."""
+        """Notes that a layer runs. One at or before the last one begins a new pass over the model."""
         if index <= self._last:
             self._new_pass()
         self._last = index
@@ -231,11 +230,11 @@ class SharedCache:
     def _new_pass(self) -> None:
         self._pass += 1
         self._last = -1
-        for slot in self._slots:  # frozen weights have no backward that would have released them
+        for slot in self._slots:  # those of frozen weights have no backward to release them
             slot.busy = False
 
     def _is_ready(self, slot: Slot, index: int, dtype: torch.dtype, backward: bool) -> bool:
-        if slot.index != index or slot.dtype != dtype:
+        if slot.layer != index or slot.dtype != dtype:
             return False
         return backward or (slot.prefetched and slot.epoch == self._epoch)
 
@@ -244,23 +243,23 @@ class SharedCache:
         if not self.prefetch_enabled or source is None or not (source.lasting or backward):
             return
         slot = self._slot(index)
-        if slot.busy or (slot.index == index and (backward or slot.epoch == self._epoch)):
+        if slot.busy or (slot.layer == index and (backward or slot.epoch == self._epoch)):
             return
         self._fill(index)
         slot.prefetched = True
 
     def _fill(self, index: int) -> None:
-        if torch.is_inference_mode_enabled():  # slots are used outside of it too
+        if torch.is_inference_mode_enabled():  # the slots outlive it
             with torch.inference_mode(False):
                 self._fill(index)
             return
         layer, slot, source = self.layers[index], self._slot(index), self._sources[index]
         slot.arrive()
         place = self._place(index)
-        slot.index = -1  # should the gather not start
+        slot.layer = -1  # in case the gather does not start
         place.packing.run()
         slot.works = fill_slot(place.matrix, place.own, layer.shards, self.groups.gather_name)
-        slot.index, slot.matrix, slot.dtype, slot.versions = index, place.matrix, source.dtype, source.versions
+        slot.layer, slot.matrix, slot.dtype, slot.versions = index, place.matrix, source.dtype, source.versions
         slot.epoch, slot.busy, slot.prefetched = self._epoch, False, False
         self.gathers += 1
 
@@ -276,17 +275,17 @@ class SharedCache:
     # --- guards ----------------------------------------------------------------------------------------------------
 
     def enter_bound(self) -> None:
-        """The forward of a bound module begins."""
+        """Called when the forward of a bound module begins."""
         self._bound += 1
 
     def leave_bound(self) -> None:
-        """The forward of a bound module ends, perhaps by an error between a layer's gather and its release."""
+        """Called when the forward of a bound module ends, perhaps by an error between a layer's gather and its release."""
         self._bound -= 1
         while self._hooked:
             self.unhook()
 
     def check_bound(self) -> None:
-        """Raises where nothing would take the hooks on saved tensors away again if the layer failed."""
+        """Raises `PlanError` if nothing would remove the hooks on saved tensors again if the layer failed."""
         if not self._bound:
             raise PlanError(
                 "a data-centric layer runs outside its bound module, so an error in it would leave autograd's hooks on saved "
@@ -304,5 +303,5 @@ class SharedCache:
 
 
 def _largest(layers: Sequence[CachedLayer]) -> int:
-    """Elements of the largest of the layers that take turns in a slot."""
+    """Elements that the largest of the layers sharing a slot needs."""
     return max((layer.geometry.shape.intermediate_size * layer.geometry.row for layer in layers), default=0)

@@ -1,4 +1,4 @@
-"""The slots of the shared cache: what lies in one, where it was gathered from, and what a saved tensor remembers of it."""
+"""The slots of the shared cache: what is in one, where it was gathered from, and how a saved tensor refers to it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Source:
     """What a layer's gather reads: local slices, and the parameters whose versions say whether they are still the same.
 
     Args:
-        given: the weights that `of` was called with, if they are no results of computations; else they hold a graph alive.
+        given: the weights that `of` was called with, unless they are results of a computation, which would keep a graph alive.
         weights: the same, detached.
         targets: where their gradients go.
         lasting: the slices lie in parameters, so the next pass may read them before its own forward hands them over. What
@@ -66,7 +66,7 @@ class Source:
         return cls(given, _detached(weights), dtype, targets, tuple(t.detach() for t in found), lasting)
 
     def is_of(self, weights: Weights, dtype: torch.dtype) -> bool:
-        """Whether `of` would give the same: the same tensors, where they were. ``.data = ...`` moves a tensor."""
+        """Whether `of` would give an equal source: the same tensors at the same addresses, since ``.data = ...`` moves a tensor."""
         return (
             self.given is not None
             and dtype == self.dtype
@@ -80,7 +80,7 @@ class Source:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Which values these are. ``.data = ...`` leaves a version as it is, so where they lie counts too."""
+        """Identifies the values. Addresses count too, because ``.data = ...`` does not change a tensor's version."""
         return *map(_version, self.parameters), *map(Tensor.data_ptr, self.parameters)
 
 
@@ -100,17 +100,22 @@ class Place(NamedTuple):
 
 @dataclass
 class Slot:
-    """Memory in which layers take turns, and what it holds now.
+    """Memory that layers use in turn, and what it currently holds.
 
     Args:
-        buffer: bytes. place: address of them, 0 without a buffer. index: of the layer whose weights it holds. dtype, versions:
-            of these weights. matrix: of their packed rows. epoch: pass and optimizer step they were gathered in. prefetched:
-            gathered ahead, not yet used. works: the gather under way. busy: in use, not to be overwritten.
+        buffer: the memory, as bytes.
+        address: where it lies, 0 without a buffer.
+        layer: number of the layer whose weights it holds, -1 for none.
+        dtype, versions, matrix: of these weights; the matrix is that of their packed rows.
+        epoch: pass and optimizer step in which they were gathered.
+        prefetched: whether they were gathered ahead and not used yet.
+        works: the gather under way.
+        busy: whether they are in use, so not to be overwritten.
     """
 
     buffer: Tensor | None = None
-    place: int = 0
-    index: int = -1
+    address: int = 0
+    layer: int = -1
     dtype: torch.dtype | None = None
     versions: tuple[int, ...] = ()
     matrix: Tensor | None = None
@@ -121,11 +126,11 @@ class Slot:
     _rows: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def rows(self, size: int, row: int, dtype: torch.dtype, device: torch.device, largest: int) -> Tensor:
-        """The (size, row) matrix in the buffer, which is made for ``largest`` elements where there is none that is large enough."""
+        """The (size, row) matrix in the buffer. A buffer that is too small is replaced by one of ``largest`` elements."""
         used = size * row * dtype.itemsize
         if self.buffer is None or self.buffer.device != device or self.buffer.numel() < used:
             self.buffer = torch.empty(largest * dtype.itemsize, dtype=torch.uint8, device=device)
-            self.place = self.buffer.data_ptr()
+            self.address = self.buffer.data_ptr()
             self._rows.clear()
         key = size, row, dtype
         if key not in self._rows:
@@ -133,13 +138,13 @@ class Slot:
         return self._rows[key]
 
     def arrive(self) -> None:
-        """Waits for the gather under way (on CUDA: in stream order)."""
+        """Waits for the gather under way (on CUDA, in stream order)."""
         finish(self.works)
         self.works = []
 
 
 def slot_of(tensor: Tensor, slots: Sequence[Slot]) -> Slot | None:
-    """The slot in whose memory ``tensor`` lies."""
+    """The slot in whose memory ``tensor`` lies, if any."""
     if tensor.numel() == 0:
         return None
     try:
@@ -147,7 +152,7 @@ def slot_of(tensor: Tensor, slots: Sequence[Slot]) -> Slot | None:
     except (RuntimeError, NotImplementedError):  # a subclass without storage, e.g. DTensor or a fake tensor
         return None
     for slot in slots:
-        if slot.place == where and where:
+        if slot.address == where and where:
             return slot
     return None
 

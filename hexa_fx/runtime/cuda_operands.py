@@ -1,0 +1,74 @@
+"""What the CUDA operators ask of their operands: addresses, sizes, alignment, and views that kernels can read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hexa_fx.codegen.spec import Layout
+from hexa_fx.ops.activations import ACTIVATIONS
+from hexa_fx.ops.rows import flip
+
+
+class Into(NamedTuple):
+    """Buffers that a projection's gradients are added to, in the accumulators' type.
+
+    Args:
+        weight: (E, N, K) or (E, K, N), as `layout` says; its rows are contiguous.
+        bias: (E, N), contiguous, or None where there is no bias.
+    """
+
+    weight: Tensor
+    layout: Layout
+    bias: Tensor | None
+
+
+def address(tensor: Tensor | None) -> int:
+    """Data pointer, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def row_count(x: Tensor, v: Tensor | None) -> int:
+    """Rows of an operand: its own, or those that ``v`` gathers from it."""
+    return x.shape[0] if v is None else v.shape[0]
+
+
+def columns_of(weight: Tensor, layout: Layout) -> int:
+    """N of a stacked weight."""
+    return weight.shape[1] if layout == "nk" else weight.shape[2]
+
+
+def constants_of(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
+    """The two constants (alpha, limit) in a kernel's arguments; 0 where the activation has none."""
+    alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
+    return alpha, limit
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """The matrix with contiguous rows; copied only where one row stride cannot describe it."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def as_stored(weight: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    """A view of the weight with the contiguous dimension last, and the layout of that view. Never copies."""
+    if weight.stride(2) != 1 and weight.stride(1) == 1:
+        return weight.transpose(1, 2), flip(layout)
+    return weight, layout
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Whether every row of every tensor starts at a multiple of 16 bytes."""
+    steps = 0
+    for t in tensors:
+        if t is not None:
+            size = t.element_size()
+            steps |= t.data_ptr()
+            for stride in t.stride()[:-1]:
+                steps |= stride * size
+    return not steps & 15
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Smallest whole number not below a / b."""
+    return -(-a // b)
