@@ -152,8 +152,7 @@ class _Rewriter:
 
     def _constant(self, name: str) -> torch.fx.Node:
         """A tensor that stood ready outside the block's parameters and buffers, such as a number that a module keeps."""
-        if is_outside(self.match.captured, name):
-            raise NotImplementedError(f"the code reads {name}, which is neither a parameter nor a buffer")
+        assert not is_outside(self.match.captured, name), f"detection let {name} pass"
         value = self.match.captured.constants[name]
         options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         return self.graph.call_function(torch.tensor, (value.tolist(),), options)

@@ -30,7 +30,7 @@ def visible_host(block: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Installs the shims for ``block`` and removes them at the end, whatever happens."""
     undo: list[Callable[[], None]] = []
     try:
-        for namespace in _namespaces(block):
+        for namespace in namespaces_of(block):
             _shim_builtins(namespace, recorder, undo)
             _shim_einops(namespace, recorder, undo)
         _record_module_calls(block, recorder, undo)
@@ -42,17 +42,16 @@ def visible_host(block: nn.Module, recorder: Recorder) -> Iterator[None]:
             restore()
 
 
-def _namespaces(block: nn.Module) -> list[dict[str, Any]]:
+def namespaces_of(block: nn.Module) -> list[dict[str, Any]]:
     """Globals of the user modules whose functions run inside the block."""
     found: dict[int, dict[str, Any]] = {}
-    for module in block.modules():
-        for cls in type(module).__mro__:
-            for member in vars(cls).values():
-                function = getattr(member, "__func__", member)
-                for candidate in (function, getattr(function, "__wrapped__", None)):
-                    namespace = getattr(candidate, "__globals__", None)
-                    if namespace is not None and not _is_torch(namespace):
-                        found[id(namespace)] = namespace
+    classes = {cls: None for kind in {type(module): None for module in block.modules()} for cls in kind.__mro__}
+    for member in [member for cls in classes for member in vars(cls).values()]:
+        function = getattr(member, "__func__", member)
+        for candidate in (function, getattr(function, "__wrapped__", None)):
+            namespace = getattr(candidate, "__globals__", None)
+            if namespace is not None and not _is_torch(namespace):
+                found[id(namespace)] = namespace
     return list(found.values())
 
 
@@ -178,11 +177,12 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
         with torch._C.DisableTorchFunction():
             lifted_args, lifted_kwargs = recorder.lift(args), recorder.lift(kwargs)
         start = recorder.count
+        recorder.leave(recorder.scopes[-1])
         recorder.scopes.append(path)
         try:
             result = original(module, *args, **kwargs)
         finally:
-            recorder.scopes.pop()
+            recorder.leave(recorder.scopes.pop())
         with torch._C.DisableTorchFunction():
             output = recorder.lift(result) if isinstance(result, (torch.Tensor, tuple, list)) else None
         recorder.calls.append(ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,6 +45,8 @@ class Recorder(TorchFunctionMode):
     calls: list[ModuleCall] = field(default_factory=list)
     sees_gradients: bool = True
     """Whether the run is made with gradients, so that the code's own ``no_grad`` shows."""
+    leave: Callable[[str], None] = lambda scope: None
+    """Told when the code of a module hands over to another's, with the module's path."""
 
     def __post_init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import UNKNOWN, CapturedBlock, StoredValue, record_of
-from hexa_fx.passes.detect.graph import RANDOM, ancestors, is_float, operation
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, effects, is_float, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -34,16 +34,26 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
     """
     opaque = opaque_nodes(captured, products)
     order = [node for node in captured.graph.nodes if node.op != "output"]
-    live = [call.path for call in captured.calls if opaque.issuperset(order[call.start : call.end])]
+    live = {call.path for call in captured.calls if opaque.issuperset(order[call.start : call.end])}
+    for changed in captured.changed:
+        if not all(_is_within(scope, live) for scope in changed.scopes):
+            raise Refuse(
+                f"the code changes {changed.label} in place, which the rewritten block would not; results that it sets as "
+                "attributes (self.loss = loss) or returns are kept"
+            )
     found = []
     for item in captured.stored:
-        if any(item.path == kept or item.path.startswith(f"{kept}.") for kept in live):
+        if all(_is_within(scope, live) for scope in item.scopes):
             continue
         behind = ancestors(_nodes(item.value))
         if item.value is UNKNOWN or any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
             raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")
         found.append(item)
     return tuple(found)
+
+
+def _is_within(scope: str, paths: set[str]) -> bool:
+    return any(scope == path or scope.startswith(f"{path}.") for path in paths)
 
 
 def refuse_stored_intermediates(
@@ -79,9 +89,11 @@ def refuse_outside_tensors(
     captured: CapturedBlock, roots: Iterable[torch.fx.Node], end: torch.fx.Node, opaque: set[torch.fx.Node]
 ) -> None:
     """Raises:
-    Refuse: ``roots`` or the code after ``end`` read a tensor that is neither parameter, buffer nor a few constant numbers.
+    Refuse: ``roots``, the code after ``end`` or a write into the block's state read a tensor that is neither parameter, buffer
+        nor a few constant numbers.
     """
-    read = ancestors([*roots, captured.graph.output_node()], stop=lambda node: node is end)
+    results = [captured.graph.output_node(), *effects(captured.graph)]
+    read = ancestors([*roots, *results], stop=lambda node: node is end)
     for node in read - opaque:
         if node.op == "get_attr" and is_outside(captured, str(node.target)):
             raise Refuse(
