@@ -169,7 +169,11 @@ class _Rewriter:
         call = kept.calls[node]
         if node in self.new:
             return
-        result = self.graph.call_module(call.path, tuple(self._map(call.args)), self._map(call.kwargs))
+        args, kwargs = tuple(self._map(call.args)), self._map(call.kwargs)
+        if call.function is None:
+            result = self.graph.call_module(call.path, args, kwargs)
+        else:
+            result = self.graph.call_function(call.function, args, kwargs)
         self._bind(call.output, result)
 
     def _bind(self, output: Any, result: torch.fx.Node) -> None:

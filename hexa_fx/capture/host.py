@@ -17,6 +17,7 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture import recorder as recorder_module
+from hexa_fx.capture.functional import Applied
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.symint import SYMBOLIC, plain, wrap
@@ -145,18 +146,50 @@ def _shim_exchanges(undo: list[Callable[[], None]]) -> None:
 
 
 def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
-    """Tells the recorder when an `autograd.Function` runs: that gradients are off in there says nothing about the code."""
+    """Tells the recorder when an `autograd.Function` runs: that gradients are off in there says nothing about the code.
+
+    Its backward is its own. One that gives a tensor as it was given is there for that alone and is recorded as itself; of others
+    what they compute is recorded, and that it was they who did.
+    """
     original = torch.autograd.Function.__dict__["apply"]
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            before = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
+            lifted = recorder.lift(args)
         recorder.inside_function += 1
+        start = recorder.count
         try:
-            return original.__func__(cls, *args, **kwargs)
+            result = original.__func__(cls, *args, **kwargs)
         finally:
             recorder.inside_function -= 1
+        with torch._C.DisableTorchFunction():
+            after = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
+            if kwargs or before != after or not all(map(_is_value, args)):
+                return result
+            if _is_one_of(result, args):
+                recorder.record_result(Applied(cls), lifted, result)
+            elif isinstance(result, (torch.Tensor, tuple)):
+                output = recorder.lift(result)
+                recorder.functions.append(ModuleCall("", start, recorder.count, lifted, {}, output, Applied(cls)))
+        return result
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     undo.append(lambda: setattr(torch.autograd.Function, "apply", original))
+
+
+def _is_value(argument: Any) -> bool:
+    """Whether it can stand in a graph: no code that a function was given to run, such as a checkpointed layer."""
+    return argument is None or isinstance(argument, (torch.Tensor, bool, int, float, str, torch.dtype, *SYMBOLIC))
+
+
+def _is_one_of(result: Any, given: tuple[Any, ...]) -> bool:
+    """Whether ``result`` is one of the given tensors, perhaps by another name."""
+    tensors = [item for item in given if isinstance(item, torch.Tensor)]
+    return isinstance(result, torch.Tensor) and any(
+        result.data_ptr() == item.data_ptr() and result.shape == item.shape and result.stride() == item.stride()
+        for item in tensors
+    )
 
 
 def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

@@ -60,6 +60,7 @@ class CapturedBlock:
         graph: nodes carry a `hexa_fx.capture.records.NodeRecord` in ``meta["hexa"]``.
         constants: tensors that the code created outside torch's sight, by ``get_attr`` target.
         calls: every submodule call, with its arguments and results as nodes.
+        functions: every call of an `autograd.Function`, likewise.
         arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
         output: the result, with nodes for tensors.
         stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
@@ -79,6 +80,7 @@ class CapturedBlock:
     output: Any
     stored: tuple[StoredValue, ...] = ()
     changed: tuple[ChangedInPlace, ...] = ()
+    functions: tuple[ModuleCall, ...] = ()
     recalled: frozenset[str] = frozenset()
     held: tuple[HeldValue, ...] = ()
     stirred: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -183,6 +185,7 @@ def _capture(
         output,
         stored,
         tuple(ChangedInPlace(*found) for found in watch.found()) if watch else (),
+        tuple(recorder.functions),
         recalled,
         held=reads.values(),
         stirred=stirred,

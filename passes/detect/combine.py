@@ -55,8 +55,8 @@ def find_combine(
     for instance in instances:
         if record_of(instance.second.node).value.numel() != len(instance.token) * width:
             raise Refuse(
-                "an expert's second product does not give a row for every row of its first: it adds up what several experts give, or "
-                "mixes tokens",
+                "an expert's second product does not give a row for every row of its first: it adds up what several experts give, "
+                "or mixes tokens",
                 instance.second.node,
             )
     candidates = _gates(graph, instances, tokens * width, width)

@@ -9,6 +9,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import UNKNOWN, CapturedBlock, StoredValue, record_of
+from hexa_fx.capture.functional import Applied
 from hexa_fx.passes.detect.graph import RANDOM, ancestors, effects, is_float, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -119,6 +120,19 @@ def _stops_gradient(node: torch.fx.Node) -> bool:
     record = record_of(node)
     holds_no_float = not is_float(node) and not isinstance(record.value, (tuple, list))
     return operation(node) == "detach" or not record.gradient or holds_no_float
+
+
+def refuse_own_backward(end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> None:
+    """Raises:
+    Refuse: between the experts' first products and ``end`` a function changes gradients alone, which no operator would.
+    """
+    for node in ancestors([end]):
+        if isinstance(node.target, Applied) and tags[node].experts and not tags[node].weight:
+            raise Refuse(
+                f"{node.target.function.__name__}, an autograd.Function with a backward of its own, is applied to what single "
+                "experts compute; around the experts it can stay",
+                node,
+            )
 
 
 def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
