@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hexa_fx.capture.streams import Streams
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.runtime.contents import Contents, Holder, held_by_modules
 from hexa_fx.runtime.held import is_object
@@ -31,14 +32,20 @@ class Beside:
     def __init__(self, block: nn.Module, namespaces: list[dict[str, Any]]) -> None:
         self._held = Contents(held_by_modules(block))
         self._global = Contents(_reached(namespaces))
+        self._streams = Streams(block)
 
     def changed(self) -> list[Holder]:
         """What the run changed. Of globals, only those that tensors of the run were put into: others are caches and counters."""
         held = [holder for holder, _ in self._held.changed()]
         return held + [holder for holder, new in self._global.changed() if any(map(_of_the_run, new))]
 
+    def drawn(self) -> list[str]:
+        """Streams of random numbers, beside torch's own, that the run drew from."""
+        return self._streams.drawn()
+
     def restore(self) -> None:
         """Of globals, too, only what holds tensors of the run is put back."""
+        self._streams.restore()
         self._held.restore()
         changed = {id(holder.value) for holder in self.changed()}
         self._global.restore(lambda holder: id(holder.value) in changed)
@@ -86,20 +93,22 @@ def _of_the_run(value: Any) -> bool:
 
 
 class Watch:
-    """Which modules' code changes ``holders``. To be told whenever one hands over to another."""
+    """Which modules' code changes ``holders`` and draws random numbers. To be told whenever one hands over to another."""
 
-    def __init__(self, holders: list[Holder]) -> None:
-        self._holders = holders
-        self._last = Contents(holders)
-        self._scopes: dict[str, set[str]] = {}
+    def __init__(self, holders: list[Holder], block: nn.Module) -> None:
+        self._holders, self._block = holders, block
+        self._last, self._streams = Contents(holders), Streams(block)
+        self._scopes: dict[tuple[str, bool], set[str]] = {}
 
     def leave(self, scope: str) -> None:
-        changed = self._last.changed()
-        for holder, _ in changed:
-            self._scopes.setdefault(holder.label, set()).add(scope)
-        if changed:
-            self._last = Contents(self._holders)
+        changed = [(holder.label, False) for holder, _ in self._last.changed()]
+        drawn = [(label, True) for label in self._streams.drawn()]
+        for found in (*changed, *drawn):
+            self._scopes.setdefault(found, set()).add(scope)
+        if changed or drawn:
+            self._last, self._streams = Contents(self._holders), Streams(self._block)
 
-    def found(self) -> Iterator[tuple[str, frozenset[str]]]:
-        for label, scopes in self._scopes.items():
-            yield label, frozenset(scopes)
+    def found(self) -> Iterator[tuple[str, bool, frozenset[str]]]:
+        """Labels, whether it is random numbers, paths of modules."""
+        for (label, drawn), scopes in self._scopes.items():
+            yield label, drawn, frozenset(scopes)

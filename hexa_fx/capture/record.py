@@ -23,6 +23,7 @@ from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.stir import stirred_parameters
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import HeldValue
+from hexa_fx.runtime.contents import Contents, Holder
 
 UNKNOWN = object()
 """Stands for a stored value that is neither None nor made of tensors of the run."""
@@ -44,9 +45,13 @@ class StoredValue:
 
 @dataclass(frozen=True)
 class ChangedInPlace:
-    """A list, dict or object, of a module or global, that the code of ``scopes`` (paths of modules) changed."""
+    """A list, dict or object, of a module or global, that the code of ``scopes`` (paths of modules) changed.
+
+    Or a stream of random numbers, beside torch's own, that it drew from.
+    """
 
     label: str
+    drawn: bool
     scopes: frozenset[str]
 
 
@@ -65,6 +70,7 @@ class CapturedBlock:
         output: the result, with nodes for tensors.
         stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
         changed: lists, dicts and objects that the run changed in place.
+        nested: constants that were given to the block inside a list, a dict or another argument that is no tensor.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
         held: what the run read out of objects that the block's modules hold.
         stirred: values in the run of parameters that are all of one number, by name.
@@ -82,6 +88,7 @@ class CapturedBlock:
     changed: tuple[ChangedInPlace, ...] = ()
     functions: tuple[ModuleCall, ...] = ()
     recalled: frozenset[str] = frozenset()
+    nested: frozenset[str] = frozenset()
     held: tuple[HeldValue, ...] = ()
     stirred: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
@@ -155,7 +162,7 @@ def _capture(
             recorder.leave = watch.leave if watch else recorder.leave
             torch.manual_seed(seed)
             with _settings(recorder) as settings, reads.noted():
-                result, arguments = _run(block, recorder, bound)
+                result, arguments, given = _run(block, recorder, bound)
             recorder.leave("")
             output = recorder.lift_result(result)
             stored = tuple(_stored_values(block, attributes, settings, recorder))
@@ -168,12 +175,16 @@ def _capture(
     except Exception as error:
         raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
     in_place = beside.changed()
-    if in_place and watch is None:
+    changed = [ChangedInPlace(holder.label, False, frozenset({""})) for holder, _ in given.changed()]
+    changed += [ChangedInPlace(*found) for found in watch.found()] if watch else []
+    if (in_place or beside.drawn()) and watch is None:
         beside.restore()
-        return _capture(block, args, kwargs, path, seed, as_it_is, beside, Watch(in_place))
+        return _capture(block, args, kwargs, path, seed, as_it_is, beside, Watch(in_place, block))
     kept = [item.value for item in stored if item.value is not UNKNOWN]
     recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
     recalled = frozenset(name for name, identity in recorder.met.items() if identity in kept_before)
+    inside = {id(leaf) for leaf in tree_leaves([bound.args, bound.kwargs])}
+    nested = frozenset(name for name, identity in recorder.met.items() if identity in inside)
     calls = tuple(recorder.calls)
     return CapturedBlock(
         block,
@@ -184,9 +195,10 @@ def _capture(
         arguments,
         output,
         stored,
-        tuple(ChangedInPlace(*found) for found in watch.found()) if watch else (),
+        tuple(changed),
         tuple(recorder.functions),
         recalled,
+        nested,
         held=reads.values(),
         stirred=stirred,
     )
@@ -276,12 +288,18 @@ def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _run(
     block: nn.Module, recorder: Recorder, bound: inspect.BoundArguments
-) -> tuple[Any, tuple[tuple[str, Any], ...]]:
-    """Calls the block's forward as it was called, with copies of the tensors. Returns the result and the named arguments."""
+) -> tuple[Any, tuple[tuple[str, Any], ...], Contents]:
+    """Calls the block's forward as it was called, with copies of the tensors.
+
+    Returns the result, the named arguments, and what lists and dicts among these contained.
+    """
     named: list[tuple[str, Any]] = []
+    holders: list[Holder] = []
 
     def given(name: str, value: Any) -> Any:
         fresh = copied(value)
+        if isinstance(fresh, (list, dict, set)):
+            holders.append(Holder(f"the argument {name!r}", fresh))
         named.append((name, recorder.placeholder(name, fresh) if isinstance(value, torch.Tensor) else value))
         return fresh
 
@@ -293,8 +311,9 @@ def _run(
             bound.arguments[name] = {key: given(key, item) for key, item in value.items()}
         else:
             bound.arguments[name] = given(name, value)
+    contents = Contents(holders)
     with visible_host(block, recorder), recorder:
-        return block.forward(*bound.args, **bound.kwargs), tuple(named)
+        return block.forward(*bound.args, **bound.kwargs), tuple(named), contents
 
 
 __all__ = ["UNKNOWN", "CapturedBlock", "StoredValue", "capture", "record_of"]

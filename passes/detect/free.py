@@ -143,7 +143,7 @@ class _Search:
         refuse_mixing(reader)
         body = self._body(roles, end[reader.run], total)
         branches = shape_branches(captured, tag(captured, self.groups), set(routing.index.nodes), opaque, combine.node)
-        refuse_outside_tensors(captured, [tokens.node, *routing.nodes], combine.node, opaque)
+        refuse_outside_tensors(captured, [tokens.node, *routing.nodes, *body.roots], combine.node, opaque)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
         refuse_own_backward(combine.node, self.tags)
         idiom = "loop over experts, unusual expert"

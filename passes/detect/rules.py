@@ -37,11 +37,17 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
     order = [node for node in captured.graph.nodes if node.op != "output"]
     live = {call.path for call in captured.calls if opaque.issuperset(order[call.start : call.end])}
     for changed in captured.changed:
-        if not all(_is_within(scope, live) for scope in changed.scopes):
+        if all(_is_within(scope, live) for scope in changed.scopes):
+            continue
+        if changed.drawn:
             raise Refuse(
-                f"the code changes {changed.label} in place, which the rewritten block would not; results that it sets as "
-                "attributes (self.loss = loss) or returns are kept"
+                f"the code draws random numbers from {changed.label}, of which a graph holds one draw; those of torch's default "
+                "generator (torch.rand) are drawn anew in every call"
             )
+        raise Refuse(
+            f"the code changes {changed.label} in place, which the rewritten block would not; results that it sets as "
+            "attributes (self.loss = loss) or returns are kept"
+        )
     found = []
     for item in captured.stored:
         if all(_is_within(scope, live) for scope in item.scopes):
@@ -82,7 +88,7 @@ _LONGEST_CONSTANT = 64
 def is_outside(captured: CapturedBlock, name: str) -> bool:
     """Whether a ``get_attr`` target is a tensor that a rewritten block cannot read again, nor hold as a constant."""
     return name in captured.constants and (
-        name in captured.recalled or captured.constants[name].numel() > _LONGEST_CONSTANT
+        name in captured.recalled or name in captured.nested or captured.constants[name].numel() > _LONGEST_CONSTANT
     )
 
 
@@ -96,6 +102,12 @@ def refuse_outside_tensors(
     results = [captured.graph.output_node(), *effects(captured.graph)]
     read = ancestors([*roots, *results], stop=lambda node: node is end)
     for node in read - opaque:
+        if node.op == "get_attr" and node.target in captured.nested:
+            raise Refuse(
+                "the code reads a tensor that it is given inside a list, a dict or an object; one that is an argument itself can "
+                "be followed",
+                next(iter(node.users), node),
+            )
         if node.op == "get_attr" and is_outside(captured, str(node.target)):
             raise Refuse(
                 "the code reads a tensor that is neither a parameter nor a buffer, and may have another value next time; "

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import copy
+import random
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -160,3 +162,54 @@ def test_a_model_that_ran_before_keeps_its_loss() -> None:
     optimized(_tokens(4)).sum().backward()
     assert optimized.kept.requires_grad
     assert optimized.kept is not block.kept
+
+
+class Given(Mixture):
+    """The loss goes into a list that the caller gives; the weights' scale may come in a dict."""
+
+    def forward(
+        self, x: torch.Tensor, losses: list[torch.Tensor], options: dict[str, Any] | None = None
+    ) -> torch.Tensor:
+        weights, index = self.gate(x)
+        if options is None:
+            losses.append(weights.square().mean())
+        else:
+            weights = weights * options["scale"]
+        return _mixed(self.experts, x, weights, index)
+
+
+def test_a_list_that_the_caller_gives() -> None:
+    report = hexa_fx.explain(Given(None).double(), (_tokens(), []))
+    assert not report.rewritten
+    assert "the code changes the argument 'losses' in place" in report.blocks[0].reason
+
+
+def test_a_tensor_that_is_given_inside_a_dict() -> None:
+    report = hexa_fx.explain(Given(None).double(), (_tokens(), [], {"scale": torch.tensor(1.5)}))
+    assert not report.rewritten
+    assert "given inside a list, a dict or an object" in report.blocks[0].reason
+
+
+DRAWS: dict[str, Callable[[Mixture, torch.Tensor], float]] = {
+    "Python's random": lambda m, weights: 1.0 + (random.random() < 0.1),
+    "numpy.random": lambda m, weights: 1.0 + (numpy.random.rand() < 0.1),
+    "self.kept": lambda m, weights: torch.rand((), generator=m.kept, dtype=weights.dtype),
+}
+
+
+class Drawing(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x)
+        return _mixed(self.experts, x, weights, index) * self.leave(self, weights)
+
+
+@pytest.mark.parametrize("label", DRAWS)
+def test_random_numbers_that_are_not_torchs(label: str) -> None:
+    generator = torch.Generator()
+    block = Drawing(DRAWS[label], generator if label == "self.kept" else None).double()
+    before = generator.get_state(), random.getstate()
+    report = hexa_fx.explain(block, _tokens())
+    assert not report.rewritten
+    assert f"draws random numbers from {label}" in report.blocks[0].reason
+    assert torch.equal(before[0], generator.get_state())
+    assert before[1] == random.getstate()
