@@ -35,6 +35,7 @@ from hexa_fx.passes.detect.rules import (
     is_cut_off,
     opaque_nodes,
     refuse_outside_tensors,
+    refuse_own_backward,
     refuse_stored_intermediates,
     stored_outside_calls,
 )
@@ -145,6 +146,7 @@ def _detect_standard(
     branches = shape_branches(captured, tag(captured, groups), set(routing.index.nodes), opaque, combine.node)
     refuse_outside_tensors(captured, [source, *routing.nodes], combine.node, opaque)
     refuse_stored_intermediates(stored, tags, combine.node)
+    refuse_own_backward(combine.node, tags)
     idiom = _idiom(contractions, captured)
     identity = offset.identity is not None
     detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])
