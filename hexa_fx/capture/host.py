@@ -209,13 +209,14 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
             return original(module, *args, **kwargs)
         with torch._C.DisableTorchFunction():
             lifted_args, lifted_kwargs = recorder.lift(args), recorder.lift(kwargs)
+            recorder.leave(recorder.scopes[-1])
         start = recorder.count
-        recorder.leave(recorder.scopes[-1])
         recorder.scopes.append(path)
         try:
             result = original(module, *args, **kwargs)
         finally:
-            recorder.leave(recorder.scopes.pop())
+            with torch._C.DisableTorchFunction():
+                recorder.leave(recorder.scopes.pop())
         with torch._C.DisableTorchFunction():
             output = recorder.lift(result) if isinstance(result, (torch.Tensor, tuple, list)) else None
         recorder.calls.append(ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output))

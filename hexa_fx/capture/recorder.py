@@ -146,14 +146,19 @@ class Recorder(TorchFunctionMode):
         return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else value
 
     def lift_result(self, result: Any) -> Any:
-        """As `lift`. A dataclass, or a mapping of a class of its own, becomes a node that calls its class."""
+        """As `lift`. A dataclass, or a mapping of a class of its own, becomes a node that calls its class, wherever it is."""
         if dataclasses.is_dataclass(result) and not isinstance(result, type):
             fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.init}
         elif isinstance(result, dict) and type(result) is not dict:
             fields = dict(result)
+        elif type(result) in (list, tuple):
+            return type(result)(map(self.lift_result, result))
+        elif type(result) is dict:
+            return {key: self.lift_result(value) for key, value in result.items()}
         else:
             return self.lift(result)
-        return self.add("call_function", type(result), (), self.lift(fields), result)
+        fields = {key: self.lift_result(value) for key, value in fields.items()}
+        return self.add("call_function", type(result), (), fields, result)
 
     def _wrap_result(self, result: Any, node: torch.fx.Node) -> Any:
         if isinstance(result, torch.Tensor):

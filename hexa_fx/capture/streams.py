@@ -51,11 +51,11 @@ def _streams(module: nn.Module) -> Iterator[_Stream]:
 
 def _comparable(state: Any) -> tuple[Any, ...]:
     name, keys, *rest = state
-    return (name, tuple(keys.tolist()), *rest)
+    return (name, tuple(keys), *rest)
 
 
 def _of_generator(label: str, generator: torch.Generator) -> _Stream:
-    def put_back(state: list[int]) -> None:
-        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+    def put_back(state: bytes) -> None:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    return _Stream(label, lambda: generator.get_state().tolist(), put_back)
+    return _Stream(label, lambda: bytes(generator.get_state().numpy()), put_back)

@@ -41,7 +41,7 @@ from hexa_fx.passes.detect.rules import (
 )
 from hexa_fx.passes.detect.several import families_of, find_several
 from hexa_fx.passes.detect.stacks import WeightTable
-from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag, uneven_experts
+from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, shared_by_some, tag, uneven_experts
 from hexa_fx.passes.detect.verdict import Refuse
 
 __all__ = ["MoEMatch", "detect"]
@@ -86,7 +86,8 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, alone: bool) -> MoEM
             first = first or refusal
     if first is not None and first.reason == MIXED:
         first = Refuse(uneven_experts(_parameters(captured)) or MIXED, first.node)
-    raise first or Refuse(NO_PRODUCT)
+    shared = shared_by_some(_parameters(captured)) if first is not None else None
+    raise Refuse(shared, first.node) if first and shared else first or Refuse(NO_PRODUCT)
 
 
 def _refuse_own_operators(captured: CapturedBlock) -> None:
