@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.partition_layers import Stack, partition
-from hexa_fx.allocation import KERNEL_STEP, DeviceCosts
+from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts
 from hexa_fx.passes.plan_layers import PartitionConfig, batch_shares, plan_layers
 from hexa_fx.plan import ExpertShape
 from hexa_fx.runtime.distributed.clock import gathered, synchronize, timed
@@ -144,7 +144,7 @@ def unequal(
         for kind in ("data", "model"):
             times = {}
             for split, known in splits.items():
-                step = 1 if "not counted" in split else KERNEL_STEP
+                step = 1 if "not counted" in split else shape.channels(KERNEL_COLUMNS)
                 if kind == "data" and step == 1:
                     continue
                 if kind == "data":
@@ -189,7 +189,11 @@ def unequal_steps(
         for split, known in (("uniform", uniform), ("weighted", costs)):
             model = Stack(2, shape, length, device, dtype)
             config = PartitionConfig(
-                batch=tokens // length, tokens=tokens, static_tokens=True, tile=tile(shape), step=KERNEL_STEP
+                batch=tokens // length,
+                tokens=tokens,
+                static_tokens=True,
+                tile=tile(shape),
+                kernel_columns=KERNEL_COLUMNS,
             )
             # uniform shards still feed equal batches; weighted ones feed B_i
             plan = plan_layers({f"layers.{i}.moe": shape for i in range(2)}, known, kind, config)

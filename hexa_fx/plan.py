@@ -36,6 +36,10 @@ class ExpertShape:
         """Elements of all projection matrices of the layer (biases left out)."""
         return self.matrices * self.num_experts * self.hidden_size * self.intermediate_size
 
+    def channels(self, columns: int) -> int:
+        """Channels in so many columns of the first projection, which has two a channel when gated; 1 or more."""
+        return max(1, columns // (self.matrices - 1))
+
 
 @dataclass(frozen=True)
 class LayerCost:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
 
-from hexa_fx.allocation import KERNEL_STEP, DeviceCosts
+from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.cost_model import Measured
@@ -127,12 +127,12 @@ def _capacities(
 
 
 def _for_device(config: PartitionConfig, sample: Tensor) -> PartitionConfig:
-    size, step = sample.element_size(), KERNEL_STEP if sample.is_cuda else 1
+    size, columns = sample.element_size(), KERNEL_COLUMNS if sample.is_cuda else 1
     return replace(
         config,
         dtype_bytes=config.dtype_bytes or size,
         reduce_bytes=config.reduce_bytes or size,
-        step=config.step or step,
+        kernel_columns=config.kernel_columns or columns,
     )
 
 

@@ -32,7 +32,8 @@ class PartitionConfig:
         slots: slots of the shared cache, 1 or 2; 0: none are shared, every layer keeps its gathered weights for backward.
         prefetch: gather the next layer's weights ahead of their use.
         tile: h_i are multiples of it, where the intermediate size allows.
-        step: channels that the devices' kernels compute at a time. Default: 1; `partition_model` knows that of GPUs.
+        kernel_columns: columns of the first projection that the devices' kernels compute at a time; h_i count begun ones as
+            whole. Default: 1; `partition_model` knows that of GPUs.
         memory_caps: most bytes of expert state each rank may hold, or None. Relative to ``bytes_per_element``.
         bytes_per_element: of an expert parameter with its gradient and optimizer state.
         data_parallel: what averages the gradients of the other parameters: ``sum`` (nobody divides), ``mean`` (DDP,
@@ -52,7 +53,7 @@ class PartitionConfig:
     slots: int = 2
     prefetch: bool = True
     tile: int = 64
-    step: int | None = None
+    kernel_columns: int | None = None
     memory_caps: tuple[int, ...] | None = None
     bytes_per_element: int = 16
     data_parallel: Literal["sum", "mean"] = "sum"
@@ -156,7 +157,8 @@ def _plan_layer(
     caps = _channel_caps(shape, config, world)
     if mode == "model_centric":
         tile = min(config.tile, max(1, shape.intermediate_size // world))
-        shards = costs.by_channels.split(shape.intermediate_size, tile=tile, step=config.step or 1, caps=caps)
+        step = shape.channels(config.kernel_columns or 1)
+        shards = costs.by_channels.split(shape.intermediate_size, tile=tile, step=step, caps=caps)
     else:  # every rank computes with all weights, so what it stores need not follow its speed
         shards = even(shape.intermediate_size, world, caps=caps)
     owner = max(range(len(shards)), key=lambda rank: (shards[rank], -rank))

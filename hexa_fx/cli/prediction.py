@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from hexa_fx.allocation import KERNEL_STEP, allocate
+from hexa_fx.allocation import KERNEL_COLUMNS, allocate
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.cost_model import Measured, layer_cost
 from hexa_fx.plan import ExpertShape, LayerPlan, Mode, Plan
@@ -84,7 +84,12 @@ def predict(
     shares = allocate(capacities, batch)
     measured = {path: _measured(shape, capacities, shares, tokens, machine) for path, shape in shapes.items()}
     config = PartitionConfig(
-        batch=batch, tokens=tokens, slots=slots, dtype_bytes=_BYTES, reduce_bytes=_BYTES, step=KERNEL_STEP
+        batch=batch,
+        tokens=tokens,
+        slots=slots,
+        dtype_bytes=_BYTES,
+        reduce_bytes=_BYTES,
+        kernel_columns=KERNEL_COLUMNS,
     )
     made = plan_layers(shapes, capacities, strategy, config, measured)
     return made, tuple(_predicted(layer, made, measured[layer.path], tokens) for layer in made.layers)
@@ -134,7 +139,7 @@ def _measured(
     forward = 2 * tokens * shape.top_k * shape.hidden_size * shape.intermediate_size * shape.matrices / machine.flops
     slowness = [t / min(capacities) for t in capacities]
     tile = min(64, max(1, shape.intermediate_size // len(capacities)))
-    channels = allocate(capacities, shape.intermediate_size, tile=tile, step=KERNEL_STEP)
+    channels = allocate(capacities, shape.intermediate_size, tile=tile, step=shape.channels(KERNEL_COLUMNS))
     by_channels = max(s * h / shape.intermediate_size for s, h in zip(slowness, channels))
     by_samples = max(s * b / max(1, sum(shares)) for s, b in zip(slowness, shares))
     return Measured(

@@ -58,17 +58,18 @@ def test_allocation_of_unequal_devices():
 
 
 def test_begun_steps_count_as_whole_ones():
-    # the costs of two devices as measured for Swin: 704 channels take as long as 768, so 64 of them are for nothing
+    # the costs of two devices as measured for Swin: 704 channels take as long as 768
     lines = Affine((1.2353e-3, 1.2e-3), (2.82e-6, 5.6e-6))
     assert lines.split(2048, tile=64) == (1344, 704)
-    assert lines.split(2048, tile=64, step=128) == (1408, 640)
+    assert lines.split(2048, tile=64, step=256) == (1280, 768)
     # where a step more or less is the same, shares stay as even as tiles let them
     assert allocate([1] * 4, 768, tile=64, step=128) == (192, 192, 192, 192)
     assert allocate([1] * 8, 768, tile=64, step=128) == allocate([1] * 8, 768, tile=64)
-    config = PartitionConfig(tile=64, step=128)
-    wide = dataclasses.replace(SHAPE, intermediate_size=2048)
-    (layer,) = plan_layers({"moe": wide}, DeviceCosts((1.0, 2.0), lines, lines), "model", config).layers
-    assert layer.shards == (1408, 640)
+    config = PartitionConfig(tile=64, kernel_columns=256)
+    for matrices, shards in ((2, (1280, 768)), (3, (1408, 640))):  # a gated expert has two columns a channel
+        wide = dataclasses.replace(SHAPE, intermediate_size=2048, matrices=matrices)
+        (layer,) = plan_layers({"moe": wide}, DeviceCosts((1.0, 2.0), lines, lines), "model", config).layers
+        assert layer.shards == shards
     with pytest.raises(PlanError, match="0 at a time"):
         allocate([1], 1, step=0)
 

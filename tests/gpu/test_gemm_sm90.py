@@ -107,6 +107,15 @@ def test_estmm_keeps_experts_apart(tile: str, side: str, layout: str) -> None:
         assert_close(dw, reference_estmm(x, g, xi, gi, r, layout), BF16)
 
 
+@pytest.mark.parametrize("tile", TILES)
+def test_estmm_of_long_experts(tile: str) -> None:
+    """More steps than stages, a ragged end each: in ping-pong a warpgroup's first stage is the other's for a while longer."""
+    r = make_routing("random", 3000, 4, 8)
+    x, g = randn(r.n, 200, dtype=BF16), randn(r.n, 328, dtype=BF16)
+    dw = sm90.estmm(x, g, None, None, r.offs, 1, "nk", TILES[tile])
+    assert_close(dw, reference_estmm(x, g, None, None, r, "nk"), BF16)
+
+
 @pytest.mark.parametrize("tile", [*(replace(COOPERATIVE, stages=s, chunks=1) for s in (3, 4)), PINGPONG], ids=str)
 def test_esfk_mixes_gathered_and_other_tiles(tile: TileChoice) -> None:
     """Row tiles of 11 steps pass by the gathered stages an odd number of times; enough tiles that every block has many."""

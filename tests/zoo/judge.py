@@ -74,8 +74,8 @@ def _first_difference(case: Mutant, model: torch.nn.Module, opt: torch.nn.Module
                     found = compare(model, model, args, kwargs, train=train and v.train, seed=place)
                 except Exception:
                     continue  # the original raises: nothing to compare with
-                if not found.within(0.0):
-                    continue  # uninitialised memory, or state kept in Python
+                if not found.within(0.0) or _reads_uninitialised(model, args, kwargs, train and v.train):
+                    continue  # the original does not repeat itself, for one because it keeps state in Python
                 gradients = is_finite(model, args, kwargs, train=train and v.train, seed=place)
                 found = compare(model, opt, args, kwargs, train=train and v.train, seed=place, backward=gradients)
                 if not found.within(_tolerance(case, dtype)) and not _chaotic(
@@ -92,6 +92,16 @@ def _equal(case: Mutant, model: torch.nn.Module, opt: torch.nn.Module, args: tup
         return compare(model, opt, args, kwargs, train=train, seed=seed).within(_tolerance(case, dtype))
     except Exception:
         return False
+
+
+def _reads_uninitialised(model: torch.nn.Module, args: tuple, kwargs: dict, train: bool) -> bool:
+    """Whether memory that nobody wrote reaches a result. It can hold the same twice, so here it holds NaN."""
+    finite = is_finite(model, args, kwargs, train=train)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        return finite != is_finite(model, args, kwargs, train=train)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _chaotic(model: torch.nn.Module, args: tuple, kwargs: dict, train: bool, found: Difference) -> bool:

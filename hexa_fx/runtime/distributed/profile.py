@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.allocation import KERNEL_STEP, Affine, DeviceCosts
+from hexa_fx.allocation import KERNEL_COLUMNS, Affine, DeviceCosts
 from hexa_fx.errors import InputError
 from hexa_fx.plan import ExpertShape
 from hexa_fx.runtime.distributed.clock import gathered, room, timed
@@ -157,8 +157,8 @@ class _Proxy:
 
     def channels_of(self, share: float) -> int:
         """A multiple of the kernels' step: kernels for odd sizes are others, and slow where the usual ones are not."""
-        wanted = self.channels * share
-        return max(1, int(wanted) // KERNEL_STEP * KERNEL_STEP or int(wanted) // 8 * 8 or int(wanted))
+        wanted, step = int(self.channels * share), self.shape.channels(KERNEL_COLUMNS)
+        return max(1, wanted // step * step or wanted // 8 * 8 or wanted)
 
     def work(self, token_share: float, channel_share: float) -> Callable[[], None]:
         """Forward and backward of the experts with a share of the tokens and of the channels."""
@@ -191,9 +191,10 @@ def _fitting(shape: ExpertShape, room: int) -> tuple[int, int]:
     """Experts and channels of the proxy, for ``room`` channels of one expert in all."""
     if shape.num_experts * shape.intermediate_size <= room:
         return shape.num_experts, shape.intermediate_size
-    experts = min(shape.num_experts, max(shape.top_k, min(8, room // KERNEL_STEP)))
-    channels = room // experts // KERNEL_STEP * KERNEL_STEP
-    return experts, min(shape.intermediate_size, max(KERNEL_STEP, channels))
+    step = shape.channels(KERNEL_COLUMNS)
+    experts = min(shape.num_experts, max(shape.top_k, min(8, room // step)))
+    channels = room // experts // step * step
+    return experts, min(shape.intermediate_size, max(step, channels))
 
 
 def _warm(run: Callable[[], None], device: torch.device, seconds: float) -> None:

@@ -65,6 +65,8 @@ struct Outbox {
   int turn = 0;
   CUTE_DEVICE Outbox(Smem<C>& sm, int group) : base(sm.stage[4 * group] + warp_in_group() * kChunkBytes) {}
   CUTE_DEVICE Stage at(int i) const { return {base + i * (4 * kChunkBytes)}; }
+  // The lane that starts copies: the same for all of a kernel's, for bulk groups are a lane's own. See Copier::kBrisk.
+  static CUTE_DEVICE bool sends() { return C::WeightOp && C::GatherWeight ? cute::elect_one_sync() : lane_id() == 0; }
   // Waits until the copy engine has read all but the newest `Pending` chunks (one bulk group each).
   template <int Pending>
   CUTE_DEVICE void wait() const {
@@ -89,14 +91,15 @@ struct Rows {
   int x, y;      // of base, in the map
 
   CUTE_DEVICE Rows right(int columns) const { return {base + columns, ld, valid, map, x + columns, y}; }
-  // Columns `column` .. + 64 of `columns`; `Full`: all of them, and all rows, exist. Every lane has written the chunk; its bulk
-  // group is left open.
+  // Columns `column` .. + 64 of `columns`; `Full`: all of them, and all rows, exist. Every lane has written the chunk; one `sends` it,
+  // as a bulk group.
   template <bool Full>
-  CUTE_DEVICE void store(const Stage& stage, int column, int columns) const {
+  CUTE_DEVICE void store(const Stage& stage, int column, int columns, bool sends) const {
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if constexpr (!Full) direct(stage, column, columns);
-    else if (lane_id() == 0) send(stage, column);
+    else if (sends) send(stage, column);
+    if (sends) tma_store_arrive();
   }
   CUTE_DEVICE void send(const Stage& stage, int column) const { SM90_TMA_STORE_2D::copy(map, stage.base, x + column, y); }
   CUTE_DEVICE void direct(const Stage& stage, int column, int columns) const {
@@ -109,10 +112,6 @@ struct Rows {
     }
   }
 };
-
-CUTE_DEVICE void close_group() {
-  if (lane_id() == 0) tma_store_arrive();
-}
 
 // The accumulators of a thread as chunks of 32, in the order of the tile. A loop works on the first and moves the rest down, so
 // that it may be rolled: the gradient's is at edges. Where it is unrolled, nothing moves.
@@ -156,8 +155,7 @@ struct RowEpilogue {
     if (!Full && column >= columns) return;
     const Stage s = box.next();
     s.put(value);
-    out.template store<Full>(s, column, columns);
-    close_group();
+    out.template store<Full>(s, column, columns, Outbox<C>::sends());
   }
 
   // A pair of values (+ bias), columns `first` .. + 64 of a `columns` wide weight or half of it.
@@ -229,8 +227,7 @@ struct RowEpilogue {
         *s.pair((l >> 2) + 8 * r, j / 2, odd * 2 + ((l & 3) >> 1)) = odd ? pack<T>(theirs, a[1]) : pack<T>(a[0], theirs);
       }
     }
-    act.template store<Full>(s, first, p.N);
-    close_group();
+    act.template store<Full>(s, first, p.N, Outbox<C>::sends());
   }
 
   // All of a warp's rows: block m starts at row `block_row(m)` of the tile.
@@ -553,7 +550,7 @@ struct WeightEpilogue {
   CUTE_DEVICE void send(const Stage& s, int x, int y) const {
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
-    if (lane_id() == 0) {
+    if (Outbox<C>::sends()) {
       SM90_TMA_STORE_3D::copy(maps + kGradMap, s.base, x, y, t.expert);
       tma_store_arrive();
     }
@@ -601,7 +598,7 @@ struct WeightEpilogue {
       else put_floats(s, value);
       cutlass::arch::fence_view_async_shared();
       __syncwarp();
-      if (lane_id() == 0) {
+      if (Outbox<C>::sends()) {
         const int x = t.n0 + q * 32, y = t.m0 + row;
         SM90_TMA_REDUCE_ADD_3D::copy(maps + kGradMap, s.base, C::TransposeWeight ? y : x, C::TransposeWeight ? x : y, t.expert);
         tma_store_arrive();

@@ -95,8 +95,8 @@ struct Consumer {
     const bool sums = p.db && t.m0 == 0;
     ColumnSum<C> sum;
     if (t.k_tiles == 0) clear(acc);
-    const int odd = clear_tail(sm, pipe, t, group);
     wait_turn();
+    const int odd = clear_tail(sm, pipe, t, group);  // in its turn: before, the stage may still be the other warpgroup's
     stagger(t);
     if (C::ColumnSums && sums) loop.template run<kBlocks, true>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, odd);
     else loop.template run<kBlocks, false>(sm, pipe, t.k_tiles, group, acc, sum, [] {}, odd);

@@ -31,10 +31,13 @@ CUTE_DEVICE bool gathered(const Tile& t) {
   return (t.kind == kRowTile && C::GatherRows) || (t.kind == kWeightTile && C::GatherWeight);
 }
 
-// One warp; its lane 0 works.
+// One warp; one lane works.
 template <class C>
 struct Copier {
   static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
+  // Where weight tiles gather, copies are started by an elected lane (the compiler knows that it is one, and writes no loop over lanes for
+  // each), and the next tile is worked out before this one's last steps. Measured elsewhere: no faster, the first projection slower.
+  static constexpr bool kBrisk = C::WeightOp && C::GatherWeight && C::Cluster == 1;
   Smem<C>& sm;
   const GroupedParams& p;
   const TmaDescriptor* maps;
@@ -79,9 +82,9 @@ struct Copier {
     else SM90_TMA_LOAD_3D::copy(map, bar, kEvictNormal, dst, x, y, z);
   }
 
-  CUTE_DEVICE void row_tile(const Tile& t) {
+  CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {
     const int blocks = ceil_div(t.rows, 64);  // of rows; the others of the tile are neither read nor multiplied
-    for (int k = 0; k < t.k_tiles; ++k) {
+    for (int k = from; k < to; ++k) {
       uint64_t* bar = open<C::GatherRows>(blocks * (C::BK * 128));
       if constexpr (!C::GatherRows) {
         for (int i = 0; i < blocks; ++i)
@@ -90,7 +93,7 @@ struct Copier {
       load_weight(bar, t, k);
       pipe.template next<C::Stages>();
     }
-    if constexpr (C::Borrow) {  // a stage of nothing: the epilogue's, once the tile's last steps leave it
+    if (C::Borrow && to == t.k_tiles) {  // a stage of nothing: the epilogue's, once the tile's last steps leave it
       Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
       for (int i = 0; i < (C::AnyGather ? 2 : 1); ++i) Barrier::arrive(&sm.full[pipe.index]);
       pipe.template next<C::Stages>();
@@ -98,9 +101,9 @@ struct Copier {
   }
 
   // Step 0 holds the odd rows, so that only it needs zeros (see clear_tail).
-  CUTE_DEVICE void weight_tile(const Tile& t) {
+  CUTE_DEVICE void weight_tile(const Tile& t, int from, int to) {
     const int odd = t.rows - (t.k_tiles - 1) * C::BK;
-    for (int k = 0; k < t.k_tiles; ++k) {
+    for (int k = from; k < to; ++k) {
       uint64_t* bar = open<C::GatherWeight>();
       const int row = t.row0 + (k == 0 ? 0 : odd + (k - 1) * C::BK);
       if constexpr (!C::GatherWeight) {
@@ -125,18 +128,25 @@ struct Copier {
     TileReader<C> reader;
     TileWriter<C> writer;
     const Counts<C> counts(p);
-    const bool lead = lane_id() == 0, scheduler = lead && rank == 0;
+    const bool lead = kBrisk ? cute::elect_one_sync() : lane_id() == 0, scheduler = lead && rank == 0;
     if (scheduler) writer.publish(sm, p, counts, fetch_ticket(p));
     while (true) {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
       int ticket = 0;
       if (scheduler) ticket = fetch_ticket(p);
-      if (lead) {
-        if (C::RowOp && t.kind == kRowTile) row_tile(t);
-        if (C::WeightOp && t.kind == kWeightTile) weight_tile(t);
+      // No earlier than that: gathering warps skip tiles of which they gather nothing, and a parity tells one round of the stages from
+      // the next, not from the one behind that.
+      const int late = kBrisk ? max(t.k_tiles - C::Stages + 1, 0) : t.k_tiles;
+#pragma unroll 1
+      for (int part = 0; part < (kBrisk ? 2 : 1); ++part) {
+        const int from = part == 0 ? 0 : late, to = part == 0 ? late : t.k_tiles;
+        if (lead) {
+          if (C::RowOp && t.kind == kRowTile) row_tile(t, from, to);
+          if (C::WeightOp && t.kind == kWeightTile) weight_tile(t, from, to);
+        }
+        if (part == 0 && scheduler) writer.publish(sm, p, counts, ticket);
       }
-      if (scheduler) writer.publish(sm, p, counts, ticket);
       __syncwarp();
     }
     if (scheduler) retire(p, gridDim.x / C::Cluster);
@@ -191,49 +201,52 @@ struct Gatherer {
     if constexpr (C::Borrow) pipe.template next<C::Stages>();
   }
 
-  // A warp loads 32 of a step's 64 rows, BM features of each. A lane keeps one row's offset a step ahead, and that row's slot
-  // two: a slot is looked at one step after it was asked for, or each step would wait for the load.
+  // A warp loads 32 of a step's 64 rows, 8 lanes 64 features of one. A lane knows one row's offset a step ahead. It asks for that row's
+  // slot `kAhead` steps before it looks at it, in a register of its own: where a loop hands slots on, it waits for the newest to do so.
   CUTE_DEVICE void features(const Tile& t) {
-    static_assert(C::BM == 128 || C::BM == 64, "a warp covers whole rows of P");
-    constexpr int kLanesARow = C::BM / 8, kRowsAPass = 32 / kLanesARow, kPasses = 32 / kRowsAPass, kPeriod = 8 / kRowsAPass;
-    const int lane = lane_id(), w = warp_in_group() & 1, sub = lane / kLanesARow, c = lane % kLanesARow;
-    const int bytes = t.m0 + c * 8 < p.R ? 16 : 0;
-    const char* base = opaque(static_cast<const char*>(p.p) + size_t(bytes ? t.m0 + c * 8 : 0) * 2);
+    if (t.k_tiles == 0) return;
+    constexpr int kHalves = C::BM / 64, kPasses = 8, kAhead = 2;
+    const int lane = lane_id(), w = warp_in_group() & 1, sub = lane >> 3, c = lane & 7;
+    const char* base = opaque(static_cast<const char*>(p.p) + size_t(t.m0 + c * 8) * 2);
+    int bytes[kHalves];
+    CUTE_UNROLL
+    for (int h = 0; h < kHalves; ++h) bytes[h] = t.m0 + h * 64 + c * 8 < p.R ? 16 : 0;
     const uint32_t chunks = uint32_t(p.p_ld) / 8;
     const int odd = t.rows - (t.k_tiles - 1) * C::BK;
-    uint32_t offset[kPeriod];  // the swizzle repeats every 8 rows
-    CUTE_UNROLL
-    for (int i = 0; i < kPeriod; ++i) {
-      const int row = w * 32 + i * kRowsAPass + sub;
-      offset[i] = (c >> 3) * (C::BK * 128) + row * 128 + (((c ^ row) & 7) << 4);
-    }
-    auto slot_of = [&](int k) -> int {  // rows past the odd ones of step 0 repeat the last
-      const int r = w * 32 + lane, row = k == 0 ? min(r, odd - 1) : odd + (k - 1) * C::BK + r;
-      return k < t.k_tiles ? __ldg(p.v + t.row0 + row) : 0;
+    const uint32_t offset = (w * 32 + sub) * 128 + ((c ^ sub) << 4);  // 4 rows on: + 512, and bit 6 flips
+    const int* slots = p.v + t.row0;
+    auto ask = [&](int k, int& slot) {  // rows past the odd ones of step 0, and past the end, repeat the last
+      const int r = w * 32 + lane, row = k == 0 ? min(r, odd - 1) : min(odd + (k - 1) * C::BK + r, t.rows - 1);
+      asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(slot) : "l"(slots + row));
     };
-    int soon = slot_of(1);
-    uint32_t now = token(slot_of(0)) * chunks;  // in 16 bytes
-    for (int k = 0; k < t.k_tiles; ++k) {
+    int first, soon[kAhead];
+    ask(0, first);
+    CUTE_UNROLL
+    for (int i = 0; i < kAhead; ++i) ask(1 + i, soon[i]);
+    uint32_t now = token(first) * chunks;  // in 16 bytes
+    auto step = [&](int k, int& next, auto whole) {
       const char* row[kPasses];
       CUTE_UNROLL
-      for (int i = 0; i < kPasses; ++i) row[i] = opaque(base + size_t(__shfl_sync(~0u, now, i * kRowsAPass + sub)) * 16);
-      now = token(soon) * chunks;
-      soon = slot_of(k + 2);
-      const uint32_t stage = stage_address();
-      uint32_t dst[kPeriod];
-      CUTE_UNROLL
-      for (int i = 0; i < kPeriod; ++i) dst[i] = opaque(stage + offset[i]);
+      for (int i = 0; i < kPasses; ++i) row[i] = opaque(base + size_t(__shfl_sync(~0u, now, i * 4 + sub)) * 16);
+      now = opaque(token(next) * chunks);
+      ask(k + 1 + kAhead, next);
+      const uint32_t dst[2] = {opaque(stage_address() + offset), opaque(stage_address() + (offset ^ 64) + 512)};
       wait_for_room();
-      auto load = [&](auto whole) {
-        const int last = opaque(uint32_t(odd - w * 32 - sub));  // rows of no interest become zeros
+      const int last = opaque(uint32_t(odd - w * 32 - sub));  // rows of no interest become zeros
+      CUTE_UNROLL
+      for (int i = 0; i < kPasses; ++i) {
         CUTE_UNROLL
-        for (int i = 0; i < kPasses; ++i)
-          cp_async_16(dst[i % kPeriod] + (i / kPeriod) * 1024, row[i], decltype(whole)::value || i * kRowsAPass < last ? bytes : 0);
-      };
-      if (k > 0) load(true_type{});
-      else load(false_type{});
+        for (int h = 0; h < kHalves; ++h)
+          cp_async_16(dst[i & 1] + (i >> 1) * 1024 + h * (C::BK * 128), row[i] + h * 128,
+                      decltype(whole)::value || i * 4 < last ? bytes[h] : 0);
+      }
       issued();
-      __syncwarp();
+    };
+    step(0, soon[0], false_type{});
+    for (int k = 1; k < t.k_tiles; k += kAhead) {
+      CUTE_UNROLL
+      for (int i = 0; i < kAhead; ++i)
+        if (k + i < t.k_tiles) step(k + i, soon[(1 + i) % kAhead], true_type{});
     }
   }
 

@@ -32,8 +32,9 @@ struct ColumnSum {
   static constexpr int kParts = C::BK / kRows;            // warps that share a block
   float x = 0.f, y = 0.f;
 
-  // Adds the first `rows` rows of a stage.
-  CUTE_DEVICE void add(const Smem<C>& sm, int stage, int warp, int rows = C::BK) {
+  // Adds the first `rows` rows of a stage, which one lane of each warp may give back after it. __syncwarp would order that, but
+  // compute-sanitizer's racecheck follows only the barrier.
+  CUTE_DEVICE void add(const Smem<C>& sm, int stage, int warp, int group, int rows = C::BK) {
     using Pair = conditional_t<is_same_v<typename C::T, cutlass::bfloat16_t>, __nv_bfloat162, __half2>;
     const uint8_t* block = sm.b[stage] + (warp / kParts) * (C::BK * 128);
     const int lane = lane_id(), first = (warp % kParts) * kRows;
@@ -51,7 +52,7 @@ struct ColumnSum {
         y += f.y;
       }
     }
-    __syncwarp();  // one lane gives the stage back for all
+    cutlass::arch::NamedBarrier::sync(128, kTailBarrier + group);
   }
 };
 
@@ -74,6 +75,8 @@ struct MainLoop {
     }
   }
 
+  // A stage is given back when the step behind it is queued; in weight tiles, when that step's first sixteen is: this keeps the tensor
+  // cores busy meanwhile, and loads get most of a step more to come. Row tiles are no faster with that.
   // `Active` of the warpgroup's 64-row blocks hold rows. `group` is the consumer warpgroup. `meanwhile` is called once, behind
   // the first step's multiplications. Of a weight tile's step 0 the first `odd` rows count.
   template <int Active, bool Sum, class Acc, class Meanwhile>
@@ -104,7 +107,7 @@ struct MainLoop {
         warpgroup_wait<0>();
         warpgroup_fence_operand(acc);
       }
-      if constexpr (Sum) sum.add(sm, pipe.index, warp, odd);
+      if constexpr (Sum) sum.add(sm, pipe.index, warp, group, odd);
       release(sm, pipe.index);
       pipe.template next<C::Stages>();
       k = 1;
@@ -119,13 +122,20 @@ struct MainLoop {
           CUTE_UNROLL
           for (int m = 0; m < Active; ++m) gemm(mma, fa(_, m, kk, pipe.index), fb(_, 0, kk, pipe.index), acc(_, m, 0));
           mma.accumulate_ = GMMA::ScaleOut::One;
+          if (Weight && kk == 0) {  // see above
+            warpgroup_commit_batch();
+            warpgroup_wait<1>();
+            if (previous >= 0) release(sm, previous);
+          }
         }
         warpgroup_commit_batch();
       }
-      if constexpr (Sum) sum.add(sm, pipe.index, warp);
+      if constexpr (Sum) sum.add(sm, pipe.index, warp, group);
       if (k == 0) meanwhile();
-      if constexpr (Active > 0) warpgroup_wait<1>();
-      if (previous >= 0) release(sm, previous);
+      if constexpr (!Weight) {
+        if constexpr (Active > 0) warpgroup_wait<1>();
+        if (previous >= 0) release(sm, previous);
+      }
       previous = pipe.index;
       pipe.template next<C::Stages>();
     }
