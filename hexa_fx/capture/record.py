@@ -273,9 +273,11 @@ def _stored_values(
 
 
 def _is_liftable(value: Any) -> bool:
-    """None, tensors, and tuples and lists of such: what can be set again after every run of another graph."""
+    """None, tensors, and tuples, lists and dicts of such: what can be set again after every run of another graph."""
     if type(value) in (tuple, list):
         return all(_is_liftable(item) for item in value)
+    if type(value) is dict:
+        return all(isinstance(key, str) and _is_liftable(item) for key, item in value.items())
     return value is None or isinstance(value, torch.Tensor)
 
 
