@@ -273,9 +273,11 @@ def _stored_values(
 
 
 def _is_liftable(value: Any) -> bool:
-    """Whether a value is None, a tensor, or a tuple or list of such, so that a rewritten forward can set it too."""
+    """Whether a value is None, a tensor, or a tuple, list or dict of such, so that a rewritten forward can set it too."""
     if type(value) in (tuple, list):
         return all(_is_liftable(item) for item in value)
+    if type(value) is dict:
+        return all(isinstance(key, str) and _is_liftable(item) for key, item in value.items())
     return value is None or isinstance(value, torch.Tensor)
 
 

@@ -137,6 +137,20 @@ def test_an_attribute_that_the_block_sets_on_its_router() -> None:
         torch.testing.assert_close(optimized.gate.loss, block.gate.loss)
 
 
+def test_a_dict_that_is_set_anew() -> None:
+    def leave(mixture: Mixture, loss: torch.Tensor) -> None:
+        mixture.kept = {"loss": loss, "both": [loss, loss.exp()]}
+
+    block = Mixture(leave).double()
+    optimized = hexa_fx.optimize(copy.deepcopy(block), _tokens())
+    assert optimized.report.rewritten, str(optimized.report)
+    for tokens in (_tokens(4), _tokens(6)):
+        block(tokens), optimized(tokens)
+        torch.testing.assert_close(optimized.kept, block.kept)
+    optimized.kept["both"][1].backward()
+    assert optimized.gate.weight.weight.grad.any()
+
+
 def test_a_list_made_of_the_last_one_is_not_set_anew() -> None:
     """On the example it is a list of one; the second call's has two."""
     block = Mixture(lambda m, loss: setattr(m, "kept", [*m.kept, loss]), []).double()
