@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from hexa_fx.capture.beside import Beside
+from hexa_fx.capture.host import namespaces_of
 from hexa_fx.capture.observe import Candidate, Observation, observe
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
@@ -47,7 +49,20 @@ class ModelAnalysis:
 def analyse_model(
     model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, inspector: Inspector
 ) -> ModelAnalysis:
-    """Runs the model once on the example inputs and takes every block that looks like MoE through the passes."""
+    """Runs the model once on the example inputs and takes every block that looks like MoE through the passes.
+
+    What these runs append to lists or put into objects is taken out again.
+    """
+    beside = Beside(model, namespaces_of(model))
+    try:
+        return _analyse_model(model, example_inputs, config, inspector)
+    finally:
+        beside.restore()
+
+
+def _analyse_model(
+    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, inspector: Inspector
+) -> ModelAnalysis:
     started = time.perf_counter()
     args, kwargs = call_arguments(example_inputs)
     cache = StructureCache()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from hexa_fx.analysis import ExampleInputs, ModelAnalysis, analyse_model, call_arguments
-from hexa_fx.capture.copies import copied
+from hexa_fx.capture.copies import copied, deepcopied
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, VerificationError
 from hexa_fx.graphs import Graphs
@@ -215,13 +214,13 @@ def _sharing_copy(model: Model) -> Model:
     """A copy that shares parameters, buffers, and whatever cannot be copied (process groups, locks) with ``model``."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     try:
-        return copy.deepcopy(model, dict(shared))
+        return deepcopied(model, dict(shared))
     except (TypeError, RuntimeError) as error:
         log.info("copying the model: %s; what cannot be copied is shared", error)
     held = [value for module in model.modules() for value in vars(module).values()]
     shared |= {id(value): value for value in held if not isinstance(value, nn.Module) and copied(value) is value}
     try:
-        return copy.deepcopy(model, shared)
+        return deepcopied(model, shared)
     except (TypeError, RuntimeError) as error:
         raise InputError(f"the model cannot be copied ({error}); hexa_fx.optimize_ rewrites it in place") from error
 

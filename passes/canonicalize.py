@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
+from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
 from hexa_fx.passes.detect.graph import ancestors, operation
 
 
@@ -97,8 +97,13 @@ def _insert(
     record = record_of(node)
     storage = value.untyped_storage().data_ptr() or -id(value)
     product.meta["hexa"] = NodeRecord(value, record.scope, record.location, storage=storage)
-    calls = tuple(
+    calls, functions = _moved(captured.calls, place), _moved(captured.functions, place)
+    return dataclasses.replace(captured, calls=calls, functions=functions), product
+
+
+def _moved(calls: Sequence[ModuleCall], place: int) -> tuple[ModuleCall, ...]:
+    """With a node more at ``place``."""
+    return tuple(
         dataclasses.replace(call, start=call.start + (call.start > place), end=call.end + (call.end > place))
-        for call in captured.calls
+        for call in calls
     )
-    return dataclasses.replace(captured, calls=calls), product

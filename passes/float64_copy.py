@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import nn
+
+from hexa_fx.capture.copies import deepcopied
 
 
 def float64_bytes(block: nn.Module) -> int:
@@ -37,7 +38,7 @@ def _float64_copy(block: nn.Module) -> nn.Module:
         for value in (*child._buffers.values(), *child.__dict__.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _unlike(value.detach().to(_raised(value.dtype), copy=True), generator)
-    return copy.deepcopy(block, memo)
+    return deepcopied(block, memo)
 
 
 def _unlike(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

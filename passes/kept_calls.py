@@ -41,8 +41,9 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Seque
     """What is needed for ``roots``, the block's results and its effects, without looking behind the regions' ``outputs``.
 
     A submodule call stays a call, so that its hooks run (a model may collect its router logits that way) and its own control
-    flow is taken anew. A value inside it that is needed by name is computed again beside it, from the call's results as far
-    as they lead to it; where that would draw random numbers or write twice, the call is opened instead.
+    flow is taken anew; so does that of an `autograd.Function`, whose backward is its own. A value inside it that is needed by
+    name is computed again beside it, from the call's results as far as they lead to it; where that would draw random numbers or
+    write twice, the call is opened instead.
     """
     order = [node for node in captured.graph.nodes if node.op != "output"]
     position = {node: index for index, node in enumerate(order)}
@@ -86,13 +87,15 @@ def _usable(call: ModuleCall, places: Sequence[int]) -> bool:
 
 def _candidates(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
     """The outermost calls that run no region, whose outputs are at ``places``."""
-    usable = [call for call in captured.calls if _usable(call, places)]
+    usable = [call for call in (*captured.calls, *captured.functions) if _usable(call, places)]
     return [call for call in usable if not any(_covers(other, call) for other in usable)]
 
 
 def _inner_calls(torn: Sequence[ModuleCall], captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
     """The next level of calls, inside calls that cannot stay."""
-    inner = [c for c in captured.calls if _usable(c, places) and any(_covers(t, c) for t in torn)]
+    inner = [
+        c for c in (*captured.calls, *captured.functions) if _usable(c, places) and any(_covers(t, c) for t in torn)
+    ]
     return [c for c in inner if not any(_covers(other, c) for other in inner)]
 
 

@@ -152,8 +152,7 @@ class _Rewriter:
 
     def _constant(self, name: str) -> torch.fx.Node:
         """A tensor from outside the block's parameters and buffers, such as a number that a module keeps."""
-        if is_outside(self.match.captured, name):
-            raise NotImplementedError(f"the code reads {name}, which is neither a parameter nor a buffer")
+        assert not is_outside(self.match.captured, name), f"detection let {name} pass"
         value = self.match.captured.constants[name]
         options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         return self.graph.call_function(torch.tensor, (value.tolist(),), options)
@@ -170,7 +169,11 @@ class _Rewriter:
         call = kept.calls[node]
         if node in self.new:
             return
-        result = self.graph.call_module(call.path, tuple(self._map(call.args)), self._map(call.kwargs))
+        args, kwargs = tuple(self._map(call.args)), self._map(call.kwargs)
+        if call.function is None:
+            result = self.graph.call_module(call.path, args, kwargs)
+        else:
+            result = self.graph.call_function(call.function, args, kwargs)
         self._bind(call.output, result)
 
     def _bind(self, output: Any, result: torch.fx.Node) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+Copied = TypeVar("Copied")
 
 
 def copied(value: Any) -> Any:
@@ -23,6 +26,21 @@ def copied(value: Any) -> Any:
     if isinstance(value, (nn.Module, type, int, float, str, bool, type(None))):
         return value
     try:
-        return copy.deepcopy(value)
+        return deepcopied(value, {})
     except Exception:
         return value
+
+
+def deepcopied(value: Copied, memo: dict[int, Any]) -> Copied:
+    """As `copy.deepcopy`, which raises an error at tensors that autograd computed, such as a loss that the last forward left on
+    its module: the copy shares them.
+    """
+    with _SharedResults():
+        return copy.deepcopy(value, memo)
+
+
+class _SharedResults(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return args[0]
+        return func(*args, **(kwargs or {}))

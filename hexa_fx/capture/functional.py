@@ -16,3 +16,18 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
 def after(tensor: torch.Tensor, _write: Any) -> torch.Tensor:
     """Returns ``tensor`` unchanged. Orders a read after a write through another alias of the same memory."""
     return tensor
+
+
+class Applied:
+    """``function.apply`` as a target of a graph: unlike the bound method it has an import path, so it can be written as code.
+
+    Args:
+        function: a user's `torch.autograd.Function`.
+    """
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = f"apply_{function.__name__}"
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function.apply(*args)

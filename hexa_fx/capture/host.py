@@ -17,6 +17,7 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture import recorder as recorder_module
+from hexa_fx.capture.functional import Applied
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.symint import SYMBOLIC, plain, wrap
@@ -30,7 +31,7 @@ def visible_host(block: nn.Module, recorder: Recorder) -> Iterator[None]:
     """A context in which the shims for ``block`` are installed."""
     undo: list[Callable[[], None]] = []
     try:
-        for namespace in _namespaces(block):
+        for namespace in namespaces_of(block):
             _shim_builtins(namespace, recorder, undo)
             _shim_einops(namespace, recorder, undo)
         _record_module_calls(block, recorder, undo)
@@ -42,17 +43,16 @@ def visible_host(block: nn.Module, recorder: Recorder) -> Iterator[None]:
             restore()
 
 
-def _namespaces(block: nn.Module) -> list[dict[str, Any]]:
+def namespaces_of(block: nn.Module) -> list[dict[str, Any]]:
     """Globals of the user modules whose functions run inside the block."""
     found: dict[int, dict[str, Any]] = {}
-    for module in block.modules():
-        for cls in type(module).__mro__:
-            for member in vars(cls).values():
-                function = getattr(member, "__func__", member)
-                for candidate in (function, getattr(function, "__wrapped__", None)):
-                    namespace = getattr(candidate, "__globals__", None)
-                    if namespace is not None and not _is_torch(namespace):
-                        found[id(namespace)] = namespace
+    classes = {cls: None for kind in {type(module): None for module in block.modules()} for cls in kind.__mro__}
+    for member in [member for cls in classes for member in vars(cls).values()]:
+        function = getattr(member, "__func__", member)
+        for candidate in (function, getattr(function, "__wrapped__", None)):
+            namespace = getattr(candidate, "__globals__", None)
+            if namespace is not None and not _is_torch(namespace):
+                found[id(namespace)] = namespace
     return list(found.values())
 
 
@@ -146,18 +146,50 @@ def _shim_exchanges(undo: list[Callable[[], None]]) -> None:
 
 
 def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
-    """Tells the recorder when an `autograd.Function` runs: gradients are off inside it, whatever the user's code says."""
+    """Tells the recorder when an `autograd.Function` runs: gradients are off inside it, whatever the user's code says.
+
+    Its backward is its own. A function that returns a tensor as it was given exists for its backward alone, and is recorded as
+    itself. Of others, what they compute is recorded, and that they computed it.
+    """
     original = torch.autograd.Function.__dict__["apply"]
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            before = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
+            lifted = recorder.lift(args)
         recorder.inside_function += 1
+        start = recorder.count
         try:
-            return original.__func__(cls, *args, **kwargs)
+            result = original.__func__(cls, *args, **kwargs)
         finally:
             recorder.inside_function -= 1
+        with torch._C.DisableTorchFunction():
+            after = [item._version if isinstance(item, torch.Tensor) else 0 for item in args]
+            if kwargs or before != after or not all(map(_is_value, args)):
+                return result
+            if _is_one_of(result, args):
+                recorder.record_result(Applied(cls), lifted, result)
+            elif isinstance(result, (torch.Tensor, tuple)):
+                output = recorder.lift(result)
+                recorder.functions.append(ModuleCall("", start, recorder.count, lifted, {}, output, Applied(cls)))
+        return result
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     undo.append(lambda: setattr(torch.autograd.Function, "apply", original))
+
+
+def _is_value(argument: Any) -> bool:
+    """Whether it can stand in a graph: no code that a function was given to run, such as a checkpointed layer."""
+    return argument is None or isinstance(argument, (torch.Tensor, bool, int, float, str, torch.dtype, *SYMBOLIC))
+
+
+def _is_one_of(result: Any, given: tuple[Any, ...]) -> bool:
+    """Whether ``result`` is one of the given tensors, perhaps by another name."""
+    tensors = [item for item in given if isinstance(item, torch.Tensor)]
+    return isinstance(result, torch.Tensor) and any(
+        result.data_ptr() == item.data_ptr() and result.shape == item.shape and result.stride() == item.stride()
+        for item in tensors
+    )
 
 
 def _recorded_leaf(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:
@@ -177,12 +209,14 @@ def _record_module_calls(block: nn.Module, recorder: Recorder, undo: list[Callab
             return original(module, *args, **kwargs)
         with torch._C.DisableTorchFunction():
             lifted_args, lifted_kwargs = recorder.lift(args), recorder.lift(kwargs)
+            recorder.leave(recorder.scopes[-1])
         start = recorder.count
         recorder.scopes.append(path)
         try:
             result = original(module, *args, **kwargs)
         finally:
-            recorder.scopes.pop()
+            with torch._C.DisableTorchFunction():
+                recorder.leave(recorder.scopes.pop())
         with torch._C.DisableTorchFunction():
             output = recorder.lift(result) if isinstance(result, (torch.Tensor, tuple, list)) else None
         recorder.calls.append(ModuleCall(path, start, recorder.count, lifted_args, lifted_kwargs, output))

@@ -214,11 +214,12 @@ def _is_inside(path: str, other: str) -> bool:
 
 
 def _is_list_of_layers(path: str, mode: _Selections) -> bool:
-    """Whether the members each do their own routing, or feed each other without any routing beside them."""
-    inside = [s for s in mode.selecting if _is_inside(s, path)]
-    if path not in mode.selecting and inside and all(_is_member(s[len(path) :].lstrip(".")) for s in inside):
-        return True
+    """Whether the members each do their own routing, or feed each other, without any routing beside them."""
     owner = path.rpartition(".")[0]
+    inside = {s for s in mode.selecting if _is_inside(s, path)}
+    beside = {s for s in mode.selecting if path and (s == owner or _is_inside(s, owner))} - inside
+    if not beside and inside and all(_is_member(s[len(path) :].lstrip(".")) for s in inside):
+        return True
     return path in mode.chained and not mode.selecting & {owner, path}
 
 

@@ -13,15 +13,17 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from hexa_fx.capture.beside import Beside, Watch
 from hexa_fx.capture.calls import Unreadable
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.held_reads import HeldReads
-from hexa_fx.capture.host import visible_host
+from hexa_fx.capture.host import namespaces_of, visible_host
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.stir import stirred_parameters
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import HeldValue
+from hexa_fx.runtime.contents import Contents, Holder
 
 UNKNOWN = object()
 """Stands for a stored value that is neither None nor made of tensors of the run."""
@@ -34,9 +36,23 @@ class StoredValue:
     path: str
     name: str
     value: Any
+    scopes: frozenset[str]
+    """Paths of the modules whose code set it."""
 
     def __str__(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else f"self.{self.name}"
+        return f"{self.path or 'self'}.{self.name}"
+
+
+@dataclass(frozen=True)
+class ChangedInPlace:
+    """A list, dict or object, of a module or global, that the code of ``scopes`` (paths of modules) changed.
+
+    Or a stream of random numbers, beside torch's own, that it drew from.
+    """
+
+    label: str
+    drawn: bool
+    scopes: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -49,9 +65,12 @@ class CapturedBlock:
         graph: nodes carry a `hexa_fx.capture.records.NodeRecord` in ``meta["hexa"]``.
         constants: tensors that the code created outside torch's sight, by ``get_attr`` target.
         calls: every submodule call, with its arguments and results as nodes.
+        functions: every call of an `autograd.Function`, likewise.
         arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
         output: the result, with nodes for tensors.
         stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
+        changed: lists, dicts and objects that the run changed in place.
+        nested: constants that were given to the block inside a list, a dict or another argument that is no tensor.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
         held: what the run read out of objects that the block's modules hold.
         stirred: the random values that stood in for parameters whose elements are all equal, by name.
@@ -66,7 +85,10 @@ class CapturedBlock:
     arguments: tuple[tuple[str, Any], ...]
     output: Any
     stored: tuple[StoredValue, ...] = ()
+    changed: tuple[ChangedInPlace, ...] = ()
+    functions: tuple[ModuleCall, ...] = ()
     recalled: frozenset[str] = frozenset()
+    nested: frozenset[str] = frozenset()
     held: tuple[HeldValue, ...] = ()
     stirred: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
@@ -102,15 +124,28 @@ def capture(
     Raises:
         CaptureError: the block does not run on these inputs; the message quotes its error.
     """
+    beside = Beside(block, namespaces_of(block))
     try:
-        return _capture(block, args, kwargs, path, seed, as_it_is=False)
-    except Exception:
-        return _capture(block, args, kwargs, path, seed, as_it_is=True)
+        try:
+            return _capture(block, args, kwargs, path, seed, False, beside)
+        except Exception:
+            beside.restore()
+            return _capture(block, args, kwargs, path, seed, True, beside)
+    finally:
+        beside.restore()
 
 
 def _capture(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str, seed: int, as_it_is: bool
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    path: str,
+    seed: int,
+    as_it_is: bool,
+    beside: Beside,
+    watch: Watch | None = None,
 ) -> CapturedBlock:
+    """``watch``: looks at what a first run changed in place, to see which module's code does."""
     parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
         block.named_buffers(remove_duplicate=False)
     )
@@ -124,11 +159,13 @@ def _capture(
             torch.set_grad_enabled(not as_it_is),
         ):
             recorder = Recorder(parameters, sees_gradients=not as_it_is)
+            recorder.leave = watch.leave if watch else recorder.leave
             torch.manual_seed(seed)
-            with _emptied() as emptied, reads.noted():
-                result, arguments = _run(block, recorder, bound)
+            with _settings(recorder) as settings, reads.noted():
+                result, arguments, given = _run(block, recorder, bound)
+            recorder.leave("")
             output = recorder.lift_result(result)
-            stored = tuple(_stored_values(block, attributes, emptied, recorder))
+            stored = tuple(_stored_values(block, attributes, settings, recorder))
             kept_before = {id(leaf) for before in attributes.values() for leaf in tree_leaves(list(before.values()))}
             kept_before |= {id(tensor) for tensor in reads.tensors()}
     except CaptureError:
@@ -137,9 +174,17 @@ def _capture(
         raise CaptureError(str(error), path=path or type(block).__name__) from error
     except Exception as error:
         raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
+    in_place = beside.changed()
+    changed = [ChangedInPlace(holder.label, False, frozenset({""})) for holder, _ in given.changed()]
+    changed += [ChangedInPlace(*found) for found in watch.found()] if watch else []
+    if (in_place or beside.drawn()) and watch is None:
+        beside.restore()
+        return _capture(block, args, kwargs, path, seed, as_it_is, beside, Watch(in_place, block))
     kept = [item.value for item in stored if item.value is not UNKNOWN]
     recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
     recalled = frozenset(name for name, identity in recorder.met.items() if identity in kept_before)
+    inside = {id(leaf) for leaf in tree_leaves([bound.args, bound.kwargs])}
+    nested = frozenset(name for name, identity in recorder.met.items() if identity in inside)
     calls = tuple(recorder.calls)
     return CapturedBlock(
         block,
@@ -150,7 +195,10 @@ def _capture(
         arguments,
         output,
         stored,
-        recalled=recalled,
+        tuple(changed),
+        tuple(recorder.functions),
+        recalled,
+        nested,
         held=reads.values(),
         stirred=stirred,
     )
@@ -175,18 +223,29 @@ def _restored_state(block: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
                     buffer.copy_(buffers[name])
 
 
+@dataclass
+class _Settings:
+    """Of every attribute that the run sets, by the module's id and name."""
+
+    scopes: dict[tuple[int, str], set[str]] = field(default_factory=dict)
+    """Paths of the modules whose code set it."""
+    emptied: set[tuple[int, str]] = field(default_factory=set)
+    """Set to None at last. That is a result too, though it may have been None before."""
+
+
 @contextmanager
-def _emptied() -> Iterator[set[tuple[int, str]]]:
-    """Notes (module id, attribute) set to None: a result of the run, even where the attribute was None before."""
-    noted: set[tuple[int, str]] = set()
+def _settings(recorder: Recorder) -> Iterator[_Settings]:
+    """Notes which attributes the run sets."""
+    noted = _Settings()
     plain = nn.Module.__setattr__
 
     def noting(module: nn.Module, name: str, value: Any) -> None:
         plain(module, name, value)
+        noted.scopes.setdefault((id(module), name), set()).add(recorder.scopes[-1])
         if value is None:
-            noted.add((id(module), name))
+            noted.emptied.add((id(module), name))
         else:
-            noted.discard((id(module), name))
+            noted.emptied.discard((id(module), name))
 
     nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
     try:
@@ -200,20 +259,25 @@ def _changed(module: nn.Module, before: dict[str, Any]) -> list[str]:
 
 
 def _stored_values(
-    block: nn.Module, attributes: dict[str, dict[str, Any]], emptied: set[tuple[int, str]], recorder: Recorder
+    block: nn.Module, attributes: dict[str, dict[str, Any]], settings: _Settings, recorder: Recorder
 ) -> Iterator[StoredValue]:
     for path, module in block.named_modules():
         changed = _changed(module, attributes.get(path, {}))
-        emptied_here = (name for owner, name in sorted(emptied) if owner == id(module) and name in module.__dict__)
+        emptied_here = (
+            name for owner, name in sorted(settings.emptied) if owner == id(module) and name in module.__dict__
+        )
         for name in dict.fromkeys((*changed, *emptied_here)):
             value = module.__dict__[name]
-            yield StoredValue(path, name, recorder.lift(value) if _is_liftable(value) else UNKNOWN)
+            scopes = frozenset(settings.scopes.get((id(module), name), {path}))
+            yield StoredValue(path, name, recorder.lift(value) if _is_liftable(value) else UNKNOWN, scopes)
 
 
 def _is_liftable(value: Any) -> bool:
-    """Whether a value is None, a tensor, or a tuple or list of such, so that a rewritten forward can set it too."""
+    """Whether a value is None, a tensor, or a tuple, list or dict of such, so that a rewritten forward can set it too."""
     if type(value) in (tuple, list):
         return all(_is_liftable(item) for item in value)
+    if type(value) is dict:
+        return all(isinstance(key, str) and _is_liftable(item) for key, item in value.items())
     return value is None or isinstance(value, torch.Tensor)
 
 
@@ -226,12 +290,18 @@ def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _run(
     block: nn.Module, recorder: Recorder, bound: inspect.BoundArguments
-) -> tuple[Any, tuple[tuple[str, Any], ...]]:
-    """Calls the block's forward with copies of the tensors. Returns the result and the named arguments."""
+) -> tuple[Any, tuple[tuple[str, Any], ...], Contents]:
+    """Calls the block's forward with copies of the tensors.
+
+    Returns the result, the named arguments, and what lists and dicts among these contained.
+    """
     named: list[tuple[str, Any]] = []
+    holders: list[Holder] = []
 
     def given(name: str, value: Any) -> Any:
         fresh = copied(value)
+        if isinstance(fresh, (list, dict, set)):
+            holders.append(Holder(f"the argument {name!r}", fresh))
         named.append((name, recorder.placeholder(name, fresh) if isinstance(value, torch.Tensor) else value))
         return fresh
 
@@ -243,8 +313,9 @@ def _run(
             bound.arguments[name] = {key: given(key, item) for key, item in value.items()}
         else:
             bound.arguments[name] = given(name, value)
+    contents = Contents(holders)
     with visible_host(block, recorder), recorder:
-        return block.forward(*bound.args, **bound.kwargs), tuple(named)
+        return block.forward(*bound.args, **bound.kwargs), tuple(named), contents
 
 
 __all__ = ["UNKNOWN", "CapturedBlock", "StoredValue", "capture", "record_of"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,8 +43,11 @@ class Recorder(TorchFunctionMode):
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
+    functions: list[ModuleCall] = field(default_factory=list)
     sees_gradients: bool = True
     """Whether the run is made with gradients, so that the code's own ``no_grad`` shows."""
+    leave: Callable[[str], None] = lambda scope: None
+    """Told when the code of a module hands over to another's, with the module's path."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -142,14 +146,19 @@ class Recorder(TorchFunctionMode):
         return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else value
 
     def lift_result(self, result: Any) -> Any:
-        """As `lift`. A dataclass, or a mapping of a class of its own, becomes a node that calls its class."""
+        """As `lift`. A dataclass, or a mapping of a class of its own, becomes a node that calls its class, wherever it is."""
         if dataclasses.is_dataclass(result) and not isinstance(result, type):
             fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.init}
         elif isinstance(result, dict) and type(result) is not dict:
             fields = dict(result)
+        elif type(result) in (list, tuple):
+            return type(result)(map(self.lift_result, result))
+        elif type(result) is dict:
+            return {key: self.lift_result(value) for key, value in result.items()}
         else:
             return self.lift(result)
-        return self.add("call_function", type(result), (), self.lift(fields), result)
+        fields = {key: self.lift_result(value) for key, value in fields.items()}
+        return self.add("call_function", type(result), (), fields, result)
 
     def _wrap_result(self, result: Any, node: torch.fx.Node) -> Any:
         if isinstance(result, torch.Tensor):
@@ -171,6 +180,10 @@ class Recorder(TorchFunctionMode):
             items = (self.add("call_function", operator.getitem, (node, i), {}, item) for i, item in enumerate(value))
             return [self._wrap_numbers(item, child) for item, child in zip(value, items)]
         return value if isinstance(value, (bool, complex)) else wrap(value, node, self)
+
+    def record_result(self, function: Any, lifted_args: Any, result: Any) -> None:
+        """A call that was made elsewhere, as one node."""
+        self._wrap_result(result, self.add("call_function", function, lifted_args, {}, result))
 
     def record_leaf(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Calls ``function`` and records it as one node, whatever it calls itself."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.fx
 
+from hexa_fx.capture.functional import Applied
 from hexa_fx.ir import SourceLocation
 
 
@@ -35,7 +36,10 @@ def record_of(node: torch.fx.Node) -> NodeRecord:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A submodule's call inside the run: its arguments and results as graph nodes, and the nodes in between."""
+    """A submodule's call inside the run: its arguments and results as graph nodes, and the nodes in between.
+
+    Or the call of an `autograd.Function`, which then is ``function``.
+    """
 
     path: str
     start: int
@@ -43,3 +47,4 @@ class ModuleCall:
     args: Any
     kwargs: Any
     output: Any
+    function: Applied | None = None

@@ -72,6 +72,18 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "Return the value, or keep what the router computes instead of what the experts do; do not assign it "
         "to self in forward.",
     ),
+    (
+        (" in place, which",),
+        "Set an attribute in forward (self.loss = loss) and collect it outside, return the loss, or keep the list in the router "
+        "module, which stays a call.",
+    ),
+    (("draws random numbers from",), "Draw with torch.rand and without generator=."),
+    (("inside a list, a dict or an object",), "Give the block the tensor as an argument of its own."),
+    (
+        ("a backward of its own, is applied",),
+        "Apply the function to the tokens, to the routing weights or to the sum over experts.",
+    ),
+    (("some experts share a parameter",), "Give every expert a parameter of its own, or one to all of them."),
     (("neither a parameter nor a buffer",), "self.register_buffer(name, tensor, persistent=False) in __init__."),
     (
         ("takes a decision", "host decision"),

@@ -47,7 +47,7 @@ MODULE_STATE = frozenset(nn.Module().__dict__)
 _DEEPEST = 4
 _LONGEST = 1024
 _CLOSED = (torch.Tensor, nn.Module, types.ModuleType, types.MethodType, *PLAIN)
-_OF_OTHER_USE = frozenset({"torch", "logging", "threading", "_thread"})
+_OF_OTHER_USE = frozenset({"torch", "logging", "threading", "_thread", "hexa_fx"})
 
 
 def is_object(value: Any) -> bool:

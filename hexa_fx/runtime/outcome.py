@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hexa_fx.runtime.contents import Contents, contents, held_by_modules
 from hexa_fx.runtime.weight_slices import WeightSlices
 
 SCALE_FLOOR = 1e-6
@@ -72,6 +73,7 @@ class ModuleState:
             for buffers in self._buffers
         ]
         self._attributes = [dict(child.__dict__) for child in self._modules]
+        self._contents = Contents(held_by_modules(module))
 
     def restore(self) -> None:
         """Puts the saved values back, into the same buffer objects."""
@@ -82,6 +84,7 @@ class ModuleState:
             for name in child.__dict__.keys() - attributes.keys():
                 del child.__dict__[name]
             child.__dict__.update(attributes)
+        self._contents.restore()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Copies of all buffers and tensor attributes, by dotted name."""
@@ -102,9 +105,15 @@ class ModuleState:
         return [value for _, _, value in sorted(found, key=lambda item: item[:2]) if id(value) not in before]
 
     def _listed(self) -> Iterable[tuple[str, str, Any]]:
-        for path, child in self._named:
+        """Plain attributes and tensors, and what is in lists and dicts that were set or changed since `restore`."""
+        for (path, child), before in zip(self._named, self._attributes):
             for name, value in _plain_attributes(child).items():
                 yield path, name, value
+            for name, value in child.__dict__.items():
+                if type(value) in (list, tuple, dict) and value is not before.get(name):
+                    yield from ((path, label, item) for label, item in _plain_contents(name, value))
+        for holder, _ in self._contents.changed():
+            yield from (("", label, item) for label, item in _plain_contents(holder.label, holder.value))
 
 
 def observe(
@@ -280,6 +289,12 @@ def _is_tensor(leaf: Any) -> bool:
 
 def _is_floating(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def _plain_contents(label: str, holder: Any) -> Iterable[tuple[str, Any]]:
+    found = contents(holder)
+    yield f"{label} holds", len(found)
+    yield from ((f"{label}[{key}]", value) for key, value in found if isinstance(value, _PLAIN))
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:

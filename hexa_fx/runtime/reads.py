@@ -24,6 +24,13 @@ def read_by_forward(cls: type) -> frozenset[str]:
     return frozenset(seen - _UNIMPORTANT)
 
 
+@functools.lru_cache(maxsize=1024)
+def methods_of_forward(cls: type) -> frozenset[str]:
+    """Of these names, those of methods that the user's code defines."""
+    found = ((name, _member(cls, name)) for name in read_by_forward(cls) if name != "forward")
+    return frozenset(name for name, member in found if member and member.__module__.partition(".")[0] != "torch")
+
+
 def _member(cls: type, name: str) -> types.FunctionType | None:
     member = inspect.getattr_static(cls, name, None)
     if isinstance(member, property):

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from hexa_fx.ir import HeldValue
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.held import MISSING, MODULE_STATE, PLAIN, is_collection, step
-from hexa_fx.runtime.reads import read_by_forward
+from hexa_fx.runtime.reads import methods_of_forward, read_by_forward
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -31,8 +31,8 @@ class Unchanged:
     """The plain attributes, small submodules and number of experts that a rewritten forward relies on.
 
     It watches the block and those modules in it that the graph reads instead of calling: the attributes that their code
-    mentions, and what the recorded run read from objects that they hold (``self.config.top_k``). Globals are not watched, and
-    under a compiler nothing is.
+    mentions, methods that were put on the instance, and what the recorded run read from objects that they hold
+    (``self.config.top_k``). Globals and classes are not watched, and under a compiler nothing is.
 
     Args:
         block: the module as it was recorded; referenced weakly.
@@ -61,6 +61,13 @@ class Unchanged:
             and isinstance(value, PLAIN)
             and (path, name) not in written
             and (path in self.patched or name in read_by_forward(type(module)))  # type: ignore[arg-type]
+        )
+        self.methods = tuple(
+            (path, name)
+            for path, module in modules.items()
+            if not isinstance(module, (nn.Linear, *_CONTAINERS)) and path not in self.patched
+            for name in sorted(methods_of_forward(type(module)))  # type: ignore[arg-type]
+            if name not in vars(module)
         )
         self.held = tuple(
             value for value in held if value.path in modules and (value.path, value.steps[0]) not in written
@@ -104,6 +111,7 @@ class Unchanged:
                 entries.append((path, modules[owner]._modules, name, modules[path]))
             if not kind.__module__.startswith("torch.") and path not in self.patched:
                 entries.append((f"{path}.forward", vars(modules[path]), "forward", None))
+        entries += [(f"{path}.{name}".lstrip("."), vars(modules[path]), name, None) for path, name in self.methods]
         self._resolve_held(modules, entries)
         self._labels = [entry[0] for entry in entries]
         self._places = [entry[1] for entry in entries]
@@ -168,7 +176,7 @@ class Unchanged:
         return next(path for (path, count), module in pairs if _length(module) != count)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("kinds", "patched", "attributes", "held", "lengths")}
+        return {name: getattr(self, name) for name in ("kinds", "patched", "attributes", "methods", "held", "lengths")}
 
 
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:

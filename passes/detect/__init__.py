@@ -35,12 +35,13 @@ from hexa_fx.passes.detect.rules import (
     is_cut_off,
     opaque_nodes,
     refuse_outside_tensors,
+    refuse_own_backward,
     refuse_stored_intermediates,
     stored_outside_calls,
 )
 from hexa_fx.passes.detect.several import families_of, find_several
 from hexa_fx.passes.detect.stacks import WeightTable
-from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, tag, uneven_experts
+from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, shared_by_some, tag, uneven_experts
 from hexa_fx.passes.detect.verdict import Refuse
 
 __all__ = ["MoEMatch", "detect"]
@@ -85,7 +86,8 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, alone: bool) -> MoEM
             first = first or refusal
     if first is not None and first.reason == MIXED:
         first = Refuse(uneven_experts(_parameters(captured)) or MIXED, first.node)
-    raise first or Refuse(NO_PRODUCT)
+    shared = shared_by_some(_parameters(captured)) if first is not None else None
+    raise Refuse(shared, first.node) if first and shared else first or Refuse(NO_PRODUCT)
 
 
 def _refuse_own_operators(captured: CapturedBlock) -> None:
@@ -145,6 +147,7 @@ def _detect_standard(
     branches = shape_branches(captured, tag(captured, groups), set(routing.index.nodes), opaque, combine.node)
     refuse_outside_tensors(captured, [source, *routing.nodes], combine.node, opaque)
     refuse_stored_intermediates(stored, tags, combine.node)
+    refuse_own_backward(combine.node, tags)
     idiom = _idiom(contractions, captured)
     identity = offset.identity is not None
     detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])

@@ -56,6 +56,13 @@ def find_combine(
     """
     seconds = [instance.second.node for instance in instances]
     width = feature_size(seconds[0])
+    for instance in instances:
+        if record_of(instance.second.node).value.numel() != len(instance.token) * width:
+            raise Refuse(
+                "an expert's second product does not give a row for every row of its first: it adds up what several experts give, "
+                "or mixes tokens",
+                instance.second.node,
+            )
     candidates = _gates(graph, instances, tokens * width, width)
     if not candidates:
         raise Refuse("expert outputs do not come together in one tensor with a row for every token", seconds[0])

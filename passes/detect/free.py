@@ -28,6 +28,7 @@ from hexa_fx.passes.detect.rules import (
     is_constant,
     opaque_nodes,
     refuse_outside_tensors,
+    refuse_own_backward,
     refuse_randomness,
     refuse_stored_intermediates,
     stored_outside_calls,
@@ -145,8 +146,9 @@ class _Search:
         refuse_mixing(reader)
         body = self._body(roles, end[reader.run], total)
         branches = shape_branches(captured, tag(captured, self.groups), set(routing.index.nodes), opaque, combine.node)
-        refuse_outside_tensors(captured, [tokens.node, *routing.nodes], combine.node, opaque)
+        refuse_outside_tensors(captured, [tokens.node, *routing.nodes, *body.roots], combine.node, opaque)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
+        refuse_own_backward(combine.node, self.tags)
         idiom = "loop over experts, unusual expert"
         return MoEMatch(
             captured,

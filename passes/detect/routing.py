@@ -123,7 +123,7 @@ def check_identity(
     if routing.index.reading != "token_slot" or [s.reading for s in routing.after] != ["token_slot"] or routing.before:
         raise Refuse("tokens reach the output past the experts, and the routing does not say with which weight", end)
     ids = record_of(routing.index.nodes[0]).value.reshape(tokens, routing.top_k)
-    weight = replay.value(routing.after[0].nodes[0]).reshape(tokens, routing.top_k)
+    weight = replay.value(routing.after[0].nodes[0]).reshape(tokens, routing.top_k).double()
     if not torch.allclose((weight * (ids >= experts)).sum(1), factor, rtol=1e-5, atol=1e-6):
         raise Refuse("tokens reach the output past the experts with a weight that is not the router's", end)
 

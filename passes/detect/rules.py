@@ -9,7 +9,8 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import UNKNOWN, CapturedBlock, StoredValue, record_of
-from hexa_fx.passes.detect.graph import RANDOM, ancestors, is_float, operation
+from hexa_fx.capture.functional import Applied
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, effects, is_float, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -34,16 +35,32 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
     """
     opaque = opaque_nodes(captured, products)
     order = [node for node in captured.graph.nodes if node.op != "output"]
-    live = [call.path for call in captured.calls if opaque.issuperset(order[call.start : call.end])]
+    live = {call.path for call in captured.calls if opaque.issuperset(order[call.start : call.end])}
+    for changed in captured.changed:
+        if all(_is_within(scope, live) for scope in changed.scopes):
+            continue
+        if changed.drawn:
+            raise Refuse(
+                f"the code draws random numbers from {changed.label}, of which a graph holds one draw; those of torch's default "
+                "generator (torch.rand) are drawn anew in every call"
+            )
+        raise Refuse(
+            f"the code changes {changed.label} in place, which the rewritten block would not; results that it sets as "
+            "attributes (self.loss = loss) or returns are kept"
+        )
     found = []
     for item in captured.stored:
-        if any(item.path == kept or item.path.startswith(f"{kept}.") for kept in live):
+        if all(_is_within(scope, live) for scope in item.scopes):
             continue
         behind = ancestors(_nodes(item.value))
         if item.value is UNKNOWN or any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
             raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")
         found.append(item)
     return tuple(found)
+
+
+def _is_within(scope: str, paths: set[str]) -> bool:
+    return any(scope == path or scope.startswith(f"{path}.") for path in paths)
 
 
 def refuse_stored_intermediates(
@@ -73,7 +90,7 @@ _LONGEST_CONSTANT = 64
 def is_outside(captured: CapturedBlock, name: str) -> bool:
     """Whether a ``get_attr`` target is a tensor that a rewritten block cannot read again, nor hold as a constant."""
     return name in captured.constants and (
-        name in captured.recalled or captured.constants[name].numel() > _LONGEST_CONSTANT
+        name in captured.recalled or name in captured.nested or captured.constants[name].numel() > _LONGEST_CONSTANT
     )
 
 
@@ -83,10 +100,18 @@ def refuse_outside_tensors(
     """Refuses code that reads tensors which a rewritten block could not read again.
 
     Raises:
-        Refuse: ``roots`` or the code after ``end`` read a tensor that is neither parameter, buffer nor a few constant numbers.
+        Refuse: ``roots``, the code after ``end`` or a write to the block's state read a tensor that is neither parameter, buffer
+            nor a few constant numbers.
     """
-    read = ancestors([*roots, captured.graph.output_node()], stop=lambda node: node is end)
+    results = [captured.graph.output_node(), *effects(captured.graph)]
+    read = ancestors([*roots, *results], stop=lambda node: node is end)
     for node in read - opaque:
+        if node.op == "get_attr" and node.target in captured.nested:
+            raise Refuse(
+                "the code reads a tensor that it is given inside a list, a dict or an object; one that is an argument itself can "
+                "be followed",
+                next(iter(node.users), node),
+            )
         if node.op == "get_attr" and is_outside(captured, str(node.target)):
             raise Refuse(
                 "the code reads a tensor that is neither a parameter nor a buffer, and may have another value next time; "
@@ -111,6 +136,21 @@ def _stops_gradient(node: torch.fx.Node) -> bool:
     record = record_of(node)
     holds_no_float = not is_float(node) and not isinstance(record.value, (tuple, list))
     return operation(node) == "detach" or not record.gradient or holds_no_float
+
+
+def refuse_own_backward(end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> None:
+    """Refuses experts with an `autograd.Function` that changes gradients alone.
+
+    Raises:
+        Refuse: between the experts' first products and ``end`` a function changes gradients alone, which no operator would.
+    """
+    for node in ancestors([end]):
+        if isinstance(node.target, Applied) and tags[node].experts and not tags[node].weight:
+            raise Refuse(
+                f"{node.target.function.__name__}, an autograd.Function with a backward of its own, is applied to what single "
+                "experts compute; around the experts it can stay",
+                node,
+            )
 
 
 def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:

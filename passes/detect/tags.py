@@ -52,7 +52,7 @@ _INDEX = re.compile(r"(?:(?<=^)|(?<=\.)|(?<=expert_)|(?<=experts_)|(?<=expert))\
 
 
 def expert_groups(parameters: Mapping[str, torch.Tensor]) -> ExpertGroups:
-    """Finds lists of like-shaped parameters numbered 0, 1, 2, ... A parameter belongs to its longest list.
+    """Finds lists of like-shaped parameters numbered 0, 1, 2, ... A parameter belongs to its longest list; one of all, to none.
 
     If there are none: sibling networks of the same structure, such as those that a dictionary holds by name.
     """
@@ -63,7 +63,8 @@ def expert_groups(parameters: Mapping[str, torch.Tensor]) -> ExpertGroups:
     complete = {
         pattern: tuple(by_index[i] for i in range(len(by_index)))
         for pattern, by_index in found.items()
-        if len(by_index) > 1 and set(by_index) == set(range(len(by_index))) and _same_shape(by_index, parameters)
+        if len(by_index) > 1 and set(by_index) == set(range(len(by_index)))
+        if _same_shape(by_index, parameters) and _several(by_index, parameters)
     }
     longest: dict[str, str] = {}
     for pattern, names in complete.items():
@@ -101,6 +102,23 @@ def _named_siblings(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[s
 
 def _same_shape(by_index: Mapping[int, str], parameters: Mapping[str, torch.Tensor]) -> bool:
     return len({parameters[name].shape for name in by_index.values()}) == 1
+
+
+def _several(by_index: Mapping[int, str], parameters: Mapping[str, torch.Tensor]) -> bool:
+    return len({id(parameters[name]) for name in by_index.values()}) > 1
+
+
+def shared_by_some(parameters: Mapping[str, torch.Tensor]) -> str | None:
+    """A sentence on the first two experts that have a parameter in common, which not all of them have."""
+    for names in expert_groups(parameters).members.values():
+        first: dict[int, str] = {}
+        for name in names:
+            if first.setdefault(id(parameters[name]), name) != name:
+                return (
+                    f"some experts share a parameter: {name} is {first[id(parameters[name])]}; each has to have one of its own, "
+                    "or all of them the same"
+                )
+    return None
 
 
 def uneven_experts(parameters: Mapping[str, torch.Tensor]) -> str | None:

@@ -308,5 +308,5 @@ VARIANTS = (
         "padding mask on the weights, all ones on the example",
         inputs=with_mask,
     ),
-    variant("library_loss_through_function", LossThroughFunction, "auxiliary loss by a custom backward", "either"),
+    variant("library_loss_through_function", LossThroughFunction, "auxiliary loss by a custom backward"),
 )

@@ -1,0 +1,114 @@
+"""Results that a run leaves beside its output and its modules' attributes: in lists, dicts and objects that it changes in place.
+
+A loss appended to ``self.losses``, to a global list, or set on an object that several modules share is not seen in the graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.capture.streams import Streams
+from hexa_fx.capture.symint import SYMBOLIC
+from hexa_fx.runtime.contents import Contents, Holder, held_by_modules
+from hexa_fx.runtime.held import is_object
+
+_OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
+
+
+class Beside:
+    """What the modules hold and what their code reaches by global names, as it is before a run.
+
+    Args:
+        block: the module that will run.
+        namespaces: globals of the modules that define the block's classes.
+    """
+
+    def __init__(self, block: nn.Module, namespaces: list[dict[str, Any]]) -> None:
+        self._held = Contents(held_by_modules(block))
+        self._global = Contents(_reached(namespaces))
+        self._streams = Streams(block)
+
+    def changed(self) -> list[Holder]:
+        """What the run changed. Of globals, only those that tensors of the run were put into: others are caches and counters."""
+        held = [holder for holder, _ in self._held.changed()]
+        return held + [holder for holder, new in self._global.changed() if any(map(_of_the_run, new))]
+
+    def drawn(self) -> list[str]:
+        """Streams of random numbers, beside torch's own, that the run drew from."""
+        return self._streams.drawn()
+
+    def restore(self) -> None:
+        """Of globals, too, only what holds tensors of the run is put back."""
+        self._streams.restore()
+        self._held.restore()
+        changed = {id(holder.value) for holder in self.changed()}
+        self._global.restore(lambda holder: id(holder.value) in changed)
+
+
+def _reached(namespaces: list[dict[str, Any]]) -> Iterator[Holder]:
+    """The namespaces, those of the functions and classes that they name, and the lists, dicts, objects and classes in them."""
+    all_of_them = {id(namespace): namespace for namespace in namespaces}
+    for namespace in namespaces:
+        all_of_them |= {id(other): other for value in list(namespace.values()) if (other := _home(value)) is not None}
+    seen: set[int] = set()
+    for namespace in all_of_them.values():
+        where = str(namespace.get("__name__", "")).rpartition(".")[2]
+        yield Holder(f"the globals of {where}", namespace)
+        for name, value in list(namespace.items()):
+            if name.startswith("__") or id(value) in seen or not _may_hold(value):
+                continue
+            seen.add(id(value))
+            yield Holder(name, value)
+
+
+def _home(value: Any) -> dict[str, Any] | None:
+    """The globals of the code behind a function or class of the user's."""
+    name = getattr(value, "__module__", None)
+    if not isinstance(name, str) or name.partition(".")[0] in _OF_OTHERS or name not in sys.modules:
+        return None
+    return vars(sys.modules[name])
+
+
+def _may_hold(value: Any) -> bool:
+    if isinstance(value, type):
+        return value.__module__.partition(".")[0] not in _OF_OTHERS
+    return is_object(value) and (
+        isinstance(value, (list, dict, set, deque)) or type(value).__module__.partition(".")[0] not in _OF_OTHERS
+    )
+
+
+def _of_the_run(value: Any) -> bool:
+    """A tensor, a number read from one, or a short list or dict of such."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_of_the_run, value[:16]))
+    if type(value) is dict:
+        return any(map(_of_the_run, list(value.values())[:16]))
+    return isinstance(value, (torch.Tensor, *SYMBOLIC))
+
+
+class Watch:
+    """Which modules' code changes ``holders`` and draws random numbers. To be told whenever one hands over to another."""
+
+    def __init__(self, holders: list[Holder], block: nn.Module) -> None:
+        self._holders, self._block = holders, block
+        self._last, self._streams = Contents(holders), Streams(block)
+        self._scopes: dict[tuple[str, bool], set[str]] = {}
+
+    def leave(self, scope: str) -> None:
+        changed = [(holder.label, False) for holder, _ in self._last.changed()]
+        drawn = [(label, True) for label in self._streams.drawn()]
+        for found in (*changed, *drawn):
+            self._scopes.setdefault(found, set()).add(scope)
+        if changed or drawn:
+            self._last, self._streams = Contents(self._holders), Streams(self._block)
+
+    def found(self) -> Iterator[tuple[str, bool, frozenset[str]]]:
+        """Labels, whether it is random numbers, paths of modules."""
+        for (label, drawn), scopes in self._scopes.items():
+            yield label, drawn, frozenset(scopes)

@@ -1,0 +1,229 @@
+"""Results that code leaves in lists, dicts and objects: a rewritten block must not lose them, nor analysis leave its own there."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.capture import capture
+from hexa_fx.passes.canonicalize import canonicalize
+from hexa_fx.passes.detect import MoEMatch, detect
+from hexa_fx.passes.rewrite import rewrite
+from hexa_fx.passes.verify import verify
+from tests.zoo.common import MLP, TopKGate, experts
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.variant import D
+
+LOSSES: list[torch.Tensor] = []
+
+
+class Collector:
+    latest: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        self.losses: list[torch.Tensor] = []
+
+    def add(self, loss: torch.Tensor) -> None:
+        self.losses.append(loss)
+
+
+class Mixture(nn.Module):
+    """A loop over experts that hands a loss to ``leave``."""
+
+    def __init__(self, leave: Callable[[Mixture, torch.Tensor], Any], kept: Any = None) -> None:
+        super().__init__()
+        self.gate, self.experts = TopKGate(), experts(MLP)
+        self.leave, self.kept = leave, kept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.reshape(-1, D)
+        weights, index = self.gate(x)
+        self.leave(self, weights.square().mean())
+        return _mixed(self.experts, x, weights, index)
+
+
+def _mixed(members: nn.ModuleList, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(members):
+        token, slot = torch.where(index == number)
+        out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+def _tokens(count: int = 9) -> torch.Tensor:
+    return torch.randn(count, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+CHANGES: dict[str, tuple[Callable[[Mixture, torch.Tensor], Any], Callable[[], Any], str]] = {
+    "list": (lambda m, loss: m.kept.append(loss), list, "self.kept"),
+    "deque": (lambda m, loss: m.kept.append(loss.item()), lambda: collections.deque(maxlen=3), "self.kept"),
+    "dict": (lambda m, loss: m.kept.__setitem__("loss", loss), lambda: {"loss": None}, "self.kept"),
+    "list in a dict": (
+        lambda m, loss: m.kept.setdefault("loss", []).append(loss),
+        lambda: {"loss": []},
+        "self.kept.loss",
+    ),
+    "object": (lambda m, loss: m.kept.add(loss), Collector, "self.kept.losses"),
+    "attribute of an object": (lambda m, loss: setattr(m.kept, "latest", loss), Collector, "self.kept"),
+    "namespace": (lambda m, loss: setattr(m.kept, "loss", loss), types.SimpleNamespace, "self.kept"),
+    "global": (lambda m, loss: LOSSES.append(loss), lambda: None, "LOSSES"),
+    "class": (lambda m, loss: setattr(Collector, "latest", loss), lambda: None, "Collector"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_block_changes_in_place_is_named(name: str) -> None:
+    leave, kept, label = CHANGES[name]
+    report = hexa_fx.explain(Mixture(leave, kept()).double(), _tokens())
+    assert [block.status for block in report.blocks] == ["refused"]
+    assert f"the code changes {label} in place" in report.blocks[0].reason
+
+
+def test_analysis_takes_its_own_out_again() -> None:
+    LOSSES.clear()
+    earlier = torch.ones(())
+    held = Mixture(lambda m, loss: (m.kept.append(loss), LOSSES.append(loss)), [earlier]).double()
+    hexa_fx.optimize_(held, _tokens())
+    assert held.kept == [earlier]
+    assert not LOSSES
+    held(_tokens())
+    assert len(held.kept) == 2
+    assert len(LOSSES) == 1
+
+
+class CountingGate(TopKGate):
+    """Keeps its losses itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, index = super().forward(x)
+        self.losses.append(weights.square().mean())
+        return weights, index
+
+
+def test_a_router_that_stays_a_call_may_keep_a_list() -> None:
+    block = Mixture(lambda m, loss: None).double()
+    block.gate = CountingGate().double()
+    optimized = hexa_fx.optimize(block, _tokens())
+    assert optimized.report.rewritten
+    assert operators_run(optimized, (_tokens(),))
+    before = len(optimized.gate.losses)
+    optimized(_tokens(4))
+    assert len(optimized.gate.losses) == before + 1
+    assert compare(block, optimized, (_tokens(5),)).within(1e-10)
+
+
+def test_an_attribute_that_the_block_sets_on_its_router() -> None:
+    """The router stays a call, but it is not its code that sets it."""
+    block = Mixture(lambda m, loss: setattr(m.gate, "loss", loss)).double()
+    optimized = hexa_fx.optimize(copy.deepcopy(block), _tokens())
+    assert optimized.report.rewritten
+    assert not hasattr(optimized.gate, "loss")
+    for tokens in (_tokens(4), _tokens(6)):
+        block(tokens), optimized(tokens)
+        torch.testing.assert_close(optimized.gate.loss, block.gate.loss)
+
+
+def test_a_dict_that_is_set_anew() -> None:
+    def leave(mixture: Mixture, loss: torch.Tensor) -> None:
+        mixture.kept = {"loss": loss, "both": [loss, loss.exp()]}
+
+    block = Mixture(leave).double()
+    optimized = hexa_fx.optimize(copy.deepcopy(block), _tokens())
+    assert optimized.report.rewritten, str(optimized.report)
+    for tokens in (_tokens(4), _tokens(6)):
+        block(tokens), optimized(tokens)
+        torch.testing.assert_close(optimized.kept, block.kept)
+    optimized.kept["both"][1].backward()
+    assert optimized.gate.weight.weight.grad.any()
+
+
+def test_a_list_made_of_the_last_one_is_not_set_anew() -> None:
+    """On the example it is a list of one; the second call's has two."""
+    block = Mixture(lambda m, loss: setattr(m, "kept", [*m.kept, loss]), []).double()
+    match = detect(canonicalize(capture(block, (_tokens(),), {}, "block")))
+    assert isinstance(match, MoEMatch)
+    result = verify(block, rewrite(match), (_tokens(),))
+    assert "second call" in result.reason
+
+
+def test_a_tensor_beside_the_buffers_that_is_written_into() -> None:
+    block = Mixture(lambda m, loss: m.kept.add_(loss.detach()), torch.zeros(100, dtype=torch.float64)).double()
+    report = hexa_fx.explain(block, _tokens())
+    assert not report.rewritten
+    assert "register it as a buffer" in report.blocks[0].reason
+
+
+def test_a_model_that_ran_before_keeps_its_loss() -> None:
+    """Tensors that autograd computed do not let themselves be copied."""
+    block = Mixture(lambda m, loss: setattr(m, "kept", loss)).double()
+    block(_tokens())
+    optimized = hexa_fx.optimize(block, _tokens())
+    assert optimized.report.rewritten
+    optimized(_tokens(4)).sum().backward()
+    assert optimized.kept.requires_grad
+    assert optimized.kept is not block.kept
+
+
+class Given(Mixture):
+    """The loss goes into a list that the caller gives; the weights' scale may come in a dict."""
+
+    def forward(
+        self, x: torch.Tensor, losses: list[torch.Tensor], options: dict[str, Any] | None = None
+    ) -> torch.Tensor:
+        weights, index = self.gate(x)
+        if options is None:
+            losses.append(weights.square().mean())
+        else:
+            weights = weights * options["scale"]
+        return _mixed(self.experts, x, weights, index)
+
+
+def test_a_list_that_the_caller_gives() -> None:
+    report = hexa_fx.explain(Given(None).double(), (_tokens(), []))
+    assert not report.rewritten
+    assert "the code changes the argument 'losses' in place" in report.blocks[0].reason
+
+
+def test_a_tensor_that_is_given_inside_a_dict() -> None:
+    report = hexa_fx.explain(Given(None).double(), (_tokens(), [], {"scale": torch.tensor(1.5)}))
+    assert not report.rewritten
+    assert "given inside a list, a dict or an object" in report.blocks[0].reason
+
+
+DRAWS: dict[str, Callable[[Mixture, torch.Tensor], float]] = {
+    "Python's random": lambda m, weights: 1.0 + (random.random() < 0.1),
+    "numpy.random": lambda m, weights: 1.0 + (numpy.random.rand() < 0.1),
+    "self.kept": lambda m, weights: torch.rand((), generator=m.kept, dtype=weights.dtype),
+}
+
+
+class Drawing(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x)
+        return _mixed(self.experts, x, weights, index) * self.leave(self, weights)
+
+
+@pytest.mark.parametrize("label", DRAWS)
+def test_random_numbers_that_are_not_torchs(label: str) -> None:
+    generator = torch.Generator()
+    block = Drawing(DRAWS[label], generator if label == "self.kept" else None).double()
+    before = generator.get_state(), random.getstate()
+    report = hexa_fx.explain(block, _tokens())
+    assert not report.rewritten
+    assert f"draws random numbers from {label}" in report.blocks[0].reason
+    assert torch.equal(before[0], generator.get_state())
+    assert before[1] == random.getstate()

@@ -1,0 +1,144 @@
+"""Functions with a backward of their own: kept around the experts, with that backward; refused inside them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from tests.zoo.common import MLP, experts
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.variant import D, E, K
+
+
+class Scaled(torch.autograd.Function):
+    """The tensor itself; its gradient times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class WithLoss(torch.autograd.Function):
+    """The tensor, as a view; the loss's gradient is one, whatever is done with the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.loss = loss
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, torch.ones_like(ctx.loss)
+
+
+class Rounded(torch.autograd.Function):
+    """Rounds; gradients pass straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x * 8).round() / 8
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class Plain(nn.Module):
+    """Functions around the experts, at places that subclasses choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(D, E, bias=False), experts(MLP)
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def weights(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights
+
+    def one_output(self, y: torch.Tensor) -> torch.Tensor:
+        return y
+
+    def output(self, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.tokens(x.reshape(-1, D))
+        weights, index = self.gate(flat).softmax(-1).topk(K, -1)
+        weights = self.weights(weights)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, self.one_output(expert(flat[token])) * weights[token, slot, None])
+        return self.output(out, weights.square().mean()).view(x.shape)
+
+
+class OnTokens(Plain):
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(x, 0.5)
+
+
+class OnWeights(Plain):
+    def weights(self, weights: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(weights, -2.0)
+
+
+class RoundedWeights(Plain):
+    def weights(self, weights: torch.Tensor) -> torch.Tensor:
+        return Rounded.apply(weights)
+
+
+class OnOutput(Plain):
+    def output(self, y: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return WithLoss.apply(y, loss)
+
+
+class OnEveryExpert(Plain):
+    def one_output(self, y: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(y, 0.5)
+
+
+def _optimized(kind: type[nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    block = kind().double()
+    return block, hexa_fx.optimize(block, _tokens(2, 7))
+
+
+def _tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randn(batch, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
+
+
+@pytest.mark.parametrize("kind", [OnTokens, OnWeights, RoundedWeights, OnOutput], ids=lambda kind: kind.__name__)
+def test_around_the_experts_their_backward_stays(kind: type[nn.Module]) -> None:
+    block, optimized = _optimized(kind)
+    for x in (_tokens(2, 7), _tokens(3, 5)):
+        assert operators_run(optimized, (x,))
+        found = compare(block, optimized, (x,), train=True)
+        assert found.within(1e-10), found
+    plain = Plain().double()
+    plain.load_state_dict(block.state_dict())
+    assert not compare(plain, optimized, (_tokens(2, 7),)).within(1e-6), "the backward of its own makes no difference"
+
+
+def test_pickled_and_copied() -> None:
+    block, optimized = _optimized(OnOutput)
+    for again in (pickle.loads(pickle.dumps(optimized)), copy.deepcopy(optimized)):
+        assert operators_run(again, (_tokens(3, 5),))
+        assert compare(block, again, (_tokens(3, 5),)).within(1e-10)
+
+
+def test_inside_the_experts_it_is_refused() -> None:
+    report = _optimized(OnEveryExpert)[1].report
+    assert not report.rewritten
+    assert "Scaled, an autograd.Function with a backward of its own" in report.blocks[0].reason

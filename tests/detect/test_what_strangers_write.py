@@ -1,0 +1,158 @@
+"""Ways of writing that people have and the zoo has not: shared parameters, results inside of results, experts that select."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from tests.zoo.common import MLP, TopKGate, experts
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.variant import D, E, I
+
+
+class Mixture(nn.Module):
+    def __init__(self, expert: type[nn.Module] = MLP) -> None:
+        super().__init__()
+        self.gate, self.experts = TopKGate(), experts(expert)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+class OneDown(Mixture):
+    """All experts have the same last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            expert.fc2 = self.experts[0].fc2
+
+
+class TwoAlike(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[1].fc1.weight = self.experts[0].fc1.weight
+
+
+class Maxout(nn.Module):
+    """The larger of every two hidden channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * I), nn.Linear(I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).unflatten(-1, (I, 2)).max(-1).values)
+
+
+class MaxoutMixture(Mixture):
+    def __init__(self) -> None:
+        super().__init__(Maxout)
+
+
+class Nested(Mixture):
+    def forward(self, x: torch.Tensor) -> Any:
+        out = super().forward(x)
+        return {"outputs": [out, collections.OrderedDict(twice=2 * out, size=x.shape[0])], "logits": (self.gate(x)[0],)}
+
+
+class InHeads(nn.Module):
+    """Values and outputs of an attention are mixtures of single layers, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.outputs = (nn.ModuleList(nn.Linear(D, D, bias=False) for _ in range(E)) for _ in range(2))
+        self.gates = nn.ModuleList(TopKGate() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = self.mix(x, self.values, self.gates[0])
+        return self.mix(nn.functional.scaled_dot_product_attention(x, x, values), self.outputs, self.gates[1])
+
+    def mix(self, x: torch.Tensor, layers: nn.ModuleList, gate: nn.Module) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = gate(flat)
+        out = torch.zeros_like(flat)
+        for number, layer in enumerate(layers):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, layer(flat[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+class Dropping(Mixture):
+    """Tokens beyond an expert's room stay as they are; which ones, whole numbers say."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        index = self.gate.weight(flat).argmax(-1)
+        kept = nn.functional.one_hot(index, E).cumsum(0).gather(1, index[:, None]).squeeze(1) <= 2
+        out = flat.clone()
+        for number, expert in enumerate(self.experts):
+            token = ((index == number) & kept).nonzero().squeeze(1)
+            out[token] = expert(flat[token])
+        return out.view(x.shape)
+
+
+class Folded(nn.Module):
+    """The second product adds up the experts, whose hidden channels were weighted before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.up, self.down = nn.Parameter(torch.randn(E, D, I)), nn.Parameter(torch.randn(E, I, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x)
+        share = torch.zeros(*x.shape[:-1], E, dtype=x.dtype).scatter(-1, index, weights)
+        hidden = torch.einsum("bsd,edi->bsei", x, self.up).relu() * share.unsqueeze(-1)
+        return torch.einsum("bsei,eid->bsd", hidden, self.down)
+
+
+def _tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randn(batch, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
+
+
+@pytest.mark.parametrize("kind", [OneDown, MaxoutMixture, Nested, InHeads], ids=lambda kind: kind.__name__)
+def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    block = kind().double()
+    optimized = hexa_fx.optimize(block, _tokens(2, 7))
+    assert optimized.report.rewritten, str(optimized.report)
+    for x in (_tokens(3, 5), _tokens(1, 1)):
+        assert operators_run(optimized, (x,))
+        found = compare(block, optimized, (x,), train=True)
+        assert found.within(1e-10), found
+
+
+def test_a_result_inside_a_result_keeps_its_class() -> None:
+    optimized = hexa_fx.optimize(Nested().double(), _tokens(2, 7))
+    inner = optimized(_tokens(3, 5))["outputs"][1]
+    assert type(inner) is collections.OrderedDict
+    assert inner["size"] == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (TwoAlike, "some experts share a parameter: experts.1.fc1.weight is experts.0.fc1.weight"),
+        (Folded, "it adds up what several experts give"),
+        (Dropping, ""),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_refused_with_a_sentence(kind: type[nn.Module], reason: str) -> None:
+    torch.manual_seed(0)
+    report = hexa_fx.explain(kind().double(), _tokens(2, 7))
+    assert not report.rewritten
+    assert reason in report.blocks[0].reason
+    assert "hexa_fx itself failed" not in report.blocks[0].reason
