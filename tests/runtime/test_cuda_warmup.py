@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from hexa_fx.runtime import cuda_launch, cuda_warmup
 
-
-SEEN: list[bool] = []
+forwards: list[bool] = []
 """Of every forward, whether its input wanted a gradient."""
 
 
@@ -30,7 +29,7 @@ class Block(nn.Module):
         self.calls += 1
         self.last = self.linear(x) * scale + torch.rand(4)
         self.losses.append(self.last.sum())
-        SEEN.append(torch.is_grad_enabled() and x.requires_grad)
+        forwards.append(torch.is_grad_enabled() and x.requires_grad)
         return self.last, x.argmax()
 
 
@@ -51,14 +50,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_block_is_as_it_was(ran: list[int], training: bool) -> None:
-    SEEN.clear()
+    forwards.clear()
     model = nn.Sequential(Block().train(training))
     state, example = torch.get_rng_state(), ((torch.randn(3, 4),), {"scale": torch.ones(())})
     state = torch.get_rng_state()
     assert cuda_warmup.prebuild_blocks(model, {"0": example}) == 3
     block = model[0]
     assert ran == [1]
-    assert SEEN == [training]
+    assert forwards == [training]
     assert block.losses == []
     assert block.calls == 0
     assert block.last is None
