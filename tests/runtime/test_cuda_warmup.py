@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from hexa_fx.runtime import cuda_launch, cuda_warmup
 
+forwards: list[bool] = []
+"""Of every forward, whether its input wanted a gradient."""
+
 
 class Block(nn.Module):
     """Keeps a buffer and an attribute, draws random numbers."""
@@ -20,12 +23,13 @@ class Block(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.register_buffer("calls", torch.zeros(()))
         self.last: Tensor | None = None
-        self.seen: list[bool] = []
+        self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         self.calls += 1
         self.last = self.linear(x) * scale + torch.rand(4)
-        self.seen.append(torch.is_grad_enabled() and x.requires_grad)
+        self.losses.append(self.last.sum())
+        forwards.append(torch.is_grad_enabled() and x.requires_grad)
         return self.last, x.argmax()
 
 
@@ -46,13 +50,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_block_is_as_it_was(ran: list[int], training: bool) -> None:
+    forwards.clear()
     model = nn.Sequential(Block().train(training))
     state, example = torch.get_rng_state(), ((torch.randn(3, 4),), {"scale": torch.ones(())})
     state = torch.get_rng_state()
     assert cuda_warmup.prebuild_blocks(model, {"0": example}) == 3
     block = model[0]
     assert ran == [1]
-    assert block.seen == [training]
+    assert forwards == [training]
+    assert block.losses == []
     assert block.calls == 0
     assert block.last is None
     assert block.linear.weight.grad is None
