@@ -80,22 +80,25 @@ def _covers(outer: ModuleCall, inner: ModuleCall) -> bool:
     return outer is not inner and outer.start <= inner.start and inner.end <= outer.end
 
 
-def _usable(call: ModuleCall, places: Sequence[int]) -> bool:
-    results = _nodes(call.output)
-    return bool(results) and call.end > call.start and not any(call.start <= place < call.end for place in places)
+def _usable(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
+    """Calls with results that run no region, whose outputs are at ``places``."""
+    return [
+        call
+        for call in (*captured.calls, *captured.functions)
+        if _nodes(call.output) and call.end > call.start
+        if not any(call.start <= place < call.end for place in places)
+    ]
 
 
 def _candidates(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
-    """The outermost calls that run no region, whose outputs are at ``places``."""
-    usable = [call for call in (*captured.calls, *captured.functions) if _usable(call, places)]
+    """The outermost usable calls."""
+    usable = _usable(captured, places)
     return [call for call in usable if not any(_covers(other, call) for other in usable)]
 
 
 def _inner_calls(torn: Sequence[ModuleCall], captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
     """The next level of calls, inside calls that cannot stay."""
-    inner = [
-        c for c in (*captured.calls, *captured.functions) if _usable(c, places) and any(_covers(t, c) for t in torn)
-    ]
+    inner = [c for c in _usable(captured, places) if any(_covers(t, c) for t in torn)]
     return [c for c in inner if not any(_covers(other, c) for other in inner)]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,26 +20,10 @@ from hexa_fx.capture.host import namespaces_of, visible_host
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.stir import stirred_parameters
+from hexa_fx.capture.stored import UNKNOWN, StoredValue, noted_settings, restored_state, stored_values
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import HeldValue
 from hexa_fx.runtime.contents import Contents, Holder
-
-UNKNOWN = object()
-"""Stands for a stored value that is neither None nor made of tensors of the run."""
-
-
-@dataclass(frozen=True)
-class StoredValue:
-    """An attribute that the run set on a module: ``value`` with nodes for tensors, or `UNKNOWN`."""
-
-    path: str
-    name: str
-    value: Any
-    scopes: frozenset[str]
-    """Paths of the modules whose code set it."""
-
-    def __str__(self) -> str:
-        return f"{self.path or 'self'}.{self.name}"
 
 
 @dataclass(frozen=True)
@@ -153,7 +136,7 @@ def _capture(
     reads = HeldReads(block)
     try:
         with (
-            _restored_state(block) as attributes,
+            restored_state(block) as attributes,
             stirred_parameters({} if as_it_is else parameters) as stirred,
             torch.random.fork_rng(devices=[]),
             torch.set_grad_enabled(not as_it_is),
@@ -161,11 +144,11 @@ def _capture(
             recorder = Recorder(parameters, sees_gradients=not as_it_is)
             recorder.leave = watch.leave if watch else recorder.leave
             torch.manual_seed(seed)
-            with _settings(recorder) as settings, reads.noted():
+            with noted_settings(recorder) as settings, reads.noted():
                 result, arguments, given = _run(block, recorder, bound)
             recorder.leave("")
             output = recorder.lift_result(result)
-            stored = tuple(_stored_values(block, attributes, settings, recorder))
+            stored = tuple(stored_values(block, attributes, settings, recorder))
             kept_before = {id(leaf) for before in attributes.values() for leaf in tree_leaves(list(before.values()))}
             kept_before |= {id(tensor) for tensor in reads.tensors()}
     except CaptureError:
@@ -202,83 +185,6 @@ def _capture(
         held=reads.values(),
         stirred=stirred,
     )
-
-
-@contextmanager
-def _restored_state(block: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
-    """A context that restores buffers and attributes. Yields every module's attributes as they were, by path."""
-    buffers = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
-    attributes = {path: dict(module.__dict__) for path, module in block.named_modules()}
-    try:
-        yield attributes
-    finally:
-        for path, module in block.named_modules():
-            before = attributes.get(path, {})
-            for name in _changed(module, before):
-                del module.__dict__[name]
-            module.__dict__.update(before)
-        with torch.no_grad():
-            for name, buffer in block.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
-
-
-@dataclass
-class _Settings:
-    """Of every attribute that the run sets, by the module's id and name."""
-
-    scopes: dict[tuple[int, str], set[str]] = field(default_factory=dict)
-    """Paths of the modules whose code set it."""
-    emptied: set[tuple[int, str]] = field(default_factory=set)
-    """Set to None at last. That is a result too, though it may have been None before."""
-
-
-@contextmanager
-def _settings(recorder: Recorder) -> Iterator[_Settings]:
-    """Notes which attributes the run sets."""
-    noted = _Settings()
-    plain = nn.Module.__setattr__
-
-    def noting(module: nn.Module, name: str, value: Any) -> None:
-        plain(module, name, value)
-        noted.scopes.setdefault((id(module), name), set()).add(recorder.scopes[-1])
-        if value is None:
-            noted.emptied.add((id(module), name))
-        else:
-            noted.emptied.discard((id(module), name))
-
-    nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
-    try:
-        yield noted
-    finally:
-        nn.Module.__setattr__ = plain  # type: ignore[method-assign]
-
-
-def _changed(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    return [name for name, value in module.__dict__.items() if name not in before or value is not before[name]]
-
-
-def _stored_values(
-    block: nn.Module, attributes: dict[str, dict[str, Any]], settings: _Settings, recorder: Recorder
-) -> Iterator[StoredValue]:
-    for path, module in block.named_modules():
-        changed = _changed(module, attributes.get(path, {}))
-        emptied_here = (
-            name for owner, name in sorted(settings.emptied) if owner == id(module) and name in module.__dict__
-        )
-        for name in dict.fromkeys((*changed, *emptied_here)):
-            value = module.__dict__[name]
-            scopes = frozenset(settings.scopes.get((id(module), name), {path}))
-            yield StoredValue(path, name, recorder.lift(value) if _is_liftable(value) else UNKNOWN, scopes)
-
-
-def _is_liftable(value: Any) -> bool:
-    """Whether a value is None, a tensor, or a tuple, list or dict of such, so that a rewritten forward can set it too."""
-    if type(value) in (tuple, list):
-        return all(_is_liftable(item) for item in value)
-    if type(value) is dict:
-        return all(isinstance(key, str) and _is_liftable(item) for key, item in value.items())
-    return value is None or isinstance(value, torch.Tensor)
 
 
 def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:

@@ -12,22 +12,16 @@ from torch import nn
 import hexa_fx
 from tests.zoo.common import MLP, TopKGate, experts
 from tests.zoo.compare import compare, operators_run
+from tests.zoo.refusals import DifferentWidths
 from tests.zoo.variant import D, E, I
 
 
-class Mixture(nn.Module):
+class Mixture(DifferentWidths):
+    """The zoo's loop over experts, these being alike."""
+
     def __init__(self, expert: type[nn.Module] = MLP) -> None:
         super().__init__()
-        self.gate, self.experts = TopKGate(), experts(expert)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        flat = x.reshape(-1, D)
-        weights, index = self.gate(flat)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(index == number)
-            out.index_add_(0, token, expert(flat[token]) * weights[token, slot, None])
-        return out.view(x.shape)
+        self.experts = experts(expert)
 
 
 class OneDown(Mixture):

@@ -1,0 +1,107 @@
+"""Attributes that a block's run sets on modules: notes them as results, and puts all attributes and buffers back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.capture.recorder import Recorder
+
+UNKNOWN = object()
+"""Stands for a stored value that is neither None nor made of tensors of the run."""
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """An attribute that the run set on a module: ``value`` with nodes for tensors, or `UNKNOWN`."""
+
+    path: str
+    name: str
+    value: Any
+    scopes: frozenset[str]
+    """Paths of the modules whose code set it."""
+
+    def __str__(self) -> str:
+        return f"{self.path or 'self'}.{self.name}"
+
+
+@contextmanager
+def restored_state(block: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
+    """A context that restores buffers and attributes. Yields every module's attributes as they were, by path."""
+    buffers = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
+    attributes = {path: dict(module.__dict__) for path, module in block.named_modules()}
+    try:
+        yield attributes
+    finally:
+        for path, module in block.named_modules():
+            before = attributes.get(path, {})
+            for name in _changed(module, before):
+                del module.__dict__[name]
+            module.__dict__.update(before)
+        with torch.no_grad():
+            for name, buffer in block.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+
+
+@dataclass
+class Settings:
+    """Of every attribute that the run sets, by the module's id and name."""
+
+    scopes: dict[tuple[int, str], set[str]] = field(default_factory=dict)
+    """Paths of the modules whose code set it."""
+    emptied: set[tuple[int, str]] = field(default_factory=set)
+    """Set to None at last. That is a result too, though it may have been None before."""
+
+
+@contextmanager
+def noted_settings(recorder: Recorder) -> Iterator[Settings]:
+    """Notes which attributes the run sets."""
+    noted = Settings()
+    plain = nn.Module.__setattr__
+
+    def noting(module: nn.Module, name: str, value: Any) -> None:
+        plain(module, name, value)
+        noted.scopes.setdefault((id(module), name), set()).add(recorder.scopes[-1])
+        if value is None:
+            noted.emptied.add((id(module), name))
+        else:
+            noted.emptied.discard((id(module), name))
+
+    nn.Module.__setattr__ = noting  # type: ignore[method-assign, assignment]
+    try:
+        yield noted
+    finally:
+        nn.Module.__setattr__ = plain  # type: ignore[method-assign]
+
+
+def _changed(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    return [name for name, value in module.__dict__.items() if name not in before or value is not before[name]]
+
+
+def stored_values(
+    block: nn.Module, attributes: dict[str, dict[str, Any]], settings: Settings, recorder: Recorder
+) -> Iterator[StoredValue]:
+    for path, module in block.named_modules():
+        changed = _changed(module, attributes.get(path, {}))
+        emptied_here = (
+            name for owner, name in sorted(settings.emptied) if owner == id(module) and name in module.__dict__
+        )
+        for name in dict.fromkeys((*changed, *emptied_here)):
+            value = module.__dict__[name]
+            scopes = frozenset(settings.scopes.get((id(module), name), {path}))
+            yield StoredValue(path, name, recorder.lift(value) if _is_liftable(value) else UNKNOWN, scopes)
+
+
+def _is_liftable(value: Any) -> bool:
+    """Whether a value is None, a tensor, or a tuple, list or dict of such, so that a rewritten forward can set it too."""
+    if type(value) in (tuple, list):
+        return all(_is_liftable(item) for item in value)
+    if type(value) is dict:
+        return all(isinstance(key, str) and _is_liftable(item) for key, item in value.items())
+    return value is None or isinstance(value, torch.Tensor)
