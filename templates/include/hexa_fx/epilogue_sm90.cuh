@@ -65,7 +65,7 @@ struct Outbox {
   int turn = 0;
   CUTE_DEVICE Outbox(Smem<C>& sm, int group) : base(sm.stage[4 * group] + warp_in_group() * kChunkBytes) {}
   CUTE_DEVICE Stage at(int i) const { return {base + i * (4 * kChunkBytes)}; }
-  // The lane that starts copies: the same for all of a kernel's, for bulk groups are a lane's own. See Copier::kBrisk.
+  // The lane that starts copies: the same for all of a kernel's, for bulk groups are a lane's own. See Copier.
   static CUTE_DEVICE bool sends() { return C::WeightOp && C::GatherWeight ? cute::elect_one_sync() : lane_id() == 0; }
   // Waits until the copy engine has read all but the newest `Pending` chunks (one bulk group each).
   template <int Pending>

@@ -31,13 +31,12 @@ CUTE_DEVICE bool gathered(const Tile& t) {
   return (t.kind == kRowTile && C::GatherRows) || (t.kind == kWeightTile && C::GatherWeight);
 }
 
-// One warp; one lane works.
+// One warp; one lane works: an elected one, for the compiler knows that it is one and writes no loop over lanes for each copy.
 template <class C>
 struct Copier {
   static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
-  // Where weight tiles gather, copies are started by an elected lane (the compiler knows that it is one, and writes no loop over lanes for
-  // each), and the next tile is worked out before this one's last steps. Measured elsewhere: no faster, the first projection slower.
-  static constexpr bool kBrisk = C::WeightOp && C::GatherWeight && C::Cluster == 1;
+  // Where weight tiles gather, the next tile is worked out before this one's last steps. Elsewhere that was slower.
+  static constexpr bool kEarly = C::WeightOp && C::GatherWeight && C::Cluster == 1;
   Smem<C>& sm;
   const GroupedParams& p;
   const TmaDescriptor* maps;
@@ -128,7 +127,7 @@ struct Copier {
     TileReader<C> reader;
     TileWriter<C> writer;
     const Counts<C> counts(p);
-    const bool lead = kBrisk ? cute::elect_one_sync() : lane_id() == 0, scheduler = lead && rank == 0;
+    const bool lead = cute::elect_one_sync(), scheduler = lead && rank == 0;
     if (scheduler) writer.publish(sm, p, counts, fetch_ticket(p));
     while (true) {
       const Tile t = reader.next(sm);
@@ -137,9 +136,9 @@ struct Copier {
       if (scheduler) ticket = fetch_ticket(p);
       // No earlier than that: gathering warps skip tiles of which they gather nothing, and a parity tells one round of the stages from
       // the next, not from the one behind that.
-      const int late = kBrisk ? max(t.k_tiles - C::Stages + 1, 0) : t.k_tiles;
+      const int late = kEarly ? max(t.k_tiles - C::Stages + 1, 0) : t.k_tiles;
 #pragma unroll 1
-      for (int part = 0; part < (kBrisk ? 2 : 1); ++part) {
+      for (int part = 0; part < (kEarly ? 2 : 1); ++part) {
         const int from = part == 0 ? 0 : late, to = part == 0 ? late : t.k_tiles;
         if (lead) {
           if (C::RowOp && t.kind == kRowTile) row_tile(t, from, to);
