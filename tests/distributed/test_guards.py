@@ -364,8 +364,9 @@ def test_optimizer_steps_are_counted():
 
 def exchanged_while_capturing(rank, world):
     session = install(Net(TWO), make_plan(world, "even", MODES["model"][:2], TWO)).session
-    torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: True
-    with pytest.raises(PlanError, match="static_tokens=True"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PlanError, match="static_tokens=True"):
+        for name in ("is_initialized", "is_current_stream_capturing"):  # the process serves the next test, too
+            patch.setattr(torch.cuda, name, lambda: True)
         session.exchange_counts(3)
 
 
