@@ -8,6 +8,7 @@ those that compute results after them. Any other operator is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,39 +32,56 @@ class CannotReplay(Exception):
     """A recording cannot be replayed on other addresses; says why."""
 
 
-class Around:
-    """The torch operators of a recording, ready to run on other tensors.
+_Run = Callable[[_Known], None]
+"""Runs one operator on the tensors of a replay and adds its result to them."""
 
-    Args:
-        recording: the call.
-        operands: its tensors, None where one is missing.
+
+@dataclass(frozen=True)
+class Around:
+    """The torch operators of a recording, ready to run on other tensors. It holds no tensor of the recording, only identities.
 
     Attributes:
         fresh: what every replay allocates: results, and what operators read after the launches.
-        recorded: the tensors of the recording that launches may use: those of `fresh`, then the results of `before`.
-
-    Raises:
-        CannotReplay: an operator writes to a tensor, or is of neither kind.
     """
 
-    def __init__(self, recording: Recording, operands: Sequence[Tensor | None]) -> None:
-        self._same = {id(call.result): id(call.args[0]) for call in recording.calls if call.function is _DETACH}
-        self._operands = [id(t) for t in operands]
-        self._single = isinstance(recording.result, Tensor)
-        results: list[Tensor] = [recording.result] if self._single else list(recording.result)
-        self._wanted = [self._place(t) for t in results]
-        self._made = {id(call.result): call for call in recording.calls}
-        self._allocated = {id(t): t for t in recording.allocated}
+    fresh: tuple[Fresh, ...]
+    _operands: tuple[int, ...]
+    _kept: tuple[int, ...]
+    _copies: tuple[int, ...]
+    _wanted: tuple[int, ...]
+    _single: bool
+    _before: tuple[_Run, ...]
+    _after: tuple[_Run, ...]
+
+    @classmethod
+    def of(cls, recording: Recording, operands: Sequence[Tensor | None]) -> tuple[Around, tuple[Tensor, ...]]:
+        """Returns it, and the tensors of the recording that launches may use: those of `fresh`, then the results of `before`.
+
+        Args:
+            recording: the call.
+            operands: its tensors, None where one is missing.
+
+        Raises:
+            CannotReplay: an operator writes to a tensor, or is of neither kind.
+        """
+        reading = _Reading(recording, operands)
+        single = isinstance(recording.result, Tensor)
+        results: list[Tensor] = [recording.result] if single else list(recording.result)
         kept: dict[int, Tensor] = {}
-        after = self._behind(results, kept)
-        before = self._ahead([call for call in recording.calls if id(call.result) not in after])
-        self._kept = list(kept)
-        self.fresh: tuple[Fresh, ...] = tuple((tuple(t.shape), t.stride(), t.dtype) for t in kept.values())
+        after = reading.behind(results, kept)
+        before = reading.ahead([call for call in recording.calls if id(call.result) not in after])
         copies = [call.result for call in recording.calls if id(call.result) in before and not call.is_view]
-        self._copies = [id(t) for t in copies]
-        self.recorded: tuple[Tensor, ...] = (*kept.values(), *copies)
-        self._before = [self._again(call) for call in recording.calls if id(call.result) in before]
-        self._after = [self._again(call) for call in recording.calls if id(call.result) in after]
+        around = cls(
+            tuple((tuple(t.shape), t.stride(), t.dtype) for t in kept.values()),
+            tuple(reading.operands),
+            tuple(kept),
+            tuple(map(id, copies)),
+            tuple(map(reading.place, results)),
+            single,
+            tuple(reading.again(call) for call in recording.calls if id(call.result) in before),
+            tuple(reading.again(call) for call in recording.calls if id(call.result) in after),
+        )
+        return around, (*kept.values(), *copies)
 
     def before(self, operands: Sequence[Tensor | None]) -> list[Tensor]:
         """Runs the operators that read operands only, and returns their results."""
@@ -86,21 +104,31 @@ class Around:
             return known[self._wanted[0]]
         return [known[place] for place in self._wanted]
 
-    def _place(self, t: Tensor) -> int:
+
+class _Reading:
+    """What a recording says about its tensors, which it holds."""
+
+    def __init__(self, recording: Recording, operands: Sequence[Tensor | None]) -> None:
+        self.operands = [id(t) for t in operands]
+        self._same = {id(call.result): id(call.args[0]) for call in recording.calls if call.function is _DETACH}
+        self._made = {id(call.result): call for call in recording.calls}
+        self._allocated = {id(t): t for t in recording.allocated}
+
+    def place(self, t: Tensor) -> int:
         """Returns the identity of a tensor. Torch hands out a detached alias of some that it allocates."""
         place = id(t)
         while place in self._same:
             place = self._same[place]
         return place
 
-    def _behind(self, wanted: Iterable[Tensor], kept: dict[int, Tensor]) -> set[int]:
+    def behind(self, wanted: Iterable[Tensor], kept: dict[int, Tensor]) -> set[int]:
         """Returns the results of all operators that these tensors were computed with, and adds the allocations read to `kept`."""
         found: set[int] = set()
         open_ = list(wanted)
         while open_:
             t = open_.pop(0)
-            place = self._place(t)
-            if place in self._operands or place in kept or place in found:
+            place = self.place(t)
+            if place in self.operands or place in kept or place in found:
                 continue
             if place in self._allocated:
                 kept[place] = self._allocated[place]
@@ -111,24 +139,24 @@ class Around:
                 raise CannotReplay("its result is none of its allocations")
         return found
 
-    def _ahead(self, calls: Sequence[TorchCall]) -> set[int]:
+    def ahead(self, calls: Sequence[TorchCall]) -> set[int]:
         """Returns the results of the operators that read operands only, and of the views that they read."""
         found: set[int] = set()
         for call in calls:
             if call.is_view:  # found from the operator that reads it, if there is one
                 continue
             kept: dict[int, Tensor] = {}
-            places = {id(call.result)} | self._behind(_tensors(call), kept)
+            places = {id(call.result)} | self.behind(_tensors(call), kept)
             if not isinstance(call.result, Tensor) or (kept and call.function not in _CASTS):
                 raise CannotReplay(f"it also runs {call.function}")
             if not kept:
                 found |= places
         return found
 
-    def _again(self, call: TorchCall) -> Callable[[_Known], None]:
+    def again(self, call: TorchCall) -> _Run:
         """Returns a function that runs the operator on the tensors of a replay and adds its result to them."""
         function, kwargs, place = call.function, dict(call.kwargs), id(call.result)
-        args = [(True, self._place(a)) if isinstance(a, Tensor) else (False, a) for a in call.args]
+        args = [(True, self.place(a)) if isinstance(a, Tensor) else (False, a) for a in call.args]
         inside = [a for a in call.args if isinstance(a, list | tuple)] + [[*kwargs.values()]]
         if function._schema.is_mutable or any(isinstance(a, Tensor | list) for one in inside for a in one):
             raise CannotReplay(f"it also runs {function}")

@@ -68,8 +68,8 @@ class Replay:
 
     def __init__(self, recording: Recording, operands: Sequence[Tensor | None], device: int, most: int) -> None:
         self.device = device
-        self._around = Around(recording, operands)
-        places = _Places(recording, operands, self._around, device)
+        self._around, recorded = Around.of(recording, operands)
+        places = _Places(recording, operands, recorded, device)
         steps = [_step(launch, places) for launch in recording.launches if 0 not in launch[1]]
         self._fresh, self._size = self._around.fresh, places.workspace.lay_out()
         if self._size > most:
@@ -140,9 +140,11 @@ class Replay:
 class _Places:
     """Numbers the addresses of a recording: 0 for none, then operands and results, then everything else as it is met."""
 
-    def __init__(self, recording: Recording, operands: Sequence[Tensor | None], around: Around, device: int) -> None:
+    def __init__(
+        self, recording: Recording, operands: Sequence[Tensor | None], recorded: Sequence[Tensor], device: int
+    ) -> None:
         self._device = device
-        starts = [0 if t is None else t.data_ptr() for t in (*operands, *around.recorded)]
+        starts = [0 if t is None else t.data_ptr() for t in (*operands, *recorded)]
         self._number = {start: n for n, start in enumerate(starts, 1)} | {0: 0}
         if len(self._number) - 1 != len(starts) - starts.count(0) or 0 in (
             t.data_ptr() for t in operands if t is not None
@@ -154,10 +156,10 @@ class _Places:
         self.turning: list[int] = []
         self.inner: list[int] = []
         self.shifted: list[int] = []
-        outer = enumerate((*operands, *around.recorded), 1)
+        outer = enumerate((*operands, *recorded), 1)
         self._outer = [(_span(t), n) for n, t in outer if t is not None and t.numel()]
         self._asked, self._launches = self.given, 0
-        outside = {t.data_ptr() for t in around.recorded}
+        outside = {t.data_ptr() for t in recorded}
         self.workspace = Workspace(t for t in recording.allocated if t.numel() and t.data_ptr() not in outside)
 
     def next_launch(self) -> None:

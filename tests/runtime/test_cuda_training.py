@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -192,7 +194,7 @@ def test_nothing_is_written_down_under_capture(hopper: Cards, monkeypatch: pytes
 
 
 def around(run: Callable[[Tensor], Any], x: Tensor) -> cuda_around.Around:
-    return cuda_around.Around(cuda_record.record(lambda: run(x)), (x,))
+    return cuda_around.Around.of(cuda_record.record(lambda: run(x)), (x,))[0]
 
 
 def test_operators_around_launches_run_on_other_tensors() -> None:
@@ -250,3 +252,19 @@ def test_biases_in_a_slot_do_not_keep_a_layer_from_hoppers_kernels(hopper: Cards
     assert [launch.spec.op for launch in products] == ["esmm_act", "esmm"]
     assert {launch.spec.family for launch in products} == {"gather_gemm_sm90"}
     assert all(launch.spec.bias for launch in products)
+
+
+@pytest.mark.parametrize("case", ["concat", "none bias", "float gates", "interleaved"])
+def test_recordings_hold_no_tensors(case: str, hopper: Cards) -> None:
+    """They live as long as the process; a layer's gradients alone may be gigabytes."""
+    args = arguments(**({"tokens": TOKENS} | CASES[case]))
+    alive = [weakref.ref(t) for t in args if isinstance(t, Tensor)]
+    for _ in range(2):
+        saved = forward(hopper, args)
+        dy = torch.randn_like(saved[0])
+        gradients = backward(hopper, dy, saved, args)
+        alive += [weakref.ref(t) for t in (*saved, dy, *gradients) if t is not None]
+    assert any(cuda_layer._known.values())
+    del args, saved, dy, gradients
+    gc.collect()
+    assert not [tuple(t.shape) for ref in alive if (t := ref()) is not None]
