@@ -31,6 +31,8 @@ class Measured:
             data-centric copies weights and their gradients.
         contention: by how many seconds a second of concurrent communication slows down compute. Communication kernels take
             multiprocessors and memory bandwidth, so hidden communication is not free.
+        exchange: forward and backward time of the collectives of a model-centric layer, the host's included; None if it was
+            not measured. Then it follows from bytes and latency.
     """
 
     bandwidth: float
@@ -40,6 +42,7 @@ class Measured:
     experts_model_centric: float = 0.0
     experts_data_centric: float = 0.0
     contention: float = 0.0
+    exchange: float | None = None
 
     def describe(self) -> str:
         """The numbers in one line."""
@@ -49,6 +52,8 @@ class Measured:
             "experts' step model-centric": self.experts_model_centric,
             "data-centric": self.experts_data_centric,
         }
+        if self.exchange is not None:
+            milliseconds["exchange model-centric"] = self.exchange
         times = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in milliseconds.items())
         return f"{self.bandwidth / 1e9:.3g} GB/s, {times}, contention {self.contention:.2f}"
 
@@ -100,7 +105,8 @@ def layer_cost(
     if measured is None:
         mode: Mode = "model_centric" if by_model <= by_data else "data_centric"
         return mode, LayerCost(by_model, by_data, reason=f"fewer bytes for {tokens} tokens")
-    time_model = by_model / measured.bandwidth + 8 * measured.latency + measured.experts_model_centric
+    exchange = by_model / measured.bandwidth + 8 * measured.latency if measured.exchange is None else measured.exchange
+    time_model = exchange + measured.experts_model_centric
     time_data = measured.experts_data_centric + _data_centric_communication(
         by_data, measured, slots, dtype_bytes, reduce_bytes
     )

@@ -99,8 +99,9 @@ def _measure(
     known: dict[Geometry, Measured] = {}
     for layer in layers:
         if layer.geometry not in known:
-            modes = measure_modes(layer.geometry, tokens, dtype=sample.dtype, device=sample.device, groups=groups)
-            times = (modes.forward, modes.model_centric, modes.data_centric, modes.contention)
+            where: dict[str, Any] = {"dtype": sample.dtype, "device": sample.device, "groups": groups}
+            modes = measure_modes(layer.geometry, tokens, **where, reduce=config.reduce)
+            times = (modes.forward, modes.model_centric, modes.data_centric, modes.contention, modes.exchange)
             known[layer.geometry] = Measured(bandwidth, latency, attention, *times)
     return {layer.path: known[layer.geometry] for layer in layers}
 

@@ -72,6 +72,7 @@ MIXED = {"model.layers.0.mlp": "data", "model.layers.1.mlp": "model"}
         ("mixtral", "auto", (1.0, 2.0)),
         ("qwen3", MIXED, "measure"),
         ("mixtral", "data", None),
+        ("mixtral", "model", None),
         ("qwen3", "model", (3.0, 1.0)),
     ],
 )
@@ -82,7 +83,9 @@ def test_one_step_equals_one_process(name, strategy, capacities):
             assert f"h_i {list(layer.shards)}" in shown
             assert ("cache_gather" if data else "all_gather_v") in shown
             assert ("cache_release" if data else "reduce_scatter_v") in shown
-        assert worst < 1e-10
+        # Mixtral's routing weights are float32, and so are the sums of their gradients over ranks
+        summed = name == "mixtral" and "model_centric" in [layer.mode for layer in plan.layers]
+        assert worst < (5e-9 if summed else 1e-10)
         assert sum(plan.batch) == 5  # the example's first dimension
         assert [layer.shape.top_k for layer in plan.layers] == [2, 2]
         assert plan.fingerprint in report

@@ -188,6 +188,11 @@ def test_auto_follows_bytes_and_hidden_time():
     assert mode == "data_centric"
     assert cost.seconds_model_centric is not None
     assert cost.seconds_model_centric > 0
+    # collectives that were measured count as measured, whatever their bytes
+    started = Measured(1e9, 0.0, 1.0, 1.0, 0.01, 0.02, exchange=0.005)
+    mode, cost = layer_cost(SHAPE, int(crossover_tokens(SHAPE) / 4), 4, **sizes, measured=started)
+    assert (mode, cost.seconds_model_centric) == ("model_centric", pytest.approx(0.015))
+    assert "exchange model-centric 5 ms" in cost.reason
 
 
 def test_strategy_by_layer_and_memory_caps():

@@ -12,9 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from hexa_fx.allocation import even
-from hexa_fx.plan import ExpertShape
+from hexa_fx.plan import ExpertShape, Reduce
 from hexa_fx.runtime.distributed.clock import gathered, room, synchronize, timed
-from hexa_fx.runtime.distributed.collectives import fill_slot, finish
+from hexa_fx.runtime.distributed.collectives import (
+    all_gather_v,
+    all_reduce,
+    fill_slot,
+    finish,
+    reduce_scatter_v,
+    wait,
+)
 from hexa_fx.runtime.distributed.geometry import Geometry, Weights
 from hexa_fx.runtime.distributed.groups import Groups
 
@@ -27,22 +34,32 @@ class ModeTimes:
         model_centric, data_centric: forward and backward.
         forward: data-centric, forward alone.
         contention: by how many seconds a second of concurrent gathering slows down data-centric compute.
+        exchange: model-centric, its collectives alone, forward and backward.
     """
 
     model_centric: float
     data_centric: float
     forward: float
     contention: float
+    exchange: float
 
 
 def measure_modes(
-    geometry: Geometry, tokens: int, *, dtype: torch.dtype, device: torch.device, groups: Groups, repeats: int = 3
+    geometry: Geometry,
+    tokens: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: Groups,
+    reduce: Reduce = "reduce_scatter",
+    repeats: int = 3,
 ) -> ModeTimes:
     """Times the experts as each mode runs them on equal ranks. A collective call.
 
     Model-centric: all ``tokens`` and 1/N of the channels. Data-centric: 1/N of the tokens and all channels, with weights as
     views of packed rows, including the copies into and out of these rows. A layer too large for an eighth of the free memory is
-    measured with proportionally fewer experts and tokens, and the time is scaled.
+    measured with proportionally fewer experts and tokens, and the time is scaled. Collectives are run as they are, because for
+    small layers the host's time to start them counts more than bytes.
     """
     shape, world = geometry.shape, groups.world
     held = 4 * shape.weight_numel * dtype.itemsize
@@ -53,17 +70,19 @@ def measure_modes(
     small = replace(geometry, shape=replace(shape, num_experts=experts, top_k=min(shape.top_k, experts)))
     scale = tokens * shape.top_k / (rows * small.shape.top_k)
 
-    def seconds(run: Callable[..., None]) -> float:
-        run()
+    def seconds(run: Callable[..., None], scale: float = scale) -> float:
+        for _ in range(2):  # on CUDA the third call of a kind is the first that is replayed
+            run()
         return max(gathered(statistics.median(timed(run, device, 1) for _ in range(repeats)), groups)) * scale
 
+    exchange = seconds(_exchange(shape, tokens, reduce, dtype, device, groups), 1.0)
     by_model = seconds(_experts_model_centric(small, rows, world, dtype, device))
     forward, step, gather = _experts_data_centric(small, max(1, rows // world), dtype, device, groups)
     by_data, alone = seconds(step), seconds(gather)
     both = seconds(lambda: gather(step))
     covered = min(alone, by_data)
     contention = min(1.0, max(0.0, (both - max(by_data, alone)) / covered)) if covered else 0.0
-    return ModeTimes(by_model, by_data, seconds(forward), contention)
+    return ModeTimes(by_model, by_data, seconds(forward), contention, exchange)
 
 
 def _tokens(shape: ExpertShape, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,6 +101,26 @@ def _local_weights(geometry: Geometry, channels: int, dtype: torch.dtype, device
 
 def _differentiate(y: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor]:
     return list(torch.autograd.grad(y, [t for t in leaves if t is not None], torch.ones_like(y)))
+
+
+def _exchange(
+    shape: ExpertShape, tokens: int, reduce: Reduce, dtype: torch.dtype, device: torch.device, groups: Groups
+) -> Callable[[], None]:
+    """The collectives of a model-centric layer: tokens, ids and weights there, results back; gradients likewise."""
+    sizes, name = even(tokens, groups.world), groups.main_name
+    x, index, weights = _tokens(shape, sizes[groups.rank], dtype, device)
+    first = sum(sizes[: groups.rank])
+    ones = torch.ones_like(x), weights.new_ones(tokens, shape.top_k)
+
+    def run() -> None:
+        rows, _, shares = [wait(all_gather_v(t, sizes, name)) for t in (x, index, weights)]
+        if reduce == "reduce_scatter":
+            y = wait(reduce_scatter_v(rows, sizes, name))
+        else:
+            y = wait(all_reduce(rows, name)).narrow(0, first, len(x))
+        torch.autograd.grad((y, shares), (x, weights), ones)
+
+    return run
 
 
 def _experts_model_centric(
