@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_KEY = ("question", "shape", "tokens", "mode", "kind", "split", "reduce", "layers", "sms", "section")
+_KEY = ("question", "shape", "tokens", "mode", "kind", "split", "reduce", "layers", "captured", "sms", "section")
 
 
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -137,21 +139,31 @@ def partition(model: Stack, plan: Plan, stream: Any = None) -> Installed:
             module = model.get_submodule(block.path)
             for node in block.graph.nodes:
                 if stream is not None and "moe_ffn" in str(node.target):
-                    node.target = _on(stream)
+                    node.target = _experts_on(stream)
             module.forward = types.MethodType(type(fx.GraphModule(module, block.graph)).forward, module)
             installed.session.bind(module, block.path)
     installed.session.follow(model)
     return installed
 
 
-def _on(stream: Any) -> Any:
+@contextmanager
+def on(stream: Any) -> Iterator[None]:
+    """Inside, ``stream`` is the current one. It goes on where the current one is, and that one goes on behind it. None: nothing."""
+    if stream is None:
+        yield
+        return
+    before = torch.cuda.current_stream()
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        yield
+    before.wait_stream(stream)
+
+
+def _experts_on(stream: Any) -> Any:
     def experts(*args: Any) -> Tensor:
-        before = torch.cuda.current_stream()
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream):
+        with on(stream):
             y: Tensor = torch.ops.hexa.moe_ffn(*args)
-        before.wait_stream(stream)
-        y.record_stream(before)
+        y.record_stream(torch.cuda.current_stream())
         return y
 
     return experts

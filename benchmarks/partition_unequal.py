@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.partition_layers import Stack, partition
+from benchmarks.partition_layers import Stack, on, partition
 from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts
 from hexa_fx.passes.plan_layers import PartitionConfig, batch_shares, plan_layers
 from hexa_fx.plan import ExpertShape
@@ -79,19 +78,6 @@ def works_on(stream: Any, shape: ExpertShape, device: Any, dtype: torch.dtype) -
     work(shape, 1024, 512, device, dtype, stream)()
     torch.cuda.synchronize()
     return set(cuda_launch.fallbacks) == known
-
-
-@contextmanager
-def on(stream: Any) -> Iterator[None]:
-    """Inside, ``stream`` is the current one. It goes on where the current one is, and that one goes on behind it."""
-    if stream is None:
-        yield
-        return
-    before = torch.cuda.current_stream()
-    stream.wait_stream(before)
-    with torch.cuda.stream(stream):
-        yield
-    before.wait_stream(stream)
 
 
 def work(

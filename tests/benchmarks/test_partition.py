@@ -70,6 +70,14 @@ def test_tables_of_the_page_are_those_of_the_records() -> None:
     assert all(f"<!-- {name} -->" in page for name in docs.SECTIONS)
 
 
+def test_a_step_as_a_graph_is_another_record_than_the_same_launched_by_the_host() -> None:
+    from benchmarks.merge_records import merged
+
+    head = {"question": "overlap", "shape": "swin", "tokens": 8, "layers": 6}
+    records = [head | {"captured": captured, "step_ms": 1.0} for captured in (False, True)]
+    assert merged([{"command": "c", "records": records}])["records"] == records
+
+
 def test_tables_from_records(tmp_path: Path) -> None:
     from benchmarks import partition_docs as docs
 
