@@ -20,6 +20,8 @@ class TileChoice:
         chunks: 16 x 64 chunks of shared memory a warp, through which results leave.
         lag: steps that the second warpgroup of a shared tile stays behind the first.
         split: esfk as two launches, dX and then dW (no part of the kernel's identity).
+        swapped: the rows are the columns of wgmma, which go by 16, and the weight's columns its rows. Experts of up to `bm` rows
+            are one tile, the rows of larger ones are split evenly. For row products only.
     """
 
     bm: int = 128
@@ -31,6 +33,12 @@ class TileChoice:
     chunks: int = 2
     lag: int = 2
     split: bool = False
+    swapped: bool = False
+
+    @property
+    def row_box(self) -> int:
+        """Rows that the copy engine brings at a time, where they are not gathered."""
+        return 32 if self.swapped else 64
 
     @property
     def kernel_schedule(self) -> KernelScheduleType:
@@ -43,6 +51,7 @@ class TileChoice:
 COOPERATIVE = TileChoice()
 PINGPONG = TileChoice(bn=128, stages=6, pingpong=True, chunks=1, lag=0)
 PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True, chunks=1, lag=0)
+SWAPPED = TileChoice(bm=288, bn=128, chunks=1, lag=0, swapped=True)
 
 
 MANY_EXPERTS = 256

@@ -2,6 +2,7 @@
 #pragma once
 #include <hexa_fx/epilogue_sm90.cuh>
 #include <hexa_fx/load_sm90.cuh>
+#include <hexa_fx/swapped_sm90.cuh>
 
 namespace hexa::sm90 {
 
@@ -192,7 +193,8 @@ CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) 
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::ConsumerRegisters>();
-    Consumer<C>(sm, p, maps, group - 1).run();
+    if constexpr (C::Swapped) SwappedConsumer<C>{sm, p, maps, group - 1}.run();
+    else Consumer<C>(sm, p, maps, group - 1).run();
   }
   if constexpr (C::Cluster > 1) {  // the other CTA may still write to this one's shared memory
     __syncwarp();

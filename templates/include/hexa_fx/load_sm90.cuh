@@ -13,6 +13,11 @@ CUTE_DEVICE void cp_async_16(uint32_t dst, const char* src, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
+CUTE_DEVICE void cp_async_16_if(bool wanted, uint32_t dst, const char* src, int bytes) {
+  asm volatile("{\n\t.reg .pred wanted;\n\tsetp.ne.b32 wanted, %3, 0;\n\t@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n\t}"
+               ::"r"(dst), "l"(src), "r"(bytes), "r"(int(wanted)) : "memory");
+}
+
 // Hides where an address came from, so that constant offsets to it stay immediates of the instruction. A load reads its address
 // some 80 cycles after it was issued. A gathering warp issues 16 a step: if their addresses take turns in the same registers it
 // is slower than the tensor cores. So each has its own, computed ahead, before the warp waits for room: the assembler does not move
@@ -64,6 +69,10 @@ struct Copier {
   }
 
   CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k) {
+    if constexpr (C::Swapped && C::PairedWeight) {  // eight gate and eight up columns by turns
+      SM90_TMA_LOAD_5D::copy(maps + kWeightMap, bar, kEvictNormal, sm.b[pipe.index], k * C::BK, 0, 0, t.n0 / 8, t.expert);
+      return;
+    }
     halves(t, [&](int half, bool shared) {
       const bool up_tensor = C::SplitWeight && half == 1;
       const TmaDescriptor* map = maps + (up_tensor ? kUpMap : kWeightMap);
@@ -82,12 +91,12 @@ struct Copier {
   }
 
   CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {
-    const int blocks = ceil_div(t.rows, 64);  // of rows; the others of the tile are neither read nor multiplied
+    const int blocks = ceil_div(t.rows, C::RowBox);  // of rows; the others of the tile are not read
     for (int k = from; k < to; ++k) {
-      uint64_t* bar = open<C::GatherRows>(blocks * (C::BK * 128));
+      uint64_t* bar = open<C::GatherRows>(blocks * (C::RowBox * 128));
       if constexpr (!C::GatherRows) {
         for (int i = 0; i < blocks; ++i)
-          SM90_TMA_LOAD_2D::copy(maps + kRowsMap, bar, kEvictNormal, sm.a[pipe.index] + i * (C::BK * 128), k * C::BK, t.row0 + 64 * i);
+          SM90_TMA_LOAD_2D::copy(maps + kRowsMap, bar, kEvictNormal, sm.a[pipe.index] + i * (C::RowBox * 128), k * C::BK, t.row0 + C::RowBox * i);
       }
       load_weight(bar, t, k);
       pipe.template next<C::Stages>();
@@ -200,6 +209,40 @@ struct Gatherer {
     if constexpr (C::Borrow) pipe.template next<C::Stages>();
   }
 
+  // The same for a swapped tile, of more rows than there are registers for addresses. A lane keeps the offsets of some of its warp's
+  // rows, and hands them to the eight that load one. A batch's addresses are computed ahead, so each batch asks for room. Rows past
+  // the end stay as they are: they are columns of wgmma, which have no effect on each other.
+  CUTE_DEVICE void many_rows(const Tile& t) {
+    constexpr int kPasses = C::BM / 8, kBatch = kPasses % 12 == 0 ? 12 : 8;  // 4 rows a warp at a time
+    static_assert(kPasses % kBatch == 0);
+    const int lane = lane_id(), first = 4 * (warp_in_group() & 1), sub = lane >> 3, c = lane & 7;
+    uint32_t offset[ceil_div(kPasses, 8)];  // in 16 bytes: of pass 8 i + lane / 4, its row lane % 4
+    CUTE_UNROLL
+    for (int i = 0; i < ceil_div(kPasses, 8); ++i) {
+      const int row = 8 * (8 * i + (lane >> 2)) + first + (lane & 3);
+      offset[i] = token(__ldg(p.v + t.row0 + min(row, t.rows - 1))) * (uint32_t(p.a_ld) / 8);
+    }
+    const char* base = opaque(static_cast<const char*>(p.a) + c * 16);
+    const uint32_t at = (first + sub) * 128 + ((c ^ (first + sub)) << 4);
+    const int passes = ceil_div(t.rows - first - sub, 8);  // that have a row of the lane's
+    for (int k = 0; k < t.k_tiles; ++k) {
+      const uint32_t dst = opaque(stage_address() + at);
+      const int bytes = k * C::BK + c * 8 < p.K ? 16 : 0;
+      CUTE_UNROLL
+      for (int pass = 0; pass < kPasses; pass += kBatch) {
+        const char* row[kBatch];
+        CUTE_UNROLL
+        for (int i = 0; i < kBatch; ++i)
+          row[i] = opaque(base + size_t(__shfl_sync(~0u, offset[(pass + i) / 8], 4 * ((pass + i) % 8) + sub)) * 16);
+        wait_for_room();
+        CUTE_UNROLL
+        for (int i = 0; i < kBatch; ++i) cp_async_16_if(pass + i < passes, dst + (pass + i) * 1024, row[i], bytes);
+      }
+      issued();
+      base = opaque(base + 2 * C::BK);
+    }
+  }
+
   // A warp loads 32 of a step's 64 rows, 8 lanes 64 features of one. A lane knows one row's offset a step ahead. It asks for that row's
   // slot `kAhead` steps before it looks at it, in a register of its own: where a loop hands slots on, it waits for the newest to do so.
   CUTE_DEVICE void features(const Tile& t) {
@@ -255,7 +298,8 @@ struct Gatherer {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
       if (!gathered<C>(t)) { pipe.template skip<C::Stages>(t.k_tiles); continue; }
-      if (C::RowOp && t.kind == kRowTile) rows(t);
+      if constexpr (C::Swapped) many_rows(t);
+      else if (C::RowOp && t.kind == kRowTile) rows(t);
       if (C::WeightOp && t.kind == kWeightTile) features(t);
       __syncwarp();
     }

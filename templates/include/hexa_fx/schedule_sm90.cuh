@@ -105,8 +105,9 @@ CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<
   if (q < row_units) {
     raster<C>(q, mb, c.n_tiles, p.group_m, rank, m, n, t.multicast);
     t.kind = expert < p.experts ? kRowTile : kZeroTile;
-    t.row0 = first + m * C::BM;
-    t.rows = min(C::BM, end - t.row0);
+    const int rows = C::Swapped ? ceil_div(end - first, mb) : C::BM;  // swapped: all of the expert's tiles as narrow
+    t.row0 = first + m * rows;
+    t.rows = min(rows, end - t.row0);
     t.n0 = n * C::RowColumns;
     t.n_tile = n;
     t.k_tiles = expert < p.experts ? ceil_div(p.K, C::BK) : 0;
