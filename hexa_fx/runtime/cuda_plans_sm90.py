@@ -61,7 +61,12 @@ class SpecKey(NamedTuple):
             glu=self.glu,  # type: ignore[arg-type]
             bias=self.bias,
         )
-        made: dict[str, Option] = {"cluster": tile.cluster, "chunks": tile.chunks, "lag": tile.lag, "experts": self.tables}
+        made: dict[str, Option] = {
+            "cluster": tile.cluster,
+            "chunks": tile.chunks,
+            "lag": tile.lag,
+            "experts": self.tables,
+        }
         if tile.swapped:
             made["swapped"] = True
         spec = spec.with_options(**made, **dict(self.options))
@@ -196,7 +201,9 @@ def rows_map(x: Tensor, rows: int, columns: int = 64) -> bytes:
     """Boxes of `rows` rows x `columns` columns of a (., C) operand; 64 or 32 columns."""
     if described():
         return _NO_MAP
-    return tensor_map(x.data_ptr(), DTYPES[x.dtype], (x.shape[1], x.shape[0]), (x.stride(0),), (columns, rows), 2 * columns)
+    return tensor_map(
+        x.data_ptr(), DTYPES[x.dtype], (x.shape[1], x.shape[0]), (x.stride(0),), (columns, rows), 2 * columns
+    )
 
 
 def chunk_map(x: Tensor) -> bytes:

@@ -11,6 +11,7 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include <hexa_fx/epilogue_sm90.cuh>
+#include <hexa_fx/load_sm90.cuh>
 
 namespace hexa::sm90 {
 
@@ -19,9 +20,9 @@ template <int Columns>
 struct Wgmma;
 
 // Shared memory as wgmma finds it: 128 bytes a row, swizzled; `Major` rows are 1024 bytes an eight, whichever way they run.
-CUTE_DEVICE uint64_t swizzled_operand(const void* at) {
-  constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kEightRows = uint64_t(1024 >> 4) << 32, kUnused = uint64_t(1) << 16;
-  return kSwizzle128 | kEightRows | kUnused | (cast_smem_ptr_to_uint(at) >> 4);
+CUTE_DEVICE uint64_t swizzled_operand(uint32_t at) {
+  constexpr uint32_t kSwizzle128 = 1 << 30, kEightRows = 1024 >> 4, kUnused = 1 << 16;
+  return uint64_t(kSwizzle128 | kEightRows) << 32 | kUnused | at >> 4;
 }
 
 template <class C>
@@ -51,22 +52,23 @@ struct SwappedConsumer {
   CUTE_DEVICE void multiply(const Tile& t, float (&acc)[C::BM / 2]) {
     constexpr int kFirst = Rows > 256 ? 256 : Rows;  // as many as an instruction takes
     constexpr int kStepA = C::WeightKN ? 16 * 128 : 32, kStepB = 32;  // bytes from one sixteen of the contraction to the next
-    const uint64_t a0 = swizzled_operand(sm.b[0] + group * (64 * 128)), b0 = swizzled_operand(sm.a[0]);
+    const uint32_t a0 = cast_smem_ptr_to_uint(sm.b[0]) + group * (64 * 128), b0 = cast_smem_ptr_to_uint(sm.a[0]);
     auto fence = [&] {
       CUTE_UNROLL
       for (int i = 0; i < Rows / 2; ++i) warpgroup_fence_operand(acc[i]);
     };
-    int previous = -1, keep = 0;
+    int previous = -1, keep = opaque(0u);
     fence();
     for (int k = 0; k < t.k_tiles; ++k) {
       Barrier::wait(&sm.full[pipe.index], pipe.phase);
-      const uint64_t a = a0 + uint32_t(pipe.index) * (Smem<C>::BBytes >> 4), b = b0 + uint32_t(pipe.index) * (Smem<C>::ABytes >> 4);
+      const uint32_t a = a0 + pipe.index * Smem<C>::BBytes, b = b0 + pipe.index * Smem<C>::ABytes;
       warpgroup_arrive();
       CUTE_UNROLL
       for (int kk = 0; kk < C::BK / 16; ++kk) {
-        Wgmma<kFirst>::add(a + kk * (kStepA >> 4), b + kk * (kStepB >> 4), acc, keep);
+        const uint64_t weight = swizzled_operand(a + kk * kStepA);
+        Wgmma<kFirst>::add(weight, swizzled_operand(b + kk * kStepB), acc, keep);
         if constexpr (Rows > kFirst)
-          Wgmma<Rows - kFirst>::add(a + kk * (kStepA >> 4), b + ((kk * kStepB + kFirst * 128) >> 4), acc + kFirst / 2, keep);
+          Wgmma<Rows - kFirst>::add(weight, swizzled_operand(b + kk * kStepB + kFirst * 128), acc + kFirst / 2, keep);
         keep = 1;
       }
       warpgroup_commit_batch();
