@@ -11,11 +11,10 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include <hexa_fx/epilogue_sm90.cuh>
-#include <hexa_fx/load_sm90.cuh>
 
 namespace hexa::sm90 {
 
-// Adds A (64 x 16) B (16 x Columns) to d, of which nothing is kept if not `keep`. The template writes those that a kernel needs.
+// Adds A (64 x 16) B (16 x Columns) to d. The template writes those that a kernel needs.
 template <int Columns>
 struct Wgmma;
 
@@ -57,8 +56,11 @@ struct SwappedConsumer {
       CUTE_UNROLL
       for (int i = 0; i < Rows / 2; ++i) warpgroup_fence_operand(acc[i]);
     };
-    int previous = -1, keep = opaque(0u);
+    CUTE_UNROLL
+    for (int i = 0; i < Rows / 2; ++i) acc[i] = 0.f;
     fence();
+    int previous = -1;
+#pragma unroll 1
     for (int k = 0; k < t.k_tiles; ++k) {
       Barrier::wait(&sm.full[pipe.index], pipe.phase);
       const uint32_t a = a0 + pipe.index * Smem<C>::BBytes, b = b0 + pipe.index * Smem<C>::ABytes;
@@ -66,10 +68,9 @@ struct SwappedConsumer {
       CUTE_UNROLL
       for (int kk = 0; kk < C::BK / 16; ++kk) {
         const uint64_t weight = swizzled_operand(a + kk * kStepA);
-        Wgmma<kFirst>::add(weight, swizzled_operand(b + kk * kStepB), acc, keep);
+        Wgmma<kFirst>::add(weight, swizzled_operand(b + kk * kStepB), acc);
         if constexpr (Rows > kFirst)
-          Wgmma<Rows - kFirst>::add(weight, swizzled_operand(b + kk * kStepB + kFirst * 128), acc + kFirst / 2, keep);
-        keep = 1;
+          Wgmma<Rows - kFirst>::add(weight, swizzled_operand(b + kk * kStepB + kFirst * 128), acc + kFirst / 2);
       }
       warpgroup_commit_batch();
       warpgroup_wait<1>();
