@@ -92,7 +92,9 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
 
 def _registers(spec: KernelSpec) -> tuple[int, int]:
     """Registers a thread of the loading and of the two consuming warpgroups; 504 fit. Gathering warps keep many addresses."""
-    return (72, 216) if spec.gather else (40, 232)
+    if not spec.gather:
+        return (40, 232)
+    return (88, 208) if _swapped(spec) else (72, 216)
 
 
 def _borrows(spec: KernelSpec) -> bool:
@@ -170,8 +172,10 @@ def _check_swapped(spec: KernelSpec) -> Iterable[str]:
         yield "gate and up of an (E, K, N) weight: a swapped tile mixes them by rows, of (E, N, K)"
     if spec.bm % 32 or not 128 <= spec.bm <= 320 or spec.bn != 128 or spec.bk != 64:
         yield f"swapped tile {spec.bm}x{spec.bn}x{spec.bk}; expected 128 to 320 by 32 x 128 x 64"
-    if _pingpong(spec) or _cluster(spec) > 1:
-        yield "both warpgroups of one block share a swapped tile: no ping-pong, no clusters"
+    if _pingpong(spec):
+        yield "both warpgroups share a swapped tile: no ping-pong"
+    if _cluster(spec) > 1 and spec.gather:
+        yield "clusters of swapped tiles share rows that the copy engine brings, not gathered ones"
 
 
 def _swapped(spec: KernelSpec) -> bool:

@@ -73,7 +73,9 @@ struct Shape_ {
 };
 
 inline constexpr int kRowTile = 0, kWeightTile = 1, kZeroTile = 2, kEnd = 3;
-inline constexpr int kTileSlots = 4, kConsumerWarps = 8, kGatherThreads = 64;
+inline constexpr int kTileSlots = 4, kConsumerWarps = 8;
+template <class C>
+inline constexpr int kGatherWarps = C::Swapped ? 3 : 2;
 inline constexpr int kChunkBytes = 2048;  // 16 rows x 64 columns of 16 bits
 
 // Tensor maps of a launch: what is read, then what is written 16 rows x 64 columns at a time.

@@ -40,6 +40,7 @@ CUTE_DEVICE bool gathered(const Tile& t) {
 template <class C>
 struct Copier {
   static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
+  static constexpr bool kShareRows = C::Swapped && C::Cluster > 1;  // each CTA copies every second box to both
   // Where weight tiles gather, the next tile is worked out before this one's last steps. Elsewhere that was slower.
   static constexpr bool kEarly = C::WeightOp && C::GatherWeight && C::Cluster == 1;
   Smem<C>& sm;
@@ -61,7 +62,7 @@ struct Copier {
   // B in two halves. In a cluster that shares it each CTA copies one half to both.
   template <class Copy>
   CUTE_DEVICE void halves(const Tile& t, Copy copy) {
-    if (C::Cluster > 1 && t.multicast) copy(rank, true);
+    if (C::Cluster > 1 && !C::Swapped && t.multicast) copy(rank, true);
     else {
       copy(0, false);
       copy(1, false);
@@ -95,8 +96,12 @@ struct Copier {
     for (int k = from; k < to; ++k) {
       uint64_t* bar = open<C::GatherRows>(blocks * (C::RowBox * 128));
       if constexpr (!C::GatherRows) {
-        for (int i = 0; i < blocks; ++i)
-          SM90_TMA_LOAD_2D::copy(maps + kRowsMap, bar, kEvictNormal, sm.a[pipe.index] + i * (C::RowBox * 128), k * C::BK, t.row0 + C::RowBox * i);
+        for (int i = kShareRows ? rank : 0; i < blocks; i += kShareRows ? C::Cluster : 1) {
+          uint8_t* dst = sm.a[pipe.index] + i * (C::RowBox * 128);
+          const int row = t.row0 + C::RowBox * i;
+          if constexpr (kShareRows) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + kRowsMap, bar, 3, kEvictNormal, dst, k * C::BK, row);
+          else SM90_TMA_LOAD_2D::copy(maps + kRowsMap, bar, kEvictNormal, dst, k * C::BK, row);
+        }
       }
       load_weight(bar, t, k);
       pipe.template next<C::Stages>();
@@ -161,7 +166,7 @@ struct Copier {
   }
 };
 
-// Two warps.
+// Two warps, or three.
 template <class C>
 struct Gatherer {
   Smem<C>& sm;
@@ -172,7 +177,8 @@ struct Gatherer {
   CUTE_DEVICE uint32_t token(int slot) const { return __umulhi(2u * uint32_t(slot), p.div_mul) >> p.div_shift; }
   CUTE_DEVICE void wait_for_room() { Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1); }
   CUTE_DEVICE void issued() {
-    cutlass::arch::cpasync_barrier_arrive_noinc(&sm.landed[pipe.index]);
+    if constexpr (C::Swapped) cutlass::arch::cpasync_barrier_arrive_noinc(&sm.full[pipe.index]);
+    else cutlass::arch::cpasync_barrier_arrive_noinc(&sm.landed[pipe.index]);
     pipe.template next<C::Stages>();
   }
 
@@ -209,37 +215,30 @@ struct Gatherer {
     if constexpr (C::Borrow) pipe.template next<C::Stages>();
   }
 
-  // The same for a swapped tile, of more rows than there are registers for addresses. A lane keeps the offsets of some of its warp's
-  // rows, and hands them to the eight that load one. A batch's addresses are computed ahead, so each batch asks for room. Rows past
+  // The same for a swapped tile, of more rows: three warps, twelve rows at a time, and the consumers fence for themselves. Rows past
   // the end stay as they are: they are columns of wgmma, which have no effect on each other.
   CUTE_DEVICE void many_rows(const Tile& t) {
-    constexpr int kPasses = C::BM / 8, kBatch = kPasses % 12 == 0 ? 12 : 8;  // 4 rows a warp at a time
-    static_assert(kPasses % kBatch == 0);
-    const int lane = lane_id(), first = 4 * (warp_in_group() & 1), sub = lane >> 3, c = lane & 7;
-    uint32_t offset[ceil_div(kPasses, 8)];  // in 16 bytes: of pass 8 i + lane / 4, its row lane % 4
+    constexpr int kTogether = kGatherWarps<C> * 4, kPasses = ceil_div(C::BM, kTogether);
+    static_assert(kTogether % 8 == 4, "every second pass begins in the middle of a swizzled block of eight rows");
+    const int r = threadIdx.x >> 3, c = threadIdx.x & 7;
+    const char* row[kPasses];
     CUTE_UNROLL
-    for (int i = 0; i < ceil_div(kPasses, 8); ++i) {
-      const int row = 8 * (8 * i + (lane >> 2)) + first + (lane & 3);
-      offset[i] = token(__ldg(p.v + t.row0 + min(row, t.rows - 1))) * (uint32_t(p.a_ld) / 8);
+    for (int i = 0; i < kPasses; ++i) {
+      const int slot = __ldg(p.v + t.row0 + min(r + kTogether * i, t.rows - 1));
+      row[i] = static_cast<const char*>(p.a) + (size_t(token(slot)) * uint32_t(p.a_ld) + c * 8) * 2;
     }
-    const char* base = opaque(static_cast<const char*>(p.a) + c * 16);
-    const uint32_t at = (first + sub) * 128 + ((c ^ (first + sub)) << 4);
-    const int passes = ceil_div(t.rows - first - sub, 8);  // that have a row of the lane's
+    const uint32_t offset = r * 128 + ((c ^ (r & 7)) << 4);
+    const int passes = ceil_div(t.rows - r, kTogether);
     for (int k = 0; k < t.k_tiles; ++k) {
-      const uint32_t dst = opaque(stage_address() + at);
+      const int left = __shfl_sync(~0u, passes, lane_id());  // itself: the compiler would keep all that follows from it, and spill
+      wait_for_room();
+      const uint32_t dst[2] = {opaque(stage_address() + offset), opaque(stage_address() + (offset ^ 64))};
       const int bytes = k * C::BK + c * 8 < p.K ? 16 : 0;
       CUTE_UNROLL
-      for (int pass = 0; pass < kPasses; pass += kBatch) {
-        const char* row[kBatch];
-        CUTE_UNROLL
-        for (int i = 0; i < kBatch; ++i)
-          row[i] = opaque(base + size_t(__shfl_sync(~0u, offset[(pass + i) / 8], 4 * ((pass + i) % 8) + sub)) * 16);
-        wait_for_room();
-        CUTE_UNROLL
-        for (int i = 0; i < kBatch; ++i) cp_async_16_if(pass + i < passes, dst + (pass + i) * 1024, row[i], bytes);
-      }
+      for (int i = 0; i < kPasses; ++i) cp_async_16_if(i < left, dst[i & 1] + i * (kTogether * 128), row[i], bytes);
       issued();
-      base = opaque(base + 2 * C::BK);
+      CUTE_UNROLL
+      for (int i = 0; i < kPasses; ++i) row[i] = opaque(row[i] + 2 * C::BK);
     }
   }
 

@@ -6,7 +6,7 @@
 namespace hexa::sm90 {
 
 // Tiles are counted in units that one cluster takes at a time: two tiles one above the other, or, in an odd last row of tiles,
-// two side by side. Without clusters a unit is a tile.
+// two side by side. Without clusters a unit is a tile. Of swapped tiles those side by side share what is larger, the rows.
 template <class C>
 struct Counts {
   int n_tiles, n_pairs;  // row tiles along N; units of an odd row
@@ -18,9 +18,13 @@ struct Counts {
     w_n = C::WeightOp ? ceil_div(p.C, C::BN) : 0;
     weight = units(w_m, w_n);
   }
-  static CUTE_DEVICE int units(int mb, int nb) { return mb / C::Cluster * nb + mb % C::Cluster * ceil_div(nb, C::Cluster); }
+  static CUTE_DEVICE int units(int mb, int nb) {
+    if constexpr (C::Swapped) return mb * ceil_div(nb, C::Cluster);
+    else return mb / C::Cluster * nb + mb % C::Cluster * ceil_div(nb, C::Cluster);
+  }
   CUTE_DEVICE int before(const Smem<C>& sm, int place) const {
     const int tiles = sm.m_tiles[place];
+    if constexpr (C::Swapped) return tiles * n_pairs;
     return (C::Cluster == 1 ? tiles * n_tiles : (tiles >> 11) * n_tiles + (tiles & 2047) * n_pairs) + place * weight;
   }
 };
@@ -35,7 +39,7 @@ CUTE_DEVICE void plan(Smem<C>& sm, const GroupedParams& p) {
   __syncwarp();
   auto own_tiles = [&](int rows) {
     const int tiles = ceil_div(rows, C::BM);
-    return C::Cluster == 1 ? tiles : (tiles >> 1 << 11) + (tiles & 1);
+    return C::Cluster == 1 || C::Swapped ? tiles : (tiles >> 1 << 11) + (tiles & 1);
   };
   int done = 0, placed = 0;
   for (int size = 2; size >= 0; --size) {
@@ -72,18 +76,19 @@ CUTE_DEVICE void plan(Smem<C>& sm, const GroupedParams& p) {
 // both CTAs the same one.
 template <class C>
 CUTE_DEVICE void raster(int t, int mb, int nb, int group, int rank, int& m, int& n, int& multicast) {
-  const int paired = mb / C::Cluster;
-  if (t >= paired * nb) {
+  constexpr int kAbove = C::Swapped ? 1 : C::Cluster, kBeside = C::Swapped ? C::Cluster : 1;  // tiles of a unit
+  const int paired = mb / kAbove, columns = ceil_div(nb, kBeside);
+  if (!C::Swapped && t >= paired * columns) {
     m = mb - 1;
     n = min((t - paired * nb) * C::Cluster + rank, nb - 1);
     multicast = 0;
     return;
   }
-  group = max(group / C::Cluster, 1);
-  const int size = group * nb, g = t / size, within = t - g * size;
-  const int rows = min(group, paired - g * group);
-  n = within / rows;
-  m = (g * group + (within - n * rows)) * C::Cluster + rank;
+  group = max(group / kAbove, 1);
+  const int size = group * columns, g = t / size, within = t - g * size;
+  const int rows = min(group, paired - g * group), column = within / rows;
+  n = C::Swapped ? min(column * kBeside + rank, nb - 1) : column;
+  m = (g * group + (within - column * rows)) * kAbove + (C::Swapped ? 0 : rank);
   multicast = C::Cluster > 1;
 }
 

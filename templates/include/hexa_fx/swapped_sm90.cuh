@@ -33,7 +33,7 @@ struct SwappedConsumer {
   static constexpr int kSheetRows = 32, kRowBytes = kColumns * 2, kSheetBytes = kSheetRows * kRowBytes, kPieces = kRowBytes / 16;
   static constexpr int kSheets = 4 * C::StageBytes / kSheetBytes;
   static_assert(kSheets >= 2, "a sheet is written while the one before it leaves");
-  static_assert(C::Cluster == 1 && C::BN == 128 && C::BM % kSheetRows == 0);
+  static_assert(C::BN == 128 && C::BM % kSheetRows == 0);
 
   Smem<C>& sm;
   const GroupedParams& p;
@@ -63,6 +63,7 @@ struct SwappedConsumer {
 #pragma unroll 1
     for (int k = 0; k < t.k_tiles; ++k) {
       Barrier::wait(&sm.full[pipe.index], pipe.phase);
+      if constexpr (C::GatherRows) cutlass::arch::fence_view_async_shared();
       const uint32_t a = a0 + pipe.index * Smem<C>::BBytes, b = b0 + pipe.index * Smem<C>::ABytes;
       warpgroup_arrive();
       CUTE_UNROLL
@@ -82,8 +83,13 @@ struct SwappedConsumer {
     fence();
     if (previous >= 0) release(previous);
   }
+  // A stage that a cluster shares is free when both CTAs have read it.
   CUTE_DEVICE void release(int stage) {
-    if (lane_id() == 0) Barrier::arrive(&sm.empty[stage]);
+    if constexpr (C::Cluster == 1) {
+      if (lane_id() == 0) Barrier::arrive(&sm.empty[stage]);
+    } else {
+      if (lane_id() < C::Cluster) Barrier::arrive(&sm.empty[stage], lane_id(), 1);
+    }
   }
 
   // The narrowest of the widths that holds the tile's rows. Outside of the main loop, so that each loop is as simple as any.
