@@ -81,6 +81,7 @@ def test_a_swapped_kernel_has_a_main_loop_for_each_width() -> None:
         ("esmm_act", {"glu": "split"}, "split gate and up"),
         ("esmm_act", {"layout": "kn"}, "an .E, K, N. weight"),
         ("esmm", {"bm": 352}, "expected 128 to 320"),
+        ("esmm", {"options": (("cluster", 2), ("swapped", True))}, "not gathered ones"),
         ("esmm", {"bn": 256}, "expected 128 to 320"),
         ("esmm", {"schedule": KernelScheduleType.TmaWarpSpecializedPingpong}, "no ping-pong"),
     ],
