@@ -92,7 +92,7 @@ def _hidden(runs: Runs) -> list[Row]:
         for r in _of(run, "overlap"):
             shares = [rank["AllGather"]["hidden_of_shorter"] for rank in r.get("ranks", ()) if "AllGather" in rank]
             if shares and None not in shares:
-                found[f"{r['shape']} with {r['tokens']} tokens on {ranks} GPUs"] = min(shares)
+                found[f"{r['shape']} with {r['tokens']} tokens on {ranks} GPUs{_graph(r)}"] = min(shares)
     short = [f"{case} ({_percent(share)})" for case, share in found.items() if share < 0.8]
     fine = [share for share in found.values() if share >= 0.8]
     said = f"{len(fine)} of {len(found)} cases" + (f", {_span(fine)}" if fine else "")
@@ -201,11 +201,15 @@ def overlap(runs: Runs) -> str:
             lasts = f"{min(layer):.0f}" if layer else "-"
             idle = [1 - rank["compute_ms"] / rank["span_ms"] for rank in r["ranks"] if "span_ms" in rank]
             rows.append([
-                ranks, f"{r['shape']}, {r['tokens']}, {r['layers']}", f"{min(gather):.0f}-{max(gather):.0f}", lasts,
+                ranks, f"{r['shape']}, {r['tokens']}, {r['layers']}{_graph(r)}", f"{min(gather):.0f}-{max(gather):.0f}", lasts,
                 cells[0], _worst(r, "AllGather", "hidden_of_shorter"), cells[1], _percent(max(idle)) if idle else "-",
             ])  # fmt: skip
     head = ["GPUs", "shape, tokens, layers", "a gather (µs)", "attention + experts forward (µs)", "gathers hidden"]
     return table([*head, "of those that last less", "reduce-scatters hidden", "device without compute"], rows)
+
+
+def _graph(record: Record) -> str:
+    return ", as a CUDA graph" if record.get("captured") else ""
 
 
 def _worst(record: Record, kind: str, key: str) -> str:

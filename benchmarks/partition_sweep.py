@@ -33,6 +33,19 @@ def stepper(model: Stack, x: Tensor) -> Callable[[], None]:
     return run
 
 
+def as_graph(run: Callable[[], None]) -> Callable[[], None]:
+    """The same step as a CUDA graph, which takes the host one call."""
+    torch.cuda.synchronize()
+    beside = torch.cuda.Stream()
+    with torch.cuda.stream(beside):  # AccumulateGrad remembers the stream that it first ran on
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        run()
+    return graph.replay
+
+
 def prepared(mode: str, shape: ExpertShape, tokens: int, layers: int, o: Options) -> Any:
     """The model under a mode, and its session if it is partitioned."""
     model = Stack(layers, shape, o.length, o.device, o.dtype)
@@ -105,14 +118,15 @@ def sweep(name: str, shape: ExpertShape, counts: Sequence[int], o: Options) -> I
 
 
 def overlap(name: str, shape: ExpertShape, counts: Sequence[int], o: Options) -> Iterator[Record]:
-    """A trace of data-centric steps with two slots, at the two larger token counts."""
-    for tokens in counts[1:]:
-        layers = 4 if shape.weight_numel > 10**9 else 6
-        head = {"question": "overlap", "shape": name, "tokens": tokens, "layers": layers}
-        yield head | attempt(functools.partial(_overlap, shape, tokens, layers, o), o)
+    """A trace of data-centric steps with two slots, at the two larger token counts: launched by the host, then as a CUDA graph."""
+    for captured in (False, True) if o.cuda else (False,):
+        for tokens in counts[1:]:
+            layers = 4 if shape.weight_numel > 10**9 else 6
+            head = {"question": "overlap", "shape": name, "tokens": tokens, "layers": layers, "captured": captured}
+            yield head | attempt(functools.partial(_overlap, shape, tokens, layers, captured, o), o)
 
 
-def _overlap(shape: ExpertShape, tokens: int, layers: int, o: Options) -> Record:
+def _overlap(shape: ExpertShape, tokens: int, layers: int, captured: bool, o: Options) -> Record:
     clean(o)
     x = torch.randn(tokens // dist.get_world_size(), shape.hidden_size, device=o.device, dtype=o.dtype)
     layer_ms = _layer_ms(shape, tokens, x, o)
@@ -121,6 +135,9 @@ def _overlap(shape: ExpertShape, tokens: int, layers: int, o: Options) -> Record
     run = stepper(model, x)
     step = milliseconds(run, o, 2)
     gathers, deferred = session.cache.gathers, session.reductions.deferred
+    if captured:
+        run = as_graph(run)
+        step = milliseconds(run, o, 2)
     dist.barrier()
     shares = hidden_shares(run, dist.barrier, TRACED, layer_ms) if o.cuda else {}
     found: list[Any] = [None] * dist.get_world_size()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -81,8 +81,17 @@ def works_on(stream: Any, shape: ExpertShape, device: Any, dtype: torch.dtype) -
     return set(cuda_launch.fallbacks) == known
 
 
-def on(stream: Any) -> Any:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+@contextmanager
+def on(stream: Any) -> Iterator[None]:
+    """Inside, ``stream`` is the current one. It goes on where the current one is, and that one goes on behind it."""
+    if stream is None:
+        yield
+        return
+    before = torch.cuda.current_stream()
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        yield
+    before.wait_stream(stream)
 
 
 def work(
@@ -223,17 +232,37 @@ def unequal_steps(
             gc.collect()
 
 
-def _each(run: Callable[[], None], device: Any, seconds: float) -> list[float]:
-    """Median milliseconds on every rank, all at once, over so many runs that they take ``seconds``. Two more come first."""
+def _each(run: Callable[[], None], device: torch.device, seconds: float) -> list[float]:
+    """Median milliseconds of a run on every rank, over so many runs that they take ``seconds``.
 
-    def once() -> float:
-        synchronize(device)
+    Runs follow each other as the layers of a model do: devices begin each together, hosts wait for nothing and run ahead.
+    """
+    longest = max(gathered(min(timed(run, device, 1) for _ in range(2)), make_groups()))
+    count = min(50, max(3, round(seconds / max(longest, 1e-6))))
+    measure = _by_events if device.type == "cuda" else _by_clock
+    return [round(1e3 * t, 3) for t in gathered(statistics.median(measure(run, device, count)), make_groups())]
+
+
+def _by_events(run: Callable[[], None], device: torch.device, count: int) -> list[float]:
+    together, ahead = torch.zeros(1, device=device), 3  # so many runs until the host is ahead
+    marks = []
+    for _ in range(count + ahead):
+        dist.all_reduce(together)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        marks.append((begin, end))
+    synchronize(device)
+    return [1e-3 * begin.elapsed_time(end) for begin, end in marks[ahead:]]
+
+
+def _by_clock(run: Callable[[], None], device: torch.device, count: int) -> list[float]:
+    samples = []
+    for _ in range(count):
         dist.barrier()
-        return timed(run, device, 1)
-
-    longest = max(gathered(min(once(), once()), make_groups()))
-    samples = [once() for _ in range(min(50, max(3, round(seconds / max(longest, 1e-6)))))]
-    return [round(1e3 * t, 3) for t in gathered(statistics.median(samples), make_groups())]
+        samples.append(timed(run, device, 1))
+    return samples
 
 
 def _sustained(run: Callable[[], None], device: Any, seconds: float) -> float:

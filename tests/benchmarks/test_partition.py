@@ -83,6 +83,7 @@ def test_tables_from_records(tmp_path: Path) -> None:
         {"question": "step time", "shape": "mixtral", "tokens": 8, "mode": "auto", "picked": "data_centric", "over_best": 1.03},
         {"question": "overlap", "shape": "swin", "tokens": 8, "layers": 6, "ranks": [rank, worse]},
         {"question": "overlap", "shape": "swin", "tokens": 16, "layers": 6, "skipped": "out of time"},
+        {"question": "overlap", "shape": "swin", "tokens": 8, "layers": 6, "captured": True, "ranks": [rank]},
         devices | {"split": "uniform", "sizes": [48, 48], "over_ideal": 1.4, "gain_over_uniform": 0.0},
         devices | {"split": "weighted", "sizes": [64, 32], "over_ideal": 1.05, "gain_over_uniform": 0.25},
         {"question": "step time", "shape": "mixtral", "tokens": 16, "mode": "fsdp2", "step_ms": 3.0},
@@ -99,10 +100,11 @@ def test_tables_from_records(tmp_path: Path) -> None:
     runs = docs.load(tmp_path)
     assert "| 2 | mixtral | 8 | - | 2.0 | - | - | - | - | data, 3.0 % | 2.0 / - / - / - |" in docs.steps(runs)
     assert "| 2 | swin, 8, 6 | 200-200 | 500 | 70 % | 95 % | 90 % | 10 % |" in docs.overlap(runs)
+    assert "| 2 | swin, 8, 6, as a CUDA graph | 200-200 |" in docs.overlap(runs)
     assert "| 132, 64 | mixtral | model | 64, 32 | 1.40 | 1.05 | - | - | 25.0 % | 12.5 % |" in docs.unequal(runs)
     goals = docs.goals(runs)
     assert "| in part | at most 20.0 % slower, 2 points |" in goals
-    assert "| **yes** | 1 of 1 cases, 95 % |" in goals
+    assert "| **yes** | 2 of 2 cases, 95 % |" in goals
     assert "| **no** | 4, 24 MiB on 2 GPUs |" in goals
     assert "| in part | 1 of 2 cases, 1.05 to 1.05; not swin, model-centric, 2 devices (1.50) |" in goals
     assert "time of a step | **yes** | 12 % on 2 devices |" in goals

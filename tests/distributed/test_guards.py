@@ -360,3 +360,14 @@ def test_optimizer_steps_are_counted():
     p.grad = torch.ones(1)
     torch.optim.SGD([p], lr=0.1).step()
     assert shared_cache._optimizer_steps == before + 1
+
+
+def exchanged_while_capturing(rank, world):
+    session = install(Net(TWO), make_plan(world, "even", MODES["model"][:2], TWO)).session
+    torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: True
+    with pytest.raises(PlanError, match="static_tokens=True"):
+        session.exchange_counts(3)
+
+
+def test_a_cuda_graph_must_not_hold_exchanged_counts():
+    run(2, exchanged_while_capturing)

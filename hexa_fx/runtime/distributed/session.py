@@ -163,7 +163,16 @@ class PartitionSession:
             lost.check(where, self.groups)
 
     def exchange_counts(self, rows: int) -> list[int]:
-        """Every rank's ``rows``, exchanged over the host group."""
+        """Every rank's ``rows``, exchanged over the host group.
+
+        Raises:
+            PlanError: a CUDA graph is being captured, which would hold the counts of this step for ever.
+        """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise PlanError(
+                "counts are exchanged between hosts, which a CUDA graph cannot repeat: plan with static_tokens=True, and "
+                "weight the loss by a count that is known"
+            )
         out = torch.empty(self.groups.world, dtype=torch.int64)
         with self._count_guard:
             gather_even(out, torch.tensor([rows]), group=self.groups.host)
