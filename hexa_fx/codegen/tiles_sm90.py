@@ -41,6 +41,13 @@ class TileChoice:
         return 32 if self.swapped else 64
 
     @property
+    def fetch(self) -> int:
+        """Bytes of a weight that come to L2 at a time. A swapped tile is often the only one that reads its weights:
+        what it reads next is best fetched with what it reads.
+        """
+        return 256 if self.swapped else 128
+
+    @property
     def kernel_schedule(self) -> KernelScheduleType:
         """CUTLASS's name of the schedule."""
         if self.pingpong:
@@ -69,8 +76,8 @@ _SHARED = (
 )
 _SHARED_BACKWARD = (COOPERATIVE, *_SHARED[1:])
 CANDIDATES = {
-    "esmm": (*_SHARED, PINGPONG_LOW),
-    "esmm_act": (*_SHARED, PINGPONG_LOW),
+    "esmm": (*_SHARED, PINGPONG_LOW, SWAPPED, replace(SWAPPED, cluster=2)),
+    "esmm_act": (*_SHARED, PINGPONG_LOW, SWAPPED),
     "esmm_act_backward": (*_SHARED_BACKWARD, replace(PINGPONG, stages=4), replace(PINGPONG_LOW, stages=3)),
     "estmm": (*_SHARED, replace(COOPERATIVE, stages=3, chunks=4)),
     "esfk": (COOPERATIVE, replace(COOPERATIVE, lag=0), replace(COOPERATIVE, split=True)),

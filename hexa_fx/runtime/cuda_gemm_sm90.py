@@ -116,7 +116,7 @@ def esmm_act(
     def run(tile: TileChoice) -> None:
         maps = row_maps(x, w1, v, layout, tile)._replace(act=result_map(a, tile, halves))
         if tile.swapped and halves == 2:
-            maps = maps._replace(weight=mixed_map(w1))
+            maps = maps._replace(weight=mixed_map(w1, tile.fetch))
         if w3 is not None:
             maps = maps._replace(up=weight_map(w3, layout, tile.bn // 2))
         if store_h:

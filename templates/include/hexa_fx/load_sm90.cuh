@@ -13,9 +13,13 @@ CUTE_DEVICE void cp_async_16(uint32_t dst, const char* src, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
+// The same for swapped tiles: only if `wanted`, and with the next step's part of the row into L2. All blocks that work on an expert read
+// its rows at about the same time, so one that must wait for the memory holds up all.
 CUTE_DEVICE void cp_async_16_if(bool wanted, uint32_t dst, const char* src, int bytes) {
-  asm volatile("{\n\t.reg .pred wanted;\n\tsetp.ne.b32 wanted, %3, 0;\n\t@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n\t}"
-               ::"r"(dst), "l"(src), "r"(bytes), "r"(int(wanted)) : "memory");
+  asm volatile(
+      "{\n\t.reg .pred wanted;\n\tsetp.ne.b32 wanted, %3, 0;\n\t"
+      "@wanted cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;\n\t}" ::"r"(dst), "l"(src), "r"(bytes), "r"(int(wanted))
+      : "memory");
 }
 
 // Hides where an address came from, so that constant offsets to it stay immediates of the instruction. A load reads its address
