@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import dense, library, main_grad
+from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.moe_ffn import check, run, run_backward, run_forward
 from hexa_fx.ops.program import OPERANDS
 
@@ -26,7 +27,7 @@ _on_cuda: dict[str, Callable[..., Any]] = {}
 Grads = tuple[Tensor | None, ...]
 
 
-class _ByExpertOrder(torch.autograd.Function):
+class _ByExpertOrder(DirectFunction):
     """The autograd function over the operators."""
 
     @staticmethod
@@ -56,7 +57,7 @@ class _ByExpertOrder(torch.autograd.Function):
         return _by_argument(main_grad.add(buffers, found, plain))
 
 
-class _Dense(torch.autograd.Function):
+class _Dense(DirectFunction):
     """The autograd function of the dense way. Its result was computed beforehand, to see whether it is finite."""
 
     @staticmethod

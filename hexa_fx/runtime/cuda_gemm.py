@@ -30,7 +30,7 @@ def esmm(
 ) -> Tensor:
     """See hexa_fx.ops.esmm."""
     weight, layout = as_stored(weight, layout)
-    if _few_rows(x, v, offs) or not _hopper(offs, (columns_of(weight, layout),), x, weight, bias):
+    if _few_rows(x, v, offs) or not _hopper(offs, (columns_of(weight, layout),), x, weight, *_stored(bias)):
         return sm80.esmm(x, weight, bias, v, offs, top_k, layout)
     return sm90.esmm(x, weight, bias, v, offs, top_k, layout)
 
@@ -56,7 +56,7 @@ def esmm_act(
     if w3 is not None and (b1 is None) != (b3 is None):  # kernels take both biases or none
         b1, b3 = (w1.new_zeros((w1.shape[0], inner)) if b is None else b for b in (b1, b3))
     only_sm80 = activation in SM80_ONLY or (activation, glu) == ("none", "none")
-    if only_sm80 or _few_rows(x, v, offs) or not _hopper(offs, (inner,), x, w1, b1, w3, b3):
+    if only_sm80 or _few_rows(x, v, offs) or not _hopper(offs, (inner,), x, w1, w3, *_stored(b1, b3)):
         return sm80.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, params, keep_h)
     return sm90.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, _full(activation, params), keep_h)
 
@@ -204,6 +204,11 @@ def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> 
     if family_arch(device) != 90 or arch(device) != 90 or any(width % 8 for width in widths):
         return False
     return not sm90.unsupported(*operands, experts=offs.shape[0] - 1)
+
+
+def _stored(*biases: Tensor | None) -> list[Tensor]:
+    """The biases that kernels read where they lie. Others are copied first, as those in a slot of the shared cache are."""
+    return [b for b in biases if b is not None and b.is_contiguous()]
 
 
 def _full(activation: str, params: tuple[float, ...]) -> tuple[float, ...]:

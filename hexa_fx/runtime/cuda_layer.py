@@ -27,8 +27,9 @@ from hexa_fx.runtime.cuda_tune import autotuning
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 256 << 20
-"""How much memory a replay may hold to its end, where the general path frees some on the way. Larger layers keep the device
-busy for longer than the host."""
+"""Calls whose rows take more memory than this are not replayed: they keep the device busy for longer than the host."""
+MOST_WORKSPACE = 512 << 20
+"""How much memory a replay may take at once for all that lies between its launches."""
 
 _OPERANDS = 9
 _FOR_BACKWARD = 13
@@ -146,7 +147,7 @@ def _first_calls(general: Callable[[], Any], operands: Operands, key: Key) -> An
     assert x is not None
     recording = record(general)
     try:
-        _known[key] = Replay(recording, operands, x.device.index, MOST_BYTES)
+        _known[key] = Replay(recording, operands, x.device.index, MOST_WORKSPACE)
     except CannotReplay as reason:
         log.debug("hexa::moe_ffn of %d tokens is launched kernel by kernel: %s", x.shape[0], reason)
         _general.add(key)

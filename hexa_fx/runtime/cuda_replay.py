@@ -22,13 +22,11 @@ from hexa_fx.jit.kernel import KernelHandle
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, address_offset
 from hexa_fx.runtime.cuda_around import Around, CannotReplay
 from hexa_fx.runtime.cuda_launch import Launch
-from hexa_fx.runtime.cuda_operands import ceil_div
 from hexa_fx.runtime.cuda_plans_sm90 import in_ring, queue
 from hexa_fx.runtime.cuda_record import Recording
+from hexa_fx.runtime.cuda_workspace import Part, Workspace
 
 _deterministic, _fills = _C._get_deterministic_algorithms, _C._get_deterministic_fill_uninitialized_memory
-_ALIGNED = 256
-"""Bytes that parts of the workspace start at multiples of, as allocations of their own would."""
 _NO_MAP = bytes(TENSOR_MAP_BYTES)
 
 _empty_strided: Callable[..., Tensor] | None = getattr(_C._dynamo.guards, "_empty_strided_cuda", None)
@@ -62,7 +60,7 @@ class Replay:
         recording: the call.
         operands: its tensors, None where one is missing.
         device: where it ran.
-        most: bytes that the workspace may have; nothing in it is freed before the end.
+        most: bytes that the workspace may have.
 
     Raises:
         CannotReplay: the call did something that cannot be repeated, or its parameters contain an address that is none of these.
@@ -73,10 +71,10 @@ class Replay:
         self._around = Around(recording, operands)
         places = _Places(recording, operands, self._around, device)
         steps = [_step(launch, places) for launch in recording.launches if 0 not in launch[1]]
-        if places.size > most:
-            raise CannotReplay(f"it would hold {places.size >> 20} MiB to its end")
-        self._fresh, self._size = self._around.fresh, places.size
-        self._offsets, self._within = places.offsets, places.within
+        self._fresh, self._size = self._around.fresh, places.workspace.lay_out()
+        if self._size > most:
+            raise CannotReplay(f"it would hold {self._size >> 20} MiB")
+        self._offsets, self._within = [part.offset + more for part, more in places.parts], places.within
         self._queues, self._device = len(places.turning), next(t.device for t in operands if t is not None)
         self._steps = steps
         self._struct = Struct("".join(step.format for step in steps))
@@ -151,24 +149,24 @@ class _Places:
         ):
             raise CannotReplay("operands share an address, or are empty")
         self.given = 1 + len(starts)
-        self.size = 0
-        self.offsets: list[int] = []
+        self.parts: list[tuple[Part, int]] = []
         self.within: list[tuple[int, int]] = []
         self.turning: list[int] = []
         self.inner: list[int] = []
         self.shifted: list[int] = []
         outer = enumerate((*operands, *around.recorded), 1)
         self._outer = [(_span(t), n) for n, t in outer if t is not None and t.numel()]
-        self._parts: list[tuple[range, int]] = []
-        self._asked = self.given
+        self._asked, self._launches = self.given, 0
         outside = {t.data_ptr() for t in around.recorded}
-        for part in (t for t in recording.allocated if t.numel() and t.data_ptr() not in outside):
-            size = part.numel() * part.element_size()
-            self._parts.append((range(part.data_ptr(), part.data_ptr() + size), self.size))
-            self.size += ceil_div(size, _ALIGNED) * _ALIGNED
+        self.workspace = Workspace(t for t in recording.allocated if t.numel() and t.data_ptr() not in outside)
+
+    def next_launch(self) -> None:
+        """Notes that the addresses of another launch follow."""
+        self._launches += 1
 
     def number(self, address: int) -> int:
         """Returns the number of an address. An address that was not met before gets a new one, and so does every queue."""
+        found = self.workspace.use(address, self._launches)
         if address in self._number:
             return self._number[address]
         self._asked += 1
@@ -176,9 +174,8 @@ class _Places:
             self.turning.append(self._asked)
             return self._asked
         self._number[address] = self._asked
-        found = [start + address - part.start for part, start in self._parts if address in part]
-        if found:
-            self.offsets.append(found[0])
+        if found is not None:
+            self.parts.append(found)
             self.inner.append(self._asked)
             return self._asked
         inside = [(n, address - span.start) for span, n in self._outer if address in span]
@@ -199,6 +196,7 @@ def _step(launch: Launch, places: _Places) -> _Step:
     kernel, grid, args = launch
     if not isinstance(kernel, KernelHandle):
         raise CannotReplay("its kernels are stand-ins")
+    places.next_launch()
     *maps, last = args
     if len(maps) > 1 or any(len(m) % TENSOR_MAP_BYTES for m in maps):
         raise CannotReplay(

@@ -364,10 +364,17 @@ def test_optimizer_steps_are_counted():
 
 def exchanged_while_capturing(rank, world):
     session = install(Net(TWO), make_plan(world, "even", MODES["model"][:2], TWO)).session
-    torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: True
-    with pytest.raises(PlanError, match="static_tokens=True"):
-        session.exchange_counts(3)
+    with pytest.MonkeyPatch.context() as patch:  # the process serves the next test, too
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            patch.setattr(torch.cuda, name, lambda: True)
+        with pytest.raises(PlanError, match="static_tokens=True"):
+            session.exchange_counts(3)
 
 
 def test_a_cuda_graph_must_not_hold_exchanged_counts():
     run(2, exchanged_while_capturing)
+
+
+def test_only_what_a_collective_returned_can_be_waited_for():
+    with pytest.raises(PlanError, match="no collective writes"):
+        wait(torch.zeros(2))

@@ -7,6 +7,7 @@ import torch
 from harness import run
 from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, largest, loss_sum, make_plan, own
 
+from hexa_fx.runtime.distributed import gradients
 from hexa_fx.runtime.distributed.gradients import load_balancing_loss, unscale_, weighted_loss
 
 THREE = [KINDS["concat-kn"], KINDS["mlp"], KINDS["split"]]
@@ -173,3 +174,20 @@ def balancing(rank, world, plan, ours):
 def test_load_balancing_loss_of_the_global_batch():
     assert max(run(2, balancing, plan_of(), True)) < 1e-12
     assert max(run(2, balancing, plan_of(), False)) > 1e-4
+
+
+def sent_between_devices(rank, world):
+    """Types of what `sync_gradients` sends over the main group."""
+    model, _, installed, ((data, mine),) = both(rank, plan_of())
+    x, target = (t[mine] for t in data)
+    loss_sum(model(x), target).backward()
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "all_reduce_", lambda x, *_: sent.append(x.dtype))
+        gradients.sync_gradients(model, installed.session)
+    return sent
+
+
+def test_which_gradients_there_are_is_no_question_to_the_device():
+    """The host would wait for it, once a step."""
+    assert run(2, sent_between_devices) == [[torch.float64]] * 2

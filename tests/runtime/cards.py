@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +20,7 @@ from hexa_fx.jit import Entry, KernelHandle
 from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.moe_ffn import check
 from hexa_fx.ops.program import programs
-from hexa_fx.runtime import cuda_layer
+from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_layer, cuda_plans_sm80, cuda_plans_sm90, cuda_replay, cuda_rows
 
 T, K, E, D, H = 3, 2, 5, 16, 24
 MAP = 128
@@ -32,6 +35,11 @@ class Launch:
     config: bytes
     values: tuple[Any, ...]
     maps: tuple[bytes, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The grid."""
+        return struct.unpack("3I", self.config[:12])
 
 
 ROW_DOT, ROWS, COLUMNS = 10, 14, 23
@@ -78,6 +86,8 @@ class Card:
 class Cards:
     """What was launched, and how often the general path ran."""
 
+    card = Card
+
     def __init__(self) -> None:
         self.launches: list[Launch] = []
         self.during: list[Callable[[], object]] = []
@@ -85,8 +95,42 @@ class Cards:
         self.general = 0
         self.stream = 0x55
 
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        """Takes the place of a card of the Ampere family. ``folder`` is for the cache."""
+        monkeypatch.setattr(cuda_launch, "get_kernel", self.get_kernel)
+        monkeypatch.setattr(cuda_launch, "fallbacks", {})
+        monkeypatch.setattr(cuda_launch, "_permanent", set())
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+        monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(folder))
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: self.stream, raising=False)
+        for module in (cuda_rows, cuda_plans_sm80):
+            monkeypatch.setattr(module, "arch", lambda device: 90)
+        for module in (cuda_gemm, cuda_plans_sm80):
+            monkeypatch.setattr(module, "family_arch", lambda device: 80)
+        monkeypatch.setattr(cuda_replay, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        cuda_launch.forget_plans()
+
+    def be_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of the Hopper family from now on: tensor maps begin with their address, queues lie in a ring."""
+        turns = cycle(range(0x10000, 0x10000 + 8 * 4096, 8))
+        for module in (cuda_gemm, cuda_plans_sm80):
+            monkeypatch.setattr(module, "family_arch", lambda device: 90)
+        monkeypatch.setattr(cuda_gemm, "arch", lambda device: 90)
+        monkeypatch.setattr(cuda_plans_sm90, "multiprocessors", lambda device: 4)
+        for module in (cuda_plans_sm90, cuda_replay):
+            monkeypatch.setattr(module, "queue", lambda device: next(turns))
+        monkeypatch.setattr(cuda_replay, "in_ring", lambda device, address: 0x10000 <= address < 0x18000)
+        monkeypatch.setattr(cuda_replay, "address_offset", lambda: 0)
+
+        def tensor_map(pointer: int, *rest: object) -> bytes:
+            return pointer.to_bytes(8, "little") + repr(rest).encode()[-100:].ljust(MAP - 8)
+
+        monkeypatch.setattr(cuda_plans_sm90, "tensor_map", tensor_map)
+
     def get_kernel(self, spec: KernelSpec, node: str = "") -> KernelHandle:
-        card = Card(spec, self.launches, self.during, self.fail)
+        card = self.card(spec, self.launches, self.during, self.fail)
         return KernelHandle(render(spec), Entry("k", Path(), b"cubin"), Driver(card))  # type: ignore[arg-type]
 
     def run_general(self, *args: Any) -> Any:

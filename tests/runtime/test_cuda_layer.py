@@ -62,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_played_again_is_what_the_general_path_launches(cards: Cards, case: str) -> None:
     args = arguments(**CASES[case])
@@ -80,6 +81,7 @@ def test_what_is_played_again_is_what_the_general_path_launches(cards: Cards, ca
     assert not cuda_launch.fallbacks
 
 
+@pytest.mark.usefixtures("apart")
 def test_the_workspace_is_as_large_as_what_lies_in_it_and_is_the_only_allocation_beside_the_result(
     cards: Cards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +127,7 @@ CHANGES: dict[str, Callable[[list[Any]], None]] = {
 }
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_call_of_another_kind_is_written_down_for_itself(cards: Cards, change: str) -> None:
     args = arguments()
@@ -185,6 +188,7 @@ def test_what_is_made_of_operands_is_made_again(cards: Cards, monkeypatch: pytes
 REFUSED: dict[str, Callable[[list[Any]], None]] = {
     "operands share an address": lambda args: args.__setitem__(5, args[3]),
     "no tokens": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=0)[:3]),
+    "it is large": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=60)[:3]),
     "it would hold much": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=45)[:3]),
 }
 
@@ -192,6 +196,7 @@ REFUSED: dict[str, Callable[[list[Any]], None]] = {
 @pytest.mark.parametrize("why", REFUSED)
 def test_what_is_not_played_again(cards: Cards, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     monkeypatch.setattr(cuda_layer, "MOST_BYTES", 8000)
+    monkeypatch.setattr(cuda_layer, "MOST_WORKSPACE", 6000)
     args = arguments(glu="split")
     REFUSED[why](args)
     for calls in range(1, 5):

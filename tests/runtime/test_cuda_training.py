@@ -80,7 +80,9 @@ def described(results: Sequence[Tensor]) -> list[Any]:
     return [(t.shape, t.dtype, t.stride()) for t in results]
 
 
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("family", ["hopper", "cards"])
+@pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_played_again_is_what_the_general_path_launches(
     case: str, family: str, request: pytest.FixtureRequest
@@ -117,6 +119,7 @@ def test_what_is_played_again_is_what_the_general_path_launches(
     assert cards.general == (3 if CASES[case].get("glu") == "split" else 0)
 
 
+@pytest.mark.usefixtures("apart")
 def test_gradients_are_added_to_buffers(hopper: Cards) -> None:
     """What is not wanted on the way, the routing weights' gradient, is not made again."""
     args = arguments(tokens=TOKENS, bias=True)
@@ -230,3 +233,20 @@ def test_operators_around_launches_run_on_other_tensors() -> None:
 def test_operators_that_are_not_understood_are_refused(run: Callable[[Tensor], Any]) -> None:
     with pytest.raises(cuda_around.CannotReplay, match="it also runs aten"):
         around(run, torch.arange(6.0))
+
+
+@pytest.mark.parametrize("glu", ["none", "split"])
+def test_biases_in_a_slot_do_not_keep_a_layer_from_hoppers_kernels(hopper: Cards, glu: str) -> None:
+    """Channel by channel in memory, as the shared cache holds them. They are copied for the kernel, in replays too."""
+    args = arguments(glu=glu, bias=True, tokens=TOKENS)
+    for i in (4, 6):
+        if args[i] is not None:
+            args[i] = args[i].t().contiguous().t()
+    for _ in range(3):
+        hopper.launches.clear()
+        forward(hopper, copied(args))
+    assert hopper.general == 2
+    products = [launch for launch in hopper.launches if launch.spec.op.startswith("esmm")]
+    assert [launch.spec.op for launch in products] == ["esmm_act", "esmm"]
+    assert {launch.spec.family for launch in products} == {"gather_gemm_sm90"}
+    assert all(launch.spec.bias for launch in products)

@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, is_grad_enabled
 from torch._C import _AutoDispatchBelowAutograd
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, _register_work
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from hexa_fx.errors import PlanError
+from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.runtime.distributed import lost
 from hexa_fx.runtime.distributed.groups import guarded
 
@@ -33,9 +35,10 @@ __all__ = [
 Works = list[Any]
 """Collectives under way."""
 
-_resolve_process_group: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009
-_wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+_WORKS = "_hexa_works"
+"""The attribute of a pending tensor that has the collectives which write it. Torch's own registry is behind its dispatcher."""
 
+_resolve_process_group: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009
 _traffic: list[Counter[str]] = []
 
 
@@ -59,9 +62,17 @@ def _count(name: str, nbytes: int) -> None:
 
 
 def wait(x: Tensor) -> Tensor:
-    """The tensor, once the collectives that write it are done (on CUDA: in stream order)."""
-    with _AutoDispatchBelowAutograd():  # the tensor is the same, so autograd has nothing to record
-        _wait_tensor(x)
+    """The tensor, once the collectives that write it are done (on CUDA: in stream order).
+
+    Raises:
+        PlanError: the tensor is not what one of the functions below returned.
+    """
+    works = getattr(x, _WORKS, None)
+    if works is None:
+        raise PlanError("a graph waits for a tensor that no collective writes: wait for what the collective returned")
+    with _AutoDispatchBelowAutograd():  # Gloo copies its result on arrival, which autograd must not record
+        finish(works)
+    setattr(x, _WORKS, ())
     return x
 
 
@@ -88,7 +99,7 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
     return _pending(out, [lost.keep(group, dist.all_reduce(out, group=_group(group), async_op=True))])
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
@@ -100,7 +111,7 @@ class _Gather(torch.autograd.Function):
             return wait(reduce_scatter_v(grads[0], ctx.sizes, ctx.group)), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _Scatter(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
         ctx.sizes, ctx.group = sizes, group
@@ -112,7 +123,7 @@ class _Scatter(torch.autograd.Function):
             return wait(all_gather_v(grads[0], ctx.sizes, ctx.group)), None, None
 
 
-class _Reduce(torch.autograd.Function):
+class _Reduce(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
         ctx.group = group
@@ -125,15 +136,14 @@ class _Reduce(torch.autograd.Function):
 
 
 def _pending(out: Tensor, works: Works) -> Tensor:
-    for work in works:
-        _register_work(out, work)
+    setattr(out, _WORKS, works)
     return out
 
 
 # --- what the runtime calls ------------------------------------------------------------------------------------------
 
 
-def finish(works: Works) -> None:
+def finish(works: Sequence[Any]) -> None:
     """Waits for collectives (on CUDA: in stream order)."""
     for work in works:
         work.wait()

@@ -87,9 +87,8 @@ def sync_gradients(model: nn.Module, session: PartitionSession) -> None:
     if not wanted or session.groups.world == 1:
         return
     with session.guard("the sum of replicated gradients"):
-        device = wanted[0].device
-        present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32, device=device)
-        all_reduce_(present, session.groups.main_name, dist.ReduceOp.MAX)
+        present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32)
+        dist.all_reduce(present, dist.ReduceOp.MAX, group=session.groups.host)  # on a device the host would wait for it
         live = [p for p, there in zip(wanted, present.tolist()) if there]
         for same_kind in _by_kind(live):
             _sum_flat(same_kind, session)

@@ -15,6 +15,7 @@ import torch.fx
 from torch import Tensor, is_grad_enabled
 
 from hexa_fx.errors import PlanError
+from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.runtime.distributed.collectives import finish
 from hexa_fx.runtime.distributed.geometry import Weights
 from hexa_fx.runtime.distributed.reductions import Destination, can_defer
@@ -81,7 +82,7 @@ def scale_gradient(x: Tensor | None, factor: float) -> Tensor | None:
     return result
 
 
-class _ScaleGradient(torch.autograd.Function):
+class _ScaleGradient(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
@@ -101,7 +102,7 @@ def no_channels(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *w
     return result
 
 
-class _NoChannels(torch.autograd.Function):
+class _NoChannels(DirectFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *others: Tensor | None) -> Tensor:
         ctx.kinds = [None if t is None else (t.shape, t.dtype) for t in (x, *others)]
@@ -151,7 +152,7 @@ def cache_gather(
     return result
 
 
-class _CacheGather(torch.autograd.Function):
+class _CacheGather(DirectFunction):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         session, layer, shards, source = args[5]

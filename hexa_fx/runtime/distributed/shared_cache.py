@@ -31,7 +31,7 @@ from hexa_fx.errors import PlanError
 from hexa_fx.runtime.distributed.collectives import fill_slot
 from hexa_fx.runtime.distributed.geometry import Weights
 from hexa_fx.runtime.distributed.groups import Groups, guarded
-from hexa_fx.runtime.distributed.slots import CachedLayer, Place, SavedSlot, Slot, Source, slot_of
+from hexa_fx.runtime.distributed.slots import CachedLayer, Place, SavedSlot, Slot, Source, address_of
 
 _optimizer_steps = 0
 
@@ -69,6 +69,7 @@ class SharedCache:
         self.gathers = 0
         self.hits = 0
         self._slots = [Slot() for _ in range(slots or len(self.layers))]
+        self._slot_of = tuple(self._slots[i % len(self._slots)] for i in range(len(self.layers)))
         self._largest = [_largest(self.layers[i :: len(self._slots)]) for i in range(len(self._slots))]
         self._index = {layer.path: i for i, layer in enumerate(self.layers)}
         self._sources: dict[int, Source] = {}
@@ -94,13 +95,14 @@ class SharedCache:
         index, backward = self._index[path], in_backward()
         if not backward:
             self._enter(index)
-        slot, dtype = self._slot(index), self._sources[index].dtype
+        slot, dtype = self._slot_of[index], self._sources[index].dtype
         if self._is_ready(slot, index, dtype, backward):
             self.hits += 1
         else:
             self._fill(index)
         self._check_fresh(slot, index, slot.versions)
-        slot.arrive()
+        if slot.works:
+            slot.arrive()
         slot.busy, slot.prefetched = True, False
         if len(self._slots) > 1:
             self._fill_ahead(index - 1 if backward else index + 1, backward)
@@ -110,7 +112,7 @@ class SharedCache:
     def release(self, path: str) -> None:
         """Called when the layer's experts have run (in backward: given their gradients). The next layers may fill free slots."""
         index, backward = self._index[path], in_backward()
-        self._slot(index).busy = False
+        self._slot_of[index].busy = False
         for ahead in range(1, len(self._slots) + 1):
             self._fill_ahead(index - ahead if backward else index + ahead, backward)
 
@@ -121,7 +123,7 @@ class SharedCache:
             PlanError: the weights in the slot are still in use.
         """
         index = self._index[path]
-        slot = self._slot(index)
+        slot = self._slot_of[index]
         if in_backward():  # recomputation of a checkpointed forward, which fetches layers from last to first
             return
         if index <= self._last:
@@ -139,7 +141,7 @@ class SharedCache:
 
     def refetch(self, saved: SavedSlot) -> Tensor:
         """The tensor that backward asks for, gathered again if its slot holds another layer's weights."""
-        slot = self._slot(saved.layer)
+        slot = self._slot_of[saved.layer]
         if saved.layer not in self._sources:
             self._check_fresh(slot, saved.layer, saved.versions)
         if slot.layer != saved.layer or slot.dtype != saved.dtype:
@@ -147,7 +149,8 @@ class SharedCache:
         elif slot.works or not slot.busy:
             self.hits += 1
         self._check_fresh(slot, saved.layer, saved.versions)
-        slot.arrive()
+        if slot.works:
+            slot.arrive()
         if not slot.busy:
             slot.busy = True
             if len(self._slots) > 1:
@@ -200,11 +203,12 @@ class SharedCache:
             self._hooked -= 1
 
     def _pack(self, tensor: Tensor, outer: Any = None) -> Any:
-        slot = slot_of(tensor, self._slots)
-        if slot is None:
-            return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
-        size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        return SavedSlot(slot.layer, slot.versions, tensor.dtype, size, stride, offset)
+        where = address_of(tensor)
+        for slot in self._slots:
+            if slot.address <= where < slot.end:
+                size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+                return SavedSlot(slot.layer, slot.versions, tensor.dtype, size, stride, offset)
+        return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
 
     def _unpack(self, packed: Any) -> Any:
         if isinstance(packed, SavedSlot):
@@ -214,12 +218,9 @@ class SharedCache:
 
     # --- slots -----------------------------------------------------------------------------------------------------
 
-    def _slot(self, index: int) -> Slot:
-        return self._slots[index % len(self._slots)]
-
-    @property
-    def _epoch(self) -> tuple[int, int]:
-        return self._pass, _optimizer_steps
+    def _is_current(self, slot: Slot) -> bool:
+        """Whether what is in the slot was gathered in this pass, and since the last optimizer step."""
+        return slot.epoch == (self._pass, _optimizer_steps)
 
     def _enter(self, index: int) -> None:
         """Notes that a layer runs. One at or before the last one begins a new pass over the model."""
@@ -236,14 +237,14 @@ class SharedCache:
     def _is_ready(self, slot: Slot, index: int, dtype: torch.dtype, backward: bool) -> bool:
         if slot.layer != index or slot.dtype != dtype:
             return False
-        return backward or (slot.prefetched and slot.epoch == self._epoch)
+        return backward or (slot.prefetched and self._is_current(slot))
 
     def _fill_ahead(self, index: int, backward: bool) -> None:
         source = self._sources.get(index)
         if not self.prefetch_enabled or source is None or not (source.lasting or backward):
             return
-        slot = self._slot(index)
-        if slot.busy or (slot.layer == index and (backward or slot.epoch == self._epoch)):
+        slot = self._slot_of[index]
+        if slot.busy or (slot.layer == index and (backward or self._is_current(slot))):
             return
         self._fill(index)
         slot.prefetched = True
@@ -253,18 +254,18 @@ class SharedCache:
             with torch.inference_mode(False):
                 self._fill(index)
             return
-        layer, slot, source = self.layers[index], self._slot(index), self._sources[index]
+        layer, slot, source = self.layers[index], self._slot_of[index], self._sources[index]
         slot.arrive()
         place = self._place(index)
         slot.layer = -1  # in case the gather does not start
         place.packing.run()
         slot.works = fill_slot(place.matrix, place.own, layer.shards, self.groups.gather_name)
         slot.layer, slot.matrix, slot.dtype, slot.versions = index, place.matrix, source.dtype, source.versions
-        slot.epoch, slot.busy, slot.prefetched = self._epoch, False, False
+        slot.epoch, slot.busy, slot.prefetched = (self._pass, _optimizer_steps), False, False
         self.gathers += 1
 
     def _place(self, index: int) -> Place:
-        layer, slot, source = self.layers[index], self._slot(index), self._sources[index]
+        layer, slot, source = self.layers[index], self._slot_of[index], self._sources[index]
         geometry, largest = layer.geometry, self._largest[index % len(self._slots)]
         matrix = slot.rows(geometry.shape.intermediate_size, geometry.row, source.dtype, source.device, largest)
         known = self._places.get(index)

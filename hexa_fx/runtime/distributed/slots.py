@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass, field
 from operator import attrgetter, is_
 from typing import NamedTuple
@@ -43,6 +43,7 @@ class Source:
 
     Args:
         given: the weights that `of` was called with, unless they are results of a computation, which would keep a graph alive.
+        addresses: where those lay that are not None.
         weights: the same, detached.
         targets: where their gradients go.
         lasting: the slices lie in parameters, so the next pass may read them before its own forward hands them over. What
@@ -50,6 +51,7 @@ class Source:
     """
 
     given: Weights | None
+    addresses: tuple[int, ...]
     weights: Weights
     dtype: torch.dtype
     targets: tuple[Destination | None, ...]
@@ -63,7 +65,9 @@ class Source:
         # detach() shares the version counter, so the versions of detached sources follow the parameters
         lasting = all(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in found)
         given = weights if all(w is None or w.grad_fn is None for w in weights) else None
-        return cls(given, _detached(weights), dtype, targets, tuple(t.detach() for t in found), lasting)
+        return cls(
+            given, _addresses(weights), _detached(weights), dtype, targets, tuple(t.detach() for t in found), lasting
+        )
 
     def is_of(self, weights: Weights, dtype: torch.dtype) -> bool:
         """Whether `of` would give an equal source: the same tensors at the same addresses, since ``.data = ...`` moves a tensor."""
@@ -71,10 +75,10 @@ class Source:
             self.given is not None
             and dtype == self.dtype
             and all(map(is_, weights, self.given))
-            and all(w is None or w.data_ptr() == d.data_ptr() for w, d in zip(weights, self.weights) if d is not None)
+            and _addresses(weights) == self.addresses
         )
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         return next(w for w in self.weights if w is not None).device
 
@@ -104,7 +108,7 @@ class Slot:
 
     Args:
         buffer: the memory, as bytes.
-        address: where it lies, 0 without a buffer.
+        address, end: where it lies, 0 without a buffer.
         layer: number of the layer whose weights it holds, -1 for none.
         dtype, versions, matrix: of these weights; the matrix is that of their packed rows.
         epoch: pass and optimizer step in which they were gathered.
@@ -115,6 +119,7 @@ class Slot:
 
     buffer: Tensor | None = None
     address: int = 0
+    end: int = 0
     layer: int = -1
     dtype: torch.dtype | None = None
     versions: tuple[int, ...] = ()
@@ -131,6 +136,7 @@ class Slot:
         if self.buffer is None or self.buffer.device != device or self.buffer.numel() < used:
             self.buffer = torch.empty(largest * dtype.itemsize, dtype=torch.uint8, device=device)
             self.address = self.buffer.data_ptr()
+            self.end = self.address + self.buffer.numel()
             self._rows.clear()
         key = size, row, dtype
         if key not in self._rows:
@@ -143,18 +149,16 @@ class Slot:
         self.works = []
 
 
-def slot_of(tensor: Tensor, slots: Sequence[Slot]) -> Slot | None:
-    """The slot in whose memory ``tensor`` lies, if any."""
-    if tensor.numel() == 0:
-        return None
+def address_of(tensor: Tensor) -> int:
+    """Where a tensor begins; 0 where there is nothing, as in an empty one."""
     try:
-        where = tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # a subclass without storage, e.g. DTensor or a fake tensor
-        return None
-    for slot in slots:
-        if slot.address == where and where:
-            return slot
-    return None
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # a subclass without memory, e.g. DTensor or a fake tensor
+        return 0
+
+
+def _addresses(weights: Weights) -> tuple[int, ...]:
+    return tuple([w.data_ptr() for w in weights if w is not None])
 
 
 def _detached(weights: Weights) -> Weights:
