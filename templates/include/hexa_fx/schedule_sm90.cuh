@@ -76,20 +76,28 @@ CUTE_DEVICE void plan(Smem<C>& sm, const GroupedParams& p) {
 // both CTAs the same one.
 template <class C>
 CUTE_DEVICE void raster(int t, int mb, int nb, int group, int rank, int& m, int& n, int& multicast) {
-  constexpr int kAbove = C::Swapped ? 1 : C::Cluster, kBeside = C::Swapped ? C::Cluster : 1;  // tiles of a unit
-  const int paired = mb / kAbove, columns = ceil_div(nb, kBeside);
-  if (!C::Swapped && t >= paired * columns) {
+  const int paired = mb / C::Cluster;
+  if (t >= paired * nb) {
     m = mb - 1;
     n = min((t - paired * nb) * C::Cluster + rank, nb - 1);
     multicast = 0;
     return;
   }
-  group = max(group / kAbove, 1);
-  const int size = group * columns, g = t / size, within = t - g * size;
-  const int rows = min(group, paired - g * group), column = within / rows;
-  n = C::Swapped ? min(column * kBeside + rank, nb - 1) : column;
-  m = (g * group + (within - column * rows)) * kAbove + (C::Swapped ? 0 : rank);
+  group = max(group / C::Cluster, 1);
+  const int size = group * nb, g = t / size, within = t - g * size;
+  const int rows = min(group, paired - g * group);
+  n = within / rows;
+  m = (g * group + (within - n * rows)) * C::Cluster + rank;
   multicast = C::Cluster > 1;
+}
+
+// The same for swapped tiles, of which a cluster takes two side by side.
+template <class C>
+CUTE_DEVICE void raster_swapped(int t, int mb, int nb, int group, int rank, int& m, int& n) {
+  const int units = ceil_div(nb, C::Cluster), size = group * units, g = t / size, within = t - g * size;
+  const int rows = min(group, mb - g * group), unit = within / rows;
+  m = g * group + (within - unit * rows);
+  n = min(unit * C::Cluster + rank, nb - 1);
 }
 
 template <class C>
@@ -108,7 +116,8 @@ CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<
   const int mb = ceil_div(end - first, C::BM), row_units = C::RowOp ? Counts<C>::units(mb, c.n_tiles) : 0;
   int m, n;
   if (q < row_units) {
-    raster<C>(q, mb, c.n_tiles, p.group_m, rank, m, n, t.multicast);
+    if constexpr (C::Swapped) raster_swapped<C>(q, mb, c.n_tiles, p.group_m, rank, m, n);
+    else raster<C>(q, mb, c.n_tiles, p.group_m, rank, m, n, t.multicast);
     t.kind = expert < p.experts ? kRowTile : kZeroTile;
     const int rows = C::Swapped ? ceil_div(end - first, mb) : C::BM;  // swapped: all of the expert's tiles as narrow
     t.row0 = first + m * rows;
