@@ -1,5 +1,5 @@
 // Row tiles with the operands of wgmma exchanged: the weight's columns are its 64 rows, and an expert's rows are its columns, which go
-// by 16 up to 256 instead of by 64. So an expert of a few hundred rows is one tile that reads its share of the weight once, with
+// by 16 instead of by 64. So an expert of a few hundred rows is one tile that reads its share of the weight once, with
 // hardly any padding.
 //
 // A tile is BM rows of an expert (at most) x BN = 128 columns of the weight. Each consumer warpgroup has 64 of the columns and all rows.
@@ -18,7 +18,7 @@ namespace hexa::sm90 {
 template <int Columns>
 struct Wgmma;
 
-// Shared memory as wgmma finds it: 128 bytes a row, swizzled; `Major` rows are 1024 bytes an eight, whichever way they run.
+// An operand in shared memory, as wgmma is told of it: swizzled lines of 128 bytes, along the contraction or across it, 1024 bytes an eight.
 CUTE_DEVICE uint64_t swizzled_operand(uint32_t at) {
   constexpr uint32_t kSwizzle128 = 1 << 30, kEightRows = 1024 >> 4, kUnused = 1 << 16;
   return uint64_t(kSwizzle128 | kEightRows) << 32 | kUnused | at >> 4;
