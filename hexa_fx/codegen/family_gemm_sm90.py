@@ -31,6 +31,9 @@ class GemmShape:
     """What the template states beyond the spec. Everything here follows from the spec."""
 
     schedule: str
+    swapped: bool
+    widths: tuple[int, ...]
+    wgmma_columns: tuple[int, ...]
     ops: int
     gather_rows: bool
     gather_weight: bool
@@ -54,14 +57,19 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
     """Template values of `spec`.
 
     Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``, ``chunks`` (16 x 64 chunks of staging a warp),
-    ``lag`` (steps between the two warpgroups of a cooperative tile), ``experts`` (room in the tables).
+    ``lag`` (steps between the two warpgroups of a cooperative tile), ``experts`` (room in the tables), ``swapped``
+    (see swapped_sm90.cuh).
     """
     row, weight = spec.op != "estmm", spec.op in ("estmm", "esfk")
     kind = {"esmm_act": "activate", "esmm_act_backward": "activate_backward"}.get(spec.op, "store")
     paired = kind == "activate" and spec.glu in ("concat", "split")
+    widths = swapped_widths(spec.bm) if _swapped(spec) else ()
     inter = kind == "activate" and spec.glu == "interleaved"
     return GemmShape(
-        schedule=SCHEDULES[spec.schedule],
+        schedule="swapped" if _swapped(spec) else SCHEDULES[spec.schedule],
+        swapped=_swapped(spec),
+        widths=widths,
+        wgmma_columns=tuple(sorted({part for rows in widths for part in wgmma_parts(rows)})),
         ops=row + 2 * weight,
         gather_rows=spec.gather and spec.op in ROW_OPS,
         gather_weight=spec.gather and weight,
@@ -84,7 +92,9 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
 
 def _registers(spec: KernelSpec) -> tuple[int, int]:
     """Registers a thread of the loading and of the two consuming warpgroups; 504 fit. Gathering warps keep many addresses."""
-    return (72, 216) if spec.gather else (40, 232)
+    if not spec.gather:
+        return (40, 232)
+    return (88, 208) if _swapped(spec) else (72, 216)
 
 
 def _borrows(spec: KernelSpec) -> bool:
@@ -116,6 +126,16 @@ def _cluster(spec: KernelSpec) -> int:
     return int(spec.option("cluster", 1))
 
 
+def swapped_widths(rows: int) -> tuple[int, ...]:
+    """What a swapped tile of up to `rows` rows is multiplied as: a main loop each, so the narrow ones are fewer."""
+    return tuple(width for width in (*range(32, 128, 32), *range(128, rows + 1, 16)) if width <= rows)
+
+
+def wgmma_parts(rows: int) -> tuple[int, ...]:
+    """The instructions that multiply `rows` rows: up to 256 columns each."""
+    return (rows,) if rows <= 256 else (256, rows - 256)
+
+
 def _check(spec: KernelSpec) -> Iterable[str]:
     if spec.schedule not in SCHEDULES:
         yield f"schedule {spec.schedule.name}; expected {' or '.join(s.name for s in SCHEDULES)}"
@@ -129,6 +149,9 @@ def _check(spec: KernelSpec) -> Iterable[str]:
         yield f"{spec.op} adds to nothing; estmm and esfk do"
     if not spec.aligned:
         yield "the copy engine needs 16-byte aligned addresses and strides"
+    if _swapped(spec):
+        yield from _check_swapped(spec)
+        return
     if spec.bm not in (64, 128) or spec.bn not in (128, 256) or spec.bk != 64:
         yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 128 or 256 x 64"
     if spec.glu in ("concat", "split") and spec.op == "esmm_act" and spec.bn % 128:
@@ -138,6 +161,25 @@ def _check(spec: KernelSpec) -> Iterable[str]:
         yield f"{accumulators} accumulator registers a thread; 192 fit"
     if spec.bm == 64 and not _pingpong(spec):
         yield "a cooperative tile has 128 rows"
+
+
+def _check_swapped(spec: KernelSpec) -> Iterable[str]:
+    if spec.op not in ("esmm", "esmm_act"):
+        yield f"{spec.op} has no swapped tile; esmm and esmm_act have"
+    if spec.glu in ("interleaved", "split"):
+        yield f"{spec.glu} gate and up columns: a swapped tile takes them side by side (concat)"
+    if spec.glu == "concat" and spec.layout == "kn":
+        yield "gate and up of an (E, K, N) weight: a swapped tile mixes them by rows, of (E, N, K)"
+    if spec.bm % 32 or not 128 <= spec.bm <= 320 or spec.bn != 128 or spec.bk != 64:
+        yield f"swapped tile {spec.bm}x{spec.bn}x{spec.bk}; expected 128 to 320 by 32 x 128 x 64"
+    if _pingpong(spec):
+        yield "both warpgroups share a swapped tile: no ping-pong"
+    if _cluster(spec) > 1 and spec.gather:
+        yield "clusters of swapped tiles share rows that the copy engine brings, not gathered ones"
+
+
+def _swapped(spec: KernelSpec) -> bool:
+    return bool(spec.option("swapped", False))
 
 
 def _pingpong(spec: KernelSpec) -> bool:

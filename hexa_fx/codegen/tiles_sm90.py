@@ -20,6 +20,8 @@ class TileChoice:
         chunks: 16 x 64 chunks of shared memory a warp, through which results leave.
         lag: steps that the second warpgroup of a shared tile stays behind the first.
         split: esfk as two launches, dX and then dW (no part of the kernel's identity).
+        swapped: the rows are the columns of wgmma, which go by 16, and the weight's columns its rows. Experts of up to `bm` rows
+            are one tile, the rows of larger ones are split evenly. For row products only.
     """
 
     bm: int = 128
@@ -31,6 +33,19 @@ class TileChoice:
     chunks: int = 2
     lag: int = 2
     split: bool = False
+    swapped: bool = False
+
+    @property
+    def row_box(self) -> int:
+        """Rows that the copy engine brings at a time, where they are not gathered."""
+        return 32 if self.swapped else 64
+
+    @property
+    def fetch(self) -> int:
+        """Bytes of a weight that come to L2 at a time. A swapped tile is often the only one that reads its weights:
+        what it reads next is best fetched with what it reads.
+        """
+        return 256 if self.swapped else 128
 
     @property
     def kernel_schedule(self) -> KernelScheduleType:
@@ -43,6 +58,7 @@ class TileChoice:
 COOPERATIVE = TileChoice()
 PINGPONG = TileChoice(bn=128, stages=6, pingpong=True, chunks=1, lag=0)
 PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True, chunks=1, lag=0)
+SWAPPED = TileChoice(bm=288, bn=128, chunks=1, lag=0, swapped=True)
 
 
 MANY_EXPERTS = 256
@@ -60,8 +76,8 @@ _SHARED = (
 )
 _SHARED_BACKWARD = (COOPERATIVE, *_SHARED[1:])
 CANDIDATES = {
-    "esmm": (*_SHARED, PINGPONG_LOW),
-    "esmm_act": (*_SHARED, PINGPONG_LOW),
+    "esmm": (*_SHARED, PINGPONG_LOW, SWAPPED, replace(SWAPPED, cluster=2)),
+    "esmm_act": (*_SHARED, PINGPONG_LOW, SWAPPED),
     "esmm_act_backward": (*_SHARED_BACKWARD, replace(PINGPONG, stages=4), replace(PINGPONG_LOW, stages=3)),
     "estmm": (*_SHARED, replace(COOPERATIVE, stages=3, chunks=4)),
     "esfk": (COOPERATIVE, replace(COOPERATIVE, lag=0), replace(COOPERATIVE, split=True)),

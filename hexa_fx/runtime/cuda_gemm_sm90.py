@@ -23,8 +23,10 @@ from hexa_fx.runtime.cuda_plans_sm90 import (
     SpecKey,
     chosen_tile,
     chunk_map,
+    mixed_map,
     pack,
     problem,
+    result_map,
     row_args,
     row_maps,
     shared_args,
@@ -76,7 +78,7 @@ def esmm(
     def run(tile: TileChoice) -> None:
         args = row_args(x, weight, v, offs, top_k, layout, tile)
         args |= {"out": y.data_ptr(), "out_ld": columns, "N": columns, "bias": address(bias), "bias_ld": columns}
-        maps = row_maps(x, weight, v, layout, tile)._replace(out=chunk_map(y))
+        maps = row_maps(x, weight, v, layout, tile)._replace(out=result_map(y, tile))
         submit(key, tile, x.device.index, maps, pack(**args))
 
     _run(key, x, n, weight.shape[0], x.shape[1], columns, tile, run)
@@ -102,7 +104,8 @@ def esmm_act(
     """``h = esmm`` and ``a = act(h)``: (n, I) or (n, 2I), and (n, I). Without `store_h` (inference) h is empty."""
     n, columns, b1, b3 = row_count(x, v), columns_of(w1, layout), _packed(b1), _packed(b3)
     inner = inner_width(columns, glu)
-    width = inner if glu == "none" else 2 * inner
+    halves = 1 if glu == "none" else 2
+    width = halves * inner
     h, a = x.new_empty((n if store_h else 0, width)), x.new_empty((n, inner))
     if not n:
         return h, a
@@ -111,11 +114,13 @@ def esmm_act(
     key = SpecKey("esmm_act", x.dtype, layout, v is not None, b1 is not None, activation, glu, options, tables)
 
     def run(tile: TileChoice) -> None:
-        maps = row_maps(x, w1, v, layout, tile)._replace(act=chunk_map(a))
+        maps = row_maps(x, w1, v, layout, tile)._replace(act=result_map(a, tile, halves))
+        if tile.swapped and halves == 2:
+            maps = maps._replace(weight=mixed_map(w1, tile.fetch))
         if w3 is not None:
             maps = maps._replace(up=weight_map(w3, layout, tile.bn // 2))
         if store_h:
-            maps = maps._replace(out=chunk_map(h))
+            maps = maps._replace(out=result_map(h, tile, halves))
         args = row_args(x, w1, v, offs, top_k, layout, tile)
         args |= {"out": h.data_ptr() if store_h else 0, "out_ld": width, "act": a.data_ptr(), "act_ld": inner}
         args |= {"N": inner, "bias": address(b1), "bias_up": address(b3), "bias_ld": columns, "params": params}

@@ -61,7 +61,14 @@ class SpecKey(NamedTuple):
             glu=self.glu,  # type: ignore[arg-type]
             bias=self.bias,
         )
-        made = {"cluster": tile.cluster, "chunks": tile.chunks, "lag": tile.lag, "experts": self.tables}
+        made: dict[str, Option] = {
+            "cluster": tile.cluster,
+            "chunks": tile.chunks,
+            "lag": tile.lag,
+            "experts": self.tables,
+        }
+        if tile.swapped:
+            made["swapped"] = True
         spec = spec.with_options(**made, **dict(self.options))
         return spec.adding() if self.accumulate else spec
 
@@ -180,7 +187,9 @@ def shared_args(v: Tensor | None, offs: Tensor, top_k: int, n: int, tile: TileCh
 
 def row_maps(x: Tensor, weight: Tensor, v: Tensor | None, layout: Layout, tile: TileChoice) -> Maps:
     """The maps that a row product reads through; gathered rows need none."""
-    return Maps(_NO_MAP if v is not None else rows_map(x, 64), weight_map(weight, layout, tile.bn // 2))
+    return Maps(
+        _NO_MAP if v is not None else rows_map(x, tile.row_box), weight_map(weight, layout, tile.bn // 2, tile.fetch)
+    )
 
 
 def weight_maps(p: Tensor, q: Tensor, v: Tensor | None, dw: Tensor, turned: bool = False) -> dict[str, bytes]:
@@ -190,11 +199,13 @@ def weight_maps(p: Tensor, q: Tensor, v: Tensor | None, dw: Tensor, turned: bool
     return {"p": p_map, "q": rows_map(q, 64), "grad": grad}
 
 
-def rows_map(x: Tensor, rows: int) -> bytes:
-    """Boxes of `rows` rows x 64 columns of a (., C) operand."""
+def rows_map(x: Tensor, rows: int, columns: int = 64) -> bytes:
+    """Boxes of `rows` rows x `columns` columns of a (., C) operand; 64 or 32 columns."""
     if described():
         return _NO_MAP
-    return tensor_map(x.data_ptr(), DTYPES[x.dtype], (x.shape[1], x.shape[0]), (x.stride(0),), (64, rows))
+    return tensor_map(
+        x.data_ptr(), DTYPES[x.dtype], (x.shape[1], x.shape[0]), (x.stride(0),), (columns, rows), 2 * columns
+    )
 
 
 def chunk_map(x: Tensor) -> bytes:
@@ -202,14 +213,33 @@ def chunk_map(x: Tensor) -> bytes:
     return rows_map(x, 16)
 
 
-def weight_map(weight: Tensor, layout: Layout, columns: int) -> bytes:
-    """(E, N, K) in boxes of `columns` x 64; (E, K, N) in boxes of 64 x 64."""
+def result_map(x: Tensor, tile: TileChoice, halves: int = 1) -> bytes:
+    """The boxes that a row product's results leave in. A swapped tile's warpgroup has half of its columns, which are gate and up in
+    `halves`.
+    """
+    return rows_map(x, 32, tile.bn // 2 // halves) if tile.swapped else rows_map(x, 16)
+
+
+def mixed_map(weight: Tensor, fetch: int) -> bytes:
+    """(E, 2 I, K) in boxes of 8 gate columns, their 8 up columns, the next 8 gate columns, ... : 128 x 64."""
+    if described():
+        return _NO_MAP
+    experts, columns, inner = weight.shape
+    by_expert, by_row, _ = weight.stride()
+    shape, strides = (inner, 8, 2, columns // 16, experts), (by_row, columns // 2 * by_row, 8 * by_row, by_expert)
+    return tensor_map(weight.data_ptr(), DTYPES[weight.dtype], shape, strides, (64, 8, 2, 8, 1), promote=fetch)
+
+
+def weight_map(weight: Tensor, layout: Layout, columns: int, fetch: int = 128) -> bytes:
+    """(E, N, K) in boxes of `columns` x 64; (E, K, N) in boxes of 64 x 64. `fetch`: bytes that come to L2 at a time."""
     experts, rows, inner = weight.shape
     by_expert, by_row, _ = weight.stride()
     box = (64, columns, 1) if layout == "nk" else (64, 64, 1)
     if described():
         return _NO_MAP
-    return tensor_map(weight.data_ptr(), DTYPES[weight.dtype], (inner, rows, experts), (by_row, by_expert), box)
+    return tensor_map(
+        weight.data_ptr(), DTYPES[weight.dtype], (inner, rows, experts), (by_row, by_expert), box, promote=fetch
+    )
 
 
 def added_map(dw: Tensor, turned: bool) -> bytes:

@@ -9,9 +9,10 @@ from cutlass_library import DataType, KernelScheduleType
 
 from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family import shared_limit, validate
+from hexa_fx.codegen.family_gemm_sm90 import gemm_shape
 from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec, SpecError
-from hexa_fx.codegen.tiles_sm90 import FEW_ROWS, choose_tile
+from hexa_fx.codegen.tiles_sm90 import FEW_ROWS, SWAPPED, choose_tile
 
 OPS = ("esmm", "esmm_act", "esmm_act_backward", "estmm", "esfk")
 
@@ -53,6 +54,42 @@ def test_chosen_tiles_fit(op: str, gather: bool, rows: int, cluster: int) -> Non
 def test_refusals(change: dict[str, object], reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         render(spec_of("esmm", **change))
+
+
+def swapped(op: str, **more: object) -> KernelSpec:
+    spec = spec_of(op, bm=SWAPPED.bm, bn=SWAPPED.bn, stages=SWAPPED.stages, **more)
+    return spec.with_options(swapped=True, chunks=SWAPPED.chunks)
+
+
+def test_a_swapped_kernel_has_a_main_loop_for_each_width() -> None:
+    spec = swapped("esmm_act")
+    shape, source = gemm_shape(spec), render(spec)
+    assert shape.widths[-1] == SWAPPED.bm
+    assert set(range(144, 257, 16)) < set(shape.wgmma_columns)
+    assert max(shape.wgmma_columns) == 256
+    assert all(f"Wgmma<{columns}>" in source.text for columns in shape.wgmma_columns)
+    assert "Wgmma" not in render(spec_of("esmm_act")).text
+    assert source.launch.shared_bytes <= shared_limit(90)
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "reason"),
+    [
+        ("estmm", {}, "no swapped tile"),
+        ("esmm_act_backward", {}, "no swapped tile"),
+        ("esmm_act", {"glu": "interleaved"}, "interleaved gate and up"),
+        ("esmm_act", {"glu": "split"}, "split gate and up"),
+        ("esmm_act", {"layout": "kn"}, "an .E, K, N. weight"),
+        ("esmm", {"bm": 352}, "expected 128 to 320"),
+        ("esmm", {"options": (("cluster", 2), ("swapped", True))}, "not gathered ones"),
+        ("esmm", {"bn": 256}, "expected 128 to 320"),
+        ("esmm", {"schedule": KernelScheduleType.TmaWarpSpecializedPingpong}, "no ping-pong"),
+    ],
+)
+def test_what_a_swapped_tile_refuses(op: str, change: dict[str, object], reason: str) -> None:
+    spec = replace(swapped(op), **change)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=reason):
+        render(spec)
 
 
 @pytest.mark.parametrize("op", ["estmm", "esfk"])

@@ -95,7 +95,7 @@ def test_targets() -> None:
 
 def test_every_family_has_its_template_and_every_template_a_family() -> None:
     named = {get_family(name).template for name in family_names()}
-    assert named == {path.name for path in TEMPLATE_DIR.glob("*.j2")}
+    assert named == {path.name for path in TEMPLATE_DIR.glob("*.cu.j2")}
 
 
 def test_headers_hold_no_host_code() -> None:

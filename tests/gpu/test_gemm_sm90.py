@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW, TileChoice
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW, SWAPPED, TileChoice
 from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
 from hexa_fx.runtime import cuda_plans_sm90 as plans
@@ -22,7 +22,13 @@ def paired(tile: TileChoice) -> TileChoice:
     return replace(tile, cluster=2)
 
 
+def for_gather(tile: TileChoice) -> TileChoice:
+    """The same tile, without a cluster if it is a swapped one: such clusters share rows in order."""
+    return replace(tile, cluster=1) if tile.swapped else tile
+
+
 TILES = {"coop": COOPERATIVE, "coop2": paired(COOPERATIVE), "pp": PINGPONG, "low2": paired(PINGPONG_LOW)}
+SWAPPED_TILES = {"swapped2": paired(SWAPPED), "swapped3": replace(SWAPPED, bm=320, stages=3, chunks=2)}
 BACKWARD_TILES = {
     "coop": COOPERATIVE,
     "coop3": replace(COOPERATIVE, stages=3, lag=0),
@@ -49,18 +55,37 @@ def weight(n: int, k: int, layout: str, dtype: torch.dtype) -> torch.Tensor:
     return randn(*((EXPERTS, n, k) if layout == "nk" else (EXPERTS, k, n)), dtype=dtype, scale=k**-0.5)
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", [*TILES, *SWAPPED_TILES])
 @pytest.mark.parametrize(("layout", "dtype"), [("nk", BF16), ("kn", F16)])
 def test_esmm(tile: str, layout: str, dtype: torch.dtype) -> None:
-    k, n = 200, 328
+    k, n, choice = 200, 328, (TILES | SWAPPED_TILES)[tile]
     w, bias = weight(n, k, layout, dtype), randn(EXPERTS, n, dtype=dtype)
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         x, rows = randn(TOKENS, k, dtype=dtype), randn(r.n, k, dtype=dtype)
-        y = sm90.esmm(x, w, bias, r.v, r.offs, TOP_K, layout, TILES[tile])
+        y = sm90.esmm(x, w, bias, r.v, r.offs, TOP_K, layout, for_gather(choice))
         assert_close(y, reference_esmm(x, w, bias, r.v, r, layout), dtype)
-        y = sm90.esmm(rows, w, None, None, r.offs, 1, layout, TILES[tile])
+        y = sm90.esmm(rows, w, None, None, r.offs, 1, layout, choice)
         assert_close(y, reference_esmm(rows, w, None, None, r, layout), dtype)
+
+
+@pytest.mark.parametrize("tile", SWAPPED_TILES)
+@pytest.mark.parametrize(("activation", "glu"), [("silu", "concat"), ("relu2", "none")])
+@pytest.mark.parametrize("tokens", [40, TOKENS, 1100], ids=["few", "one tile", "many tiles"])
+def test_esmm_act_with_swapped_operands(tile: str, activation: str, glu: str, tokens: int) -> None:
+    """Experts of a few rows, of less than a tile, of several; with 1100 tokens of one expert tiles of 275 and of 300 rows."""
+    k, inner, choice = 200, 136, for_gather(SWAPPED_TILES[tile])
+    w, bias = weight(2 * inner, k, "nk", BF16), randn(EXPERTS, 2 * inner, dtype=BF16)
+    for kind in ROUTINGS:
+        r, x = make_routing(kind, tokens, TOP_K, EXPERTS), randn(tokens, k, dtype=BF16)
+        want = reference_esmm(x, w, bias, r.v, r, "nk")
+        for store_h in (True, False):
+            h, a = sm90.esmm_act(x, w, bias, None, None, r.v, r.offs, TOP_K, "nk", activation, glu, (), store_h, choice)
+            if store_h:
+                assert_close(h, want, BF16)
+            activated = activation_forward(want, activation, glu, ())
+            activated[r.routed :] = 0
+            assert_close(a, activated, BF16, 2)
 
 
 @pytest.mark.parametrize("tile", BACKWARD_TILES)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW, SWAPPED
 from hexa_fx.ops import activations
 from hexa_fx.runtime import cuda_gemm_sm80 as sm80
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
@@ -36,6 +36,10 @@ TILES = {
     "pp": PINGPONG,
     "low2": replace(PINGPONG_LOW, cluster=2),
 }
+SWAPPED_TILES = {
+    "swapped2": replace(SWAPPED, cluster=2),
+    "swapped low": replace(SWAPPED, bm=128),
+}  # low: some tiles an expert
 GRADIENT_TILES = {
     "coop": COOPERATIVE,
     "coop2": replace(COOPERATIVE, cluster=2, lag=0),
@@ -172,13 +176,21 @@ def test_esmm_act_of_sm90(tile: str, case: tuple[str, str]) -> None:
 
 
 @hopper
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", SWAPPED_TILES)
+@pytest.mark.parametrize("case", [ACTIVATED[0], ACTIVATED[2]], ids=str)
+def test_esmm_act_of_sm90_with_swapped_operands(tile: str, case: tuple[str, str]) -> None:
+    check_esmm_act(sm90.esmm_act, *case, "nk", replace(SWAPPED_TILES[tile], cluster=1))
+
+
+@hopper
+@pytest.mark.parametrize("tile", [*TILES, *SWAPPED_TILES])
 def test_esmm_of_sm90(tile: str) -> None:
+    choice = (TILES | SWAPPED_TILES)[tile]
     r, w, bias = routing(), weight(N, D, "nk", BF16), randn(EXPERTS, N, dtype=BF16)
     x, rows = randn(TOKENS, D, dtype=BF16), randn(r.n, D, dtype=BF16)
-    y = sm90.esmm(x, w, bias, r.v, r.offs, TOP_K, "nk", TILES[tile])
+    y = sm90.esmm(x, w, bias, r.v, r.offs, TOP_K, "nk", replace(choice, cluster=1) if choice.swapped else choice)
     assert_close(y, reference_esmm(x, w, bias, r.v, r, "nk"), BF16)
-    y = sm90.esmm(rows, w.transpose(1, 2).contiguous(), None, None, r.offs, 1, "kn", TILES[tile])
+    y = sm90.esmm(rows, w.transpose(1, 2).contiguous(), None, None, r.offs, 1, "kn", choice)
     assert_close(y, reference_esmm(rows, w, None, None, r, "nk"), BF16)
 
 

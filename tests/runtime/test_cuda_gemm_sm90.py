@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
-from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG_LOW, choose_tile
+from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG_LOW, SWAPPED, choose_tile
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
 from hexa_fx.runtime import cuda_launch, cuda_operands, cuda_plans_sm90, cuda_tune
@@ -54,7 +54,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_plans_sm90, "multiprocessors", lambda device: 131)
     monkeypatch.setattr(cuda_plans_sm90, "queue", lambda device: 64)
-    monkeypatch.setattr(cuda_plans_sm90, "tensor_map", lambda *args: b"\1" * 128)
+    monkeypatch.setattr(cuda_plans_sm90, "tensor_map", lambda *args, **more: b"\1" * 128)
     cuda_launch.forget_plans()
     return recorder
 
@@ -167,6 +167,44 @@ def test_a_measured_tile_that_cannot_be_generated_is_passed_over(
     assert recorder.spec.stages == COOPERATIVE.stages
 
 
+def test_a_swapped_tile_reads_gate_and_up_by_turns_and_writes_sheets(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v, offs = routing()
+    drawn: dict[int, tuple[object, ...]] = {}
+    monkeypatch.setattr(
+        cuda_plans_sm90, "tensor_map", lambda at, *args, **more: drawn.update({at: args}) or b"\1" * 128
+    )
+    w = randn(E, 2 * N, D)
+    h, a = sm90.esmm_act(randn(T, D), w, None, None, None, v, offs, K, "nk", "silu", "concat", (), True, SWAPPED)
+    assert recorder.spec.option("swapped")
+    assert drawn[w.data_ptr()][1:] == ((D, 8, 2, N // 8, E), (D, N * D, 8 * D, 2 * N * D), (64, 8, 2, 8, 1))
+    for result in (h, a):
+        _, sizes, _, box, swizzle = drawn[result.data_ptr()]
+        assert (sizes, box, swizzle) == ((result.shape[1], T * K), (32, 32), 64)
+    rows = randn(T * K, D)
+    y = sm90.esmm(rows, w, None, None, offs, 1, "nk", SWAPPED)
+    assert drawn[rows.data_ptr()][3:] == ((64, 32), 128)
+    assert drawn[w.data_ptr()][3] == (64, 64, 1)
+    assert drawn[y.data_ptr()][3:] == ((64, 32), 128)
+
+
+def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table knows of no layouts: gate and up of an (E, K, N) weight keep the rule's tile."""
+    v, offs = routing()
+    key = cuda_plans_sm90.SpecKey("esmm_act", BF16, "nk", True, activation="silu", glu="concat")
+    problem = cuda_plans_sm90.problem(key, T * K, E, D, 2 * N)
+    table = TunedTable().with_entry(problem, asdict(SWAPPED), 1.0)
+    monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
+    cuda_launch.forget_plans()
+    for w, swapped in ((randn(E, 2 * N, D), True), (randn(E, D, 2 * N), False)):
+        layout = "nk" if swapped else "kn"
+        sm90.esmm_act(randn(T, D), w, None, None, None, v, offs, K, layout, "silu", "concat")
+        assert bool(recorder.spec.option("swapped", False)) == swapped
+
+
 @pytest.mark.parametrize("op", CANDIDATES)
 @pytest.mark.parametrize("experts", [1, 256, 257, 1024])
 @pytest.mark.parametrize("rows", [64, 1000])
@@ -185,7 +223,7 @@ def test_every_candidate_can_be_generated(op: str) -> None:
     glu = "concat" if "act" in op else "none"
     key = cuda_plans_sm90.SpecKey(op, BF16, "nk", True, activation="silu" if "act" in op else "none", glu=glu)
     for tile in CANDIDATES[op]:
-        render(key.spec(tile))
+        render(key._replace(gather=not (tile.swapped and tile.cluster > 1)).spec(tile))
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
@@ -195,7 +233,7 @@ def test_a_weight_gradient_is_added_in_boxes_of_floats(
 ) -> None:
     v, offs = routing()
     drawn: list[tuple[object, ...]] = []
-    monkeypatch.setattr(cuda_plans_sm90, "tensor_map", lambda *args: drawn.append(args) or b"\1" * 128)
+    monkeypatch.setattr(cuda_plans_sm90, "tensor_map", lambda *args, **more: drawn.append(args) or b"\1" * 128)
     x, g = randn(T if side == "x" else T * K, D), randn(T if side == "g" else T * K, N)
     into = torch.zeros((E, N, D) if layout == "nk" else (E, D, N))
     got = sm90.estmm(x, g, v if side == "x" else None, v if side == "g" else None, offs, K, layout, into=into)

@@ -2,6 +2,7 @@
 #pragma once
 #include <hexa_fx/epilogue_sm90.cuh>
 #include <hexa_fx/load_sm90.cuh>
+#include <hexa_fx/swapped_sm90.cuh>
 
 namespace hexa::sm90 {
 
@@ -168,9 +169,9 @@ CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) 
   const int group = __shfl_sync(~0u, int(threadIdx.x) >> 7, 0);  // warp-uniform for the compiler
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::Stages; ++i) {
-      Barrier::init(&sm.full[i], C::AnyGather ? 2 : 1);
+      Barrier::init(&sm.full[i], !C::AnyGather ? 1 : C::Swapped ? 1 + 32 * kGatherWarps<C> : 2);
       Barrier::init(&sm.empty[i], (C::PingPong ? 4 : kConsumerWarps) * C::Cluster);
-      Barrier::init(&sm.landed[i], kGatherThreads);
+      Barrier::init(&sm.landed[i], 32 * kGatherWarps<C>);
     }
     for (int i = 0; i < kTileSlots; ++i) {
       Barrier::init(&sm.tile_full[i], 1);
@@ -187,12 +188,13 @@ CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) 
     const int warp = warp_in_group();
     if (warp == 3) Copier<C>{sm, p, maps, C::Cluster > 1 ? int(block_rank_in_cluster()) : 0}.run();
     if constexpr (C::AnyGather) {
-      if (warp < 2) Gatherer<C>{sm, p}.run();
-      if (warp == 2) RelayWarp<C>{sm}.run();
+      if (warp < kGatherWarps<C>) Gatherer<C>{sm, p}.run();
+      if (!C::Swapped && warp == 2) RelayWarp<C>{sm}.run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::ConsumerRegisters>();
-    Consumer<C>(sm, p, maps, group - 1).run();
+    if constexpr (C::Swapped) SwappedConsumer<C>{sm, p, maps, group - 1}.run();
+    else Consumer<C>(sm, p, maps, group - 1).run();
   }
   if constexpr (C::Cluster > 1) {  // the other CTA may still write to this one's shared memory
     __syncwarp();

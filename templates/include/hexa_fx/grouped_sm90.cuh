@@ -7,7 +7,8 @@
 // queue), warpgroups 1 and 2 multiply and store. (Four warpgroups do not fit: a 64x256 wgmma needs 154 registers.) Which rows belong to which tile follows
 // on the device from `offs`, so grids and sizes are static. `cooperative`: both consumers share a BM x BN tile, 64 rows each;
 // `pingpong`: each has its own tile, one's epilogue runs behind the other's main loop. A cluster of two CTAs takes two tiles of
-// one expert that share B and copies it once for both: reads from L2, not wgmma, bound these kernels.
+// one expert that share B and copies it once for both: reads from L2, not wgmma, bound these kernels. `swapped`: both consumers
+// share a tile of BM rows x 128 columns, 64 columns each, see swapped_sm90.cuh.
 #pragma once
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm80.hpp>
@@ -24,7 +25,7 @@
 namespace hexa::sm90 {
 using namespace cute;
 
-enum class Schedule { cooperative, pingpong };
+enum class Schedule { cooperative, pingpong, swapped };
 enum class Epilogue { store, activate, activate_backward };
 using hexa::Glu;
 
@@ -62,16 +63,19 @@ template <class Element, Schedule Sched_, int BM_, int BN_, int Stages_, int Ops
 struct Shape_ {
   using T = Element;
   static constexpr Schedule Sched = Sched_;
-  static constexpr bool PingPong = Sched_ == Schedule::pingpong;
+  static constexpr bool PingPong = Sched_ == Schedule::pingpong, Swapped = Sched_ == Schedule::swapped;
   static constexpr int BM = BM_, BN = BN_, BK = 64, Stages = Stages_, Cluster = Cluster_;
   static constexpr bool RowOp = Ops_ & 1, WeightOp = Ops_ & 2;
   static constexpr bool GatherRows = GatherRows_, GatherWeight = GatherWeight_;
   static constexpr bool AddGrad = false;  // weight tiles add to floats instead of storing T
+  static constexpr int RowBox = Swapped ? 32 : 64;  // rows that the copy engine brings at a time
   static constexpr bool AnyGather = (RowOp && GatherRows) || (WeightOp && GatherWeight);
 };
 
 inline constexpr int kRowTile = 0, kWeightTile = 1, kZeroTile = 2, kEnd = 3;
-inline constexpr int kTileSlots = 4, kConsumerWarps = 8, kGatherThreads = 64;
+inline constexpr int kTileSlots = 4, kConsumerWarps = 8;
+template <class C>
+inline constexpr int kGatherWarps = C::Swapped ? 3 : 2;
 inline constexpr int kChunkBytes = 2048;  // 16 rows x 64 columns of 16 bits
 
 // Tensor maps of a launch: what is read, then what is written 16 rows x 64 columns at a time.
@@ -130,6 +134,6 @@ CUTE_DEVICE int warp_in_group() { return (threadIdx.x >> 5) & 3; }
 // The same x, which is the same in every lane: the compiler sees it now. The copy engine's instructions want uniform registers; for
 // other operands it writes a loop over lanes, 70 cycles each.
 CUTE_DEVICE int uniform(int x) { return int(__reduce_max_sync(~0u, unsigned(x))); }
-CUTE_DEVICE int ceil_div(int a, int b) { return (a + b - 1) / b; }
+CUTE_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace hexa::sm90

@@ -13,6 +13,15 @@ CUTE_DEVICE void cp_async_16(uint32_t dst, const char* src, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
+// The same for swapped tiles: only if `wanted`, and with the next step's part of the row into L2. All blocks that work on an expert read
+// its rows at about the same time, so one that must wait for the memory holds up all.
+CUTE_DEVICE void cp_async_16_if(bool wanted, uint32_t dst, const char* src, int bytes) {
+  asm volatile(
+      "{\n\t.reg .pred wanted;\n\tsetp.ne.b32 wanted, %3, 0;\n\t"
+      "@wanted cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;\n\t}" ::"r"(dst), "l"(src), "r"(bytes), "r"(int(wanted))
+      : "memory");
+}
+
 // Hides where an address came from, so that constant offsets to it stay immediates of the instruction. A load reads its address
 // some 80 cycles after it was issued. A gathering warp issues 16 a step: if their addresses take turns in the same registers it
 // is slower than the tensor cores. So each has its own, computed ahead, before the warp waits for room: the assembler does not move
@@ -35,6 +44,7 @@ CUTE_DEVICE bool gathered(const Tile& t) {
 template <class C>
 struct Copier {
   static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
+  static constexpr bool kShareRows = C::Swapped && C::Cluster > 1;  // each CTA copies every second box to both
   // Where weight tiles gather, the next tile is worked out before this one's last steps. Elsewhere that was slower.
   static constexpr bool kEarly = C::WeightOp && C::GatherWeight && C::Cluster == 1;
   Smem<C>& sm;
@@ -56,7 +66,7 @@ struct Copier {
   // B in two halves. In a cluster that shares it each CTA copies one half to both.
   template <class Copy>
   CUTE_DEVICE void halves(const Tile& t, Copy copy) {
-    if (C::Cluster > 1 && t.multicast) copy(rank, true);
+    if (C::Cluster > 1 && !C::Swapped && t.multicast) copy(rank, true);
     else {
       copy(0, false);
       copy(1, false);
@@ -64,6 +74,10 @@ struct Copier {
   }
 
   CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k) {
+    if constexpr (C::Swapped && C::PairedWeight) {  // eight gate and eight up columns by turns
+      SM90_TMA_LOAD_5D::copy(maps + kWeightMap, bar, kEvictNormal, sm.b[pipe.index], k * C::BK, 0, 0, t.n0 / 8, t.expert);
+      return;
+    }
     halves(t, [&](int half, bool shared) {
       const bool up_tensor = C::SplitWeight && half == 1;
       const TmaDescriptor* map = maps + (up_tensor ? kUpMap : kWeightMap);
@@ -82,12 +96,16 @@ struct Copier {
   }
 
   CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {
-    const int blocks = ceil_div(t.rows, 64);  // of rows; the others of the tile are neither read nor multiplied
+    const int blocks = ceil_div(t.rows, C::RowBox);  // of rows; the others of the tile are not read
     for (int k = from; k < to; ++k) {
-      uint64_t* bar = open<C::GatherRows>(blocks * (C::BK * 128));
+      uint64_t* bar = open<C::GatherRows>(blocks * (C::RowBox * 128));
       if constexpr (!C::GatherRows) {
-        for (int i = 0; i < blocks; ++i)
-          SM90_TMA_LOAD_2D::copy(maps + kRowsMap, bar, kEvictNormal, sm.a[pipe.index] + i * (C::BK * 128), k * C::BK, t.row0 + 64 * i);
+        for (int i = kShareRows ? rank : 0; i < blocks; i += kShareRows ? C::Cluster : 1) {
+          uint8_t* dst = sm.a[pipe.index] + i * (C::RowBox * 128);
+          const int row = t.row0 + C::RowBox * i;
+          if constexpr (kShareRows) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + kRowsMap, bar, 3, kEvictNormal, dst, k * C::BK, row);
+          else SM90_TMA_LOAD_2D::copy(maps + kRowsMap, bar, kEvictNormal, dst, k * C::BK, row);
+        }
       }
       load_weight(bar, t, k);
       pipe.template next<C::Stages>();
@@ -152,7 +170,7 @@ struct Copier {
   }
 };
 
-// Two warps.
+// Two warps, or three.
 template <class C>
 struct Gatherer {
   Smem<C>& sm;
@@ -163,7 +181,8 @@ struct Gatherer {
   CUTE_DEVICE uint32_t token(int slot) const { return __umulhi(2u * uint32_t(slot), p.div_mul) >> p.div_shift; }
   CUTE_DEVICE void wait_for_room() { Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1); }
   CUTE_DEVICE void issued() {
-    cutlass::arch::cpasync_barrier_arrive_noinc(&sm.landed[pipe.index]);
+    if constexpr (C::Swapped) cutlass::arch::cpasync_barrier_arrive_noinc(&sm.full[pipe.index]);
+    else cutlass::arch::cpasync_barrier_arrive_noinc(&sm.landed[pipe.index]);
     pipe.template next<C::Stages>();
   }
 
@@ -198,6 +217,33 @@ struct Gatherer {
       for (int i = 0; i < kRows; ++i) row[i] = opaque(row[i] + 2 * C::BK);
     }
     if constexpr (C::Borrow) pipe.template next<C::Stages>();
+  }
+
+  // The same for a swapped tile, of more rows: three warps, twelve rows at a time, and the consumers fence for themselves. Rows past
+  // the end stay as they are: they are columns of wgmma, which have no effect on each other.
+  CUTE_DEVICE void many_rows(const Tile& t) {
+    constexpr int kTogether = kGatherWarps<C> * 4, kPasses = ceil_div(C::BM, kTogether);
+    static_assert(kTogether % 8 == 4, "every second pass begins in the middle of a swizzled block of eight rows");
+    const int r = threadIdx.x >> 3, c = threadIdx.x & 7;
+    const char* row[kPasses];
+    CUTE_UNROLL
+    for (int i = 0; i < kPasses; ++i) {
+      const int slot = __ldg(p.v + t.row0 + min(r + kTogether * i, t.rows - 1));
+      row[i] = static_cast<const char*>(p.a) + (size_t(token(slot)) * uint32_t(p.a_ld) + c * 8) * 2;
+    }
+    const uint32_t offset = r * 128 + ((c ^ (r & 7)) << 4);
+    const int passes = ceil_div(t.rows - r, kTogether);
+    for (int k = 0; k < t.k_tiles; ++k) {
+      const int left = __shfl_sync(~0u, passes, lane_id());  // itself: the compiler would keep all that follows from it, and spill
+      wait_for_room();
+      const uint32_t dst[2] = {opaque(stage_address() + offset), opaque(stage_address() + (offset ^ 64))};
+      const int bytes = k * C::BK + c * 8 < p.K ? 16 : 0;
+      CUTE_UNROLL
+      for (int i = 0; i < kPasses; ++i) cp_async_16_if(i < left, dst[i & 1] + i * (kTogether * 128), row[i], bytes);
+      issued();
+      CUTE_UNROLL
+      for (int i = 0; i < kPasses; ++i) row[i] = opaque(row[i] + 2 * C::BK);
+    }
   }
 
   // A warp loads 32 of a step's 64 rows, 8 lanes 64 features of one. A lane knows one row's offset a step ahead. It asks for that row's
@@ -255,7 +301,8 @@ struct Gatherer {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
       if (!gathered<C>(t)) { pipe.template skip<C::Stages>(t.k_tiles); continue; }
-      if (C::RowOp && t.kind == kRowTile) rows(t);
+      if constexpr (C::Swapped) many_rows(t);
+      else if (C::RowOp && t.kind == kRowTile) rows(t);
       if (C::WeightOp && t.kind == kWeightTile) features(t);
       __syncwarp();
     }

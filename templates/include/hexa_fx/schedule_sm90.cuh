@@ -6,7 +6,7 @@
 namespace hexa::sm90 {
 
 // Tiles are counted in units that one cluster takes at a time: two tiles one above the other, or, in an odd last row of tiles,
-// two side by side. Without clusters a unit is a tile.
+// two side by side. Without clusters a unit is a tile. Of swapped tiles those side by side share what is larger, the rows.
 template <class C>
 struct Counts {
   int n_tiles, n_pairs;  // row tiles along N; units of an odd row
@@ -18,9 +18,13 @@ struct Counts {
     w_n = C::WeightOp ? ceil_div(p.C, C::BN) : 0;
     weight = units(w_m, w_n);
   }
-  static CUTE_DEVICE int units(int mb, int nb) { return mb / C::Cluster * nb + mb % C::Cluster * ceil_div(nb, C::Cluster); }
+  static CUTE_DEVICE int units(int mb, int nb) {
+    if constexpr (C::Swapped) return mb * ceil_div(nb, C::Cluster);
+    else return mb / C::Cluster * nb + mb % C::Cluster * ceil_div(nb, C::Cluster);
+  }
   CUTE_DEVICE int before(const Smem<C>& sm, int place) const {
     const int tiles = sm.m_tiles[place];
+    if constexpr (C::Swapped) return tiles * n_pairs;
     return (C::Cluster == 1 ? tiles * n_tiles : (tiles >> 11) * n_tiles + (tiles & 2047) * n_pairs) + place * weight;
   }
 };
@@ -35,7 +39,7 @@ CUTE_DEVICE void plan(Smem<C>& sm, const GroupedParams& p) {
   __syncwarp();
   auto own_tiles = [&](int rows) {
     const int tiles = ceil_div(rows, C::BM);
-    return C::Cluster == 1 ? tiles : (tiles >> 1 << 11) + (tiles & 1);
+    return C::Cluster == 1 || C::Swapped ? tiles : (tiles >> 1 << 11) + (tiles & 1);
   };
   int done = 0, placed = 0;
   for (int size = 2; size >= 0; --size) {
@@ -87,6 +91,15 @@ CUTE_DEVICE void raster(int t, int mb, int nb, int group, int rank, int& m, int&
   multicast = C::Cluster > 1;
 }
 
+// The same for swapped tiles, of which a cluster takes two side by side.
+template <class C>
+CUTE_DEVICE void raster_swapped(int t, int mb, int nb, int group, int rank, int& m, int& n) {
+  const int units = ceil_div(nb, C::Cluster), size = group * units, g = t / size, within = t - g * size;
+  const int rows = min(group, mb - g * group), unit = within / rows;
+  m = g * group + (within - unit * rows);
+  n = min(unit * C::Cluster + rank, nb - 1);
+}
+
 template <class C>
 CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<C>& c, int q, int rank) {
   Tile t{};
@@ -103,10 +116,12 @@ CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<
   const int mb = ceil_div(end - first, C::BM), row_units = C::RowOp ? Counts<C>::units(mb, c.n_tiles) : 0;
   int m, n;
   if (q < row_units) {
-    raster<C>(q, mb, c.n_tiles, p.group_m, rank, m, n, t.multicast);
+    if constexpr (C::Swapped) raster_swapped<C>(q, mb, c.n_tiles, p.group_m, rank, m, n);
+    else raster<C>(q, mb, c.n_tiles, p.group_m, rank, m, n, t.multicast);
     t.kind = expert < p.experts ? kRowTile : kZeroTile;
-    t.row0 = first + m * C::BM;
-    t.rows = min(C::BM, end - t.row0);
+    const int rows = C::Swapped ? ceil_div(end - first, mb) : C::BM;  // swapped: all of the expert's tiles as narrow
+    t.row0 = first + m * rows;
+    t.rows = min(rows, end - t.row0);
     t.n0 = n * C::RowColumns;
     t.n_tile = n;
     t.k_tiles = expert < p.experts ? ceil_div(p.K, C::BK) : 0;
