@@ -124,7 +124,7 @@ class Cards:
         monkeypatch.setattr(cuda_replay, "in_ring", lambda device, address: 0x10000 <= address < 0x18000)
         monkeypatch.setattr(cuda_replay, "address_offset", lambda: 0)
 
-        def tensor_map(pointer: int, *rest: object) -> bytes:
+        def tensor_map(pointer: int, *rest: object, **more: object) -> bytes:
             return pointer.to_bytes(8, "little") + repr(rest).encode()[-100:].ljust(MAP - 8)
 
         monkeypatch.setattr(cuda_plans_sm90, "tensor_map", tensor_map)
