@@ -64,8 +64,13 @@ SWAPPED = TileChoice(bm=288, bn=128, chunks=1, lag=0, swapped=True)
 MANY_EXPERTS = 256
 """Experts beyond which the tables in shared memory leave less room for tiles."""
 
-FEW_ROWS = 96
-"""Rows an expert up to which 64-row tiles waste least."""
+FEW_ROWS = 56
+"""Rows an expert up to which the activation's backward is fastest by 64 rows. The other products never are: one tile of 128 reads
+the weights once for an expert of 65 rows.
+"""
+
+CLUSTER_ROWS = 128
+"""Rows an expert beyond which two tiles of one expert share the first projection's weights."""
 
 
 _SHARED = (
@@ -96,16 +101,11 @@ def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gath
         columns: columns of the weight (row tiles), second feature dimension (weight tiles).
         gather: a row operand is gathered.
     """
-    few = rows <= FEW_ROWS * max(experts, 1) and op in ("esmm", "esmm_act", "esmm_act_backward")
-    tile = PINGPONG_LOW if few else COOPERATIVE
-    if op in ("estmm", "esfk"):
-        tile = replace(tile, lag=0)
-    many = experts > MANY_EXPERTS
+    mean, many, tile = rows / max(experts, 1), experts > MANY_EXPERTS, replace(COOPERATIVE, lag=0)
     if op == "esmm_act_backward":  # h is staged in shared memory too
-        tile = replace(tile, lag=0)
-        if many:
-            return replace(tile, stages=2) if few else replace(tile, bn=128)
-        return replace(tile, stages=3) if few else tile
-    if op == "esmm_act" and not few:  # two tiles of an expert share the weight's: fewer reads from L2, less power
-        tile = replace(tile, cluster=2, lag=0)
+        if mean <= FEW_ROWS:
+            return replace(PINGPONG_LOW, stages=2 if many else 3)
+        return replace(tile, bn=128) if many else tile
+    if op == "esmm_act" and mean > CLUSTER_ROWS:  # fewer reads from L2, less power
+        tile = replace(tile, cluster=2)
     return replace(tile, chunks=1) if many else tile

@@ -168,6 +168,23 @@ def test_esfk(tile: str, layout: str) -> None:
         assert_close(db, reference_estmm(ones, g, None, None, r, "kn")[:, 0], BF16)
 
 
+@pytest.mark.parametrize("tile", ["coop", "coop2"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "n"), [(3000, 4, 320, 520), (1120, 64, 1024, 1280)], ids=["ahead", "beside"]
+)
+def test_esfk_with_weight_tiles_ahead_of_row_tiles_or_beside_them(
+    tile: str, tokens: int, experts: int, k: int, n: int
+) -> None:
+    """A weight tile is more than a block's share of the work, or a fortieth of it (`long_weight_tiles`, schedule_sm90.cuh)."""
+    w = randn(experts, n, k, dtype=BF16, scale=k**-0.5)
+    for kind in ROUTINGS:
+        r = make_routing(kind, tokens, 4, experts)
+        x, g = randn(tokens, k, dtype=BF16), randn(r.n, n, dtype=BF16)
+        dx, dw, _ = sm90.esfk(x, g, w, r.v, r.offs, 4, "nk", False, TILES[tile])
+        assert_close(dx, reference_esmm(g, w, None, None, r, "kn"), BF16)
+        assert_close(dw, reference_estmm(x, g, r.v, None, r, "nk"), BF16)
+
+
 def test_queue_returns_to_zero() -> None:
     """The tile counter is shared by all launches: one that left it dirty would make the next skip tiles."""
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)

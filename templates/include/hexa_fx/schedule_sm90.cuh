@@ -1,5 +1,7 @@
 // Which tile comes next: a queue in global memory, so that tiles that share weights start together whatever the tiles before
-// them cost. Per expert first its row tiles, then its weight tiles, so that both read the expert's rows from L2.
+// them cost. Per expert first its row tiles, then its weight tiles, so that both read the expert's rows from L2. Where a weight
+// tile is a good part of a block's work, for experts are few and have many rows, all weight tiles come first instead: row
+// tiles are short and fill up what is left of the blocks' time.
 #pragma once
 #include <hexa_fx/grouped_sm90.cuh>
 
@@ -11,12 +13,22 @@ template <class C>
 struct Counts {
   int n_tiles, n_pairs;  // row tiles along N; units of an odd row
   int w_m, w_n, weight;  // weight tiles of one expert; units
+  int ahead, beside;     // units of weight tiles in front of all row tiles; behind those of each expert
   CUTE_DEVICE explicit Counts(const GroupedParams& p) {
     n_tiles = C::RowOp ? ceil_div(p.N, C::RowColumns) : 0;
     n_pairs = ceil_div(n_tiles, C::Cluster);
     w_m = C::WeightOp ? ceil_div(p.R, C::BM) : 0;
     w_n = C::WeightOp ? ceil_div(p.C, C::BN) : 0;
     weight = units(w_m, w_n);
+    const bool first = C::RowOp && C::WeightOp && long_weight_tiles(p);
+    ahead = first ? weight * p.experts : 0;
+    beside = first ? 0 : weight;
+  }
+  // Whether the steps of a weight tile are 4 % of those of a block.
+  CUTE_DEVICE bool long_weight_tiles(const GroupedParams& p) const {
+    const float steps = float(p.n) / float(max(p.experts, 1) * C::BK);
+    const float all = float(weight) * p.experts * steps + float(n_tiles) * p.n / C::BM * ceil_div(p.K, C::BK);
+    return 25.f * steps * gridDim.x > all;
   }
   static CUTE_DEVICE int units(int mb, int nb) {
     if constexpr (C::Swapped) return mb * ceil_div(nb, C::Cluster);
@@ -25,7 +37,7 @@ struct Counts {
   CUTE_DEVICE int before(const Smem<C>& sm, int place) const {
     const int tiles = sm.m_tiles[place];
     if constexpr (C::Swapped) return tiles * n_pairs;
-    return (C::Cluster == 1 ? tiles * n_tiles : (tiles >> 11) * n_tiles + (tiles & 2047) * n_pairs) + place * weight;
+    return (C::Cluster == 1 ? tiles * n_tiles : (tiles >> 11) * n_tiles + (tiles & 2047) * n_pairs) + place * beside;
   }
 };
 
@@ -103,17 +115,25 @@ CUTE_DEVICE void raster_swapped(int t, int mb, int nb, int group, int rank, int&
 template <class C>
 CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<C>& c, int q, int rank) {
   Tile t{};
-  if (q >= c.before(sm, p.experts + 1) - c.weight) { t.kind = kEnd; return t; }
-  int lo = 0, hi = p.experts + 1;  // place `experts`: rows of no expert
-  while (hi - lo > 1) {
-    const int mid = (lo + hi) >> 1;
-    if (c.before(sm, mid) <= q) lo = mid; else hi = mid;
+  int lo = 0;  // the expert's place
+  const bool ahead = C::RowOp && C::WeightOp && q < c.ahead;
+  if (ahead) {
+    lo = q / c.weight;
+    q -= lo * c.weight;
+  } else {
+    q -= c.ahead;
+    if (q >= c.before(sm, p.experts + 1) - c.beside) { t.kind = kEnd; return t; }
+    int hi = p.experts + 1;  // place `experts`: rows of no expert
+    while (hi - lo > 1) {
+      const int mid = (lo + hi) >> 1;
+      if (c.before(sm, mid) <= q) lo = mid; else hi = mid;
+    }
+    q -= c.before(sm, lo);
   }
-  q -= c.before(sm, lo);
   const int expert = sm.expert_at[lo];
   t.expert = expert;
   const int first = sm.offs[expert], end = expert < p.experts ? sm.offs[expert + 1] : p.n;
-  const int mb = ceil_div(end - first, C::BM), row_units = C::RowOp ? Counts<C>::units(mb, c.n_tiles) : 0;
+  const int mb = ceil_div(end - first, C::BM), row_units = C::RowOp && !ahead ? Counts<C>::units(mb, c.n_tiles) : 0;
   int m, n;
   if (q < row_units) {
     if constexpr (C::Swapped) raster_swapped<C>(q, mb, c.n_tiles, p.group_m, rank, m, n);
