@@ -8,7 +8,8 @@ eager loop over experts written here, ``sonic``, ``liger``, ``scatter``, ``megab
 installed (peers.py); one followed by ``@NAME`` runs only for the shape or the routing of that name. Times are medians on random
 data, each at its own sustained clock: every implementation runs alone for 0.2 s, is timed, and gives way to the next, `--turns`
 times round and every other time in the opposite order, so that a card that warms up or cools down over seconds favours nobody
-(`common.medians`; with one turn each, ratios differed by up to 10 % between runs). ``saved`` is memory allocated by a training
+(`common.medians`; with one turn each, ratios differed by up to 10 % between runs). All routings of a shape take part in the same
+turns, over one floor. ``saved`` is memory allocated by a training
 forward that is still there after it, output included; ``peak`` the maximum of forward + backward above what was there before,
 less the gradients. Errors are ||out - ref|| / ||ref|| against a float32 loop.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,16 @@ def make_weights(shape: MoeShape, kind: str) -> Weights:
     def random(*size: int, scale: float = 1.0) -> Tensor:
         return torch.nn.Parameter(torch.empty(*size, device="cuda", dtype=shape.dtype).normal_(0, scale))
 
-    ids = routing(kind, shape)
-    gates = torch.rand(ids.shape, device="cuda").softmax(-1).to(shape.dtype).requires_grad_()
+    ids, gates = make_routing(shape, kind)
     e, d, i, width = shape.experts, shape.model, shape.inner, shape.width
     w1, w2 = random(e, width, d, scale=d**-0.5), random(e, d, i, scale=i**-0.5)
     b1, b2 = (random(e, width), random(e, d)) if shape.bias else (None, None)
     return Weights(random(shape.tokens, d), ids, gates, w1, b1, w2, b2)
+
+
+def make_routing(shape: MoeShape, kind: str) -> tuple[Tensor, Tensor]:
+    ids = routing(kind, shape)
+    return ids, torch.rand(ids.shape, device="cuda").softmax(-1).to(shape.dtype).requires_grad_()
 
 
 def activate(h: Tensor, gated: bool) -> Tensor:
@@ -228,40 +233,45 @@ def implementations(shape: MoeShape, p: Weights, names: list[str]) -> dict[str, 
     return found
 
 
-def bench(name: str, kind: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    shape = SHAPES[name]
+def bench(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one shape: all routings and implementations in the same turns."""
+    shape, kinds = SHAPES[name], options.routing.split(",")
     torch.manual_seed(0)
-    p = make_weights(shape, kind)
-    dy = torch.randn_like(p.x)
-    size = f"{shape.tokens},{shape.top_k},{shape.experts},{shape.model},{shape.inner}"
-    print(f"-- {name} {kind} T,k,E,D,I={size} load max/mean,empty {load(p.ids, shape.experts)}", flush=True)
-    ours = hexa_layer(shape, p)
+    cases = {kinds[0]: make_weights(shape, kinds[0])}
+    for kind in kinds[1:]:
+        ids, gates = make_routing(shape, kind)
+        cases[kind] = replace(cases[kinds[0]], ids=ids, gates=gates)
+    p = cases[kinds[0]]
+    dy, ours = torch.randn_like(p.x), hexa_layer(shape, p)
     cuda_launch.prebuild(lambda: (inference(ours)(), training(ours, p, dy)()))
-    asked = (impl.split("@") for impl in options.impls.split(","))
-    runs = implementations(shape, p, [impl for impl, *only in asked if not only or only[0] in (name, kind)])
+    runs: dict[str, dict[str, Callable[[], Tensor]]] = {}
+    for kind, p in cases.items():
+        asked = (impl.split("@") for impl in options.impls.split(","))
+        runs[kind] = implementations(shape, p, [i for i, *only in asked if not only or only[0] in (name, kind)])
     forward, both = dense_layer(shape, p)
-    steps = {"dense": forward, **{n: inference(r) for n, r in runs.items()}}
-    trains = {"dense": both, **{n: training(r, p, dy) for n, r in runs.items()}}
+    steps, trains = {"dense": forward}, {"dense": both}
+    for kind, found in runs.items():
+        steps |= {f"{kind} {impl}": inference(run) for impl, run in found.items()}
+        trains |= {f"{kind} {impl}": training(run, cases[kind], dy) for impl, run in found.items()}
     sustained = options.clock == "sustained"
     ms_f, ms_b = (medians(each, options.rounds, sustained, 0.2, options.turns) for each in (steps, trains))
     rows = []
-    for impl in steps:
-        row: dict[str, Any] = {
-            "shape": name,
-            "routing": kind,
-            "impl": impl,
-            "forward_ms": ms_f[impl],
-            "train_ms": ms_b[impl],
-        }
-        row["forward_tflops"] = shape.forward_flops / ms_f[impl] / 1e9
-        row["train_tflops"] = 3 * shape.forward_flops / ms_b[impl] / 1e9
-        row["forward_ratio"], row["train_ratio"] = ms_f[impl] / ms_f["dense"], ms_b[impl] / ms_b["dense"]
-        if impl in runs:
-            row |= memory(runs[impl], p, dy)
-            if options.errors:
-                row["errors"] = errors(shape, runs[impl], p, dy)
-        rows.append(row)
-        print(line(row), flush=True)
+    for kind, p in cases.items():
+        size = f"{shape.tokens},{shape.top_k},{shape.experts},{shape.model},{shape.inner}"
+        print(f"-- {name} {kind} T,k,E,D,I={size} load max/mean,empty {load(p.ids, shape.experts)}", flush=True)
+        for impl in ("dense", *runs[kind]):
+            key = impl if impl == "dense" else f"{kind} {impl}"
+            row: dict[str, Any] = {"shape": name, "routing": kind, "impl": impl}
+            row |= {"forward_ms": ms_f[key], "train_ms": ms_b[key]}
+            row["forward_tflops"] = shape.forward_flops / ms_f[key] / 1e9
+            row["train_tflops"] = 3 * shape.forward_flops / ms_b[key] / 1e9
+            row["forward_ratio"], row["train_ratio"] = ms_f[key] / ms_f["dense"], ms_b[key] / ms_b["dense"]
+            if impl in runs[kind]:
+                row |= memory(runs[kind][impl], p, dy)
+                if options.errors:
+                    row["errors"] = errors(shape, runs[kind][impl], p, dy)
+            rows.append(row)
+            print(line(row), flush=True)
     return rows
 
 
@@ -291,13 +301,11 @@ def main() -> None:
     cuda_ops.register()
     rows: list[dict[str, Any]] = []
     for name in options.shapes.split(","):
-        for kind in options.routing.split(","):
-            rows += bench(name, kind, options)
-            torch.cuda.empty_cache()
-            if options.json:  # after every shape: what was measured stays if a later one fails
-                options.json.write_text(
-                    json.dumps({"environment": environment(), "clock": options.clock, "rows": rows}, indent=1)
-                )
+        rows += bench(name, options)
+        torch.cuda.empty_cache()
+        if options.json:  # after every shape: what was measured stays if a later one fails
+            found = {"environment": environment(), "clock": options.clock, "rows": rows}
+            options.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -89,9 +90,9 @@ def medians(
     """Median milliseconds of each.
 
     A matmul at full rate meets the card's power limit within milliseconds, and the clock falls by a tenth. `sustained` runs
-    each one alone for `warm_s` before it is timed, so that each has the clock that it would train with. Over seconds the clock
-    moves too, with the card's temperature: in several `turns`, every other one in the opposite order, nobody is always the
-    first on a card that has just rested. The median is over all turns.
+    each one alone for `warm_s` before it is timed, without pauses, so that each has the clock that it would train with. Over
+    seconds the clock moves too, with the card's temperature: the first one runs once more before all, so that nobody is timed on
+    a card that has just rested, and of several `turns` every other one is in the opposite order. The median is over all turns.
     Without `sustained` they take turns call by call, and whoever follows one that leaves the tensor cores idle starts on a
     cool card.
     """
@@ -102,6 +103,7 @@ def medians(
         warm_s, turns, calls = 0.0, rounds, 1
     else:
         calls = -(-2 * rounds // turns)
+        _timed(next(iter(runs.values())), 0, 2 * warm_s)
     for turn in range(turns):
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
             pairs[name] += _timed(runs[name], calls, warm_s)
@@ -109,14 +111,18 @@ def medians(
 
 
 _Pair = tuple[torch.cuda.Event, torch.cuda.Event]
+_AHEAD = 2  # runs that wait on the device while it warms up: it never idles, and the host is not seconds ahead
 
 
 def _timed(run: Callable[[], object], calls: int, warm_s: float) -> list[_Pair]:
-    start = time.perf_counter()
+    start, under_way = time.perf_counter(), deque[torch.cuda.Event]()
     run()
     while time.perf_counter() - start < warm_s:
         run()
-        torch.cuda.synchronize()
+        under_way.append(torch.cuda.Event())
+        under_way[-1].record()
+        if len(under_way) > _AHEAD:
+            under_way.popleft().synchronize()
     run()
     pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
     for first, last in pairs:
