@@ -12,7 +12,7 @@ from benchmarks.pages import fill, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-LAYERS = ("moe_layer_h200.json", "moe_layer_h200_repeat.json")
+LAYERS = ("moe_layer_h200.json", "moe_layer_h200_repeat.json", "moe_layer_h200_no_pauses.json")
 BREAKDOWN = "sm90_breakdown_h200.json"
 DECODE = "moe_layer_h200_decode.json"
 Rows = dict[str, dict[str, Any]]
@@ -89,7 +89,7 @@ def decode(folder: Path) -> str:
 
 
 def layers(folder: Path) -> str:
-    """A layer's times over plain matmuls', both runs of the command."""
+    """A layer's times over plain matmuls', all runs."""
     runs = [_by_case(folder / name) for name in LAYERS]
     head = ["shape", "forward ms, ratio", "goal", "forward + backward ms, ratio", "goal", "skewed ratio: fwd, f+b"]
     head += ["skewed against balanced, ms: fwd, f+b", "saved, peak MiB", "SonicMoE's", "grouped_mm f+b over ours"]
@@ -100,15 +100,15 @@ def _layer(shape: str, goal: Goal, runs: Sequence[Rows]) -> list[object]:
     ours, skewed = ([run[f"{shape} {kind} hexa"] for run in runs] for kind in ("balanced", "skewed"))
     cells: list[object] = [shape]
     for part, most in (("forward", goal.forward), ("train", goal.train)):
-        ms = _both(f"{row[f'{part}_ms']:.2f}" for row in ours)
-        cells += [f"{ms}, {_both(_marked(row[f'{part}_ratio'], most) for row in ours)}", f"{most:.2f}"]
-    cells.append(_both(f"{row['forward_ratio']:.2f}, {row['train_ratio']:.2f}" for row in skewed))
-    cells.append(_both(", ".join(_slower(a, b, part) for part in ("forward", "train")) for a, b in zip(ours, skewed)))
+        ms = _joined(f"{row[f'{part}_ms']:.2f}" for row in ours)
+        cells += [f"{ms}, {_joined(_marked(row[f'{part}_ratio'], most) for row in ours)}", f"{most:.2f}"]
+    cells.append(_joined(f"{row['forward_ratio']:.2f}, {row['train_ratio']:.2f}" for row in skewed))
+    cells.append(_joined(", ".join(_slower(a, b, part) for part in ("forward", "train")) for a, b in zip(ours, skewed)))
     cells.append(f"{ours[0]['saved_mib']:.0f}, {ours[0]['peak_mib']:.0f}")
     cells.append(f"{goal.sonic_saved}, {goal.sonic_peak}")
     factors = [run[f"{shape} balanced hf-grouped"]["train_ms"] / row["train_ms"] for run, row in zip(runs, ours)]
     least = GROUPED_GOAL.get(shape, 0.0)
-    cells.append(_both(_bold(f"{f:.2f}x", f < least) for f in factors) + (f" (goal {least}x)" if least else ""))
+    cells.append(_joined(_bold(f"{f:.2f}x", f < least) for f in factors) + (f" (goal {least}x)" if least else ""))
     return cells
 
 
@@ -126,7 +126,7 @@ def _bold(text: str, missed: bool) -> str:
     return f"**{text}**" if missed else text
 
 
-def _both(cells: Any) -> str:
+def _joined(cells: Any) -> str:
     return " / ".join(cells)
 
 
