@@ -8,7 +8,7 @@ Sizes: T tokens, k experts per token, n = T*k routed rows, E experts, D model si
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch.fx
 
@@ -119,6 +119,56 @@ class HeldValue:
 
 
 @dataclass(frozen=True)
+class ModuleAttribute:
+    """An attribute that every run sets.
+
+    Args:
+        path: the module, relative to the block.
+        name: of the attribute.
+    """
+
+    path: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path or 'self'}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Container:
+    """A list, deque or dict, by the way in which code reaches it; another one may lie there in the next call.
+
+    Args:
+        root: a module, relative to the block; or, of a global, the name of the Python module that it belongs to.
+        steps: the attribute or global, then attributes or keys of what lies in between.
+        kind: its class.
+        is_global: whether ``root`` is a Python module.
+    """
+
+    root: str
+    steps: tuple[Any, ...]
+    kind: type
+    is_global: bool = False
+
+    def __str__(self) -> str:
+        return ".".join(map(str, (*([] if self.is_global else [self.root or "self"]), *self.steps)))
+
+
+@dataclass(frozen=True)
+class ContainerItem:
+    """The end of a list or deque, or a key of a dict, where every run puts a result."""
+
+    container: Container
+    key: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.container}[{self.key!r}]" if self.container.kind is dict else str(self.container)
+
+
+Destination: TypeAlias = ModuleAttribute | ContainerItem
+
+
+@dataclass(frozen=True)
 class RewrittenBlock:
     """A block's new forward, before it is bound to the module.
 
@@ -127,8 +177,8 @@ class RewrittenBlock:
             (or name a `PackedWeight`).
         packed: weights that the graph reads through packed storage.
         guards: one per input, in signature order.
-        stored: attributes that every run sets, as (module path relative to the block, name). If there are any, the graph
-            returns the block's output and a tuple of their values.
+        stored: where every run leaves results beside its output. If there are any, the graph returns the block's output and a
+            tuple of these results.
         small: up to this many elements of the first tensor argument, the block's own code is faster on a CPU.
         num_experts: expert ids lie below it; None if it is not known.
         held: values that the recorded run read from objects held by the block's modules.
@@ -139,7 +189,7 @@ class RewrittenBlock:
     graph: torch.fx.Graph
     packed: tuple[PackedWeight, ...] = ()
     guards: tuple[InputGuard, ...] = ()
-    stored: tuple[tuple[str, str], ...] = ()
+    stored: tuple[Destination, ...] = ()
     small: int = 0
     num_experts: int | None = None
     held: tuple[HeldValue, ...] = ()

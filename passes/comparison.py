@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from hexa_fx.passes.float64_copy import float64_bytes
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, Routing, RoutingOverride, rows_for_all
+from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.outcome import Difference, ModuleState, Outcome, difference, observe, unlike
@@ -94,7 +95,8 @@ class Comparison:
     ) -> None:
         self.subject, self.forward, self.inputs, self.settings = subject, forward, inputs, settings
         self.experts = experts
-        self.state = ModuleState(subject.module)
+        stored = forward.stored[bool(subject.module.training)]
+        self.state = ModuleState(subject.module, results.shared_holders(subject.module, stored))
         self.tolerance = settings.tolerance.get(subject.dtype, _TOLERANCE[torch.float16])
 
     def cases(self) -> tuple[VerificationCase, ...]:

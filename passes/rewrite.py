@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.capture import CapturedBlock, StoredValue, functional, record_of
+from hexa_fx.capture import Access, CapturedBlock, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float
@@ -65,7 +65,7 @@ class _Rewriter:
         self.graph.output((output, kept_values) if kept_values else output)
         self._drop_unused()
         self.graph.lint()
-        stored = tuple((item.path, item.name) for item in self._stored())
+        stored = tuple(item.place for item in self._stored())
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)
         small = own_code_limit(captured, self._removed(kept), self._added())
         guards, experts = self._guards(captured), self.match.num_experts
@@ -86,9 +86,12 @@ class _Rewriter:
             found[match.output] = RegionEmitter(match, self.graph, weights, self.new, *static)
         return found
 
-    def _stored(self) -> list[StoredValue]:
-        """The attributes that the block has to set, each once, though every region lists them."""
-        return list({(item.path, item.name): item for match in self.match.regions for item in match.stored}.values())
+    def _stored(self) -> list[Access | StoredValue]:
+        """What the block has to leave beside its output, each once, though every region lists it."""
+        listed = [item for match in self.match.regions for item in match.stored]
+        added = {item.number: item for item in listed if isinstance(item, Access)}
+        attributes = {item.place: item for item in listed if isinstance(item, StoredValue)}
+        return [*(added[number] for number in sorted(added)), *attributes.values()]
 
     def _removed(self, kept: Kept) -> list[torch.fx.Node]:
         """Recorded nodes that have no counterpart, not even inside a call that is kept."""

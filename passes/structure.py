@@ -13,6 +13,7 @@ from torch import nn
 
 from hexa_fx.capture.observe import Observation
 from hexa_fx.runtime.held import MODULE_STATE, PLAIN, is_object, items
+from hexa_fx.runtime.reads import read_by_forward
 
 if TYPE_CHECKING:
     from hexa_fx.passes import BlockAnalysis
@@ -97,7 +98,9 @@ def _contents(value: Any, reader: type, known: dict[int, Hashable]) -> Hashable:
 
 
 def _is_read(cls: type, name: str) -> bool:
-    """Whether a method other than ``__init__`` mentions the attribute."""
+    """Whether a method other than ``__init__``, or a function that forward calls, mentions the attribute."""
+    if name in read_by_forward(cls):
+        return True
     for owner in cls.__mro__:
         for member_name, member in vars(owner).items():
             member = member.fget if isinstance(member, property) else member

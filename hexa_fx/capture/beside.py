@@ -6,6 +6,7 @@ A loss appended to ``self.losses``, to a global list, or set on an object that s
 from __future__ import annotations
 
 import sys
+import types
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hexa_fx.capture.held_reads import is_mentioned
 from hexa_fx.capture.streams import Streams
 from hexa_fx.capture.symint import SYMBOLIC
-from hexa_fx.runtime.contents import Contents, Holder, held_by_modules
+from hexa_fx.capture.ways import KINDS, Way, ways_to
+from hexa_fx.runtime.contents import Contents, Holder, contents, held_by_modules
 from hexa_fx.runtime.held import is_object
 
+_MOST = 256
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
 
 
@@ -30,14 +34,29 @@ class Beside:
     """
 
     def __init__(self, block: nn.Module, namespaces: list[dict[str, Any]]) -> None:
+        self._block, self._namespaces = block, _with_homes(namespaces)
         self._held = Contents(held_by_modules(block))
-        self._global = Contents(_reached(namespaces))
+        self._global = Contents(_reached(self._namespaces))
         self._streams = Streams(block)
 
     def changed(self) -> list[Holder]:
         """What the run changed. Of globals, only those that tensors of the run were put into: others are caches and counters."""
         held = [holder for holder, _ in self._held.changed()]
         return held + [holder for holder, new in self._global.changed() if any(map(_of_the_run, new))]
+
+    def ways(self, in_place: list[Holder]) -> Iterator[Way]:
+        """All ways to the lists, deques and dicts among ``in_place``, and to those that modules' forwards mention.
+
+        The latter count as read (`hexa_fx.capture.held_reads`) until their stand-ins show that they are not, in eval mode say.
+        """
+        wanted = {id(holder.value) for holder in in_place if type(holder.value) in KINDS}
+        wanted |= {
+            id(value)
+            for module in self._block.modules()
+            for name, value in vars(module).items()
+            if type(value) in KINDS and is_mentioned(module, name)
+        }
+        return ways_to(wanted, self._block, self._namespaces)
 
     def drawn(self) -> list[str]:
         """Streams of random numbers, beside torch's own, that the run drew from."""
@@ -51,13 +70,18 @@ class Beside:
         self._global.restore(lambda holder: id(holder.value) in changed)
 
 
-def _reached(namespaces: list[dict[str, Any]]) -> Iterator[Holder]:
-    """The namespaces, those of the functions and classes that they name, and the lists, dicts, objects and classes in them."""
+def _with_homes(namespaces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The namespaces, and those of the functions, classes and Python modules that they name."""
     all_of_them = {id(namespace): namespace for namespace in namespaces}
     for namespace in namespaces:
         all_of_them |= {id(other): other for value in list(namespace.values()) if (other := _home(value)) is not None}
+    return list(all_of_them.values())
+
+
+def _reached(namespaces: list[dict[str, Any]]) -> Iterator[Holder]:
+    """The namespaces, the lists, dicts, objects and classes in them, and the lists and dicts in these."""
     seen: set[int] = set()
-    for namespace in all_of_them.values():
+    for namespace in namespaces:
         where = str(namespace.get("__name__", "")).rpartition(".")[2]
         yield Holder(f"the globals of {where}", namespace)
         for name, value in list(namespace.items()):
@@ -65,11 +89,15 @@ def _reached(namespaces: list[dict[str, Any]]) -> Iterator[Holder]:
                 continue
             seen.add(id(value))
             yield Holder(name, value)
+            for key, inner in contents(value) if len(contents(value)) <= _MOST else ():
+                if type(inner) in (*KINDS, set) and id(inner) not in seen:
+                    seen.add(id(inner))
+                    yield Holder(f"{name}.{key}", inner)
 
 
 def _home(value: Any) -> dict[str, Any] | None:
-    """The globals of the code behind a function or class of the user's."""
-    name = getattr(value, "__module__", None)
+    """The globals of the code behind a function, class or Python module of the user's."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
     if not isinstance(name, str) or name.partition(".")[0] in _OF_OTHERS or name not in sys.modules:
         return None
     return vars(sys.modules[name])

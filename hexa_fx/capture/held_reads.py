@@ -6,6 +6,7 @@ read. Built-in types (dicts, lists, ``SimpleNamespace``) cannot be made to, so e
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +32,7 @@ class HeldReads:
         self._ways = [
             (path, steps, value)
             for path, module in block.named_modules()
-            for steps, value in objects_in(module, _mentioned(module))
+            for steps, value in objects_in(module, functools.partial(is_mentioned, module))
         ]
         self._objects = {id(value): value for _, _, value in self._ways}
         self._before = {i: dict(items(value)) for i, value in self._objects.items() if not _can_note(value)}
@@ -107,9 +108,11 @@ class HeldReads:
         return __getattribute__
 
 
-def _mentioned(module: nn.Module) -> Callable[[str], bool]:
-    names = read_by_forward(type(module))  # type: ignore[arg-type]
-    return lambda name: name not in MODULE_STATE and (name in names or "forward" in vars(module))
+def is_mentioned(module: nn.Module, name: str) -> bool:
+    """Whether code of the module's forward mentions this attribute, as far as can be seen."""
+    if name in MODULE_STATE:
+        return False
+    return "forward" in vars(module) or name in read_by_forward(type(module))  # type: ignore[arg-type]
 
 
 def _can_note(value: Any) -> bool:

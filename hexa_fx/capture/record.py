@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from hexa_fx.capture.beside import Beside, Watch
 from hexa_fx.capture.calls import Unreadable
+from hexa_fx.capture.collect import Access, Collecting, puts
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.held_reads import HeldReads
 from hexa_fx.capture.host import namespaces_of, visible_host
@@ -24,6 +28,8 @@ from hexa_fx.capture.stored import UNKNOWN, StoredValue, noted_settings, restore
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import HeldValue
 from hexa_fx.runtime.contents import Contents, Holder
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,8 @@ class CapturedBlock:
         arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
         output: the result, with nodes for tensors.
         stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
-        changed: lists, dicts and objects that the run changed in place.
+        accesses: what the code does with lists, deques and dicts that it puts results into, which are results of the graph too.
+        changed: other things that the run changed in place.
         nested: constants that were given to the block inside a list, a dict or another argument that is no tensor.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
         held: what the run read out of objects that the block's modules hold.
@@ -68,6 +75,7 @@ class CapturedBlock:
     arguments: tuple[tuple[str, Any], ...]
     output: Any
     stored: tuple[StoredValue, ...] = ()
+    accesses: tuple[Access, ...] = ()
     changed: tuple[ChangedInPlace, ...] = ()
     functions: tuple[ModuleCall, ...] = ()
     recalled: frozenset[str] = frozenset()
@@ -109,13 +117,33 @@ def capture(
     """
     beside = Beside(block, namespaces_of(block))
     try:
+        run = functools.partial(_capture, block, args, kwargs, path, seed)
         try:
-            return _capture(block, args, kwargs, path, seed, False, beside)
+            return _with_results_beside(functools.partial(run, False), block, beside)
         except Exception:
             beside.restore()
-            return _capture(block, args, kwargs, path, seed, True, beside)
+            return _with_results_beside(functools.partial(run, True), block, beside)
     finally:
         beside.restore()
+
+
+def _with_results_beside(run: Callable[..., CapturedBlock], block: nn.Module, beside: Beside) -> CapturedBlock:
+    """A run; and if it leaves something beside its output, another one that sees whose code does so and how."""
+    found = run()
+    in_place, drawn = beside.changed(), bool(beside.drawn())
+    ways = list(beside.ways(in_place))
+    beside.restore()
+    if ways:
+        collecting = Collecting(ways)
+        others = [holder for holder in in_place if not collecting.holds(holder.value)]
+        try:
+            followed = run(Watch(others, block) if others or drawn else None, collecting)
+            if not collecting.lost:
+                return followed
+        except Exception as error:  # of code that takes no stand-in, in C say
+            log.debug("lists and dicts of %s cannot be followed: %s", type(block).__name__, error)
+        beside.restore()
+    return run(Watch(in_place, block)) if in_place or drawn else found
 
 
 def _capture(
@@ -125,10 +153,10 @@ def _capture(
     path: str,
     seed: int,
     as_it_is: bool,
-    beside: Beside,
     watch: Watch | None = None,
+    collecting: Collecting | None = None,
 ) -> CapturedBlock:
-    """``watch``: looks at what a first run changed in place, to see which module's code does."""
+    """``watch`` and ``collecting`` look at what a first run left beside its output, to see which module's code does and how."""
     parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
         block.named_buffers(remove_duplicate=False)
     )
@@ -136,6 +164,7 @@ def _capture(
     reads = HeldReads(block)
     try:
         with (
+            collecting.stand_ins() if collecting else nullcontext(),
             restored_state(block) as attributes,
             stirred_parameters({} if as_it_is else parameters) as stirred,
             torch.random.fork_rng(devices=[]),
@@ -143,12 +172,15 @@ def _capture(
         ):
             recorder = Recorder(parameters, sees_gradients=not as_it_is)
             recorder.leave = watch.leave if watch else recorder.leave
+            if collecting:
+                collecting.scope = lambda: recorder.scopes[-1]
             torch.manual_seed(seed)
             with noted_settings(recorder) as settings, reads.noted():
                 result, arguments, given = _run(block, recorder, bound)
             recorder.leave("")
             output = recorder.lift_result(result)
             stored = tuple(stored_values(block, attributes, settings, recorder))
+            accesses = collecting.accesses(recorder) if collecting else ()
             kept_before = {id(leaf) for before in attributes.values() for leaf in tree_leaves(list(before.values()))}
             kept_before |= {id(tensor) for tensor in reads.tensors()}
     except CaptureError:
@@ -157,13 +189,9 @@ def _capture(
         raise CaptureError(str(error), path=path or type(block).__name__) from error
     except Exception as error:
         raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
-    in_place = beside.changed()
     changed = [ChangedInPlace(holder.label, False, frozenset({""})) for holder, _ in given.changed()]
     changed += [ChangedInPlace(*found) for found in watch.found()] if watch else []
-    if (in_place or beside.drawn()) and watch is None:
-        beside.restore()
-        return _capture(block, args, kwargs, path, seed, as_it_is, beside, Watch(in_place, block))
-    kept = [item.value for item in stored if item.value is not UNKNOWN]
+    kept = [item.value for item in stored if item.value is not UNKNOWN] + puts(accesses)
     recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
     recalled = frozenset(name for name, identity in recorder.met.items() if identity in kept_before)
     inside = {id(leaf) for leaf in tree_leaves([bound.args, bound.kwargs])}
@@ -178,11 +206,12 @@ def _capture(
         arguments,
         output,
         stored,
+        accesses,
         tuple(changed),
         tuple(recorder.functions),
         recalled,
         nested,
-        held=reads.values(),
+        held=tuple(value for value in reads.values() if not (collecting and collecting.explains(value))),
         stirred=stirred,
     )
 

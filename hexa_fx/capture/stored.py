@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.recorder import Recorder
+from hexa_fx.ir import ModuleAttribute
 
 UNKNOWN = object()
 """Stands for a stored value that is neither None nor made of tensors of the run."""
@@ -20,14 +21,13 @@ UNKNOWN = object()
 class StoredValue:
     """An attribute that the run set on a module: ``value`` with nodes for tensors, or `UNKNOWN`."""
 
-    path: str
-    name: str
+    place: ModuleAttribute
     value: Any
     scopes: frozenset[str]
     """Paths of the modules whose code set it."""
 
     def __str__(self) -> str:
-        return f"{self.path or 'self'}.{self.name}"
+        return str(self.place)
 
 
 @contextmanager
@@ -95,13 +95,15 @@ def stored_values(
         for name in dict.fromkeys((*changed, *emptied_here)):
             value = module.__dict__[name]
             scopes = frozenset(settings.scopes.get((id(module), name), {path}))
-            yield StoredValue(path, name, recorder.lift(value) if _is_liftable(value) else UNKNOWN, scopes)
+            yield StoredValue(
+                ModuleAttribute(path, name), recorder.lift(value) if is_liftable(value) else UNKNOWN, scopes
+            )
 
 
-def _is_liftable(value: Any) -> bool:
+def is_liftable(value: Any) -> bool:
     """Whether a value is None, a tensor, or a tuple, list or dict of such, so that a rewritten forward can set it too."""
     if type(value) in (tuple, list):
-        return all(_is_liftable(item) for item in value)
+        return all(is_liftable(item) for item in value)
     if type(value) is dict:
-        return all(isinstance(key, str) and _is_liftable(item) for key, item in value.items())
+        return all(isinstance(key, str) and is_liftable(item) for key, item in value.items())
     return value is None or isinstance(value, torch.Tensor)

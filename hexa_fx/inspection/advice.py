@@ -73,6 +73,14 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "to self in forward.",
     ),
     (
+        ("puts something other than tensors into", "where earlier calls may have left", " in place by "),
+        "Only add tensors to it in forward, and read, count or clear it outside of the block.",
+    ),
+    (
+        ("uses it too; the rewritten block",),
+        "Add to the list at the end of forward, or give the two modules a list each.",
+    ),
+    (
         (" in place, which",),
         "Set an attribute in forward (self.loss = loss) and collect it outside, return the loss, or keep the list in the router "
         "module, which stays a call.",

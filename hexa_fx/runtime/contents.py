@@ -44,6 +44,11 @@ class Contents:
                 found.append((holder, [value for _, value in now if id(value) not in old]))
         return found
 
+    def items(self) -> Iterator[Any]:
+        """What the holders contained then."""
+        for _, before in self._before:
+            yield from (value for _, value in before)
+
     def restore(self, wanted: Callable[[Holder], bool] = lambda holder: True) -> None:
         """Puts back what is not as it was."""
         for holder, before in self._before:

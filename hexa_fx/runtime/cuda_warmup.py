@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hexa_fx.ops import main_grad
+from hexa_fx.runtime import results
+from hexa_fx.runtime.contents import Holder
+from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.outcome import ModuleState
 
 log = logging.getLogger(__name__)
@@ -61,7 +64,7 @@ def _steps(blocks: Sequence[tuple[nn.Module, Example]]) -> None:
 
 def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Runs forward, and backward if the block is in train mode."""
-    state, device = ModuleState(block), _device(block)
+    state, device = ModuleState(block, _shared_holders(block)), _device(block)
     assert device is not None
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
@@ -72,6 +75,13 @@ def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         wanted = [p for p in block.parameters() if p.requires_grad]
         if block.training and results and wanted:
             torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results], allow_unused=True)
+
+
+def _shared_holders(block: nn.Module) -> Iterator[Holder]:
+    """The globals that the rewritten forward of the block adds to; what this run adds is taken out again."""
+    forward = block.forward
+    if isinstance(forward, HexaForward):
+        yield from results.shared_holders(block, forward.stored[block.training])
 
 
 def _leaf(value: Any) -> Any:

@@ -20,8 +20,9 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
-from hexa_fx.ir import PackedWeight, RewrittenBlock
+from hexa_fx.ir import ModuleAttribute, PackedWeight, RewrittenBlock
 from hexa_fx.ops import main_grad
+from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
@@ -67,7 +68,8 @@ class HexaForward:
         self._missed_sizes: tuple[Any, ...] | None = None
         called = called_in(*(block.graph for block in (train, eval) if block))
         held = [value for block in (train, eval) if block for value in block.held]
-        self.unchanged = Unchanged(module, called, (*self.stored[True], *self.stored[False]), held)
+        attributes = [item for item in (*self.stored[True], *self.stored[False]) if isinstance(item, ModuleAttribute)]
+        self.unchanged = Unchanged(module, called, ((item.path, item.name) for item in attributes), held)
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:
@@ -139,15 +141,15 @@ class HexaForward:
         values = self._arguments.bind(args, kwargs)
         check_inputs(self.guards[training], values)
         self._check_coverage(values, training)
+        results.check(module, self.stored[training])
         inputs = [values[name] for name in program.inputs]
         for name in self.packed_names[training]:
             getattr(module, name).refresh()
         result = program.function(module, *inputs)
         if not self.stored[training]:
             return result
-        output, values = result
-        for (path, name), value in zip(self.stored[training], values):
-            setattr(module.get_submodule(path), name, value)
+        output, beside = result
+        results.leave(module, self.stored[training], beside)
         return output
 
     def _check_coverage(self, values: dict[str, Any], training: bool) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hexa_fx.runtime.contents import Contents, contents, held_by_modules
+from hexa_fx.runtime.contents import Contents, Holder, contents, held_by_modules
 from hexa_fx.runtime.weight_slices import WeightSlices
 
 SCALE_FLOOR = 1e-6
@@ -56,9 +56,13 @@ class ModuleState:
     """The buffers and plain attributes of a module tree, so that every call starts from the same state.
 
     Parameters are left alone; that a forward changed one shows in `facts`.
+
+    Args:
+        module: the root of the tree.
+        shared: lists, dicts and objects outside of it whose contents count too.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, shared: Iterable[Holder] = ()) -> None:
         self._module = module
         # torch's own layers keep nothing but their sizes beside buffers
         self._named = [
@@ -73,7 +77,7 @@ class ModuleState:
             for buffers in self._buffers
         ]
         self._attributes = [dict(child.__dict__) for child in self._modules]
-        self._contents = Contents(held_by_modules(module))
+        self._contents = Contents([*held_by_modules(module), *shared])
 
     def restore(self) -> None:
         """Puts the saved values back, into the same buffer objects."""
@@ -87,7 +91,7 @@ class ModuleState:
         self._contents.restore()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of all buffers and tensor attributes, by dotted name."""
+        """Copies of all buffers, tensor attributes and tensors in lists and dicts that changed, by dotted name."""
         found = {f"buffer {name}": buffer for name, buffer in self._module.named_buffers()}
         for path, name, value in self._listed():
             if isinstance(value, torch.Tensor):
@@ -99,8 +103,9 @@ class ModuleState:
         return {f"attribute {path}.{name}": v for path, name, v in self._listed() if not isinstance(v, torch.Tensor)}
 
     def fresh_tensors(self) -> list[torch.Tensor]:
-        """Tensor attributes that were set since `restore`, ordered by name."""
+        """Tensors that were set as attributes or put into lists and dicts since `restore`, ordered by name."""
         before = {id(value) for attributes in self._attributes for value in attributes.values()}
+        before |= {id(leaf) for value in self._contents.items() for _, leaf in _leaves("", value)}
         found = [item for item in self._listed() if isinstance(item[2], torch.Tensor)]
         return [value for _, _, value in sorted(found, key=lambda item: item[:2]) if id(value) not in before]
 
@@ -293,8 +298,19 @@ def _is_floating(leaf: Any) -> bool:
 
 def _plain_contents(label: str, holder: Any) -> Iterable[tuple[str, Any]]:
     found = contents(holder)
-    yield f"{label} holds", len(found)
-    yield from ((f"{label}[{key}]", value) for key, value in found if isinstance(value, _PLAIN))
+    yield f"{label} holds", f"{len(found)} in a {type(holder).__name__}"
+    for key, value in found:
+        yield from _leaves(f"{label}[{key}]", value)
+
+
+def _leaves(label: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """The tensors, numbers and texts in a value, and how it is made of them."""
+    if type(value) in (list, tuple, dict):
+        yield from _plain_contents(label, value)
+    elif isinstance(value, _PLAIN):
+        yield label, value
+    elif value is None:
+        yield label, "None"
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.fx
 
-from hexa_fx.capture import CapturedBlock, StoredValue
+from hexa_fx.capture import Access, CapturedBlock, StoredValue
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.decisions import ShapeBranch
 from hexa_fx.passes.detect.free_body import FreeBody
@@ -30,7 +30,7 @@ class MoEMatch:
         base: node that the combined outputs are added to, if the code does not start from zeros.
         detached: whether the experts read their tokens without a gradient.
         constant: whether the code lets no gradient through the region.
-        stored: results that the code keeps on modules, which the rewritten block has to set.
+        stored: results that the code keeps beside its output, which the rewritten block has to leave there.
         others: further regions of the same block.
     """
 
@@ -43,7 +43,7 @@ class MoEMatch:
     identity: bool
     branches: tuple[ShapeBranch, ...]
     idiom: str
-    stored: tuple[StoredValue, ...] = ()
+    stored: tuple[Access | StoredValue, ...] = ()
     base: torch.fx.Node | None = None
     detached: bool = False
     constant: bool = False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.fx
 
-from hexa_fx.capture import UNKNOWN, CapturedBlock, StoredValue, record_of
+from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
 from hexa_fx.passes.detect.graph import RANDOM, ancestors, effects, is_float, operation
 from hexa_fx.passes.detect.tags import Tag
@@ -27,11 +27,16 @@ def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> 
     return inside
 
 
-def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> tuple[StoredValue, ...]:
-    """Results that the code keeps on modules which the rewritten block does not call, so that it has to set them itself.
+def stored_outside_calls(
+    captured: CapturedBlock, products: Iterable[torch.fx.Node]
+) -> tuple[Access | StoredValue, ...]:
+    """Results that code outside of the modules that the rewritten block calls keeps, so that the block has to keep them itself.
+
+    Results in lists and dicts come first: an attribute that is set may be the list itself, which later calls find anew.
 
     Raises:
-        Refuse: one of them is no tensor of this run, or follows from what an earlier run kept.
+        Refuse: one of them is no tensor of this run, or follows from what an earlier run kept; or the code changes something else
+            in place, or does more with a list or dict than to add to it.
     """
     opaque = opaque_nodes(captured, products)
     order = [node for node in captured.graph.nodes if node.op != "output"]
@@ -45,18 +50,38 @@ def stored_outside_calls(captured: CapturedBlock, products: Iterable[torch.fx.No
                 "generator (torch.rand) are drawn anew in every call"
             )
         raise Refuse(
-            f"the code changes {changed.label} in place, which the rewritten block would not; results that it sets as "
-            "attributes (self.loss = loss) or returns are kept"
+            f"the code changes {changed.label} in place, which the rewritten block would not; results that it returns, sets as "
+            "attributes (self.loss = loss), appends to lists or sets in dicts of its modules and globals are kept"
         )
-    found = []
-    for item in captured.stored:
-        if all(_is_within(scope, live) for scope in item.scopes):
-            continue
+    found: list[Access | StoredValue] = [*_added_outside_calls(captured.accesses, live)]
+    found += [item for item in captured.stored if not all(_is_within(scope, live) for scope in item.scopes)]
+    for item in found:
         behind = ancestors(_nodes(item.value))
         if item.value is UNKNOWN or any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
             raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")
-        found.append(item)
     return tuple(found)
+
+
+def _added_outside_calls(accesses: Iterable[Access], live: set[str]) -> Iterator[Access]:
+    """What the rewritten block has to add to lists and dicts, which it does at its end.
+
+    Raises:
+        Refuse: the code does more than to add tensors, or a module that is called looks at the list after the code added to it.
+    """
+    added: set[int] = set()
+    for access in accesses:
+        if not _is_within(access.scope, live):
+            if access.problem:
+                raise Refuse(
+                    f"the code {access.problem}; it is rewritten if it only adds tensors to a list or sets them in a dict"
+                )
+            added.add(access.owner)
+            yield access
+        elif access.owner in added:
+            raise Refuse(
+                f"the code adds to {access} before {access.scope}, which is called as it is, uses it too; the rewritten block "
+                "would add to it last"
+            )
 
 
 def _is_within(scope: str, paths: set[str]) -> bool:
@@ -64,7 +89,7 @@ def _is_within(scope: str, paths: set[str]) -> bool:
 
 
 def refuse_stored_intermediates(
-    stored: Iterable[StoredValue], tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
+    stored: Iterable[Access | StoredValue], tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
 ) -> None:
     """Refuses code that keeps what experts compute on a module.
 

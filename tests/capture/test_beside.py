@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import random
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -29,12 +28,11 @@ LOSSES: list[torch.Tensor] = []
 
 class Collector:
     latest: torch.Tensor | None = None
+    of_all: ClassVar[list[torch.Tensor]] = []
 
-    def __init__(self) -> None:
-        self.losses: list[torch.Tensor] = []
 
-    def add(self, loss: torch.Tensor) -> None:
-        self.losses.append(loss)
+class Listed(list[torch.Tensor]):
+    pass
 
 
 class Mixture(nn.Module):
@@ -65,18 +63,17 @@ def _tokens(count: int = 9) -> torch.Tensor:
 
 
 CHANGES: dict[str, tuple[Callable[[Mixture, torch.Tensor], Any], Callable[[], Any], str]] = {
-    "list": (lambda m, loss: m.kept.append(loss), list, "self.kept"),
-    "deque": (lambda m, loss: m.kept.append(loss.item()), lambda: collections.deque(maxlen=3), "self.kept"),
-    "dict": (lambda m, loss: m.kept.__setitem__("loss", loss), lambda: {"loss": None}, "self.kept"),
-    "list in a dict": (
-        lambda m, loss: m.kept.setdefault("loss", []).append(loss),
-        lambda: {"loss": []},
-        "self.kept.loss",
+    "set": (lambda m, loss: m.kept.add(loss), set, "self.kept"),
+    "list of a class of its own": (lambda m, loss: m.kept.append(loss), Listed, "self.kept"),
+    "list that torch reads": (
+        lambda m, loss: (m.kept.append(loss), torch.stack(m.kept)),
+        list,
+        "self.kept",
     ),
-    "object": (lambda m, loss: m.kept.add(loss), Collector, "self.kept.losses"),
+    "list in a list": (lambda m, loss: m.kept[0].append(loss), lambda: [[]], "self.kept[0]"),
     "attribute of an object": (lambda m, loss: setattr(m.kept, "latest", loss), Collector, "self.kept"),
     "namespace": (lambda m, loss: setattr(m.kept, "loss", loss), types.SimpleNamespace, "self.kept"),
-    "global": (lambda m, loss: LOSSES.append(loss), lambda: None, "LOSSES"),
+    "list of a class": (lambda m, loss: Collector.of_all.append(loss), lambda: None, "Collector.of_all"),
     "class": (lambda m, loss: setattr(Collector, "latest", loss), lambda: None, "Collector"),
 }
 
@@ -93,7 +90,7 @@ def test_analysis_takes_its_own_out_again() -> None:
     LOSSES.clear()
     earlier = torch.ones(())
     held = Mixture(lambda m, loss: (m.kept.append(loss), LOSSES.append(loss)), [earlier]).double()
-    hexa_fx.optimize_(held, _tokens())
+    assert hexa_fx.optimize_(held, _tokens()).report.rewritten
     assert held.kept == [earlier]
     assert not LOSSES
     held(_tokens())

@@ -1,0 +1,246 @@
+"""Lists, deques and dicts that a run puts results into, and whether it does anything else with them.
+
+While the block runs, a stand-in lies where the code reaches each of them, and notes what is done to it. It is of a class of its
+own, so that no code in C can look into it unseen. What the code only adds to can be added to by a rewritten block as well;
+what it reads may decide how it goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from hexa_fx.capture.recorder import Recorder
+from hexa_fx.capture.stored import is_liftable
+from hexa_fx.capture.ways import KINDS, Way
+from hexa_fx.ir import Container, ContainerItem, HeldValue
+from hexa_fx.runtime.contents import contents
+
+_CHANGES = frozenset(
+    "insert remove pop clear sort reverse appendleft extendleft popleft rotate popitem setdefault "
+    "__setitem__ __delitem__ __imul__".split()
+)
+_PLAIN_KEYS = (str, int, bool, type(None))
+
+
+@dataclass(frozen=True)
+class Access:
+    """One thing that the code does to a list, deque or dict.
+
+    Args:
+        number: its place among all of them.
+        owner: number of the list; it may be reached in several ways.
+        place: where a result is put, by the way that the code reached it.
+        scope: path of the module whose code does it.
+        problem: what is done, in words, if it is anything but putting a result there.
+        changes: whether the contents may be others afterwards.
+        value: the result, with nodes for tensors.
+    """
+
+    number: int
+    owner: int
+    place: ContainerItem
+    scope: str
+    problem: str = ""
+    changes: bool = True
+    value: Any = None
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+
+@dataclass
+class Collecting:
+    """Notes what a run does to the containers at the end of ``ways``."""
+
+    ways: list[Way]
+    scope: Callable[[], str] = lambda: ""
+    lost: bool = False
+    """Whether something changed one of them that is not at the end of a way."""
+    _noted: list[Access] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._real = {id(way.value): way.value for way in self.ways}
+        self._numbers = {identity: number for number, identity in enumerate(self._real)}
+        self._known = {identity: copy.copy(value) for identity, value in self._real.items()}
+        self._full = {identity for identity, value in self._real.items() if _holds_tensors(value)}
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[None]:
+        """A context in which the code meets stand-ins."""
+        put = [(way, _STAND_INS[type(way.value)](self, way)) for way in self.ways]
+        for way, stand_in in put:
+            way.parent[way.key] = stand_in
+        try:
+            yield
+        finally:
+            for way, stand_in in put:
+                if way.parent.get(way.key) is stand_in:
+                    way.parent[way.key] = way.value
+            for value in self._real.values():
+                self._look(value)
+
+    def holds(self, value: Any) -> bool:
+        """Whether ``value`` is one of the containers."""
+        return id(value) in self._real
+
+    def _look(self, value: Any) -> None:
+        self.lost |= not _same(self._known[id(value)], value)
+
+    def note(
+        self,
+        way: Way,
+        act: Callable[[], Any],
+        problem: str = "",
+        changes: bool = True,
+        key: Any = None,
+        value: Any = None,
+    ) -> Any:
+        """Does ``act`` and notes it, even if it raises an error: that is an answer too."""
+        self._look(way.value)
+        place, owner = ContainerItem(way.container, key), self._numbers[id(way.value)]
+        self._noted.append(Access(len(self._noted), owner, place, self.scope(), problem, changes, value))
+        try:
+            return act()
+        finally:
+            self._known[id(way.value)] = copy.copy(way.value)
+
+    def accesses(self, recorder: Recorder) -> tuple[Access, ...]:
+        """Everything that was done, with nodes for tensors. Mere reads count only where tensors lie or come to lie.
+
+        What is read from others is watched like any setting (`hexa_fx.runtime.unchanged`).
+        """
+        told = self._full_owners() | self._changed_owners()
+        return tuple(_lifted(access, recorder) for access in self._noted if access.owner in told)
+
+    def explains(self, held: HeldValue) -> bool:
+        """Whether a value counts as read from an object only because of what nobody reads, or is noted here."""
+        read = {access.owner for access in self._noted if access.problem} - self._changed_owners()
+        return any(
+            not way.container.is_global
+            and way.container.root == held.path
+            and way.container.steps == held.steps[: len(way.container.steps)]
+            and self._numbers[id(way.value)] not in read
+            for way in self.ways
+        )
+
+    def _full_owners(self) -> set[int]:
+        return {self._numbers[identity] for identity in self._full}
+
+    def _changed_owners(self) -> set[int]:
+        return {access.owner for access in self._noted if access.changes}
+
+
+def puts(accesses: Iterable[Access]) -> list[Any]:
+    """The results that are put somewhere."""
+    return [access.value for access in accesses if not access.problem]
+
+
+def _lifted(access: Access, recorder: Recorder) -> Access:
+    if access.problem:
+        return replace(access, value=None)
+    if is_liftable(access.value):
+        return replace(access, value=recorder.lift(access.value))
+    problem = f"puts something other than tensors into {access}, of which a graph holds one value"
+    return replace(access, problem=problem, value=None)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves([item for _, item in contents(value)]))
+
+
+def _same(one: Any, two: Any) -> bool:
+    first, second = contents(one), contents(two)
+    keys = [key for key, _ in first] == [key for key, _ in second]
+    return len(first) == len(second) and keys and all(a is b for (_, a), (_, b) in zip(first, second))
+
+
+# -- stand-ins ---------------------------------------------------------------------------------------------------------
+
+
+class _StandIn:
+    """For a list, deque or dict; subclasses have the methods."""
+
+    __slots__ = ("collecting", "way")
+
+    def __init__(self, collecting: Collecting, way: Way) -> None:
+        self.collecting, self.way = collecting, way
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.way.value, name)
+        return self.collecting.note(self.way, lambda: found, _reading(self.way.container), changes=False)
+
+
+def _reading(container: Container) -> str:
+    return f"reads {container}, where earlier calls may have left other things"
+
+
+def _noting(name: str) -> Callable[..., Any]:
+    """The method of that name, noted as a reason for a refusal."""
+    changes = name in _CHANGES
+
+    def method(self: _StandIn, *args: Any, **kwargs: Any) -> Any:
+        container, act = self.way.container, getattr(self.way.value, name)
+        problem = f"changes {container} in place by {name}" if changes else _reading(container)
+        return self.collecting.note(self.way, lambda: act(*args, **kwargs), problem, changes)
+
+    return method
+
+
+def _append(self: _StandIn, item: Any) -> None:
+    self.collecting.note(self.way, functools.partial(self.way.value.append, item), value=item)
+
+
+def _extend(self: _StandIn, items: Iterable[Any]) -> None:
+    for item in list(items):
+        _append(self, item)
+
+
+def _add_onto(self: _StandIn, items: Iterable[Any]) -> _StandIn:
+    _extend(self, items)
+    return self
+
+
+def _set(self: _StandIn, key: Any, value: Any) -> None:
+    plain = type(key) in _PLAIN_KEYS
+    problem = (
+        "" if plain else f"puts a result into {self.way.container} by a key that is neither text nor a fixed number"
+    )
+    act = functools.partial(self.way.value.__setitem__, key, value)
+    self.collecting.note(self.way, act, problem, key=key if plain else None, value=value)
+
+
+def _update(self: _StandIn, *args: Any, **kwargs: Any) -> None:
+    for key, value in dict(*args, **kwargs).items():
+        _set(self, key, value)
+
+
+def _update_onto(self: _StandIn, other: Any) -> _StandIn:
+    _update(self, other)
+    return self
+
+
+_SEQUENCE = {"append": _append, "extend": _extend, "__iadd__": _add_onto}
+_MAPPING = {"__setitem__": _set, "update": _update, "__ior__": _update_onto}
+_OWN = frozenset(
+    "__new__ __init__ __class__ __getattribute__ __setattr__ __delattr__ __dir__ __init_subclass__ __subclasshook__ "
+    "__class_getitem__ __sizeof__".split()
+)
+
+
+def _stand_in_for(kind: type) -> type[_StandIn]:
+    members: dict[str, Any] = {
+        name: _noting(name) for name in dir(kind) if name not in _OWN and callable(getattr(kind, name))
+    }
+    members |= _MAPPING if kind is dict else _SEQUENCE
+    return type("StandIn", (_StandIn,), {**members, "__slots__": (), "__class__": property(lambda self: kind)})
+
+
+_STAND_INS = {kind: _stand_in_for(kind) for kind in KINDS}

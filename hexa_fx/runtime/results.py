@@ -1,0 +1,65 @@
+"""Leaves what a rewritten forward computes beside its output: as attributes of modules, in lists, deques and dicts.
+
+Users replace and clear such lists between steps (``model.losses = []``). A list is therefore looked up in every call, and what
+was put into it is not kept here. If it is gone, or is something else now, the block's own code runs: it says what is to
+happen, even if that is an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from hexa_fx.ir import Container, ContainerItem, Destination
+from hexa_fx.runtime.contents import Holder
+from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.held import MISSING, step
+
+
+def check(module: nn.Module, destinations: Iterable[Destination]) -> None:
+    """Raises `GuardMiss` if a list, deque or dict is not where it was, so that nothing is computed in vain."""
+    for destination in destinations:
+        if isinstance(destination, ContainerItem):
+            _found(module, destination.container)
+
+
+def leave(module: nn.Module, destinations: Sequence[Destination], values: Sequence[Any]) -> None:
+    """Sets, appends or inserts ``values``, in the order of the original."""
+    for destination, value in zip(destinations, values):
+        if not isinstance(destination, ContainerItem):
+            setattr(module.get_submodule(destination.path), destination.name, value)
+            continue
+        container = _found(module, destination.container)
+        if destination.container.kind is dict:
+            container[destination.key] = value
+        else:
+            container.append(value)
+
+
+def shared_holders(module: nn.Module, destinations: Iterable[Destination]) -> Iterator[Holder]:
+    """The lists, deques and dicts among ``destinations`` that are globals, each once. Those that are gone are left out."""
+    containers = dict.fromkeys(item.container for item in destinations if isinstance(item, ContainerItem))
+    for container in containers:
+        if not container.is_global:
+            continue
+        try:
+            yield Holder(str(container), _found(module, container))
+        except GuardMiss:
+            continue
+
+
+def _found(module: nn.Module, container: Container) -> Any:
+    try:
+        holder: Any = sys.modules[container.root] if container.is_global else module.get_submodule(container.root)
+    except (KeyError, AttributeError):
+        raise GuardMiss(f"{container} is no longer there") from None
+    for key in container.steps:
+        holder = step(holder, key)
+        if holder is MISSING:
+            raise GuardMiss(f"{container} is no longer there")
+    if type(holder) is not container.kind:
+        raise GuardMiss(f"{container} was a {container.kind.__name__} and is now a {type(holder).__name__}")
+    return holder

@@ -1,0 +1,321 @@
+"""Results that blocks leave in lists and dicts, rewritten, against the original in float64."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import hexa_fx
+from hexa_fx.capture.copies import deepcopied
+from tests.zoo.compare import operators_run
+
+torch.set_num_threads(1)
+
+D, E, K = 6, 4, 2
+LOSSES: list[Any] = []
+START = {"scale": 2.0, "aux": None}
+
+
+class Manager:
+    def __init__(self) -> None:
+        self.losses: list[Any] = []
+
+
+class Block(nn.Module):
+    """A plain mixture that leaves a loss everywhere in train mode, and one on the output in a list in both modes."""
+
+    def __init__(self, layer: int = 0, manager: Manager | None = None) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.Linear(8, D)) for _ in range(E))
+        self.layer, self.manager = layer, manager or Manager()
+        self.losses: list[Any] = []
+        self.latest: deque[Any] = deque(maxlen=2)
+        self.stats: dict[Any, Any] = dict(START)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs = F.softmax(self.router(x), -1)
+        weights, ids = probs.topk(K, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        if self.training:
+            self.losses.append(probs.sum(0).square().sum())
+            self.losses += [(probs.logsumexp(-1).sum(), None)]
+            self.stats[self.layer] = self.stats["aux"] = out.square().sum()
+            self.manager.losses.extend([weights.square().sum(), weights.exp().sum()])
+            LOSSES.append(probs.exp().sum())
+        self.latest.append(out.detach().sum())
+        return out
+
+
+def tokens(count: int = 9) -> torch.Tensor:
+    return torch.randn(count, D, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
+
+
+@pytest.fixture(autouse=True)
+def no_losses() -> Iterator[None]:
+    LOSSES.clear()
+    yield
+    LOSSES.clear()
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[Block, Block]:
+    torch.manual_seed(0)
+    block = Block().double()
+    block(tokens()).sum().backward()  # left over from an earlier step, whose graph is gone
+    LOSSES.clear()
+    optimized = hexa_fx.optimize(block, tokens())
+    assert not optimized.report.refused, str(optimized.report)
+    return block, optimized
+
+
+@pytest.fixture
+def pair(made: tuple[Block, Block]) -> list[Block]:
+    pair = [deepcopied(block, {}) for block in made]
+    for block in pair:
+        block.losses, block.manager.losses, block.stats = [], [], dict(START)
+        block.latest.clear()
+    return pair
+
+
+def left(block: Block) -> list[Any]:
+    """What lies in the lists and dicts, in order; a number for None."""
+    named = [(str(key), value) for key, value in block.stats.items()]
+    found = [
+        block.losses,
+        block.manager.losses,
+        list(block.latest),
+        LOSSES[:],
+        [name for name, _ in named],
+        dict(named),
+    ]
+    return tree_map(lambda value: 1.5 if value is None else len(value) if isinstance(value, str) else value, found)
+
+
+def step(block: Block, x: torch.Tensor) -> list[Any]:
+    """Everything that a step leaves, and all gradients, those through the lists included."""
+    LOSSES.clear()
+    out = block.train()(x)
+    found = [out, *left(block)]
+    loss = sum(w * t.sum() for w, t in enumerate(tree_leaves(found), 1) if _has_gradient(t))
+    return [found, torch.autograd.grad(loss, list(block.parameters()))]
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def test_optimize_leaves_nothing_behind(made: tuple[Block, Block]) -> None:
+    block, optimized = made
+    assert not LOSSES
+    for either in (block, optimized):
+        assert [len(either.losses), len(either.latest), len(either.manager.losses)] == [2, 1, 2]
+        assert list(either.stats) == ["scale", "aux", 0]
+    assert optimized.losses is not block.losses
+    assert operators_run(optimized.train(), (tokens(7),))
+
+
+@pytest.mark.parametrize("between", ["kept", "cleared", "replaced"])
+def test_steps(pair: list[Block], between: str) -> None:
+    for count in (7, 0, 1, 12):
+        if between == "kept":
+            pair[0](tokens(3)), pair[1](tokens(3))
+            for block in pair:  # the first calls' graphs
+                block.losses[:] = tree_map(_detached, block.losses)
+        held = [block.losses for block in pair]
+        ours, theirs = step(pair[1], tokens(count)), step(pair[0], tokens(count))
+        torch.testing.assert_close(ours, theirs)
+        assert all(block.losses is before for block, before in zip(pair, held))
+        for block in pair:
+            block.manager.losses = []
+            block.stats = dict.fromkeys(block.stats)
+            if between == "cleared":
+                block.losses.clear()
+            if between == "replaced":
+                block.losses = []
+    assert _runs(pair[1])
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _runs(block: Block) -> bool:
+    return operators_run(block, (tokens(5),))
+
+
+def test_eval_adds_what_the_code_adds_there(pair: list[Block]) -> None:
+    for block in pair:
+        block.train()(tokens()).sum().backward()
+        block.eval()
+        LOSSES.clear()
+    with torch.no_grad():
+        assert _runs(pair[1]), "lists that training filled are no reason against it"
+        pair[0](tokens(5))
+        torch.testing.assert_close(pair[1].latest, pair[0].latest)
+    assert not LOSSES
+    torch.testing.assert_close(left(pair[1]), left(pair[0]))
+    assert pair[1].state_dict().keys() == pair[0].state_dict().keys()
+
+
+@pytest.mark.parametrize("change", ["gone", "a tuple"])
+def test_another_container_runs_the_blocks_own_code(pair: list[Block], change: str, caplog: Any) -> None:
+    optimized = pair[1].train()
+    if change == "gone":
+        del optimized.manager.losses
+    else:
+        optimized.manager.losses = (1,)
+    with caplog.at_level(logging.WARNING), pytest.raises(AttributeError, match=r"losses|extend"):
+        optimized(tokens())
+    assert "runs its original forward: self.manager.losses" in caplog.text
+    assert len(optimized.losses) == 2, "added by the original alone"
+
+
+def test_copies_pickles_and_undo(pair: list[Block]) -> None:
+    optimized = pair[1].train()
+    others = [copy.deepcopy(optimized), pickle.loads(pickle.dumps(optimized)), hexa_fx.undo_(copy.deepcopy(optimized))]
+    assert [_runs(other) for other in others] == [True, True, False]
+    expected = step(pair[0], tokens(4))
+    for other in others:
+        other.losses, other.manager.losses, other.stats = [], [], dict(START)
+        other.latest.clear()
+        torch.testing.assert_close(step(other, tokens(4)), expected)
+    assert optimized.losses == []
+    hexa_fx.undo_(optimized)
+    torch.testing.assert_close(step(optimized, tokens(4)), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_forward_adds_again_as_the_original_does(pair: list[Block], reentrant: bool) -> None:
+    """Unless recomputation stops early: a rewritten block adds at its end."""
+    with set_checkpoint_early_stop(False):
+        for block in pair:
+            checkpoint(block.train(), tokens().requires_grad_(), use_reentrant=reentrant).sum().backward()
+    assert len(LOSSES) == 4
+    assert [len(block.losses) for block in pair] == [4, 4]
+
+
+def test_compiled_as_one_graph(pair: list[Block]) -> None:
+    compiled = torch.compile(pair[1].train(), backend="eager", fullgraph=True)
+    for count in (7, 8):
+        pair[0](tokens(count)), compiled(tokens(count))
+    torch.testing.assert_close(left(pair[1]), left(pair[0]))
+    assert len(LOSSES) == 4
+    torch.testing.assert_close(LOSSES[1::2], LOSSES[::2])
+
+
+class Model(nn.Module):
+    """Two layers in a list, which share a manager and a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.manager = Manager()
+        self.layers = nn.ModuleList(Block(number, self.manager) for number in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def test_layers_that_share_a_list_add_in_the_models_order() -> None:
+    torch.manual_seed(0)
+    model = Model().double()
+    optimized = hexa_fx.optimize(model, tokens())
+    assert len(optimized.report.rewritten) == 2, str(optimized.report)
+    assert not LOSSES
+    found = []
+    for either in (model.train(), optimized.train()):
+        LOSSES.clear()
+        either.manager.losses.clear()
+        out = either(tokens(8))
+        assert len(LOSSES) == 2
+        assert [list(layer.stats) for layer in either.layers] == [["scale", "aux", 0], ["scale", "aux", 1]]
+        loss = out.sum() + LOSSES[0] + 2 * LOSSES[1] + either.manager.losses[3]
+        found.append([LOSSES[:], either.manager.losses[:], torch.autograd.grad(loss, list(either.parameters()))])
+    torch.testing.assert_close(found[1], found[0])
+
+
+class Careless(Block):
+    """``keep`` says what is done besides."""
+
+    keep: Callable[[Careless, torch.Tensor, torch.Tensor, torch.Tensor], Any]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs = F.softmax(self.router(x), -1)
+        weights, ids = probs.topk(K, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            if self.skip and token.numel() == 0:
+                continue
+            last = expert(x[token])
+            out.index_add_(0, token, last * weights[token, slot, None])
+            self.inside(probs[:, number].mean(), last)
+        return out
+
+    skip = False
+
+    def inside(self, loss: torch.Tensor, last: torch.Tensor) -> None:
+        self.losses.append(loss)
+
+
+class SkipsEmptyExperts(Careless):
+    skip = True
+
+
+class KeepsExpertOutput(Careless):
+    def inside(self, loss: torch.Tensor, last: torch.Tensor) -> None:
+        self.losses.append(last.sum())
+
+
+class OnlyTheFirst(Careless):
+    def inside(self, loss: torch.Tensor, last: torch.Tensor) -> None:
+        if len(self.losses) < 3:
+            self.losses.append(loss)
+
+
+class AddsToTheLast(Careless):
+    def inside(self, loss: torch.Tensor, last: torch.Tensor) -> None:
+        self.stats["aux"] = loss if self.stats["aux"] is None else self.stats["aux"] + loss
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (SkipsEmptyExperts, "self.losses holds: not what the original has"),
+        (KeepsExpertOutput, "expert outputs do not come together"),
+        (OnlyTheFirst, "the code reads self.losses"),
+        (AddsToTheLast, "the code reads self.stats"),
+    ],
+)
+def test_refused(make: type[Careless], words: str) -> None:
+    torch.manual_seed(0)
+    optimized = hexa_fx.optimize(make().double(), tokens())
+    (report,) = optimized.report.blocks
+    assert report.status == "refused"
+    assert words in report.reason
+    assert optimized.losses == []
+
+
+def test_one_loss_an_expert() -> None:
+    torch.manual_seed(0)
+    block = Careless().double()
+    optimized = hexa_fx.optimize(block, tokens())
+    assert _runs(optimized)
+    block(tokens(5))
+    torch.testing.assert_close(optimized.losses, block.losses)
