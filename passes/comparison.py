@@ -18,7 +18,8 @@ from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride,
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward
-from hexa_fx.runtime.outcome import Difference, ModuleState, Outcome, difference, observe, unlike
+from hexa_fx.runtime.module_state import ModuleState
+from hexa_fx.runtime.outcome import Difference, Outcome, difference, observe, unlike
 from hexa_fx.runtime.precision import InFloat64
 from hexa_fx.runtime.weight_slices import WeightSlices
 

@@ -58,9 +58,15 @@ class Access:
 
 @dataclass
 class Collecting:
-    """Notes what a run does to the containers at the end of ``ways``."""
+    """Notes what a run does to the containers at the end of ``ways``.
+
+    Args:
+        ways: to be taken while nothing runs.
+        registered: ids of parameters and buffers; a list of such holds no results.
+    """
 
     ways: list[Way]
+    registered: set[int]
     scope: Callable[[], str] = lambda: ""
     lost: bool = False
     """Whether something changed one of them that is not at the end of a way."""
@@ -70,7 +76,7 @@ class Collecting:
         self._real = {id(way.value): way.value for way in self.ways}
         self._numbers = {identity: number for number, identity in enumerate(self._real)}
         self._known = {identity: copy.copy(value) for identity, value in self._real.items()}
-        self._full = {identity for identity, value in self._real.items() if _holds_tensors(value)}
+        self._full = {identity for identity, value in self._real.items() if self._holds_results(value)}
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
@@ -131,6 +137,10 @@ class Collecting:
             for way in self.ways
         )
 
+    def _holds_results(self, value: Any) -> bool:
+        leaves = tree_leaves([item for _, item in contents(value)])
+        return any(isinstance(leaf, torch.Tensor) and id(leaf) not in self.registered for leaf in leaves)
+
     def _full_owners(self) -> set[int]:
         return {self._numbers[identity] for identity in self._full}
 
@@ -150,10 +160,6 @@ def _lifted(access: Access, recorder: Recorder) -> Access:
         return replace(access, value=recorder.lift(access.value))
     problem = f"puts something other than tensors into {access}, of which a graph holds one value"
     return replace(access, problem=problem, value=None)
-
-
-def _holds_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves([item for _, item in contents(value)]))
 
 
 def _same(one: Any, two: Any) -> bool:

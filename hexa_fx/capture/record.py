@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -134,12 +134,14 @@ def _with_results_beside(run: Callable[..., CapturedBlock], block: nn.Module, be
     ways = list(beside.ways(in_place))
     beside.restore()
     if ways:
-        collecting = Collecting(ways)
+        collecting = Collecting(ways, {id(tensor) for tensor in (*block.parameters(), *block.buffers())})
         others = [holder for holder in in_place if not collecting.holds(holder.value)]
         try:
             followed = run(Watch(others, block) if others or drawn else None, collecting)
-            if not collecting.lost:
+            if not collecting.lost and (in_place or drawn or puts(followed.accesses)):
                 return followed
+            if not collecting.lost:  # the block only reads; what it does is as well seen without stand-ins
+                return replace(found, held=followed.held, accesses=followed.accesses)
         except Exception as error:  # of code that takes no stand-in, in C say
             log.debug("lists and dicts of %s cannot be followed: %s", type(block).__name__, error)
         beside.restore()

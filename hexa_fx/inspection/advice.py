@@ -73,17 +73,13 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "to self in forward.",
     ),
     (
-        ("puts something other than tensors into", "where earlier calls may have left", " in place by "),
-        "Only add tensors to it in forward, and read, count or clear it outside of the block.",
-    ),
-    (
-        ("uses it too; the rewritten block",),
+        ("would add to it last",),
         "Add to the list at the end of forward, or give the two modules a list each.",
     ),
     (
         (" in place, which",),
-        "Set an attribute in forward (self.loss = loss) and collect it outside, return the loss, or keep the list in the router "
-        "module, which stays a call.",
+        "Append to a list of a module or a global, set a key of a dict or an attribute in forward (self.loss = loss), return the "
+        "loss, or keep it in the router module, which stays a call.",
     ),
     (("draws random numbers from",), "Draw with torch.rand and without generator=."),
     (("inside a list, a dict or an object",), "Give the block the tensor as an argument of its own."),

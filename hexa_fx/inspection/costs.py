@@ -22,7 +22,7 @@ from hexa_fx.inspection.roles import REGION
 from hexa_fx.inspection.stages import Snapshots
 from hexa_fx.inspection.view import GraphView
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.runtime.outcome import ModuleState
+from hexa_fx.runtime.module_state import ModuleState
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from hexa_fx.ops import main_grad
 from hexa_fx.runtime import results
 from hexa_fx.runtime.contents import Holder
 from hexa_fx.runtime.install import HexaForward
-from hexa_fx.runtime.outcome import ModuleState
+from hexa_fx.runtime.module_state import ModuleState
 
 log = logging.getLogger(__name__)
 

@@ -79,8 +79,8 @@ def _added_outside_calls(accesses: Iterable[Access], live: set[str]) -> Iterator
             yield access
         elif access.owner in added:
             raise Refuse(
-                f"the code adds to {access} before {access.scope}, which is called as it is, uses it too; the rewritten block "
-                "would add to it last"
+                f"the code adds to {access} before {access.scope}, which is called as it is, uses it too, and the "
+                "rewritten block would add to it last"
             )
 
 

@@ -162,6 +162,12 @@ def test_what_else_is_done_is_refused_by_name(name: str) -> None:
     assert words in refusal(Block(look, kept))
 
 
+def test_a_list_of_parameters_may_be_read() -> None:
+    block = Block(lambda m, loss: len(m.losses))
+    block.losses = [expert.fc1.weight for expert in block.experts]
+    assert isinstance(detect(canonicalize(run(block))), MoEMatch)
+
+
 def test_two_names_of_one_list_are_two_ways() -> None:
     shared = [torch.ones(())]
     block = Block(lambda m, loss: (m.losses.append(loss), m.gate.losses.append(loss)), shared)

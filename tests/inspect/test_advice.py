@@ -55,7 +55,11 @@ def test_nearly_every_refusal_has_advice_of_its_own():
             "Return the value",
         ),
         ("the code reads a tensor that is neither a parameter nor a buffer, and may have", "register_buffer"),
-        ("the code changes self.losses in place, which the rewritten block would not; results", "Set an attribute"),
+        ("the code changes self.losses in place, which the rewritten block would not; results", "Append to a list"),
+        (
+            "the code adds to LOSSES before gate uses it too, and the rewritten block would add to it last",
+            "a list each",
+        ),
         ("only one expert ran on the example, so there is nothing to compare it with", "more varied example"),
         ("the code takes a host decision (if, while, assert, item()) on what the experts computed", "torch.where"),
         ("no known activation is what experts compute between their projections (cos)", "silu"),

@@ -8,7 +8,8 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
-from hexa_fx.runtime.outcome import ModuleState, observe
+from hexa_fx.runtime.module_state import ModuleState
+from hexa_fx.runtime.outcome import observe
 from hexa_fx.runtime.weight_slices import WeightSlices
 
 E, D, WIDTH = 5, 4, 6
