@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from bench_moe_layer import Weights, hexa_layer, make_weights
 from common import SHAPES, environment, medians
+from layers import Weights, hexa_layer, make_weights
 
 from hexa_fx.ops import moe_ffn_autograd
 

@@ -20,8 +20,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bench_moe_layer import MIB, Weights, hexa_layer, make_weights
 from common import SHAPES, environment, medians
+from layers import MIB, Weights, hexa_layer, make_weights
 
 from hexa_fx.ops import main_grad
 from hexa_fx.runtime import cuda_ops

@@ -9,9 +9,9 @@ installed (peers.py); one followed by ``@NAME`` runs only for the shape or the r
 data, each at its own sustained clock: every implementation runs alone for 0.2 s, is timed, and gives way to the next, `--turns`
 times round and every other time in the opposite order, so that a card that warms up or cools down over seconds favours nobody
 (`common.medians`; with one turn each, ratios differed by up to 10 % between runs). All routings of a shape take part in the same
-turns, over one floor. ``saved`` is memory allocated by a training
-forward that is still there after it, output included; ``peak`` the maximum of forward + backward above what was there before,
-less the gradients. Errors are ||out - ref|| / ||ref|| against a float32 loop.
+turns, over one floor. ``saved`` is memory allocated by a training forward that is still there after it, output included; ``peak``
+the maximum of forward + backward above what was there before, less the gradients. Errors are ||out - ref|| / ||ref|| against a
+float32 loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,136 +27,23 @@ from typing import Any
 import peers
 import torch
 import torch.nn.functional as F
-from common import LARGE, SHAPES, MoeShape, environment, load, medians, routing
+from common import LARGE, SHAPES, MoeShape, environment, load, medians
+from layers import (
+    MIB,
+    Weights,
+    activate,
+    dense_layer,
+    hexa_layer,
+    inference,
+    loop_layer,
+    make_routing,
+    make_weights,
+    training,
+    transformers_layer,
+)
 from torch import Tensor
 
-from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import direct
 from hexa_fx.runtime import cuda_launch, cuda_ops
-
-Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
-MIB = 2.0**20
-
-
-@dataclass
-class Weights:
-    """Parameters and inputs of one layer, all with gradients."""
-
-    x: Tensor
-    ids: Tensor
-    gates: Tensor
-    w1: Tensor
-    b1: Tensor | None
-    w2: Tensor
-    b2: Tensor | None
-
-    @property
-    def leaves(self) -> dict[str, Tensor]:
-        named = {"x": self.x, "gates": self.gates, "w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
-        return {name: t for name, t in named.items() if t is not None}
-
-
-def make_weights(shape: MoeShape, kind: str) -> Weights:
-    def random(*size: int, scale: float = 1.0) -> Tensor:
-        return torch.nn.Parameter(torch.empty(*size, device="cuda", dtype=shape.dtype).normal_(0, scale))
-
-    ids, gates = make_routing(shape, kind)
-    e, d, i, width = shape.experts, shape.model, shape.inner, shape.width
-    w1, w2 = random(e, width, d, scale=d**-0.5), random(e, d, i, scale=i**-0.5)
-    b1, b2 = (random(e, width), random(e, d)) if shape.bias else (None, None)
-    return Weights(random(shape.tokens, d), ids, gates, w1, b1, w2, b2)
-
-
-def make_routing(shape: MoeShape, kind: str) -> tuple[Tensor, Tensor]:
-    ids = routing(kind, shape)
-    return ids, torch.rand(ids.shape, device="cuda").softmax(-1).to(shape.dtype).requires_grad_()
-
-
-def activate(h: Tensor, gated: bool) -> Tensor:
-    if not gated:
-        return F.gelu(h)
-    gate, up = h.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def hexa_layer(shape: MoeShape, p: Weights) -> Callable[[], Tensor]:
-    """hexa::moe_ffn as an optimized block calls it."""
-    spec = FfnSpec("silu", "concat") if shape.gated else FfnSpec("gelu", "none")
-    static = (spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h, spec.fused_backward)
-    return lambda: direct.moe_ffn(p.x, p.ids, p.gates, p.w1, p.b1, None, None, p.w2, p.b2, *static)  # type: ignore[no-any-return]
-
-
-def loop_layer(shape: MoeShape, p: Weights) -> Callable[[], Tensor]:
-    """The eager loop of model code: nonzero, gather, two linears, weighted index_add."""
-
-    def run() -> Tensor:
-        out = torch.zeros_like(p.x)
-        hit = torch.bincount(p.ids.reshape(-1), minlength=shape.experts).nonzero().flatten().tolist()
-        for e in hit:
-            token, slot = (p.ids == e).nonzero(as_tuple=True)
-            h = F.linear(p.x[token], p.w1[e], None if p.b1 is None else p.b1[e])
-            y = F.linear(activate(h, shape.gated), p.w2[e], None if p.b2 is None else p.b2[e])
-            out = out.index_add(0, token, y * p.gates[token, slot, None])
-        return out
-
-    return run
-
-
-def transformers_layer(shape: MoeShape, p: Weights, implementation: str) -> Callable[[], Tensor]:
-    """transformers' Qwen3-MoE experts on the same parameters."""
-    from transformers import Qwen3MoeConfig
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    if not shape.gated or shape.bias:
-        raise NotImplementedError("gated experts without bias only")
-    config = Qwen3MoeConfig(
-        hidden_size=shape.model,
-        moe_intermediate_size=shape.inner,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.top_k,
-        num_hidden_layers=1,
-    )
-    config._experts_implementation = implementation
-    with torch.device("meta"):
-        experts = Qwen3MoeExperts(config)
-    experts.gate_up_proj, experts.down_proj = p.w1, p.w2
-    return lambda: experts(p.x, p.ids, p.gates)
-
-
-def dense_layer(shape: MoeShape, p: Weights) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The same FLOPs as plain matmuls: forward, forward + backward."""
-    rows = torch.randn(shape.rows, shape.model, device="cuda", dtype=shape.dtype)
-    h = torch.randn(shape.rows, shape.width, device="cuda", dtype=shape.dtype)
-    a = torch.randn(shape.rows, shape.inner, device="cuda", dtype=shape.dtype)
-    w1, w2 = p.w1.detach()[0], p.w2.detach()[0]
-
-    def forward() -> None:
-        rows @ w1.t()
-        a @ w2.t()
-
-    def both() -> None:
-        forward()
-        rows @ w2  # d activation
-        rows.t() @ a  # dW2
-        h @ w1  # dX
-        h.t() @ rows  # dW1
-
-    return forward, both
-
-
-def training(run: Callable[[], Tensor], p: Weights, dy: Tensor) -> Callable[[], None]:
-    def step() -> None:
-        torch.autograd.grad(run(), list(p.leaves.values()), dy)
-
-    return step
-
-
-def inference(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def step() -> Tensor:
-        with torch.no_grad():
-            return run()
-
-    return step
 
 
 def memory(run: Callable[[], Tensor], p: Weights, dy: Tensor) -> dict[str, float]:

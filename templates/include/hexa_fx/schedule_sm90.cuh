@@ -27,7 +27,7 @@ struct Counts {
   // Whether the steps of a weight tile are 4 % of those of a block.
   CUTE_DEVICE bool long_weight_tiles(const GroupedParams& p) const {
     const float steps = float(p.n) / float(max(p.experts, 1) * C::BK);
-    const float all = float(weight) * p.experts * steps + float(n_tiles) * p.n / C::BM * ceil_div(p.K, C::BK);
+    const float all = float(w_m) * w_n * p.experts * steps + float(n_tiles) * p.n / C::BM * ceil_div(p.K, C::BK);
     return 25.f * steps * gridDim.x > all;
   }
   static CUTE_DEVICE int units(int mb, int nb) {
