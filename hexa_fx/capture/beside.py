@@ -19,7 +19,7 @@ from hexa_fx.capture.streams import Streams
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.capture.ways import KINDS, Way, ways_to
 from hexa_fx.runtime.contents import Contents, Holder, contents, held_by_modules
-from hexa_fx.runtime.held import is_object
+from hexa_fx.runtime.held import MODULE_STATE, is_object, items, objects_in
 
 _MOST = 256
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
@@ -35,7 +35,7 @@ class Beside:
 
     def __init__(self, block: nn.Module, namespaces: list[dict[str, Any]]) -> None:
         self._block, self._namespaces = block, _with_homes(namespaces)
-        self._held = Contents(held_by_modules(block))
+        self._held = Contents([*held_by_modules(block), *_of_outside_modules(block)])
         self._global = Contents(_reached(self._namespaces))
         self._streams = Streams(block)
 
@@ -68,6 +68,21 @@ class Beside:
         self._held.restore()
         changed = {id(holder.value) for holder in self.changed()}
         self._global.restore(lambda holder: id(holder.value) in changed)
+
+
+def _of_outside_modules(block: nn.Module) -> Iterator[Holder]:
+    """What modules keep that the block knows but does not own, such as a model in a list that hides it from torch."""
+    seen = {id(module) for module in block.modules()}
+    for path, module in block.named_modules():
+        for steps, value in objects_in(module, lambda name: name not in MODULE_STATE):
+            for key, other in items(value).items():
+                if not isinstance(other, nn.Module) or id(other) in seen:
+                    continue
+                seen.add(id(other))
+                label = ".".join(map(str, (path or "self", *steps, key)))
+                yield Holder(label, vars(other))
+                lists = ((name, held) for name, held in vars(other).items() if name not in MODULE_STATE)
+                yield from (Holder(f"{label}.{name}", held) for name, held in lists if type(held) in (*KINDS, set))
 
 
 def _with_homes(namespaces: list[dict[str, Any]]) -> list[dict[str, Any]]:

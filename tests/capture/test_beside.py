@@ -31,6 +31,14 @@ class Collector:
     of_all: ClassVar[list[torch.Tensor]] = []
 
 
+class Hidden(nn.Module):
+    """Not registered with the block, which holds it in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+
+
 class Listed(list[torch.Tensor]):
     pass
 
@@ -71,6 +79,16 @@ CHANGES: dict[str, tuple[Callable[[Mixture, torch.Tensor], Any], Callable[[], An
         "self.kept",
     ),
     "list in a list": (lambda m, loss: m.kept[0].append(loss), lambda: [[]], "self.kept[0]"),
+    "list of a hidden module": (
+        lambda m, loss: m.kept[0].losses.append(loss),
+        lambda: [Hidden()],
+        "self.kept.0.losses",
+    ),
+    "attribute of a hidden module": (
+        lambda m, loss: setattr(m.kept[0], "loss", loss),
+        lambda: [Hidden()],
+        "self.kept.0",
+    ),
     "attribute of an object": (lambda m, loss: setattr(m.kept, "latest", loss), Collector, "self.kept"),
     "namespace": (lambda m, loss: setattr(m.kept, "loss", loss), types.SimpleNamespace, "self.kept"),
     "list of a class": (lambda m, loss: Collector.of_all.append(loss), lambda: None, "Collector.of_all"),
