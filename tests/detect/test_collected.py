@@ -18,6 +18,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import hexa_fx
 from hexa_fx.capture.copies import deepcopied
+from hexa_fx.runtime.contents import Holder
+from hexa_fx.runtime.module_state import ModuleState
+from hexa_fx.runtime.outcome import difference, observe
 from tests.zoo.compare import operators_run
 
 torch.set_num_threads(1)
@@ -216,6 +219,33 @@ def test_compiled_as_one_graph(pair: list[Block]) -> None:
     torch.testing.assert_close(left(pair[1]), left(pair[0]))
     assert len(LOSSES) == 4
     torch.testing.assert_close(LOSSES[1::2], LOSSES[::2])
+
+
+def test_verification_compares_gradients_through_lists_and_globals() -> None:
+    """Those of earlier steps, whose graphs are gone, are left out."""
+    block = Block().double()
+    block(tokens()).sum().backward()
+    shared = Holder("LOSSES", LOSSES)
+    state = ModuleState(block, [shared])
+    call = block.forward
+    whole = observe(call, block, state, ((tokens(),), {}), 0)
+    assert not whole.backward_error
+    assert {"self.losses[2]", "self.losses[3][0]", "LOSSES[1]"} <= {name.split(" .")[-1] for name in whole.values}
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        out = call(x)
+        LOSSES[-1] = LOSSES[-1].detach()
+        return out
+
+    def one_more(x: torch.Tensor) -> torch.Tensor:
+        block.losses.append(None)
+        return call(x)
+
+    assert difference(whole, observe(call, block, state, ((tokens(),), {}), 0)).gradient == 0
+    assert difference(whole, observe(cut, block, state, ((tokens(),), {}), 0)).gradient > 1e-3
+    assert "self.losses" in difference(whole, observe(one_more, block, state, ((tokens(),), {}), 0)).reason
+    state.restore()
+    assert [len(block.losses), len(LOSSES)] == [2, 1]
 
 
 class Model(nn.Module):
