@@ -104,7 +104,8 @@ def _reached(namespaces: list[dict[str, Any]]) -> Iterator[Holder]:
                 continue
             seen.add(id(value))
             yield Holder(name, value)
-            for key, inner in contents(value) if len(contents(value)) <= _MOST else ():
+            held = contents(value)
+            for key, inner in held if len(held) <= _MOST else ():
                 if type(inner) in (*KINDS, set) and id(inner) not in seen:
                     seen.add(id(inner))
                     yield Holder(f"{name}.{key}", inner)

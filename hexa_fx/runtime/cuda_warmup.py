@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hexa_fx.ops import main_grad
-from hexa_fx.runtime import results
 from hexa_fx.runtime.contents import Holder
 from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.module_state import ModuleState
+from hexa_fx.runtime.results import shared_holders
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def _shared_holders(block: nn.Module) -> Iterator[Holder]:
     """The globals that the rewritten forward of the block adds to; what this run adds is taken out again."""
     forward = block.forward
     if isinstance(forward, HexaForward):
-        yield from results.shared_holders(block, forward.stored[block.training])
+        yield from shared_holders(block, forward.stored[block.training])
 
 
 def _leaf(value: Any) -> Any:

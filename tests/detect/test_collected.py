@@ -6,12 +6,11 @@ import copy
 import logging
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -21,11 +20,11 @@ from hexa_fx.capture.copies import deepcopied
 from hexa_fx.runtime.contents import Holder
 from hexa_fx.runtime.module_state import ModuleState
 from hexa_fx.runtime.outcome import difference, observe
+from tests.detect.mixture import D, Mixture
 from tests.zoo.compare import operators_run
 
 torch.set_num_threads(1)
 
-D, E, K = 6, 4, 2
 LOSSES: list[Any] = []
 START = {"scale": 2.0, "aux": None}
 
@@ -35,25 +34,18 @@ class Manager:
         self.losses: list[Any] = []
 
 
-class Block(nn.Module):
-    """A plain mixture that leaves a loss everywhere in train mode, and one on the output in a list in both modes."""
+class Block(Mixture):
+    """Leaves a loss everywhere in train mode, and one on the output in a list in both modes."""
 
     def __init__(self, layer: int = 0, manager: Manager | None = None) -> None:
         super().__init__()
-        self.router = nn.Linear(D, E)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.Linear(8, D)) for _ in range(E))
         self.layer, self.manager = layer, manager or Manager()
         self.losses: list[Any] = []
         self.latest: deque[Any] = deque(maxlen=2)
         self.stats: dict[Any, Any] = dict(START)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        probs = F.softmax(self.router(x), -1)
-        weights, ids = probs.topk(K, -1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        probs, weights, out, _ = self.mix(x)
         if self.training:
             self.losses.append(probs.sum(0).square().sum())
             self.losses += [(probs.logsumexp(-1).sum(), None)]
@@ -281,27 +273,13 @@ def test_layers_that_share_a_list_add_in_the_models_order() -> None:
 
 
 class Careless(Block):
-    """``keep`` says what is done besides."""
-
-    keep: Callable[[Careless, torch.Tensor, torch.Tensor, torch.Tensor], Any]
+    """Leaves one loss an expert."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        probs = F.softmax(self.router(x), -1)
-        weights, ids = probs.topk(K, -1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, slot = torch.where(ids == number)
-            if self.skip and token.numel() == 0:
-                continue
-            last = expert(x[token])
-            out.index_add_(0, token, last * weights[token, slot, None])
-            self.inside(probs[:, number].mean(), last)
-        return out
+        return self.mix(x)[2]
 
-    skip = False
-
-    def inside(self, loss: torch.Tensor, last: torch.Tensor) -> None:
-        self.losses.append(loss)
+    def inside(self, probs: torch.Tensor, number: int, last: torch.Tensor) -> None:
+        self.losses.append(probs[:, number].mean())
 
 
 class SkipsEmptyExperts(Careless):
@@ -309,18 +287,19 @@ class SkipsEmptyExperts(Careless):
 
 
 class KeepsExpertOutput(Careless):
-    def inside(self, loss: torch.Tensor, last: torch.Tensor) -> None:
+    def inside(self, probs: torch.Tensor, number: int, last: torch.Tensor) -> None:
         self.losses.append(last.sum())
 
 
 class OnlyTheFirst(Careless):
-    def inside(self, loss: torch.Tensor, last: torch.Tensor) -> None:
+    def inside(self, probs: torch.Tensor, number: int, last: torch.Tensor) -> None:
         if len(self.losses) < 3:
-            self.losses.append(loss)
+            self.losses.append(probs[:, number].mean())
 
 
 class AddsToTheLast(Careless):
-    def inside(self, loss: torch.Tensor, last: torch.Tensor) -> None:
+    def inside(self, probs: torch.Tensor, number: int, last: torch.Tensor) -> None:
+        loss = probs[:, number].mean()
         self.stats["aux"] = loss if self.stats["aux"] is None else self.stats["aux"] + loss
 
 
