@@ -120,32 +120,31 @@ def implementations(shape: MoeShape, p: Weights, names: list[str]) -> dict[str, 
     return found
 
 
+Runs = dict[str, dict[str, Callable[[], Tensor]]]
+"""By routing and implementation."""
+
+
 def bench(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one shape: all routings and implementations in the same turns."""
     shape, kinds = SHAPES[name], options.routing.split(",")
     torch.manual_seed(0)
-    cases = {kinds[0]: make_weights(shape, kinds[0])}
+    p = make_weights(shape, kinds[0])
+    cases = {kinds[0]: p}
     for kind in kinds[1:]:
         ids, gates = make_routing(shape, kind)
-        cases[kind] = replace(cases[kinds[0]], ids=ids, gates=gates)
-    p = cases[kinds[0]]
+        cases[kind] = replace(p, ids=ids, gates=gates)
     dy, ours = torch.randn_like(p.x), hexa_layer(shape, p)
     cuda_launch.prebuild(lambda: (inference(ours)(), training(ours, p, dy)()))
-    runs: dict[str, dict[str, Callable[[], Tensor]]] = {}
-    for kind, p in cases.items():
-        asked = (impl.split("@") for impl in options.impls.split(","))
-        runs[kind] = implementations(shape, p, [i for i, *only in asked if not only or only[0] in (name, kind)])
-    forward, both = dense_layer(shape, p)
-    steps, trains = {"dense": forward}, {"dense": both}
-    for kind, found in runs.items():
-        steps |= {f"{kind} {impl}": inference(run) for impl, run in found.items()}
-        trains |= {f"{kind} {impl}": training(run, cases[kind], dy) for impl, run in found.items()}
-    sustained = options.clock == "sustained"
-    ms_f, ms_b = (medians(each, options.rounds, sustained, 0.2, options.turns) for each in (steps, trains))
+    asked = [impl.split("@") for impl in options.impls.split(",")]
+    runs = {
+        kind: implementations(shape, case, [impl for impl, *only in asked if not only or only[0] in (name, kind)])
+        for kind, case in cases.items()
+    }
+    ms_f, ms_b = times(shape, cases, runs, dy, options)
     rows = []
-    for kind, p in cases.items():
+    for kind, case in cases.items():
         size = f"{shape.tokens},{shape.top_k},{shape.experts},{shape.model},{shape.inner}"
-        print(f"-- {name} {kind} T,k,E,D,I={size} load max/mean,empty {load(p.ids, shape.experts)}", flush=True)
+        print(f"-- {name} {kind} T,k,E,D,I={size} load max/mean,empty {load(case.ids, shape.experts)}", flush=True)
         for impl in ("dense", *runs[kind]):
             key = impl if impl == "dense" else f"{kind} {impl}"
             row: dict[str, Any] = {"shape": name, "routing": kind, "impl": impl}
@@ -154,12 +153,26 @@ def bench(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             row["train_tflops"] = 3 * shape.forward_flops / ms_b[key] / 1e9
             row["forward_ratio"], row["train_ratio"] = ms_f[key] / ms_f["dense"], ms_b[key] / ms_b["dense"]
             if impl in runs[kind]:
-                row |= memory(runs[kind][impl], p, dy)
+                row |= memory(runs[kind][impl], case, dy)
                 if options.errors:
-                    row["errors"] = errors(shape, runs[kind][impl], p, dy)
+                    row["errors"] = errors(shape, runs[kind][impl], case, dy)
             rows.append(row)
             print(line(row), flush=True)
     return rows
+
+
+def times(
+    shape: MoeShape, cases: dict[str, Weights], runs: Runs, dy: Tensor, options: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds of forward, and of forward and backward: of ``dense``, and of each implementation behind its routing's name."""
+    forward, both = dense_layer(shape, next(iter(cases.values())))
+    steps, trains = {"dense": forward}, {"dense": both}
+    for kind, found in runs.items():
+        steps |= {f"{kind} {impl}": inference(run) for impl, run in found.items()}
+        trains |= {f"{kind} {impl}": training(run, cases[kind], dy) for impl, run in found.items()}
+    sustained = options.clock == "sustained"
+    ms_f = medians(steps, options.rounds, sustained, 0.2, options.turns)
+    return ms_f, medians(trains, options.rounds, sustained, 0.2, options.turns)
 
 
 def line(row: dict[str, Any]) -> str:
