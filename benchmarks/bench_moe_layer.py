@@ -5,13 +5,12 @@
 Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is hexa::moe_ffn,
 ``hf-grouped``, ``hf-batched`` and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the
 eager loop over experts written here, ``sonic``, ``liger``, ``scatter``, ``megablocks`` and ``tutel`` other packages where they are
-installed (peers.py); one followed by ``@NAME`` runs only for the shape or the routing of that name. Times are medians on random
-data, each at its own sustained clock: every implementation runs alone for 0.2 s, is timed, and gives way to the next, `--turns`
-times round and every other time in the opposite order, so that a card that warms up or cools down over seconds favours nobody
-(`common.medians`; with one turn each, ratios differed by up to 10 % between runs). All routings of a shape take part in the same
-turns, over one floor. ``saved`` is memory allocated by a training forward that is still there after it, output included; ``peak``
-the maximum of forward + backward above what was there before, less the gradients. Errors are ||out - ref|| / ||ref|| against a
-float32 loop.
+installed (peers.py); one followed by ``@NAME`` runs only for the shape or the routing of that name. Data is random. Each has its
+own sustained clock: it runs alone and without a pause for half a second, then for 0.9 s more, of which the mean is taken, and gives
+way to the next; the median of `--turns` such means counts (`common.steady`, which says why not fewer calls). All routings of a
+shape take part in the same turns, over one floor. ``saved`` is memory allocated by a training forward that is still there after
+it, output included; ``peak`` the maximum of forward + backward above what was there before, less the gradients. Errors are ||out -
+ref|| / ||ref|| against a float32 loop.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any
 import peers
 import torch
 import torch.nn.functional as F
-from common import LARGE, SHAPES, MoeShape, environment, load, medians
+from common import LARGE, SHAPES, MoeShape, environment, load, medians, steady
 from layers import (
     MIB,
     Weights,
@@ -170,9 +169,9 @@ def times(
     for kind, found in runs.items():
         steps |= {f"{kind} {impl}": inference(run) for impl, run in found.items()}
         trains |= {f"{kind} {impl}": training(run, cases[kind], dy) for impl, run in found.items()}
-    sustained = options.clock == "sustained"
-    ms_f = medians(steps, options.rounds, sustained, 0.2, options.turns)
-    return ms_f, medians(trains, options.rounds, sustained, 0.2, options.turns)
+    if options.clock == "turns":
+        return medians(steps, options.rounds, sustained=False), medians(trains, options.rounds, sustained=False)
+    return steady(steps, options.turns), steady(trains, options.turns)
 
 
 def line(row: dict[str, Any]) -> str:
@@ -191,9 +190,11 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(LARGE))
     parser.add_argument("--routing", default="balanced")
     parser.add_argument("--impls", default="hexa,hf-grouped")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--clock", choices=("sustained", "turns"), default="sustained", help="see common.medians")
+    parser.add_argument("--turns", type=int, default=2, help="means of each implementation, of which the median counts")
+    parser.add_argument(
+        "--clock", choices=("sustained", "turns"), default="sustained", help="turns: call by call, medians"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="calls of each, where they take turns call by call")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import statistics
 import sys
 import time
 from collections import deque
@@ -80,6 +81,28 @@ def load(ids: Tensor, experts: int) -> str:
     return f"{float(counts.max() / counts.mean()):.2f},{int((counts == 0).sum())}"
 
 
+def steady(
+    runs: dict[str, Callable[[], object]], turns: int = 2, warm_s: float = 0.5, timed_s: float = 0.9
+) -> dict[str, float]:
+    """Milliseconds that a call of each takes where it is called without end: the mean over `timed_s`, of several turns the median.
+
+    A card at its power limit keeps no clock. On an H200 the clock swings with a period of some 0.8 s, and times by up to 5 %
+    either way, for seconds after another load has begun; after a rest the first 0.8 s are 5 % fast and the next tenths 20 % slow. A
+    few calls meet one place of that swing, and not the same one for all implementations. Means over a whole period agree within
+    1 %, whatever ran before. Every other turn is in the opposite order.
+    """
+    for run in runs.values():
+        run()
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(turns):
+        for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
+            _repeat(runs[name], warm_s)
+            first, last, calls = _repeat(runs[name], timed_s)
+            last.synchronize()
+            found[name].append(first.elapsed_time(last) / calls)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
 def medians(
     runs: dict[str, Callable[[], object]],
     rounds: int = 9,
@@ -87,14 +110,12 @@ def medians(
     warm_s: float = 0.25,
     turns: int = 1,
 ) -> dict[str, float]:
-    """Median milliseconds of each.
+    """Median milliseconds of each, over a few calls: for what does not meet the power limit, or is compared roughly (see `steady`).
 
-    A matmul at full rate meets the card's power limit within milliseconds, and the clock falls by a tenth. `sustained` runs
-    each one alone for `warm_s` before it is timed, without pauses, so that each has the clock that it would train with. Over
-    seconds the clock moves too, with the card's temperature: the first one runs once more before all, so that nobody is timed on
-    a card that has just rested, and of several `turns` every other one is in the opposite order. The median is over all turns.
-    Without `sustained` they take turns call by call, and whoever follows one that leaves the tensor cores idle starts on a
-    cool card.
+    `sustained` runs each one alone for `warm_s` before it is timed, without pauses; the first one runs once more before all, so
+    that nobody is timed on a card that has just rested, and of several `turns` every other one is in the opposite order. The
+    median is over all turns. Without `sustained` they take turns call by call, and whoever follows one that leaves the tensor
+    cores idle starts on a cool card.
     """
     for run in runs.values():
         run()
@@ -103,33 +124,41 @@ def medians(
         warm_s, turns, calls = 0.0, rounds, 1
     else:
         calls = -(-2 * rounds // turns)
-        _timed(next(iter(runs.values())), 0, 2 * warm_s)
+        _repeat(next(iter(runs.values())), 2 * warm_s)
     for turn in range(turns):
         for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
-            pairs[name] += _timed(runs[name], calls, warm_s)
+            _repeat(runs[name], warm_s)
+            pairs[name] += [_timed(runs[name]) for _ in range(calls)]
     return {name: _median(found) for name, found in pairs.items()}
 
 
 _Pair = tuple[torch.cuda.Event, torch.cuda.Event]
-_AHEAD = 2  # runs that wait on the device while it warms up: it never idles, and the host is not seconds ahead
+_AHEAD = 2  # calls that wait on the device: it never idles, and the host is not seconds ahead
 
 
-def _timed(run: Callable[[], object], calls: int, warm_s: float) -> list[_Pair]:
-    start, under_way = time.perf_counter(), deque[torch.cuda.Event]()
-    run()
-    while time.perf_counter() - start < warm_s:
+def _repeat(run: Callable[[], object], seconds: float) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
+    """Calls without a pause for so long, at least once. Returns events before the first and behind the last, and their number."""
+    start, calls = time.perf_counter(), 0
+    first, behind = _event(), deque[torch.cuda.Event]()
+    while not calls or time.perf_counter() - start < seconds:
         run()
-        under_way.append(torch.cuda.Event())
-        under_way[-1].record()
-        if len(under_way) > _AHEAD:
-            under_way.popleft().synchronize()
+        calls += 1
+        behind.append(_event())
+        if len(behind) > _AHEAD:
+            behind.popleft().synchronize()
+    return first, behind[-1], calls
+
+
+def _timed(run: Callable[[], object]) -> _Pair:
+    first = _event()
     run()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(calls)]
-    for first, last in pairs:
-        first.record()
-        run()
-        last.record()
-    return pairs
+    return first, _event()
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _median(pairs: list[_Pair]) -> float:
