@@ -12,7 +12,7 @@ from benchmarks.pages import fill, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-LAYERS = ("moe_layer_h200.json", "moe_layer_h200_repeat.json", "moe_layer_h200_no_pauses.json")
+LAYERS = ("moe_layer_h200.json", "moe_layer_h200_repeat.json")
 BREAKDOWN = "sm90_breakdown_h200.json"
 DECODE = "moe_layer_h200_decode.json"
 Rows = dict[str, dict[str, Any]]
