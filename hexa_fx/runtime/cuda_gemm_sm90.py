@@ -13,7 +13,7 @@ from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
 from hexa_fx.codegen.spec import Layout
 from hexa_fx.codegen.tiles_sm90 import TileChoice
 from hexa_fx.ops.activations import inner_width
-from hexa_fx.ops.rows import flip
+from hexa_fx.ops.rows import columns_of, flip, row_count
 from hexa_fx.runtime.cuda_maps_sm90 import (
     Maps,
     chunk_map,
@@ -23,7 +23,7 @@ from hexa_fx.runtime.cuda_maps_sm90 import (
     weight_map,
     weight_maps,
 )
-from hexa_fx.runtime.cuda_operands import Into, address, columns_of, row_count
+from hexa_fx.runtime.cuda_operands import Into, address, aligned
 from hexa_fx.runtime.cuda_plans_sm90 import SpecKey, pack, row_args, run_with_tile, shared_args, submit, weight_args
 
 FLOATS = (torch.bfloat16, torch.float16)
@@ -38,11 +38,7 @@ def unsupported(*tensors: Tensor | None, experts: int) -> str:
             continue
         if t.dtype not in FLOATS:
             return f"{t.dtype} operand; wgmma here multiplies bf16 and f16"
-        *outer, inner = t.stride()
-        steps = t.data_ptr()
-        for stride in outer:
-            steps |= stride * 2
-        if inner != 1 or steps & 15:
+        if t.stride(-1) != 1 or not aligned(t):
             return f"operand of shape {tuple(t.shape)} and strides {t.stride()} is not 16-byte aligned along its rows"
     return ""
 

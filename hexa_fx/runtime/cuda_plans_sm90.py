@@ -18,6 +18,7 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import KernelSpec, Layout, Option, SpecError
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice, choose_tile
 from hexa_fx.codegen.tuned import Problem
+from hexa_fx.ops.rows import row_count
 from hexa_fx.runtime.cuda_launch import DTYPES, Kernel, described, kernel_of, launch, multiprocessors, plan
 from hexa_fx.runtime.cuda_maps_sm90 import Maps
 from hexa_fx.runtime.cuda_operands import address
@@ -171,8 +172,7 @@ def row_args(
     x: Tensor, weight: Tensor, v: Tensor | None, offs: Tensor, top_k: int, layout: Layout, tile: TileChoice
 ) -> dict[str, Any]:
     """Arguments of every row product: its rows and the contraction."""
-    n = (x if v is None else v).shape[0]
-    args = shared_args(v, offs, top_k, n, tile)
+    args = shared_args(v, offs, top_k, row_count(x, v), tile)
     args["K"] = weight.shape[2] if layout == "nk" else weight.shape[1]
     args["a"], args["a_ld"] = x.data_ptr(), x.stride(0)
     return args
