@@ -111,7 +111,9 @@ def esfk(
     layout: Layout,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.esfk. One launch, except for few rows per expert, where dX wants lower tiles than dW."""
+    """See hexa_fx.ops.esfk. One launch, except where a Hopper tile says to split it, and on gemm_sm80 for few rows per expert,
+    where dX wants lower tiles than dW.
+    """
     if g.shape[0] and _hopper(offs, (x.shape[1], g.shape[1]), x, g, weight):
         dx, dw, db = sm90.esfk(x, g, weight, x_index, offs, top_k, layout, has_bias)
         return dx, dw, g.new_empty(0) if db is None else db

@@ -1,4 +1,4 @@
-"""esmm, esmm_act, estmm and esfk through the gemm_sm80 family: every element type, every stride, sm_80 and newer.
+"""esmm, esmm_act, estmm and esfk through the families gemm_sm80 and esfk_sm80: every element type, every stride, sm_80 and newer.
 
 Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 """

@@ -1,4 +1,4 @@
-"""reindex, combine, ess, activate and activate_backward on CUDA: bandwidth-bound kernels, static grids, no host read.
+"""reindex, combine, ess, ess_add, activate and activate_backward on CUDA: bandwidth-bound kernels, static grids, no host read.
 
 Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 """

@@ -14,7 +14,7 @@ data          B_i: sampler and splitter
 checkpoint    torch.distributed.checkpoint across plans and world sizes
 profile       measured capacities t_i and bandwidth
 mode_times    measured times of a layer in each mode, and between MoE blocks
-clock         timing of device work, and its exchange between ranks
+clock         timing of device work, free memory, and the exchange of such numbers between ranks
 groups        process groups of a plan, the check that all ranks hold the same plan, which ranks are lost after a failure
 watch, star   which ranks are still alive where collectives on a device would wait for ever, over connections of their own
 lost, keeper  what a rank does when another is lost

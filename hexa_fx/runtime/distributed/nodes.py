@@ -58,7 +58,7 @@ def token_counts(x: Tensor, session: str) -> list[int]:
 
 
 def check_tokens(x: Tensor, tokens: Sequence[int], session: str) -> Tensor:
-    """Returns ``x`` after checking that it has the number of rows that the plan fixed for this rank."""
+    """Returns ``x`` if it has as many rows as the plan fixed for this rank; else raises `PlanError`."""
     rank = find_session(session).groups.rank
     if x.shape[0] != tokens[rank]:
         raise PlanError(

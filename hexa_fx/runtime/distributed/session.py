@@ -82,7 +82,10 @@ class PartitionSession:
 
         Args:
             path: the block's path in the model; one of ``graphs``.
-            mode: ``train`` or ``eval``.
+            mode: ``train`` or ``eval``; a block without that mode shows the one that it has.
+
+        Raises:
+            PlanError: there is no partitioned block at this path.
         """
         if path not in self.graphs:
             raise PlanError(f"no partitioned block at {path!r}; they are {list(self.graphs)}")

@@ -74,7 +74,11 @@ class SharedCache:
         return source
 
     def fetch(self, path: str) -> Tensor:
-        """The gathered (I, row) matrix of a layer whose forward begins, valid until another layer uses the slot."""
+        """The gathered (I, row) matrix of a layer whose forward begins, valid until another layer uses the slot.
+
+        Raises:
+            PlanError: the weights changed after they were gathered.
+        """
         index, backward = self._index[path], in_backward()
         if not backward:
             self._enter(index)
@@ -123,7 +127,11 @@ class SharedCache:
         slot.prefetched = True
 
     def refetch(self, saved: SavedSlot) -> Tensor:
-        """The tensor that backward asks for, gathered again if its slot holds another layer's weights."""
+        """The tensor that backward asks for, gathered again if its slot holds another layer's weights.
+
+        Raises:
+            PlanError: the weights changed since forward.
+        """
         slot = self._slot_of[saved.layer]
         if saved.layer not in self._sources:
             self._check_fresh(slot, saved.layer, saved.versions)
