@@ -67,11 +67,11 @@ def launched(run: Callable[[], object]) -> Problem:
         found.append(plans.problem(key, *sizes))
         return choose(key, device, *sizes)
 
-    sm90.chosen_tile = recorded  # type: ignore[assignment]
+    plans.chosen_tile = recorded  # type: ignore[assignment]
     try:
         run()
     finally:
-        sm90.chosen_tile = choose
+        plans.chosen_tile = choose
     return found[0]
 
 

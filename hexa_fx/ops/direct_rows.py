@@ -22,7 +22,7 @@ from hexa_fx.ops.esmm import check as check_esmm
 from hexa_fx.ops.esmm import esmm_cpu, projection_backward
 from hexa_fx.ops.reindex import check as check_reindex
 from hexa_fx.ops.reindex import reindex_cpu
-from hexa_fx.ops.rows import accumulate_dtype, expert_of_row
+from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, row_count
 
 SPARE_WORK = 1 << 22
 """Multiply-adds of rows by experts that are not theirs, up to which one matmul of all is the faster way."""
@@ -60,10 +60,9 @@ def _picks(x: Tensor, weight: Tensor, v: Tensor | None, offs: Tensor) -> bool:
     """Whether one matmul of all rows and experts is faster."""
     if x.dtype != accumulate_dtype(x.dtype) or not x.numel():
         return False
-    rows = x.shape[0] if v is None else v.shape[0]
     experts, one, two = weight.shape
     width = one * two // max(x.shape[1], 1)
-    return (x.shape[0] * experts - rows) * (one * two + _WORK_OF_AN_ELEMENT * width) <= SPARE_WORK
+    return (x.shape[0] * experts - row_count(x, v)) * (one * two + _WORK_OF_AN_ELEMENT * width) <= SPARE_WORK
 
 
 class _Esmm(torch.autograd.Function):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.ops.fallback import has_grouped_mm, reindex_any
-from hexa_fx.ops.rows import expert_of_row, gather_rows, routed_rows
+from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
 
 
 def dispatch_combine(
@@ -69,7 +69,4 @@ def _project(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, layou
         bounds = offs.tolist()
         parts = [x[start:end] @ weight[e] for e, (start, end) in enumerate(pairwise(bounds))]
         y = torch.cat((*parts, x.new_zeros((x.shape[0] - bounds[-1], weight.shape[2]))))
-    if bias is None:
-        return y
-    padded = torch.cat((bias, bias.new_zeros((1, bias.shape[1]))))
-    return y + padded.index_select(0, expert_of_row(offs, y.shape[0]))
+    return y if bias is None else y + expert_rows(bias, offs, y.shape[0])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.ops import checks, library, tiles
-from hexa_fx.ops.rows import flip, invert
+from hexa_fx.ops.rows import columns_of, flip, invert, row_count
 from hexa_fx.ops.tiling import whole
 
 library.define(
@@ -62,8 +62,7 @@ def esmm_cpu(
 def _fake(
     x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
 ) -> Tensor:
-    rows = x.shape[0] if v is None else v.shape[0]
-    return x.new_empty((rows, weight.shape[1] if layout == "nk" else weight.shape[2]))
+    return x.new_empty((row_count(x, v), columns_of(weight, layout)))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -12,6 +12,7 @@ from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.activations import check_activation
 from hexa_fx.ops.cpu import as_kn
 from hexa_fx.ops.esmm import projection_backward
+from hexa_fx.ops.rows import columns_of, row_count
 from hexa_fx.ops.tiling import output, whole
 
 library.define(
@@ -149,8 +150,7 @@ def _fake(
     params: list[float],
     keep_h: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    n = x.shape[0] if v is None else v.shape[0]
-    width = w1.shape[1] if layout == "nk" else w1.shape[2]
+    n, width = row_count(x, v), columns_of(w1, layout)
     h_width = 2 * width if glu == "split" else width
     a_width = h_width if glu == "none" else h_width // 2
     return x.new_empty((n if keep_h else 0, h_width)), x.new_empty((n, a_width))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library, tiles
-from hexa_fx.ops.rows import accumulate_dtype, expert_rows, invert
+from hexa_fx.ops.rows import accumulate_dtype, expert_rows, invert, row_count
 from hexa_fx.ops.tiling import output, whole
 
 library.define("ess(Tensor g, Tensor? v, Tensor offs, SymInt top_k, Tensor? scale) -> Tensor")
@@ -67,7 +67,7 @@ def _fake(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor |
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     g, v, offs, top_k, scale = inputs
     ctx.save_for_backward(g if ctx.needs_input_grad[4] else None, v, offs, scale)
-    ctx.static = (top_k, g.shape[0] if v is None else v.shape[0])
+    ctx.static = (top_k, row_count(g, v))
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

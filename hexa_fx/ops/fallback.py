@@ -21,7 +21,7 @@ from hexa_fx.ops.esmm_act import check as check_esmm_act
 from hexa_fx.ops.ess import check as check_ess
 from hexa_fx.ops.estmm import check as check_estmm
 from hexa_fx.ops.reindex import check as check_reindex
-from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, flip, gather_rows, invert, routed_rows
+from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, expert_rows, flip, gather_rows, invert, routed_rows
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,7 @@ def esmm_any(
     kn = weight.transpose(1, 2) if layout == "nk" else weight
     y = _grouped_mm("esmm", rows, kn, offs)
     if bias is not None:
-        padded = torch.cat((bias, bias.new_zeros((1, bias.shape[1]))))
-        y = y + padded.index_select(0, expert_of_row(offs, y.shape[0]))
+        y = y + expert_rows(bias, offs, y.shape[0])
     return torch.where(routed_rows(offs, y.shape[0]), y, 0)
 
 

@@ -24,6 +24,7 @@ from hexa_fx.ops import checks, library
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.esmm_act import check_first_projection
 from hexa_fx.ops.program import programs
+from hexa_fx.ops.rows import columns_of
 
 _OPS = torch.ops.hexa
 _WEIGHTS = "Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor w2, Tensor? b2"
@@ -167,17 +168,12 @@ def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | list[Tensor] | N
 
 
 def _h_width(w1: Tensor, glu: str, layout1: str) -> int:
-    width = w1.shape[1] if layout1 == "nk" else w1.shape[2]
+    width = columns_of(w1, layout1)
     return 2 * width if glu == "split" else width
 
 
-def _output_width(w2: Tensor, layout2: str) -> int:
-    width: int = w2.shape[1] if layout2 == "nk" else w2.shape[2]
-    return width
-
-
 def _fake(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((x.shape[0], _output_width(rest[5], rest[11])))
+    return x.new_empty((x.shape[0], columns_of(rest[5], rest[11])))
 
 
 def _fake_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Index arithmetic that autograd formulas and the generic fallback share. Plain torch, any device, no host read."""
+"""Sizes and index arithmetic that operators of every device share. Plain torch, any device, no host read."""
 
 from __future__ import annotations
 
@@ -43,6 +43,16 @@ def routed_rows(offs: Tensor, n: int) -> Tensor:
 def gather_rows(x: Tensor, v: Tensor | None, top_k: int) -> Tensor:
     """The row operand (n, C): x itself, or ``x[v // top_k]``."""
     return x if v is None else x.index_select(0, v.div(top_k, rounding_mode="floor"))
+
+
+def row_count(x: Tensor, v: Tensor | None) -> int:
+    """n, the rows of an operand: its own, or those that ``v`` gathers from it."""
+    return x.shape[0] if v is None else v.shape[0]
+
+
+def columns_of(weight: Tensor, layout: str) -> int:
+    """N of a stacked weight."""
+    return weight.shape[1] if layout == "nk" else weight.shape[2]
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

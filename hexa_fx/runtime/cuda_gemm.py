@@ -10,11 +10,11 @@ from torch import Tensor
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.ops.activations import ACTIVATIONS, inner_width
-from hexa_fx.ops.rows import flip
+from hexa_fx.ops.rows import columns_of, flip, row_count
 from hexa_fx.runtime import cuda_gemm_sm80 as sm80
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
 from hexa_fx.runtime.cuda_launch import arch, cuda_kernel, family_arch
-from hexa_fx.runtime.cuda_operands import Into, aligned, as_stored, columns_of, row_count
+from hexa_fx.runtime.cuda_operands import Into, aligned, as_stored
 from hexa_fx.runtime.cuda_rows import activate_backward, ess, ess_add, settle, substitute
 
 DECODE_BUCKET = 4
@@ -55,8 +55,7 @@ def esmm_act(
     inner = inner_width(columns_of(w1, layout), glu)
     if w3 is not None and (b1 is None) != (b3 is None):  # kernels take both biases or none
         b1, b3 = (w1.new_zeros((w1.shape[0], inner)) if b is None else b for b in (b1, b3))
-    only_sm80 = activation in SM80_ONLY or (activation, glu) == ("none", "none")
-    if only_sm80 or _few_rows(x, v, offs) or not _hopper(offs, (inner,), x, w1, w3, *_stored(b1, b3)):
+    if _only_sm80(activation, glu) or _few_rows(x, v, offs) or not _hopper(offs, (inner,), x, w1, w3, *_stored(b1, b3)):
         return sm80.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, params, keep_h)
     return sm90.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, _full(activation, params), keep_h)
 
@@ -78,8 +77,7 @@ def esmm_act_backward(
     """See hexa_fx.ops.esmm_act_backward. One launch on Hopper, two elsewhere."""
     stored, as_layout = as_stored(weight, layout)
     inner = columns_of(stored, as_layout)
-    only_sm80 = activation in SM80_ONLY or (activation, glu) == ("none", "none")
-    if only_sm80 or _few_rows(dy, v, offs) or not _hopper(offs, (inner,), dy, stored, h):
+    if _only_sm80(activation, glu) or _few_rows(dy, v, offs) or not _hopper(offs, (inner,), dy, stored, h):
         da = sm80.esmm(dy, stored, None, v, offs, top_k, as_layout)
         return activate_backward(da, h, top_k_weights, v, offs, activation, glu, params)  # type: ignore[no-any-return]
     scale = None if top_k_weights is None else top_k_weights.reshape(-1).float()
@@ -113,7 +111,9 @@ def esfk(
     layout: Layout,
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See hexa_fx.ops.esfk. One launch, except for few rows per expert, where dX wants lower tiles than dW."""
+    """See hexa_fx.ops.esfk. One launch, except where a Hopper tile says to split it, and on gemm_sm80 for few rows per expert,
+    where dX wants lower tiles than dW.
+    """
     if g.shape[0] and _hopper(offs, (x.shape[1], g.shape[1]), x, g, weight):
         dx, dw, db = sm90.esfk(x, g, weight, x_index, offs, top_k, layout, has_bias)
         return dx, dw, g.new_empty(0) if db is None else db
@@ -204,6 +204,11 @@ def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> 
     if family_arch(device) != 90 or arch(device) != 90 or any(width % 8 for width in widths):
         return False
     return not sm90.unsupported(*operands, experts=offs.shape[0] - 1)
+
+
+def _only_sm80(activation: str, glu: Glu) -> bool:
+    """Whether no Hopper epilogue computes this activation."""
+    return activation in SM80_ONLY or (activation, glu) == ("none", "none")
 
 
 def _stored(*biases: Tensor | None) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""esmm, esmm_act, estmm and esfk through the gemm_sm80 family: every element type, every stride, sm_80 and newer.
+"""esmm, esmm_act, estmm and esfk through the families gemm_sm80 and esfk_sm80: every element type, every stride, sm_80 and newer.
 
 Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 """
@@ -16,17 +16,15 @@ from hexa_fx.codegen.family_gemm_sm80 import POINTERS, SIZES
 from hexa_fx.codegen.heuristics import Tile, row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.ops.activations import inner_width
-from hexa_fx.ops.rows import flip
+from hexa_fx.ops.rows import columns_of, flip, row_count
 from hexa_fx.runtime.cuda_launch import Kernel, launch, plan
 from hexa_fx.runtime.cuda_operands import (
     Into,
     address,
     aligned,
     ceil_div,
-    columns_of,
     constants_of,
     dense_rows,
-    row_count,
 )
 from hexa_fx.runtime.cuda_plans_sm80 import EsfkKey, EsmmKey, EstmmKey, kernel_for, tune_key
 from hexa_fx.runtime.cuda_tune import autotuning

@@ -6,36 +6,25 @@ objection to: bf16 or f16, 16-byte aligned. Nothing here reads the device back. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
-
 import torch
 from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
-from hexa_fx.codegen.spec import KernelSpec, Layout
-from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
+from hexa_fx.codegen.spec import Layout
+from hexa_fx.codegen.tiles_sm90 import TileChoice
 from hexa_fx.ops.activations import inner_width
-from hexa_fx.ops.rows import flip
-from hexa_fx.runtime.cuda_operands import Into, address, columns_of, row_count
-from hexa_fx.runtime.cuda_plans_sm90 import (
+from hexa_fx.ops.rows import columns_of, flip, row_count
+from hexa_fx.runtime.cuda_maps_sm90 import (
     Maps,
-    SpecKey,
-    chosen_tile,
     chunk_map,
     mixed_map,
-    pack,
-    problem,
     result_map,
-    row_args,
     row_maps,
-    shared_args,
-    submit,
-    weight_args,
     weight_map,
     weight_maps,
 )
-from hexa_fx.runtime.cuda_tune import autotuning, tune
+from hexa_fx.runtime.cuda_operands import Into, address, aligned
+from hexa_fx.runtime.cuda_plans_sm90 import SpecKey, pack, row_args, run_with_tile, shared_args, submit, weight_args
 
 FLOATS = (torch.bfloat16, torch.float16)
 
@@ -49,11 +38,7 @@ def unsupported(*tensors: Tensor | None, experts: int) -> str:
             continue
         if t.dtype not in FLOATS:
             return f"{t.dtype} operand; wgmma here multiplies bf16 and f16"
-        *outer, inner = t.stride()
-        steps = t.data_ptr()
-        for stride in outer:
-            steps |= stride * 2
-        if inner != 1 or steps & 15:
+        if t.stride(-1) != 1 or not aligned(t):
             return f"operand of shape {tuple(t.shape)} and strides {t.stride()} is not 16-byte aligned along its rows"
     return ""
 
@@ -81,7 +66,7 @@ def esmm(
         maps = row_maps(x, weight, v, layout, tile)._replace(out=result_map(y, tile))
         submit(key, tile, x.device.index, maps, pack(**args))
 
-    _run(key, x, n, weight.shape[0], x.shape[1], columns, tile, run)
+    run_with_tile(key, x.device.index, n, weight.shape[0], x.shape[1], columns, tile, run)
     return y
 
 
@@ -126,7 +111,7 @@ def esmm_act(
         args |= {"N": inner, "bias": address(b1), "bias_up": address(b3), "bias_ld": columns, "params": params}
         submit(key, tile, x.device.index, maps, pack(**args))
 
-    _run(key, x, n, w1.shape[0], x.shape[1], width, tile, run)
+    run_with_tile(key, x.device.index, n, w1.shape[0], x.shape[1], width, tile, run)
     return h, a
 
 
@@ -175,7 +160,7 @@ def esmm_act_backward(
         submit(key, tile, dy.device.index, maps, pack(**args))
         found[:] = [dots]
 
-    _run(key, dy, n, w2.shape[0], dy.shape[1], inner, tile, run)
+    run_with_tile(key, dy.device.index, n, w2.shape[0], dy.shape[1], inner, tile, run)
     return dh, a, found[0].sum(0) if found[0].shape[0] > 1 else found[0][0]
 
 
@@ -218,7 +203,7 @@ def estmm(
         args = shared_args(v, offs, top_k, n, tile) | weight_args(p, q, dw)
         submit(key, tile, x.device.index, Maps(**weight_maps(p, q, v, dw, transpose)), pack(**args))
 
-    _run(key, x, n, experts, rows, columns, tile, run)
+    run_with_tile(key, x.device.index, n, experts, rows, columns, tile, run)
     return dw
 
 
@@ -275,34 +260,8 @@ def esfk(
         submit(key, tile, x.device.index, maps, pack(**args))
         found[:] = [(dx, dw, db)]
 
-    _run(key, x, n, experts, rows, columns, tile, run)
+    run_with_tile(key, x.device.index, n, experts, rows, columns, tile, run)
     return found[0]
-
-
-def _run(
-    key: SpecKey,
-    x: Tensor,
-    rows: int,
-    experts: int,
-    inner: int,
-    columns: int,
-    tile: TileChoice | None,
-    run: Callable[[TileChoice], None],
-) -> None:
-    """Runs with the given tile, else the measured one, else the rule's. Measures first if HEXA_FX_AUTOTUNE asks for it.
-
-    A kernel that adds is not measured, since every timed run would add. It takes the tile of the kernel that stores.
-    """
-    device = x.device.index
-    if tile is None and autotuning() and not key.accumulate:
-        tiles = [asdict(choice) for choice in CANDIDATES[key.op]]
-
-        def spec_of(fields: object) -> KernelSpec:
-            return key.spec(TileChoice(**fields))  # type: ignore[arg-type]
-
-        bucket = problem(key, rows, experts, inner, columns)
-        tune(bucket, device, tiles, spec_of, lambda fields: run(TileChoice(**fields)))  # type: ignore[arg-type]
-    run(tile or chosen_tile(key, device, rows, experts, inner, columns))
 
 
 def _tables(experts: int) -> int:

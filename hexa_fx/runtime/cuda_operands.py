@@ -29,16 +29,6 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def row_count(x: Tensor, v: Tensor | None) -> int:
-    """Rows of an operand: its own, or those that ``v`` gathers from it."""
-    return x.shape[0] if v is None else v.shape[0]
-
-
-def columns_of(weight: Tensor, layout: Layout) -> int:
-    """N of a stacked weight."""
-    return weight.shape[1] if layout == "nk" else weight.shape[2]
-
-
 def constants_of(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
     """The two constants (alpha, limit) in a kernel's arguments; 0 where the activation has none."""
     alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]

@@ -1,4 +1,4 @@
-"""Which kernel of gemm_sm80 a product takes: the static properties of a launch, and the tile that follows from them."""
+"""Which kernel of gemm_sm80 or esfk_sm80 a product takes: what is static in a launch, and the tile that follows from it."""
 
 from __future__ import annotations
 

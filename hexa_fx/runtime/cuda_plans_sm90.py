@@ -1,8 +1,10 @@
-"""What the Hopper launches share: choice of kernel and tile, tensor maps, the tile queue and the argument struct."""
+"""What the Hopper launches share: choice of kernel and tile, the tile queue and the argument struct."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -14,15 +16,15 @@ from hexa_fx.codegen.family import validate
 from hexa_fx.codegen.family_gemm_sm90 import ARGS, TABLES
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import KernelSpec, Layout, Option, SpecError
-from hexa_fx.codegen.tiles_sm90 import TileChoice, choose_tile
+from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice, choose_tile
 from hexa_fx.codegen.tuned import Problem
-from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
+from hexa_fx.ops.rows import row_count
 from hexa_fx.runtime.cuda_launch import DTYPES, Kernel, described, kernel_of, launch, multiprocessors, plan
+from hexa_fx.runtime.cuda_maps_sm90 import Maps
 from hexa_fx.runtime.cuda_operands import address
-from hexa_fx.runtime.cuda_tune import tuned_tile
+from hexa_fx.runtime.cuda_tune import autotuning, tune, tuned_tile
 
 FAMILY = "gather_gemm_sm90"
-_NO_MAP = bytes(TENSOR_MAP_BYTES)
 _QUEUES = 4096
 _rings: dict[int, tuple[int, Tensor]] = {}
 _turns: dict[int, int] = {}
@@ -73,20 +75,6 @@ class SpecKey(NamedTuple):
         return spec.adding() if self.accumulate else spec
 
 
-class Maps(NamedTuple):
-    """Tensor maps of a launch, in the kernel's order; see enum Map of grouped_sm90.cuh."""
-
-    rows: bytes = _NO_MAP
-    weight: bytes = _NO_MAP
-    up: bytes = _NO_MAP
-    p: bytes = _NO_MAP
-    q: bytes = _NO_MAP
-    h: bytes = _NO_MAP
-    out: bytes = _NO_MAP
-    act: bytes = _NO_MAP
-    grad: bytes = _NO_MAP
-
-
 def problem(key: SpecKey, rows: int, experts: int, inner: int, columns: int) -> Problem:
     """What tuning knows of a launch."""
     return Problem(FAMILY, key.op, DTYPES[key.dtype].name, key.gather, row_bucket(rows, experts), inner, columns)
@@ -102,6 +90,31 @@ def chosen_tile(key: SpecKey, device: int, rows: int, experts: int, inner: int, 
             validate(get_family(FAMILY), key.spec(tile))
             return tile
     return choose_tile(key.op, rows, experts, inner, columns, key.gather)
+
+
+def run_with_tile(
+    key: SpecKey,
+    device: int,
+    rows: int,
+    experts: int,
+    inner: int,
+    columns: int,
+    tile: TileChoice | None,
+    run: Callable[[TileChoice], None],
+) -> None:
+    """Runs with the given tile, else the measured one, else the rule's. Measures first if HEXA_FX_AUTOTUNE asks for it.
+
+    A kernel that adds is not measured, since every timed run would add. It takes the tile of the kernel that stores.
+    """
+    if tile is None and autotuning() and not key.accumulate:
+        tiles = [asdict(choice) for choice in CANDIDATES[key.op]]
+
+        def spec_of(fields: object) -> KernelSpec:
+            return key.spec(TileChoice(**fields))  # type: ignore[arg-type]
+
+        bucket = problem(key, rows, experts, inner, columns)
+        tune(bucket, device, tiles, spec_of, lambda fields: run(TileChoice(**fields)))  # type: ignore[arg-type]
+    run(tile or chosen_tile(key, device, rows, experts, inner, columns))
 
 
 @plan
@@ -159,8 +172,7 @@ def row_args(
     x: Tensor, weight: Tensor, v: Tensor | None, offs: Tensor, top_k: int, layout: Layout, tile: TileChoice
 ) -> dict[str, Any]:
     """Arguments of every row product: its rows and the contraction."""
-    n = (x if v is None else v).shape[0]
-    args = shared_args(v, offs, top_k, n, tile)
+    args = shared_args(v, offs, top_k, row_count(x, v), tile)
     args["K"] = weight.shape[2] if layout == "nk" else weight.shape[1]
     args["a"], args["a_ld"] = x.data_ptr(), x.stride(0)
     return args
@@ -183,73 +195,6 @@ def shared_args(v: Tensor | None, offs: Tensor, top_k: int, n: int, tile: TileCh
         "division": _division(top_k),
         "group_m": tile.group_m,
     }
-
-
-def row_maps(x: Tensor, weight: Tensor, v: Tensor | None, layout: Layout, tile: TileChoice) -> Maps:
-    """The maps that a row product reads through; gathered rows need none."""
-    return Maps(
-        _NO_MAP if v is not None else rows_map(x, tile.row_box), weight_map(weight, layout, tile.bn // 2, tile.fetch)
-    )
-
-
-def weight_maps(p: Tensor, q: Tensor, v: Tensor | None, dw: Tensor, turned: bool = False) -> dict[str, bytes]:
-    """The maps of a weight's gradient: P (unless it is gathered), Q, and dW as it lies in memory: (C, R) if it is `turned`."""
-    p_map = _NO_MAP if v is not None else rows_map(p, 64)
-    grad = weight_map(dw, "nk", 16) if dw.dtype == p.dtype else added_map(dw, turned)
-    return {"p": p_map, "q": rows_map(q, 64), "grad": grad}
-
-
-def rows_map(x: Tensor, rows: int, columns: int = 64) -> bytes:
-    """Boxes of `rows` rows x `columns` columns of a (., C) operand; 64 or 32 columns."""
-    if described():
-        return _NO_MAP
-    return tensor_map(
-        x.data_ptr(), DTYPES[x.dtype], (x.shape[1], x.shape[0]), (x.stride(0),), (columns, rows), 2 * columns
-    )
-
-
-def chunk_map(x: Tensor) -> bytes:
-    """The boxes that a warp writes, or h's that it reads."""
-    return rows_map(x, 16)
-
-
-def result_map(x: Tensor, tile: TileChoice, halves: int = 1) -> bytes:
-    """The boxes that a row product's results leave in. A swapped tile's warpgroup has half of its columns, which are gate and up in
-    `halves`.
-    """
-    return rows_map(x, 32, tile.bn // 2 // halves) if tile.swapped else rows_map(x, 16)
-
-
-def mixed_map(weight: Tensor, fetch: int) -> bytes:
-    """(E, 2 I, K) in boxes of 8 gate columns, their 8 up columns, the next 8 gate columns, ... : 128 x 64."""
-    if described():
-        return _NO_MAP
-    experts, columns, inner = weight.shape
-    by_expert, by_row, _ = weight.stride()
-    shape, strides = (inner, 8, 2, columns // 16, experts), (by_row, columns // 2 * by_row, 8 * by_row, by_expert)
-    return tensor_map(weight.data_ptr(), DTYPES[weight.dtype], shape, strides, (64, 8, 2, 8, 1), promote=fetch)
-
-
-def weight_map(weight: Tensor, layout: Layout, columns: int, fetch: int = 128) -> bytes:
-    """(E, N, K) in boxes of `columns` x 64; (E, K, N) in boxes of 64 x 64. `fetch`: bytes that come to L2 at a time."""
-    experts, rows, inner = weight.shape
-    by_expert, by_row, _ = weight.stride()
-    box = (64, columns, 1) if layout == "nk" else (64, 64, 1)
-    if described():
-        return _NO_MAP
-    return tensor_map(
-        weight.data_ptr(), DTYPES[weight.dtype], (inner, rows, experts), (by_row, by_expert), box, promote=fetch
-    )
-
-
-def added_map(dw: Tensor, turned: bool) -> bytes:
-    """The boxes of floats that a warp adds to dW: 16 rows x 32 columns of P^T Q."""
-    if described():
-        return _NO_MAP
-    experts, rows, columns = dw.shape
-    by_expert, by_row, _ = dw.stride()
-    box, swizzle = ((16, 32, 1), 64) if turned else ((32, 16, 1), 128)
-    return tensor_map(dw.data_ptr(), DTYPES[dw.dtype], (columns, rows, experts), (by_row, by_expert), box, swizzle)
 
 
 def queue(device: torch.device) -> int:

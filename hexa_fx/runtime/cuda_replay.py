@@ -22,12 +22,12 @@ from hexa_fx.jit.kernel import KernelHandle
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, address_offset
 from hexa_fx.runtime.cuda_around import Around, CannotReplay
 from hexa_fx.runtime.cuda_launch import Launch
+from hexa_fx.runtime.cuda_maps_sm90 import NO_MAP
 from hexa_fx.runtime.cuda_plans_sm90 import in_ring, queue
 from hexa_fx.runtime.cuda_record import Recording
 from hexa_fx.runtime.cuda_workspace import Part, Workspace
 
 _deterministic, _fills = _C._get_deterministic_algorithms, _C._get_deterministic_fill_uninitialized_memory
-_NO_MAP = bytes(TENSOR_MAP_BYTES)
 
 _empty_strided: Callable[..., Tensor] | None = getattr(_C._dynamo.guards, "_empty_strided_cuda", None)
 """What compiled graphs allocate with, on the current device: a third of the host's time of the same through torch's dispatcher."""
@@ -245,7 +245,7 @@ def _packed(data: bytes, offsets: Sequence[int], places: _Places) -> tuple[str, 
 
 def _map(one: bytes, places: _Places) -> tuple[str, list[int | bytes]]:
     """Returns the same for a tensor map."""
-    if one == _NO_MAP:
+    if one == NO_MAP:
         return _packed(one, (), places)
     at = address_offset()
     if at is None:

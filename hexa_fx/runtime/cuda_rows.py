@@ -1,4 +1,4 @@
-"""reindex, combine, ess, activate and activate_backward on CUDA: bandwidth-bound kernels, static grids, no host read.
+"""reindex, combine, ess, ess_add, activate and activate_backward on CUDA: bandwidth-bound kernels, static grids, no host read.
 
 Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 """
@@ -18,6 +18,7 @@ from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
 from hexa_fx.codegen.spec import Glu, KernelSpec
 from hexa_fx.errors import InputError
 from hexa_fx.jit.env import checked_mode
+from hexa_fx.ops.rows import row_count
 from hexa_fx.runtime.cuda_launch import (
     DTYPES,
     Kernel,
@@ -160,8 +161,7 @@ def _sum_rows(
 ) -> None:
     g = dense_rows(g)
     scale = None if scale is None else scale.contiguous()
-    n = g.shape[0] if v is None else v.shape[0]
-    experts, width, device = offs.shape[0] - 1, g.shape[1], g.device.index
+    n, experts, width, device = row_count(g, v), offs.shape[0] - 1, g.shape[1], g.device.index
     wide = torch.float64 if g.dtype == torch.float64 else torch.float32
     segments = n // SEGMENT_ROWS + min(experts, n)
     partial = torch.empty((segments, width), dtype=wide, device=g.device)

@@ -63,12 +63,11 @@ def find_routing(
     """Of equal readings the latest is taken, or the earliest: what came in between may matter on other inputs.
 
     Raises:
-    Refuse: the ids or a factor are not among the tensors computed before ``end``.
+        Refuse: the ids or a factor are not among the tensors computed before ``end``.
     """
     known = _candidates(captured, tags, end)
     inner = inside_calls(captured)
-    effective = (pairs.before * pairs.after).abs() > 0
-    active = Pairs(*(field[effective] for field in (pairs.token, pairs.expert, pairs.before, pairs.after)))
+    active = pairs.taken(pairs.effective)
     flat = active.token * experts + active.expert
     if len(flat.unique()) != len(flat):
         raise Refuse("a token reaches the same expert twice in one pass, so its routing cannot be read off", end)
@@ -100,14 +99,13 @@ def find_row_factor(
     Raises:
         Refuse: it is not among the tensors computed before ``end``.
     """
-    effective = (pairs.before * pairs.after).abs() > 0
-    active = Pairs(*(field[effective] for field in (pairs.token, pairs.expert, pairs.before, pairs.after)))
+    effective = pairs.effective
     values = [record_of(node).value for node in routing.index.nodes]
     if routing.index.reading == "columns":
         ids = torch.stack([value.reshape(-1) for value in values], 1)
     else:
         ids = dict(_read_ids(values[0], tokens, experts))[routing.index.reading]
-    slots = Slots(ids, active, tokens, experts, replay.value)
+    slots = Slots(ids, pairs.taken(effective), tokens, experts, replay.value)
     known = _candidates(captured, tags, end)[::-1]
     return find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
 

@@ -36,6 +36,15 @@ class Pairs:
     before: torch.Tensor
     after: torch.Tensor
 
+    @property
+    def effective(self) -> torch.Tensor:
+        """Mask of the pairs whose factors are not zero, so that they change the token."""
+        return (self.before * self.after).abs() > 0
+
+    def taken(self, mask: torch.Tensor) -> Pairs:
+        """The pairs that a mask selects."""
+        return Pairs(self.token[mask], self.expert[mask], self.before[mask], self.after[mask])
+
 
 @dataclass(frozen=True)
 class Source:

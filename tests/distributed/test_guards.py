@@ -100,8 +100,8 @@ def unbound_graph(rank, world, plan, guarded):
     for (block,) in (forms.values() for forms in installed.blocks):
         models.run_graph(model.get_submodule(block.path), block.graph)
     if not guarded:
-        cache = installed.session.cache
-        cache.check_bound = cache.hook = lambda: None
+        saved = installed.session.saved_tensors
+        saved.check_bound = saved.hook = lambda: None
     x, target = batch(7)
     try:
         loss_sum(model(x[own(plan.batch, rank)]), target[own(plan.batch, rank)]).backward()
@@ -123,12 +123,12 @@ def test_gathered_weights_are_never_saved_unseen():
 def failing_experts(rank, world, plan):
     """An error between a layer's gather and the end of its experts, where autograd saves what they need."""
     model = Net(TWO)
-    cache = install(model, plan).session.cache
+    saved = install(model, plan).session.saved_tensors
     x, _ = batch(sum(plan.batch))
-    pack, cache._pack = cache._pack, fail
+    pack, saved._pack = saved._pack, fail
     with pytest.raises(ValueError, match="on purpose"):
         model(x)
-    cache._pack = pack
+    saved._pack = pack
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
@@ -260,7 +260,7 @@ def saved_bytes(rank, world, layers, slots):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         x, _ = batch(sum(plan.batch))
         y = model(x[own(plan.batch, rank)])
-    slots_at = {slot.buffer.untyped_storage().data_ptr() for slot in installed.session.cache._slots}
+    slots_at = {slot.buffer.untyped_storage().data_ptr() for slot in installed.session.cache.slots}
     aliases = sum(t.untyped_storage().data_ptr() in slots_at for t in seen if t.numel())
     y.sum().backward()
     return aliases, len(seen), installed.session.cache.nbytes

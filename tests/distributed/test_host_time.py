@@ -15,7 +15,7 @@ from harness import run
 from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan
 
 import hexa_fx
-from hexa_fx.runtime.distributed import collectives, shared_cache
+from hexa_fx.runtime.distributed import collectives, saved_tensors, slots
 
 THREE = [KINDS["concat"]] * 3
 OURS = str(Path(hexa_fx.__file__).parent / "runtime" / "distributed")
@@ -81,8 +81,8 @@ def launches(rank, world, plan):
     undo = [
         noting(collectives, "_gather", "gathers"),
         noting(collectives, "_scatter", "scatters"),
-        noting(shared_cache.SharedCache, "_pack", "saved"),
-        noting(shared_cache.Source, "of", "sources"),
+        noting(saved_tensors.SavedTensors, "_pack", "saved"),
+        noting(slots.Source, "of", "sources"),
         noting(torch, "_foreach_copy_", "copies"),
     ]
     steps = []

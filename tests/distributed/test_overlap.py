@@ -142,7 +142,7 @@ def misplaced(rank, world, during_experts):
     model, whole = Net(THREE), Net(THREE)
     installed = install_plan(model, [RewrittenBlock("", fx.symbolic_trace(model).graph)], plan)
     cache = installed.session.cache
-    cache._slots = cache._slots[:1]
+    cache.slots = cache.slots[:1]
     graph = copy.deepcopy(next(iter(installed.blocks[0].values())).graph)
     if during_experts:
         gather = next(node for node in graph.nodes if node.target is nodes.cache_gather)

@@ -144,7 +144,7 @@ def autocast(rank, world, plan):
     loss_sum(y.float(), target[mine]).backward()
     loss_sum(reference.float(), target).backward()
     cache = installed.session.cache
-    dtypes = {str(slot.dtype) for slot in cache._slots if slot.dtype is not None}
+    dtypes = {str(slot.dtype) for slot in cache.slots if slot.dtype is not None}
     errors = [
         float((a - b).norm() / b.norm().clamp(min=1e-6))
         for a, b in gradient_pairs(model, whole, installed)

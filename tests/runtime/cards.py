@@ -20,7 +20,16 @@ from hexa_fx.jit import Entry, KernelHandle
 from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.moe_ffn import check
 from hexa_fx.ops.program import programs
-from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_layer, cuda_plans_sm80, cuda_plans_sm90, cuda_replay, cuda_rows
+from hexa_fx.runtime import (
+    cuda_gemm,
+    cuda_launch,
+    cuda_layer,
+    cuda_maps_sm90,
+    cuda_plans_sm80,
+    cuda_plans_sm90,
+    cuda_replay,
+    cuda_rows,
+)
 
 T, K, E, D, H = 3, 2, 5, 16, 24
 MAP = 128
@@ -127,7 +136,7 @@ class Cards:
         def tensor_map(pointer: int, *rest: object, **more: object) -> bytes:
             return pointer.to_bytes(8, "little") + repr(rest).encode()[-100:].ljust(MAP - 8)
 
-        monkeypatch.setattr(cuda_plans_sm90, "tensor_map", tensor_map)
+        monkeypatch.setattr(cuda_maps_sm90, "tensor_map", tensor_map)
 
     def get_kernel(self, spec: KernelSpec, node: str = "") -> KernelHandle:
         card = self.card(spec, self.launches, self.during, self.fail)

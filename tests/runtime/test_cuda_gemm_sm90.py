@@ -15,7 +15,7 @@ from hexa_fx.codegen.family_gemm_sm90 import ARGS
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG_LOW, SWAPPED, choose_tile
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.runtime import cuda_gemm_sm90 as sm90
-from hexa_fx.runtime import cuda_launch, cuda_operands, cuda_plans_sm90, cuda_tune
+from hexa_fx.runtime import cuda_launch, cuda_maps_sm90, cuda_operands, cuda_plans_sm90, cuda_tune
 
 T, K, E, D, N = 400, 2, 5, 48, 72
 BF16 = torch.bfloat16
@@ -54,7 +54,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_plans_sm90, "multiprocessors", lambda device: 131)
     monkeypatch.setattr(cuda_plans_sm90, "queue", lambda device: 64)
-    monkeypatch.setattr(cuda_plans_sm90, "tensor_map", lambda *args, **more: b"\1" * 128)
+    monkeypatch.setattr(cuda_maps_sm90, "tensor_map", lambda *args, **more: b"\1" * 128)
     cuda_launch.forget_plans()
     return recorder
 
@@ -172,9 +172,7 @@ def test_a_swapped_tile_reads_gate_and_up_by_turns_and_writes_sheets(
 ) -> None:
     v, offs = routing()
     drawn: dict[int, tuple[object, ...]] = {}
-    monkeypatch.setattr(
-        cuda_plans_sm90, "tensor_map", lambda at, *args, **more: drawn.update({at: args}) or b"\1" * 128
-    )
+    monkeypatch.setattr(cuda_maps_sm90, "tensor_map", lambda at, *args, **more: drawn.update({at: args}) or b"\1" * 128)
     w = randn(E, 2 * N, D)
     h, a = sm90.esmm_act(randn(T, D), w, None, None, None, v, offs, K, "nk", "silu", "concat", (), True, SWAPPED)
     assert recorder.spec.option("swapped")
@@ -233,7 +231,7 @@ def test_a_weight_gradient_is_added_in_boxes_of_floats(
 ) -> None:
     v, offs = routing()
     drawn: list[tuple[object, ...]] = []
-    monkeypatch.setattr(cuda_plans_sm90, "tensor_map", lambda *args, **more: drawn.append(args) or b"\1" * 128)
+    monkeypatch.setattr(cuda_maps_sm90, "tensor_map", lambda *args, **more: drawn.append(args) or b"\1" * 128)
     x, g = randn(T if side == "x" else T * K, D), randn(T if side == "g" else T * K, N)
     into = torch.zeros((E, N, D) if layout == "nk" else (E, D, N))
     got = sm90.estmm(x, g, v if side == "x" else None, v if side == "g" else None, offs, K, layout, into=into)

@@ -90,6 +90,11 @@ def state_dict(
     Args:
         model: the module itself, not its DDP wrapper.
         session: the running plan; None for a model on one device.
+        optimizer: one whose state belongs to the checkpoint, too.
+
+    Raises:
+        InputError: the optimizer has a parameter that the model does not name.
+        RankError: a rank is lost.
     """
     if session is not None:
         session.check("the state of a checkpoint")
@@ -137,6 +142,7 @@ def save(
         model, session, optimizer: as for `state_dict`.
 
     Raises:
+        InputError: as for `state_dict`.
         RankError: a rank was lost while writing. A checkpoint that was there before is untouched.
     """
     target, partial = os.fspath(path), f"{os.fspath(path)}.partial"
@@ -184,7 +190,8 @@ def load(
         model, session, optimizer: as for `state_dict`; changed in place.
 
     Raises:
-        InputError: there is no complete checkpoint at this path.
+        InputError: there is no complete checkpoint at this path; or as for `state_dict`.
+        RankError: a rank is lost.
     """
     found = _whole(os.fspath(path))
     if optimizer is not None:

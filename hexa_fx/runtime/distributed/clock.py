@@ -1,4 +1,4 @@
-"""Times work on a device, and exchanges the times between ranks."""
+"""Times work on a device, says how much memory is free there, and exchanges such numbers between ranks."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A group is named by a string, as in torch's functional collectives, so that graphs can be printed and compared between
 ranks. Graphs call `all_gather_v`, `reduce_scatter_v` and `all_reduce`, which are differentiable and whose results are pending
 until `wait`. The runtime calls `start_gather`, `fill_slot` and `start_scatter`, which have no gradients and return what to wait
-for. None of them is a torch operator, because the dispatcher would take longer than a small collective takes to start.
+for, and `all_reduce_`, which waits. None of them is a torch operator, because the dispatcher would take longer than a small
+collective takes to start.
 
 Equal sizes use torch's own tensor collectives. Unequal sizes use what measured fastest without padding: lists of views on NCCL
 (grouped broadcasts and reduces); on Gloo one broadcast per owner, and an all-to-all with a local sum in rank order.
@@ -77,7 +78,12 @@ def wait(x: Tensor) -> Tensor:
 
 
 def all_gather_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
-    """Rows of all ranks, in rank order: (sizes[rank], ...) -> (sum(sizes), ...). Pending until waited for."""
+    """Rows of all ranks, in rank order: (sizes[rank], ...) -> (sum(sizes), ...). Pending until waited for.
+
+    Raises:
+        ValueError: this rank has another number of rows.
+        RankError: a rank is lost.
+    """
     if is_grad_enabled() and x.requires_grad:
         return _Gather.apply(x, sizes, group)  # type: ignore[no-any-return]
     out = x.new_empty((sum(sizes), *x.shape[1:]))
@@ -85,7 +91,12 @@ def all_gather_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
 
 
 def reduce_scatter_v(x: Tensor, sizes: Sequence[int], group: str) -> Tensor:
-    """Sum over ranks, each rank keeping its rows: (sum(sizes), ...) -> (sizes[rank], ...). Pending until waited for."""
+    """Sum over ranks, each rank keeping its rows: (sum(sizes), ...) -> (sizes[rank], ...). Pending until waited for.
+
+    Raises:
+        ValueError: this rank has another number of rows.
+        RankError: a rank is lost.
+    """
     if is_grad_enabled() and x.requires_grad:
         return _Scatter.apply(x, sizes, group)  # type: ignore[no-any-return]
     return _pending(*start_scatter(x, sizes, group))

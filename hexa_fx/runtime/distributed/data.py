@@ -22,11 +22,11 @@ def shares(plan: Plan, total: int) -> tuple[int, ...]:
 
 
 def split_batch(batch: Any, plan: Plan, rank: int) -> Any:
-    """This rank's samples of a global batch: every tensor, list or tuple of length B_global is cut along its first
-    dimension.
+    """This rank's samples of a global batch: every tensor in it is cut along its first dimension, as `shares` says.
 
     Args:
-        batch: nested dicts, lists and tuples of tensors whose first dimension is the batch; other leaves pass through.
+        batch: nested dicts, lists and tuples of tensors whose first dimension is the batch; other leaves pass through, and so do
+            tensors without dimensions.
     """
 
     def cut(leaf: Any) -> Any:

@@ -28,8 +28,12 @@ def loss_weight(session: PartitionSession, count: int) -> float:
     Hosts exchange the counts (of samples, or of tokens that are not ignored).
     """
     total = sum(session.exchange_counts(count))
-    averaged = session.groups.world if session.plan.grad_scale != 1.0 else 1
-    return averaged * count / total if total else 0.0
+    return _averaged_over(session) * count / total if total else 0.0
+
+
+def _averaged_over(session: PartitionSession) -> int:
+    """By how much a wrapper that averages gradients divides their sum; 1 where they are summed."""
+    return session.groups.world if session.plan.grad_scale != 1.0 else 1
 
 
 def weighted_loss(session: PartitionSession, loss: Tensor, count: int) -> Tensor:
@@ -58,8 +62,7 @@ def load_balancing_loss(session: PartitionSession, probabilities: Tensor, top_k_
     counts = torch.bincount(chosen[chosen < experts], minlength=experts).to(probabilities.dtype)
     totals = session.sum(torch.cat([counts, counts.new_tensor([probabilities.shape[0]])]))
     share = totals[:-1] / totals[-1].clamp(min=1)
-    averaged = session.groups.world if session.plan.grad_scale != 1.0 else 1
-    return averaged * experts * (share * probabilities.sum(0)).sum() / totals[-1].clamp(min=1)
+    return _averaged_over(session) * experts * (share * probabilities.sum(0)).sum() / totals[-1].clamp(min=1)
 
 
 def expert_names(session: PartitionSession) -> list[str]:

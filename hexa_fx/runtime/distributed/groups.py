@@ -73,6 +73,7 @@ def make_groups(mesh: Any = None, timeout: timedelta | None = None) -> Groups:
 
     Raises:
         PlanError: torch.distributed is not initialised, or the mesh has more than one dimension.
+        RankError: a rank did not arrive in time.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise PlanError("a partition needs torch.distributed: start with torchrun and call init_process_group first")
@@ -133,7 +134,7 @@ def _group_of(mesh: Any) -> Any:
 
 
 def check_same_plan(plan: Plan, groups: Groups) -> None:
-    """Raises on every rank, before any step, when a rank is missing or holds another plan."""
+    """Raises on every rank, before any step: `RankError` when a rank is missing, `PlanError` when one holds another plan."""
     if plan.world != groups.world:
         raise PlanError(f"the plan is for {plan.world} ranks, the mesh has {groups.world}: plan again or load by file")
     join(groups, "before the plans were compared")
@@ -157,7 +158,7 @@ def _first_difference(left: str, right: str) -> str:
 
 
 def join(groups: Groups, when: str, timeout: timedelta | None = None) -> None:
-    """A barrier between hosts that names the ranks that do not arrive."""
+    """A barrier between hosts. Raises `RankError` with the ranks that do not arrive."""
     if lost.alarm:
         lost.check(f"a barrier {when}", groups)
     try:

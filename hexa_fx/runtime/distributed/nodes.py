@@ -58,7 +58,7 @@ def token_counts(x: Tensor, session: str) -> list[int]:
 
 
 def check_tokens(x: Tensor, tokens: Sequence[int], session: str) -> Tensor:
-    """Returns ``x`` after checking that it has the number of rows that the plan fixed for this rank."""
+    """Returns ``x`` if it has as many rows as the plan fixed for this rank; else raises `PlanError`."""
     rank = find_session(session).groups.rank
     if x.shape[0] != tokens[rank]:
         raise PlanError(
@@ -146,9 +146,9 @@ def cache_gather(
     source = cache.source(layer, weights, compute_dtype(w1))
     if not is_grad_enabled():
         return active.geometry(layer).views(cache.fetch(layer))
-    cache.check_bound()
+    active.saved_tensors.check_bound()
     result: Weights = _CacheGather.apply(*weights, (active, layer, shards, source))
-    cache.hook()
+    active.saved_tensors.hook()
     return result
 
 
@@ -191,10 +191,10 @@ def _deliver(targets: Sequence[Destination | None], grads: Sequence[Tensor | Non
 
 def cache_release(y: Tensor, layer: str, session: str) -> Tensor:
     """Returns ``y``, the experts' output, and frees the layer's slot, except in recomputation, which backward follows."""
-    cache = find_session(session).cache
-    cache.unhook()
+    active = find_session(session)
+    active.saved_tensors.unhook()
     if not in_backward():
-        cache.release(layer)
+        active.cache.release(layer)
     return y
 
 

@@ -32,12 +32,13 @@ def profile_devices(
     """Measures t_i: median seconds that a layer's experts take, forward and backward, on every rank's device.
 
     The paper times large matrix products. This times the operator that will run, synchronised, after a warm-up, on all ranks
-    at once, as they will run at once. A collective call. `hexa_fx.optimize_` does it by default.
+    at once, as they will run at once. A collective call. `hexa_fx.optimize_` by default measures more (`profile_costs`).
 
     Args:
         shape: sizes of the layer, e.g. ``hexa_fx.plan.ExpertShape(num_experts=8, hidden_size=4096, intermediate_size=14336,
             matrices=3, top_k=2)``, with three matrices because its experts are gated. At most 64 MiB of weights are allocated
-            (4 GiB on CUDA); larger layers are measured with fewer channels, then with fewer experts.
+            (on CUDA 4 GiB, or a sixteenth of the free memory if that is less); larger layers are measured with at most 8
+            experts (or top_k), and these with fewer channels if need be.
         gated: whether the experts have a gate projection.
         tokens: rows of the measured batch. Default: 1024 / top_k; on CUDA 16384, which fill a large device.
         dtype: element type of tokens and weights.
@@ -53,6 +54,7 @@ def profile_devices(
     Raises:
         InputError: ``shape`` is not an `ExpertShape`.
         PlanError: torch.distributed was not initialised.
+        RankError: a rank did not arrive.
     """
     if not isinstance(shape, ExpertShape):
         raise InputError(f"shape is a {type(shape).__name__}; expected a hexa_fx.plan.ExpertShape")

@@ -22,6 +22,7 @@ from hexa_fx.runtime.distributed.geometry import Geometry
 from hexa_fx.runtime.distributed.groups import Groups, check_same_plan, make_groups
 from hexa_fx.runtime.distributed.nodes import register_session
 from hexa_fx.runtime.distributed.reductions import GradientReductions
+from hexa_fx.runtime.distributed.saved_tensors import SavedTensors
 from hexa_fx.runtime.distributed.shards import ShardedParameter
 from hexa_fx.runtime.distributed.shared_cache import SharedCache, in_backward
 from hexa_fx.runtime.distributed.slots import CachedLayer
@@ -60,6 +61,7 @@ class PartitionSession:
         ]
         self.reductions = GradientReductions(self.groups)
         self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch)
+        self.saved_tensors = SavedTensors(self.cache)
         self.shards: tuple[ShardedParameter, ...] = ()
         self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
         self._begin_guard = self.guard("the first gathers of a forward")
@@ -80,7 +82,10 @@ class PartitionSession:
 
         Args:
             path: the block's path in the model; one of ``graphs``.
-            mode: ``train`` or ``eval``.
+            mode: ``train`` or ``eval``; a block without that mode shows the one that it has.
+
+        Raises:
+            PlanError: there is no partitioned block at this path.
         """
         if path not in self.graphs:
             raise PlanError(f"no partitioned block at {path!r}; they are {list(self.graphs)}")
@@ -137,12 +142,12 @@ class PartitionSession:
 
         @functools.wraps(function)
         def bound(*args: Any, **kwargs: Any) -> Any:
-            self.cache.enter_bound()
+            self.saved_tensors.enter_bound()
             try:
                 with guard:
                     return function(*args, **kwargs)
             finally:
-                self.cache.leave_bound()
+                self.saved_tensors.leave_bound()
 
         return bound
 

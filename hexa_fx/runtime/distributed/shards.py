@@ -67,7 +67,11 @@ class ShardedParameter:
 
 
 def cut_layer(model: nn.Module, weights: LayerWeights, lo: int, hi: int) -> list[ShardedParameter]:
-    """Shrinks the parameters of a layer to channels ``lo .. hi`` of the intermediate size, in place."""
+    """Shrinks the parameters of a layer to channels ``lo .. hi`` of the intermediate size, in place.
+
+    Raises:
+        PlanError: a parameter is missing, used twice by the layer, or not a plain one.
+    """
     wanted: dict[str, tuple[Chunk, ...]] = {}
     for role, source in weights.sources.items():
         for part, paths in enumerate(source.parts):
@@ -127,7 +131,7 @@ def _cut_parameter(model: nn.Module, name: str, chunks: tuple[Chunk, ...]) -> Sh
 
 
 def find_tensor(model: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer by its dotted name."""
+    """A parameter or buffer by its dotted name; raises `PlanError` if there is none."""
     value: object = model
     for key in name.split("."):
         value = getattr(value, key, None)

@@ -3,8 +3,7 @@
 A layer's weights are gathered before its experts run, and again in backward, so the memory for gathered weights does not grow with
 the number of layers. Three rules keep the results exact:
 
-* Autograd never saves an alias of a slot. From a layer's gather to its release, saved tensors that live in a slot are replaced by
-  a note of where to find them (`SavedSlot`), and gathered again when backward asks for them.
+* Autograd never saves an alias of a slot (`saved_tensors`); what backward asks for is gathered again (`refetch`).
 * Gathered values are only used while they are current. A forward gathers anew unless the slot was filled ahead of time in the same
   pass, and any optimizer step starts a new pass.
 * All ranks take the same decisions, since each gather is a collective. Decisions depend on the order of layers and on passes, never
@@ -14,24 +13,18 @@ the number of layers. Three rules keep the results exact:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id
-from torch._C._autograd import (
-    _pop_saved_tensors_default_hooks,
-    _push_saved_tensors_default_hooks,
-    _top_saved_tensors_default_hooks,
-)
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.distributed.collectives import fill_slot
 from hexa_fx.runtime.distributed.geometry import Weights
-from hexa_fx.runtime.distributed.groups import Groups, guarded
-from hexa_fx.runtime.distributed.slots import CachedLayer, Place, SavedSlot, Slot, Source, address_of
+from hexa_fx.runtime.distributed.groups import Groups
+from hexa_fx.runtime.distributed.slots import CachedLayer, Place, SavedSlot, Slot, Source
 
 _optimizer_steps = 0
 
@@ -42,13 +35,6 @@ def _count_step(*_: Any) -> None:
 
 
 register_optimizer_step_post_hook(_count_step)
-
-
-class _Passed(NamedTuple):
-    """A saved tensor that surrounding hooks on saved tensors (activation checkpointing, offloading) took over."""
-
-    value: Any
-    unpack: Any
 
 
 def in_backward() -> bool:
@@ -68,17 +54,14 @@ class SharedCache:
         self.prefetch_enabled = prefetch
         self.gathers = 0
         self.hits = 0
-        self._slots = [Slot() for _ in range(slots or len(self.layers))]
-        self._slot_of = tuple(self._slots[i % len(self._slots)] for i in range(len(self.layers)))
-        self._largest = [_largest(self.layers[i :: len(self._slots)]) for i in range(len(self._slots))]
+        self.slots = [Slot() for _ in range(slots or len(self.layers))]
+        self._slot_of = tuple(self.slots[i % len(self.slots)] for i in range(len(self.layers)))
+        self._largest = [_largest(self.layers[i :: len(self.slots)]) for i in range(len(self.slots))]
         self._index = {layer.path: i for i, layer in enumerate(self.layers)}
         self._sources: dict[int, Source] = {}
         self._places: dict[int, Place] = {}
         self._pass = 0
         self._last = -1
-        self._guards = tuple(guarded(f"the gather for the backward of {layer.path!r}", groups) for layer in self.layers)
-        self._bound = 0
-        self._hooked = 0
 
     # --- what the nodes of the graph call -------------------------------------------------------------------------
 
@@ -91,7 +74,11 @@ class SharedCache:
         return source
 
     def fetch(self, path: str) -> Tensor:
-        """The gathered (I, row) matrix of a layer whose forward begins, valid until another layer uses the slot."""
+        """The gathered (I, row) matrix of a layer whose forward begins, valid until another layer uses the slot.
+
+        Raises:
+            PlanError: the weights changed after they were gathered.
+        """
         index, backward = self._index[path], in_backward()
         if not backward:
             self._enter(index)
@@ -104,7 +91,7 @@ class SharedCache:
         if slot.works:
             slot.arrive()
         slot.busy, slot.prefetched = True, False
-        if len(self._slots) > 1:
+        if len(self.slots) > 1:
             self._fill_ahead(index - 1 if backward else index + 1, backward)
         assert slot.matrix is not None
         return slot.matrix
@@ -113,7 +100,7 @@ class SharedCache:
         """Called when the layer's experts have run (in backward: given their gradients). The next layers may fill free slots."""
         index, backward = self._index[path], in_backward()
         self._slot_of[index].busy = False
-        for ahead in range(1, len(self._slots) + 1):
+        for ahead in range(1, len(self.slots) + 1):
             self._fill_ahead(index - ahead if backward else index + ahead, backward)
 
     def prefetch(self, path: str, weights: Weights, dtype: torch.dtype) -> None:
@@ -140,7 +127,11 @@ class SharedCache:
         slot.prefetched = True
 
     def refetch(self, saved: SavedSlot) -> Tensor:
-        """The tensor that backward asks for, gathered again if its slot holds another layer's weights."""
+        """The tensor that backward asks for, gathered again if its slot holds another layer's weights.
+
+        Raises:
+            PlanError: the weights changed since forward.
+        """
         slot = self._slot_of[saved.layer]
         if saved.layer not in self._sources:
             self._check_fresh(slot, saved.layer, saved.versions)
@@ -153,7 +144,7 @@ class SharedCache:
             slot.arrive()
         if not slot.busy:
             slot.busy = True
-            if len(self._slots) > 1:
+            if len(self.slots) > 1:
                 self._fill_ahead(saved.layer - 1, backward=True)
         assert slot.matrix is not None
         return slot.matrix.as_strided(saved.size, saved.stride, saved.offset)
@@ -163,7 +154,7 @@ class SharedCache:
         if in_backward() or not self.layers:
             return
         self._new_pass()
-        for index in range(len(self._slots)):
+        for index in range(len(self.slots)):
             self._fill_ahead(index, backward=False)
 
     def invalidate(self) -> None:
@@ -173,48 +164,18 @@ class SharedCache:
         self._places.clear()
         self._pass += 1
         self._last = -1
-        for slot in self._slots:
+        for slot in self.slots:
             slot.layer, slot.busy, slot.prefetched = -1, False, False
 
     def drain(self) -> None:
         """Waits for every gather under way."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.arrive()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return sum(slot.buffer.numel() for slot in self._slots if slot.buffer is not None)
-
-    # --- saved tensors ---------------------------------------------------------------------------------------------
-
-    def hook(self) -> None:
-        """From here to `unhook`, autograd saves no alias of a slot. Other tensors go to the hooks that were set before."""
-        outer = _top_saved_tensors_default_hooks(False)
-        _push_saved_tensors_default_hooks(
-            self._pack if outer is None else partial(self._pack, outer=outer), self._unpack
-        )
-        self._hooked += 1
-
-    def unhook(self) -> None:
-        """Ends what `hook` began, once the layer's experts have run."""
-        if self._hooked:  # there is none in a graph that runs without its gather
-            _pop_saved_tensors_default_hooks()
-            self._hooked -= 1
-
-    def _pack(self, tensor: Tensor, outer: Any = None) -> Any:
-        where = address_of(tensor)
-        for slot in self._slots:
-            if slot.address <= where < slot.end:
-                size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
-                return SavedSlot(slot.layer, slot.versions, tensor.dtype, size, stride, offset)
-        return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
-
-    def _unpack(self, packed: Any) -> Any:
-        if isinstance(packed, SavedSlot):
-            with self._guards[packed.layer]:
-                return self.refetch(packed)
-        return packed.unpack(packed.value) if isinstance(packed, _Passed) else packed
+        return sum(slot.buffer.numel() for slot in self.slots if slot.buffer is not None)
 
     # --- slots -----------------------------------------------------------------------------------------------------
 
@@ -231,7 +192,7 @@ class SharedCache:
     def _new_pass(self) -> None:
         self._pass += 1
         self._last = -1
-        for slot in self._slots:  # those of frozen weights have no backward to release them
+        for slot in self.slots:  # those of frozen weights have no backward to release them
             slot.busy = False
 
     def _is_ready(self, slot: Slot, index: int, dtype: torch.dtype, backward: bool) -> bool:
@@ -266,32 +227,12 @@ class SharedCache:
 
     def _place(self, index: int) -> Place:
         layer, slot, source = self.layers[index], self._slot_of[index], self._sources[index]
-        geometry, largest = layer.geometry, self._largest[index % len(self._slots)]
+        geometry, largest = layer.geometry, self._largest[index % len(self.slots)]
         matrix = slot.rows(geometry.shape.intermediate_size, geometry.row, source.dtype, source.device, largest)
         known = self._places.get(index)
         if known is None or known.source is not source or known.matrix is not matrix:
             known = self._places[index] = Place.of(source, matrix, layer, self.groups.rank)
         return known
-
-    # --- guards ----------------------------------------------------------------------------------------------------
-
-    def enter_bound(self) -> None:
-        """Called when the forward of a bound module begins."""
-        self._bound += 1
-
-    def leave_bound(self) -> None:
-        """Called when the forward of a bound module ends, perhaps by an error between a layer's gather and its release."""
-        self._bound -= 1
-        while self._hooked:
-            self.unhook()
-
-    def check_bound(self) -> None:
-        """Raises `PlanError` if nothing would remove the hooks on saved tensors again if the layer failed."""
-        if not self._bound:
-            raise PlanError(
-                "a data-centric layer runs outside its bound module, so an error in it would leave autograd's hooks on saved "
-                "tensors set: bind the module that holds the graph (PartitionSession.bind)"
-            )
 
     def _check_fresh(self, slot: Slot, index: int, versions: tuple[int, ...]) -> None:
         source = self._sources.get(index)
