@@ -148,6 +148,26 @@ def test_a_crash_leaves_the_old_checkpoint(tmp_path):
         checkpoint.load(path, model)
 
 
+def dies_while_loading(rank, world, plan, path):
+    model = Net(THREE)
+    session = install(model, plan, timeout=timedelta(seconds=2)).session
+    if rank == 1:
+        checkpoint._dcp_load = lambda *_, **__: os._exit(3)
+    checkpoint.load(path, model, session)
+
+
+def test_a_crash_while_loading_is_named(tmp_path):
+    path = str(tmp_path / "checkpoint")
+    plan = make_plan(2, "uneven", MODES["data"], THREE)
+    run(2, saved, plan, path)
+    outcomes = start(2, dies_while_loading, plan, path, timeout=2)
+    kind, text = outcomes[0]
+    assert kind == "error"
+    assert "RankError" in text
+    assert "reading a checkpoint" in text
+    assert "[1]" in text
+
+
 def test_splits_of_this_file_cover_empty_shards():
     assert 0 in SPLITS[4]["zeros"][0]
     with pytest.raises(KeyError):

@@ -191,20 +191,18 @@ def load(
 
     Raises:
         InputError: there is no complete checkpoint at this path; or as for `state_dict`.
-        RankError: a rank is lost.
+        RankError: a rank was lost while reading. The model and the optimizer may be half loaded: load again, or end.
     """
     found = _whole(os.fspath(path))
     if optimizer is not None:
         _create_state(optimizer)
     contents = state_dict(model, session, optimizer)
-    alone = session is None
     with torch.no_grad():
-        _dcp_load(
-            contents,
-            checkpoint_id=found,
-            no_dist=alone,
-            process_group=None if session is None else session.groups.host,
-        )
+        if session is None:
+            _dcp_load(contents, checkpoint_id=found, no_dist=True)
+        else:
+            with session.guard("reading a checkpoint"):
+                _dcp_load(contents, checkpoint_id=found, process_group=session.groups.host)
     if optimizer is not None:
         for number, group in enumerate(optimizer.param_groups):
             group.update(contents[f"{_GROUP}{number}"])
