@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture.copies import copied
 from hexa_fx.runtime.module_snapshot import restored
+from hexa_fx.runtime.random_state import random_state_kept
 
 _SELECTIONS = frozenset("topk argmax sort argsort one_hot multinomial kthvalue max nonzero".split())
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -69,7 +70,7 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     mode = _Selections()
     with (
         restored(model),
-        torch.random.fork_rng(devices=[]),
+        random_state_kept(),
         _hooks(model, suspects, mode, recorded),
         torch.no_grad(),
         mode,

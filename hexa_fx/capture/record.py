@@ -29,6 +29,7 @@ from hexa_fx.errors import CaptureError
 from hexa_fx.ir import HeldValue
 from hexa_fx.runtime.contents import Contents, Holder
 from hexa_fx.runtime.module_snapshot import restored
+from hexa_fx.runtime.random_state import random_state_kept
 
 log = logging.getLogger(__name__)
 
@@ -170,14 +171,13 @@ def _capture(
             collecting.stand_ins() if collecting else nullcontext(),
             restored(block) as snapshot,
             stirred_parameters({} if as_it_is else parameters) as stirred,
-            torch.random.fork_rng(devices=[]),
+            random_state_kept(seed),
             torch.set_grad_enabled(not as_it_is),
         ):
             recorder = Recorder(parameters, sees_gradients=not as_it_is)
             recorder.leave = watch.leave if watch else recorder.leave
             if collecting:
                 collecting.scope = lambda: recorder.scopes[-1]
-            torch.manual_seed(seed)
             with noted_settings(recorder) as settings, reads.noted():
                 result, arguments, given = _run(block, recorder, bound)
             recorder.leave("")
