@@ -17,8 +17,9 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 class ModuleSnapshot:
     """Attributes, buffers and hooks of all modules of a tree, as they are now.
 
-    Values of parameters are not saved. Parameters, buffers and modules that a run registers under a new name stay: a first call
-    registers them in any case, and a block is analysed as it is from then on.
+    Values are saved of buffers, and of attributes that are tensors like them; not of parameters.
+    Parameters, buffers and modules that a run registers under a new name stay: a first call registers them in any
+    case, and a block is analysed as it is from then on.
 
     Args:
         root: of the tree.
@@ -27,6 +28,8 @@ class ModuleSnapshot:
     def __init__(self, root: nn.Module) -> None:
         self._kept = {id(module): _kept_by(module) for module in root.modules()}
         self._values = [(b, b.detach().clone()) for b in root.buffers() if not _overlaps_itself(b)]
+        stores = {id(value): value for value in self.values() if _is_store(value)}
+        self._stores = [(tensor, tensor.clone()) for tensor in stores.values()]
 
     def attributes(self, module: nn.Module) -> Mapping[str, Any]:
         """The ``__dict__`` that ``module`` had; empty if it was not in the tree."""
@@ -44,6 +47,9 @@ class ModuleSnapshot:
             kept.put_back()
         for buffer, value in self._values:
             _fill(buffer, value)
+        for tensor, value in self._stores:
+            if not (_is_like(tensor, value) and torch.equal(tensor, value)):
+                _fill(tensor, value)
 
 
 @contextmanager
@@ -106,8 +112,19 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     )
 
 
+def _is_store(value: Any) -> bool:
+    """Whether it is a tensor that code may keep counts in, though it is no buffer: no result, and no view of anything."""
+    if type(value) is not torch.Tensor or value.is_meta or value.layout is not torch.strided:
+        return False
+    return value.is_leaf and not value.requires_grad and value._base is None and not _overlaps_itself(value)
+
+
+def _is_like(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (value.shape, value.dtype, value.device)
+
+
 def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    if (tensor.shape, tensor.dtype, tensor.device) == (value.shape, value.dtype, value.device):
+    if _is_like(tensor, value):
         tensor.detach().copy_(value)
     else:  # resized, or cast through its data
         tensor.data = value.clone()
