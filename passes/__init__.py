@@ -37,6 +37,7 @@ from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, verify
+from hexa_fx.runtime.random_state import random_state_kept
 from hexa_fx.runtime.unchanged import hooked
 
 log = logging.getLogger(__name__)
@@ -258,7 +259,7 @@ def _in_mode(block: nn.Module, mode: Mode) -> Iterator[None]:
     before = {module: module.training for module in block.modules()}
     block.train(mode == "train")
     try:
-        with torch.random.fork_rng(devices=[]):
+        with random_state_kept():
             yield
     finally:
         for module, training in before.items():

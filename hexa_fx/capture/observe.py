@@ -16,6 +16,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture.copies import copied
+from hexa_fx.runtime.module_snapshot import restored
+from hexa_fx.runtime.random_state import random_state_kept
 
 _SELECTIONS = frozenset("topk argmax sort argsort one_hot multinomial kthvalue max nonzero".split())
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -59,14 +61,20 @@ class _Selections(TorchFunctionMode):
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
     """Runs ``model`` without gradients and returns candidates in the order of ``model.named_modules()``.
 
-    Buffers, attributes and the random state are restored afterwards. Errors of the model itself are not caught.
+    Buffers, attributes, hooks and the random state are restored afterwards. Errors of the model itself are not caught.
     """
     suspects = {path for path, module in model.named_modules() if _may_hold_experts(path, module)}
     if not suspects:
         return []
     recorded: dict[str, Observation] = {}
     mode = _Selections()
-    with _restored(model), _hooks(model, suspects, mode, recorded), torch.no_grad(), mode:
+    with (
+        restored(model),
+        random_state_kept(),
+        _hooks(model, suspects, mode, recorded),
+        torch.no_grad(),
+        mode,
+    ):
         model(*args, **kwargs)
     return _candidates(model, suspects, mode, recorded)
 
@@ -94,34 +102,6 @@ def _is_list_of_alikes(module: nn.Module) -> bool:
 
 def _lists_of_parameters(module: nn.Module) -> bool:
     return isinstance(module, (nn.ParameterList, nn.ParameterDict)) and len(module) > 1
-
-
-@contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    saved = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
-    hooks = [
-        (held, held.copy())
-        for _, before in attributes
-        for name, held in before.items()
-        if "hooks" in name and isinstance(held, dict)
-    ]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for module, before in attributes:
-            for name in module.__dict__.keys() - before.keys():
-                del module.__dict__[name]
-            module.__dict__.update(before)
-        # A model may install hooks of its own in its first call, and remember that it did: both are undone.
-        for held, before_run in hooks:
-            held.clear()
-            held.update(before_run)
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in saved and saved[name].shape == buffer.shape:
-                    buffer.copy_(saved[name])
 
 
 @contextmanager

@@ -24,10 +24,12 @@ from hexa_fx.capture.host import namespaces_of, visible_host
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.stir import stirred_parameters
-from hexa_fx.capture.stored import UNKNOWN, StoredValue, noted_settings, restored_state, stored_values
+from hexa_fx.capture.stored import UNKNOWN, StoredValue, noted_settings, stored_values
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import HeldValue
 from hexa_fx.runtime.contents import Contents, Holder
+from hexa_fx.runtime.module_snapshot import restored
+from hexa_fx.runtime.random_state import random_state_kept
 
 log = logging.getLogger(__name__)
 
@@ -167,23 +169,22 @@ def _capture(
     try:
         with (
             collecting.stand_ins() if collecting else nullcontext(),
-            restored_state(block) as attributes,
+            restored(block) as snapshot,
             stirred_parameters({} if as_it_is else parameters) as stirred,
-            torch.random.fork_rng(devices=[]),
+            random_state_kept(seed),
             torch.set_grad_enabled(not as_it_is),
         ):
             recorder = Recorder(parameters, sees_gradients=not as_it_is)
             recorder.leave = watch.leave if watch else recorder.leave
             if collecting:
                 collecting.scope = lambda: recorder.scopes[-1]
-            torch.manual_seed(seed)
             with noted_settings(recorder) as settings, reads.noted():
                 result, arguments, given = _run(block, recorder, bound)
             recorder.leave("")
             output = recorder.lift_result(result)
-            stored = tuple(stored_values(block, attributes, settings, recorder))
+            stored = tuple(stored_values(block, snapshot, settings, recorder))
             accesses = collecting.accesses(recorder) if collecting else ()
-            kept_before = {id(leaf) for before in attributes.values() for leaf in tree_leaves(list(before.values()))}
+            kept_before = {id(leaf) for leaf in tree_leaves(list(snapshot.values()))}
             kept_before |= {id(tensor) for tensor in reads.tensors()}
     except CaptureError:
         raise

@@ -17,6 +17,7 @@ from hexa_fx.capture.record import CapturedBlock
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.sharpen import is_coarse, sharpened
 from hexa_fx.runtime.precision import raised
+from hexa_fx.runtime.random_state import random_state_kept
 
 _CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))
 _NOT_IN_FLOAT64 = frozenset(("grouped_mm", "_grouped_mm"))
@@ -64,8 +65,7 @@ class Replay:
         values: dict[torch.fx.Node, Any] = {node: tensor.clone() for node, tensor in replace.items()}
         answers = {node: self._answer(replace[node]) for node in targets if node in replace}
         open_targets = set(targets) - set(answers)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with torch.no_grad(), random_state_kept(seed=0):
             for node in needed:
                 values[node] = self._execute(node, values)
                 if node in open_targets:  # copied at once: a later write must not change the answer

@@ -10,6 +10,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.records import record_of
+from hexa_fx.runtime.random_state import random_state_kept
 
 _NEAR = 0.05
 """How far rounding to 16 bits may carry a value, relative to the tensor's scale. What lies further apart was decided otherwise."""
@@ -42,7 +43,7 @@ def sharpened(
     """
     values: dict[torch.fx.Node, Any] = {}
     found: dict[torch.fx.Node, Any] = {}
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad(), random_state_kept():
         for node in nodes:
             if not node.op.startswith("call"):
                 continue

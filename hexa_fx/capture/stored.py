@@ -1,8 +1,8 @@
-"""Attributes that a block's run sets on modules: notes them as results, and puts all attributes and buffers back."""
+"""Attributes that a block's run sets on modules: notes them as results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.ir import ModuleAttribute
+from hexa_fx.runtime.module_snapshot import ModuleSnapshot
 
 UNKNOWN = object()
 """Stands for a stored value that is neither None nor made of tensors of the run."""
@@ -28,25 +29,6 @@ class StoredValue:
 
     def __str__(self) -> str:
         return str(self.place)
-
-
-@contextmanager
-def restored_state(block: nn.Module) -> Iterator[dict[str, dict[str, Any]]]:
-    """A context that restores buffers and attributes. Yields every module's attributes as they were, by path."""
-    buffers = {name: buffer.detach().clone() for name, buffer in block.named_buffers()}
-    attributes = {path: dict(module.__dict__) for path, module in block.named_modules()}
-    try:
-        yield attributes
-    finally:
-        for path, module in block.named_modules():
-            before = attributes.get(path, {})
-            for name in _changed(module, before):
-                del module.__dict__[name]
-            module.__dict__.update(before)
-        with torch.no_grad():
-            for name, buffer in block.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
 
 
 @dataclass
@@ -80,15 +62,16 @@ def noted_settings(recorder: Recorder) -> Iterator[Settings]:
         nn.Module.__setattr__ = plain  # type: ignore[method-assign]
 
 
-def _changed(module: nn.Module, before: dict[str, Any]) -> list[str]:
+def _changed(module: nn.Module, before: Mapping[str, Any]) -> list[str]:
     return [name for name, value in module.__dict__.items() if name not in before or value is not before[name]]
 
 
 def stored_values(
-    block: nn.Module, attributes: dict[str, dict[str, Any]], settings: Settings, recorder: Recorder
+    block: nn.Module, snapshot: ModuleSnapshot, settings: Settings, recorder: Recorder
 ) -> Iterator[StoredValue]:
+    """Attributes that are not what they were at ``snapshot``, or were set to None."""
     for path, module in block.named_modules():
-        changed = _changed(module, attributes.get(path, {}))
+        changed = _changed(module, snapshot.attributes(module))
         emptied_here = (
             name for owner, name in sorted(settings.emptied) if owner == id(module) and name in module.__dict__
         )

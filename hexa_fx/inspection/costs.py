@@ -23,6 +23,7 @@ from hexa_fx.inspection.stages import Snapshots
 from hexa_fx.inspection.view import GraphView
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.runtime.module_state import ModuleState
+from hexa_fx.runtime.random_state import random_state_kept
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def _measured(captured: CapturedBlock, forward: Callable[..., Any], weights: Seq
     """Bytes that autograd keeps besides parameters and ``weights``, or None if the block cannot run this way."""
     state = ModuleState(captured.block)
     try:
-        with _training(captured.block), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        with _training(captured.block), random_state_kept(), torch.enable_grad():
             return _kept(captured, forward, weights)
     except Exception as error:
         log.debug("memory of %s was not measured: %s", captured.path, error)

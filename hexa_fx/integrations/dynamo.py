@@ -30,6 +30,7 @@ from hexa_fx.passes import MODES, BlockAnalysis, analyse
 from hexa_fx.passes.structure import moved_to
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.guards import require
+from hexa_fx.runtime.random_state import random_state_kept
 
 log = logging.getLogger(__name__)
 _OWN = {"rest", "rest_options", "on_report"}
@@ -231,7 +232,7 @@ def _run(
     copies = [value.detach().clone() if _is_plain(value) else _concrete(value) for value in example_inputs]
     enabled = torch.is_grad_enabled()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with random_state_kept(), torch.no_grad():
             runner.run(*copies)
     finally:
         torch.set_grad_enabled(enabled)  # the graph may hold set_grad_enabled calls of its own

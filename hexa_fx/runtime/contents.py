@@ -5,8 +5,10 @@ Modules hold them beside their parameters (``self.losses.append(loss)``), and co
 
 from __future__ import annotations
 
+import operator
+import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexa_fx.runtime.held import MODULE_STATE, PLAIN, is_object
+from hexa_fx.runtime.held import MISSING, MODULE_STATE, PLAIN, is_object
 
 _DEEPEST = 4
 _MOST = 4096
@@ -38,10 +40,9 @@ class Contents:
         """Holders that contain something else now, and what is new in them."""
         found = []
         for holder, before in self._before:
-            now = contents(holder.value)
-            if not _same(before, now):
+            if not _same(holder.value, before):
                 old = {id(value) for _, value in before}
-                found.append((holder, [value for _, value in now if id(value) not in old]))
+                found.append((holder, [value for _, value in contents(holder.value) if id(value) not in old]))
         return found
 
     def items(self) -> Iterator[Any]:
@@ -52,7 +53,7 @@ class Contents:
     def restore(self, wanted: Callable[[Holder], bool] = lambda holder: True) -> None:
         """Puts back what is not as it was."""
         for holder, before in self._before:
-            if wanted(holder) and not _same(before, contents(holder.value)):
+            if wanted(holder) and not _same(holder.value, before):
                 _put_back(holder.value, before)
 
 
@@ -88,20 +89,50 @@ def contents(holder: Any) -> list[tuple[Any, Any]]:
     Methods of the user's own kind of dict or list are not called: they may compute what they give.
     """
     if isinstance(holder, dict):
-        return list(dict.items(holder))
+        return list(_plain_kind(holder).items(holder))
     if isinstance(holder, list):
         return list(enumerate(list.__iter__(holder)))
     if isinstance(holder, (tuple, deque)):
         return list(enumerate(holder))
     if isinstance(holder, (set, frozenset)):
         return [(id(item), item) for item in holder]
-    return list(getattr(holder, "__dict__", {}).items())
+    filled = ((name, _filling(slot, holder)) for name, slot in _slots(holder).items())
+    return [*getattr(holder, "__dict__", {}).items(), *(item for item in filled if item[1] is not MISSING)]
 
 
-def _same(before: list[tuple[Any, Any]], now: list[tuple[Any, Any]]) -> bool:
-    if len(before) != len(now):
+def _slots(holder: Any) -> dict[str, types.MemberDescriptorType]:
+    """Of an object whose class has ``__slots__``. Those of the standard library are caches, such as a path's text."""
+    cls = type(holder)
+    if isinstance(holder, type) or cls.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return {}
+    members = (item for base in cls.__mro__ if "__slots__" in vars(base) for item in vars(base).items())
+    return {name: member for name, member in members if isinstance(member, types.MemberDescriptorType)}
+
+
+def _filling(slot: types.MemberDescriptorType, holder: Any) -> Any:
+    try:
+        return slot.__get__(holder)
+    except AttributeError:
+        return MISSING
+
+
+def _plain_kind(holder: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """An OrderedDict keeps its order beside the dict that it is, so that methods of the latter break it."""
+    return OrderedDict if isinstance(holder, OrderedDict) else dict
+
+
+def _same(holder: Any, before: list[tuple[Any, Any]]) -> bool:
+    """Whether it contains what it did, under the same keys. A number or text may be another equal object."""
+    now = contents(holder)
+    if len(before) != len(now) or not all(_alike(a, b) for (_, a), (_, b) in zip(before, now)):
         return False
-    return all(a is b or (_plain(a) and type(a) is type(b) and a == b) for (_, a), (_, b) in zip(before, now))
+    if isinstance(holder, (list, tuple, deque, set, frozenset)):
+        return True  # keys are places, or ids of equal items
+    return all(a is b for (a, _), (b, _) in zip(before, now)) or dict(before).keys() == dict(now).keys()
+
+
+def _alike(one: Any, two: Any) -> bool:
+    return one is two or (_plain(one) and type(one) is type(two) and one == two)
 
 
 def _plain(value: Any) -> bool:
@@ -116,11 +147,32 @@ def _put_back(holder: Any, before: list[tuple[Any, Any]]) -> None:
         (holder.extend if isinstance(holder, deque) else holder.update)(value for _, value in before)
     elif isinstance(holder, type):
         _put_attributes_back(holder, dict(before))
+    elif isinstance(holder, dict):
+        _put_items_back(holder, dict(before))
     else:
-        content, old = holder if isinstance(holder, dict) else vars(holder), dict(before)
-        for key in [key for key in dict.keys(content) if key not in old]:
-            dict.__delitem__(content, key)
-        dict.update(content, old)
+        _put_slots_back(holder, dict(before))
+
+
+def _put_items_back(content: dict[Any, Any], before: dict[Any, Any]) -> None:
+    kind = _plain_kind(content)
+    for key in [key for key in dict.keys(content) if key not in before]:
+        kind.__delitem__(content, key)
+    in_order = dict.__len__(content) == len(before) and all(map(operator.is_, kind.__iter__(content), before))
+    for key, value in before.items():
+        if not in_order and dict.__contains__(content, key):
+            kind.__delitem__(content, key)
+        kind.__setitem__(content, key, value)
+
+
+def _put_slots_back(holder: Any, before: dict[str, Any]) -> None:
+    slots = _slots(holder)
+    for name, slot in slots.items():
+        if name in before:
+            slot.__set__(holder, before[name])
+        elif _filling(slot, holder) is not MISSING:
+            slot.__delete__(holder)
+    if hasattr(holder, "__dict__"):
+        _put_items_back(vars(holder), {name: value for name, value in before.items() if name not in slots})
 
 
 def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:

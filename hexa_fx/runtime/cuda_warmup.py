@@ -15,6 +15,7 @@ from hexa_fx.ops import main_grad
 from hexa_fx.runtime.contents import Holder
 from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.module_state import ModuleState
+from hexa_fx.runtime.random_state import random_state_kept
 from hexa_fx.runtime.results import shared_holders
 
 log = logging.getLogger(__name__)
@@ -64,10 +65,9 @@ def _steps(blocks: Sequence[tuple[nn.Module, Example]]) -> None:
 
 def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Runs forward, and backward if the block is in train mode."""
-    state, device = ModuleState(block, _shared_holders(block)), _device(block)
-    assert device is not None
+    state = ModuleState(block, _shared_holders(block))
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(random_state_kept())
         stack.callback(state.restore)
         stack.enter_context(main_grad.stand_ins(block))
         stack.enter_context(torch.set_grad_enabled(block.training))

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from hexa_fx.runtime.contents import Contents, Holder, contents, held_by_modules
+from hexa_fx.runtime.module_snapshot import ModuleSnapshot, same_items
 
 _PLAIN = (torch.Tensor, int, float, str)
 
 
 class ModuleState:
-    """The buffers and plain attributes of a module tree, so that every call starts from the same state.
+    """What a module tree keeps besides the values of its parameters, so that every call starts from the same state.
 
-    Parameters are left alone; that a forward changed one shows in `facts`.
+    That a forward changed a parameter shows in `hexa_fx.runtime.outcome.Outcome.facts`.
 
     Args:
         module: the root of the tree.
@@ -25,30 +26,14 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, shared: Iterable[Holder] = ()) -> None:
         self._module = module
-        # torch's own layers keep nothing but their sizes beside buffers
-        self._named = [
-            (path, child)
-            for path, child in module.named_modules()
-            if child._buffers or not type(child).__module__.startswith("torch.nn.")
-        ]
-        self._modules = [child for _, child in self._named]
-        self._buffers = [dict(child._buffers) for child in self._modules]
-        self._saved = [
-            {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
-            for buffers in self._buffers
-        ]
-        self._attributes = [dict(child.__dict__) for child in self._modules]
+        self._named = [(path, child, _keeps_sizes_only(child)) for path, child in module.named_modules()]
+        self._snapshot = ModuleSnapshot(module)
+        self._tensors_before = {id(value) for value in self._snapshot.values() if isinstance(value, torch.Tensor)}
         self._contents = Contents([*held_by_modules(module), *shared])
 
     def restore(self) -> None:
-        """Puts the saved values back, into the same buffer objects."""
-        for child, buffers, saved, attributes in zip(self._modules, self._buffers, self._saved, self._attributes):
-            child._buffers.update(buffers)
-            for name, value in saved.items():
-                buffers[name].detach().copy_(value)  # type: ignore[union-attr]
-            for name in child.__dict__.keys() - attributes.keys():
-                del child.__dict__[name]
-            child.__dict__.update(attributes)
+        """Puts the saved values back, into the same buffers, lists, dicts and objects."""
+        self._snapshot.restore()
         self._contents.restore()
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -65,21 +50,30 @@ class ModuleState:
 
     def fresh_tensors(self) -> list[torch.Tensor]:
         """Tensors that were set as attributes or put into lists and dicts since `restore`, ordered by name."""
-        before = {id(value) for attributes in self._attributes for value in attributes.values()}
-        before |= {id(leaf) for value in self._contents.items() for _, leaf in _leaves("", value)}
+        before = self._tensors_before | {id(leaf) for value in self._contents.items() for _, leaf in _leaves("", value)}
         found = [item for item in self._listed() if isinstance(item[2], torch.Tensor)]
         return [value for _, _, value in sorted(found, key=lambda item: item[:2]) if id(value) not in before]
 
     def _listed(self) -> Iterable[tuple[str, str, Any]]:
         """Plain attributes and tensors, and what is in lists and dicts that were set or changed since `restore`."""
-        for (path, child), before in zip(self._named, self._attributes):
+        for path, child, quiet in self._named:
+            before = self._snapshot.attributes(child)
+            if quiet and same_items(child.__dict__, before):
+                continue
             for name, value in _plain_attributes(child).items():
-                yield path, name, value
+                if not (quiet and value is before.get(name)):
+                    yield path, name, value
             for name, value in child.__dict__.items():
                 if type(value) in (list, tuple, dict) and value is not before.get(name):
                     yield from ((path, label, item) for label, item in _plain_contents(name, value))
         for holder, _ in self._contents.changed():
             yield from (("", label, item) for label, item in _plain_contents(holder.label, holder.value))
+
+
+def _keeps_sizes_only(module: nn.Module) -> bool:
+    """Whether it is a layer of torch's own, so that of its attributes only those count that somebody else sets."""
+    tensors = module._buffers or any(isinstance(value, torch.Tensor) for value in module.__dict__.values())
+    return type(module).__module__.startswith("torch.nn.") and not tensors
 
 
 def _plain_contents(label: str, holder: Any) -> Iterable[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.runtime.module_state import ModuleState
+from hexa_fx.runtime.random_state import random_state_kept
 from hexa_fx.runtime.weight_slices import WeightSlices
 
 SCALE_FLOOR = 1e-6
@@ -82,8 +83,7 @@ def observe(
     before = [parameter._version for parameter in parameters.values()]
     devices = sorted({parameter.device.index or 0 for parameter in parameters.values() if parameter.is_cuda})
     state.restore()
-    with torch.random.fork_rng(devices), torch.set_grad_enabled(gradients):
-        torch.manual_seed(seed)
+    with random_state_kept(seed), torch.set_grad_enabled(gradients):
         result = _unfolded(call(*args, **kwargs))
         streams = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
         values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}

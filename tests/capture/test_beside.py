@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -29,6 +31,12 @@ LOSSES: list[torch.Tensor] = []
 class Collector:
     latest: torch.Tensor | None = None
     of_all: ClassVar[list[torch.Tensor]] = []
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    latest: torch.Tensor | None = None
+    losses: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
 
 class Hidden(nn.Module):
@@ -90,6 +98,9 @@ CHANGES: dict[str, tuple[Callable[[Mixture, torch.Tensor], Any], Callable[[], An
         "self.kept.0",
     ),
     "attribute of an object": (lambda m, loss: setattr(m.kept, "latest", loss), Collector, "self.kept"),
+    "slot of an object": (lambda m, loss: setattr(m.kept, "latest", loss), Slotted, "self.kept"),
+    "list in a slot": (lambda m, loss: m.kept.losses.append(loss), Slotted, "self.kept.losses"),
+    "ordered dict": (lambda m, loss: m.kept.update(loss=loss), OrderedDict, "self.kept"),
     "namespace": (lambda m, loss: setattr(m.kept, "loss", loss), types.SimpleNamespace, "self.kept"),
     "list of a class": (lambda m, loss: Collector.of_all.append(loss), lambda: None, "Collector.of_all"),
     "class": (lambda m, loss: setattr(Collector, "latest", loss), lambda: None, "Collector"),

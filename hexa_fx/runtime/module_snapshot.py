@@ -1,0 +1,130 @@
+"""What the modules of a tree keep, saved before a trial run and put back after it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+class ModuleSnapshot:
+    """Attributes, buffers and hooks of all modules of a tree, as they are now.
+
+    Values are saved of buffers, and of attributes that are tensors like them; not of parameters.
+    Parameters, buffers and modules that a run registers under a new name stay: a first call registers them in any
+    case, and a block is analysed as it is from then on.
+
+    Args:
+        root: of the tree.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._kept = {id(module): _kept_by(module) for module in root.modules()}
+        self._values = [(b, b.detach().clone()) for b in root.buffers() if not _overlaps_itself(b)]
+        stores = {id(value): value for value in self.values() if _is_store(value)}
+        self._stores = [(tensor, tensor.clone()) for tensor in stores.values()]
+
+    def attributes(self, module: nn.Module) -> Mapping[str, Any]:
+        """The ``__dict__`` that ``module`` had; empty if it was not in the tree."""
+        kept = self._kept.get(id(module))
+        return kept.attributes if kept else {}
+
+    def values(self) -> Iterator[Any]:
+        """What the attributes of all modules were."""
+        for kept in self._kept.values():
+            yield from kept.attributes.values()
+
+    def restore(self) -> None:
+        """Puts everything back, into the same objects: others may hold the buffers too, and handles of hooks their dicts."""
+        for kept in self._kept.values():
+            kept.put_back()
+        for buffer, value in self._values:
+            _fill(buffer, value)
+        for tensor, value in self._stores:
+            if not (_is_like(tensor, value) and torch.equal(tensor, value)):
+                _fill(tensor, value)
+
+
+@contextmanager
+def restored(root: nn.Module) -> Iterator[ModuleSnapshot]:
+    """A context at whose end everything is as it was. Yields what is saved."""
+    snapshot = ModuleSnapshot(root)
+    try:
+        yield snapshot
+    finally:
+        snapshot.restore()
+
+
+def same_items(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    """Whether two dicts hold the very same objects under the same keys in the same order."""
+    return now.keys() == before.keys() and all(map(operator.is_, now.values(), before.values()))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What one module keeps: its ``__dict__``, and what torch's own dicts in there contain."""
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    registered: list[tuple[dict[str, Any], dict[str, Any]]]
+    hooks: list[dict[Any, Any]]
+    hooked: list[tuple[dict[Any, Any], dict[Any, Any]]]
+    """Those of ``hooks`` that had contents, with these. Copies of all the empty ones would take time."""
+
+    def put_back(self) -> None:
+        own = self.module.__dict__
+        if not same_items(own, self.attributes):
+            for name in own.keys() - self.attributes.keys():
+                del own[name]
+            own.update(self.attributes)
+        for registry, before in self.registered:
+            if same_items(registry, before):
+                continue
+            for name in registry.keys() & own.keys():  # it was a plain attribute, such as None, which hides it now
+                del registry[name]
+            registry.update(before)
+        # A model may install hooks of its own in its first call, and remember that it did: both are undone.
+        for held in self.hooks if any(self.hooks) else ():
+            held.clear()
+        for held, contents in self.hooked:
+            held.update(contents)
+
+
+def _kept_by(module: nn.Module) -> _Kept:
+    own = module.__dict__
+    registries = [own[name] for name in _REGISTRIES if isinstance(own.get(name), dict)]  # TorchScript has its own
+    hooks = [held for name, held in own.items() if "hooks" in name and isinstance(held, dict)]
+    registered = [(held, dict(held)) for held in registries]
+    return _Kept(module, dict(own), registered, hooks, [(held, dict(held)) for held in hooks if held])
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory, as after `expand`. Nothing can be written into such a tensor, by us or by a run."""
+    return tensor.layout is torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride())
+    )
+
+
+def _is_store(value: Any) -> bool:
+    """Whether it is a tensor that code may keep counts in, though it is no buffer: no result, and no view of anything."""
+    if type(value) is not torch.Tensor or value.is_meta or value.layout is not torch.strided:
+        return False
+    return value.is_leaf and not value.requires_grad and value._base is None and not _overlaps_itself(value)
+
+
+def _is_like(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (value.shape, value.dtype, value.device)
+
+
+def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    if _is_like(tensor, value):
+        tensor.detach().copy_(value)
+    else:  # resized, or cast through its data
+        tensor.data = value.clone()

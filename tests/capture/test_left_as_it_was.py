@@ -1,0 +1,140 @@
+"""Whichever trial run a model goes through, its buffers, attributes, hooks and modules are afterwards as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.capture import capture
+from hexa_fx.capture.observe import observe
+from hexa_fx.runtime.module_state import ModuleState
+from tests.detect.mixture import D, E, Mixture
+
+torch.set_num_threads(1)
+
+
+class Block(Mixture):
+    """``keep`` says what the forward does to the module besides."""
+
+    def __init__(self, keep: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.keep = keep
+        self.register_buffer("counts", torch.zeros(E))
+        self.register_buffer("later", None)
+        self.hooked, self.norm, self.held = False, None, torch.zeros(E)
+        self.router.calls, self.router.load = 0, torch.zeros(E)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs, _, out, _ = self.mix(x)
+        self.keep(self, probs.detach().sum(0))
+        return out
+
+
+def hook_once(block: Any, load: torch.Tensor) -> None:
+    if not block.hooked:
+        block.hooked = True
+        block.router.register_forward_hook(lambda *_: None)
+
+
+CHANGES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "a buffer in place": lambda m, load: m.counts.add_(load),
+    "a buffer by assignment": lambda m, load: setattr(m, "counts", m.counts + load),
+    "a buffer of another size": lambda m, load: setattr(m, "counts", load[:2]),
+    "a buffer of another type": lambda m, load: setattr(m, "counts", load.double()),
+    "a buffer resized in place": lambda m, load: m.counts.resize_(E + 1).fill_(1.0),
+    "a buffer's data": lambda m, load: setattr(m.counts, "data", load.double()),
+    "a buffer that was None": lambda m, load: setattr(m, "later", load),
+    "a buffer that is deleted": lambda m, load: m._buffers.pop("counts", None),
+    "an attribute": lambda m, load: setattr(m, "held", load),
+    "an attribute in place": lambda m, load: m.held.add_(load),
+    "an attribute of a layer of torch's in place": lambda m, load: m.router.load.add_(load),
+    "a new attribute": lambda m, load: setattr(m, "load", load),
+    "an attribute of a layer of torch's": lambda m, load: setattr(m.router, "calls", m.router.calls + 1),
+    "a new attribute of a layer of torch's": lambda m, load: setattr(m.router, "last", load),
+    "a hook, and that it is there": hook_once,
+    "a hook in every call": lambda m, load: m.router.register_forward_hook(lambda *_: None),
+    "a module where None was": lambda m, load: setattr(m, "norm", m.norm or nn.LayerNorm(D)),
+    "a parameter where None was": lambda m, load: setattr(m, "norm", nn.Parameter(load)),
+    "another module": lambda m, load: setattr(m.experts[0], "1", nn.GELU()),
+}
+
+
+def run_and_restore(block: nn.Module, x: torch.Tensor) -> None:
+    state = ModuleState(block)
+    block(x)
+    state.restore()
+
+
+TRIALS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "observe": lambda block, x: observe(block, (x,), {}),
+    "capture": lambda block, x: capture(block, (x,), {}),
+    "ModuleState": run_and_restore,
+    "explain": lambda block, x: hexa_fx.explain(block, (x,)),
+}
+
+
+def everything(block: nn.Module) -> dict[str, Any]:
+    """By dotted name: what modules keep, as identity, and for tensors the values too."""
+    found: dict[str, Any] = {}
+    for path, module in block.named_modules():
+        for name, value in vars(module).items():
+            inside = value if isinstance(value, dict) else {"": value}
+            found |= {f"{path}.{name}.{key}": _value(item) for key, item in inside.items()}
+    return found
+
+
+def _value(value: Any) -> Any:
+    return (id(value), value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("trial", TRIALS)
+def test_what_a_run_changes_is_put_back(trial: str, change: str) -> None:
+    torch.manual_seed(0)
+    block, x = Block(CHANGES[change]), torch.randn(7, D)
+    before = everything(block)
+    TRIALS[trial](block, x)
+    assert everything(block) == before
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_a_buffer_that_nobody_can_write_into(trial: str) -> None:
+    """Its elements share memory, so that values cannot be copied back."""
+    block, x = Block(lambda m, load: m.spread + load), torch.randn(7, D)
+    block.register_buffer("spread", torch.ones(1).expand(E))
+    before = everything(block)
+    TRIALS[trial](block, x)
+    assert everything(block) == before
+
+
+@pytest.mark.parametrize("trial", TRIALS)
+def test_a_module_that_the_first_call_adds_stays_whole(trial: str) -> None:
+    """In train mode only, so that no run before the recorded one adds it."""
+
+    def keep(block: Any, load: torch.Tensor) -> None:
+        if block.training and not hasattr(block, "added"):
+            block.added = nn.LayerNorm(D)
+
+    block, x = Block(keep).eval(), torch.randn(7, D)
+    TRIALS[trial](block, x)
+    block.train()(x)
+    assert block.added(x).shape == x.shape
+
+
+def test_verification_compares_what_is_set_on_a_layer_of_torchs() -> None:
+    block, x = Block(lambda m, load: setattr(m.router, "last", load)), torch.randn(7, D)
+    del block.router.load  # nothing but what torch itself keeps, and a number
+    state = ModuleState(block)
+    assert not state.fresh_tensors()
+    block(x)
+    assert "attribute router.last" in state.tensors()
+    assert state.fresh_tensors()[0] is block.router.last
+    block.router.calls = 3
+    assert state.facts()["attribute router.calls"] == 3
+    state.restore()
+    assert not {"attribute router.last", "attribute router.calls"} & {*state.tensors(), *state.facts()}

@@ -1,0 +1,74 @@
+"""Trial runs take no random numbers from the user, on no device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.capture import capture
+from hexa_fx.capture.observe import observe
+from hexa_fx.runtime.random_state import random_state_kept
+from tests.detect.mixture import D, Mixture
+
+torch.set_num_threads(1)
+
+
+class Noisy(Mixture):
+    """Draws from the CPU's generator, and from the first GPU's if there is one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = torch.rand(()) + sum(torch.rand((), generator=gpu) for gpu in torch.cuda.default_generators[:1])
+        self.last = drawn
+        return self.mix(x)[2]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Generator, ...]:
+    """Generators that stand in for those of two GPUs."""
+    generators = torch.Generator().manual_seed(11), torch.Generator().manual_seed(12)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(generators))
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device].get_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: generators[device].set_state(state))
+    return generators
+
+
+def _states(gpus: tuple[torch.Generator, ...]) -> list[list[int]]:
+    return [generator.get_state().tolist() for generator in (torch.default_generator, *gpus)]
+
+
+def test_all_generators_are_seeded_inside_and_put_back(gpus: tuple[torch.Generator, ...]) -> None:
+    @random_state_kept(seed=5)
+    def draw(divisor: int) -> list[list[float]]:
+        return [(torch.rand(3, generator=generator) / (6 // divisor)).tolist() for generator in (None, *gpus)]
+
+    before = _states(gpus)
+    assert draw(1) == draw(1)
+    with pytest.raises(ZeroDivisionError):
+        draw(0)
+    assert _states(gpus) == before
+
+
+@pytest.mark.parametrize("trial", ["observe", "capture", "explain"])
+def test_a_trial_run_leaves_the_streams_of_all_devices(trial: str, gpus: tuple[torch.Generator, ...]) -> None:
+    block, x = Noisy(), torch.randn(7, D)
+    before = _states(gpus)
+    if trial == "explain":
+        hexa_fx.explain(block, (x,))
+    else:
+        (observe if trial == "observe" else capture)(block, (x,), {})
+    assert _states(gpus) == before
+
+
+def test_a_device_that_is_not_in_use_keeps_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeds for CUDA wait in torch until the process first uses it, and the last one counts."""
+    waiting: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", waiting.append)
+    block: nn.Module = Noisy()
+    assert hexa_fx.explain(block, torch.randn(7, D)).blocks
+    assert not waiting
