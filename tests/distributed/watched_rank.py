@@ -1,10 +1,11 @@
-"""One rank of a job that is watched although it runs on Gloo: says who is lost and who left.   torchrun's variables.
+"""One rank of a job that is watched although it runs on Gloo: says who is lost and who left.   Arguments: STORE RANK.
 
 Rank 1 ends by an exception that nobody catches, rank 2 normally; rank 0 reports.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from datetime import timedelta
 
@@ -14,15 +15,17 @@ from hexa_fx.runtime.distributed import lost
 from hexa_fx.runtime.distributed.groups import make_groups
 
 
-def main() -> None:
+def main(store: str, rank: int) -> None:
     lost.waits_on_device = lambda groups: True
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3, timeout=timedelta(seconds=60)
+    )
     groups = make_groups()
     lost.begin(groups)
     watch = lost._keepers[groups.main_name].watch
-    if groups.rank == 1:
+    if rank == 1:
         raise ValueError("this rank has had enough")
-    if groups.rank == 0:
+    if rank == 0:
         end = time.monotonic() + 20
         while time.monotonic() < end and not (watch.lost and watch.left):
             time.sleep(0.05)
@@ -30,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], int(sys.argv[2]))
