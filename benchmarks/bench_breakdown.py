@@ -2,10 +2,10 @@
 
     python benchmarks/bench_breakdown.py [--shapes mixtral,...] [--json FILE]
 
-Each runs alone for a while at its own sustained clock; beside its time stand the card's clock and power meanwhile (NVML), which
-tell a launch that leaves the tensor cores idle (high clock) from one that meets the power limit. `excess` is its time beyond the
-matmul's, as a share of the dense layer's forward + backward.
-"in a row" are all launches of a step one behind the other, with nothing of autograd between them.
+Each runs alone at its own sustained clock, and its time is the mean over a period of that clock's swing (`common.steady`). Beside
+it stand clock and power meanwhile (NVML), which tell a launch that leaves the tensor cores idle (high clock) from one that meets
+the power limit. `excess` is its time beyond the matmul's, as a share of the dense layer's forward + backward. "in a row" are all
+launches of a step one behind the other, with nothing of autograd between them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import LARGE, SHAPES, MoeShape, environment, medians, routing
+from common import LARGE, SHAPES, MoeShape, environment, routing, steady
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.runtime import cuda_launch
 
 Run = Callable[[], object]
 PRODUCTS = ("up", "down", "dA", "dW2", "dX", "dW1")
+WARM_S, TIMED_S = 0.4, 0.8
 LAYER = ("reindex", "up", "down", "combine", "dA", "dW2", "dX + dW1", "combine dX")
 
 
 class Meter:
-    """Samples clock (MHz) and power (W) while a function runs. Without NVML it reads nothing."""
+    """Samples clock (MHz) and power (W) while a function runs. Without NVML it reads nothing.
+
+    NVML's power is a mean over the past second: too low where the card rested just before (the first launch, `reindex` and its
+    successor).
+    """
 
     def __init__(self) -> None:
         try:
@@ -42,20 +47,18 @@ class Meter:
             print(f"no clocks: {error}", flush=True)
             self._nvml = None
 
-    def measure(self, run: Run, seconds: float = 0.3) -> tuple[float, float]:
-        """Means over the second half of a run."""
+    def measure(self, run: Run) -> tuple[float, float, float]:
+        """Milliseconds of a call where it is called without end (`common.steady`); means of clock and power over the timed part."""
         samples: list[tuple[float, float]] = []
         stop = threading.Event()
         thread = threading.Thread(target=self._sample, args=(stop, samples))
         thread.start()
-        start = time.perf_counter()
-        while time.perf_counter() - start < seconds:
-            run()
-            torch.cuda.synchronize()
+        milliseconds = steady({"": run}, turns=1, warm_s=WARM_S, timed_s=TIMED_S)[""]
         stop.set()
         thread.join()
-        late = samples[len(samples) // 2 :] or [(0.0, 0.0)]
-        return tuple(sum(values) / len(late) for values in zip(*late))  # type: ignore[return-value]
+        timed = samples[-int(len(samples) * TIMED_S / (WARM_S + TIMED_S)) :] or [(0.0, 0.0)]
+        clock, power = (sum(values) / len(timed) for values in zip(*timed))
+        return milliseconds, clock, power
 
     def _sample(self, stop: threading.Event, samples: list[tuple[float, float]]) -> None:
         while not stop.is_set() and self._nvml is not None:
@@ -127,12 +130,13 @@ def main() -> None:
         torch.manual_seed(0)
         found = launches(SHAPES[name])
         cuda_launch.prebuild(lambda f=found: [run() for each, (run, _) in f.items() if not each.startswith("dense")])
-        times = medians({each: run for each, (run, _) in found.items()}, 5, warm_s=0.1, turns=2)
+        measured = {each: meter.measure(run) for each, (run, _) in found.items()}
+        times = {each: milliseconds for each, (milliseconds, _, _) in measured.items()}
         times["dense dX + dW1"] = times["dense dX"] + times["dense dW1"]
         total = sum(times[f"dense {part}"] for part in PRODUCTS)
         print(f"-- {name}, dense forward + backward {total:.3f} ms", flush=True)
-        for each, (run, dense) in found.items():
-            clock, power = meter.measure(run)
+        for each, (_, dense) in found.items():
+            _, clock, power = measured[each]
             floor = times[f"dense {dense}"] if dense else 0.0
             row: dict[str, Any] = {"shape": name, "launch": each, "ms": times[each], "dense_ms": floor}
             row |= {"clock_mhz": clock, "power_w": power, "excess": (times[each] - floor) / total}
