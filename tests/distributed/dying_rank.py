@@ -36,6 +36,7 @@ def main(store: str, rank: int, backend: str, mode: str, when: str) -> None:
     kinds = [KINDS["concat"]] * 2
     plan = make_plan(world, "uneven", MODES[mode][:2], kinds)
     model = Net(kinds, dtype).to(device)
+    # over Gloo, where nobody watches, a survivor waits as long for the marks of the others
     installed = install(model, plan, timeout=PATIENCE if cuda else timedelta(seconds=3))
     x, target = (t[own(plan.batch, rank)].to(device, dtype) for t in batch(sum(plan.batch)))
     loss_sum(model(x), target).backward()

@@ -1,6 +1,7 @@
 """Runs a function on several processes over Gloo and judges by what each of them reported, not by exit codes.
 
-`run` keeps its processes for the next test; `start` takes fresh ones, for tests in which ranks fail.
+`run` keeps its processes for the next test; `start` takes fresh ones, for tests in which ranks fail. `scripts` is the exception:
+its processes are scripts of their own, judged by exit codes and by what they print.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import atexit
 import gc
 import multiprocessing as mp
 import os
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 # A server that has imported torch forks the ranks: a launch costs tenths of a second instead of seconds.
@@ -93,6 +98,29 @@ def _receive(pipe: Connection, seconds: float) -> Any:
         return pipe.recv() if pipe.poll(seconds) else ("hang", None)
     except EOFError:
         return ("gone", None)
+
+
+@contextmanager
+def scripts(
+    world: int, name: str, store: Path, *arguments: str, **environment: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """A script of this folder as WORLD processes, `NAME STORE RANK ARGUMENTS`. STORE is a new file, where they meet."""
+    command = [sys.executable, str(Path(__file__).with_name(name)), str(store)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), *arguments],
+            env=os.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1"} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 class _Pool:

@@ -7,39 +7,22 @@ last words name the lost rank.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-
-SCRIPT = Path(__file__).with_name("dying_rank.py")
+from harness import scripts
 
 
 def survivor(folder: Path, backend: str, mode: str, when: str, **environment: str) -> tuple[int, str, float]:
     """Exit status and output of rank 0 of two, and its seconds after the end of rank 1, which has to end as WHEN says."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder / "store"), str(rank), backend, mode, when],
-            env=os.environ | {"LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
+    with scripts(2, "dying_rank.py", folder / "store", backend, mode, when, **environment) as ranks:
         last_words, _ = ranks[1].communicate(timeout=180)
         assert ranks[1].returncode == (0 if when == "never" else 17), last_words
         began = time.monotonic()
         output, _ = ranks[0].communicate(timeout=150)
-    finally:
-        for process in ranks:
-            process.kill()
-    return ranks[0].returncode, output, time.monotonic() - began
+        return ranks[0].returncode, output, time.monotonic() - began
 
 
 def is_named(output: str) -> bool:

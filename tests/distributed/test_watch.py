@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import start
+from harness import scripts, start
 from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan, own
 
 from hexa_fx.errors import RankError
@@ -105,22 +102,8 @@ def test_everyone_knows_who_ended(who, how):
 
 
 def test_an_uncaught_exception_is_a_loss_and_a_normal_end_is_none(tmp_path):
-    script = Path(__file__).with_name("watched_rank.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "store"), str(rank)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
+    with scripts(3, "watched_rank.py", tmp_path / "store") as ranks:
         output = [rank.communicate(timeout=60)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
     assert "lost [1] left [2]" in output[0], output
     assert [rank.returncode for rank in ranks] == [0, 1, 0], output
 
