@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -94,12 +94,11 @@ def steady(
     for run in runs.values():
         run()
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(turns):
-        for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
-            _repeat(runs[name], warm_s)
-            first, last, calls = _repeat(runs[name], timed_s)
-            last.synchronize()
-            found[name].append(first.elapsed_time(last) / calls)
+    for name in _in_turns(runs, turns):
+        _repeat(runs[name], warm_s)
+        first, last, calls = _repeat(runs[name], timed_s)
+        last.synchronize()
+        found[name].append(first.elapsed_time(last) / calls)
     return {name: statistics.median(each) for name, each in found.items()}
 
 
@@ -125,15 +124,21 @@ def medians(
     else:
         calls = -(-2 * rounds // turns)
         _repeat(next(iter(runs.values())), 2 * warm_s)
-    for turn in range(turns):
-        for name in list(runs) if turn % 2 == 0 else list(runs)[::-1]:
-            _repeat(runs[name], warm_s)
-            pairs[name] += [_timed(runs[name]) for _ in range(calls)]
+    for name in _in_turns(runs, turns):
+        _repeat(runs[name], warm_s)
+        pairs[name] += [_timed(runs[name]) for _ in range(calls)]
     return {name: _median(found) for name, found in pairs.items()}
 
 
 _Pair = tuple[torch.cuda.Event, torch.cuda.Event]
 _AHEAD = 2  # calls that wait on the device: it never idles, and the host is not seconds ahead
+
+
+def _in_turns(names: Iterable[str], turns: int) -> Iterator[str]:
+    """All names in each turn, every other time in the opposite order: a card that warms up or cools down favours nobody."""
+    order = list(names)
+    for turn in range(turns):
+        yield from order if turn % 2 == 0 else order[::-1]
 
 
 def _repeat(run: Callable[[], object], seconds: float) -> tuple[torch.cuda.Event, torch.cuda.Event, int]:
