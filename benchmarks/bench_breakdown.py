@@ -22,7 +22,7 @@ import torch
 from common import LARGE, SHAPES, MoeShape, environment, routing, steady
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.runtime import cuda_launch
+from hexa_fx.cuda import launch as cuda_launch
 
 Run = Callable[[], object]
 PRODUCTS = ("up", "down", "dA", "dW2", "dX", "dW1")

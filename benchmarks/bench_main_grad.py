@@ -23,9 +23,9 @@ import torch
 from common import SHAPES, environment, medians
 from layers import MIB, Weights, hexa_layer, make_weights
 
+from hexa_fx.cuda import register as cuda_ops
+from hexa_fx.cuda.launch import prebuild
 from hexa_fx.ops import main_grad
-from hexa_fx.runtime import cuda_ops
-from hexa_fx.runtime.cuda_launch import prebuild
 
 ROUNDS = 3
 

@@ -42,7 +42,8 @@ from layers import (
 )
 from torch import Tensor
 
-from hexa_fx.runtime import cuda_launch, cuda_ops
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import register as cuda_ops
 
 
 def memory(run: Callable[[], Tensor], p: Weights, dy: Tensor) -> dict[str, float]:

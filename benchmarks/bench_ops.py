@@ -18,7 +18,7 @@ import torch
 from common import SHAPES, environment, medians, routing
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.runtime import cuda_gemm_sm80 as sm80
+from hexa_fx.cuda import gemm_sm80 as sm80
 
 
 def host_us(run: Callable[[], object], repeats: int = 200) -> float:

@@ -109,7 +109,7 @@ def main() -> None:
     for unit in units(args.sections.split(","), names):
         log.run(unit, options)
     if cuda:
-        from hexa_fx.runtime import cuda_launch
+        from hexa_fx.cuda import launch as cuda_launch
 
         log.add({"question": "fallbacks", "section": args.sections, "found": dict(cuda_launch.fallbacks)})
     dist.barrier()

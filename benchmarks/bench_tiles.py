@@ -21,10 +21,10 @@ from common import LARGE, SHAPES, MoeShape, environment, medians, routing
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
 from hexa_fx.codegen.tuned import Problem, TunedTable
+from hexa_fx.cuda import gemm_sm90 as sm90
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import select_sm90 as plans
 from hexa_fx.errors import KernelError
-from hexa_fx.runtime import cuda_gemm_sm90 as sm90
-from hexa_fx.runtime import cuda_launch
-from hexa_fx.runtime import cuda_plans_sm90 as plans
 
 Product = Callable[[TileChoice], object]
 

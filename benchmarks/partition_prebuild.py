@@ -10,15 +10,15 @@ import torch
 
 from benchmarks.partition_shapes import MEMORY, SHAPES, UNEQUAL
 from benchmarks.partition_unequal import SETTINGS, tile, work
+from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.plan import ExpertShape
-from hexa_fx.runtime.distributed.geometry import Geometry
 
 DEVICE = "cuda:0"
 
 
 def prebuild(worlds: Sequence[int], names: Sequence[str]) -> None:
     """Runs every product that the sections will run, in the sizes of every rank count, without launching anything."""
-    from hexa_fx.runtime.cuda_launch import prebuild as build
+    from hexa_fx.cuda.launch import prebuild as build
 
     def run() -> None:
         for world in worlds:

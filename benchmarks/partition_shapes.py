@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hexa_fx.distributed.clock import gathered, synchronize
+from hexa_fx.distributed.groups import make_groups
 from hexa_fx.plan import ExpertShape
-from hexa_fx.runtime.distributed.clock import gathered, synchronize
-from hexa_fx.runtime.distributed.groups import make_groups
 
 Record = dict[str, Any]
 

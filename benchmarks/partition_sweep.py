@@ -15,11 +15,11 @@ from torch import Tensor
 from benchmarks.partition_layers import Stack, expert_parallel, fsdp2, partition
 from benchmarks.partition_shapes import MEMORY, TINY, Options, Record, attempt, clean, milliseconds
 from benchmarks.partition_trace import compute_ms, hidden_shares
+from hexa_fx.distributed.groups import make_groups
+from hexa_fx.distributed.profile import measure_bandwidth
 from hexa_fx.passes.partition import partition_model
 from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape
-from hexa_fx.runtime.distributed.groups import make_groups
-from hexa_fx.runtime.distributed.profile import measure_bandwidth
 
 MODES = ("local", "data", "model", "model-paper", "ep", "fsdp2")
 TRACED = 3

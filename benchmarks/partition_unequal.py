@@ -20,11 +20,11 @@ from torch import Tensor
 
 from benchmarks.partition_layers import Stack, on, partition
 from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts
+from hexa_fx.distributed.clock import gathered, synchronize, timed
+from hexa_fx.distributed.groups import make_groups
+from hexa_fx.distributed.profile import profile_costs
 from hexa_fx.passes.plan_layers import PartitionConfig, batch_shares, plan_layers
 from hexa_fx.plan import ExpertShape
-from hexa_fx.runtime.distributed.clock import gathered, synchronize, timed
-from hexa_fx.runtime.distributed.groups import make_groups
-from hexa_fx.runtime.distributed.profile import profile_costs
 
 SETTINGS = {2: ((132, 64),), 4: ((132, 132, 64, 32),)}
 
@@ -51,8 +51,8 @@ def green_stream(sms: int, device: torch.device) -> Any:
 
 def launch_by_kernel() -> None:
     """Launches CUkernels instead of CUfunctions, which belong to the context they were looked up in."""
+    from hexa_fx.cuda import launch as cuda_launch
     from hexa_fx.jit import kernel
-    from hexa_fx.runtime import cuda_launch
 
     prepare = kernel.KernelHandle._prepare
 
@@ -72,7 +72,7 @@ def works_on(stream: Any, shape: ExpertShape, device: Any, dtype: torch.dtype) -
     """Whether our kernels run on this stream, without falling back."""
     if stream is None:
         return True
-    from hexa_fx.runtime import cuda_launch
+    from hexa_fx.cuda import launch as cuda_launch
 
     known = set(cuda_launch.fallbacks)
     work(shape, 1024, 512, device, dtype, stream)()

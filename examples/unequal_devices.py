@@ -17,8 +17,8 @@ from handwritten_moe import Model
 from torch.distributed.device_mesh import init_device_mesh
 
 import hexa_fx
-from hexa_fx.runtime.distributed.data import split_batch
-from hexa_fx.runtime.distributed.gradients import sync_gradients, weighted_loss
+from hexa_fx.distributed.data import split_batch
+from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 
 SECONDS = (1.0, 2.0)
 """How long each device takes for the same work."""

@@ -18,9 +18,9 @@ from hexa_fx.config import HexaConfig
 
 if TYPE_CHECKING:
     from hexa_fx.api import explain, optimize, optimize_, undo_
+    from hexa_fx.distributed.profile import profile_devices
     from hexa_fx.inspection.debug import debug
     from hexa_fx.passes.plan_layers import PartitionConfig
-    from hexa_fx.runtime.distributed.profile import profile_devices
 
 __version__ = "0.1.0"
 __all__ = ["HexaConfig", "PartitionConfig", "debug", "explain", "optimize", "optimize_", "profile_devices", "undo_"]
@@ -31,7 +31,7 @@ _HOMES = {
     "explain": "hexa_fx.api",
     "optimize": "hexa_fx.api",
     "optimize_": "hexa_fx.api",
-    "profile_devices": "hexa_fx.runtime.distributed.profile",
+    "profile_devices": "hexa_fx.distributed.profile",
     "undo_": "hexa_fx.api",
 }
 

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from hexa_fx.capture.beside import Beside
 from hexa_fx.capture.host import namespaces_of
 from hexa_fx.capture.observe import Candidate, Observation, observe
+from hexa_fx.capture.side_effects import Beside
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
@@ -21,7 +21,7 @@ from hexa_fx.passes import BlockAnalysis, analyse
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.progress import progress
 from hexa_fx.report import OptimizationReport
-from hexa_fx.runtime.cuda_warmup import Example
+from hexa_fx.runtime.warmup import Example
 
 ExampleInputs: TypeAlias = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 

@@ -14,6 +14,7 @@ from torch import nn
 from hexa_fx.analysis import ExampleInputs, ModelAnalysis, analyse_model, call_arguments
 from hexa_fx.capture.copies import copied, deepcopied
 from hexa_fx.config import HexaConfig
+from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, VerificationError
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
@@ -23,10 +24,9 @@ from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.passes.switches import switch_off
 from hexa_fx.report import OptimizationReport, with_plan
-from hexa_fx.runtime.cuda_warmup import prebuild_blocks
-from hexa_fx.runtime.distributed.session import PartitionSession
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from hexa_fx.runtime.preflight import check_model
+from hexa_fx.runtime.warmup import prebuild_blocks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,7 +18,7 @@ from hexa_fx.inspection.stages import FfnCase, Stage
 from hexa_fx.ir import FfnSpec, RewrittenBlock
 from hexa_fx.observers import muted
 from hexa_fx.passes import BlockAnalysis
-from hexa_fx.passes.lower import Lowered, lower
+from hexa_fx.passes.lowering.lower import Lowered, lower
 
 
 @dataclass(frozen=True)

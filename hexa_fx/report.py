@@ -17,7 +17,7 @@ from hexa_fx.inspection.kernels import KernelUse, kernels_of
 from hexa_fx.inspection.stages import FfnCase, is_exchange
 from hexa_fx.inspection.text import error_text, lines_of, refusal_lines
 from hexa_fx.ir import SourceLocation
-from hexa_fx.passes.base import op_name
+from hexa_fx.passes.lowering.base import op_name
 from hexa_fx.plan import Plan
 
 if TYPE_CHECKING:

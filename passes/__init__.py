@@ -6,7 +6,7 @@
 3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node (or, for an unusual expert, as expert-specific
                                   operators at once), the rest for any size and routing
 4. `hexa_fx.passes.verify`        original against rewritten, forward and gradients, before anything is accepted
-5. `hexa_fx.passes.lower`, `fuse` the node as expert-specific operators, forward and backward; what runs
+5. `hexa_fx.passes.lowering.lower`, `fuse` the node as expert-specific operators, forward and backward; what runs
 
 Steps 1 to 4 are done for eval and for train mode, since code branches on ``self.training``.
 """
@@ -30,6 +30,7 @@ from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.observers import at_block, muted, notify
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.comparison import VerifySettings
@@ -37,7 +38,6 @@ from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, verify
-from hexa_fx.runtime.random_state import random_state_kept
 from hexa_fx.runtime.unchanged import hooked
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ model-centric   x, ids, weights -> all-gather -> moe_ffn on this rank's slice h_
 data-centric    w1 .. w2 -> cache_gather -> moe_ffn with all weights on this rank's tokens -> cache_release
 
 The backward collectives are the transposes and come with autograd. Expert weights of the graph must already be this
-rank's slices (`hexa_fx.runtime.distributed.shards`). The inserted nodes are the same on every rank, with different
+rank's slices (`hexa_fx.distributed.shards`). The inserted nodes are the same on every rank, with different
 sizes, so all ranks issue the same collectives in the same order.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from hexa_fx.distributed import collectives, nodes
 from hexa_fx.errors import PlanError
 from hexa_fx.plan import LayerPlan, Plan
-from hexa_fx.runtime.distributed import collectives, nodes
 
 FFN_ARGS = (
     *("x", "top_k_index", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2"),

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe, unlike
+from hexa_fx.isolation.precision import InFloat64
+from hexa_fx.isolation.weight_slices import WeightSlices
 from hexa_fx.passes.float64_copy import float64_bytes
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, Routing, RoutingOverride, rows_for_all
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward
-from hexa_fx.runtime.module_state import ModuleState
-from hexa_fx.runtime.outcome import Difference, Outcome, difference, observe, unlike
-from hexa_fx.runtime.precision import InFloat64
-from hexa_fx.runtime.weight_slices import WeightSlices
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import networkx as nx
 import torch.fx as fx
 
+from hexa_fx.distributed import nodes
+from hexa_fx.distributed.collectives import all_gather_v
 from hexa_fx.errors import PlanError
-from hexa_fx.runtime.distributed import nodes
-from hexa_fx.runtime.distributed.collectives import all_gather_v
 
 Seconds = Callable[[fx.Node], float]
 

@@ -16,6 +16,12 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts
+from hexa_fx.distributed.geometry import Geometry
+from hexa_fx.distributed.groups import Groups, join, make_groups
+from hexa_fx.distributed.mode_times import BlockTimes, measure_blocks, measure_modes
+from hexa_fx.distributed.profile import measure_bandwidth, profile_costs
+from hexa_fx.distributed.session import PartitionSession
+from hexa_fx.distributed.shards import LayerWeights, find_tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.cost_model import Measured
@@ -23,12 +29,6 @@ from hexa_fx.passes.partition_install import Finish, Installed, install_plan
 from hexa_fx.passes.partition_layers import Modes, any_mode, observed_tokens, read_layers
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
 from hexa_fx.plan import Plan
-from hexa_fx.runtime.distributed.geometry import Geometry
-from hexa_fx.runtime.distributed.groups import Groups, join, make_groups
-from hexa_fx.runtime.distributed.mode_times import BlockTimes, measure_blocks, measure_modes
-from hexa_fx.runtime.distributed.profile import measure_bandwidth, profile_costs
-from hexa_fx.runtime.distributed.session import PartitionSession
-from hexa_fx.runtime.distributed.shards import LayerWeights, find_tensor
 from hexa_fx.runtime.install import install
 
 __all__ = ["Installed", "apply_partition", "apply_to_graph_module", "install_plan", "partition_model"]

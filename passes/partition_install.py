@@ -11,6 +11,8 @@ from typing import Any
 import torch.fx as fx
 from torch import nn
 
+from hexa_fx.distributed.session import PartitionSession
+from hexa_fx.distributed.shards import LayerWeights, ShardedParameter, cut_layer
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import at_block, notify
@@ -18,8 +20,6 @@ from hexa_fx.passes.collectives import Placement, partition_graph
 from hexa_fx.passes.overlap import OverlapReport, overlap
 from hexa_fx.passes.partition_layers import Modes, any_mode, follow_cut, modes_of, read_layers
 from hexa_fx.plan import Plan
-from hexa_fx.runtime.distributed.session import PartitionSession
-from hexa_fx.runtime.distributed.shards import LayerWeights, ShardedParameter, cut_layer
 
 log = logging.getLogger(__name__)
 

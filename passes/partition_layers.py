@@ -11,12 +11,12 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
+from hexa_fx.distributed.geometry import ROLES, Geometry, shape_of
+from hexa_fx.distributed.shards import LayerWeights, WeightSource, find_tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.collectives import ffn_arguments, is_moe_ffn
 from hexa_fx.plan import LayerPlan
-from hexa_fx.runtime.distributed.geometry import ROLES, Geometry, shape_of
-from hexa_fx.runtime.distributed.shards import LayerWeights, WeightSource, find_tensor
 
 Modes = Mapping[Any, RewrittenBlock]
 """One block's rewritten forms by mode (train, eval). They read the same weights."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.observe import Observation
-from hexa_fx.runtime.held import MODULE_STATE, PLAIN, is_object, items
+from hexa_fx.isolation.held_objects import MODULE_STATE, PLAIN, is_object, items
 from hexa_fx.runtime.reads import read_by_forward
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ import hexa_fx
 from benchmarks.swin_moe.baselines import DroplessExperts, NoExperts, PaddedExperts
 from benchmarks.swin_moe.libraries import MegablocksExperts, TutelExperts
 from benchmarks.swin_moe.model import Experts, MoeMlp, SwinConfig, SwinMoe
+from hexa_fx.cuda.launch import prebuild
+from hexa_fx.distributed.gradients import ignore_in_ddp
 from hexa_fx.passes.plan_layers import PartitionConfig
-from hexa_fx.runtime.cuda_launch import prebuild
-from hexa_fx.runtime.distributed.gradients import ignore_in_ddp
 
 CAPACITY_FACTOR = 1.25
 """Of Swin-MoE's own configuration."""

@@ -14,10 +14,10 @@ from benchmarks.swin_moe.contestants import OURS, RECOMPUTED, Setting, with_swit
 from benchmarks.swin_moe.convergence import VARIANTS as VARIANTS_TRAINED
 from benchmarks.swin_moe.convergence import convergence
 from benchmarks.swin_moe.model import swin_config
+from hexa_fx.distributed.groups import make_groups
+from hexa_fx.distributed.profile import profile_devices
 from hexa_fx.passes.cost_model import crossover_tokens
 from hexa_fx.plan import ExpertShape
-from hexa_fx.runtime.distributed.groups import make_groups
-from hexa_fx.runtime.distributed.profile import profile_devices
 
 EVERYONE = (*OURS, "padded", "padded-cf1", "grouped", "loop", "tutel", "megablocks-moe", "megablocks-dmoe")
 FAST = tuple(name for name in (*EVERYONE, "none") if name != "loop")

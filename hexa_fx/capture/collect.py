@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from hexa_fx.capture.access_log import KINDS, Way
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.stored import is_liftable
-from hexa_fx.capture.ways import KINDS, Way
 from hexa_fx.ir import Container, ContainerItem, HeldValue
-from hexa_fx.runtime.contents import contents
+from hexa_fx.isolation.contents import contents
 
 _CHANGES = frozenset(
     "insert remove pop clear sort reverse appendleft extendleft popleft rotate popitem setdefault "

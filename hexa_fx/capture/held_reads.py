@@ -15,7 +15,17 @@ import torch
 from torch import nn
 
 from hexa_fx.ir import HeldValue
-from hexa_fx.runtime.held import MISSING, MODULE_STATE, Steps, frozen, is_collection, is_object, items, objects_in, step
+from hexa_fx.isolation.held_objects import (
+    MISSING,
+    MODULE_STATE,
+    Steps,
+    frozen,
+    is_collection,
+    is_object,
+    items,
+    objects_in,
+    step,
+)
 from hexa_fx.runtime.reads import read_by_forward
 
 _OWN_CLASS, _CANNOT_CHANGE = 1 << 9, 1 << 8  # Py_TPFLAGS_HEAPTYPE, Py_TPFLAGS_IMMUTABLETYPE

@@ -16,8 +16,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture.copies import copied
-from hexa_fx.runtime.module_snapshot import restored
-from hexa_fx.runtime.random_state import random_state_kept
+from hexa_fx.isolation.module_snapshot import restored
+from hexa_fx.isolation.random_state import random_state_kept
 
 _SELECTIONS = frozenset("topk argmax sort argsort one_hot multinomial kthvalue max nonzero".split())
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)

@@ -15,21 +15,21 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hexa_fx.capture.beside import Beside, Watch
 from hexa_fx.capture.calls import Unreadable
 from hexa_fx.capture.collect import Access, Collecting, puts
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.held_reads import HeldReads
 from hexa_fx.capture.host import namespaces_of, visible_host
+from hexa_fx.capture.perturb import stirred_parameters
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
-from hexa_fx.capture.stir import stirred_parameters
+from hexa_fx.capture.side_effects import Beside, Watch
 from hexa_fx.capture.stored import UNKNOWN, StoredValue, noted_settings, stored_values
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import HeldValue
-from hexa_fx.runtime.contents import Contents, Holder
-from hexa_fx.runtime.module_snapshot import restored
-from hexa_fx.runtime.random_state import random_state_kept
+from hexa_fx.isolation.contents import Contents, Holder
+from hexa_fx.isolation.module_snapshot import restored
+from hexa_fx.isolation.random_state import random_state_kept
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from hexa_fx.capture.record import CapturedBlock
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.sharpen import is_coarse, sharpened
-from hexa_fx.runtime.precision import raised
-from hexa_fx.runtime.random_state import random_state_kept
+from hexa_fx.isolation.precision import raised
+from hexa_fx.isolation.random_state import random_state_kept
 
 _CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))
 _NOT_IN_FLOAT64 = frozenset(("grouped_mm", "_grouped_mm"))

@@ -10,7 +10,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.records import record_of
-from hexa_fx.runtime.random_state import random_state_kept
+from hexa_fx.isolation.random_state import random_state_kept
 
 _NEAR = 0.05
 """How far rounding to 16 bits may carry a value, relative to the tensor's scale. What lies further apart was decided otherwise."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.ir import ModuleAttribute
-from hexa_fx.runtime.module_snapshot import ModuleSnapshot
+from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 
 UNKNOWN = object()
 """Stands for a stored value that is neither None nor made of tensors of the run."""

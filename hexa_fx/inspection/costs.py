@@ -22,8 +22,8 @@ from hexa_fx.inspection.roles import REGION
 from hexa_fx.inspection.stages import Snapshots
 from hexa_fx.inspection.view import GraphView
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.runtime.module_state import ModuleState
-from hexa_fx.runtime.random_state import random_state_kept
+from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.random_state import random_state_kept
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Lists the kernels that a block's operators launch on a GPU, and whether they are built. Needs neither a GPU nor a compiler.
 
 The operators' CUDA implementations run on tensors without data while kernels are only collected
-(`hexa_fx.runtime.cuda_launch.collect`), so the list is what they would launch.
+(`hexa_fx.cuda.launch.collect`), so the list is what they would launch.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch.fx
 from hexa_fx.errors import HexaError, KernelError
 from hexa_fx.inspection.stages import FfnCase, operator_values
 from hexa_fx.observers import muted
-from hexa_fx.passes.base import op_name
-from hexa_fx.passes.fuse import FuseActivation
-from hexa_fx.passes.lower import lower_backward, lower_forward
-from hexa_fx.passes.program import BindKernels
+from hexa_fx.passes.lowering.base import op_name
+from hexa_fx.passes.lowering.fuse import FuseActivation
+from hexa_fx.passes.lowering.lower import lower_backward, lower_forward
+from hexa_fx.passes.lowering.program import BindKernels
 
 CARDS = {80: ("NVIDIA A100", 108), 86: ("NVIDIA A40", 84), 89: ("NVIDIA L40S", 142), 90: ("NVIDIA H200", 132)}
 """A card of every compute capability that there are kernels for: name and multiprocessors."""
@@ -82,7 +82,7 @@ def kernels_of(case: FfnCase, arch: int | None = None) -> tuple[KernelUse, ...]:
     Raises:
         KernelError: there are no kernels for ``arch``.
     """
-    from hexa_fx.runtime.cuda_launch import Card, collect
+    from hexa_fx.cuda.launch import Card, collect
 
     arch = arch or default_arch()
     if arch not in CARDS:
@@ -128,7 +128,7 @@ class _Collector:
         self._way, self._known, self._specs = way, known, specs
 
     def run(self, gm: torch.fx.GraphModule) -> list[KernelUse]:
-        import hexa_fx.runtime.cuda_ops  # noqa: F401  (registers the CUDA implementations)
+        import hexa_fx.cuda.register  # noqa: F401  (registers the CUDA implementations)
 
         operator_values(gm, self._known)
         bound = {node.name: node for node in gm.graph.nodes}
@@ -153,7 +153,7 @@ class _Collector:
 
 def _operator(node: torch.fx.Node) -> str:
     """The operator that a bound node stands for; empty for views and sizes."""
-    if node.op != "call_function" or not getattr(node.target, "__module__", "").startswith("hexa_fx.runtime.cuda_"):
+    if node.op != "call_function" or not getattr(node.target, "__module__", "").startswith("hexa_fx.cuda."):
         return ""
     return f"hexa.{op_name(node)}"
 

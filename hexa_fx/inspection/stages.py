@@ -18,11 +18,11 @@ from hexa_fx.inspection.values import like_meta, values_on_meta
 from hexa_fx.inspection.view import GraphView, NodeView, Role, view_of
 from hexa_fx.ir import FfnSpec, RewrittenBlock, SourceLocation
 from hexa_fx.ops.program import OPERANDS, FfnRequest
-from hexa_fx.passes.base import op_count_difference
 from hexa_fx.passes.detect import MoEMatch
-from hexa_fx.passes.fuse import FuseActivation
-from hexa_fx.passes.lower import lower_backward, lower_forward
-from hexa_fx.passes.tile import TileRows
+from hexa_fx.passes.lowering.base import op_count_difference
+from hexa_fx.passes.lowering.fuse import FuseActivation
+from hexa_fx.passes.lowering.lower import lower_backward, lower_forward
+from hexa_fx.passes.lowering.tile import TileRows
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def partition_stage(graph: torch.fx.Graph, before: Stage) -> Stage:
 def is_exchange(node: torch.fx.Node) -> bool:
     """Whether a node of a partitioned graph communicates with other ranks or waits for them."""
     home = getattr(node.target, "__module__", "") or ""
-    return home.startswith("hexa_fx.runtime.distributed") or "c10d" in str(node.target)
+    return home.startswith("hexa_fx.distributed") or "c10d" in str(node.target)
 
 
 def _next(name: str, title: str, graph: GraphView, before: Stage) -> Stage:

@@ -26,11 +26,11 @@ from hexa_fx.errors import InputError, NothingRewritten
 from hexa_fx.integrations import regions
 from hexa_fx.integrations.regions import Region, UnknownSize
 from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.passes import MODES, BlockAnalysis, analyse
 from hexa_fx.passes.structure import moved_to
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.guards import require
-from hexa_fx.runtime.random_state import random_state_kept
 
 log = logging.getLogger(__name__)
 _OWN = {"rest", "rest_options", "on_report"}

@@ -43,4 +43,4 @@ __all__ = [
 ]
 
 # Device kernels live above the operators, in hexa_fx.runtime. They register by name, which touches no device.
-pkgutil.resolve_name("hexa_fx.runtime.cuda_ops:register")()
+pkgutil.resolve_name("hexa_fx.cuda.register:register")()

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
 
-PROVIDER = "hexa_fx.passes.program:provide"
+PROVIDER = "hexa_fx.passes.lowering.program:provide"
 """``module:function`` that makes a `Programs` from an `FfnRequest`."""
 
 OPERANDS = ("x", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")

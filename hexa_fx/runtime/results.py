@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from hexa_fx.ir import Container, ContainerItem, Destination
-from hexa_fx.runtime.contents import Holder
+from hexa_fx.isolation.contents import Holder
+from hexa_fx.isolation.held_objects import MISSING, step
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.held import MISSING, step
 
 
 def check(module: nn.Module, destinations: Iterable[Destination]) -> None:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import HeldValue
+from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, PLAIN, is_collection, step
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.held import MISSING, MODULE_STATE, PLAIN, is_collection, step
 from hexa_fx.runtime.reads import methods_of_forward, read_by_forward
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -12,7 +12,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx.capture import capture
 from hexa_fx.capture.observe import observe
-from hexa_fx.runtime.module_state import ModuleState
+from hexa_fx.isolation.module_state import ModuleState
 from tests.detect.mixture import D, E, Mixture
 
 torch.set_num_threads(1)

@@ -141,6 +141,6 @@ def test_tile_height_follows_rows_per_expert_and_no_token_count() -> None:
 
 def test_the_programs_command_line_stays_its_own():
     """cutlass_library parses sys.argv when it is imported: --help would print its options and end the user's program."""
-    code = "import sys; sys.argv = ['train.py', '--help']; import hexa_fx.codegen, hexa_fx.runtime.cuda_ops; print(sys.argv[1])"
+    code = "import sys; sys.argv = ['train.py', '--help']; import hexa_fx.codegen, hexa_fx.cuda.register; print(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "--help", done.stderr[-500:]

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import hexa_fx
 from hexa_fx.capture.copies import deepcopied
-from hexa_fx.runtime.contents import Holder
-from hexa_fx.runtime.module_state import ModuleState
-from hexa_fx.runtime.outcome import difference, observe
+from hexa_fx.isolation.contents import Holder
+from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.outcome import difference, observe
 from tests.detect.mixture import D, Mixture
 from tests.zoo.compare import operators_run
 

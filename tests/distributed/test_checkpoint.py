@@ -10,9 +10,9 @@ import torch
 from harness import run, start
 from models import KINDS, MODES, SPLITS, Net, batch, cut, install, largest, loss_sum, make_plan, own
 
+from hexa_fx.distributed import checkpoint
+from hexa_fx.distributed.gradients import sync_gradients
 from hexa_fx.errors import InputError
-from hexa_fx.runtime.distributed import checkpoint
-from hexa_fx.runtime.distributed.gradients import sync_gradients
 
 THREE = [KINDS["concat"], KINDS["interleaved"], KINDS["split"]]
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
+from hexa_fx.distributed.geometry import ROLES, Geometry
 from hexa_fx.plan import ExpertShape
-from hexa_fx.runtime.distributed.geometry import ROLES, Geometry
 
 E, D, I = 3, 5, 8  # noqa: E741
 

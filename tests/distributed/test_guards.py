@@ -10,10 +10,8 @@ import torch.distributed as dist
 from harness import run, start
 from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, largest, loss_sum, make_plan, own, rewritten
 
-from hexa_fx.errors import PlanError
-from hexa_fx.passes.partition import install_plan
-from hexa_fx.runtime.distributed import shared_cache
-from hexa_fx.runtime.distributed.collectives import (
+from hexa_fx.distributed import shared_cache
+from hexa_fx.distributed.collectives import (
     all_gather_v,
     all_reduce,
     count_traffic,
@@ -22,7 +20,9 @@ from hexa_fx.runtime.distributed.collectives import (
     reduce_scatter_v,
     wait,
 )
-from hexa_fx.runtime.distributed.gradients import sync_gradients, weighted_loss
+from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
+from hexa_fx.errors import PlanError
+from hexa_fx.passes.partition import install_plan
 
 TWO = [KINDS["concat"]] * 2
 THREE = [KINDS["concat"]] * 3

@@ -15,7 +15,7 @@ from harness import run
 from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan
 
 import hexa_fx
-from hexa_fx.runtime.distributed import collectives, saved_tensors, slots
+from hexa_fx.distributed import collectives, saved_tensors, slots
 
 THREE = [KINDS["concat"]] * 3
 OURS = str(Path(hexa_fx.__file__).parent / "runtime" / "distributed")

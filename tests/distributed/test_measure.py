@@ -7,11 +7,11 @@ import torch
 from harness import run
 from models import KINDS, Net, rewritten
 
+from hexa_fx.distributed.groups import make_groups
+from hexa_fx.distributed.profile import measure_bandwidth, profile_costs, profile_devices
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.partition import partition_model
 from hexa_fx.passes.plan_layers import PartitionConfig
-from hexa_fx.runtime.distributed.groups import make_groups
-from hexa_fx.runtime.distributed.profile import measure_bandwidth, profile_costs, profile_devices
 
 TWO = [KINDS["concat"], KINDS["mlp"]]
 
@@ -88,8 +88,8 @@ def test_without_processes():
 
 
 def test_proxies_keep_to_tiles_and_memory():
+    from hexa_fx.distributed.profile import _fitting
     from hexa_fx.plan import ExpertShape
-    from hexa_fx.runtime.distributed.profile import _fitting
 
     mixtral, qwen = ExpertShape(8, 4096, 14336, 3, 2), ExpertShape(128, 2048, 768, 3, 8)
     assert _fitting(mixtral, 8 * 14336) == (8, 14336)

@@ -11,10 +11,10 @@ from test_transformers import build, loss_of
 from torch import nn
 
 import hexa_fx
+from hexa_fx.distributed.data import split_batch
+from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.plan_layers import PartitionConfig
-from hexa_fx.runtime.distributed.data import split_batch
-from hexa_fx.runtime.distributed.gradients import sync_gradients, weighted_loss
 
 pytest.importorskip("transformers")
 
@@ -118,7 +118,7 @@ def test_wrong_requests():
 
 
 def test_profile_devices_is_at_the_top():
-    from hexa_fx.runtime.distributed.profile import profile_devices
+    from hexa_fx.distributed.profile import profile_devices
 
     assert hexa_fx.profile_devices is profile_devices
 

@@ -10,13 +10,13 @@ import torch.fx as fx
 from harness import run
 from models import KINDS, MODES, Net, batch, gradient_pairs, largest, loss_sum, make_plan, own, run_graph
 
+from hexa_fx.distributed import nodes
+from hexa_fx.distributed.collectives import all_gather_v
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.collectives import Placement, partition_graph
 from hexa_fx.passes.overlap import check_schedule, dependency_graph, overlap
 from hexa_fx.passes.partition import install_plan
-from hexa_fx.runtime.distributed import nodes
-from hexa_fx.runtime.distributed.collectives import all_gather_v
 
 THREE = [KINDS["concat"], KINDS["mlp"], KINDS["concat"]]
 

@@ -7,8 +7,8 @@ import torch
 from harness import run
 from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, largest, loss_sum, make_plan, own
 
-from hexa_fx.runtime.distributed import gradients
-from hexa_fx.runtime.distributed.gradients import load_balancing_loss, unscale_, weighted_loss
+from hexa_fx.distributed import gradients
+from hexa_fx.distributed.gradients import load_balancing_loss, unscale_, weighted_loss
 
 THREE = [KINDS["concat-kn"], KINDS["mlp"], KINDS["split"]]
 

@@ -16,7 +16,7 @@ from harness import run
 from models import KINDS, MODES, Net, install, loss_sum, make_plan
 from models import D as WIDTH
 
-from hexa_fx.runtime import cuda_launch
+from hexa_fx.cuda import launch as cuda_launch
 from tests.runtime.filling import Filling
 
 STEPS = 3

@@ -11,18 +11,18 @@ from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, large
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from hexa_fx.errors import PlanError
-from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
-from hexa_fx.plan import Plan
-from hexa_fx.runtime.distributed.collectives import count_traffic
-from hexa_fx.runtime.distributed.data import CapacityBatchSampler, split_batch
-from hexa_fx.runtime.distributed.gradients import (
+from hexa_fx.distributed.collectives import count_traffic
+from hexa_fx.distributed.data import CapacityBatchSampler, split_batch
+from hexa_fx.distributed.gradients import (
     clip_grad_norm_,
     expert_parameters,
     ignore_in_ddp,
     sync_gradients,
     weighted_loss,
 )
+from hexa_fx.errors import PlanError
+from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
+from hexa_fx.plan import Plan
 
 THREE = [KINDS["concat-kn"], KINDS["mlp"], KINDS["split"]]
 

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from harness import run
 from models import cut, largest
 
+from hexa_fx.distributed.collectives import all_gather_v
+from hexa_fx.distributed.data import split_batch
+from hexa_fx.distributed.gradients import clip_grad_norm_, sync_gradients, weighted_loss
 from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig
-from hexa_fx.runtime.distributed.collectives import all_gather_v
-from hexa_fx.runtime.distributed.data import split_batch
-from hexa_fx.runtime.distributed.gradients import clip_grad_norm_, sync_gradients, weighted_loss
 
 pytest.importorskip("transformers")
 
@@ -116,8 +116,8 @@ def test_five_training_steps(name, strategy, capacities):
 def exported(rank, world, slots, strategy):
     """The optimized model as one graph, from torch.export, each rank with its own batch size."""
     import hexa_fx
+    from hexa_fx.distributed import nodes
     from hexa_fx.passes.partition import apply_to_graph_module
-    from hexa_fx.runtime.distributed import nodes
 
     model, whole = build("mixtral"), build("mixtral")
     ids = torch.randint(0, 40, (5, 6), generator=torch.Generator().manual_seed(1))

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from harness import scripts, start
 from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan, own
 
+from hexa_fx.distributed import checkpoint, collectives, lost, star
+from hexa_fx.distributed import keeper as keeping
+from hexa_fx.distributed.gradients import sync_gradients
+from hexa_fx.distributed.groups import guarded, make_groups
 from hexa_fx.errors import RankError
-from hexa_fx.runtime.distributed import checkpoint, collectives, lost, star
-from hexa_fx.runtime.distributed import keeper as keeping
-from hexa_fx.runtime.distributed.gradients import sync_gradients
-from hexa_fx.runtime.distributed.groups import guarded, make_groups
 
 GRACE, SETTLE = 0.4, 1.5
 

@@ -11,8 +11,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hexa_fx.runtime.distributed import lost
-from hexa_fx.runtime.distributed.groups import make_groups
+from hexa_fx.distributed import lost
+from hexa_fx.distributed.groups import make_groups
 
 
 def main(store: str, rank: int) -> None:

@@ -28,7 +28,7 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_fallback() -> Iterator[None]:
-    from hexa_fx.runtime import cuda_launch
+    from hexa_fx.cuda import launch as cuda_launch
 
     cuda_launch.fallbacks.clear()
     yield

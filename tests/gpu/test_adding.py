@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.ir import FfnSpec
-from hexa_fx.runtime import cuda_launch, cuda_rows
 from tests.gpu.cases import ROUTINGS, Routing, make_routing, randn, reference_esmm, reference_estmm, row_error
 from tests.gpu.test_moe_ffn import SPECS, TOLERANCE, E, Expert, K, T
 

@@ -13,9 +13,11 @@ import torch
 
 from hexa_fx.codegen.heuristics import Tile
 from hexa_fx.codegen.tuned import TunedTable
+from hexa_fx.cuda import gemm_sm80 as sm80
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import select_sm80 as cuda_plans_sm80
+from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.ops.activations import activation_forward
-from hexa_fx.runtime import cuda_gemm_sm80 as sm80
-from hexa_fx.runtime import cuda_launch, cuda_plans_sm80, cuda_tune
 from tests.gpu.cases import (
     ROUTINGS,
     TF32_TOLERANCE,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW, SWAPPED, TileChoice
+from hexa_fx.cuda import gemm_sm90 as sm90
+from hexa_fx.cuda import select_sm90 as plans
 from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
-from hexa_fx.runtime import cuda_gemm_sm90 as sm90
-from hexa_fx.runtime import cuda_plans_sm90 as plans
 from tests.gpu.cases import ROUTINGS, TOLERANCE, assert_close, make_routing, randn, reference_esmm, reference_estmm
 
 BF16, F16 = torch.bfloat16, torch.float16

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import layer as cuda_layer
+from hexa_fx.cuda.replay import Replay
 from hexa_fx.ops import direct, moe_ffn_autograd
-from hexa_fx.runtime import cuda_launch, cuda_layer
-from hexa_fx.runtime.cuda_replay import Replay
 from tests.gpu.cases import make_routing, randn
 
 BF16, F32 = torch.bfloat16, torch.float32

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda.replay import Replay
 from hexa_fx.ops import moe_ffn_autograd
-from hexa_fx.runtime import cuda_launch
-from hexa_fx.runtime.cuda_replay import Replay
 from tests.gpu.test_layer import BF16, F32, Layer
 
 SMALL = (400, 2, 4, 256, 128)

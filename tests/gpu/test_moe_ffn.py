@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import moe_ffn
 from hexa_fx.ops.activations import activation_forward
-from hexa_fx.runtime import cuda_launch
 from tests.gpu.cases import make_routing, randn
 
 T, K, E, D, H = 250, 2, 6, 128, 96

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW, SWAPPED
+from hexa_fx.cuda import gemm_sm80 as sm80
+from hexa_fx.cuda import gemm_sm90 as sm90
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import operands as cuda_operands
+from hexa_fx.cuda import select_sm90 as cuda_plans_sm90
 from hexa_fx.ops import activations
-from hexa_fx.runtime import cuda_gemm_sm80 as sm80
-from hexa_fx.runtime import cuda_gemm_sm90 as sm90
-from hexa_fx.runtime import cuda_launch, cuda_operands, cuda_plans_sm90
 from tests.gpu.cases import (
     Routing,
     assert_close,

@@ -199,7 +199,7 @@ def test_biases_are_summed_by_a_kernel_of_their_own():
 
 
 def test_collecting_leaves_nothing_behind():
-    from hexa_fx.runtime import cuda_launch
+    from hexa_fx.cuda import launch as cuda_launch
 
     kernels_of(case(), 90)
     assert cuda_launch.described() is None

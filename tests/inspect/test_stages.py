@@ -14,7 +14,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection import inspector
 from hexa_fx.ir import FfnSpec
-from hexa_fx.passes.base import op_counts
+from hexa_fx.passes.lowering.base import op_counts
 from tests.zoo.registry import by_name
 
 STAGES = ("capture", "rewrite", "lower", "fuse_activation", "tile_rows")

@@ -127,9 +127,9 @@ def test_torch_logs_and_traces(tmp_path):
 
 
 def test_the_table_of_passes_is_the_passes_there_are():
-    from hexa_fx.passes.fuse import FuseActivation
-    from hexa_fx.passes.program import BindKernels
-    from hexa_fx.passes.tile import TileRows
+    from hexa_fx.passes.lowering.fuse import FuseActivation
+    from hexa_fx.passes.lowering.program import BindKernels
+    from hexa_fx.passes.lowering.tile import TileRows
 
     assert {p.name for p in (FuseActivation, BindKernels, TileRows)} <= set(observers.PASSES)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hexa_fx.ir import FfnSpec
-from hexa_fx.passes.fuse import FuseActivation
-from hexa_fx.passes.lower import lower
+from hexa_fx.passes.lowering.fuse import FuseActivation
+from hexa_fx.passes.lowering.lower import lower
 
 
 def operators(gm: torch.fx.GraphModule) -> Counter[str]:

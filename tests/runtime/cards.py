@@ -16,20 +16,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx.codegen import KernelSpec, get_family, render
+from hexa_fx.cuda import gemm as cuda_gemm
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import layer as cuda_layer
+from hexa_fx.cuda import replay as cuda_replay
+from hexa_fx.cuda import rows as cuda_rows
+from hexa_fx.cuda import select_sm80, select_sm90, tensor_maps_sm90
 from hexa_fx.jit import Entry, KernelHandle
 from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.moe_ffn import check
 from hexa_fx.ops.program import programs
-from hexa_fx.runtime import (
-    cuda_gemm,
-    cuda_launch,
-    cuda_layer,
-    cuda_maps_sm90,
-    cuda_plans_sm80,
-    cuda_plans_sm90,
-    cuda_replay,
-    cuda_rows,
-)
 
 T, K, E, D, H = 3, 2, 5, 16, 24
 MAP = 128
@@ -113,9 +109,9 @@ class Cards:
         monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(folder))
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: self.stream, raising=False)
-        for module in (cuda_rows, cuda_plans_sm80):
+        for module in (cuda_rows, select_sm80):
             monkeypatch.setattr(module, "arch", lambda device: 90)
-        for module in (cuda_gemm, cuda_plans_sm80):
+        for module in (cuda_gemm, select_sm80):
             monkeypatch.setattr(module, "family_arch", lambda device: 80)
         monkeypatch.setattr(cuda_replay, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -124,11 +120,11 @@ class Cards:
     def be_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of the Hopper family from now on: tensor maps begin with their address, queues lie in a ring."""
         turns = cycle(range(0x10000, 0x10000 + 8 * 4096, 8))
-        for module in (cuda_gemm, cuda_plans_sm80):
+        for module in (cuda_gemm, select_sm80):
             monkeypatch.setattr(module, "family_arch", lambda device: 90)
         monkeypatch.setattr(cuda_gemm, "arch", lambda device: 90)
-        monkeypatch.setattr(cuda_plans_sm90, "multiprocessors", lambda device: 4)
-        for module in (cuda_plans_sm90, cuda_replay):
+        monkeypatch.setattr(select_sm90, "multiprocessors", lambda device: 4)
+        for module in (select_sm90, cuda_replay):
             monkeypatch.setattr(module, "queue", lambda device: next(turns))
         monkeypatch.setattr(cuda_replay, "in_ring", lambda device, address: 0x10000 <= address < 0x18000)
         monkeypatch.setattr(cuda_replay, "address_offset", lambda: 0)
@@ -136,7 +132,7 @@ class Cards:
         def tensor_map(pointer: int, *rest: object, **more: object) -> bytes:
             return pointer.to_bytes(8, "little") + repr(rest).encode()[-100:].ljust(MAP - 8)
 
-        monkeypatch.setattr(cuda_maps_sm90, "tensor_map", tensor_map)
+        monkeypatch.setattr(tensor_maps_sm90, "tensor_map", tensor_map)
 
     def get_kernel(self, spec: KernelSpec, node: str = "") -> KernelHandle:
         card = self.card(spec, self.launches, self.during, self.fail)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hexa_fx.runtime import cuda_launch, cuda_workspace
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import workspace as cuda_workspace
 from tests.runtime.cards import Cards
 
 

@@ -14,8 +14,8 @@ from zlib import crc32
 
 import pytest
 
+from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.ops import moe_ffn_autograd
-from hexa_fx.runtime import cuda_layer
 from tests.runtime.cards import Card, Cards, Launch
 
 READ = 16

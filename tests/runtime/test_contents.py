@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hexa_fx.runtime.contents import Contents, Holder
+from hexa_fx.isolation.contents import Contents, Holder
 
 
 class Lru(OrderedDict[str, int]):

@@ -14,8 +14,12 @@ from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG_LOW, SWAPPED, choose_tile
 from hexa_fx.codegen.tuned import TunedTable
-from hexa_fx.runtime import cuda_gemm_sm90 as sm90
-from hexa_fx.runtime import cuda_launch, cuda_maps_sm90, cuda_operands, cuda_plans_sm90, cuda_tune
+from hexa_fx.cuda import gemm_sm90 as sm90
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import operands as cuda_operands
+from hexa_fx.cuda import select_sm90 as cuda_plans_sm90
+from hexa_fx.cuda import tensor_maps_sm90 as cuda_maps_sm90
+from hexa_fx.cuda import tune as cuda_tune
 
 T, K, E, D, N = 400, 2, 5, 48, 72
 BF16 = torch.bfloat16

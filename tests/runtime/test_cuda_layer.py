@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen import get_family
+from hexa_fx.cuda import gemm as cuda_gemm
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import layer as cuda_layer
+from hexa_fx.cuda import record as cuda_record
+from hexa_fx.cuda import replay as cuda_replay
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library
-from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_layer, cuda_record, cuda_replay
 from tests.runtime.cards import Cards, D, E, H, Kept, T, arguments, copied
 
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from hexa_fx.cuda.register import KERNELS, register
 from hexa_fx.ops import library
-from hexa_fx.runtime.cuda_ops import KERNELS, register
 
 LIGHT = """
 import sys
@@ -22,7 +22,7 @@ assert not any(name.startswith(("cutlass_library", "hexa_fx.jit", "hexa_fx.codeg
 """
 
 
-@pytest.mark.parametrize("first", ["hexa_fx.ops", "hexa_fx.runtime.cuda_ops"])
+@pytest.mark.parametrize("first", ["hexa_fx.ops", "hexa_fx.cuda.register"])
 def test_importing_the_operators_registers_kernels_and_imports_none(first: str) -> None:
     subprocess.run([sys.executable, "-c", LIGHT.format(first=first)], check=True, timeout=120)
 

@@ -12,9 +12,12 @@ import torch
 from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, get_family, render
+from hexa_fx.cuda import gemm as cuda_gemm
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import rows as cuda_rows
+from hexa_fx.cuda import select_sm80 as cuda_plans_sm80
+from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.jit import ToolchainError
-from hexa_fx.runtime import cuda_gemm, cuda_launch, cuda_plans_sm80, cuda_rows
-from hexa_fx.runtime.cuda_gemm_sm80 import divisor
 
 T, K, E, D, N = 40, 2, 5, 48, 72
 

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen import get_family
-from hexa_fx.runtime import cuda_around, cuda_launch, cuda_layer, cuda_record, cuda_replay
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import layer as cuda_layer
+from hexa_fx.cuda import record as cuda_record
+from hexa_fx.cuda import replay as cuda_replay
+from hexa_fx.cuda import torch_calls as cuda_around
 from tests.runtime.cards import Cards, Kept, arguments, copied
 
 TOKENS = 200

@@ -10,8 +10,9 @@ import torch
 
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tuned import Problem, TunedTable
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.errors import KernelError
-from hexa_fx.runtime import cuda_launch, cuda_tune
 
 PROBLEM = Problem("gemm_sm80", "esmm", "bf16 tensor", False, 8, 1024, 1024)
 TILES = [{"bm": 16}, {"bm": 64}, {"bm": 128}]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.runtime import cuda_launch, cuda_warmup
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.runtime import warmup as cuda_warmup
 
 forwards: list[bool] = []
 """Of every forward, whether its input wanted a gradient."""

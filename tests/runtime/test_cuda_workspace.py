@@ -8,8 +8,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from hexa_fx.runtime import cuda_layer
-from hexa_fx.runtime.cuda_workspace import Workspace
+from hexa_fx.cuda import layer as cuda_layer
+from hexa_fx.cuda.workspace import Workspace
 from tests.runtime.cards import Cards
 
 MIB = 1 << 20

@@ -8,9 +8,9 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
-from hexa_fx.runtime.module_state import ModuleState
-from hexa_fx.runtime.outcome import observe
-from hexa_fx.runtime.weight_slices import WeightSlices
+from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.outcome import observe
+from hexa_fx.isolation.weight_slices import WeightSlices
 
 E, D, WIDTH = 5, 4, 6
 

@@ -1,0 +1,158 @@
+"""Results that a run leaves beside its output and its modules' attributes: in lists, dicts and objects that it changes in place.
+
+A loss appended to ``self.losses``, to a global list, or set on an object that several modules share is not seen in the graph.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.capture.access_log import KINDS, Way, ways_to
+from hexa_fx.capture.held_reads import is_mentioned
+from hexa_fx.capture.rng_state import Streams
+from hexa_fx.capture.symint import SYMBOLIC
+from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules
+from hexa_fx.isolation.held_objects import MODULE_STATE, is_object, items, objects_in
+
+_MOST = 256
+_OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
+
+
+class Beside:
+    """What the modules hold and what their code reaches by global names, as it is before a run.
+
+    Args:
+        block: the module that will run.
+        namespaces: globals of the modules that define the block's classes.
+    """
+
+    def __init__(self, block: nn.Module, namespaces: list[dict[str, Any]]) -> None:
+        self._block, self._namespaces = block, _with_homes(namespaces)
+        self._held = Contents([*held_by_modules(block), *_of_outside_modules(block)])
+        self._global = Contents(_reached(self._namespaces))
+        self._streams = Streams(block)
+
+    def changed(self) -> list[Holder]:
+        """What the run changed. Of globals, only those that tensors of the run were put into: others are caches and counters."""
+        held = [holder for holder, _ in self._held.changed()]
+        return held + [holder for holder, new in self._global.changed() if any(map(_of_the_run, new))]
+
+    def ways(self, in_place: list[Holder]) -> Iterator[Way]:
+        """All ways to the lists, deques and dicts among ``in_place``, and to those that modules' forwards mention.
+
+        The latter count as read (`hexa_fx.capture.held_reads`) until their stand-ins show that they are not, in eval mode say.
+        """
+        wanted = {id(holder.value) for holder in in_place if type(holder.value) in KINDS}
+        wanted |= {
+            id(value)
+            for module in self._block.modules()
+            for name, value in vars(module).items()
+            if type(value) in KINDS and is_mentioned(module, name)
+        }
+        return ways_to(wanted, self._block, self._namespaces)
+
+    def drawn(self) -> list[str]:
+        """Streams of random numbers, beside torch's own, that the run drew from."""
+        return self._streams.drawn()
+
+    def restore(self) -> None:
+        """Of globals, too, only what holds tensors of the run is put back."""
+        self._streams.restore()
+        self._held.restore()
+        changed = {id(holder.value) for holder in self.changed()}
+        self._global.restore(lambda holder: id(holder.value) in changed)
+
+
+def _of_outside_modules(block: nn.Module) -> Iterator[Holder]:
+    """What modules keep that the block knows but does not own, such as a model in a list that hides it from torch."""
+    seen = {id(module) for module in block.modules()}
+    for path, module in block.named_modules():
+        for steps, value in objects_in(module, lambda name: name not in MODULE_STATE):
+            for key, other in items(value).items():
+                if not isinstance(other, nn.Module) or id(other) in seen:
+                    continue
+                seen.add(id(other))
+                label = ".".join(map(str, (path or "self", *steps, key)))
+                yield Holder(label, vars(other))
+                lists = ((name, held) for name, held in vars(other).items() if name not in MODULE_STATE)
+                yield from (Holder(f"{label}.{name}", held) for name, held in lists if type(held) in (*KINDS, set))
+
+
+def _with_homes(namespaces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The namespaces, and those of the functions, classes and Python modules that they name."""
+    all_of_them = {id(namespace): namespace for namespace in namespaces}
+    for namespace in namespaces:
+        all_of_them |= {id(other): other for value in list(namespace.values()) if (other := _home(value)) is not None}
+    return list(all_of_them.values())
+
+
+def _reached(namespaces: list[dict[str, Any]]) -> Iterator[Holder]:
+    """The namespaces, the lists, dicts, objects and classes in them, and the lists and dicts in these."""
+    seen: set[int] = set()
+    for namespace in namespaces:
+        where = str(namespace.get("__name__", "")).rpartition(".")[2]
+        yield Holder(f"the globals of {where}", namespace)
+        for name, value in list(namespace.items()):
+            if name.startswith("__") or id(value) in seen or not _may_hold(value):
+                continue
+            seen.add(id(value))
+            yield Holder(name, value)
+            held = contents(value)
+            for key, inner in held if len(held) <= _MOST else ():
+                if type(inner) in (*KINDS, set) and id(inner) not in seen:
+                    seen.add(id(inner))
+                    yield Holder(f"{name}.{key}", inner)
+
+
+def _home(value: Any) -> dict[str, Any] | None:
+    """The globals of the code behind a function, class or Python module of the user's."""
+    name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    if not isinstance(name, str) or name.partition(".")[0] in _OF_OTHERS or name not in sys.modules:
+        return None
+    return vars(sys.modules[name])
+
+
+def _may_hold(value: Any) -> bool:
+    if isinstance(value, type):
+        return value.__module__.partition(".")[0] not in _OF_OTHERS
+    return is_object(value) and (
+        isinstance(value, (list, dict, set, deque)) or type(value).__module__.partition(".")[0] not in _OF_OTHERS
+    )
+
+
+def _of_the_run(value: Any) -> bool:
+    """A tensor, a number read from one, or a short list or dict of such."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_of_the_run, value[:16]))
+    if type(value) is dict:
+        return any(map(_of_the_run, list(value.values())[:16]))
+    return isinstance(value, (torch.Tensor, *SYMBOLIC))
+
+
+class Watch:
+    """Which modules' code changes ``holders`` and draws random numbers. To be told whenever one hands over to another."""
+
+    def __init__(self, holders: list[Holder], block: nn.Module) -> None:
+        self._holders, self._block = holders, block
+        self._last, self._streams = Contents(holders), Streams(block)
+        self._scopes: dict[tuple[str, bool], set[str]] = {}
+
+    def leave(self, scope: str) -> None:
+        changed = [(holder.label, False) for holder, _ in self._last.changed()]
+        drawn = [(label, True) for label in self._streams.drawn()]
+        for found in (*changed, *drawn):
+            self._scopes.setdefault(found, set()).add(scope)
+        if changed or drawn:
+            self._last, self._streams = Contents(self._holders), Streams(self._block)
+
+    def found(self) -> Iterator[tuple[str, bool, frozenset[str]]]:
+        """Labels, whether it is random numbers, paths of modules."""
+        for (label, drawn), scopes in self._scopes.items():
+            yield label, drawn, frozenset(scopes)

@@ -1,0 +1,163 @@
+"""Which kernel of gemm_sm80 or esfk_sm80 a product takes: what is static in a launch, and the tile that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import NamedTuple
+
+import torch
+
+from hexa_fx.codegen.cutlass import MathOperation
+from hexa_fx.codegen.heuristics import Tile, candidates, choose_tile
+from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
+from hexa_fx.codegen.tuned import Problem
+from hexa_fx.cuda.launch import DTYPES, Kernel, Unsupported, arch, family_arch, kernel_of, plan
+from hexa_fx.cuda.tune import tune, tuned_tile
+
+
+class EsmmKey(NamedTuple):
+    """Everything that decides the kernel of one esmm.
+
+    Args:
+        math: ``tensor``, ``fast_f32`` or ``simt``.
+        bucket: `row_bucket` of the launch.
+        depth: K.
+        inner: columns of one glu half.
+        fit: addresses and strides are multiples of 16 bytes.
+    """
+
+    device: int
+    dtype: torch.dtype
+    math: str
+    bucket: int
+    depth: int
+    inner: int
+    layout: Layout
+    gather: bool
+    fit: bool
+    activation: str
+    glu: Glu
+    bias: bool
+    keep_h: bool
+
+    def spec(self, tile: Tile | None = None) -> KernelSpec:
+        """The kernel with this tile, or with the one its bucket has."""
+        spec = _spec("esmm", self, tile or _tile(self.problem(), self, self.problem().columns))
+        spec = replace(spec, layout=self.layout, gather=self.gather, activation=self.activation, glu=self.glu)
+        spec = replace(spec, bias=self.bias)
+        return spec.with_options(keep_h=self.keep_h) if (self.activation, self.glu) != ("none", "none") else spec
+
+    def problem(self) -> Problem:
+        """What tuning knows of it."""
+        columns = self.inner if self.glu == "none" else 2 * self.inner
+        return Problem("gemm_sm80", "esmm", _math_name(self), self.gather, self.bucket, self.depth, columns)
+
+
+class EstmmKey(NamedTuple):
+    """Everything that decides the kernel of one estmm: D (m, n), operands gathered or not, D stored or added to."""
+
+    device: int
+    dtype: torch.dtype
+    math: str
+    bucket: int
+    m: int
+    n: int
+    gather_a: bool
+    gather_b: bool
+    fit: bool
+    accumulate: bool = False
+
+    def spec(self, tile: Tile | None = None) -> KernelSpec:
+        """The kernel with this tile, or with the one its bucket has."""
+        spec = _spec("estmm", self, tile or _tile(self.problem(), self, self.n))
+        spec = replace(spec, gather=self.gather_a, store="weight").with_options(gather_b=self.gather_b)
+        return spec.adding() if self.accumulate else spec
+
+    def problem(self) -> Problem:
+        """What tuning knows of it."""
+        gather = self.gather_a or self.gather_b
+        return Problem("gemm_sm80", "estmm", _math_name(self), gather, self.bucket, self.m, self.n)
+
+
+class EsfkKey(NamedTuple):
+    """Everything that decides the kernel of one esfk: dX (n, k) of a weight with this layout in dX = dY W^T, and dW (k, n).
+
+    Args:
+        k, n: columns of X and of dY.
+        transpose: dW is stored (n, k).
+        accumulate: dW and db are added to what is there.
+    """
+
+    device: int
+    dtype: torch.dtype
+    math: str
+    bucket: int
+    k: int
+    n: int
+    layout: Layout
+    gather: bool
+    transpose: bool
+    bias: bool
+    fit: bool
+    accumulate: bool = False
+
+    def spec(self, tile: Tile | None = None) -> KernelSpec:
+        """The kernel with this tile, or with the one its bucket has."""
+        spec = _spec("esfk", self, tile or _tile(self.problem(), self, min(self.k, self.n)), "esfk_sm80")
+        spec = replace(spec, layout=self.layout, gather=self.gather, bias=self.bias)
+        spec = spec.with_options(transpose=self.transpose)
+        return spec.adding() if self.accumulate else spec
+
+    def problem(self) -> Problem:
+        """What tuning knows of it."""
+        return Problem("esfk_sm80", "esfk", _math_name(self), self.gather, self.bucket, self.k, self.n)
+
+
+Key = EsmmKey | EstmmKey | EsfkKey
+
+
+@plan
+def kernel_for(key: Key, tile: Tile | None) -> tuple[Kernel, int, int]:
+    """The kernel, its tile's rows, and the columns (of one glu half) that a tile covers."""
+    spec = key.spec(tile)
+    return kernel_of(spec), spec.bm, spec.bn if spec.glu == "none" else spec.bn // 2
+
+
+def tune_key(key: Key, run: Callable[[Tile], None]) -> None:
+    """Measures a bucket that this machine's table lacks. `run` launches a candidate on the caller's operands."""
+    problem = key.problem()
+    tiles = [asdict(tile) for tile in candidates(problem.op, DTYPES[key.dtype], key.math, key.bucket)]
+    tune(problem, key.device, tiles, lambda tile: key.spec(Tile(**tile)), lambda tile: run(Tile(**tile)))
+
+
+def _tile(problem: Problem, key: Key, columns: int) -> Tile:
+    """The measured tile where a table has one, else the rule's."""
+    found = tuned_tile(problem, key.device)
+    if found is not None:
+        return Tile(**found)
+    return choose_tile(problem.op, family_arch(key.device), DTYPES[key.dtype], key.math, key.bucket, columns)
+
+
+def _spec(op: str, key: Key, tile: Tile, family: str = "gemm_sm80") -> KernelSpec:
+    if arch(key.device) < 80:
+        raise Unsupported(f"sm_{arch(key.device)}; the kernels need sm_80 or newer")
+    exact = key.math == "fast_f32"
+    spec = KernelSpec(
+        family=family,
+        op=op,
+        arch=arch(key.device),
+        dtype=DTYPES[key.dtype],
+        math=MathOperation.multiply_add_fast_f32 if exact else MathOperation.multiply_add,
+        bm=tile.bm,
+        bn=tile.bn,
+        bk=tile.bk,
+        stages=tile.stages,
+        aligned=key.fit,
+    )
+    simt = {"simt": True} if key.math == "simt" else {}
+    return spec.with_options(warps_m=tile.warps_m, warps_n=tile.warps_n, **simt)
+
+
+def _math_name(key: Key) -> str:
+    return f"{DTYPES[key.dtype].name} {key.math}"

@@ -1,0 +1,131 @@
+"""Which measured tile a launch takes. With HEXA_FX_AUTOTUNE=1, tiles are measured where no table has an entry.
+
+Measuring synchronises, so it happens only on request, once per card and bucket of shapes. The result is kept on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from hexa_fx.codegen.render import render
+from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.codegen.tuned import Problem, Tile, TunedTable, shipped
+from hexa_fx.cuda.launch import described, device_name, forget_plans, plan
+from hexa_fx.errors import KernelError
+from hexa_fx.jit.build import build_many
+from hexa_fx.jit.env import JitSettings
+from hexa_fx.progress import progress
+
+log = logging.getLogger(__name__)
+
+_REPEATS = 5
+_done: set[tuple[Problem, int]] = set()
+
+
+@plan
+def autotuning() -> bool:
+    """Whether HEXA_FX_AUTOTUNE asks for measuring."""
+    return described() is None and JitSettings.from_env().autotune
+
+
+@plan
+def tuned_tile(problem: Problem, device: int) -> Tile | None:
+    """The tile of this machine's table, else of the shipped one; None where neither has a neighbour."""
+    name = device_name(device)
+    return _read(_path(name)).find(problem) or shipped(name).find(problem)
+
+
+def tune(
+    problem: Problem,
+    device: int,
+    candidates: Sequence[Tile],
+    spec_of: Callable[[Tile], KernelSpec],
+    run: Callable[[Tile], None],
+) -> Tile | None:
+    """Times `candidates` and keeps the best, unless this machine's table has the very problem, or a graph is captured.
+
+    Args:
+        problem: the bucket.
+        device: current device.
+        candidates: tiles to try. One that cannot be generated is passed over.
+        spec_of: the kernel of a tile, so that all are built at a time.
+        run: launches one tile on the caller's operands.
+
+    Returns:
+        The best tile, or None when nothing was measured now.
+    """
+    if (problem, device) in _done or torch.cuda.is_current_stream_capturing():
+        return None
+    _done.add((problem, device))
+    path = _path(device_name(device))
+    if problem in _read(path).entries:
+        return None
+    _prebuild([spec_of(tile) for tile in candidates])
+    times: dict[int, float] = {}
+    with progress(f"measuring tiles of {problem.op}", len(candidates)) as advance:
+        for index, tile in enumerate(candidates):
+            ms = _milliseconds(tile, run)
+            times.update({} if ms is None else {index: ms})
+            advance()
+    if not times:
+        return None
+    best = min(times, key=lambda index: times[index])
+    log.info("tuned %s: %s, %.4f ms of %d tiles", problem, dict(candidates[best]), times[best], len(times))
+    _store(path, problem, candidates[best], times[best])
+    forget_plans()
+    return candidates[best]
+
+
+def _prebuild(specs: Sequence[KernelSpec]) -> None:
+    """Builds the candidates in parallel. One that does not build is skipped when its turn to run comes."""
+    sources = []
+    for spec in specs:
+        with suppress(KernelError):
+            sources.append(render(spec))
+    with suppress(KernelError):
+        build_many(sources)
+
+
+def _milliseconds(tile: Tile, run: Callable[[Tile], None]) -> float | None:
+    try:
+        run(tile)
+    except KernelError as error:
+        log.debug("passed over %s: %s", dict(tile), error)
+        return None
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run(tile)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[_REPEATS // 2]
+
+
+def _path(device_name: str) -> Path:
+    safe = "".join(c if c.isalnum() else "_" for c in device_name)
+    return JitSettings.from_env().cache_dir / "tuned" / f"{safe}.json"
+
+
+def _read(path: Path) -> TunedTable:
+    try:
+        return TunedTable.from_json(path.read_text())
+    except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: as if never tuned
+        return TunedTable()
+
+
+def _store(path: Path, problem: Problem, tile: Tile, ms: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        table = _read(path).with_entry(problem, tile, ms)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(table.to_json())
+        os.replace(temporary, path)

@@ -1,0 +1,240 @@
+"""Checkpoints in the shape of the original model, which can be written and read under any plan.
+
+Each rank writes its slices with torch.distributed.checkpoint, as chunks of whole tensors under the original names. A checkpoint
+therefore loads under another plan, on another number of ranks, or into the unpartitioned model on one device.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load as _dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as _dcp_save
+
+from hexa_fx.distributed.geometry import Chunk
+from hexa_fx.distributed.session import PartitionSession
+from hexa_fx.distributed.shards import ShardedParameter
+from hexa_fx.errors import InputError
+
+_PARAMETER = "model."
+_STATE = "optimizer.state."
+_GROUP = "optimizer.group."
+
+
+class PlanShard(Tensor):
+    """A tensor of which this process holds chunks, in the protocol of torch.distributed.checkpoint."""
+
+    _local: Tensor
+    _chunks: tuple[Chunk, ...]
+
+    @staticmethod
+    def __new__(cls, local: Tensor, whole: tuple[int, ...], chunks: tuple[Chunk, ...]) -> PlanShard:
+        handle = torch.Tensor._make_wrapper_subclass(cls, torch.Size(whole), dtype=local.dtype, device=local.device)
+        handle._local = local
+        handle._chunks = tuple(chunk for chunk in chunks if chunk.length)
+        return handle
+
+    def _storage(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(
+                offsets=torch.Size(chunk.start if dim == chunk.dim else 0 for dim in range(self.dim())),
+                sizes=torch.Size(chunk.length if dim == chunk.dim else size for dim, size in enumerate(self.shape)),
+            )
+            for chunk in self._chunks
+        ]
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self._local.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self._storage()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._storage()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for chunk, stored in zip(self._chunks, self._storage()):
+            if index.offset is None or stored.offsets == index.offset:
+                return self._local.narrow(chunk.dim, chunk.local, chunk.length)
+        raise ValueError(f"no chunk at {index.offset} of {index.fqn!r}")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            held = args[0]
+            return cls(held._local.detach(), tuple(held.shape), held._chunks)
+        raise NotImplementedError(f"{func} on a checkpoint handle")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"PlanShard({tuple(self.shape)}, chunks {self._chunks})"
+
+
+def state_dict(
+    model: nn.Module, session: PartitionSession | None = None, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """What `save` writes and `load` fills, backed by the live tensors. For direct use with torch.distributed.checkpoint.
+
+    Args:
+        model: the module itself, not its DDP wrapper.
+        session: the running plan; None for a model on one device.
+        optimizer: one whose state belongs to the checkpoint, too.
+
+    Raises:
+        InputError: the optimizer has a parameter that the model does not name.
+        RankError: a rank is lost.
+    """
+    if session is not None:
+        session.check("the state of a checkpoint")
+    cut = {} if session is None else {shard.name: shard for shard in session.shards}
+    out: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        out[_PARAMETER + name] = _handle(value, cut.get(name))
+    if optimizer is not None:
+        out.update(_optimizer_state(model, optimizer, cut))
+    return out
+
+
+def _handle(value: Any, shard: ShardedParameter | None) -> Any:
+    if shard is None or not isinstance(value, Tensor) or value.shape != shard.parameter.shape:
+        return value
+    return PlanShard(value.detach(), shard.whole, shard.chunks)
+
+
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, cut: dict[str, ShardedParameter]
+) -> dict[str, Any]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    out: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        out[f"{_GROUP}{number}"] = {key: value for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None:
+                raise InputError("the optimizer has a parameter that the model does not name: build it on this model")
+            for key, value in optimizer.state.get(parameter, {}).items():
+                out[f"{_STATE}{name}.{key}"] = _handle(value, cut.get(name))
+    return out
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    session: PartitionSession | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Writes a checkpoint folder, which appears under its name only once every rank has written its part.
+
+    Args:
+        path: the folder.
+        model, session, optimizer: as for `state_dict`.
+
+    Raises:
+        InputError: as for `state_dict`.
+        RankError: a rank was lost while writing. A checkpoint that was there before is untouched.
+    """
+    target, partial = os.fspath(path), f"{os.fspath(path)}.partial"
+    if session is None or session.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    _together(session, "before writing a checkpoint")
+    contents = state_dict(model, session, optimizer)
+    if session is None:
+        _dcp_save(contents, checkpoint_id=partial, no_dist=True)
+    else:
+        with session.guard("writing a checkpoint"):
+            _dcp_save(contents, checkpoint_id=partial, process_group=session.groups.host)
+    _together(session, "after writing a checkpoint")
+    if session is not None:
+        session.check("publishing a checkpoint")
+    if session is None or session.rank == 0:
+        _publish(partial, target)
+    _together(session, "after publishing a checkpoint")
+
+
+def _publish(partial: str, target: str) -> None:
+    old = f"{target}.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if os.path.exists(target):
+        os.rename(target, old)
+    os.rename(partial, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _together(session: PartitionSession | None, when: str) -> None:
+    if session is not None:
+        session.join(when)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    session: PartitionSession | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Reads a checkpoint, which `save` may have written under another plan, into the live model and optimizer.
+
+    Args:
+        path: the folder.
+        model, session, optimizer: as for `state_dict`; changed in place.
+
+    Raises:
+        InputError: there is no complete checkpoint at this path; or as for `state_dict`.
+        RankError: a rank was lost while reading. The model and the optimizer may be half loaded: load again, or end.
+    """
+    found = _whole(os.fspath(path))
+    if optimizer is not None:
+        _create_state(optimizer)
+    contents = state_dict(model, session, optimizer)
+    with torch.no_grad():
+        if session is None:
+            _dcp_load(contents, checkpoint_id=found, no_dist=True)
+        else:
+            with session.guard("reading a checkpoint"):
+                _dcp_load(contents, checkpoint_id=found, process_group=session.groups.host)
+    if optimizer is not None:
+        for number, group in enumerate(optimizer.param_groups):
+            group.update(contents[f"{_GROUP}{number}"])
+    if session is not None:
+        session.invalidate()
+
+
+def _whole(path: str) -> str:
+    """The folder to read. If a job died while exchanging the old folder for the new one, that is the old one."""
+    for folder in (path, f"{path}.old"):
+        if is_complete(folder):
+            return folder
+    raise InputError(f"{path!r} holds no complete checkpoint: its .metadata, which is written last, is missing")
+
+
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes an optimizer without state create it, by a step with zero gradients and rates that changes nothing."""
+    if optimizer.state:
+        return
+    kept = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter, _ in kept:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates):
+        group["lr"] = rate
+    for parameter, grad in kept:
+        parameter.grad = grad
+
+
+def is_complete(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint folder was written completely."""
+    return os.path.exists(os.path.join(os.fspath(path), ".metadata"))

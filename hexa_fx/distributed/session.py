@@ -1,0 +1,207 @@
+"""One running plan: process groups, shared cache, and the modules bound to it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+
+from hexa_fx.distributed import groups as groups_module
+from hexa_fx.distributed import lost
+from hexa_fx.distributed.collectives import all_reduce_, gather_even
+from hexa_fx.distributed.geometry import Geometry
+from hexa_fx.distributed.groups import Groups, check_same_plan, make_groups
+from hexa_fx.distributed.nodes import register_session
+from hexa_fx.distributed.reductions import GradientReductions
+from hexa_fx.distributed.saved_tensors import SavedTensors
+from hexa_fx.distributed.shards import ShardedParameter
+from hexa_fx.distributed.shared_cache import SharedCache, in_backward
+from hexa_fx.distributed.slots import CachedLayer
+from hexa_fx.errors import PlanError
+from hexa_fx.plan import Plan, describe_layer
+from hexa_fx.runtime.install import HexaForward
+
+_numbers = itertools.count()
+
+
+class PartitionSession:
+    """What partitioned graphs need while they run. Keep it alive as long as the model, and `close` it before the job ends.
+
+    All ranks of the mesh create it at the same point, where it raises if a rank is missing or holds another plan.
+
+    Args:
+        plan: the same on every rank.
+        geometries: layout of every planned layer, by path.
+        mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
+        timeout: how long a collective of this session waits for a rank before it is an error.
+    """
+
+    def __init__(
+        self, plan: Plan, geometries: Mapping[str, Geometry], mesh: Any = None, timeout: timedelta | None = None
+    ) -> None:
+        self.plan = plan
+        self.groups: Groups = make_groups(mesh, timeout)
+        check_same_plan(plan, self.groups)
+        with self.guard("the set-up of the watch of lost ranks"):
+            lost.begin(self.groups)
+        self._closed = False
+        self.name = f"hexa{next(_numbers)}"
+        self._geometries = dict(geometries)
+        layers = [
+            CachedLayer(layer.path, self._geometries[layer.path], layer.shards)
+            for layer in plan.layers
+            if layer.mode == "data_centric"
+        ]
+        self.reductions = GradientReductions(self.groups)
+        self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch)
+        self.saved_tensors = SavedTensors(self.cache)
+        self.shards: tuple[ShardedParameter, ...] = ()
+        self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
+        self._begin_guard = self.guard("the first gathers of a forward")
+        self._count_guard = self.guard("the exchange of counts")
+        self._unbind: list[Callable[[], None]] = []
+        register_session(self.name, self)
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank
+
+    def geometry(self, layer: str) -> Geometry:
+        """Layout of a planned layer's experts."""
+        return self._geometries[layer]
+
+    def readable(self, path: str, mode: str = "train") -> str:
+        """The code that a block runs, with its collectives, headed by the plan of its layers.
+
+        Args:
+            path: the block's path in the model; one of ``graphs``.
+            mode: ``train`` or ``eval``; a block without that mode shows the one that it has.
+
+        Raises:
+            PlanError: there is no partitioned block at this path.
+        """
+        if path not in self.graphs:
+            raise PlanError(f"no partitioned block at {path!r}; they are {list(self.graphs)}")
+        forms = self.graphs[path]
+        graph = forms.get(mode) or next(iter(forms.values()))
+        here = [
+            layer for layer in self.plan.layers if layer.path == path or layer.path.startswith(f"{path}.") or not path
+        ]
+        head = [f"# rank {self.rank} of {self.plan.world}", *(f"# {describe_layer(layer).strip()}" for layer in here)]
+        return "\n".join([*head, graph.python_code("self").src])
+
+    def bind(self, module: nn.Module, where: str = "") -> nn.Module:
+        """Wraps the forward of a module that runs a partitioned graph, and returns the module.
+
+        Within that forward, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost
+        ranks. Binding both an outer and an inner module is harmless.
+        """
+        label = where or type(module).__name__
+        forward = module.forward
+        if isinstance(forward, HexaForward):
+            self._bind_programs(forward, label)
+        else:
+            self._set(module.__dict__, "forward", self._wrapped(forward, label))
+        return module
+
+    def follow(self, model: nn.Module) -> None:
+        """Hooks the whole model's forward, so that the first layers' weights start to travel when it begins."""
+        handle = model.register_forward_pre_hook(lambda *_: self.begin(), prepend=True)
+        self._unbind.append(handle.remove)
+
+    def begin(self) -> None:
+        """Called when a forward of the whole model begins."""
+        if in_backward():  # recomputation of a checkpointed model
+            return
+        self.reductions.forget()
+        with self._begin_guard:
+            self.cache.begin()
+
+    def _bind_programs(self, forward: HexaForward, label: str) -> None:
+        """Wraps the programs inside a patched forward, so that its guards, copies and signature stay as they are."""
+        for program in {id(p): p for p in forward.programs.values() if p is not None}.values():
+            self._set(program.__dict__, "function", self._wrapped(program.function, label))
+
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise PlanError(
+                f"{label!r} was called in a way it was not recorded for (see the log). Its expert weights are cut, so its "
+                "original forward cannot run: record with such inputs, in both train and eval mode"
+            )
+
+        self._set(forward.__dict__, "_own_original", refuse)
+
+    def _wrapped(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
+        guard = self.guard(f"forward of {label!r}")
+
+        @functools.wraps(function)
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            self.saved_tensors.enter_bound()
+            try:
+                with guard:
+                    return function(*args, **kwargs)
+            finally:
+                self.saved_tensors.leave_bound()
+
+        return bound
+
+    def _set(self, owner: dict[str, Any], name: str, value: Any) -> None:
+        self._unbind.append(functools.partial(owner.__setitem__, name, owner.get(name)))
+        owner[name] = value
+
+    def guard(self, where: str) -> AbstractContextManager[None]:
+        """A context that turns the error of a failed collective into a `RankError` that says where it failed and who is lost.
+
+        Bound forwards and our own backward collectives run in it. Put it around ``loss.backward()`` to cover torch's collectives.
+        """
+        return groups_module.guarded(where, self.groups)
+
+    def check(self, where: str) -> None:
+        """Raises `RankError` if a rank is known to be lost. Does not communicate."""
+        if lost.alarm:
+            lost.check(where, self.groups)
+
+    def exchange_counts(self, rows: int) -> list[int]:
+        """Every rank's ``rows``, exchanged over the host group.
+
+        Raises:
+            PlanError: a CUDA graph is being captured, which would hold the counts of this step for ever.
+        """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise PlanError(
+                "counts are exchanged between hosts, which a CUDA graph cannot repeat: plan with static_tokens=True, and "
+                "weight the loss by a count that is known"
+            )
+        out = torch.empty(self.groups.world, dtype=torch.int64)
+        with self._count_guard:
+            gather_even(out, torch.tensor([rows]), group=self.groups.host)
+        return out.tolist()  # type: ignore[no-any-return]
+
+    def invalidate(self) -> None:
+        """Drops gathered weights. Call it on all ranks after changing expert weights by other means than an optimizer."""
+        self.cache.invalidate()
+
+    def join(self, when: str = "at a barrier", timeout: timedelta | None = None) -> None:
+        """A barrier between hosts. Raises `RankError` with the ranks that do not arrive."""
+        groups_module.join(self.groups, when, timeout)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of a tensor over the ranks, on all ranks."""
+        with self.guard("a sum over the ranks"):
+            return all_reduce_(x.clone(), self.groups.main_name)
+
+    def close(self) -> None:
+        """Waits for collectives under way, and gives bound modules their forward back."""
+        self.cache.drain()
+        if not self._closed:
+            self._closed = True
+            lost.end(self.groups)
+        for undo in reversed(self._unbind):
+            undo()
+        self._unbind.clear()

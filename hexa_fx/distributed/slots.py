@@ -1,0 +1,166 @@
+"""The slots of the shared cache: what is in one, where it was gathered from, and how a saved tensor refers to it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from operator import attrgetter, is_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hexa_fx.distributed.collectives import Works, finish
+from hexa_fx.distributed.geometry import Copies, Geometry, Weights
+from hexa_fx.distributed.reductions import Destination, destinations
+
+_version = attrgetter("_version")
+
+
+@dataclass(frozen=True)
+class CachedLayer:
+    """One data-centric layer: its path, the layout of its experts and h_i of every rank."""
+
+    path: str
+    geometry: Geometry
+    shards: tuple[int, ...]
+
+
+class SavedSlot(NamedTuple):
+    """A saved tensor that lived in a slot: which layer's weights, under which versions, and where in the slot."""
+
+    layer: int
+    versions: tuple[int, ...]
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a layer's gather reads: local slices, and the parameters whose versions say whether they are still the same.
+
+    Args:
+        given: the weights that `of` was called with, unless they are results of a computation, which would keep a graph alive.
+        addresses: where those lay that are not None.
+        weights: the same, detached.
+        targets: where their gradients go.
+        lasting: the slices lie in parameters, so the next pass may read them before its own forward hands them over. What
+            was computed from parameters is stale by then.
+    """
+
+    given: Weights | None
+    addresses: tuple[int, ...]
+    weights: Weights
+    dtype: torch.dtype
+    targets: tuple[Destination | None, ...]
+    parameters: tuple[Tensor, ...]
+    lasting: bool
+
+    @classmethod
+    def of(cls, weights: Weights, dtype: torch.dtype) -> Source:
+        targets = destinations(weights)
+        found = [t for w, d in zip(weights, targets) if w is not None for t in (d.parameters if d else (w,))]
+        # detach() shares the version counter, so the versions of detached sources follow the parameters
+        lasting = all(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in found)
+        given = weights if all(w is None or w.grad_fn is None for w in weights) else None
+        return cls(
+            given, _addresses(weights), _detached(weights), dtype, targets, tuple(t.detach() for t in found), lasting
+        )
+
+    def is_of(self, weights: Weights, dtype: torch.dtype) -> bool:
+        """Whether `of` would give an equal source: the same tensors at the same addresses, since ``.data = ...`` moves a tensor."""
+        return (
+            self.given is not None
+            and dtype == self.dtype
+            and all(map(is_, weights, self.given))
+            and _addresses(weights) == self.addresses
+        )
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        return next(w for w in self.weights if w is not None).device
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Identifies the values. Addresses count too, because ``.data = ...`` does not change a tensor's version."""
+        return *map(_version, self.parameters), *map(Tensor.data_ptr, self.parameters)
+
+
+class Place(NamedTuple):
+    """Where a layer's rows are in its slot, and the copies that bring this rank's own there."""
+
+    source: Source
+    matrix: Tensor
+    own: Tensor
+    packing: Copies
+
+    @classmethod
+    def of(cls, source: Source, matrix: Tensor, layer: CachedLayer, rank: int) -> Place:
+        own = matrix.narrow(0, sum(layer.shards[:rank]), layer.shards[rank])
+        return cls(source, matrix, own, layer.geometry.packing(own, source.weights))
+
+
+@dataclass
+class Slot:
+    """Memory that layers use in turn, and what it currently holds.
+
+    Args:
+        buffer: the memory, as bytes.
+        address, end: where it lies, 0 without a buffer.
+        layer: number of the layer whose weights it holds, -1 for none.
+        dtype, versions, matrix: of these weights; the matrix is that of their packed rows.
+        epoch: pass and optimizer step in which they were gathered.
+        prefetched: whether they were gathered ahead and not used yet.
+        works: the gather under way.
+        busy: whether they are in use, so not to be overwritten.
+    """
+
+    buffer: Tensor | None = None
+    address: int = 0
+    end: int = 0
+    layer: int = -1
+    dtype: torch.dtype | None = None
+    versions: tuple[int, ...] = ()
+    matrix: Tensor | None = None
+    epoch: tuple[int, int] = (-1, -1)
+    prefetched: bool = False
+    works: Works = field(default_factory=list)
+    busy: bool = False
+    _rows: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def rows(self, size: int, row: int, dtype: torch.dtype, device: torch.device, largest: int) -> Tensor:
+        """The (size, row) matrix in the buffer. A buffer that is too small is replaced by one of ``largest`` elements."""
+        used = size * row * dtype.itemsize
+        if self.buffer is None or self.buffer.device != device or self.buffer.numel() < used:
+            self.buffer = torch.empty(largest * dtype.itemsize, dtype=torch.uint8, device=device)
+            self.address = self.buffer.data_ptr()
+            self.end = self.address + self.buffer.numel()
+            self._rows.clear()
+        key = size, row, dtype
+        if key not in self._rows:
+            self._rows[key] = self.buffer[:used].view(dtype).view(size, row)
+        return self._rows[key]
+
+    def arrive(self) -> None:
+        """Waits for the gather under way (on CUDA, in stream order)."""
+        finish(self.works)
+        self.works = []
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where a tensor begins; 0 where there is nothing, as in an empty one."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # a subclass without memory, e.g. DTensor or a fake tensor
+        return 0
+
+
+def _addresses(weights: Weights) -> tuple[int, ...]:
+    return tuple([w.data_ptr() for w in weights if w is not None])
+
+
+def _detached(weights: Weights) -> Weights:
+    w1, b1, w3, b3, w2 = (None if w is None else w.detach() for w in weights)
+    return w1, b1, w3, b3, w2

@@ -1,0 +1,183 @@
+"""What lists, dicts and objects contain, to see whether code changed them in place and to put it back.
+
+Modules hold them beside their parameters (``self.losses.append(loss)``), and code reaches them by global names.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, PLAIN, is_object
+
+_DEEPEST = 4
+_MOST = 4096
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A list, dict, set, deque, class or object, and the way there in words."""
+
+    label: str
+    value: Any
+
+
+class Contents:
+    """The contents of ``holders`` as they are now."""
+
+    def __init__(self, holders: Iterable[Holder]) -> None:
+        self._before = [(holder, contents(holder.value)) for holder in holders]
+
+    def changed(self) -> list[tuple[Holder, list[Any]]]:
+        """Holders that contain something else now, and what is new in them."""
+        found = []
+        for holder, before in self._before:
+            if not _same(holder.value, before):
+                old = {id(value) for _, value in before}
+                found.append((holder, [value for _, value in contents(holder.value) if id(value) not in old]))
+        return found
+
+    def items(self) -> Iterator[Any]:
+        """What the holders contained then."""
+        for _, before in self._before:
+            yield from (value for _, value in before)
+
+    def restore(self, wanted: Callable[[Holder], bool] = lambda holder: True) -> None:
+        """Puts back what is not as it was."""
+        for holder, before in self._before:
+            if wanted(holder) and not _same(holder.value, before):
+                _put_back(holder.value, before)
+
+
+def held_by_modules(module: nn.Module) -> Iterator[Holder]:
+    """What the module and those in it hold besides tensors and modules, and what is inside it; each once."""
+    seen: set[int] = set()
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if name not in MODULE_STATE and is_object(value):
+                yield from _inside(f"{path or 'self'}.{name}", value, seen)
+
+
+def _inside(name: str, value: Any, seen: set[int]) -> Iterator[Holder]:
+    left: deque[tuple[int, str, Any]] = deque([(1, name, value)])
+    while left and len(seen) < _MOST:
+        depth, label, holder = left.popleft()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        if not isinstance(holder, (tuple, frozenset)):
+            yield Holder(label, holder)
+        if depth < _DEEPEST:
+            left.extend((depth + 1, _step(label, key), item) for key, item in contents(holder) if is_object(item))
+
+
+def _step(label: str, key: Any) -> str:
+    return f"{label}.{key}" if isinstance(key, str) else f"{label}[{key}]"
+
+
+def contents(holder: Any) -> list[tuple[Any, Any]]:
+    """Keys and values. A class's and an object's are attributes.
+
+    Methods of the user's own kind of dict or list are not called: they may compute what they give.
+    """
+    if isinstance(holder, dict):
+        return list(_plain_kind(holder).items(holder))
+    if isinstance(holder, list):
+        return list(enumerate(list.__iter__(holder)))
+    if isinstance(holder, (tuple, deque)):
+        return list(enumerate(holder))
+    if isinstance(holder, (set, frozenset)):
+        return [(id(item), item) for item in holder]
+    filled = ((name, _filling(slot, holder)) for name, slot in _slots(holder).items())
+    return [*getattr(holder, "__dict__", {}).items(), *(item for item in filled if item[1] is not MISSING)]
+
+
+def _slots(holder: Any) -> dict[str, types.MemberDescriptorType]:
+    """Of an object whose class has ``__slots__``. Those of the standard library are caches, such as a path's text."""
+    cls = type(holder)
+    if isinstance(holder, type) or cls.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return {}
+    members = (item for base in cls.__mro__ if "__slots__" in vars(base) for item in vars(base).items())
+    return {name: member for name, member in members if isinstance(member, types.MemberDescriptorType)}
+
+
+def _filling(slot: types.MemberDescriptorType, holder: Any) -> Any:
+    try:
+        return slot.__get__(holder)
+    except AttributeError:
+        return MISSING
+
+
+def _plain_kind(holder: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """An OrderedDict keeps its order beside the dict that it is, so that methods of the latter break it."""
+    return OrderedDict if isinstance(holder, OrderedDict) else dict
+
+
+def _same(holder: Any, before: list[tuple[Any, Any]]) -> bool:
+    """Whether it contains what it did, under the same keys. A number or text may be another equal object."""
+    now = contents(holder)
+    if len(before) != len(now) or not all(_alike(a, b) for (_, a), (_, b) in zip(before, now)):
+        return False
+    if isinstance(holder, (list, tuple, deque, set, frozenset)):
+        return True  # keys are places, or ids of equal items
+    return all(a is b for (a, _), (b, _) in zip(before, now)) or dict(before).keys() == dict(now).keys()
+
+
+def _alike(one: Any, two: Any) -> bool:
+    return one is two or (_plain(one) and type(one) is type(two) and one == two)
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) and not isinstance(value, torch.Tensor)
+
+
+def _put_back(holder: Any, before: list[tuple[Any, Any]]) -> None:
+    if isinstance(holder, list):
+        holder[:] = [value for _, value in before]
+    elif isinstance(holder, (deque, set)):
+        holder.clear()
+        (holder.extend if isinstance(holder, deque) else holder.update)(value for _, value in before)
+    elif isinstance(holder, type):
+        _put_attributes_back(holder, dict(before))
+    elif isinstance(holder, dict):
+        _put_items_back(holder, dict(before))
+    else:
+        _put_slots_back(holder, dict(before))
+
+
+def _put_items_back(content: dict[Any, Any], before: dict[Any, Any]) -> None:
+    kind = _plain_kind(content)
+    for key in [key for key in dict.keys(content) if key not in before]:
+        kind.__delitem__(content, key)
+    in_order = dict.__len__(content) == len(before) and all(map(operator.is_, kind.__iter__(content), before))
+    for key, value in before.items():
+        if not in_order and dict.__contains__(content, key):
+            kind.__delitem__(content, key)
+        kind.__setitem__(content, key, value)
+
+
+def _put_slots_back(holder: Any, before: dict[str, Any]) -> None:
+    slots = _slots(holder)
+    for name, slot in slots.items():
+        if name in before:
+            slot.__set__(holder, before[name])
+        elif _filling(slot, holder) is not MISSING:
+            slot.__delete__(holder)
+    if hasattr(holder, "__dict__"):
+        _put_items_back(vars(holder), {name: value for name, value in before.items() if name not in slots})
+
+
+def _put_attributes_back(cls: type, before: dict[str, Any]) -> None:
+    for name in vars(cls).keys() - before.keys():
+        delattr(cls, name)
+    for name, value in before.items():
+        if vars(cls).get(name) is not value and not isinstance(value, types.GetSetDescriptorType):
+            setattr(cls, name, value)

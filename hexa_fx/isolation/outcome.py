@@ -1,0 +1,224 @@
+"""Everything observable that one call of a module's forward does, and how two calls differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.weight_slices import WeightSlices
+
+SCALE_FLOOR = 1e-6
+"""A tensor is compared relative to its own scale, but to no less than this part of the largest scale among its like:
+gradients that are zero but for rounding (a router's, when weights are normalised over one expert) stay comparable."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call did. ``values`` and ``gradients`` are named tensors; ``facts`` is everything that must be equal."""
+
+    values: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor | None]
+    facts: Mapping[str, Any]
+    backward_error: str = ""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two outcomes differ.
+
+    Args:
+        forward: largest difference of an output, buffer or input afterwards, relative to the tensor's scale.
+        gradient: the same of the gradients.
+        worst_value, worst_gradient: which tensors these are.
+        reason: set if the outcomes differ in more than numbers.
+        none_became_zero: parameters whose gradient was None in the original only.
+    """
+
+    forward: float = 0.0
+    gradient: float = 0.0
+    worst_value: str = ""
+    worst_gradient: str = ""
+    reason: str = ""
+    none_became_zero: tuple[str, ...] = ()
+
+
+def observe(
+    call: Callable[..., Any],
+    module: nn.Module,
+    state: ModuleState,
+    inputs: tuple[Any, Any],
+    seed: int,
+    gradients: bool = True,
+    slices: WeightSlices | None = None,
+) -> Outcome:
+    """Runs ``call(*args, **kwargs)`` and its backward from a given random state and module state.
+
+    Args:
+        call: the forward to observe.
+        module: whose parameters' gradients are taken; ``.grad`` is not touched.
+        state: restored before the call, read after it.
+        inputs: (args, kwargs); floating tensors among them get gradients.
+        seed: of the random numbers.
+        gradients: whether backward runs too.
+        slices: the active mode that makes leaves of parts of parameters, if there is one.
+
+    Raises:
+        Exception: whatever ``call`` raises. An error of backward alone is recorded in the outcome.
+    """
+    leaves, spec = pytree.tree_flatten(inputs)
+    fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    roots = {f"input {i}": leaf.requires_grad_() for i, leaf in enumerate(fresh) if _is_floating(leaf)}
+    # Clones, so that a forward may write to its inputs as it may inside a model.
+    given = [leaf.clone() if _is_floating(leaf) else leaf for leaf in fresh]
+    args, kwargs = pytree.tree_unflatten(given, spec)
+    parameters = dict(module.named_parameters())
+    before = [parameter._version for parameter in parameters.values()]
+    devices = sorted({parameter.device.index or 0 for parameter in parameters.values() if parameter.is_cuda})
+    state.restore()
+    with random_state_kept(seed), torch.set_grad_enabled(gradients):
+        result = _unfolded(call(*args, **kwargs))
+        streams = [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+        values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
+        values.update({f"input {i}": leaf for i, leaf in enumerate(given) if _is_tensor(leaf)})
+        values = {name: tensor.detach().clone() for name, tensor in values.items()}
+        values.update(state.tensors())
+        facts = state.facts()
+        results = [result, state.fresh_tensors()]
+        taken: dict[str, torch.Tensor | None] = {}
+        backward_error = ""
+        if gradients:
+            taken, backward_error = _gradients(results, {**roots, **parameters}, seed, slices or WeightSlices(()))
+    after = [parameter._version for parameter in parameters.values()]
+    facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
+    facts["structure of the outputs"] = str(pytree.tree_structure(result))
+    facts["outputs that are no tensors"] = [leaf for leaf in pytree.tree_leaves(result) if not _is_tensor(leaf)]
+    facts["random numbers drawn"] = [stream.tolist() for stream in streams]
+    return Outcome(values, taken, facts, backward_error)
+
+
+def _unfolded(result: Any) -> Any:
+    """A dataclass unknown to pytree, as its class and its fields."""
+    if not dataclasses.is_dataclass(result) or isinstance(result, type) or type(result) in pytree.SUPPORTED_NODES:
+        return result
+    return type(result), {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+
+
+def difference(original: Outcome, other: Outcome) -> Difference:
+    """Compares two outcomes. NaN equals NaN and nothing else; a gradient that is None counts as zero."""
+    for name in sorted({*original.facts, *other.facts}):
+        if original.facts.get(name) != other.facts.get(name):
+            return Difference(reason=f"{name}: not what the original has")
+    if set(original.values) != set(other.values):
+        return Difference(reason=f"only one of the two has {', '.join(set(original.values) ^ set(other.values))}")
+    if other.backward_error and not original.backward_error:
+        return Difference(reason=f"backward raises {other.backward_error}")
+    forward, value, reason = _furthest(original.values, other.values)
+    if reason:
+        return Difference(reason=reason)
+    if original.backward_error:
+        return Difference(forward, worst_value=value)
+    first, second = _filled(original.gradients, other.gradients), _filled(other.gradients, original.gradients)
+    gradient, of, reason = _furthest(first, second)
+    if reason:
+        return Difference(forward, reason=f"gradient of {reason}")
+    zeroed = tuple(name for name in first if original.gradients[name] is None)
+    return Difference(forward, gradient, value, of, none_became_zero=zeroed)
+
+
+def unlike(original: Outcome, other: Outcome) -> str:
+    """A sentence if a tensor has another shape or dtype in the other outcome; else empty."""
+    both = ((name, one, other.values.get(name)) for name, one in original.values.items())
+    return next((text for name, one, two in both if two is not None and (text := _unlike(name, one, two))), "")
+
+
+def _unlike(name: str, one: torch.Tensor, two: torch.Tensor) -> str:
+    if one.shape == two.shape and one.dtype == two.dtype:
+        return ""
+    return f"{name}: {two.dtype} {tuple(two.shape)}, not {one.dtype} {tuple(one.shape)}"
+
+
+def _gradients(
+    result: Any, leaves: Mapping[str, torch.Tensor], seed: int, slices: WeightSlices
+) -> tuple[dict[str, torch.Tensor | None], str]:
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    outputs = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf) and leaf.requires_grad]
+    if not outputs or not wanted:
+        return dict.fromkeys(wanted), ""
+    generator = torch.Generator().manual_seed(seed)
+    cotangents = [
+        torch.randn(leaf.shape, dtype=torch.float64, generator=generator).to(leaf.device, leaf.dtype)
+        for leaf in outputs
+    ]
+    try:
+        grads = torch.autograd.grad(outputs, [*wanted.values(), *slices.parts], cotangents, allow_unused=True)
+    except (RuntimeError, NotImplementedError) as error:
+        return dict.fromkeys(wanted), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return slices.whole(dict(zip(wanted, grads)), wanted, grads[len(wanted) :]), ""
+
+
+def _filled(
+    gradients: Mapping[str, torch.Tensor | None], others: Mapping[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """The gradients that either of two outcomes has, with zeros where this one has none."""
+    found = {}
+    for name, gradient in gradients.items():
+        other = others[name]
+        if gradient is not None:
+            found[name] = gradient
+        elif other is not None:
+            found[name] = torch.zeros_like(other)
+    return found
+
+
+def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[float, str, str]:
+    """The largest relative difference, the name of its tensor, and a sentence if two tensors cannot be compared."""
+    largest = max((_scale(_finite(_wide(tensor))) for tensor in first.values()), default=0.0)
+    furthest, worst = 0.0, ""
+    for name, one in first.items():
+        two = second[name]
+        if _unlike(name, one, two):
+            return 0.0, name, _unlike(name, one, two)
+        one, two = _wide(one), _wide(two)
+        if not (one.isfinite().all() and two.isfinite().all()):
+            if not torch.equal(_oddities(one), _oddities(two)):
+                return 0.0, name, f"{name}: NaN or inf in other places"
+            one, two = _finite(one), _finite(two)
+        scale = max(_scale(one), SCALE_FLOOR * largest)
+        distance = _scale(one - two)
+        error = distance / scale if scale else distance
+        if error > furthest:
+            furthest, worst = error, name
+    return furthest, worst, ""
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.nan_to_num(0.0, 0.0, 0.0)
+
+
+def _oddities(tensor: torch.Tensor) -> torch.Tensor:
+    """Zero where finite, and one code each for NaN, inf and -inf."""
+    return torch.where(tensor.isfinite(), 0.0, tensor).nan_to_num(1.0, 2.0, 3.0)
+
+
+def _scale(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

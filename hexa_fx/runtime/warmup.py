@@ -1,0 +1,99 @@
+"""Builds the kernels of installed blocks ahead of a model's first step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hexa_fx.isolation.contents import Holder
+from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.ops import main_grad
+from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.results import shared_holders
+
+log = logging.getLogger(__name__)
+
+Example = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def prebuild_blocks(model: nn.Module, examples: Mapping[str, Example]) -> int:
+    """Builds, in parallel, the kernels that forward and backward of the blocks at these paths launch.
+
+    Every block runs once on its example without launching anything. Buffers, attributes and the random state are restored,
+    results are thrown away, and no gradients are accumulated. Kernels depend on the number of tokens only through the power of
+    two of the rows per expert, so the example should be about as large as a step. A failure is logged, and the kernels are
+    then built when they are first launched.
+
+    Args:
+        model: with installed blocks.
+        examples: arguments of a call, by the block's path.
+
+    Returns:
+        How many kernels the blocks launch; 0 if none of them is on a CUDA device.
+    """
+    blocks = [(model.get_submodule(path), example) for path, example in examples.items()]
+    blocks = [(block, example) for block, example in blocks if _device(block) is not None]
+    if not blocks:
+        return 0
+    from hexa_fx.cuda import launch as cuda_launch  # needs CUTLASS's Python and a device
+
+    started = time.perf_counter()
+    try:
+        count = cuda_launch.prebuild(lambda: _steps(blocks))
+    except Exception as error:  # an error of the block's own code on meaningless results
+        log.warning("kernels are built when they are needed: %s: %s", type(error).__name__, error)
+        return 0
+    log.info("%d kernels ready in %.1f s", count, time.perf_counter() - started)
+    return count
+
+
+def _device(block: nn.Module) -> torch.device | None:
+    return next((p.device for p in block.parameters() if p.device.type == "cuda"), None)
+
+
+def _steps(blocks: Sequence[tuple[nn.Module, Example]]) -> None:
+    for block, (args, kwargs) in blocks:
+        _step(block, args, kwargs)
+
+
+def _step(block: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Runs forward, and backward if the block is in train mode."""
+    state = ModuleState(block, _shared_holders(block))
+    with ExitStack() as stack:
+        stack.enter_context(random_state_kept())
+        stack.callback(state.restore)
+        stack.enter_context(main_grad.stand_ins(block))
+        stack.enter_context(torch.set_grad_enabled(block.training))
+        results = _floating(block(*(_leaf(a) for a in args), **{name: _leaf(a) for name, a in kwargs.items()}))
+        wanted = [p for p in block.parameters() if p.requires_grad]
+        if block.training and results and wanted:
+            torch.autograd.grad(results, wanted, [torch.ones_like(r) for r in results], allow_unused=True)
+
+
+def _shared_holders(block: nn.Module) -> Iterator[Holder]:
+    """The globals that the rewritten forward of the block adds to; what this run adds is taken out again."""
+    forward = block.forward
+    if isinstance(forward, HexaForward):
+        yield from shared_holders(block, forward.stored[block.training])
+
+
+def _leaf(value: Any) -> Any:
+    """The tensor with gradients on, since a layer inside a model has to give its input's gradient too."""
+    if isinstance(value, Tensor) and value.is_floating_point() and torch.is_grad_enabled():
+        return value.detach().requires_grad_()
+    return value
+
+
+def _floating(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.requires_grad else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [t for item in value for t in _floating(item)] if isinstance(value, list | tuple) else []
