@@ -99,7 +99,7 @@ def _reached(namespaces: list[dict[str, Any]]) -> Iterator[Holder]:
     for namespace in namespaces:
         where = str(namespace.get("__name__", "")).rpartition(".")[2]
         yield Holder(f"the globals of {where}", namespace)
-        for name, value in list(namespace.items()):
+        for name, value in namespace.copy().items():
             if name.startswith("__") or id(value) in seen or not _may_hold(value):
                 continue
             seen.add(id(value))

@@ -18,7 +18,7 @@ import hexa_fx
 from hexa_fx.distributed import collectives, saved_tensors, slots
 
 THREE = [KINDS["concat"]] * 3
-OURS = str(Path(hexa_fx.__file__).parent / "runtime" / "distributed")
+OURS = str(Path(hexa_fx.__file__).parent / "distributed")
 PARTS = (OURS, "torch/distributed", "torch/_library", "torch/_ops.py", "torch/autograd", "contextlib.py", "weakref.py")
 
 
