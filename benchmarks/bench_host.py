@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from common import SHAPES, environment, medians
-from layers import Weights, hexa_layer, make_weights
+from layers import Weights, layer, make_weights, optimized_experts
 
 from hexa_fx.ops import moe_ffn_autograd
 
@@ -72,7 +72,7 @@ def busy(step: Callable[[], None]) -> float:
 def rows(name: str) -> Iterator[dict[str, Any]]:
     shape = SHAPES[name]
     p = make_weights(shape, "balanced")
-    run = hexa_layer(shape, p)
+    run = layer(optimized_experts(shape, p), p)
     dy = torch.randn_like(run())
 
     def step() -> None:

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 from common import SHAPES, environment, medians
-from layers import MIB, Weights, hexa_layer, make_weights
+from layers import MIB, Weights, layer, make_weights, optimized_experts
 
 from hexa_fx.cuda import register as cuda_ops
 from hexa_fx.cuda.launch import prebuild
@@ -78,7 +78,7 @@ def bench(name: str) -> list[dict[str, Any]]:
     shape = SHAPES[name]
     torch.manual_seed(0)
     p = make_weights(shape, "balanced")
-    run, dy = hexa_layer(shape, p), torch.randn_like(p.x)
+    run, dy = layer(optimized_experts(shape, p), p), torch.randn_like(p.x)
     prebuild(lambda: [way() for way in steps(run, p, dy).values()])
     ways = steps(run, p, dy)
     rounds = [medians(ways) for _ in range(ROUNDS)]

@@ -2,7 +2,8 @@
 
     python benchmarks/bench_moe_layer.py [--shapes mixtral,...] [--routing balanced,skewed,one] [--impls hexa,...] [--json FILE]
 
-Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is hexa::moe_ffn,
+Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is what `hexa_fx.optimize_` makes of
+transformers' experts,
 ``hf-grouped``, ``hf-batched`` and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the
 eager loop over experts written here, ``sonic``, ``liger``, ``scatter``, ``megablocks`` and ``tutel`` other packages where they are
 installed (peers.py); one followed by ``@NAME`` runs only for the shape or the routing of that name. Data is random. Each has its
@@ -29,21 +30,19 @@ import torch.nn.functional as F
 from common import LARGE, SHAPES, MoeShape, environment, load, medians, steady
 from layers import (
     MIB,
+    LoopExperts,
     Weights,
     activate,
     dense_layer,
-    hexa_layer,
     inference,
-    loop_layer,
+    layer,
     make_routing,
     make_weights,
+    optimized_experts,
     training,
-    transformers_layer,
+    transformers_experts,
 )
-from torch import Tensor
-
-from hexa_fx.cuda import launch as cuda_launch
-from hexa_fx.cuda import register as cuda_ops
+from torch import Tensor, nn
 
 
 def memory(run: Callable[[], Tensor], p: Weights, dy: Tensor) -> dict[str, float]:
@@ -96,14 +95,13 @@ def relative(value: Tensor, reference: Tensor) -> float:
     return float((value.detach().float() - reference).norm() / reference.norm())
 
 
-def implementations(shape: MoeShape, p: Weights, names: list[str]) -> dict[str, Callable[[], Tensor]]:
+def implementations(shape: MoeShape, p: Weights, names: list[str], ours: nn.Module) -> dict[str, Callable[[], Tensor]]:
     makers: dict[str, Callable[[], Callable[[], Tensor]]] = {
-        "hexa": lambda: hexa_layer(shape, p),
-        "hf-grouped": lambda: transformers_layer(shape, p, "grouped_mm"),
-        "hf-batched": lambda: transformers_layer(shape, p, "batched_mm"),
-        "hf-eager": lambda: transformers_layer(shape, p, "eager"),
-        "loop": lambda: loop_layer(shape, p),
+        "hexa": lambda: layer(ours, p),
+        "loop": lambda: layer(LoopExperts(shape, p), p),
     }
+    for name, implementation in {"hf-grouped": "grouped_mm", "hf-batched": "batched_mm", "hf-eager": "eager"}.items():
+        makers[name] = lambda implementation=implementation: layer(transformers_experts(shape, p, implementation), p)
     makers |= {name: partial(maker, shape, p) for name, maker in peers.MAKERS.items()}
     found = {}
     for name in names:
@@ -133,11 +131,10 @@ def bench(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     for kind in kinds[1:]:
         ids, gates = make_routing(shape, kind)
         cases[kind] = replace(p, ids=ids, gates=gates)
-    dy, ours = torch.randn_like(p.x), hexa_layer(shape, p)
-    cuda_launch.prebuild(lambda: (inference(ours)(), training(ours, p, dy)()))
+    dy, ours = torch.randn_like(p.x), optimized_experts(shape, p)
     asked = [impl.split("@") for impl in options.impls.split(",")]
     runs = {
-        kind: implementations(shape, case, [impl for impl, *only in asked if not only or only[0] in (name, kind)])
+        kind: implementations(shape, case, [impl for impl, *only in asked if not only or only[0] in (name, kind)], ours)
         for kind, case in cases.items()
     }
     ms_f, ms_b = times(shape, cases, runs, dy, options)
@@ -200,7 +197,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
-    cuda_ops.register()
     rows: list[dict[str, Any]] = []
     for name in options.shapes.split(","):
         rows += bench(name, options)

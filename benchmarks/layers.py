@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from common import MoeShape, routing
-from torch import Tensor
+from torch import Tensor, nn
 
-from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import direct
+import hexa_fx
 
 MIB = 2.0**20
 
@@ -57,30 +56,26 @@ def activate(h: Tensor, gated: bool) -> Tensor:
     return F.silu(gate) * up
 
 
-def hexa_layer(shape: MoeShape, p: Weights) -> Callable[[], Tensor]:
-    """hexa::moe_ffn as an optimized block calls it."""
-    spec = FfnSpec("silu", "concat") if shape.gated else FfnSpec("gelu", "none")
-    static = (spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h, spec.fused_backward)
-    return lambda: direct.moe_ffn(p.x, p.ids, p.gates, p.w1, p.b1, None, None, p.w2, p.b2, *static)  # type: ignore[no-any-return]
-
-
-def loop_layer(shape: MoeShape, p: Weights) -> Callable[[], Tensor]:
+class LoopExperts(nn.Module):
     """The eager loop of model code: nonzero, gather, two linears, weighted index_add."""
 
-    def run() -> Tensor:
-        out = torch.zeros_like(p.x)
-        hit = torch.bincount(p.ids.reshape(-1), minlength=shape.experts).nonzero().flatten().tolist()
+    def __init__(self, shape: MoeShape, p: Weights) -> None:
+        super().__init__()
+        self.gated, self.w1, self.b1, self.w2, self.b2 = shape.gated, p.w1, p.b1, p.w2, p.b2
+
+    def forward(self, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        """Of tokens (T, D), expert ids and routing weights (T, k): (T, D)."""
+        out = torch.zeros_like(x)
+        hit = torch.bincount(ids.reshape(-1), minlength=self.w1.shape[0]).nonzero().flatten().tolist()
         for e in hit:
-            token, slot = (p.ids == e).nonzero(as_tuple=True)
-            h = F.linear(p.x[token], p.w1[e], None if p.b1 is None else p.b1[e])
-            y = F.linear(activate(h, shape.gated), p.w2[e], None if p.b2 is None else p.b2[e])
-            out = out.index_add(0, token, y * p.gates[token, slot, None])
+            token, slot = (ids == e).nonzero(as_tuple=True)
+            h = F.linear(x[token], self.w1[e], None if self.b1 is None else self.b1[e])
+            y = F.linear(activate(h, self.gated), self.w2[e], None if self.b2 is None else self.b2[e])
+            out = out.index_add(0, token, y * gates[token, slot, None])
         return out
 
-    return run
 
-
-def transformers_layer(shape: MoeShape, p: Weights, implementation: str) -> Callable[[], Tensor]:
+def transformers_experts(shape: MoeShape, p: Weights, implementation: str) -> nn.Module:
     """transformers' Qwen3-MoE experts on the same parameters."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -98,7 +93,25 @@ def transformers_layer(shape: MoeShape, p: Weights, implementation: str) -> Call
     with torch.device("meta"):
         experts = Qwen3MoeExperts(config)
     experts.gate_up_proj, experts.down_proj = p.w1, p.w2
-    return lambda: experts(p.x, p.ids, p.gates)
+    return experts
+
+
+def optimized_experts(shape: MoeShape, p: Weights) -> nn.Module:
+    """What `hexa_fx.optimize_` makes of transformers' experts, or of the loop where transformers has none of the kind.
+
+    Raises:
+        RuntimeError: they were not rewritten; the message is the report.
+    """
+    original = transformers_experts(shape, p, "eager") if shape.gated and not shape.bias else LoopExperts(shape, p)
+    experts = hexa_fx.optimize_(original, (p.x.detach()[:256], p.ids[:256], p.gates.detach()[:256]))
+    if not experts.report.rewritten:
+        raise RuntimeError(str(experts.report))
+    return experts
+
+
+def layer(experts: nn.Module, p: Weights) -> Callable[[], Tensor]:
+    """A call of the experts on the benchmark's data."""
+    return lambda: experts(p.x, p.ids, p.gates)  # type: ignore[no-any-return]
 
 
 def dense_layer(shape: MoeShape, p: Weights) -> tuple[Callable[[], object], Callable[[], object]]:
