@@ -17,10 +17,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 import torch
 
 from hexa_fx.codegen.cutlass import DataType
-from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 from hexa_fx.errors import KernelError
-from hexa_fx.jit.build import build_many
+from hexa_fx.jit import background
 from hexa_fx.jit.errors import ToolchainError
 from hexa_fx.jit.kernel import get_kernel, kernel_arch
 from hexa_fx.ops import library
@@ -192,7 +191,7 @@ def prebuild(run: Callable[[], object]) -> int:
     with collect() as specs:
         run()
     try:
-        build_many([render(spec) for spec in dict.fromkeys(specs)])
+        background.prebuild(specs)
     except ToolchainError:
         return 0
     return len(set(specs))

@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
-from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tuned import Problem, Tile, TunedTable, shipped
 from hexa_fx.cuda.launch import described, device_name, forget_plans, plan
 from hexa_fx.errors import KernelError
-from hexa_fx.jit.build import build_many
+from hexa_fx.jit.background import prebuild
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.progress import progress
 
@@ -67,7 +66,8 @@ def tune(
     path = _path(device_name(device))
     if problem in _read(path).entries:
         return None
-    _prebuild([spec_of(tile) for tile in candidates])
+    with suppress(KernelError):  # one that does not build is skipped when its turn to run comes
+        prebuild([spec_of(tile) for tile in candidates])
     times: dict[int, float] = {}
     with progress(f"measuring tiles of {problem.op}", len(candidates)) as advance:
         for index, tile in enumerate(candidates):
@@ -81,16 +81,6 @@ def tune(
     _store(path, problem, candidates[best], times[best])
     forget_plans()
     return candidates[best]
-
-
-def _prebuild(specs: Sequence[KernelSpec]) -> None:
-    """Builds the candidates in parallel. One that does not build is skipped when its turn to run comes."""
-    sources = []
-    for spec in specs:
-        with suppress(KernelError):
-            sources.append(render(spec))
-    with suppress(KernelError):
-        build_many(sources)
 
 
 def _milliseconds(tile: Tile, run: Callable[[Tile], None]) -> float | None:

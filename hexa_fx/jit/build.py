@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hexa_fx.codegen.render import FLAGS, KernelSource
-from hexa_fx.jit import nvrtc
+from hexa_fx.jit import nvrtc, processes
 from hexa_fx.jit.cache import Entry, KernelCache, cache_key
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.jit.errors import BuildDisabledError, BuildError
 from hexa_fx.jit.toolchain import Compiler, find_compiler
-from hexa_fx.progress import progress
 from hexa_fx.templates import INCLUDE_DIR
 
 log = logging.getLogger(__name__)
@@ -31,31 +27,44 @@ def build(source: KernelSource, settings: JitSettings | None = None) -> Entry:
         BuildError: the compiler refused it.
     """
     settings = settings or JitSettings.from_env()
+    entry = find_built(source, settings) or build_missing(source, settings, wait=True)
+    assert entry is not None
+    return entry
+
+
+def find_built(source: KernelSource, settings: JitSettings) -> Entry | None:
+    """The cubin of `source` if the cache has it.
+
+    Raises:
+        ToolchainError: no compiler.
+    """
+    return KernelCache(settings.cache_dir).get(build_key(source, find_compiler(settings)))
+
+
+def being_built(source: KernelSource, settings: JitSettings) -> bool:
+    """Whether some process builds the kernel at this moment."""
+    with KernelCache(settings.cache_dir).lock(build_key(source, find_compiler(settings)), wait=False) as free:
+        return not free
+
+
+def build_missing(source: KernelSource, settings: JitSettings, wait: bool) -> Entry | None:
+    """Builds a kernel that the cache had not a moment ago.
+
+    Args:
+        source: what to build.
+        settings: where, and with which compiler.
+        wait: for another process that builds it already; else the result is None then.
+
+    Raises:
+        ToolchainError, BuildError: as `build`.
+    """
     compiler = find_compiler(settings)
     cache = KernelCache(settings.cache_dir)
     key = build_key(source, compiler)
-    entry = cache.get(key)
-    if entry is not None:
-        return entry
     if settings.disable_jit:
         raise BuildDisabledError(key)
-    with cache.lock(key):
-        return cache.get(key) or _build(source, key, compiler, cache, settings)
-
-
-def build_many(sources: Sequence[KernelSource], settings: JitSettings | None = None) -> list[Entry]:
-    """Builds several sources in parallel, with a progress bar on rank 0's terminal.
-
-    Raises:
-        ToolchainError, BuildError: a source fails; the error is that of the first one, and the others are still built.
-    """
-    settings = settings or JitSettings.from_env()
-    find_compiler(settings)
-    with ThreadPoolExecutor(max(1, settings.build_jobs)) as pool, progress("building kernels", len(sources)) as advance:
-        futures = [pool.submit(build, source, settings) for source in sources]
-        for future in futures:
-            future.add_done_callback(lambda _: advance())
-    return [future.result() for future in futures]
+    with cache.lock(key, wait) as held:
+        return (cache.get(key) or _build(source, key, compiler, cache, settings)) if held else None
 
 
 def build_key(source: KernelSource, compiler: Compiler) -> str:
@@ -72,7 +81,11 @@ def _build(source: KernelSource, key: str, compiler: Compiler, cache: KernelCach
     text = workspace / "kernel.cu"
     text.write_text(source.text)
     command = _command(source, compiler, workspace, settings)
-    output = _compile(source, compiler, command, workspace)
+    try:
+        output = _compile(source, compiler, command, workspace)
+    except BaseException:
+        shutil.rmtree(workspace, ignore_errors=True)
+        raise
     if "are serialized" in output:  # ptxas could not keep several wgmma in flight: still correct, but a third slower
         log.warning("kernel %s (%s): ptxas serialised its wgmma instructions; see %s", key, source.spec.op, text)
     if settings.verbose_build:
@@ -105,9 +118,8 @@ def _compile(source: KernelSource, compiler: Compiler, command: list[str], works
             cubin, output = nvrtc.compile_cubin(compiler.path, source.text, command[1:])
             (workspace / "kernel.cubin").write_bytes(cubin)
             return output
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        output = done.stdout + done.stderr
-        if done.returncode:
+        code, output = processes.run(command)
+        if code:
             raise nvrtc.NvrtcError(output)
         return output
     except nvrtc.NvrtcError as error:
@@ -126,5 +138,4 @@ def _keep_failed(workspace: Path, source: KernelSource) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / f"{source.key}.cu"
     shutil.move(workspace / "kernel.cu", kept)
-    shutil.rmtree(workspace, ignore_errors=True)
     return kept

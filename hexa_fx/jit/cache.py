@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 FORMAT = "1"
 """Of the folder and of the argument structs' convention. Raising it retires every older entry."""
@@ -55,12 +55,24 @@ class KernelCache:
         return Entry(key, folder, cubin)
 
     @contextmanager
-    def lock(self, key: str) -> Iterator[None]:
-        """Held while `key` is built, by one process of this machine. The system releases it when a process dies."""
+    def lock(self, key: str, wait: bool = True) -> Iterator[bool]:
+        """Held while `key` is built, by one process of this machine. The system releases it when a process dies.
+
+        Yields:
+            Whether it is held: always, unless another process has it and ``wait`` is false.
+        """
         folder = self.root / "locks"
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f"{key}.lock"):
-            yield
+        lock = FileLock(folder / f"{key}.lock")
+        try:
+            lock.acquire(timeout=-1 if wait else 0)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
 
     def workspace(self, key: str) -> Path:
         """A fresh folder to build `key` in, without the remains of a killed build. Call it under the lock."""

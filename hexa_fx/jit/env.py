@@ -21,7 +21,7 @@ VARIABLES = {
     "HEXA_FX_CUTLASS_INCLUDE": "Folder of the CUTLASS headers. Default: the nvidia-cutlass wheel's.",
     "HEXA_FX_CUDA_ARCH": "Choose kernels as for this compute capability (80, 86, 89, 90); cubins still fit the device.",
     "HEXA_FX_DISABLE_JIT": "1: build nothing; kernels that are not in the cache fall back.",
-    "HEXA_FX_BUILD_JOBS": "Kernels built at a time. Default: the number of cores, at most 16.",
+    "HEXA_FX_BUILD_JOBS": "Kernels built at a time. Default: MAX_JOBS, else this process's share of the cores.",
     "HEXA_FX_VERBOSE_BUILD": "1: log the compile command and ptxas's resource report.",
     "HEXA_FX_KEEP": "1: keep the build folder, with intermediate files, beside the cubin.",
     "HEXA_FX_AUTOTUNE": "1: time candidate tiles for shapes that the shipped table lacks, and remember the best.",
@@ -65,7 +65,7 @@ class JitSettings:
             cutlass_include=_text("HEXA_FX_CUTLASS_INCLUDE"),
             cuda_arch=_integer("HEXA_FX_CUDA_ARCH", 0),
             disable_jit=_switch("HEXA_FX_DISABLE_JIT"),
-            build_jobs=_integer("HEXA_FX_BUILD_JOBS", min(os.cpu_count() or 1, 16)),
+            build_jobs=_integer("HEXA_FX_BUILD_JOBS", 0) or _integer("MAX_JOBS", 0) or _own_cores(),
             verbose_build=_switch("HEXA_FX_VERBOSE_BUILD"),
             keep=_switch("HEXA_FX_KEEP"),
             autotune=_switch("HEXA_FX_AUTOTUNE"),
@@ -76,6 +76,11 @@ class JitSettings:
 def checked_mode() -> bool:
     """HEXA_FX_CHECKED alone, since every re-index asks for it."""
     return _switch("HEXA_FX_CHECKED")
+
+
+def _own_cores() -> int:
+    """Cores that this process may use, divided by the number of ranks that torchrun started on this machine."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, _integer("LOCAL_WORLD_SIZE", 1)))
 
 
 def _text(name: str, default: str = "") -> str:

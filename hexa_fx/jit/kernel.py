@@ -13,7 +13,8 @@ import torch
 
 from hexa_fx.codegen.render import ENTRY, KernelSource, render
 from hexa_fx.codegen.spec import KernelSpec
-from hexa_fx.jit.build import build, build_many
+from hexa_fx.jit.background import builder
+from hexa_fx.jit.build import build
 from hexa_fx.jit.cache import Entry
 from hexa_fx.jit.driver import NO_CONTEXT, Driver, driver
 from hexa_fx.jit.env import JitSettings
@@ -96,7 +97,7 @@ class KernelHandle:
 
 @cache
 def get_kernel(spec: KernelSpec, node: str = "") -> KernelHandle:
-    """The kernel of `spec`, rendered, built (or read from the cache) and loaded once per process.
+    """The kernel of `spec`, rendered, built (or read from the cache) and loaded once per process. Waits for the compiler.
 
     Args:
         spec: what to get.
@@ -106,12 +107,20 @@ def get_kernel(spec: KernelSpec, node: str = "") -> KernelHandle:
         SpecError, ToolchainError, BuildError, DriverError.
     """
     source = render(spec, node)
-    return KernelHandle(source, build(source), driver())
+    return KernelHandle(source, builder().ready(spec) or build(source), driver())
 
 
-def prebuild(specs: list[KernelSpec]) -> list[Entry]:
-    """Builds several kernels at a time into the cache, without loading them. No device is needed."""
-    return build_many([render(spec) for spec in specs])
+def loaded_kernel(spec: KernelSpec) -> KernelHandle | None:
+    """As `get_kernel`, without waiting: None while the background has not built it, or was never asked to.
+
+    Raises:
+        SpecError, ToolchainError, BuildError: it was asked to and failed.
+        DriverError: it does not load.
+    """
+    own = builder()
+    if (error := own.failed(spec)) is not None:
+        raise error
+    return get_kernel(spec) if own.ready(spec) else None
 
 
 def device_arch(device: int) -> int:

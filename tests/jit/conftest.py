@@ -11,7 +11,7 @@ import pytest
 SCRIPT = (
     f"#!{sys.executable}\n"
     + """
-import pathlib, sys, time
+import os, pathlib, sys, time
 here = pathlib.Path(__file__).parent
 if "--version" in sys.argv:
     print("Cuda compilation tools, release 13.0, V13.0.88")
@@ -19,15 +19,24 @@ if "--version" in sys.argv:
 output = pathlib.Path(sys.argv[sys.argv.index("-o") + 1])
 text = pathlib.Path(sys.argv[sys.argv.index("-cubin") + 1]).read_text()
 with open(here / "runs", "a") as runs:
-    runs.write("run\\n")
+    runs.write(f"{os.getpid()}\\n")
 output.write_bytes(b"half")
-time.sleep(float((here / "seconds").read_text()))
+end, parent = time.monotonic() + float((here / "seconds").read_text()), os.getppid()
+while time.monotonic() < end and os.getppid() == parent:
+    time.sleep(0.01)
 if (here / "broken").exists():
     print("ptxas noise\\n" * 2000 + "kernel.cu(7): error: this is the reason", file=sys.stderr)
     sys.exit(2)
 output.write_bytes(b"cubin of " + str(len(text)).encode())
 """
 )
+
+
+def _state(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,12 @@ class FakeCompiler:
         """How often something was compiled."""
         log = self.folder / "runs"
         return len(log.read_text().splitlines()) if log.exists() else 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether any of the runs goes on."""
+        pids = (self.folder / "runs").read_text().split()
+        return any(_state(pid) != "Z" for pid in pids)
 
     def take(self, seconds: float) -> None:
         """Makes each compilation last."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hexa_fx.codegen import KernelSpec, render
-from hexa_fx.jit import BuildError, JitSettings, KernelCache, ToolchainError, build, build_many
+from hexa_fx.jit import BuildError, JitSettings, KernelCache, ToolchainError, build, prebuild
 from hexa_fx.jit.build import build_key
 from hexa_fx.jit.toolchain import find_compiler
 from tests.jit.conftest import FakeCompiler
@@ -81,11 +81,11 @@ def test_a_damaged_entry_is_rebuilt(compiler: FakeCompiler) -> None:
 def test_several_kernels_build_at_a_time_each_once(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEXA_FX_BUILD_JOBS", "5")
     compiler.take(1.0)
-    sources = [render(spec) for spec in (*SPECS, SPECS[0])]
     began = time.monotonic()
-    entries = build_many(sources)
+    entries = prebuild([*SPECS, SPECS[0]])
     assert time.monotonic() - began < 4.5
-    assert [entry.key for entry in entries] == [build_key(s, find_compiler(JitSettings.from_env())) for s in sources]
+    compiler_used = find_compiler(JitSettings.from_env())
+    assert [entry.key for entry in entries] == [build_key(render(spec), compiler_used) for spec in SPECS]
     assert compiler.runs == len(SPECS)
 
 

@@ -17,7 +17,7 @@ from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.cuda import select_sm80 as cuda_plans_sm80
 from hexa_fx.cuda.gemm_sm80 import divisor
-from hexa_fx.jit import ToolchainError
+from hexa_fx.jit import ToolchainError, background
 
 T, K, E, D, N = 40, 2, 5, 48, 72
 
@@ -365,7 +365,7 @@ def test_kernels_are_collected_without_launching_and_built_together(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[list[str]] = []
-    monkeypatch.setattr(cuda_launch, "build_many", lambda sources: built.append([s.spec.op for s in sources]))
+    monkeypatch.setattr(background, "prebuild", lambda specs: built.append([s.op for s in dict.fromkeys(specs)]))
     x, w, v, offs = operands(torch.float32)
 
     def step() -> None:
@@ -384,9 +384,9 @@ def test_kernels_are_collected_without_launching_and_built_together(
 def test_prebuilding_without_a_compiler_leaves_the_word_to_the_operators(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(sources: object) -> None:
+    def refuse(specs: object) -> None:
         raise ToolchainError("none")
 
-    monkeypatch.setattr(cuda_launch, "build_many", refuse)
+    monkeypatch.setattr(background, "prebuild", refuse)
     x, w, v, offs = operands()
     assert cuda_launch.prebuild(lambda: cuda_gemm.esmm(x, w, None, v, offs, K, "nk")) == 0

@@ -1,0 +1,243 @@
+"""Building in the background: nobody waits, nothing is built twice, and nothing outlives the process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hexa_fx.codegen import KernelSpec, render
+from hexa_fx.codegen.spec import SpecError
+from hexa_fx.jit import BuildError, JitSettings, KernelCache, ToolchainError, build, builder, loaded_kernel, prebuild
+from tests.jit.conftest import FakeCompiler
+from tests.jit.test_build import SPEC, SPECS, wait_until
+
+IMPOSSIBLE = SPEC.with_options(experts=1 << 20)
+
+
+def run(script: str, **variables: str) -> subprocess.Popen[str]:
+    """A process with the fake compiler's environment."""
+    begin = "from tests.jit.test_build import SPEC, SPECS\nfrom hexa_fx.jit import builder, prebuild\nimport os, sys, time\n"
+    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.Popen([sys.executable, "-c", begin + script], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_request_returns_at_once_and_the_kernel_is_ready_later(compiler: FakeCompiler) -> None:
+    compiler.take(1.0)
+    own = builder()
+    began = time.monotonic()
+    own.request([SPEC, SPEC])
+    own.request([SPEC])
+    assert time.monotonic() - began < 0.9
+    assert (own.ready(SPEC), own.failed(SPEC), own.left(), own.left([SPEC])) == (None, None, 1, 1)
+    assert not own.wait([SPEC], timeout=0.01)
+    assert own.wait([SPEC], timeout=30)
+    entry = own.ready(SPEC)
+    assert entry is not None
+    assert entry.cubin == build(render(SPEC)).cubin
+    assert (compiler.runs, own.left()) == (1, 0)
+
+
+def test_what_the_cache_has_is_ready_when_the_request_returns(compiler: FakeCompiler) -> None:
+    build(render(SPEC))
+    builder().request([SPEC])
+    assert builder().ready(SPEC)
+    assert compiler.runs == 1
+
+
+def test_a_kernel_that_was_never_requested_is_not_waited_for(compiler: FakeCompiler) -> None:
+    assert builder().wait([SPEC], timeout=10)
+    assert (builder().ready(SPEC), loaded_kernel(SPEC)) == (None, None)
+
+
+def test_no_more_compilers_at_a_time_than_jobs(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEXA_FX_BUILD_JOBS", "2")
+    compiler.take(0.6)
+    began = time.monotonic()
+    builder().request(SPECS)
+    wait_until(lambda: compiler.runs == 2)
+    assert builder().left() == len(SPECS)
+    assert builder().wait(timeout=60)
+    assert time.monotonic() - began > 3 * 0.6
+    assert compiler.runs == len(SPECS)
+
+
+def test_what_a_call_needs_now_goes_first(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEXA_FX_BUILD_JOBS", "1")
+    compiler.take(0.5)
+    own = builder()
+    own.request(SPECS[:4])
+    own.request([SPECS[3], SPECS[4]], first=True)
+    assert own.wait(SPECS[3:], timeout=30)
+    assert own.ready(SPECS[2]) is None
+    assert own.wait(timeout=30)
+    assert compiler.runs == 5
+
+
+def test_one_failure_is_remembered_and_stops_no_other(compiler: FakeCompiler) -> None:
+    compiler.breaks()
+    own = builder()
+    own.request([SPEC])
+    assert own.wait(timeout=30)
+    (compiler.folder / "broken").unlink()
+    own.request([SPEC, IMPOSSIBLE, SPECS[0]])
+    assert own.wait(timeout=30)
+    assert isinstance(own.failed(SPEC), BuildError)
+    assert isinstance(own.failed(IMPOSSIBLE), SpecError)
+    assert own.failed(SPECS[0]) is None
+    assert own.ready(SPECS[0])
+    assert compiler.runs == 2
+    with pytest.raises(BuildError, match="this is the reason"):
+        loaded_kernel(SPEC)
+    with pytest.raises(SpecError):
+        prebuild([SPECS[0], IMPOSSIBLE])
+    assert not list((compiler.cache / "building").iterdir())
+
+
+def test_without_a_compiler_every_request_fails_with_the_sentence(
+    compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEXA_FX_NVCC", "/nonexistent")
+    builder().request([SPEC])
+    assert isinstance(builder().failed(SPEC), ToolchainError)
+
+
+def test_disabled_builds_nothing_in_the_background(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(render(SPEC))
+    monkeypatch.setenv("HEXA_FX_DISABLE_JIT", "1")
+    builder().request(SPECS)
+    assert builder().wait(timeout=10)
+    assert builder().ready(SPEC)
+    assert "HEXA_FX_DISABLE_JIT is set" in str(builder().failed(SPECS[0]))
+    assert compiler.runs == 1
+
+
+def test_a_cache_that_cannot_be_written_is_a_failure(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEXA_FX_CACHE_DIR", "/proc/nowhere")
+    builder().request([SPEC])
+    assert builder().wait(timeout=10)
+    assert isinstance(builder().failed(SPEC), OSError)
+
+
+def test_ranks_share_the_work_and_build_each_kernel_once(compiler: FakeCompiler) -> None:
+    compiler.take(0.5)
+    ranks = [run("print(len(prebuild(SPECS)))", HEXA_FX_BUILD_JOBS="1") for _ in range(4)]
+    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == [str(len(SPECS))] * 4
+    assert compiler.runs == len(SPECS)
+
+
+def test_a_kernel_that_another_process_builds_takes_no_slot(
+    compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEXA_FX_BUILD_JOBS", "1")
+    compiler.take(60)
+    other = run("prebuild([SPEC])")
+    try:
+        wait_until(lambda: compiler.runs == 1)
+        compiler.take(0)
+        builder().request([SPEC, SPECS[0]])
+        assert builder().wait([SPECS[0]], timeout=30)
+        assert builder().ready(SPEC) is None
+    finally:
+        other.kill()
+        other.communicate()
+    assert builder().wait([SPEC], timeout=30), "its builder died, so it is built here"
+    assert builder().ready(SPEC)
+
+
+def test_the_end_of_the_interpreter_kills_compilers_and_leaves_no_half_entry(compiler: FakeCompiler) -> None:
+    compiler.take(60)
+    script = f"builder().request(SPECS)\nwhile not os.path.exists({str(compiler.folder / 'runs')!r}): time.sleep(0.01)"
+    began = time.monotonic()
+    process = run(script, HEXA_FX_BUILD_JOBS="2")
+    process.communicate(timeout=50)
+    assert process.returncode == 0
+    assert time.monotonic() - began < 40
+    wait_until(lambda: not compiler.alive)
+    assert KernelCache(compiler.cache).keys() == []
+    assert not list((compiler.cache / "building").iterdir())
+
+
+def test_an_interrupt_from_the_keyboard_does_not_reach_the_compilers(compiler: FakeCompiler) -> None:
+    compiler.take(1.5)
+    script = """
+builder().request([SPEC])
+try:
+    print("waiting", flush=True)
+    builder().wait()
+except KeyboardInterrupt:
+    pass
+builder().wait()
+print(builder().ready(SPEC) is not None)
+"""
+    begin = "from tests.jit.test_build import SPEC\nfrom hexa_fx.jit import builder\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", begin + script], env=environment, stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    wait_until(lambda: compiler.runs == 1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[0].strip() == "True"
+    assert compiler.runs == 1
+
+
+def test_a_forked_worker_neither_hangs_nor_ends_the_parents_compilers(compiler: FakeCompiler) -> None:
+    compiler.take(1.5)
+    script = """
+builder().request([SPEC])
+while not os.path.exists(sys.argv[1] if len(sys.argv) > 1 else os.environ["RUNS"]): time.sleep(0.01)
+child = os.fork()
+if child == 0:
+    assert builder().ready(SPEC) is None
+    if os.fork() == 0:
+        sys.exit(0)
+    os.wait()
+    prebuild([SPEC])
+    sys.exit(7 if builder().ready(SPEC) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), builder().wait([SPEC], 30), builder().failed(SPEC))
+"""
+    process = run(script, RUNS=str(compiler.folder / "runs"))
+    assert process.communicate(timeout=60)[0].strip() == "7 True None"
+    assert compiler.runs == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "jobs"),
+    [
+        ({}, len(os.sched_getaffinity(0))),
+        ({"LOCAL_WORLD_SIZE": "1000"}, 1),
+        ({"MAX_JOBS": "3", "LOCAL_WORLD_SIZE": "8"}, 3),
+        ({"MAX_JOBS": "3", "HEXA_FX_BUILD_JOBS": "5"}, 5),
+    ],
+)
+def test_how_many_build_at_a_time(variables: dict[str, str], jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_JOBS", "HEXA_FX_BUILD_JOBS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert JitSettings.from_env().build_jobs == jobs
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+def test_the_real_compiler_and_what_it_starts_are_killed(tmp_path: Path) -> None:
+    spec = KernelSpec("gemm_sm80", "esmm", 80, bm=64, bn=64, bk=32, stages=3).with_options(warps_m=2, warps_n=2)
+    script = f"""
+from hexa_fx.codegen import KernelSpec
+builder().request([KernelSpec.from_json({spec.to_json()!r})])
+while not any((os.path.isdir(os.environ["HEXA_FX_CACHE_DIR"] + "/building"),)): time.sleep(0.01)
+time.sleep(1.5)
+"""
+    process = run(script, HEXA_FX_CACHE_DIR=str(tmp_path))
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert not list((tmp_path / "building").iterdir())
+    done = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert not done.stdout.strip()
