@@ -12,8 +12,10 @@ and `profile_devices` measures how fast each device is.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hexa_fx import registry
 from hexa_fx.config import HexaConfig
 
 if TYPE_CHECKING:
@@ -45,3 +47,19 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+def _compiler() -> Callable[[Any, str], Any]:
+    from hexa_fx.passes.lowering.compile import compile_ffn
+
+    return compile_ffn
+
+
+def _cuda_kernels() -> Callable[[], None]:
+    from hexa_fx.cuda.register import register
+
+    return register
+
+
+registry.compiler.register(_compiler)
+registry.cuda_kernels.register(_cuda_kernels)

@@ -10,27 +10,13 @@ from typing import Literal
 
 import torch.fx
 
-PASSES = {
-    "capture": "the block runs once on the example and is recorded as a graph",
-    "canonicalize": "fused expressions are taken apart",
-    "detect": "the mixture of experts is found, or refused; changes no graph",
-    "rewrite": "the block's new forward, with one hexa::moe_ffn",
-    "verify": "original against rewritten; changes no graph",
-    "partition": "collectives are inserted, if experts are spread over devices",
-    "lower": "hexa::moe_ffn as expert-specific operators, forward and backward",
-    "fuse_activation": "activations go into the products before them",
-    "tile_rows": "row operators become the body that a CPU runs tile by tile",
-    "bind_kernels": "operators become the kernels of a device",
-}
-"""Every pass by name, in order."""
-
 
 @dataclass(frozen=True)
 class PassEvent:
     """A pass is about to process a graph, or has done so.
 
     Args:
-        name: one of `PASSES`.
+        name: one of `hexa_fx.passes.PASSES`.
         when: ``before`` or ``after`` it.
         graph: the graph at this moment. Later passes change it, so a listener must read it at once.
         path, mode: the block, and whether it is analysed for ``eval`` or ``train``; empty where a pass does not know.
@@ -60,6 +46,23 @@ def notify(name: str, when: Literal["before", "after"], graph: torch.fx.Graph, n
     event = PassEvent(name, when, graph, path, mode, str(note))
     for listener in listeners:
         listener(event)
+
+
+@dataclass
+class Outcome:
+    """What listeners are told after a pass: the graph that it leaves, and how it went."""
+
+    graph: torch.fx.Graph
+    note: object = ""
+
+
+@contextmanager
+def announced(name: str, graph: torch.fx.Graph, note: object = "") -> Iterator[Outcome]:
+    """A context around a pass over a graph, which tells listeners before and after. Not after an error."""
+    notify(name, "before", graph, note)
+    outcome = Outcome(graph, note)
+    yield outcome
+    notify(name, "after", outcome.graph, outcome.note)
 
 
 @contextmanager

@@ -14,10 +14,10 @@ import torch.fx
 from hexa_fx.inspection.advice import advice
 from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.kernels import KernelUse, kernels_of
+from hexa_fx.inspection.operators import op_name
 from hexa_fx.inspection.stages import FfnCase, is_exchange
 from hexa_fx.inspection.text import error_text, lines_of, refusal_lines
 from hexa_fx.ir import SourceLocation
-from hexa_fx.passes.lowering.base import op_name
 from hexa_fx.plan import Plan
 
 if TYPE_CHECKING:

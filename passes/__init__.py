@@ -6,7 +6,8 @@
 3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node (or, for an unusual expert, as expert-specific
                                   operators at once), the rest for any size and routing
 4. `hexa_fx.passes.verify`        original against rewritten, forward and gradients, before anything is accepted
-5. `hexa_fx.passes.lowering.lower`, `fuse` the node as expert-specific operators, forward and backward; what runs
+5. `hexa_fx.passes.partition`     collectives, if experts are spread over devices; `hexa_fx.passes.overlap` starts them early
+6. `hexa_fx.passes.lowering`      the node as expert-specific operators, forward and backward, for a device; what runs
 
 Steps 1 to 4 are done for eval and for train mode, since code branches on ``self.training``.
 """
@@ -20,8 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
-import torch.fx
 from torch import nn
 
 from hexa_fx.capture import CapturedBlock, capture
@@ -31,11 +30,12 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.observers import at_block, muted, notify
+from hexa_fx.observers import announced, at_block, muted, notify
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
+from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, verify
 from hexa_fx.runtime.unchanged import hooked
@@ -44,6 +44,19 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["eval", "train"]
 MODES: tuple[Mode, ...] = ("eval", "train")
+
+PASSES = {
+    "capture": "the block runs once on the example and is recorded as a graph",
+    "canonicalize": "fused expressions are taken apart",
+    "detect": "the mixture of experts is found, or refused; changes no graph",
+    "rewrite": "the block's new forward, with one hexa::moe_ffn",
+    "verify": "original against rewritten; changes no graph",
+    "partition": "collectives are inserted, if experts are spread over devices",
+    "overlap": "collectives start early",
+    "lower": "hexa::moe_ffn as expert-specific operators, forward and backward",
+    **{each.name: each.summary for pipeline in (CUDA, CPU) for each in pipeline.passes},
+}
+"""Every pass by the name under which `hexa_fx.observers` reports it, in order."""
 
 
 @dataclass(frozen=True)
@@ -187,38 +200,21 @@ def _rewrite_mode(
     except CaptureError as error:
         return _NotRecorded(observation.path, str(error))
     notify("capture", "after", captured.graph)
-    with _announced("canonicalize", captured.graph) as done:
+    with announced("canonicalize", captured.graph) as done:
         captured = canonicalize(captured)
         done.graph = captured.graph
-    with _announced("detect", captured.graph) as done:
+    with announced("detect", captured.graph) as done:
         match = detect(captured, attempt.prefer_earliest, attempt.alone)
         done.note = f"refused: {match.reason}" if isinstance(match, Refusal) else match.idiom
     if isinstance(match, Refusal):
         return match
-    with _announced("rewrite", captured.graph) as done:
+    with announced("rewrite", captured.graph) as done:
         rewritten = rewrite(match, config.recompute_h, config.fused_kernel)
         done.graph = rewritten.graph
     inside = hooked(observation.module, rewritten.graph)
     if inside:
         return Refusal(observation.path, _HOOKED.format(inside))
     return match, rewritten
-
-
-@dataclass
-class _Done:
-    """What listeners are told after a pass: the graph that it leaves, and how it went."""
-
-    graph: torch.fx.Graph
-    note: str = ""
-
-
-@contextmanager
-def _announced(name: str, graph: torch.fx.Graph) -> Iterator[_Done]:
-    """A context around a pass that sends its two notifications."""
-    notify(name, "before", graph)
-    done = _Done(graph)
-    yield done
-    notify(name, "after", done.graph, done.note)
 
 
 def _check(
@@ -238,7 +234,7 @@ def _check(
                 for other in MODES
             )
             settings = VerifySettings(crowd=crowd_of(captured[mode].graph), brief=brief)
-            with _announced("verify", rewritten[mode].graph) as done, muted():
+            with announced("verify", rewritten[mode].graph) as done, muted():
                 checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
                 done.note = checks[mode].reason or "equal"
         if not checks[mode].ok:

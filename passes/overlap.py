@@ -22,6 +22,7 @@ import torch.fx as fx
 from hexa_fx.distributed import nodes
 from hexa_fx.distributed.collectives import all_gather_v
 from hexa_fx.errors import PlanError
+from hexa_fx.observers import announced
 
 Seconds = Callable[[fx.Node], float]
 
@@ -64,9 +65,10 @@ def overlap(graph: fx.Graph, slots: int, seconds: Seconds | None = None) -> Over
     Raises:
         PlanError: the dependencies contradict each other; the cycle is named.
     """
-    hoisted = _hoist_starts(graph)
-    _insert_prefetches(graph, slots)
-    graph.lint()
+    with announced("overlap", graph):
+        hoisted = _hoist_starts(graph)
+        _insert_prefetches(graph, slots)
+        graph.lint()
     dag = dependency_graph(graph, slots)
     check_schedule(graph, dag)
     return _report(graph, dag, slots, hoisted, seconds or _count_calls)

@@ -15,7 +15,7 @@ from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.distributed.shards import LayerWeights, ShardedParameter, cut_layer
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
-from hexa_fx.observers import at_block, notify
+from hexa_fx.observers import announced, at_block
 from hexa_fx.passes.collectives import Placement, partition_graph
 from hexa_fx.passes.overlap import OverlapReport, overlap
 from hexa_fx.passes.partition_layers import Modes, any_mode, follow_cut, modes_of, read_layers
@@ -106,12 +106,10 @@ def _partition_block(
     block: RewrittenBlock, layers: list[LayerWeights], plan: Plan, placement: Placement
 ) -> RewrittenBlock:
     planned = [plan.layer(layer.path) for layer in layers]
-    with at_block(block.path):
-        notify("partition", "before", block.graph)
-        graph = _copy(block.graph)
+    with at_block(block.path), announced("partition", block.graph) as done:
+        done.graph = graph = _copy(block.graph)
         follow_cut(graph, layers, planned, placement.rank)
         partition_graph(graph, planned, plan, placement)
-        notify("partition", "after", graph)
     return replace(block, graph=graph)
 
 

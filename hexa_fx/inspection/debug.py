@@ -9,7 +9,8 @@ from typing import TextIO
 
 from hexa_fx.errors import InputError
 from hexa_fx.inspection.recorded import Memory, Seen
-from hexa_fx.observers import PASSES, PassEvent, listening
+from hexa_fx.observers import PassEvent, listening
+from hexa_fx.passes import PASSES
 
 
 @contextmanager
@@ -27,8 +28,8 @@ def debug(
     ...     hexa_fx.optimize(model, inputs)
 
     Args:
-        before, after: names of passes, out of capture, canonicalize, detect, rewrite, verify, partition, lower, fuse_activation,
-            tile_rows, bind_kernels; ``"*"`` for all.
+        before, after: names of passes, out of capture, canonicalize, detect, rewrite, verify, partition, overlap, lower,
+            fuse_activation, bind_kernels, tile_rows, take_saved; ``"*"`` for all.
         block: path of the only block to look at; all blocks by default.
         file: where to print; standard output by default.
         quiet: collect only, do not print.

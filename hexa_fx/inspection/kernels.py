@@ -14,12 +14,11 @@ import torch
 import torch.fx
 
 from hexa_fx.errors import HexaError, KernelError
+from hexa_fx.inspection.operators import op_name
 from hexa_fx.inspection.stages import FfnCase, operator_values
 from hexa_fx.observers import muted
-from hexa_fx.passes.lowering.base import op_name
-from hexa_fx.passes.lowering.fuse import FuseActivation
 from hexa_fx.passes.lowering.lower import lower_backward, lower_forward
-from hexa_fx.passes.lowering.program import BindKernels
+from hexa_fx.passes.lowering.pipelines import CUDA
 
 CARDS = {80: ("NVIDIA A100", 108), 86: ("NVIDIA A40", 84), 89: ("NVIDIA L40S", 142), 90: ("NVIDIA H200", 132)}
 """A card of every compute capability that there are kernels for: name and multiprocessors."""
@@ -92,9 +91,8 @@ def kernels_of(case: FfnCase, arch: int | None = None) -> tuple[KernelUse, ...]:
     found: list[KernelUse] = []
     with muted(), collect(Card(*_card(arch))) as specs:
         for way, lower in (("forward", lower_forward), ("backward", lower_backward)):
-            gm = lower(case.request)
-            FuseActivation(gradients=True)(gm)
-            found += _Collector(way, known_values, specs).run(gm)
+            operator_values(CUDA.until("fuse_activation")(lower(case.request)), known_values)
+            found += _Collector(way, known_values, specs).run(CUDA.until("bind_kernels")(lower(case.request)))
     return tuple(found)
 
 
@@ -122,22 +120,14 @@ def local_arch() -> int | None:
 
 
 class _Collector:
-    """Runs a graph node by node, each operator by its CUDA implementation, and notes what it would launch."""
+    """Runs a bound graph node by node, on values known by name, and notes what each kernel would launch."""
 
     def __init__(self, way: str, known: dict[str, Any], specs: list[Any]) -> None:
         self._way, self._known, self._specs = way, known, specs
 
     def run(self, gm: torch.fx.GraphModule) -> list[KernelUse]:
-        import hexa_fx.cuda.register  # noqa: F401  (registers the CUDA implementations)
-
-        operator_values(gm, self._known)
-        bound = {node.name: node for node in gm.graph.nodes}
-        BindKernels("cuda").apply(gm)
-        operators = {name: op for name, op in ((n.name, _operator(n)) for n in gm.graph.nodes) if op}
-        found: list[KernelUse] = []
-        for name, operator in operators.items():
-            found += self._node(bound[name], operator)
-        return found
+        operators = [(node, op) for node, op in ((n, _operator(n)) for n in gm.graph.nodes) if op]
+        return [use for node, operator in operators for use in self._node(node, operator)]
 
     def _node(self, node: torch.fx.Node, operator: str) -> list[KernelUse]:
         first = len(self._specs)

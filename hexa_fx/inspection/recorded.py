@@ -7,9 +7,9 @@ from typing import Any
 
 import torch.fx
 
+from hexa_fx.inspection.operators import op_count_difference
 from hexa_fx.inspection.view import GraphView, view_of
 from hexa_fx.observers import PassEvent
-from hexa_fx.passes.lowering.base import op_count_difference
 
 
 @dataclass(frozen=True)

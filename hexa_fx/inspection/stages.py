@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import linecache
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,16 +12,15 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
+from hexa_fx.inspection.operators import op_count_difference
 from hexa_fx.inspection.roles import MOE_FFN, mark_captured, mark_operators, mark_rewritten
 from hexa_fx.inspection.values import like_meta, values_on_meta
 from hexa_fx.inspection.view import GraphView, NodeView, Role, view_of
 from hexa_fx.ir import FfnSpec, RewrittenBlock, SourceLocation
 from hexa_fx.ops.program import OPERANDS, FfnRequest
 from hexa_fx.passes.detect import MoEMatch
-from hexa_fx.passes.lowering.base import op_count_difference
-from hexa_fx.passes.lowering.fuse import FuseActivation
 from hexa_fx.passes.lowering.lower import lower_backward, lower_forward
-from hexa_fx.passes.lowering.tile import TileRows
+from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 
 
 @dataclass(frozen=True)
@@ -132,14 +130,12 @@ def lowered_stages(case: FfnCase) -> tuple[Stage, ...]:
     found: list[Stage] = []
     for suffix, lower in (("", lower_forward), ("_backward", lower_backward)):
         way = "backward" if suffix else "forward"
-        gm = lower(case.request)
-        fused, tiled = copy.deepcopy(gm), copy.deepcopy(gm)
-        lowered = _operators(gm, known)
+        lowered = _operators(lower(case.request), known)
         stages = [Stage(f"lower{suffix}", f"{way} in the expert-specific operators", lowered)]
-        FuseActivation(gradients=True)(fused)
-        view = _operators(fused, known, lowered)
-        stages.append(_next(f"fuse_activation{suffix}", f"{way} as CUDA runs it", view, stages[0]))
-        stages.append(_next(f"tile_rows{suffix}", f"{way} as a CPU runs it, for one tile", _tiled(tiled), stages[0]))
+        fused = _operators(CUDA.until("fuse_activation")(lower(case.request)), known, lowered)
+        stages.append(_next(f"fuse_activation{suffix}", f"{way} as CUDA runs it", fused, stages[0]))
+        tiled = _tile(CPU.until("tile_rows")(lower(case.request)))
+        stages.append(_next(f"tile_rows{suffix}", f"{way} as a CPU runs it, for one tile", tiled, stages[0]))
         found += stages
     return tuple(found)
 
@@ -290,9 +286,7 @@ def _replaced(before: GraphView, after: GraphView) -> dict[str, tuple[str, ...]]
     return found
 
 
-def _tiled(gm: torch.fx.GraphModule) -> GraphView:
+def _tile(gm: torch.fx.GraphModule) -> GraphView:
     """What runs for every tile on a CPU."""
-    FuseActivation()(gm)
-    TileRows()(gm)
     body = getattr(gm, "body", gm)
     return view_of(body.graph, {}, _code(body.graph)).marked(lambda node: mark_operators(node, {}))

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 import torch.fx
 
+from hexa_fx.inspection.operators import op_name
 from hexa_fx.inspection.work import flops_of, moved_bytes
 from hexa_fx.ir import SourceLocation
-from hexa_fx.passes.lowering.base import op_name
 
 Kind = Literal["input", "parameter", "call", "module", "output"]
 Role = Literal["input", "weight", "router", "dispatch", "up", "act", "down", "combine", "region", "collective", "other"]

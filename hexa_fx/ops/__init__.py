@@ -6,8 +6,7 @@ D model size, I intermediate size.
 
 from __future__ import annotations
 
-import pkgutil
-
+from hexa_fx import registry
 from hexa_fx.ops.activate import activate, activate_backward
 from hexa_fx.ops.activations import ACTIVATIONS, Activation
 from hexa_fx.ops.adding import esfk_add, ess_add, estmm_add
@@ -42,5 +41,4 @@ __all__ = [
     "reindex",
 ]
 
-# Device kernels live above the operators, in hexa_fx.runtime. They register by name, which touches no device.
-pkgutil.resolve_name("hexa_fx.cuda.register:register")()
+registry.cuda_kernels()()  # touches no device and imports no kernel

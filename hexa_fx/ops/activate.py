@@ -162,12 +162,12 @@ def _backward(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
     return dh, None, None, None
 
 
-library.register_kernel("activate", "cpu", activate_generic, check)
-library.register_kernel("activate", "any", activate_generic, check)
 library.register_fake("activate", _fake, check)
+library.register_kernel("activate", "cpu", activate_generic)
+library.register_kernel("activate", "any", activate_generic)
 library.register_autograd("activate", _backward, _setup_context)
 
-library.register_kernel("activate_backward", "cpu", activate_backward_generic, check_backward)
-library.register_kernel("activate_backward", "any", activate_backward_generic, check_backward)
 library.register_fake("activate_backward", _fake_backward, check_backward)
+library.register_kernel("activate_backward", "cpu", activate_backward_generic)
+library.register_kernel("activate_backward", "any", activate_backward_generic)
 library.refuse_double_backward("activate_backward")

@@ -90,7 +90,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dg, None, None, None, None, None
 
 
-library.register_kernel("estmm", "cpu", estmm_cpu, check)
 library.register_fake("estmm", _fake, check)
+library.register_kernel("estmm", "cpu", estmm_cpu)
 library.register_autograd("estmm", _backward, _setup_context)
 library.register_autocast("estmm", cast=(0, 1))

@@ -15,12 +15,6 @@ import torch
 from torch import Tensor
 
 from hexa_fx.ops import library
-from hexa_fx.ops.esfk import check as check_esfk
-from hexa_fx.ops.esmm import check as check_esmm
-from hexa_fx.ops.esmm_act import check as check_esmm_act
-from hexa_fx.ops.ess import check as check_ess
-from hexa_fx.ops.estmm import check as check_estmm
-from hexa_fx.ops.reindex import check as check_reindex
 from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, expert_rows, flip, gather_rows, invert, routed_rows
 
 logger = logging.getLogger(__name__)
@@ -164,9 +158,9 @@ def _capturing(t: Tensor) -> bool:
     return t.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-library.register_kernel("reindex", "any", reindex_any, check_reindex)
-library.register_kernel("esmm", "any", esmm_any, check_esmm)
-library.register_kernel("esmm_act", "any", esmm_act_any, check_esmm_act)
-library.register_kernel("ess", "any", ess_any, check_ess)
-library.register_kernel("estmm", "any", estmm_any, check_estmm)
-library.register_kernel("esfk", "any", esfk_any, check_esfk)
+library.register_kernel("reindex", "any", reindex_any)
+library.register_kernel("esmm", "any", esmm_any)
+library.register_kernel("esmm_act", "any", esmm_act_any)
+library.register_kernel("ess", "any", ess_any)
+library.register_kernel("estmm", "any", estmm_any)
+library.register_kernel("esfk", "any", esfk_any)

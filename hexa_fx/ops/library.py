@@ -1,6 +1,7 @@
 """Defines the ``hexa::`` operators and looks up their kernels.
 
-An operator has one schema, one fake, at most one autograd formula and one autocast rule, and one kernel per device:
+An operator has one schema, one fake and check of its arguments, at most one autograd formula and one autocast rule, and one kernel
+per device:
 
 * CPU kernels are registered with `register_kernel` (dispatch key ``CPU``);
 * every other device runs the generic `fallback` (dispatch key ``CompositeExplicitAutograd``), which a device's own
@@ -33,9 +34,11 @@ from hexa_fx.errors import InputError
 NAMESPACE = "hexa"
 
 Kernel = Callable[..., Any]
+Check = Callable[..., None]
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _KERNELS: dict[tuple[str, str], Kernel] = {}
+_CHECKS: dict[str, Check | None] = {}
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _STRIDED = torch.strided
 _BELOW_AUTOGRAD = torch._C._after_ADInplaceOrView_keyset
@@ -46,7 +49,7 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | tor
 )
 
 kernel_generation = 0
-"""Grows with every `register_kernel`, and with another maker of programs: what was bound to kernels before is bound again."""
+"""Grows with every `register_kernel`: what was bound to kernels before is bound again."""
 
 
 def define(schema: str) -> None:
@@ -61,21 +64,21 @@ def overload(name: str) -> torch._ops.OpOverload:
     return result
 
 
-def register_kernel(name: str, device: str, kernel: Kernel, check: Callable[..., None] | None = None) -> Kernel:
+def register_kernel(name: str, device: str, kernel: Kernel) -> Kernel:
     """Makes ``kernel`` the implementation of ``hexa::<name>`` on one device type.
 
     Args:
-        name: operator name without the namespace.
+        name: operator name without the namespace. Its fake is registered already.
         device: ``cpu``, ``cuda``, ..., or ``any`` for devices without a kernel of their own.
         kernel: takes the schema's arguments in order. Runs below autograd and outside autocast.
-        check: takes the same arguments and raises on bad ones. Skipped when a checked program calls the kernel.
 
     Returns:
-        What was registered: a function that runs the check, then the kernel outside autocast.
+        What was registered: a function that runs the operator's check, then the kernel outside autocast.
     """
     global kernel_generation
     kernel_generation += 1
     _KERNELS[name, device] = kernel
+    check = _CHECKS[name]
 
     @functools.wraps(kernel)
     def checked(*args: Any) -> Any:
@@ -94,8 +97,16 @@ def kernel_for(name: str, device: str) -> Kernel:
     return _KERNELS.get((name, device)) or overload(name)
 
 
-def register_fake(name: str, fake: Kernel, check: Callable[..., None] | None = None) -> None:
-    """Registers the shape and dtype rule of ``hexa::<name>``, with the same argument checks as its kernels."""
+def register_fake(name: str, fake: Kernel, check: Check | None = None) -> None:
+    """Registers the shape and dtype rule of ``hexa::<name>``, and the check of its arguments.
+
+    Args:
+        name: operator name without the namespace.
+        fake: takes the schema's arguments and returns empty results.
+        check: takes the same arguments and raises on bad ones, before the fake and before every kernel. Skipped when a checked
+            program calls a kernel.
+    """
+    _CHECKS[name] = check
 
     @functools.wraps(fake)
     def checked(*args: Any) -> Any:

@@ -7,8 +7,8 @@ weights. Below autograd there are three operators:
 * ``moe_ffn_forward``, which also returns what backward needs;
 * ``moe_ffn_backward``.
 
-All three run the programs that the lowering pass makes (`hexa_fx.ops.program`). `hexa_fx.ops.moe_ffn_autograd` is how autograd
-reaches them.
+All three run the programs that the operator's compiler makes (`hexa_fx.ops.program`). `hexa_fx.ops.moe_ffn_autograd` is how
+autograd reaches them.
 """
 
 from __future__ import annotations
@@ -193,13 +193,13 @@ def _fake_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -
     return [t.new_empty(t.shape) for t, need in zip(like, needs, strict=True) if need]
 
 
-run = library.register_kernel("moe_ffn", "any", _moe_ffn, check)
 library.register_fake("moe_ffn", _fake, check)
+run = library.register_kernel("moe_ffn", "any", _moe_ffn)
 library.register_autocast("moe_ffn", cast=(0, 3, 4, 5, 6, 7, 8))
 
-run_forward = library.register_kernel("moe_ffn_forward", "any", _moe_ffn_forward, check)
 library.register_fake("moe_ffn_forward", _fake_forward, check)
+run_forward = library.register_kernel("moe_ffn_forward", "any", _moe_ffn_forward)
 
-run_backward = library.register_kernel("moe_ffn_backward", "any", _moe_ffn_backward)
 library.register_fake("moe_ffn_backward", _fake_backward)
+run_backward = library.register_kernel("moe_ffn_backward", "any", _moe_ffn_backward)
 library.refuse_double_backward("moe_ffn_backward")

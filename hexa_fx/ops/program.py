@@ -1,23 +1,19 @@
-"""The forward and backward programs that `hexa::moe_ffn` runs, and where they come from.
+"""The forward and backward programs that `hexa::moe_ffn` runs: what is asked of the compiler, and what it gives.
 
-The programs are torch.fx graphs of operators, made by the lowering pass. Passes are above the operators and not imported here: the
-pass is found by name (`PROVIDER`) when a program is first needed, or set with `set_provider`.
+The compiler (`hexa_fx.passes.lowering`) is above the operators and reaches them through `hexa_fx.registry`.
 """
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import compress
 from typing import Any, Protocol
 
+from hexa_fx import registry
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
-
-PROVIDER = "hexa_fx.passes.lowering.program:provide"
-"""``module:function`` that makes a `Programs` from an `FfnRequest`."""
 
 OPERANDS = ("x", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
 """The differentiable operands of moe_ffn, in the order of its schema."""
@@ -42,7 +38,7 @@ class FfnRequest:
     added: frozenset[str] = frozenset()
 
 
-class Programs(Protocol):
+class FfnPrograms(Protocol):
     """Two callables over all operands by position, with None for missing ones."""
 
     @property
@@ -52,18 +48,6 @@ class Programs(Protocol):
     def backward(self) -> Callable[..., Any]: ...
 
 
-Provider = Callable[[FfnRequest, str], Programs]
-_provider: Provider | None = None
-
-
-def set_provider(provider: Provider | None) -> None:
-    """Replaces the maker of programs (None: back to `PROVIDER`) and forgets the programs made so far."""
-    global _provider
-    _provider = provider
-    library.kernel_generation += 1
-    _made.cache_clear()
-
-
 def programs(
     static: tuple[Any, ...],
     given: tuple[bool, ...],
@@ -71,7 +55,7 @@ def programs(
     training: bool,
     device: str,
     added: tuple[bool, ...] = (),
-) -> Programs:
+) -> FfnPrograms:
     """The programs for one kind of call, bound to the kernels of a device type. Cached.
 
     Args:
@@ -94,11 +78,11 @@ def _made(
     device: str,
     added: tuple[bool, ...],
     generation: int,
-) -> Programs:
+) -> FfnPrograms:
     activation, glu, params, layout1, layout2, recompute_h, fused_backward = static
     spec = FfnSpec(activation, glu, layout1, layout2, params, recompute_h, fused_backward)
     present, grads = (frozenset(compress(OPERANDS, flags)) for flags in (given, needs))
-    provider = _provider or pkgutil.resolve_name(PROVIDER)
     buffered = frozenset(compress(OPERANDS[1:], added))
-    made: Programs = provider(FfnRequest(spec, present, grads & present, training, buffered & grads & present), device)
+    request = FfnRequest(spec, present, grads & present, training, buffered & grads & present)
+    made: FfnPrograms = registry.compiler()(request, device)
     return made

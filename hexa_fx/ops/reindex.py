@@ -154,5 +154,5 @@ def _fake(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
     return torch.empty(n, **int32), torch.empty(n, **int32), torch.empty(num_experts + 1, **int32)  # type: ignore[call-overload]
 
 
-library.register_kernel("reindex", "cpu", reindex_cpu, check)
 library.register_fake("reindex", _fake, check)
+library.register_kernel("reindex", "cpu", reindex_cpu)

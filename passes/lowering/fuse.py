@@ -9,13 +9,9 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from hexa_fx.passes.lowering.base import Contract, GraphPass
-from hexa_fx.passes.lowering.lower import LOWERED
+from hexa_fx.passes.lowering.graph_pass import GraphPass
 
 hexa = torch.ops.hexa
-
-FUSED = "fused"
-"""The fact that activations are folded into the projections before them."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class FuseActivation(GraphPass):
     gradients: bool = False
 
     name: ClassVar[str] = "fuse_activation"
-    contract: ClassVar[Contract] = Contract(requires=frozenset({LOWERED}), provides=frozenset({FUSED}))
+    summary: ClassVar[str] = "activations go into the products before them"
 
     def apply(self, gm: GraphModule) -> int:
         """Fuses every activation that follows a projection, and every gradient of one."""

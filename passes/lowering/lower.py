@@ -1,6 +1,6 @@
 """Lowers a canonical node's expert to a forward graph and a backward graph of expert-specific operators.
 
-The graphs are those of docs/operators.md, node for node, and `hexa::moe_ffn` executes them (see `hexa_fx.passes.lowering.program`).
+The graphs are those of docs/operators.md, node for node; `hexa_fx.passes.lowering.pipelines` says what a device makes of them.
 Lowering omits what is not there (a bias, a frozen weight's gradient) and fuses nothing.
 """
 
@@ -20,10 +20,6 @@ from hexa_fx.observers import notify
 from hexa_fx.ops.activations import check_activation
 from hexa_fx.ops.program import OPERANDS, FfnRequest
 from hexa_fx.ops.rows import flip
-from hexa_fx.passes.lowering.base import add_facts
-
-LOWERED = "lowered"
-"""The fact that a graph consists of the expert-specific operators."""
 
 hexa = torch.ops.hexa
 PRODUCT = (hexa.estmm.default, hexa.estmm_add.default)
@@ -125,7 +121,6 @@ class _Builder:
         self.graph.eliminate_dead_code()
         gm = GraphModule(torch.nn.Module(), self.graph, class_name)
         gm.graph.lint()
-        add_facts(gm, [LOWERED])
         notify("lower", "after", gm.graph, class_name)
         return gm
 

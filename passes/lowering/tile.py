@@ -16,8 +16,7 @@ import torch.fx
 from torch.fx import Graph, GraphModule, Node
 
 from hexa_fx.ops import tiles, tiling
-from hexa_fx.passes.lowering.base import Contract, GraphPass
-from hexa_fx.passes.lowering.fuse import FUSED
+from hexa_fx.passes.lowering.graph_pass import GraphPass
 
 hexa = torch.ops.hexa
 
@@ -30,9 +29,7 @@ class TileRows(GraphPass):
     """Turns the row operators of a graph into the ``body`` that `hexa_fx.ops.tiling.run` calls for every tile."""
 
     name: ClassVar[str] = "tile_rows"
-    contract: ClassVar[Contract] = Contract(
-        requires=frozenset({FUSED}), provides=frozenset({"tiled"}), removes=frozenset({FUSED, "lowered"})
-    )
+    summary: ClassVar[str] = "row operators become the body that a CPU runs tile by tile"
 
     def apply(self, gm: GraphModule) -> int:
         """Moves every row operator into the body. Returns how many there were."""

@@ -13,8 +13,8 @@ import hexa_fx
 from hexa_fx.errors import InputError
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection import inspector
+from hexa_fx.inspection.operators import op_counts
 from hexa_fx.ir import FfnSpec
-from hexa_fx.passes.lowering.base import op_counts
 from tests.zoo.registry import by_name
 
 STAGES = ("capture", "rewrite", "lower", "fuse_activation", "tile_rows")
@@ -31,8 +31,8 @@ def test_one_snapshot_a_pass_with_what_changed(graphs):
     assert graphs.stage("rewrite").graph.counts["hexa.moe_ffn"] == 1
     assert "hexa.moe_ffn +1" in graphs.stage("rewrite").difference
     assert graphs.stage("fuse_activation").difference == "getitem +2, hexa.activate -1, hexa.esmm -1, hexa.esmm_act +1"
-    assert graphs.stage("rewrite").graph.counts == op_counts(graphs.rewritten)
-    assert graphs.stage("lower").graph.counts == op_counts(graphs.lowered.forward)
+    assert graphs.stage("rewrite").graph.counts == op_counts(graphs.rewritten.graph)
+    assert graphs.stage("lower").graph.counts == op_counts(graphs.lowered.forward.graph)
 
 
 def test_every_value_has_its_type(graphs):

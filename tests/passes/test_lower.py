@@ -43,9 +43,8 @@ def test_frozen_weights_need_no_products():
 @pytest.mark.parametrize("glu", ["none", "concat", "split"])
 def test_fusion_folds_the_activation(glu):
     forward = lower(FfnSpec("silu", glu)).forward
-    result = FuseActivation()(forward)
-    found = operators(result.graph_module)
-    assert result.modified
+    assert FuseActivation()(forward) == 1
+    found = operators(forward)
     assert found["esmm_act"] == 1
     assert found["activate"] == 0
     assert found["esmm"] == 1
@@ -55,7 +54,7 @@ def test_fusing_twice_changes_nothing():
     forward = lower(FfnSpec("gelu")).forward
     FuseActivation()(forward)
     code = forward.code
-    assert not FuseActivation()(forward).modified
+    assert FuseActivation()(forward) == 0
     assert forward.code == code
 
 

@@ -1,0 +1,30 @@
+"""Names and numbers of the operators in a graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch.fx
+
+
+def op_name(node: torch.fx.Node) -> str:
+    """``hexa.esmm``, ``aten.cat.default``, ``getitem``, ``size``: what a node calls, in short."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        name = str(node.target)
+        return name.removesuffix(".default") if name.startswith("hexa.") else name
+    if isinstance(node.target, str):
+        return node.target
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def op_counts(graph: torch.fx.Graph) -> dict[str, int]:
+    """Number of nodes of each operator, without placeholders and outputs."""
+    return dict(Counter(op_name(n) for n in graph.nodes if n.op not in ("placeholder", "output")))
+
+
+def op_count_difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """``hexa.esmm -1, hexa.esmm_act +1``; empty when nothing changed."""
+    names = sorted(set(before) | set(after))
+    deltas = ((n, after.get(n, 0) - before.get(n, 0)) for n in names)
+    return ", ".join(f"{n} {d:+d}" for n, d in deltas if d)

@@ -1,0 +1,33 @@
+"""What lower layers use of upper ones. ``hexa_fx/__init__.py`` registers it when the package is imported.
+
+An entry is registered as a function that imports it, called when the entry is first used. So importing `hexa_fx` imports neither
+torch nor passes nor kernels, and an operator that is called without any block (from an exported graph, a pickle, torch.compile)
+finds the same compiler as one in an installed block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Entry(Generic[T]):
+    """One thing of an upper layer; calling the entry gives it."""
+
+    _load: Callable[[], T]
+
+    def register(self, load: Callable[[], T]) -> None:
+        """Sets the function that imports and returns it."""
+        self._load = load
+
+    def __call__(self) -> T:
+        return self._load()
+
+
+compiler: Entry[Callable[[Any, str], Any]] = Entry()
+"""Makes the `hexa_fx.ops.program.FfnPrograms` of an `FfnRequest` on a device type."""
+
+cuda_kernels: Entry[Callable[[], None]] = Entry()
+"""Registers the CUDA kernels of the operators."""

@@ -1,0 +1,59 @@
+"""The last passes: operators become kernels, and what was saved is freed after its last use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule
+
+from hexa_fx.ops import library
+from hexa_fx.passes.lowering.graph_pass import GraphPass
+
+SAVED = ("h",)
+"""Operands of the backward program that come in a list."""
+
+
+@dataclass(frozen=True)
+class BindKernels(GraphPass):
+    """Replaces calls to ``torch.ops.hexa.*`` by calls to the kernels themselves, past torch's dispatcher.
+
+    Args:
+        device: device type, such as ``cuda``.
+    """
+
+    device: str
+    name: ClassVar[str] = "bind_kernels"
+    summary: ClassVar[str] = "operators become the kernels of a device"
+
+    def apply(self, gm: GraphModule) -> int:
+        """Replaces the target of every hexa node for which the device has a kernel in Python."""
+        bound = 0
+        for node in gm.graph.nodes:
+            target = node.target
+            if isinstance(target, torch._ops.OpOverload) and target.namespace == library.NAMESPACE:
+                node.target = library.kernel_for(target._opname, self.device)
+                bound += node.target is not target
+        return bound
+
+
+@dataclass(frozen=True)
+class TakeSaved(GraphPass):
+    """Takes h, which forward saved for a single use, out of a list.
+
+    A call's frames hold its arguments until it returns, and h is as large as everything that backward computes from it. Popped
+    from a list, its memory is free as soon as the last operator has read it.
+    """
+
+    name: ClassVar[str] = "take_saved"
+    summary: ClassVar[str] = "what forward saved is freed after its last use"
+
+    def apply(self, gm: GraphModule) -> int:
+        """Puts a pop behind every placeholder of `SAVED`."""
+        saved = [n for n in gm.graph.nodes if n.op == "placeholder" and n.target in SAVED]
+        for box in saved:
+            with gm.graph.inserting_after(box):
+                taken = gm.graph.call_method("pop", (box,))
+            box.replace_all_uses_with(taken, delete_user_cb=lambda user, taken=taken: user is not taken)
+        return len(saved)
