@@ -58,7 +58,7 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
 
     Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``, ``chunks`` (16 x 64 chunks of staging a warp),
     ``lag`` (steps between the two warpgroups of a cooperative tile), ``experts`` (room in the tables), ``swapped``
-    (see swapped_sm90.cuh).
+    (see mma/swapped_sm90.cuh).
     """
     row, weight = spec.op != "estmm", spec.op in ("estmm", "esfk")
     kind = {"esmm_act": "activate", "esmm_act_backward": "activate_backward"}.get(spec.op, "store")

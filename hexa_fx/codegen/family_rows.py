@@ -22,7 +22,7 @@ ACTIVATIONS = (
     "tanh",
     "swiglu_oai",
 )
-"""Names that templates/include/hexa_fx/activations.cuh knows: those of hexa_fx.ops.activations."""
+"""Names that templates/include/hexa_fx/epilogue/activations.cuh knows: those of hexa_fx.ops.activations."""
 
 UNROLLED_TOP_K = (1, 2, 4, 6, 8, 10)
 """Values of combine's option ``top_k`` whose loads are all in flight at once; any other k is 0, a loop."""

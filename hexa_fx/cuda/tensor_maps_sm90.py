@@ -16,7 +16,7 @@ NO_MAP = bytes(TENSOR_MAP_BYTES)
 
 
 class Maps(NamedTuple):
-    """Tensor maps of a launch, in the kernel's order; see enum Map of grouped_sm90.cuh."""
+    """Tensor maps of a launch, in the kernel's order; see enum Map of kernels/config_sm90.cuh."""
 
     rows: bytes = NO_MAP
     weight: bytes = NO_MAP

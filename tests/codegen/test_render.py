@@ -71,14 +71,14 @@ def test_the_graph_node_is_no_part_of_the_key() -> None:
 def test_a_changed_header_is_a_changed_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     before = render(ESMM).key
     module = importlib.import_module("hexa_fx.codegen.render")  # its name in the package is the function's
-    monkeypatch.setattr(module, "_included", lambda text: {"hexa_fx/combine.cuh"})
+    monkeypatch.setattr(module, "_included", lambda text: {"hexa_fx/rows/combine.cuh"})
     assert render(ESMM).key != before
 
 
 def test_only_headers_that_are_included_count() -> None:
-    assert headers_hash("") != headers_hash("#include <hexa_fx/vector.cuh>\n")
-    direct = headers_hash("#include <hexa_fx/ess.cuh>\n")
-    assert direct == headers_hash("#include <hexa_fx/ess.cuh>\n#include <hexa_fx/vector.cuh>\n")
+    assert headers_hash("") != headers_hash("#include <hexa_fx/load/vector.cuh>\n")
+    direct = headers_hash("#include <hexa_fx/rows/ess.cuh>\n")
+    assert direct == headers_hash("#include <hexa_fx/rows/ess.cuh>\n#include <hexa_fx/load/vector.cuh>\n")
 
 
 def test_a_name_that_a_template_lacks_is_an_error_and_not_an_empty_string() -> None:

@@ -175,7 +175,7 @@ def test_esfk(tile: str, layout: str) -> None:
 def test_esfk_with_weight_tiles_ahead_of_row_tiles_or_beside_them(
     tile: str, tokens: int, experts: int, k: int, n: int
 ) -> None:
-    """A weight tile is more than a block's share of the work, or a fortieth of it (`long_weight_tiles`, schedule_sm90.cuh)."""
+    """A weight tile is more than a block's share of the work, or a fortieth of it (`long_weight_tiles`)."""
     w = randn(experts, n, k, dtype=BF16, scale=k**-0.5)
     for kind in ROUTINGS:
         r = make_routing(kind, tokens, 4, experts)

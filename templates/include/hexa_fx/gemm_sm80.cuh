@@ -13,9 +13,9 @@
 #include <cute/arch/mma_sm80.hpp>
 #include <cute/atom/copy_atom.hpp>
 #include <cute/atom/mma_atom.hpp>
-#include <hexa_fx/activations.cuh>
-#include <hexa_fx/segments.cuh>
-#include <hexa_fx/vector.cuh>
+#include <hexa_fx/epilogue/activations.cuh>
+#include <hexa_fx/scheduler/segments.cuh>
+#include <hexa_fx/load/vector.cuh>
 
 namespace hexa {
 

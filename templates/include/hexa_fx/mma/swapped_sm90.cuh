@@ -10,7 +10,7 @@
 #pragma once
 #include <cute/arch/copy_sm90.hpp>
 
-#include <hexa_fx/epilogue_sm90.cuh>
+#include <hexa_fx/epilogue/row_sm90.cuh>
 
 namespace hexa::sm90 {
 

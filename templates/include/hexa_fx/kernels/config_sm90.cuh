@@ -8,7 +8,7 @@
 // on the device from `offs`, so grids and sizes are static. `cooperative`: both consumers share a BM x BN tile, 64 rows each;
 // `pingpong`: each has its own tile, one's epilogue runs behind the other's main loop. A cluster of two CTAs takes two tiles of
 // one expert that share B and copies it once for both: reads from L2, not wgmma, bound these kernels. `swapped`: both consumers
-// share a tile of BM rows x 128 columns, 64 columns each, see swapped_sm90.cuh.
+// share a tile of BM rows x 128 columns, 64 columns each, see mma/swapped_sm90.cuh.
 #pragma once
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm80.hpp>
@@ -20,7 +20,7 @@
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 
-#include <hexa_fx/activations.cuh>
+#include <hexa_fx/epilogue/activations.cuh>
 
 namespace hexa::sm90 {
 using namespace cute;
@@ -57,7 +57,7 @@ struct GroupedParams {
   ActParams act_params;
 };
 
-// What a template states. See grouped_sm90.cu.j2.
+// What a template states. See gather_gemm_sm90.cu.j2.
 template <class Element, Schedule Sched_, int BM_, int BN_, int Stages_, int Ops_, bool GatherRows_, bool GatherWeight_,
           int Cluster_>
 struct Shape_ {

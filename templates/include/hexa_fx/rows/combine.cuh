@@ -1,6 +1,6 @@
 // hexa::combine: out[t] = sum over s of w[t, s] * y[inv[t*k + s]], in a fixed order. One block a token; 16-byte accesses.
 #pragma once
-#include <hexa_fx/vector.cuh>
+#include <hexa_fx/load/vector.cuh>
 
 namespace hexa {
 

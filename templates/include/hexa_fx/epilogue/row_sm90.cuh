@@ -7,7 +7,7 @@
 #include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 
-#include <hexa_fx/mma_sm90.cuh>
+#include <hexa_fx/mma/main_loop_sm90.cuh>
 
 namespace hexa::sm90 {
 

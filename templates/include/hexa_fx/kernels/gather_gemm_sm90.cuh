@@ -1,8 +1,8 @@
-// The persistent kernel: roles, and what a consumer warpgroup does with one tile. See grouped_sm90.cuh.
+// The persistent kernel: roles, and what a consumer warpgroup does with one tile. See config_sm90.cuh.
 #pragma once
-#include <hexa_fx/epilogue_sm90.cuh>
-#include <hexa_fx/load_sm90.cuh>
-#include <hexa_fx/swapped_sm90.cuh>
+#include <hexa_fx/epilogue/row_sm90.cuh>
+#include <hexa_fx/load/gather_sm90.cuh>
+#include <hexa_fx/mma/swapped_sm90.cuh>
 
 namespace hexa::sm90 {
 

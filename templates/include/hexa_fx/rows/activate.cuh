@@ -1,8 +1,8 @@
 // hexa::activate and hexa::activate_backward: element-wise, eight columns a thread, with the routing weight's gradient as a
 // row reduction in the same pass.
 #pragma once
-#include <hexa_fx/activations.cuh>
-#include <hexa_fx/vector.cuh>
+#include <hexa_fx/epilogue/activations.cuh>
+#include <hexa_fx/load/vector.cuh>
 
 namespace hexa {
 

@@ -1,8 +1,8 @@
 // hexa::ess: the sum of the rows of every expert (paper, Algorithm 3). Deterministic: `partial` sums segments of kRows rows
 // into (segments, C), `finish` adds an expert's segments in order. Segments come from offs, so the grid is static.
 #pragma once
-#include <hexa_fx/segments.cuh>
-#include <hexa_fx/vector.cuh>
+#include <hexa_fx/scheduler/segments.cuh>
+#include <hexa_fx/load/vector.cuh>
 
 namespace hexa {
 

@@ -3,7 +3,7 @@
 // tile is a good part of a block's work, for experts are few and have many rows, all weight tiles come first instead: row
 // tiles are short and fill up what is left of the blocks' time.
 #pragma once
-#include <hexa_fx/grouped_sm90.cuh>
+#include <hexa_fx/kernels/config_sm90.cuh>
 
 namespace hexa::sm90 {
 

@@ -1,6 +1,6 @@
 // Consumer main loops: wgmma from shared memory, one stage behind its own issue.
 #pragma once
-#include <hexa_fx/schedule_sm90.cuh>
+#include <hexa_fx/scheduler/tiles_sm90.cuh>
 
 namespace hexa::sm90 {
 
