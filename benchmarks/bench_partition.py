@@ -109,9 +109,9 @@ def main() -> None:
     for unit in units(args.sections.split(","), names):
         log.run(unit, options)
     if cuda:
-        from hexa_fx.cuda import launch as cuda_launch
+        from hexa_fx.cuda import fallback as cuda_fallback
 
-        log.add({"question": "fallbacks", "section": args.sections, "found": dict(cuda_launch.fallbacks)})
+        log.add({"question": "fallbacks", "section": args.sections, "found": dict(cuda_fallback.fallbacks)})
     dist.barrier()
     faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()

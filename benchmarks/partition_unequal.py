@@ -51,7 +51,8 @@ def green_stream(sms: int, device: torch.device) -> Any:
 
 def launch_by_kernel() -> None:
     """Launches CUkernels instead of CUfunctions, which belong to the context they were looked up in."""
-    from hexa_fx.cuda import launch as cuda_launch
+    from hexa_fx.cuda import choosing as cuda_choosing
+    from hexa_fx.cuda import fallback as cuda_fallback
     from hexa_fx.jit import kernel
 
     prepare = kernel.KernelHandle._prepare
@@ -63,21 +64,21 @@ def launch_by_kernel() -> None:
 
     kernel.KernelHandle._prepare = prepared  # type: ignore[method-assign]
     kernel.get_kernel.cache_clear()
-    cuda_launch.forget_plans()
-    cuda_launch.fallbacks.clear()
-    cuda_launch._permanent.clear()
+    cuda_choosing.forget_choices()
+    cuda_fallback.fallbacks.clear()
+    cuda_fallback._permanent.clear()
 
 
 def works_on(stream: Any, shape: ExpertShape, device: Any, dtype: torch.dtype) -> bool:
     """Whether our kernels run on this stream, without falling back."""
     if stream is None:
         return True
-    from hexa_fx.cuda import launch as cuda_launch
+    from hexa_fx.cuda import fallback as cuda_fallback
 
-    known = set(cuda_launch.fallbacks)
+    known = set(cuda_fallback.fallbacks)
     work(shape, 1024, 512, device, dtype, stream)()
     torch.cuda.synchronize()
-    return set(cuda_launch.fallbacks) == known
+    return set(cuda_fallback.fallbacks) == known
 
 
 def work(

@@ -11,7 +11,8 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
-from hexa_fx.cuda.launch import arch, cuda_kernel, family_arch
+from hexa_fx.cuda.choosing import card_of
+from hexa_fx.cuda.fallback import cuda_kernel
 from hexa_fx.cuda.operands import Into, aligned, as_stored
 from hexa_fx.cuda.rows import activate_backward, ess, ess_add, settle, substitute
 from hexa_fx.ops.activations import ACTIVATIONS, inner_width
@@ -200,8 +201,8 @@ def _few_rows(x: Tensor, v: Tensor | None, offs: Tensor) -> bool:
 
 def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:
     """Whether the Hopper family takes these operands and stores results of these widths."""
-    device = offs.device.index
-    if family_arch(device) != 90 or arch(device) != 90 or any(width % 8 for width in widths):
+    card = card_of(offs.device.index)
+    if card.family_arch != 90 or card.arch != 90 or any(width % 8 for width in widths):
         return False
     return not sm90.unsupported(*operands, experts=offs.shape[0] - 1)
 

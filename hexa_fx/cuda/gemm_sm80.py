@@ -15,7 +15,8 @@ from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_gemm_sm80 import POINTERS, SIZES
 from hexa_fx.codegen.heuristics import Tile, row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
-from hexa_fx.cuda.launch import Kernel, launch, plan
+from hexa_fx.cuda.choosing import cached_choice, card_of
+from hexa_fx.cuda.launch import Kernel, launch
 from hexa_fx.cuda.operands import (
     Into,
     address,
@@ -104,7 +105,7 @@ def estmm(
         return d
     bucket = row_bucket(row_count(a, a_index), experts)
     gathered = (a_index is not None, b_index is not None)
-    key = EstmmKey(device, a.dtype, math_of(a.dtype), bucket, m, n, *gathered, aligned(a, b), into is not None)
+    key = EstmmKey(card_of(device), a.dtype, math_of(a.dtype), bucket, m, n, *gathered, aligned(a, b), into is not None)
     args = _ARGS.pack(*_weight_args(a, a_index, b, b_index, offs, top_k, d))
 
     def run(tile: Tile | None = None) -> None:
@@ -112,7 +113,7 @@ def estmm(
         launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
 
     if autotuning() and into is None:  # every timed run of a kernel that adds would add
-        tune_key(key, run)
+        tune_key(key, device, run)
     run()
     return d
 
@@ -143,7 +144,7 @@ def esfk(
         dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
         db = g.new_empty((experts, columns)) if has_bias else None
     fit = aligned(x, g) and not (stored.tensor.data_ptr() | (stored.stride | stored.expert) * g.element_size()) & 15
-    static = (device, g.dtype, math_of(g.dtype), row_bucket(n, experts), k, columns)
+    static = (card_of(device), g.dtype, math_of(g.dtype), row_bucket(n, experts), k, columns)
     key = EsfkKey(*static, stored.layout, x_index is not None, transpose, has_bias, fit, into is not None)
     pointers = (g.data_ptr(), stored.tensor.data_ptr(), 0, 0, 0, dx.data_ptr(), 0, 0, 0, offs.data_ptr())
     strides = (g.stride(0), stored.stride, stored.expert, k, 0, 0)
@@ -158,7 +159,7 @@ def esfk(
         launch(kernel, device, (row_tiles + weight_tiles, 1, 1), args)
 
     if autotuning() and into is None:
-        tune_key(key, run)
+        tune_key(key, device, run)
     run()
     return dx, dw, db
 
@@ -191,7 +192,7 @@ def _product(
     strides = (x.stride(0), first.stride, first.expert)
     steps = strides[0] | strides[1] | strides[2] | (inner if glu == "concat" and first.layout == "kn" else 0)
     key = EsmmKey(
-        device,
+        card_of(device),
         x.dtype,
         math_of(x.dtype),
         row_bucket(n, experts),
@@ -214,12 +215,12 @@ def _product(
         launch(kernel, device, grid, args + shape)
 
     if autotuning():
-        tune_key(key, run)
+        tune_key(key, device, run)
     kernel, grid, shape = _esmm_launch(key, None, *sizes)
     launch(kernel, device, grid, args + shape)
 
 
-@plan
+@cached_choice
 def _esmm_launch(
     key: EsmmKey,
     tile: Tile | None,
@@ -280,7 +281,7 @@ def math_of(dtype: torch.dtype) -> str:
     return "tensor" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fast_f32"
 
 
-@plan
+@cached_choice
 def divisor(value: int) -> tuple[int, int, int]:
     """hexa::Divisor of a number from 1 to 2^31 - 1: (value, magic, shift)."""
     if value == 1:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hexa_fx.cuda.choosing import collection, on_forget
+from hexa_fx.cuda.fallback import falls_back
 from hexa_fx.cuda.gemm_sm80 import math_of
-from hexa_fx.cuda.launch import collecting, falls_back, on_forget
 from hexa_fx.cuda.record import record
 from hexa_fx.cuda.replay import Replay
 from hexa_fx.cuda.torch_calls import CannotReplay
@@ -82,7 +83,7 @@ def moe_ffn_backward(general: General, *args: Any) -> list[Tensor]:
 
 def _call(part: str, general: General, args: tuple[Any, ...], slots: Tensor, w1: Tensor) -> Any:
     about = slots.numel() * sum(w1.shape[1:]) * w1.element_size()
-    if not 0 < about <= MOST_BYTES or falls_back():
+    if not 0 < about <= MOST_BYTES or falls_back() or collection() is not None:
         return general(*args)
     operands, static = _split(args) if part == "backward" else (args[:_OPERANDS], args[_OPERANDS:])
     try:
@@ -136,7 +137,7 @@ def _describe(part: str, operands: Operands, static: tuple[Any, ...]) -> tuple[K
 
 def _first_calls(general: Callable[[], Any], operands: Operands, key: Key) -> Any:
     """Runs the general path. Records the second call, since the first one builds kernels and makes programs."""
-    if key in _general or collecting() or autotuning() or torch.cuda.is_current_stream_capturing():
+    if key in _general or autotuning() or torch.cuda.is_current_stream_capturing():
         return general()
     if key not in _known:
         if len(_known) >= _MOST:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.spec import Layout
 from hexa_fx.ops.activations import ACTIVATIONS
 from hexa_fx.ops.rows import flip
+
+DTYPES = {
+    torch.bfloat16: DataType.bf16,
+    torch.float16: DataType.f16,
+    torch.float32: DataType.f32,
+    torch.float64: DataType.f64,
+}
 
 
 class Into(NamedTuple):

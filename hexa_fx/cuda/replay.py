@@ -196,8 +196,6 @@ def _span(t: Tensor) -> range:
 
 def _step(launch: Launch, places: _Places) -> _Step:
     kernel, grid, args = launch
-    if not isinstance(kernel, KernelHandle):
-        raise CannotReplay("its kernels are stand-ins")
     places.next_launch()
     *maps, last = args
     if len(maps) > 1 or any(len(m) % TENSOR_MAP_BYTES for m in maps):
@@ -209,7 +207,7 @@ def _step(launch: Launch, places: _Places) -> _Step:
     formats, values = zip(*pieces, strict=True)
     pad = -len(last) % 8  # pointers of the next launch are aligned
     sizes = (*map(len, maps), len(last) + pad)
-    return _Step(kernel, grid, f"{''.join(formats)}{pad}x", tuple(v for piece in values for v in piece), sizes)
+    return _Step(kernel.handle, grid, f"{''.join(formats)}{pad}x", tuple(v for piece in values for v in piece), sizes)
 
 
 @cache

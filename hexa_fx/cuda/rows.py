@@ -16,19 +16,10 @@ from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_reindex import reindex_warps
 from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
 from hexa_fx.codegen.spec import Glu, KernelSpec
-from hexa_fx.cuda.launch import (
-    DTYPES,
-    Kernel,
-    Unsupported,
-    arch,
-    collecting,
-    cuda_kernel,
-    described,
-    kernel_of,
-    launch,
-    plan,
-)
-from hexa_fx.cuda.operands import address, aligned, ceil_div, constants_of, dense_rows
+from hexa_fx.cuda.choosing import cached_choice, card_of, collection, described
+from hexa_fx.cuda.fallback import Unsupported, cuda_kernel
+from hexa_fx.cuda.launch import Kernel, kernel_of, launch
+from hexa_fx.cuda.operands import DTYPES, address, aligned, ceil_div, constants_of, dense_rows
 from hexa_fx.errors import InputError
 from hexa_fx.jit.env import checked_mode
 from hexa_fx.ops.rows import row_count
@@ -55,11 +46,11 @@ _MAX_BLOCKS = 64
 @cuda_kernel("reindex")
 def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """A stable counting sort: one launch up to 4096 slots, two beyond."""
-    if _checked() and not described():
+    if _checked() and described() is None:
         _check_ids(top_k_index, num_experts)
     ids = top_k_index.contiguous()
     device, n = ids.device.index, ids.numel()
-    count, place, grid, sizes = _reindex_launch(arch(device), ids.dtype, n, num_experts)
+    count, place, grid, sizes = _reindex_launch(card_of(device).arch, ids.dtype, n, num_experts)
     v = torch.empty(n, dtype=torch.int32, device=ids.device)
     inv, offs = torch.empty_like(v), v.new_empty(num_experts + 1)
     counts = None if count is None else v.new_empty((grid[0], num_experts + 1))
@@ -68,18 +59,18 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     if count is not None:
         launch(count, device, grid, args)
     launch(place, device, grid, args)
-    if collecting():  # torch's operators may index by them
+    if collection() is not None:  # torch's operators may index by them
         for index in (v, inv, offs):
             index.zero_()
     return v, inv, offs
 
 
-@plan
+@cached_choice
 def _checked() -> bool:
     return checked_mode()
 
 
-@plan
+@cached_choice
 def _reindex_launch(
     arch: int, dtype: torch.dtype, n: int, experts: int
 ) -> tuple[Kernel | None, Kernel, tuple[int, int, int], tuple[int, int, int, int]]:
@@ -113,7 +104,7 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
     out = y.new_empty((tokens, width))
     weights = None if top_k_weights is None else top_k_weights.contiguous()
     w_dtype = None if weights is None else weights.dtype
-    kernel = _combine_kernel(arch(device), y.dtype, w_dtype, top_k, width, aligned(y, out))
+    kernel = _combine_kernel(card_of(device).arch, y.dtype, w_dtype, top_k, width, aligned(y, out))
     routed = offs.data_ptr() + 4 * (offs.shape[0] - 1)
     pointers = (y.data_ptr(), address(weights), inv.data_ptr(), routed, out.data_ptr())
     args = _COMBINE_ARGS.pack(*pointers, y.stride(0), width, width, top_k)
@@ -145,7 +136,7 @@ def substitute(into: Tensor) -> Tensor:
 
 def settle(into: Tensor | None, held: Tensor | None) -> None:
     """Adds a `substitute` to the buffer that it stood in for."""
-    if into is not None and held is not None and held.data_ptr() != into.data_ptr() and not collecting():
+    if into is not None and held is not None and held.data_ptr() != into.data_ptr() and collection() is None:
         into.add_(held)
 
 
@@ -168,10 +159,12 @@ def _sum_rows(
     w_name = "f32" if scale is None else DTYPES[scale.dtype].name
     pointers = (g.data_ptr(), address(v), offs.data_ptr(), address(scale), partial.data_ptr(), out.data_ptr())
     args = _ESS_ARGS.pack(*pointers, g.stride(0), experts, width, top_k, 0)
-    kernel = _ess_kernel("ess_partial", arch(device), g.dtype, w_name, scale is not None, v is not None, aligned(g))
+    kernel = _ess_kernel(
+        "ess_partial", card_of(device).arch, g.dtype, w_name, scale is not None, v is not None, aligned(g)
+    )
     columns = ceil_div(width, 256)
     launch(kernel, device, (columns, segments, 1), args)
-    finish = _ess_kernel("ess_finish", arch(device), g.dtype, "f32", False, False, True, accumulate)
+    finish = _ess_kernel("ess_finish", card_of(device).arch, g.dtype, "f32", False, False, True, accumulate)
     launch(finish, device, (columns, experts, 1), args)
 
 
@@ -183,7 +176,7 @@ def activate(h: Tensor, activation: str, glu: Glu, params: tuple[float, ...] = (
     a = h.new_empty((n, width))
     alpha, limit = constants_of(activation, params)
     kernel = _activate_kernel(
-        "activate", arch(h.device.index), h.dtype, "f32", False, activation, glu, width, aligned(h, a)
+        "activate", card_of(h.device.index).arch, h.dtype, "f32", False, activation, glu, width, aligned(h, a)
     )
     args = _ACTIVATE_ARGS.pack(h.data_ptr(), 0, 0, 0, 0, a.data_ptr(), 0, 0, h.stride(0), 0, n, width, alpha, limit)
     launch(kernel, h.device.index, (_row_blocks(n, kernel) if width else 0, 1, 1), args)
@@ -216,7 +209,7 @@ def activate_backward(
     w_name = "f32" if weights is None else DTYPES[weights.dtype].name
     fit = aligned(h, da, a, dh)
     kernel = _activate_kernel(
-        "activate_backward", arch(device), h.dtype, w_name, weights is not None, activation, glu, width, fit
+        "activate_backward", card_of(device).arch, h.dtype, w_name, weights is not None, activation, glu, width, fit
     )
     pointers = (h.data_ptr(), da.data_ptr(), address(weights), address(v), routed, a.data_ptr(), dh.data_ptr())
     strides = (h.stride(0), da.stride(0), n, width)
@@ -225,7 +218,7 @@ def activate_backward(
     return dh, a, dweights
 
 
-@plan
+@cached_choice
 def _combine_kernel(
     arch: int, dtype: torch.dtype, weights: torch.dtype | None, top_k: int, width: int, fit: bool
 ) -> Kernel:
@@ -238,7 +231,7 @@ def _combine_kernel(
     return kernel_of(spec.with_options(weights=name, top_k=unrolled, threads=threads))
 
 
-@plan
+@cached_choice
 def _ess_kernel(
     op: str,
     arch: int,
@@ -254,7 +247,7 @@ def _ess_kernel(
     return kernel_of(spec.adding() if accumulate else spec)
 
 
-@plan
+@cached_choice
 def _activate_kernel(
     op: str,
     arch: int,

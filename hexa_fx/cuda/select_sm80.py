@@ -12,7 +12,10 @@ from hexa_fx.codegen.cutlass import MathOperation
 from hexa_fx.codegen.heuristics import Tile, candidates, choose_tile
 from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
 from hexa_fx.codegen.tuned import Problem
-from hexa_fx.cuda.launch import DTYPES, Kernel, Unsupported, arch, family_arch, kernel_of, plan
+from hexa_fx.cuda.choosing import Card, cached_choice
+from hexa_fx.cuda.fallback import Unsupported
+from hexa_fx.cuda.launch import Kernel, kernel_of
+from hexa_fx.cuda.operands import DTYPES
 from hexa_fx.cuda.tune import tune, tuned_tile
 
 
@@ -27,7 +30,7 @@ class EsmmKey(NamedTuple):
         fit: addresses and strides are multiples of 16 bytes.
     """
 
-    device: int
+    card: Card
     dtype: torch.dtype
     math: str
     bucket: int
@@ -57,7 +60,7 @@ class EsmmKey(NamedTuple):
 class EstmmKey(NamedTuple):
     """Everything that decides the kernel of one estmm: D (m, n), operands gathered or not, D stored or added to."""
 
-    device: int
+    card: Card
     dtype: torch.dtype
     math: str
     bucket: int
@@ -89,7 +92,7 @@ class EsfkKey(NamedTuple):
         accumulate: dW and db are added to what is there.
     """
 
-    device: int
+    card: Card
     dtype: torch.dtype
     math: str
     bucket: int
@@ -117,36 +120,36 @@ class EsfkKey(NamedTuple):
 Key = EsmmKey | EstmmKey | EsfkKey
 
 
-@plan
+@cached_choice
 def kernel_for(key: Key, tile: Tile | None) -> tuple[Kernel, int, int]:
     """The kernel, its tile's rows, and the columns (of one glu half) that a tile covers."""
     spec = key.spec(tile)
     return kernel_of(spec), spec.bm, spec.bn if spec.glu == "none" else spec.bn // 2
 
 
-def tune_key(key: Key, run: Callable[[Tile], None]) -> None:
+def tune_key(key: Key, device: int, run: Callable[[Tile], None]) -> None:
     """Measures a bucket that this machine's table lacks. `run` launches a candidate on the caller's operands."""
     problem = key.problem()
     tiles = [asdict(tile) for tile in candidates(problem.op, DTYPES[key.dtype], key.math, key.bucket)]
-    tune(problem, key.device, tiles, lambda tile: key.spec(Tile(**tile)), lambda tile: run(Tile(**tile)))
+    tune(problem, device, tiles, lambda tile: key.spec(Tile(**tile)), lambda tile: run(Tile(**tile)))
 
 
 def _tile(problem: Problem, key: Key, columns: int) -> Tile:
     """The measured tile where a table has one, else the rule's."""
-    found = tuned_tile(problem, key.device)
+    found = tuned_tile(problem, key.card.name)
     if found is not None:
         return Tile(**found)
-    return choose_tile(problem.op, family_arch(key.device), DTYPES[key.dtype], key.math, key.bucket, columns)
+    return choose_tile(problem.op, key.card.family_arch, DTYPES[key.dtype], key.math, key.bucket, columns)
 
 
 def _spec(op: str, key: Key, tile: Tile, family: str = "gemm_sm80") -> KernelSpec:
-    if arch(key.device) < 80:
-        raise Unsupported(f"sm_{arch(key.device)}; the kernels need sm_80 or newer")
+    if key.card.arch < 80:
+        raise Unsupported(f"sm_{key.card.arch}; the kernels need sm_80 or newer")
     exact = key.math == "fast_f32"
     spec = KernelSpec(
         family=family,
         op=op,
-        arch=arch(key.device),
+        arch=key.card.arch,
         dtype=DTYPES[key.dtype],
         math=MathOperation.multiply_add_fast_f32 if exact else MathOperation.multiply_add,
         bm=tile.bm,

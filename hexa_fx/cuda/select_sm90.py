@@ -18,8 +18,9 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import KernelSpec, Layout, Option, SpecError
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice, choose_tile
 from hexa_fx.codegen.tuned import Problem
-from hexa_fx.cuda.launch import DTYPES, Kernel, described, kernel_of, launch, multiprocessors, plan
-from hexa_fx.cuda.operands import address
+from hexa_fx.cuda.choosing import Card, cached_choice, card_of, described
+from hexa_fx.cuda.launch import Kernel, kernel_of, launch
+from hexa_fx.cuda.operands import DTYPES, address
 from hexa_fx.cuda.tensor_maps_sm90 import Maps
 from hexa_fx.cuda.tune import autotuning, tune, tuned_tile
 from hexa_fx.ops.rows import row_count
@@ -80,10 +81,10 @@ def problem(key: SpecKey, rows: int, experts: int, inner: int, columns: int) -> 
     return Problem(FAMILY, key.op, DTYPES[key.dtype].name, key.gather, row_bucket(rows, experts), inner, columns)
 
 
-@plan
-def chosen_tile(key: SpecKey, device: int, rows: int, experts: int, inner: int, columns: int) -> TileChoice:
+@cached_choice
+def chosen_tile(key: SpecKey, card: Card, rows: int, experts: int, inner: int, columns: int) -> TileChoice:
     """The measured tile where a table has one that this kernel can take, else the rule's."""
-    found = tuned_tile(problem(key, rows, experts, inner, columns), device)
+    found = tuned_tile(problem(key, rows, experts, inner, columns), card.name)
     if found is not None:
         with suppress(SpecError, TypeError):  # measured by another version, or with fewer experts
             tile = TileChoice(**found)  # type: ignore[arg-type]
@@ -114,19 +115,19 @@ def run_with_tile(
 
         bucket = problem(key, rows, experts, inner, columns)
         tune(bucket, device, tiles, spec_of, lambda fields: run(TileChoice(**fields)))  # type: ignore[arg-type]
-    run(tile or chosen_tile(key, device, rows, experts, inner, columns))
+    run(tile or chosen_tile(key, card_of(device), rows, experts, inner, columns))
 
 
-@plan
-def _kernel(key: SpecKey, tile: TileChoice, device: int) -> tuple[Kernel, tuple[int, int, int]]:
+@cached_choice
+def _kernel(key: SpecKey, tile: TileChoice, card: Card) -> tuple[Kernel, tuple[int, int, int]]:
     """The kernel and its grid: one block a multiprocessor, in whole clusters."""
-    blocks = multiprocessors(device) // tile.cluster * tile.cluster
+    blocks = card.multiprocessors // tile.cluster * tile.cluster
     return kernel_of(key.spec(tile)), (blocks, 1, 1)
 
 
 def submit(key: SpecKey, tile: TileChoice, device: int, maps: Maps, args: bytes) -> None:
     """Queues a launch with these tensor maps and this packed argument struct."""
-    kernel, grid = _kernel(key, tile, device)
+    kernel, grid = _kernel(key, tile, card_of(device))
     launch(kernel, device, grid, b"".join(maps), args)
 
 
@@ -203,7 +204,7 @@ def queue(device: torch.device) -> int:
     A CUDA graph under capture gets zeros of its own, because its replays may overlap anything; their memory is reused only by
     what follows on the stream.
     """
-    if described():
+    if described() is not None:
         return 0
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device).data_ptr()
@@ -228,7 +229,7 @@ def _make_ring(device: torch.device) -> None:
             _rings[device.index] = (ring.data_ptr(), ring)
 
 
-@plan
+@cached_choice
 def _division(top_k: int) -> tuple[int, int]:
     shift = (top_k - 1).bit_length()
     return -(-(1 << (31 + shift)) // top_k), shift

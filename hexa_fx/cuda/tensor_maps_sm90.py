@@ -8,7 +8,8 @@ from torch import Tensor
 
 from hexa_fx.codegen.spec import Layout
 from hexa_fx.codegen.tiles_sm90 import TileChoice
-from hexa_fx.cuda.launch import DTYPES, described
+from hexa_fx.cuda.choosing import described
+from hexa_fx.cuda.operands import DTYPES
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
 
 NO_MAP = bytes(TENSOR_MAP_BYTES)
@@ -45,7 +46,7 @@ def weight_maps(p: Tensor, q: Tensor, v: Tensor | None, dw: Tensor, turned: bool
 
 def rows_map(x: Tensor, rows: int, columns: int = 64) -> bytes:
     """Boxes of `rows` rows x `columns` columns of a (., C) operand; 64 or 32 columns."""
-    if described():
+    if described() is not None:
         return NO_MAP
     return tensor_map(
         x.data_ptr(), DTYPES[x.dtype], (x.shape[1], x.shape[0]), (x.stride(0),), (columns, rows), 2 * columns
@@ -66,7 +67,7 @@ def result_map(x: Tensor, tile: TileChoice, halves: int = 1) -> bytes:
 
 def mixed_map(weight: Tensor, fetch: int) -> bytes:
     """(E, 2 I, K) in boxes of 8 gate columns, their 8 up columns, the next 8 gate columns, ... : 128 x 64."""
-    if described():
+    if described() is not None:
         return NO_MAP
     experts, columns, inner = weight.shape
     by_expert, by_row, _ = weight.stride()
@@ -79,7 +80,7 @@ def weight_map(weight: Tensor, layout: Layout, columns: int, fetch: int = 128) -
     experts, rows, inner = weight.shape
     by_expert, by_row, _ = weight.stride()
     box = (64, columns, 1) if layout == "nk" else (64, 64, 1)
-    if described():
+    if described() is not None:
         return NO_MAP
     return tensor_map(
         weight.data_ptr(), DTYPES[weight.dtype], (inner, rows, experts), (by_row, by_expert), box, promote=fetch
@@ -88,7 +89,7 @@ def weight_map(weight: Tensor, layout: Layout, columns: int, fetch: int = 128) -
 
 def added_map(dw: Tensor, turned: bool) -> bytes:
     """The boxes of floats that a warp adds to dW: 16 rows x 32 columns of P^T Q."""
-    if described():
+    if described() is not None:
         return NO_MAP
     experts, rows, columns = dw.shape
     by_expert, by_row, _ = dw.stride()

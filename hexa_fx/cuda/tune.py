@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tuned import Problem, Tile, TunedTable, shipped
-from hexa_fx.cuda.launch import described, device_name, forget_plans, plan
+from hexa_fx.cuda.choosing import cached_choice, card_of, collection, forget_choices
 from hexa_fx.errors import KernelError
 from hexa_fx.jit.background import prebuild
 from hexa_fx.jit.env import JitSettings
@@ -28,16 +28,19 @@ _REPEATS = 5
 _done: set[tuple[Problem, int]] = set()
 
 
-@plan
 def autotuning() -> bool:
-    """Whether HEXA_FX_AUTOTUNE asks for measuring."""
-    return described() is None and JitSettings.from_env().autotune
+    """Whether HEXA_FX_AUTOTUNE asks for measuring, and this thread launches kernels."""
+    return _asked_for() and collection() is None
 
 
-@plan
-def tuned_tile(problem: Problem, device: int) -> Tile | None:
-    """The tile of this machine's table, else of the shipped one; None where neither has a neighbour."""
-    name = device_name(device)
+@cached_choice
+def _asked_for() -> bool:
+    return JitSettings.from_env().autotune
+
+
+@cached_choice
+def tuned_tile(problem: Problem, name: str) -> Tile | None:
+    """The tile of this machine's table for the card of this name, else of the shipped one; None where neither has a neighbour."""
     return _read(_path(name)).find(problem) or shipped(name).find(problem)
 
 
@@ -63,7 +66,7 @@ def tune(
     if (problem, device) in _done or torch.cuda.is_current_stream_capturing():
         return None
     _done.add((problem, device))
-    path = _path(device_name(device))
+    path = _path(card_of(device).name)
     if problem in _read(path).entries:
         return None
     with suppress(KernelError):  # one that does not build is skipped when its turn to run comes
@@ -79,7 +82,7 @@ def tune(
     best = min(times, key=lambda index: times[index])
     log.info("tuned %s: %s, %.4f ms of %d tiles", problem, dict(candidates[best]), times[best], len(times))
     _store(path, problem, candidates[best], times[best])
-    forget_plans()
+    forget_choices()
     return candidates[best]
 
 

@@ -1,7 +1,7 @@
 """Lists the kernels that a block's operators launch on a GPU, and whether they are built. Needs neither a GPU nor a compiler.
 
 The operators' CUDA implementations run on tensors without data while kernels are only collected
-(`hexa_fx.cuda.launch.collect`), so the list is what they would launch.
+(`hexa_fx.cuda.choosing.collect`), so the list is what they would launch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from typing import Any
 import torch
 import torch.fx
 
-from hexa_fx.errors import HexaError, KernelError
+from hexa_fx.errors import HexaError
 from hexa_fx.inspection.operators import op_name
 from hexa_fx.inspection.stages import FfnCase, operator_values
 from hexa_fx.observers import muted
 from hexa_fx.passes.lowering.lower import lower_backward, lower_forward
 from hexa_fx.passes.lowering.pipelines import CUDA
 
-CARDS = {80: ("NVIDIA A100", 108), 86: ("NVIDIA A40", 84), 89: ("NVIDIA L40S", 142), 90: ("NVIDIA H200", 132)}
-"""A card of every compute capability that there are kernels for: name and multiprocessors."""
-
 DEFAULT_ARCH = 90
+ARCHS = (80, 86, 89, 90)
+"""Compute capabilities that there are kernels for."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +80,13 @@ def kernels_of(case: FfnCase, arch: int | None = None) -> tuple[KernelUse, ...]:
     Raises:
         KernelError: there are no kernels for ``arch``.
     """
-    from hexa_fx.cuda.launch import Card, collect
+    from hexa_fx.cuda.choosing import collect, device_card, typical_card
 
     arch = arch or default_arch()
-    if arch not in CARDS:
-        known = ", ".join(map(str, CARDS))
-        raise KernelError(f"there are no kernels for compute capability {arch}; give one of {known}, e.g. --arch 90")
+    card = device_card(0)._replace(family_arch=arch) if arch == local_arch() else typical_card(arch)
     known_values: dict[str, Any] = dict(case.operands)
     found: list[KernelUse] = []
-    with muted(), collect(Card(*_card(arch))) as specs:
+    with muted(), collect(card) as specs:
         for way, lower in (("forward", lower_forward), ("backward", lower_backward)):
             operator_values(CUDA.until("fuse_activation")(lower(case.request)), known_values)
             found += _Collector(way, known_values, specs).run(CUDA.until("bind_kernels")(lower(case.request)))
@@ -103,20 +100,12 @@ def default_arch() -> int:
     return local_arch() or JitSettings.from_env().cuda_arch or DEFAULT_ARCH
 
 
-def _card(arch: int) -> tuple[str, int, int]:
-    """Name, compute capability and multiprocessors: of this machine's GPU if it is of that capability."""
-    name, multiprocessors = CARDS[arch]
-    if local_arch() == arch:
-        name, multiprocessors = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).multi_processor_count
-    return name, arch, multiprocessors
-
-
 def local_arch() -> int | None:
     """Compute capability of this machine's first GPU, if there are kernels for it."""
     if not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
-    return major * 10 + minor if major * 10 + minor in CARDS else None
+    return major * 10 + minor if major * 10 + minor in ARCHS else None
 
 
 class _Collector:

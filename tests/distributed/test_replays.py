@@ -16,7 +16,8 @@ from harness import run
 from models import KINDS, MODES, Net, install, loss_sum, make_plan
 from models import D as WIDTH
 
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda import fallback as cuda_fallback
 from tests.runtime.filling import Filling
 
 STEPS = 3
@@ -45,9 +46,9 @@ def trained(rank, kinds, plan, rows, replaying):
             general.append(cards.general)
             optimizer.step()
             optimizer.zero_grad()
-        assert not cuda_launch.fallbacks
+        assert not cuda_fallback.fallbacks
         installed.session.close()
-        cuda_launch.forget_plans()
+        cuda_choosing.forget_choices()
     return found, general
 
 

@@ -28,8 +28,8 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_fallback() -> Iterator[None]:
-    from hexa_fx.cuda import launch as cuda_launch
+    from hexa_fx.cuda import fallback as cuda_fallback
 
-    cuda_launch.fallbacks.clear()
+    cuda_fallback.fallbacks.clear()
     yield
-    assert not cuda_launch.fallbacks
+    assert not cuda_fallback.fallbacks

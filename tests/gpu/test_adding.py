@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import rows as cuda_rows
 from hexa_fx.ir import FfnSpec
 from tests.gpu.cases import ROUTINGS, Routing, make_routing, randn, reference_esmm, reference_estmm, row_error
@@ -25,10 +25,10 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """This device's own family, then the one for sm_80, forced."""
     if request.param == "80":
         monkeypatch.setenv("HEXA_FX_CUDA_ARCH", "80")
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
     yield request.param
     monkeypatch.undo()
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
 
 
 def size(layout: str) -> tuple[int, int, int]:

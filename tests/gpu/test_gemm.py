@@ -13,8 +13,8 @@ import torch
 
 from hexa_fx.codegen.heuristics import Tile
 from hexa_fx.codegen.tuned import TunedTable
+from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
-from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import select_sm80 as cuda_plans_sm80
 from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.ops.activations import activation_forward
@@ -217,7 +217,7 @@ def test_autotuning_measures_a_bucket_once_and_gives_the_same_values(
     monkeypatch.setattr(sm80, "autotuning", lambda: True)
     tiles = [Tile(64, 64, 32, 4, 2, 2), Tile(999, 64, 32, 4, 2, 2), Tile(128, 128, 32, 3, 2, 4)]
     monkeypatch.setattr(cuda_plans_sm80, "candidates", lambda *args: tiles)
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
     x, w = randn(TOKENS, 200, dtype=BF16), weight(328, 200, "nk", BF16)
     for _ in range(2):
@@ -227,4 +227,4 @@ def test_autotuning_measures_a_bucket_once_and_gives_the_same_values(
     assert (problem.op, problem.inner, problem.columns) == ("esmm", 200, 328)
     assert tile["bm"] in (64, 128)
     assert ms > 0
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda.replay import Replay
 from hexa_fx.ops import direct, moe_ffn_autograd
@@ -81,7 +81,7 @@ class Layer:
 
 @pytest.fixture(autouse=True)
 def forgotten() -> None:
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
 
 
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:

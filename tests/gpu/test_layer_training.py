@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda.replay import Replay
 from hexa_fx.ops import moe_ffn_autograd
 from tests.gpu.test_layer import BF16, F32, Layer
@@ -20,7 +20,7 @@ DECODE = (9, 3, 7, 256, 96)
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
 
 
 class Training(Layer):

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import moe_ffn
@@ -192,12 +194,12 @@ def test_without_a_compiler_torch_takes_over_and_one_sentence_says_so(
     monkeypatch.setenv("HEXA_FX_DISABLE_JIT", "1")
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_launch, "get_kernel", kernel.get_kernel.__wrapped__)
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
     expert.step()
     results = expert.step()
     assert_equal_to(results, want, TOLERANCE[torch.float32])
     said = [r.message for r in caplog.records if "falls back" in r.message]
     assert len(said) == len({m.split()[0] for m in said}) > 0
     assert all("HEXA_FX_DISABLE_JIT" in m for m in said)
-    cuda_launch.fallbacks.clear()
-    cuda_launch.forget_plans()
+    cuda_fallback.fallbacks.clear()
+    cuda_choosing.forget_choices()

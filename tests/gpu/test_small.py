@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW, SWAPPED
+from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
-from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import operands as cuda_operands
-from hexa_fx.cuda import select_sm90 as cuda_plans_sm90
 from hexa_fx.ops import activations
 from tests.gpu.cases import (
     Routing,
@@ -56,10 +55,11 @@ hopper = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def four_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A few persistent blocks, so that each takes several tiles."""
-    monkeypatch.setattr(cuda_plans_sm90, "multiprocessors", lambda device: 4)
-    cuda_launch.forget_plans()
+    card = cuda_choosing.device_card(0)
+    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: card._replace(multiprocessors=4))
+    cuda_choosing.forget_choices()
     yield
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
 
 
 def routing(top_k: int = TOP_K) -> Routing:

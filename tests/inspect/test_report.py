@@ -199,11 +199,12 @@ def test_biases_are_summed_by_a_kernel_of_their_own():
 
 
 def test_collecting_leaves_nothing_behind():
-    from hexa_fx.cuda import launch as cuda_launch
+    from hexa_fx.cuda import choosing as cuda_choosing
+    from hexa_fx.cuda import fallback as cuda_fallback
 
     kernels_of(case(), 90)
-    assert cuda_launch.described() is None
-    assert not cuda_launch.fallbacks
+    assert cuda_choosing.described() is None
+    assert not cuda_fallback.fallbacks
 
 
 def test_other_cards_are_refused_with_those_there_are():

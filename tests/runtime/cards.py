@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx.codegen import KernelSpec, get_family, render
-from hexa_fx.cuda import gemm as cuda_gemm
+from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import replay as cuda_replay
-from hexa_fx.cuda import rows as cuda_rows
-from hexa_fx.cuda import select_sm80, select_sm90, tensor_maps_sm90
+from hexa_fx.cuda import select_sm90, tensor_maps_sm90
 from hexa_fx.jit import Entry, KernelHandle
 from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.moe_ffn import check
@@ -30,6 +30,8 @@ from hexa_fx.ops.program import programs
 T, K, E, D, H = 3, 2, 5, 16, 24
 MAP = 128
 """Bytes of a tensor map."""
+AMPERE, HOPPER = cuda_choosing.Card("a card", 90, 4, 80), cuda_choosing.Card("a card", 90, 4, 90)
+"""Stand-ins: kernels are chosen as for an sm_80, or as for an sm_90."""
 
 
 @dataclass(frozen=True)
@@ -103,27 +105,20 @@ class Cards:
     def stand_in(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         """Takes the place of a card of the Ampere family. ``folder`` is for the cache."""
         monkeypatch.setattr(cuda_launch, "get_kernel", self.get_kernel)
-        monkeypatch.setattr(cuda_launch, "fallbacks", {})
-        monkeypatch.setattr(cuda_launch, "_permanent", set())
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+        monkeypatch.setattr(cuda_fallback, "fallbacks", {})
+        monkeypatch.setattr(cuda_fallback, "_permanent", set())
         monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(folder))
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: self.stream, raising=False)
-        for module in (cuda_rows, select_sm80):
-            monkeypatch.setattr(module, "arch", lambda device: 90)
-        for module in (cuda_gemm, select_sm80):
-            monkeypatch.setattr(module, "family_arch", lambda device: 80)
+        monkeypatch.setattr(cuda_choosing, "device_card", lambda device: AMPERE)
         monkeypatch.setattr(cuda_replay, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        cuda_launch.forget_plans()
+        cuda_choosing.forget_choices()
 
     def be_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of the Hopper family from now on: tensor maps begin with their address, queues lie in a ring."""
         turns = cycle(range(0x10000, 0x10000 + 8 * 4096, 8))
-        for module in (cuda_gemm, select_sm80):
-            monkeypatch.setattr(module, "family_arch", lambda device: 90)
-        monkeypatch.setattr(cuda_gemm, "arch", lambda device: 90)
-        monkeypatch.setattr(select_sm90, "multiprocessors", lambda device: 4)
+        monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER)
         for module in (select_sm90, cuda_replay):
             monkeypatch.setattr(module, "queue", lambda device: next(turns))
         monkeypatch.setattr(cuda_replay, "in_ring", lambda device, address: 0x10000 <= address < 0x18000)

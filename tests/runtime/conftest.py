@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import workspace as cuda_workspace
 from tests.runtime.cards import Cards
 
@@ -17,7 +17,7 @@ def cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Cards]:
     cards = Cards()
     cards.stand_in(monkeypatch, tmp_path)
     yield cards
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
 
 
 @pytest.fixture

@@ -14,12 +14,14 @@ from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG_LOW, SWAPPED, choose_tile
 from hexa_fx.codegen.tuned import TunedTable
+from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.cuda import select_sm90 as cuda_plans_sm90
 from hexa_fx.cuda import tensor_maps_sm90 as cuda_maps_sm90
 from hexa_fx.cuda import tune as cuda_tune
+from tests.runtime.cards import HOPPER
 
 T, K, E, D, N = 400, 2, 5, 48, 72
 BF16 = torch.bfloat16
@@ -54,12 +56,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(cuda_launch, "get_kernel", recorder.get_kernel)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda_plans_sm90, "multiprocessors", lambda device: 131)
+    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER._replace(multiprocessors=131))
     monkeypatch.setattr(cuda_plans_sm90, "queue", lambda device: 64)
     monkeypatch.setattr(cuda_maps_sm90, "tensor_map", lambda *args, **more: b"\1" * 128)
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
     return recorder
 
 
@@ -153,7 +154,7 @@ def test_a_measured_tile_beats_the_rule(recorder: Recorder, monkeypatch: pytest.
     fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16, "chunks": 1, "lag": 0}
     table = TunedTable().with_entry(cuda_plans_sm90.problem(key, T * K, E, D, N), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
     sm90.esmm(*arguments)
     assert (recorder.spec.bm, recorder.values["group_m"]) == (PINGPONG_LOW.bm, 16)
 
@@ -166,7 +167,7 @@ def test_a_measured_tile_that_cannot_be_generated_is_passed_over(
     key = cuda_plans_sm90.SpecKey("esmm", BF16, "nk", True)
     table = TunedTable().with_entry(cuda_plans_sm90.problem(key, T * K, E, D, N), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
     sm90.esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk")
     assert recorder.spec.stages == COOPERATIVE.stages
 
@@ -200,7 +201,7 @@ def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
     problem = cuda_plans_sm90.problem(key, T * K, E, D, 2 * N)
     table = TunedTable().with_entry(problem, asdict(SWAPPED), 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
     for w, swapped in ((randn(E, 2 * N, D), True), (randn(E, D, 2 * N), False)):
         layout = "nk" if swapped else "kn"
         sm90.esmm_act(randn(T, D), w, None, None, None, v, offs, K, layout, "silu", "concat")

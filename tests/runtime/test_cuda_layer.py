@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen import get_family
+from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import gemm as cuda_gemm
-from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import record as cuda_record
 from hexa_fx.cuda import replay as cuda_replay
@@ -82,7 +83,7 @@ def test_what_is_played_again_is_what_the_general_path_launches(cards: Cards, ca
         assert all(end <= start for (_, end), (start, _) in pairwise(ends))
         assert all(start % 16 == 0 for start, _ in ends)
     assert cards.general == ran
-    assert not cuda_launch.fallbacks
+    assert not cuda_fallback.fallbacks
 
 
 @pytest.mark.usefixtures("apart")
@@ -206,7 +207,7 @@ def test_what_is_not_played_again(cards: Cards, monkeypatch: pytest.MonkeyPatch,
     for calls in range(1, 5):
         assert cards.run(args).shape == args[0].shape
         assert cards.general == calls
-    assert not cuda_launch.fallbacks
+    assert not cuda_fallback.fallbacks
 
 
 @pytest.mark.parametrize("variable", ["HEXA_FX_CHECKED", "HEXA_FX_AUTOTUNE"])
@@ -215,7 +216,7 @@ def test_settings_that_do_more_than_launch_are_obeyed(
 ) -> None:
     monkeypatch.setenv(variable, "1")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: variable == "HEXA_FX_AUTOTUNE")
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
     args = arguments()
     for _ in range(4):
         cards.run(args)
@@ -260,7 +261,7 @@ def test_a_wrong_call_is_refused_with_the_same_sentence_before_and_after(cards: 
 
 def test_forgotten_plans_are_made_anew(cards: Cards) -> None:
     args = arguments()
-    for forget in (cuda_launch.forget_plans, lambda: library.__setattr__("kernel_generation", -1)):
+    for forget in (cuda_choosing.forget_choices, lambda: library.__setattr__("kernel_generation", -1)):
         for _ in range(4):
             cards.run(args)
         assert cards.general == 2
@@ -270,7 +271,7 @@ def test_forgotten_plans_are_made_anew(cards: Cards) -> None:
         cards.run(args)
         assert cards.general == 1
         library.kernel_generation = generation
-        cuda_launch.forget_plans()
+        cuda_choosing.forget_choices()
         cards.general = 0
 
 
@@ -284,10 +285,10 @@ def test_kinds_of_call_are_not_kept_without_end(cards: Cards, monkeypatch: pytes
 
 def test_nothing_is_kept_of_calls_that_only_collect_kernels(cards: Cards) -> None:
     args = arguments()
-    with cuda_launch.collect() as specs:
+    with cuda_choosing.collect() as specs:
         for _ in range(3):
             cards.run(args)
-    assert (cards.general, len(specs), cards.launches) == (3, 4, [])
+    assert (cards.general, len(specs), cards.launches) == (3, 12, [])
     for _ in range(3):
         cards.run(args)
     assert (cards.general, len(cards.launches)) == (5, 12)
@@ -342,7 +343,7 @@ def test_a_refused_launch_goes_back_to_the_general_path_which_says_so(
     cards.fail.add("cuLaunchKernelEx")
     got = cards.run(args)
     assert cards.general == 3
-    assert "out of luck" in cuda_launch.fallbacks["reindex"]
+    assert "out of luck" in cuda_fallback.fallbacks["reindex"]
     assert sum("hexa::esmm falls back" in r.message for r in caplog.records) == 1
     want = torch.ops.hexa.moe_ffn.default(*args)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

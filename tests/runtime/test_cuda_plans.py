@@ -12,12 +12,14 @@ import torch
 from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, get_family, render
+from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import gemm as cuda_gemm
 from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import rows as cuda_rows
-from hexa_fx.cuda import select_sm80 as cuda_plans_sm80
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.jit import ToolchainError, background
+from tests.runtime.cards import AMPERE, HOPPER
 
 T, K, E, D, N = 40, 2, 5, 48, 72
 
@@ -60,16 +62,12 @@ class Handle:
 def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(cuda_launch, "get_kernel", recorder.get_kernel)
-    monkeypatch.setattr(cuda_launch, "fallbacks", {})
-    cuda_launch.forget_plans()
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(cuda_fallback, "fallbacks", {})
+    cuda_choosing.forget_choices()
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    for module in (cuda_rows, cuda_plans_sm80):
-        monkeypatch.setattr(module, "arch", lambda device: 90)
-    for module in (cuda_gemm, cuda_plans_sm80):
-        monkeypatch.setattr(module, "family_arch", lambda device: 80)
+    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: AMPERE)
     return recorder
 
 
@@ -106,7 +104,7 @@ def test_esmm(recorder: Recorder, dtype: torch.dtype, layout: str) -> None:
     assert (launch.spec.layout, launch.spec.gather, launch.spec.bias) == (layout, True, True)
     assert launch.values[16:21] == (T * K, 0, N, D, E)
     assert launch.spec.aligned
-    assert not cuda_launch.fallbacks
+    assert not cuda_fallback.fallbacks
 
 
 def test_a_weight_stored_transposed_is_the_other_layout_and_not_a_copy(recorder: Recorder) -> None:
@@ -139,7 +137,7 @@ def test_esmm_act(recorder: Recorder, glu: str, keep_h: bool) -> None:
     (launch,) = recorder.launches
     assert (launch.spec.glu, launch.values[18]) == (glu, N)
     assert bool(launch.values[5]) == keep_h
-    assert not cuda_launch.fallbacks
+    assert not cuda_fallback.fallbacks
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
@@ -234,7 +232,7 @@ def test_esfk_adds_in_one_launch(recorder: Recorder, layout: str, bias: bool) ->
     assert (launch.spec.op, launch.spec.bias, launch.spec.accumulate) == ("esfk", bias, True)
     assert (launch.values[5], launch.values[31]) == (dx.data_ptr(), into.data_ptr())
     assert launch.values[52] == (into_bias.data_ptr() if bias else 0)
-    assert not cuda_launch.fallbacks
+    assert not cuda_fallback.fallbacks
 
 
 def test_esfk_of_few_rows_adds_in_three_products(recorder: Recorder) -> None:
@@ -270,7 +268,7 @@ def test_row_operators(recorder: Recorder) -> None:
     dh, scaled, dweights = cuda_rows.activate_backward(a, h, weights, v, offs, "swiglu_oai", "interleaved", ())
     assert (dh.shape, scaled.shape, dweights.shape) == (h.shape, a.shape, weights.shape)
     assert recorder[-1].values[-2:] == pytest.approx((1.702, 7.0))
-    assert not cuda_launch.fallbacks
+    assert not cuda_fallback.fallbacks
 
 
 def test_a_missing_bias_beside_a_given_one_is_zero(recorder: Recorder) -> None:
@@ -286,11 +284,11 @@ def test_what_no_kernel_takes_falls_back_and_says_so_once(
     recorder: Recorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     v, offs = routing()
-    monkeypatch.setattr(cuda_plans_sm80, "arch", lambda device: 75)
+    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: AMPERE._replace(arch=75))
     for _ in range(2):
         cuda_gemm.esmm(torch.randn(T, D), torch.randn(E, N, D), None, v, offs, K, "nk")
     assert sum("falls back" in r.message for r in caplog.records) == 1
-    assert "sm_75" in cuda_launch.fallbacks["esmm"]
+    assert "sm_75" in cuda_fallback.fallbacks["esmm"]
     assert not recorder.launches
 
 
@@ -322,8 +320,7 @@ class Hopper:
 def hopper(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Hopper:
     hopper = Hopper()
     monkeypatch.setattr(cuda_gemm, "sm90", hopper)
-    for name in ("arch", "family_arch"):
-        monkeypatch.setattr(cuda_gemm, name, lambda device: 90)
+    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER)
     return hopper
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen import get_family
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import record as cuda_record
 from hexa_fx.cuda import replay as cuda_replay
@@ -101,7 +101,7 @@ def test_what_is_played_again_is_what_the_general_path_launches(
     dy = torch.randn_like(saved[0])
     there, _ = seen(cards, args[:9], lambda: forward(cards, args, general=True))
     back, gradients = seen(cards, (dy, *args[:9], *saved[1:]), lambda: backward(cards, dy, saved, args, general=True))
-    assert not cuda_launch.fallbacks
+    assert not cuda_fallback.fallbacks
     if family == "hopper" and case not in ("few rows", "float32"):
         assert {launch[0].family for launch in there + back} >= {"gather_gemm_sm90"}
     for _ in range(2):

@@ -10,9 +10,10 @@ import torch
 
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tuned import Problem, TunedTable
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.errors import KernelError
+from tests.runtime.cards import AMPERE
 
 PROBLEM = Problem("gemm_sm80", "esmm", "bf16 tensor", False, 8, 1024, 1024)
 TILES = [{"bm": 16}, {"bm": 64}, {"bm": 128}]
@@ -26,12 +27,12 @@ def spec_of(tile: dict[str, int]) -> KernelSpec:
 @pytest.fixture(autouse=True)
 def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Card/1")
+    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: AMPERE._replace(name="A Card/1"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cuda_tune, "_done", set())
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
     yield tmp_path / "tuned" / "A_Card_1.json"
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
 
 
 @pytest.fixture
@@ -48,9 +49,9 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_best_tile_is_kept_on_disk_and_found(timed: list[int], card: Path) -> None:
-    assert cuda_tune.tuned_tile(PROBLEM, 0) is None
+    assert cuda_tune.tuned_tile(PROBLEM, "A Card/1") is None
     assert cuda_tune.tune(PROBLEM, 0, TILES, spec_of, lambda tile: None) == {"bm": 64}
-    assert cuda_tune.tuned_tile(PROBLEM, 0) == {"bm": 64}
+    assert cuda_tune.tuned_tile(PROBLEM, "A Card/1") == {"bm": 64}
     assert TunedTable.from_json(card.read_text()).find(PROBLEM) == {"bm": 64}
     assert timed == [16, 64, 128]
 
@@ -72,7 +73,7 @@ def test_nothing_is_measured_inside_a_capture(timed: list[int], monkeypatch: pyt
 def test_a_damaged_table_is_as_none(timed: list[int], card: Path) -> None:
     card.parent.mkdir()
     card.write_text('[{"family": 1}]')
-    assert cuda_tune.tuned_tile(PROBLEM, 0) is None
+    assert cuda_tune.tuned_tile(PROBLEM, "A Card/1") is None
     assert cuda_tune.tune(PROBLEM, 0, TILES, spec_of, lambda tile: None) == {"bm": 64}
 
 
@@ -86,5 +87,5 @@ def test_a_tile_that_cannot_be_generated_is_passed_over() -> None:
 def test_off_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cuda_tune.autotuning()
     monkeypatch.setenv("HEXA_FX_AUTOTUNE", "1")
-    cuda_launch.forget_plans()
+    cuda_choosing.forget_choices()
     assert cuda_tune.autotuning()
