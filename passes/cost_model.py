@@ -80,11 +80,6 @@ def data_centric_bytes(
     return share * shape.weight_numel * ((2 if regather else 1) * gather_bytes + reduce_bytes)
 
 
-def crossover_tokens(shape: ExpertShape, *, dtype_bytes: int = 2, reduce_bytes: int = 2) -> float:
-    """Global tokens at which both modes move the same bytes (routing left out): 3/4 n E H for equal dtypes."""
-    return shape.weight_numel / shape.hidden_size * (2 * dtype_bytes + reduce_bytes) / (4 * dtype_bytes)
-
-
 def layer_cost(
     shape: ExpertShape,
     tokens: int,

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from hexa_fx.codegen.cutlass import DataType, KernelScheduleType, LayoutType, MathOperation
+from hexa_fx.codegen.cutlass import DataType, KernelScheduleType, MathOperation
 from hexa_fx.errors import KernelError
 
 Layout = Literal["nk", "kn"]
@@ -88,11 +88,6 @@ class KernelSpec:
     def wide(self) -> DataType:
         """Element type of the accumulators."""
         return DataType.f64 if self.dtype is DataType.f64 else DataType.f32
-
-    @property
-    def weight_layout(self) -> LayoutType:
-        """`layout` in CUTLASS's words: the B operand (K, N) is column-major for ``nk``."""
-        return LayoutType.ColumnMajor if self.layout == "nk" else LayoutType.RowMajor
 
     @property
     def key(self) -> str:

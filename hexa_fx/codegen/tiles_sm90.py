@@ -79,11 +79,10 @@ _SHARED = (
     replace(COOPERATIVE, group_m=16),
     replace(COOPERATIVE, cluster=2, lag=0),
 )
-_SHARED_BACKWARD = (COOPERATIVE, *_SHARED[1:])
 CANDIDATES = {
     "esmm": (*_SHARED, PINGPONG_LOW, SWAPPED, replace(SWAPPED, cluster=2)),
     "esmm_act": (*_SHARED, PINGPONG_LOW, SWAPPED),
-    "esmm_act_backward": (*_SHARED_BACKWARD, replace(PINGPONG, stages=4), replace(PINGPONG_LOW, stages=3)),
+    "esmm_act_backward": (*_SHARED, replace(PINGPONG, stages=4), replace(PINGPONG_LOW, stages=3)),
     "estmm": (*_SHARED, replace(COOPERATIVE, stages=3, chunks=4)),
     "esfk": (COOPERATIVE, replace(COOPERATIVE, lag=0), replace(COOPERATIVE, split=True)),
 }

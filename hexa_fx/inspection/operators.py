@@ -1,8 +1,7 @@
-"""Names and numbers of the operators in a graph."""
+"""Names of the operators in a graph, and how their numbers differ."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 import torch.fx
@@ -16,11 +15,6 @@ def op_name(node: torch.fx.Node) -> str:
     if isinstance(node.target, str):
         return node.target
     return getattr(node.target, "__name__", str(node.target))
-
-
-def op_counts(graph: torch.fx.Graph) -> dict[str, int]:
-    """Number of nodes of each operator, without placeholders and outputs."""
-    return dict(Counter(op_name(n) for n in graph.nodes if n.op not in ("placeholder", "output")))
 
 
 def op_count_difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:

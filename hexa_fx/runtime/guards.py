@@ -9,6 +9,9 @@ import torch
 
 from hexa_fx.ir import InputGuard
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps the hooks that only its own call runs."""
+
 
 class GuardMiss(Exception):
     """A rewritten block met something that it was not made for. `hexa_fx.runtime.install.HexaForward` catches it."""

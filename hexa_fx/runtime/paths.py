@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexa_fx.runtime.guards import GuardMiss
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from hexa_fx.runtime.guards import HOOKS, GuardMiss
 
 
 class ParameterPaths:
@@ -93,9 +91,7 @@ class ParameterPaths:
         self._children = [child for _, _, child in edges.values()]
         # The rewritten graph may call the container of the experts, and then calls its hooks too.
         owners = {id(owner): owner for owner in map(self._owner_of, self.paths)}
-        self._hooks = [
-            getattr(owner, hooks) for owner in owners.values() if owner is not self.block for hooks in _HOOKS
-        ]
+        self._hooks = [getattr(owner, hooks) for owner in owners.values() if owner is not self.block for hooks in HOOKS]
         self._ready = True
 
     def _owner_of(self, path: tuple[str, ...]) -> nn.Module:

@@ -19,11 +19,10 @@ from torch.compiler import is_compiling
 
 from hexa_fx.ir import HeldValue
 from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, PLAIN, is_collection, step
-from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.guards import HOOKS, GuardMiss
 from hexa_fx.runtime.reads import methods_of_forward, read_by_forward
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now"
 
 
@@ -120,7 +119,7 @@ class Unchanged:
         self._lists = [modules[path] for path, _ in self.lengths]
         self._counts = [count for _, count in self.lengths]
         inner = [modules[path] for path, kind in self.kinds if not issubclass(kind, (*_CONTAINERS, nn.Linear))]
-        self._hooks = [getattr(module, hooks) for module in inner for hooks in _HOOKS]
+        self._hooks = [getattr(module, hooks) for module in inner for hooks in HOOKS]
         self._ready = True
 
     def _resolve_held(self, modules: dict[str, nn.Module], entries: list[tuple[str, dict[str, Any], str, Any]]) -> None:
@@ -182,7 +181,7 @@ class Unchanged:
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
     """Path of a module that has hooks but that the graph reads instead of calling; empty if there is none."""
     inner = ((path, module) for path, module in _read(block, "", called_in(graph)) if path)
-    return next((path for path, module in inner if any(getattr(module, hooks) for hooks in _HOOKS)), "")
+    return next((path for path, module in inner if any(getattr(module, hooks) for hooks in HOOKS)), "")
 
 
 def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:

@@ -25,8 +25,6 @@ from hexa_fx.passes.detect.stacks import Form, Stack, WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-_TOLERANCE = 1e-7
-
 
 @dataclass(frozen=True)
 class ExpertBody:

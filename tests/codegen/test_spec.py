@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from cutlass_library import DataType, KernelScheduleType, LayoutType, MathOperation
+from cutlass_library import DataType, KernelScheduleType, MathOperation
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,11 +37,6 @@ def test_options_are_sorted_so_that_equal_specs_are_equal() -> None:
 def test_unknown_fields_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="has no field colour"):
         KernelSpec.from_json('{"family":"f","op":"o","arch":80,"colour":1}')
-
-
-def test_layouts_in_the_words_of_cutlass() -> None:
-    assert GEMM.weight_layout == LayoutType.ColumnMajor
-    assert replace(GEMM, layout="kn").weight_layout == LayoutType.RowMajor
 
 
 def test_every_field_changes_the_key() -> None:

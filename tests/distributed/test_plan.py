@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from hexa_fx.allocation import Affine, DeviceCosts, allocate, even
 from hexa_fx.errors import PlanError
-from hexa_fx.passes.cost_model import Measured, crossover_tokens, data_centric_bytes, layer_cost, model_centric_bytes
+from hexa_fx.passes.cost_model import Measured, data_centric_bytes, layer_cost, model_centric_bytes
 from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape, LayerPlan, Plan
 
 SHAPE = ExpertShape(num_experts=8, hidden_size=64, intermediate_size=256, matrices=3, top_k=2)
+CROSSOVER = 3 * (3 * 8 * 256) // 4
+"""Tokens at which both modes move the same bytes, if routing is left out and dtypes are equal: 3/4 n E H."""
 
 
 def slowest(seconds, shares, step=1):
@@ -156,41 +158,37 @@ def test_other_versions_are_refused():
 
 
 def test_crossover_is_where_bytes_are_equal():
-    tokens = crossover_tokens(SHAPE)
-    assert tokens == 0.75 * 3 * 8 * 256
     silent = dataclasses.replace(SHAPE, top_k=0)
-    by_model = model_centric_bytes(silent, int(tokens), 4, dtype_bytes=2)
+    by_model = model_centric_bytes(silent, CROSSOVER, 4, dtype_bytes=2)
     assert by_model == data_centric_bytes(silent, 4, gather_bytes=2, reduce_bytes=2)
 
 
 def test_auto_follows_bytes_and_hidden_time():
-    few, many = 64, 64 * int(crossover_tokens(SHAPE))
+    few, many = 64, 64 * CROSSOVER
     sizes = {"dtype_bytes": 2, "reduce_bytes": 2, "slots": 2}
     assert layer_cost(SHAPE, few, 4, **sizes)[0] == "model_centric"
     assert layer_cost(SHAPE, many, 4, **sizes)[0] == "data_centric"
     # The same few tokens, but compute long enough to hide every gather.
-    mode, cost = layer_cost(
-        SHAPE, int(crossover_tokens(SHAPE) / 4), 4, **sizes, measured=Measured(1e9, 0.0, attention=1.0, expert=1.0)
-    )
+    mode, cost = layer_cost(SHAPE, CROSSOVER // 4, 4, **sizes, measured=Measured(1e9, 0.0, attention=1.0, expert=1.0))
     assert cost.seconds_data_centric == 0.0
     assert "1 GB/s" in cost.reason
     assert mode == "data_centric"
     # ... but hidden communication slows compute down by as much as it takes
     busy = Measured(1e9, 0.0, attention=1.0, expert=1.0, contention=1.0)
-    mode, cost = layer_cost(SHAPE, int(crossover_tokens(SHAPE) / 4), 4, **sizes, measured=busy)
+    mode, cost = layer_cost(SHAPE, CROSSOVER // 4, 4, **sizes, measured=busy)
     assert cost.seconds_data_centric == pytest.approx(3 * 0.75 * SHAPE.weight_numel * 2 / 1e9)
     assert mode == "model_centric"
     # nothing to hide behind: everything is exposed, once
     bare = layer_cost(SHAPE, 64, 4, **sizes, measured=Measured(1e9, contention=1.0))[1]
     assert bare.seconds_data_centric == pytest.approx(3 * 0.75 * SHAPE.weight_numel * 2 / 1e9)
     slow_rows = Measured(1e9, 0.0, 1.0, 1.0, experts_model_centric=0.02, experts_data_centric=0.01)
-    mode, cost = layer_cost(SHAPE, int(crossover_tokens(SHAPE) / 4), 4, **sizes, measured=slow_rows)
+    mode, cost = layer_cost(SHAPE, CROSSOVER // 4, 4, **sizes, measured=slow_rows)
     assert mode == "data_centric"
     assert cost.seconds_model_centric is not None
     assert cost.seconds_model_centric > 0
     # collectives that were measured count as measured, whatever their bytes
     started = Measured(1e9, 0.0, 1.0, 1.0, 0.01, 0.02, exchange=0.005)
-    mode, cost = layer_cost(SHAPE, int(crossover_tokens(SHAPE) / 4), 4, **sizes, measured=started)
+    mode, cost = layer_cost(SHAPE, CROSSOVER // 4, 4, **sizes, measured=started)
     assert (mode, cost.seconds_model_centric) == ("model_centric", pytest.approx(0.015))
     assert "exchange model-centric 5 ms" in cost.reason
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from collections import Counter
 
 import pytest
 import torch
@@ -13,9 +14,14 @@ import hexa_fx
 from hexa_fx.errors import InputError
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection import inspector
-from hexa_fx.inspection.operators import op_counts
+from hexa_fx.inspection.operators import op_name
 from hexa_fx.ir import FfnSpec
 from tests.zoo.registry import by_name
+
+
+def op_counts(graph: torch.fx.Graph) -> Counter[str]:
+    return Counter(op_name(n) for n in graph.nodes if n.op not in ("placeholder", "output"))
+
 
 STAGES = ("capture", "rewrite", "lower", "fuse_activation", "tile_rows")
 BACKWARD = ("lower_backward", "fuse_activation_backward", "tile_rows_backward")
