@@ -1,7 +1,7 @@
 """Language models that were optimized on a batch without padding, on padded ones: an example shows no mask at work.
 
-The mask of the example is all ones, or there is none; then rows are padded on the left or on the right. Logits at the tokens that are
-there, and all gradients, have to be the original's.
+The mask of the example is all ones, or there is none; then rows are padded on the left or on the right. Logits at the tokens that
+are there, and all gradients, have to be the original's.
 """
 
 from __future__ import annotations
