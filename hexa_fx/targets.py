@@ -84,6 +84,23 @@ def full_size(target: str) -> nn.Module | None:
     return made
 
 
+def default_sizes(target: str) -> str:
+    """Layers and sizes of transformers' default configuration of a model type, in words; empty for any other target."""
+    if ":" in target or _is_folder(target):
+        return ""
+    text = _default_config(target).get_text_config()
+    names = {
+        "layers": ("num_hidden_layers",),
+        "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
+        "hidden size": ("hidden_size",),
+        "expert size": ("moe_intermediate_size", "intermediate_size"),
+    }
+    found = {
+        what: next((getattr(text, key) for key in keys if hasattr(text, key)), None) for what, keys in names.items()
+    }
+    return ", ".join(f"{what} {value}" for what, value in found.items() if isinstance(value, int))
+
+
 def name_of(target: str) -> str:
     """A short name for headings."""
     return Path(target).resolve().name if _is_folder(target) else target

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from hexa_fx.cli.common import Json, Target, echo_json, errors_shown
-from hexa_fx.cli.prediction import Machine, Predicted, predict
+from hexa_fx.cli.prediction import Machine, Memory, Predicted, memory_of, predict
 from hexa_fx.errors import InputError
 from hexa_fx.plan import Plan
+from hexa_fx.targets import default_sizes
 
 Capacities = Annotated[
     str,
@@ -43,15 +44,24 @@ def plan(
     A model type or a folder is planned at its full widths; its weights are never made.
     """
     times = _times(capacities)
+    for name, value in {"batch": batch, "tokens": tokens, "slots": slots}.items():
+        if value < 1:
+            raise InputError(f"--{name} {value}: expected at least 1")
+    for name, rate, unit in (("bandwidth", bandwidth, "GB/s"), ("tflops", tflops, "TFLOP/s")):
+        if not 0 < rate < float("inf"):
+            raise InputError(f"--{name} {rate:g}: expected {unit} above 0")
     if strategy not in ("auto", "data", "model"):
         raise InputError(f"--strategy {strategy!r}: expected auto, data or model")
     machine = Machine(bandwidth * 1e9, tflops * 1e12)
     chosen = cast(Literal["auto", "data", "model"], strategy)
     made, layers = predict(target, times, chosen, batch=batch, tokens=tokens, slots=slots, machine=machine)
+    memory = memory_of(made, layers)
     if as_json:
-        echo_json({"plan": json.loads(made.to_json()), "predicted": [layer.as_dict() for layer in layers]})
+        predicted = [layer.as_dict() for layer in layers]
+        echo_json({"plan": json.loads(made.to_json()), "predicted": predicted, "memory": memory.as_dict()})
         return
     _print(target, made, layers, tokens)
+    _print_memory(memory)
 
 
 def _times(text: str) -> tuple[float, ...]:
@@ -65,6 +75,11 @@ def _times(text: str) -> tuple[float, ...]:
 
 
 def _print(target: str, made: Plan, layers: tuple[Predicted, ...], tokens: int) -> None:
+    default = default_sizes(target)
+    if default:
+        typer.echo(
+            f"transformers' default configuration of {target}: {default}. For a published model give a folder with its config.json"
+        )
     typer.echo(f"{target} over {made.world} devices, {tokens} tokens a step; plan {made.fingerprint}")
     typer.echo(
         f"seconds of the same task t_i  {list(made.capacities)}\nsamples of the batch     B_i  {list(made.batch)}"
@@ -93,3 +108,9 @@ def _print_layer(layer: Predicted, paths: list[str]) -> None:
             f" {chosen} {name:6} {cost.bytes / 1e6:10.1f} MB {cost.exchange * 1e3:10.2f} ms {cost.experts * 1e3:10.2f} ms "
             f"{cost.total * 1e3:10.2f} ms"
         )
+
+
+def _print_memory(memory: Memory) -> None:
+    typer.echo("\nmemory by device, half precision   " + "  ".join(f"{n:>8}" for n in range(len(memory.weights))))
+    for name, values in memory.as_dict().items():
+        typer.echo(f"  {name.replace('_', ' '):32} " + "  ".join(f"{value / 2**30:8.2f}" for value in values) + " GiB")

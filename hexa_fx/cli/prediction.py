@@ -63,6 +63,38 @@ class Predicted:
         return {"path": self.path, "seconds": self.seconds, **{m: asdict(cost) for m, cost in self.costs.items()}}
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on every device, in half precision, of what the experts keep there.
+
+    Args:
+        weights: of the device's own slices.
+        gradients: of the same slices, until the optimizer has used them.
+        gathered_weights: slots of the shared cache, each as large as the largest data-centric layer.
+    """
+
+    weights: tuple[int, ...]
+    gradients: tuple[int, ...]
+    gathered_weights: tuple[int, ...]
+
+    def as_dict(self) -> dict[str, list[int]]:
+        """Plain values."""
+        return {name: list(values) for name, values in asdict(self).items()}
+
+
+def memory_of(made: Plan, layers: Sequence[Predicted]) -> Memory:
+    """What the experts of these layers keep on every device of the plan, activations and optimizer states aside."""
+    own = tuple(sum(_weight_bytes(layer.shape, layer.shards[rank]) for layer in layers) for rank in range(made.world))
+    gathered = [_weight_bytes(x.shape, x.shape.intermediate_size) for x in layers if x.mode == "data_centric"]
+    cache = min(made.slots, len(gathered)) * max(gathered, default=0)
+    return Memory(own, own, (cache,) * made.world)
+
+
+def _weight_bytes(shape: ExpertShape, channels: int) -> int:
+    """Of ``channels`` channels of I of every expert's matrices."""
+    return _BYTES * shape.num_experts * shape.matrices * shape.hidden_size * channels
+
+
 def predict(
     target: str,
     capacities: Sequence[float],

@@ -106,6 +106,14 @@ def test_plan_of_a_factory():
     assert "h_i  [6, 6]" in text or "h_i  [12, 0]" in text or "h_i  [8, 4]" in text
 
 
+def test_plan_of_a_model_type_says_whose_sizes_these_are_and_what_every_device_keeps():
+    text = call("plan", "qwen3_moe", "--capacities", "1,3", "--strategy", "data")
+    assert "transformers' default configuration of qwen3_moe: layers 24" in text
+    weights, gathered = (line.split()[-3:-1] for line in text.splitlines() if "weights" in line)
+    assert sum(map(float, weights)) == pytest.approx(24 * 128 * 3 * 2048 * 768 * 2 / 2**30, abs=0.01)
+    assert gathered == ["2.25", "2.25"]  # two slots of a layer of 1.125 GiB
+
+
 def test_plan_of_a_configuration_has_its_full_widths(tmp_path):
     transformers = pytest.importorskip("transformers")
     transformers.AutoConfig.for_model("mixtral", num_hidden_layers=3).save_pretrained(tmp_path)
@@ -161,6 +169,12 @@ def test_predicted_times_follow_capacities_tokens_and_links():
         (("plan", FACTORY, "--capacities", "1;2"), "expected numbers separated by commas, e.g. 1,1,2"),
         (("plan", FACTORY, "--capacities", "1"), "at least two, e.g. 1,2"),
         (("plan", FACTORY, "--capacities", "1,0"), "capacities are times of the same task and must be positive"),
+        (("plan", FACTORY, "--batch", "0"), "--batch 0: expected at least 1"),
+        (("plan", FACTORY, "--tokens", "0"), "--tokens 0: expected at least 1"),
+        (("plan", FACTORY, "--slots", "0"), "--slots 0: expected at least 1"),
+        (("plan", FACTORY, "--bandwidth", "0"), "--bandwidth 0: expected GB/s above 0"),
+        (("plan", FACTORY, "--bandwidth", "-1"), "--bandwidth -1: expected GB/s above 0"),
+        (("plan", FACTORY, "--tflops", "nan"), "--tflops nan: expected TFLOP/s above 0"),
         (("plan", FACTORY, "--strategy", "fast"), "--strategy 'fast': expected auto, data or model"),
         (("plan", REFUSED), "can be partitioned; `hexa-fx explain"),
         (("bench", FACTORY, "--repeat", "0"), "--repeat 0: expected at least 1"),
