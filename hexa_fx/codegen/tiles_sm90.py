@@ -88,6 +88,9 @@ CANDIDATES = {
 }
 """Tiles worth timing, by operator."""
 
+ROW_LIMITS = (FEW_ROWS, CLUSTER_ROWS)
+"""Rows an expert at which rules change besides the limits of buckets."""
+
 
 def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gather: bool) -> TileChoice:
     """The tile for `op`.

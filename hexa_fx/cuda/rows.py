@@ -38,7 +38,8 @@ SEGMENT_ROWS = 256
 
 _REINDEX_ARGS, _COMBINE_ARGS = get_family("reindex").args, get_family("combine").args
 _ESS_ARGS, _ACTIVATE_ARGS = get_family("ess").args, get_family("activate").args
-_ONE_BLOCK_SLOTS = 4096
+ONE_BLOCK_SLOTS = 4096
+"""Slots that reindex sorts in one launch."""
 _BLOCK_SLOTS = 2048
 _MAX_BLOCKS = 64
 
@@ -79,7 +80,7 @@ def _reindex_launch(
     if not warps:
         raise Unsupported(f"{experts} experts: the tallies of one warp do not fit in shared memory")
     spec = KernelSpec("reindex", "reindex_place", arch).with_options(id=ID_TYPES[dtype], warps=warps, experts=experts)
-    blocks = 1 if n <= _ONE_BLOCK_SLOTS else min(_MAX_BLOCKS, ceil_div(n, _BLOCK_SLOTS))
+    blocks = 1 if n <= ONE_BLOCK_SLOTS else min(_MAX_BLOCKS, ceil_div(n, _BLOCK_SLOTS))
     chunk = ceil_div(ceil_div(max(n, 1), blocks * warps), 32) * 32
     count = kernel_of(replace(spec, op="reindex_count")) if blocks > 1 else None
     return count, kernel_of(spec), (blocks, 1, 1), (n, experts, chunk, 0)

@@ -1,0 +1,68 @@
+"""The set of kernels of a layer holds those of every number of tokens, and few."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hexa_fx.codegen import KernelSpec, render
+from hexa_fx.cuda.choosing import collect, typical_card
+from hexa_fx.cuda.kernel_set import FfnLayer, _run, kernel_set, layer_of
+from hexa_fx.ir import FfnSpec
+
+SWIGLU = FfnSpec("silu", "concat")
+REAL = {
+    "Qwen3-30B": layer_of(SWIGLU, experts=128, top_k=8, hidden=2048, inner=768),
+    "Mixtral": layer_of(SWIGLU, experts=8, top_k=2, hidden=4096, inner=14336),
+    "DeepSeek-V3": layer_of(SWIGLU, experts=256, top_k=8, hidden=7168, inner=2048),
+    "OLMoE": layer_of(SWIGLU, experts=64, top_k=8, hidden=2048, inner=1024),
+    "gpt-oss": layer_of(
+        FfnSpec("swiglu_oai", "interleaved", "kn", "kn"), experts=32, top_k=4, hidden=2880, inner=2880, biases=True
+    ),
+}
+SMALL = {
+    "bf16": layer_of(SWIGLU, experts=4, top_k=2, hidden=64, inner=64),
+    "wide": layer_of(SWIGLU, experts=4, top_k=2, hidden=512, inner=512, gates=torch.bfloat16),
+    "odd k": layer_of(FfnSpec("gelu", "none"), experts=5, top_k=3, hidden=64, inner=72, biases=True, index=torch.int32),
+    "float32": layer_of(SWIGLU, experts=3, top_k=1, hidden=64, inner=64, dtype=torch.float32),
+    "float64 split": layer_of(FfnSpec("silu", "split"), experts=3, top_k=1, hidden=64, inner=64, dtype=torch.float64),
+    "unaligned": layer_of(SWIGLU, experts=4, top_k=2, hidden=63, inner=65),
+    "recomputed": layer_of(replace(SWIGLU, recompute_h=True), experts=4, top_k=2, hidden=64, inner=64),
+    "many experts": layer_of(SWIGLU, experts=300, top_k=6, hidden=64, inner=64),
+}
+
+
+def launched(layer: FfnLayer, arch: int, tokens: int) -> set[KernelSpec]:
+    with collect(typical_card(arch)) as specs, torch.no_grad():
+        _run(layer, tokens, True)
+    return set(specs)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("name", SMALL)
+def test_no_number_of_tokens_needs_another_kernel(name: str, arch: int) -> None:
+    layer, most = SMALL[name], 700 if name != "many experts" else 4000
+    step = 1 if most == 700 else 97
+    every = set.union(*(launched(layer, arch, tokens) for tokens in (*range(1, most, step), most)))
+    assert every == set(kernel_set(layer, typical_card(arch), most=most))
+
+
+@pytest.mark.parametrize("arch", [80, 86, 89, 90])
+@pytest.mark.parametrize("name", REAL)
+def test_real_blocks_need_few_kernels(name: str, arch: int) -> None:
+    found = kernel_set(REAL[name], typical_card(arch))
+    assert len(found) <= 30
+    assert len(kernel_set(REAL[name], typical_card(arch), training=False)) <= 12
+    for spec in found:
+        render(spec)
+    for tokens in (1, 2, 100, 4097, 65535, 65536):
+        assert launched(REAL[name], arch, tokens) <= set(found)
+
+
+def test_what_training_does_not_want_is_not_in_the_set() -> None:
+    frozen = kernel_set(replace(REAL["Mixtral"], grads=frozenset({"x"})), typical_card(90))
+    assert not {"estmm", "esfk"} & {spec.op for spec in frozen}
+    added = kernel_set(replace(REAL["Mixtral"], added=frozenset({"w1", "w2"})), typical_card(90))
+    assert {spec.op for spec in added if spec.accumulate} == {"estmm", "esfk"}
