@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hexa_fx.distributed.clock import gathered, synchronize
 from hexa_fx.distributed.groups import make_groups
+from hexa_fx.distributed.timing import gathered, synchronize
 from hexa_fx.plan import ExpertShape
 
 Record = dict[str, Any]

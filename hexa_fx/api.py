@@ -18,7 +18,6 @@ from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, VerificationError
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
-from hexa_fx.inspection.watch import watching
 from hexa_fx.observers import listening
 from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
@@ -27,6 +26,7 @@ from hexa_fx.report import OptimizationReport, with_plan
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from hexa_fx.runtime.preflight import check_model
 from hexa_fx.runtime.warmup import prebuild_blocks
+from hexa_fx.tracing import tracing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -99,11 +99,11 @@ def optimize_(
     if not isinstance(partition, PartitionConfig | None):
         raise InputError(f"partition is a {type(partition).__name__}; expected a hexa_fx.PartitionConfig")
     inspector = Inspector()
-    with torch.inference_mode(False), watching() as watch, listening(inspector.see):
+    with torch.inference_mode(False), tracing() as trace, listening(inspector.see):
         found = analyse_model(model, example_inputs, config, inspector)
         report, rewritten = found.report, found.rewritten
         if config.strict and (error := _complaint(found)):
-            watch.finish(report)
+            trace.finish(report)
             raise error
         if mesh is not None and not rewritten:
             raise PlanError(f"there is nothing to spread over devices: {report}")
@@ -130,7 +130,7 @@ def optimize_(
         graphs = Graphs.of(found.analyses, inspector)
         _attach(model, "report", report)
         _attach(model, "graphs", graphs)
-        watch.finish(report, graphs)
+        trace.finish(report, graphs)
     _announce(report)
     return model
 
@@ -159,9 +159,9 @@ def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig 
     """
     check_model(model)
     config = _checked(config)
-    with torch.inference_mode(False), watching() as watch:
+    with torch.inference_mode(False), tracing() as trace:
         report = analyse_model(model, example_inputs, config, Inspector()).report
-        watch.finish(report)
+        trace.finish(report)
     return report
 
 

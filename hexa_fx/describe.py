@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 
+from hexa_fx.inspection.block_report import BlockReport, CheckReport, Status
 from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import kernels_of
 from hexa_fx.ir import SourceLocation
 from hexa_fx.passes import BlockAnalysis
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.report import BlockReport, CheckReport, Status
 
 
 def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Inspector | None = None) -> BlockReport:

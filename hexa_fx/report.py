@@ -5,124 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.fx
 
-from hexa_fx.inspection.advice import advice
-from hexa_fx.inspection.costs import Costs
-from hexa_fx.inspection.kernels import KernelUse, kernels_of
+from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.operators import op_name
-from hexa_fx.inspection.stages import FfnCase, is_exchange
+from hexa_fx.inspection.stages import is_exchange
 from hexa_fx.inspection.text import error_text, lines_of, refusal_lines
-from hexa_fx.ir import SourceLocation
 from hexa_fx.plan import Plan
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-Status = Literal["rewritten", "refused"]
-
-
-@dataclass(frozen=True)
-class CheckReport:
-    """How a rewritten block compared with its original.
-
-    Args:
-        cases: number of comparisons (over sizes, forced routings and modes).
-        forward_error, gradient_error: largest difference, relative to the largest value of the original tensor.
-        seconds: how long the comparison took.
-    """
-
-    cases: int
-    forward_error: float
-    gradient_error: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class BlockReport:
-    """One MoE block of the model.
-
-    Args:
-        path: the block's path in the model.
-        status: whether it was rewritten.
-        modes: for ``eval`` and ``train``, ``rewritten`` or the reason why that mode runs the original code.
-        reason, location: why the block was left as it is, and the line of the user's code behind it.
-        idiom: how the user's code runs the experts.
-        num_experts, top_k, hidden_size, intermediate_size: E, k, D and I.
-        expert: the expert function, e.g. ``silu(x Wg) * (x Wu) Wd``; for an unusual one, its operations in order.
-        weights: how the user stores them: one parameter per expert (``listed``), (E, ., .) (``stacked``), or (E*., .)
-            (``packed``).
-        same_as: path of the identical block whose analysis was reused.
-        check: result of the comparison; None if it was switched off or the block was refused.
-        seconds: time for capture, detection and rewriting.
-        activation: name of the activation.
-        layout: how a weight lies in memory, and how gate and up lie in it.
-        code: class of the block, and where its forward is written.
-        rewritten_to: what runs instead.
-        costs: FLOPs, bytes moved and memory kept for backward, before and after.
-        kernels: on a GPU, the kernels that forward and backward launch. Elsewhere use `kernels_on`.
-        case: sizes and dtype of the block's call.
-        collectives: the collectives of this rank's graph, in order, if the block is spread over devices.
-        small: on a CPU, inputs of up to this many elements run the block's own code, which is faster for them.
-    """
-
-    path: str
-    status: Status
-    modes: dict[str, str]
-    reason: str = ""
-    location: SourceLocation | None = None
-    idiom: str = ""
-    num_experts: int = 0
-    top_k: int = 0
-    hidden_size: int = 0
-    intermediate_size: int = 0
-    expert: str = ""
-    weights: str = ""
-    same_as: str | None = None
-    check: CheckReport | None = None
-    seconds: float = 0.0
-    activation: str = ""
-    layout: str = ""
-    code: SourceLocation | None = None
-    rewritten_to: str = ""
-    costs: Costs | None = None
-    kernels: tuple[KernelUse, ...] = ()
-    case: FfnCase | None = None
-    collectives: tuple[str, ...] = ()
-    small: int = 0
-
-    def __repr__(self) -> str:
-        sizes = f", {self.idiom}, {_sizes(self)}" if self.num_experts else ""
-        return (
-            f"<BlockReport {self.path or '(model)'}: {self.status}{sizes}{': ' + self.reason if self.reason else ''}>"
-        )
-
-    @property
-    def advice(self) -> str:
-        """What to do about the refusal; empty if there is none."""
-        return advice(self.reason) if self.reason else ""
-
-    def kernels_on(self, arch: int, tokens: int | None = None) -> tuple[KernelUse, ...]:
-        """The kernels that the block would launch on compute capability ``arch``, for ``tokens`` (default: the example's).
-
-        Needs no GPU. Empty for experts of an unusual form, which do not run as `hexa::moe_ffn`.
-
-        Raises:
-            KernelError: there are no kernels for ``arch``.
-        """
-        return kernels_of(self.case.resized(tokens), arch) if self.case is not None else ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("case", "kernels")}
-        found = {name: asdict(v) if hasattr(v, "__dataclass_fields__") else v for name, v in plain.items()}
-        found["advice"] = self.advice
-        found["kernels"] = [{**asdict(k), "name": k.name, "cached": k.cached} for k in self.kernels]
-        return found
 
 
 @dataclass(frozen=True)
@@ -167,10 +63,10 @@ class OptimizationReport:
 
     def to_html(self, path: str | Path, title: str = "report") -> Path:
         """Writes the report as a self-contained HTML page and returns its path."""
-        from hexa_fx.inspection.report_page import report_page
+        from hexa_fx.inspection.report_page import report_page  # jinja2, for those who write pages
 
-        target = Path(path)
-        target.write_text(report_page(self, title), encoding="utf-8")
+        target, plan = Path(path), "" if self.plan is None else self.plan.describe()
+        target.write_text(report_page(self.blocks, self.summary(), plan, title), encoding="utf-8")
         return target
 
     def table(self) -> Table:
@@ -179,7 +75,7 @@ class OptimizationReport:
 
         table = Table("block", "status", "written as", "sizes", "expert", "weights", "error fwd / grad")
         for block in self.blocks:
-            sizes = _sizes(block) if block.num_experts else ""
+            sizes = block.sizes if block.num_experts else ""
             weights = f"{block.weights} {block.layout}"
             table.add_row(block.path, block.status, block.idiom, sizes, block.expert, weights, error_text(block))
         return table
@@ -227,7 +123,3 @@ def _wide_console() -> Any:
         return None
     console = Console()
     return console if console.width >= 140 else None
-
-
-def _sizes(block: BlockReport) -> str:
-    return f"E={block.num_experts} k={block.top_k} D={block.hidden_size} I={block.intermediate_size}"

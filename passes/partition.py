@@ -16,8 +16,9 @@ import torch.fx as fx
 from torch import Tensor, nn
 
 from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts
+from hexa_fx.distributed.collective_errors import join
 from hexa_fx.distributed.geometry import Geometry
-from hexa_fx.distributed.groups import Groups, join, make_groups
+from hexa_fx.distributed.groups import Groups, make_groups
 from hexa_fx.distributed.mode_times import BlockTimes, measure_blocks, measure_modes
 from hexa_fx.distributed.profile import measure_bandwidth, profile_costs
 from hexa_fx.distributed.session import PartitionSession

@@ -10,15 +10,22 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx
 
-if TYPE_CHECKING:
-    from hexa_fx.capture.recorder import Recorder
-
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class NumberRecorder(Protocol):
+    """What a recorded number needs of the recorder (`hexa_fx.capture.recorder.Recorder`)."""
+
+    def note_decision(self, node: torch.fx.Node | None, value: float | bool) -> None:
+        """Notes that the host has seen the number, so that the rest of the run may depend on it."""
+
+    def record_call(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> torch.fx.Node:
+        """Records a call and what it gave."""
 
 
 class RecordedNumber:
@@ -28,7 +35,7 @@ class RecordedNumber:
     below from `_ARITHMETIC`.
     """
 
-    def __init__(self, value: float | bool, node: torch.fx.Node | None, recorder: Recorder) -> None:
+    def __init__(self, value: float | bool, node: torch.fx.Node | None, recorder: NumberRecorder) -> None:
         self.value = value
         self.node = node
         self.recorder = recorder
@@ -151,7 +158,7 @@ for _name, _function in _ARITHMETIC.items():
     setattr(RecordedNumber, _name, _arithmetic(_function))
 
 
-def wrap(value: float | bool, node: torch.fx.Node | None, recorder: Recorder) -> Any:
+def wrap(value: float | bool, node: torch.fx.Node | None, recorder: NumberRecorder) -> Any:
     """``value`` as a symbolic number that stands for ``node``."""
     number = RecordedNumber(value, node, recorder)
     if isinstance(value, bool):

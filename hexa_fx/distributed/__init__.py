@@ -1,21 +1,25 @@
 """The runtime of a partitioned model: collectives over unequal shards, the pipeline-shared cache, and what looks after them.
 
-session       one running plan: groups, cache, and the modules bound to it
-nodes         the functions that partitioned graphs call
-collectives   all-gather, reduce-scatter and all-reduce over unequal shards, and the write into a cache slot
-geometry      which slice of which expert weight a rank stores, and the packed rows that travel
-shards        parameters cut to a rank's slice
-shared_cache  which layer's gathered weights are in which slot when
-saved_tensors what autograd saves of gathered weights, and how backward finds them again
-slots         one slot, what was gathered into it, and what a saved tensor remembers of it
-reductions    gradients of gathered weights on their way to their owners
-gradients     sums, clipping and loss weights that keep the gradient that of the global batch
-data          B_i: sampler and splitter
-checkpoint    torch.distributed.checkpoint across plans and world sizes
-profile       measured capacities t_i and bandwidth
-mode_times    measured times of a layer in each mode, and between MoE blocks
-clock         timing of device work, free memory, and the exchange of such numbers between ranks
-groups        process groups of a plan, the check that all ranks hold the same plan, which ranks are lost after a failure
-watch, star   which ranks are still alive where collectives on a device would wait for ever, over connections of their own
-lost, keeper  what a rank does when another is lost
+session           one running plan: groups, cache, and the modules bound to it
+nodes             the functions that partitioned graphs call
+collectives       all-gather, reduce-scatter and all-reduce over unequal shards, and the write into a cache slot
+geometry          which slice of which expert weight a rank stores, and the packed rows that travel
+shards            parameters cut to a rank's slice
+shared_cache      which layer's gathered weights are in which slot when
+saved_tensors     what autograd saves of gathered weights, and how backward finds them again
+slots             one slot, what was gathered into it, and what a saved tensor remembers of it
+reductions        gradients of gathered weights on their way to their owners
+gradients         sums, clipping and loss weights that keep the gradient that of the global batch
+data              B_i: sampler and splitter
+checkpoint        torch.distributed.checkpoint across plans and world sizes
+profile           measured capacities t_i and bandwidth
+mode_times        measured times of a layer in each mode, and between MoE blocks
+timing            timing of device work, free memory, and the exchange of such numbers between ranks
+groups            process groups over the ranks of a mesh
+plan_agreement    the check that all ranks hold the same plan
+collective_errors what a failed collective is reported as
+failure_detector  which ranks are alive where collectives on a device would wait for ever
+rank_connections  the sockets between ranks that the detector watches
+rank_failures     the watchdogs by process group, which sessions and collectives ask whether a rank is lost
+watchdog          what a rank does when another is lost
 """

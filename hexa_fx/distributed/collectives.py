@@ -23,8 +23,8 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _AutoDispatchBelowAutograd
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from hexa_fx.distributed import lost
-from hexa_fx.distributed.groups import guarded
+from hexa_fx.distributed import rank_failures
+from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.errors import PlanError
 from hexa_fx.ops.direct_function import DirectFunction
 
@@ -107,7 +107,7 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
     if is_grad_enabled() and x.requires_grad:
         return _Reduce.apply(x, group)  # type: ignore[no-any-return]
     out = x.clone(memory_format=torch.contiguous_format)
-    return _pending(out, [lost.keep(group, dist.all_reduce(out, group=_group(group), async_op=True))])
+    return _pending(out, [rank_failures.track(group, dist.all_reduce(out, group=_group(group), async_op=True))])
 
 
 class _Gather(DirectFunction):
@@ -168,7 +168,7 @@ def start_gather(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> Wo
         raise _wrong_rows("all_gather_v", x, sizes[rank], sizes)
     if _traffic:
         _count("all_gather_v", (sum(sizes) - sizes[rank]) * _row_bytes(x))
-    return [lost.keep(group, work) for work in _gather(out, x.contiguous(), sizes, pg, rank)]
+    return [rank_failures.track(group, work) for work in _gather(out, x.contiguous(), sizes, pg, rank)]
 
 
 def fill_slot(out: Tensor, x: Tensor, sizes: Sequence[int], group: str) -> Works:
@@ -188,19 +188,19 @@ def start_scatter(x: Tensor, sizes: Sequence[int], group: str) -> tuple[Tensor, 
         _count("reduce_scatter_v", (len(sizes) - 1) * sizes[rank] * _row_bytes(x))
     out = x.new_empty((sizes[rank], *x.shape[1:]))
     works = _scatter(out, x.contiguous(), sizes, pg)
-    return out, [lost.keep(group, work) for work in works]
+    return out, [rank_failures.track(group, work) for work in works]
 
 
 def all_reduce_(x: Tensor, group: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """``x`` reduced over the ranks, in place; in stream order on CUDA."""
-    lost.keep(group, dist.all_reduce(x, op=op, group=_group(group), async_op=True)).wait()
+    rank_failures.track(group, dist.all_reduce(x, op=op, group=_group(group), async_op=True)).wait()
     return x
 
 
 def _group(name: str) -> Any:
     """The process group of this name; raises `RankError` if one of its ranks is lost."""
-    if lost.alarm:
-        lost.check("a collective", name)
+    if rank_failures.any_lost:
+        rank_failures.check("a collective", name)
     return _resolve_process_group(name)
 
 

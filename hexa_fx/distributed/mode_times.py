@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from hexa_fx.allocation import even
-from hexa_fx.distributed.clock import gathered, room, synchronize, timed
 from hexa_fx.distributed.collectives import (
     all_gather_v,
     all_reduce,
@@ -23,6 +22,7 @@ from hexa_fx.distributed.collectives import (
 )
 from hexa_fx.distributed.geometry import Geometry, Weights
 from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.timing import gathered, room, synchronize, timed
 from hexa_fx.plan import ExpertShape, Reduce
 
 

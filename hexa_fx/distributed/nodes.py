@@ -7,8 +7,7 @@ compared between ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 import torch.fx
@@ -17,27 +16,10 @@ from torch import Tensor, is_grad_enabled
 from hexa_fx.distributed.collectives import finish
 from hexa_fx.distributed.geometry import Weights
 from hexa_fx.distributed.reductions import Destination, can_defer
+from hexa_fx.distributed.session import PartitionSession, find_session
 from hexa_fx.distributed.shared_cache import in_backward
 from hexa_fx.errors import PlanError
 from hexa_fx.ops.direct_function import DirectFunction
-
-if TYPE_CHECKING:
-    from hexa_fx.distributed.session import PartitionSession
-
-_sessions: WeakValueDictionary[str, PartitionSession] = WeakValueDictionary()
-
-
-def register_session(name: str, session: PartitionSession) -> None:
-    """Makes a session available to the graphs that name it, for as long as it lives."""
-    _sessions[name] = session
-
-
-def find_session(name: str) -> PartitionSession:
-    """The session of this name; raises `PlanError` if it is gone."""
-    session = _sessions.get(name)
-    if session is None:
-        raise PlanError(f"the graph belongs to partition session {name!r}, which is closed: install the plan again")
-    return session
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

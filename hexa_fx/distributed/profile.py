@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hexa_fx.allocation import KERNEL_COLUMNS, Affine, DeviceCosts
-from hexa_fx.distributed.clock import gathered, room, timed
 from hexa_fx.distributed.collectives import gather_even
 from hexa_fx.distributed.groups import Groups, make_groups
+from hexa_fx.distributed.timing import gathered, room, timed
 from hexa_fx.errors import InputError
 from hexa_fx.plan import ExpertShape
 

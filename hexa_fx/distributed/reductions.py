@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.collectives import Works, start_scatter
-from hexa_fx.distributed.groups import Groups, guarded
+from hexa_fx.distributed.groups import Groups
 from hexa_fx.runtime import packing
 
 

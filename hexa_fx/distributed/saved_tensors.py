@@ -16,7 +16,7 @@ from torch._C._autograd import (
     _top_saved_tensors_default_hooks,
 )
 
-from hexa_fx.distributed.groups import guarded
+from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.shared_cache import SharedCache
 from hexa_fx.distributed.slots import SavedSlot, address_of
 from hexa_fx.errors import PlanError

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
-from hexa_fx.distributed import groups as groups_module
-from hexa_fx.distributed import lost
+from hexa_fx.distributed import collective_errors, rank_failures
 from hexa_fx.distributed.collectives import all_reduce_, gather_even
 from hexa_fx.distributed.geometry import Geometry
-from hexa_fx.distributed.groups import Groups, check_same_plan, make_groups
-from hexa_fx.distributed.nodes import register_session
+from hexa_fx.distributed.groups import Groups, make_groups
+from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.reductions import GradientReductions
 from hexa_fx.distributed.saved_tensors import SavedTensors
 from hexa_fx.distributed.shards import ShardedParameter
@@ -29,6 +29,7 @@ from hexa_fx.plan import Plan, describe_layer
 from hexa_fx.runtime.install import HexaForward
 
 _numbers = itertools.count()
+_sessions: WeakValueDictionary[str, PartitionSession] = WeakValueDictionary()
 
 
 class PartitionSession:
@@ -50,7 +51,7 @@ class PartitionSession:
         self.groups: Groups = make_groups(mesh, timeout)
         check_same_plan(plan, self.groups)
         with self.guard("the set-up of the watch of lost ranks"):
-            lost.begin(self.groups)
+            rank_failures.watch(self.groups)
         self._closed = False
         self.name = f"hexa{next(_numbers)}"
         self._geometries = dict(geometries)
@@ -67,7 +68,7 @@ class PartitionSession:
         self._begin_guard = self.guard("the first gathers of a forward")
         self._count_guard = self.guard("the exchange of counts")
         self._unbind: list[Callable[[], None]] = []
-        register_session(self.name, self)
+        _sessions[self.name] = self
 
     @property
     def rank(self) -> int:
@@ -160,12 +161,12 @@ class PartitionSession:
 
         Bound forwards and our own backward collectives run in it. Put it around ``loss.backward()`` to cover torch's collectives.
         """
-        return groups_module.guarded(where, self.groups)
+        return collective_errors.guarded(where, self.groups)
 
     def check(self, where: str) -> None:
         """Raises `RankError` if a rank is known to be lost. Does not communicate."""
-        if lost.alarm:
-            lost.check(where, self.groups)
+        if rank_failures.any_lost:
+            rank_failures.check(where, self.groups)
 
     def exchange_counts(self, rows: int) -> list[int]:
         """Every rank's ``rows``, exchanged over the host group.
@@ -189,7 +190,7 @@ class PartitionSession:
 
     def join(self, when: str = "at a barrier", timeout: timedelta | None = None) -> None:
         """A barrier between hosts. Raises `RankError` with the ranks that do not arrive."""
-        groups_module.join(self.groups, when, timeout)
+        collective_errors.join(self.groups, when, timeout)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of a tensor over the ranks, on all ranks."""
@@ -201,7 +202,15 @@ class PartitionSession:
         self.cache.drain()
         if not self._closed:
             self._closed = True
-            lost.end(self.groups)
+            rank_failures.unwatch(self.groups)
         for undo in reversed(self._unbind):
             undo()
         self._unbind.clear()
+
+
+def find_session(name: str) -> PartitionSession:
+    """The session of this name, which graphs hold instead of it; raises `PlanError` if it is gone."""
+    session = _sessions.get(name)
+    if session is None:
+        raise PlanError(f"the graph belongs to partition session {name!r}, which is closed: install the plan again")
+    return session

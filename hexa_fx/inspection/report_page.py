@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import linecache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.page import ASSETS, render
 from hexa_fx.inspection.text import amount
 
-if TYPE_CHECKING:
-    from hexa_fx.report import BlockReport, OptimizationReport
 
-
-def report_page(report: OptimizationReport, title: str) -> str:
-    """The report as HTML, which loads nothing from the network."""
+def report_page(blocks: Sequence[BlockReport], summary: str, plan: str, title: str) -> str:
+    """The reports of all blocks as HTML, which loads nothing from the network. ``plan`` is empty on one device."""
     groups: dict[tuple[str, str], dict[str, Any]] = {}
-    for block in report.blocks:
+    for block in blocks:
         key = (block.same_as or block.path, block.reason)
         if key in groups:
             groups[key]["same"].append(block.path)
@@ -31,9 +30,9 @@ def report_page(report: OptimizationReport, title: str) -> str:
         "report.html.j2",
         title=title,
         css=(ASSETS / "report.css").read_text(encoding="utf-8"),
-        summary=report.summary(),
+        summary=summary,
         groups=list(groups.values()),
-        plan="" if report.plan is None else report.plan.describe(),
+        plan=plan,
     )
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from hexa_fx.inspection.advice import advice
+from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.costs import Costs
-
-if TYPE_CHECKING:
-    from hexa_fx.report import BlockReport
 
 
 def lines_of(blocks: Sequence[BlockReport]) -> Iterator[str]:
@@ -24,9 +21,8 @@ def lines_of(blocks: Sequence[BlockReport]) -> Iterator[str]:
 
 def headline(block: BlockReport) -> str:
     """What was found, in one line."""
-    sizes = f"E={block.num_experts} k={block.top_k} D={block.hidden_size} I={block.intermediate_size}"
     checked = f"checked: {error_text(block)}" if error_text(block) else "not checked"
-    return f"{block.idiom}, {sizes}, {block.expert}, {block.weights} weights, {checked}"
+    return f"{block.idiom}, {block.sizes}, {block.expert}, {block.weights} weights, {checked}"
 
 
 def details(block: BlockReport) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """A rank that dies in the middle of a step: every survivor ends in time. On NCCL behind the `multigpu` mark, the same over Gloo.
 
-On NCCL a collective with a dead rank does not fail, it waits; see `hexa_fx.distributed.lost` for what ends it. What a
+On NCCL a collective with a dead rank does not fail, it waits; see `hexa_fx.distributed.rank_failures` for what ends it. What a
 survivor sees depends on where its host stands: in a call that looks who is lost, or in a wait for the device. Either way its
 last words name the lost rank.
 """

@@ -11,18 +11,18 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hexa_fx.distributed import lost
+from hexa_fx.distributed import rank_failures
 from hexa_fx.distributed.groups import make_groups
 
 
 def main(store: str, rank: int) -> None:
-    lost.waits_on_device = lambda groups: True
+    rank_failures.waits_on_device = lambda groups: True
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3, timeout=timedelta(seconds=60)
     )
     groups = make_groups()
-    lost.begin(groups)
-    watch = lost._keepers[groups.main_name].watch
+    rank_failures.watch(groups)
+    watch = rank_failures._watchdogs[groups.main_name].detector
     if rank == 1:
         raise ValueError("this rank has had enough")
     if rank == 0:

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 import hexa_fx
-from hexa_fx import observers
+from hexa_fx import observers, tracing
 from hexa_fx.errors import InputError
-from hexa_fx.inspection import watch
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.program import FfnRequest
 from hexa_fx.passes import PASSES
@@ -60,7 +59,7 @@ def test_a_refused_model_is_dumped_too(models, monkeypatch, tmp_path):
 
 
 def test_nobody_listens_unless_asked():
-    assert watch.Watch({}).listeners == ()
+    assert tracing.PassTrace({}).listeners == ()
 
 
 def test_debug_prints_and_keeps(models, capsys):
@@ -111,7 +110,7 @@ def test_graphs_in_the_log(models, caplog):
 
 def test_a_level_that_is_none_is_named():
     with pytest.raises(InputError, match="HEXA_FX_LOGS='loud': expected one of debug, info, warning"):
-        watch.Watch({"HEXA_FX_LOGS": "loud"})
+        tracing.PassTrace({"HEXA_FX_LOGS": "loud"})
 
 
 def test_torch_logs_and_traces(tmp_path):

@@ -14,22 +14,19 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hexa_fx.errors import InputError
+from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.recorded import Memory, Seen
 from hexa_fx.observers import Listener, PassEvent, listening
-
-if TYPE_CHECKING:
-    from hexa_fx.graphs import Graphs
-    from hexa_fx.report import OptimizationReport
+from hexa_fx.report import OptimizationReport
 
 graph_log = logging.getLogger("hexa_fx.passes.graphs")
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 
 
-class Watch:
+class PassTrace:
     """Sees all passes of one `optimize`; `finish` writes what is complete only at the end."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -62,11 +59,11 @@ class Watch:
 
 
 @contextmanager
-def watching(environment: Mapping[str, str] = os.environ) -> Iterator[Watch]:
+def tracing(environment: Mapping[str, str] = os.environ) -> Iterator[PassTrace]:
     """A context in which passes are reported to wherever the environment says."""
-    watch = Watch(environment)
-    with listening(*watch.listeners):
-        yield watch
+    trace = PassTrace(environment)
+    with listening(*trace.listeners):
+        yield trace
 
 
 class Dump:

@@ -1,7 +1,7 @@
 """What a rank does when others are lost while collectives run on a device.
 
 Over Gloo, a collective with a dead rank fails. Over NCCL it waits for ever, and so does a host that waits for the device.
-Where collectives run on NCCL, a `Watch` therefore says who is lost. After a loss
+Where collectives run on NCCL, a `FailureDetector` therefore says who is lost. After a loss
 
 * nothing new is launched: starting a collective raises `RankError` (`check`);
 * if a collective launched earlier is still unfinished after `GRACE` seconds, the groups' communicators are aborted. A waiting
@@ -10,8 +10,8 @@ Where collectives run on NCCL, a `Watch` therefore says who is lost. After a los
 * if no `RankError` is raised within `SETTLE` seconds of that, the process ends with the sentence and all stacks.
 
 A rank that says goodbye is not lost, since the others may have no more business with it. It counts as lost only if they still
-wait for one of its collectives after the same time. `Keeper` does the waiting, aborting and ending; this module holds the
-keepers by process group and is what sessions and collectives call.
+wait for one of its collectives after the same time. `Watchdog` does the waiting, aborting and ending; this module holds the
+watchdogs by process group and is what sessions and collectives call.
 """
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ import logging
 import multiprocessing.util
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hexa_fx.distributed.keeper import Keeper
-from hexa_fx.distributed.star import connect_star
-
-if TYPE_CHECKING:
-    from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.rank_connections import connect_ranks
+from hexa_fx.distributed.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
 _SETUP_SECONDS = 10.0
 
-alarm = False
+any_lost = False
 """Whether any rank of any group is lost. Cheap to read, so every collective asks it first."""
 
-_keepers: dict[str, Keeper] = {}
+_watchdogs: dict[str, Watchdog] = {}
 """By name of the process group. Kept outside the sessions, so that a model that holds a session can still be copied."""
 
 
@@ -60,7 +58,7 @@ def waits_on_device(groups: Groups) -> bool:
 # --- what sessions and collectives call ------------------------------------------------------------------------------
 
 
-def begin(groups: Groups) -> None:
+def watch(groups: Groups) -> None:
     """Starts watching these ranks, where that is needed. All ranks call it at the same point."""
     if groups.world == 1 or not waits_on_device(groups):
         return
@@ -70,33 +68,33 @@ def begin(groups: Groups) -> None:
         dist.all_gather_object(out, value, group=groups.host)
         return out
 
-    known = _keepers.get(groups.main_name)
+    known = _watchdogs.get(groups.main_name)
     if not all(exchange(known is not None and known.main is groups.main)):
         if known is not None:
             _close(known)
         try:
             seconds = min(_SETUP_SECONDS, groups.timeout.total_seconds() / 2)
-            peers = connect_star(groups.rank, groups.world, exchange, seconds)
+            peers = connect_ranks(groups.rank, groups.world, exchange, seconds)
         except OSError as error:
             _warn_once(str(error))
             return
-        known = Keeper(groups, peers, on_loss=_raise_alarm)
+        known = Watchdog(groups, peers, on_loss=_note_loss)
     assert known is not None
     _watch_exits()
     named = _named(groups)
     known.add(named.values())
-    _keepers.update(dict.fromkeys(named, known))
+    _watchdogs.update(dict.fromkeys(named, known))
 
 
-def _raise_alarm() -> None:
-    global alarm
-    alarm = True
+def _note_loss() -> None:
+    global any_lost
+    any_lost = True
 
 
-def _close(keeper: Keeper) -> None:
-    for name in [name for name, other in _keepers.items() if other is keeper]:
-        del _keepers[name]
-    keeper.close()
+def _close(watchdog: Watchdog) -> None:
+    for name in [name for name, other in _watchdogs.items() if other is watchdog]:
+        del _watchdogs[name]
+    watchdog.close()
 
 
 @functools.cache
@@ -107,48 +105,48 @@ def _warn_once(reason: str) -> None:
     )
 
 
-def end(groups: Groups) -> None:
+def unwatch(groups: Groups) -> None:
     """Takes note that a session closes. The last one says goodbye, unless an exception is being raised."""
-    keeper = _keepers.get(groups.main_name)
-    if keeper is None or keeper.main is not groups.main:
+    watchdog = _watchdogs.get(groups.main_name)
+    if watchdog is None or watchdog.main is not groups.main:
         return
-    keeper.sessions -= 1
-    if keeper.sessions <= 0 and not keeper.watch.lost and not _is_failing():
-        _close(keeper)
+    watchdog.sessions -= 1
+    if watchdog.sessions <= 0 and not watchdog.detector.lost and not _is_failing():
+        _close(watchdog)
 
 
-def keep(name: str, work: Any) -> Any:
+def track(name: str, work: Any) -> Any:
     """Notes a collective launched on the group of this name, and returns it."""
-    keeper = _keepers.get(name)
-    if keeper is not None:
-        keeper.keep(name, work)
+    watchdog = _watchdogs.get(name)
+    if watchdog is not None:
+        watchdog.track(name, work)
     return work
 
 
-def _find(groups: Groups | str) -> Keeper | None:
-    return _keepers.get(groups if isinstance(groups, str) else groups.gather_name)
+def _find(groups: Groups | str) -> Watchdog | None:
+    return _watchdogs.get(groups if isinstance(groups, str) else groups.gather_name)
 
 
 def check(where: str, groups: Groups | str) -> None:
-    """Raises `RankError` if ranks of these groups are lost. Read `alarm` first: it is cheaper."""
-    keeper = _find(groups)
-    if keeper is not None and keeper.watch.lost:
-        raise keeper.error(where)
+    """Raises `RankError` if ranks of these groups are lost. Read `any_lost` first: it is cheaper."""
+    watchdog = _find(groups)
+    if watchdog is not None and watchdog.detector.lost:
+        raise watchdog.error(where)
 
 
 def is_aborted(groups: Groups | str) -> bool:
     """Whether collectives of these groups were aborted, so that what they wrote is garbage."""
-    keeper = _find(groups)
-    return keeper is not None and keeper.aborted
+    watchdog = _find(groups)
+    return watchdog is not None and watchdog.aborted
 
 
 def find_lost(groups: Groups, seconds: float) -> list[int]:
     """The ranks that the watch knows to be lost after a collective failed; empty where nobody watches."""
-    keeper = _find(groups)
-    if keeper is None:
+    watchdog = _find(groups)
+    if watchdog is None:
         return []
-    found = keeper.lost_within(seconds)
-    keeper.told |= bool(found)
+    found = watchdog.lost_within(seconds)
+    watchdog.reported |= bool(found)
     return found
 
 
@@ -165,9 +163,9 @@ def _watch_exits() -> None:
 
 def _at_exit() -> None:
     failed = _is_failing() or getattr(sys, "last_value", None) is not None
-    for keeper in set(_keepers.values()):
-        keeper.close_at_exit(failed)
-    _keepers.clear()
+    for watchdog in set(_watchdogs.values()):
+        watchdog.close_at_exit(failed)
+    _watchdogs.clear()
 
 
 def _is_failing() -> bool:
@@ -178,9 +176,9 @@ def _is_failing() -> bool:
 
 def _in_child() -> None:
     """In a forked child, which must neither keep its parent's connections open nor say goodbye on its behalf."""
-    global alarm
-    for keeper in set(_keepers.values()):
-        keeper.watch.forget()
-    _keepers.clear()
+    global any_lost
+    for watchdog in set(_watchdogs.values()):
+        watchdog.detector.forget()
+    _watchdogs.clear()
     _watch_exits.cache_clear()
-    alarm = False
+    any_lost = False

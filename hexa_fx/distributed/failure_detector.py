@@ -1,7 +1,7 @@
-"""Which ranks of a group are still alive: a star of plain connections, watched by one thread per process.
+"""Which ranks of a group are still alive: plain connections in a star, watched by one thread per process.
 
 A collective on a device does not fail when a rank dies, it waits. Every rank of a group therefore holds a connection to its
-first rank (`hexa_fx.distributed.star`), on which nothing but goodbyes is sent. The system closes the connection of a
+first rank (`hexa_fx.distributed.rank_connections`), on which nothing but goodbyes is sent. The system closes the connection of a
 dead process at once, and keepalive that of a dead host. A connection that closes without a goodbye is a loss, which the first
 rank passes on to the others. After the first rank's own goodbye nobody watches any more.
 """
@@ -23,7 +23,7 @@ _FRAME = struct.Struct("!ci")
 _LOST, _GOODBYE, _HEARD = b"L", b"G", b"H"
 
 
-class Watch:
+class FailureDetector:
     """This rank's end of the star.
 
     Args:

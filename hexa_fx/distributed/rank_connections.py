@@ -1,4 +1,4 @@
-"""Connects the ranks of a group in a star around its first rank: the plain sockets that a `Watch` holds."""
+"""Connects the ranks of a group in a star around its first rank: the plain sockets that a `FailureDetector` watches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Exchange = Callable[[Any], list[Any]]
 """Takes one rank's object and returns those of all ranks, in rank order."""
 
 
-def connect_star(rank: int, world: int, exchange: Exchange, seconds: float) -> dict[int, socket.socket]:
+def connect_ranks(rank: int, world: int, exchange: Exchange, seconds: float) -> dict[int, socket.socket]:
     """This rank's connections: to every other rank on the first one, to the first one elsewhere. All ranks call it together.
 
     Args:

@@ -5,20 +5,17 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from hexa_fx.distributed.watch import Watch
+from hexa_fx.distributed.failure_detector import FailureDetector
+from hexa_fx.distributed.groups import Groups
 from hexa_fx.errors import RankError
-
-if TYPE_CHECKING:
-    import socket
-
-    from hexa_fx.distributed.groups import Groups
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +28,7 @@ SETTLE = 5.0
 _POLL = 0.25
 
 
-class Keeper:
+class Watchdog:
     """Looks after the collectives of one set of ranks for as long as sessions use them.
 
     Args:
@@ -44,7 +41,7 @@ class Keeper:
         self.main, self.rank, self.seconds = groups.main, groups.rank, groups.timeout.total_seconds()
         self.sessions = 0
         self._on_loss = on_loss
-        self.told = False
+        self.reported = False
         self.aborted = False
         self._pgs: list[Any] = []
         self._latest: dict[str, Any] = {}
@@ -53,34 +50,34 @@ class Keeper:
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._noticed = self._waiting_since = self._aborted_at = 0.0
         self._waiting: list[Any] = []
-        self.watch = Watch(groups.rank, peers, self.tick)
-        self.watch.start()
+        self.detector = FailureDetector(groups.rank, peers, self.tick)
+        self.detector.start()
 
     def add(self, groups: Iterable[Any]) -> None:
         """Takes on one more session, with its process groups."""
         self.sessions += 1
         self._pgs += [group for group in groups if group not in self._pgs]
 
-    def keep(self, name: str, work: Any) -> None:
+    def track(self, name: str, work: Any) -> None:
         """Notes a launched collective. Those of one communicator finish in order, so only the latest is kept."""
         self._latest[name] = work
 
     @property
     def sentence(self) -> str:
         """A sentence that names the lost ranks."""
-        return f"ranks {sorted(self.watch.lost)} do not answer: their processes ended in the middle of the job"
+        return f"ranks {sorted(self.detector.lost)} do not answer: their processes ended in the middle of the job"
 
     # --- on the watch's thread -------------------------------------------------------------------------------------
 
     def tick(self) -> float | None:
         """After a loss or a goodbye, makes sure that nobody waits for ever. Returns the seconds until the next call."""
         now = time.monotonic()
-        if self.watch.lost and not self._noticed:
+        if self.detector.lost and not self._noticed:
             self._notice(now)
-        if not self._noticed and not self.watch.left:
+        if not self._noticed and not self.detector.left:
             return None
         if self.aborted:
-            if now >= self._aborted_at + SETTLE and (not self.told or self._unfinished()):
+            if now >= self._aborted_at + SETTLE and (not self.reported or self._unfinished()):
                 self._end_process()
             return _POLL
         unfinished = self._unfinished()
@@ -90,7 +87,7 @@ class Keeper:
             if self._noticed:
                 self._abort(now)
             else:
-                self.watch.lost.extend(self.watch.left)
+                self.detector.lost.extend(self.detector.left)
         return _POLL
 
     def _patience(self, unfinished: list[Any]) -> float:
@@ -129,7 +126,9 @@ class Keeper:
 
     def _abort(self, now: float) -> None:
         self.aborted, self._aborted_at = True, now
-        logger.error("rank %d: a collective waits for ranks %s, so it is aborted", self.rank, sorted(self.watch.lost))
+        logger.error(
+            "rank %d: a collective waits for ranks %s, so it is aborted", self.rank, sorted(self.detector.lost)
+        )
         for group in self._pgs:  # all at once: one communicator's abort may wait for another's kernel
             threading.Thread(target=_abort, args=(group,), daemon=True).start()
 
@@ -137,41 +136,41 @@ class Keeper:
         text = f"hexa_fx.errors.RankError: rank {self.rank}: {self.sentence}. Collectives were aborted, so the process ends\n"
         os.write(2, text.encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
-        self.watch.leave(0.2)
+        self.detector.leave(0.2)
         os._exit(1)
 
     # --- on any thread ---------------------------------------------------------------------------------------------
 
     def error(self, where: str) -> RankError:
         """The error to raise. Once it is made, the loss counts as reported."""
-        self.told = True
+        self.reported = True
         return RankError(f"no collective can run in {where} on rank {self.rank}: {self.sentence}")
 
     def lost_within(self, seconds: float) -> list[int]:
         """The lost ranks; waits up to ``seconds`` for the watch to name one."""
         end = time.monotonic() + seconds
-        while not self.watch.lost and time.monotonic() < end:
+        while not self.detector.lost and time.monotonic() < end:
             time.sleep(0.02)
-        return sorted(self.watch.lost)
+        return sorted(self.detector.lost)
 
     def close(self, failed: bool = False) -> None:
         """Ends the watch. A rank that failed on its own says no goodbye, so that the others take it for lost."""
-        if failed and not self.watch.lost:
-            self.watch.stop()
+        if failed and not self.detector.lost:
+            self.detector.stop()
         else:
-            self.watch.leave()
+            self.detector.leave()
         self._latest.clear()
         self._done.clear()
 
     def close_at_exit(self, failed: bool) -> None:
         """Ends the watch as the process exits. Its last steps must not wait for the device either."""
-        if self.watch.lost:
+        if self.detector.lost:
             end = time.monotonic() + SETTLE
             if self._unfinished() and not self.aborted:
                 self._abort(time.monotonic())
             while self._unfinished() and time.monotonic() < end:
                 time.sleep(_POLL)
-            if (self.aborted and not self.told) or self._unfinished():
+            if (self.aborted and not self.reported) or self._unfinished():
                 self._end_process()
         self.close(failed)
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from harness import scripts, start
 from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan, own
 
-from hexa_fx.distributed import checkpoint, collectives, lost, star
-from hexa_fx.distributed import keeper as keeping
+from hexa_fx.distributed import checkpoint, collectives, rank_connections, rank_failures, watchdog
+from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.gradients import sync_gradients
-from hexa_fx.distributed.groups import guarded, make_groups
+from hexa_fx.distributed.groups import make_groups
 from hexa_fx.errors import RankError
 
 GRACE, SETTLE = 0.4, 1.5
@@ -36,11 +36,11 @@ class NeverDone:
 
 def watched():
     """A watched group over Gloo, with short times."""
-    lost.waits_on_device = lambda groups: True
-    keeping.GRACE, keeping.SETTLE, keeping.LONG_GRACE = GRACE, SETTLE, 2 * GRACE
+    rank_failures.waits_on_device = lambda groups: True
+    watchdog.GRACE, watchdog.SETTLE, watchdog.LONG_GRACE = GRACE, SETTLE, 2 * GRACE
     groups = make_groups(None, timedelta(seconds=10))
-    lost.begin(groups)
-    return groups, lost._keepers[groups.main_name]
+    rank_failures.watch(groups)
+    return groups, rank_failures._watchdogs[groups.main_name]
 
 
 def until(condition, seconds=20.0):
@@ -59,9 +59,9 @@ def die(how):
         try:
             raise ValueError("at the end of a process of multiprocessing")
         except ValueError:
-            lost._at_exit()
+            rank_failures._at_exit()
     if how == "goodbye":
-        lost._at_exit()
+        rank_failures._at_exit()
     if how == "child":
         if os.fork() == 0:  # like a loader's worker, which outlives its rank for a while
             time.sleep(12)
@@ -74,13 +74,13 @@ def die(how):
 
 
 def ending(rank, world, who, how):
-    _, keeper = watched()
+    _, ours = watched()
     dist.barrier()
     if rank == who:
         die(how)
     began = time.monotonic()
-    until(lambda: keeper.watch.lost or keeper.watch.left)
-    found = list(keeper.watch.lost), list(keeper.watch.left), time.monotonic() - began
+    until(lambda: ours.detector.lost or ours.detector.left)
+    found = list(ours.detector.lost), list(ours.detector.left), time.monotonic() - began
     store = dist.distributed_c10d._get_default_store()
     # who ends is lost, a survivor too: not before the others have looked
     store.set(f"looked/{rank}", "")
@@ -123,7 +123,7 @@ def connected(world, seconds=3.0):
             return list(offers)
 
         try:
-            out[rank] = star.connect_star(rank, world, exchange, seconds)
+            out[rank] = rank_connections.connect_ranks(rank, world, exchange, seconds)
         except OSError as error:
             out[rank] = error
 
@@ -137,20 +137,20 @@ def connected(world, seconds=3.0):
 
 @pytest.mark.parametrize("master", [None, "localhost", socket.gethostname()])
 def test_strangers_are_refused(monkeypatch, master):
-    monkeypatch.setattr(star, "_GREETING_SECONDS", 0.3)
+    monkeypatch.setattr(rank_connections, "_GREETING_SECONDS", 0.3)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     if master is not None:
         monkeypatch.setenv("MASTER_ADDR", master)
-    connect, refused = star._connect, []
+    connect, refused = rank_connections._connect, []
 
     def after_strangers(offer, rank, seconds):
-        for greeting in (b"GET / HTTP/1.1\r\n\r\n" + bytes(40), star._HELLO.pack(bytes(32), rank), b""):
+        for greeting in (b"GET / HTTP/1.1\r\n\r\n" + bytes(40), rank_connections._HELLO.pack(bytes(32), rank), b""):
             with socket.create_connection((offer[0][-1], offer[1]), timeout=5) as stranger:
                 stranger.sendall(greeting)
                 refused.append(_ends_without_welcome(stranger))
         return connect(offer, rank, seconds)
 
-    monkeypatch.setattr(star, "_connect", after_strangers)
+    monkeypatch.setattr(rank_connections, "_connect", after_strangers)
     hub, spoke = connected(2)
     assert refused == [True] * 3
     assert (list(hub), list(spoke)) == ([1], [0])
@@ -167,36 +167,36 @@ def _ends_without_welcome(stranger):
 
 
 def test_a_rank_that_does_not_get_through_is_named_everywhere(monkeypatch):
-    connect = star._connect
+    connect = rank_connections._connect
 
     def blocked(offer, rank, seconds):
         if rank == 2:
             raise OSError("no route to host")
         return connect(offer, rank, seconds)
 
-    monkeypatch.setattr(star, "_connect", blocked)
+    monkeypatch.setattr(rank_connections, "_connect", blocked)
     for error in connected(3, seconds=0.5):
         assert "rank 2: no route to host" in str(error)
         assert "rank 0: ranks [2] did not connect within 0.5 s" in str(error)
 
 
 def unwatched(rank, world):
-    lost.waits_on_device = lambda groups: True
+    rank_failures.waits_on_device = lambda groups: True
     warned = []
-    lost.logger.warning = lambda text, *args: warned.append(text % args)
-    star._connect = lambda *_: (_ for _ in ()).throw(OSError("no route to host"))
+    rank_failures.logger.warning = lambda text, *args: warned.append(text % args)
+    rank_connections._connect = lambda *_: (_ for _ in ()).throw(OSError("no route to host"))
     groups = make_groups(None, timedelta(seconds=1))
-    lost.begin(groups)
-    lost.begin(groups)
-    return warned, list(lost._keepers)
+    rank_failures.watch(groups)
+    rank_failures.watch(groups)
+    return warned, list(rank_failures._watchdogs)
 
 
 def test_without_a_watch_the_job_goes_on_and_says_so_once():
     for kind, value in start(2, unwatched):
         assert kind == "ok", value
-        (warning,), keepers = value
+        (warning,), watchdogs = value
         assert "lost ranks are not watched (rank 0: ranks [1] did not connect" in warning
-        assert keepers == []
+        assert watchdogs == []
 
 
 # --- sessions --------------------------------------------------------------------------------------------------------
@@ -207,30 +207,30 @@ TWO = [KINDS["concat"]] * 2
 def several_sessions(rank, world):
     plan = make_plan(2, "uneven", MODES["data"][:2], TWO)
     install(Net(TWO), plan).session.close()
-    over_gloo = list(lost._keepers)
-    lost.waits_on_device = lambda groups: True
+    over_gloo = list(rank_failures._watchdogs)
+    rank_failures.waits_on_device = lambda groups: True
     first, second = install(Net(TWO), plan).session, install(Net(TWO), plan).session
-    (keeper,) = set(lost._keepers.values())
+    (ours,) = set(rank_failures._watchdogs.values())
     first.close()
     first.close()
-    alive = set(lost._keepers.values()) == {keeper}
+    alive = set(rank_failures._watchdogs.values()) == {ours}
     dist.barrier()
-    untouched = (list(keeper.watch.lost), list(keeper.watch.left))
+    untouched = (list(ours.detector.lost), list(ours.detector.left))
     dist.barrier()
     if rank == 1:  # the other one forgets to close
         second.close()
     else:
-        until(lambda: keeper.watch.left)
-    left = list(keeper.watch.left)
+        until(lambda: ours.detector.left)
+    left = list(ours.detector.left)
     model = Net(TWO)
     third = install(model, plan).session
     x, target = (t[own(plan.batch, rank)] for t in batch(sum(plan.batch)))
     loss_sum(model(x), target).backward()
     sync_gradients(model, third)
-    fresh = lost._keepers[third.groups.main_name]
+    fresh = rank_failures._watchdogs[third.groups.main_name]
     done = until(lambda: not fresh._unfinished())
     kept = set(fresh._latest) == {third.groups.gather_name, third.groups.main_name}
-    return over_gloo, alive, untouched, left, fresh is not keeper, fresh.watch.lost, done and kept
+    return over_gloo, alive, untouched, left, fresh is not ours, fresh.detector.lost, done and kept
 
 
 def test_several_sessions_share_a_watch_and_the_last_one_ends_it():
@@ -249,8 +249,8 @@ def starts(rank, world, folder):
     loss = loss_sum(model(x), target)
     if rank == 1:
         os._exit(0)
-    (keeper,) = set(lost._keepers.values())
-    assert until(lambda: keeper.watch.lost)
+    (ours,) = set(rank_failures._watchdogs.values())
+    assert until(lambda: ours.detector.lost)
     rows = torch.zeros(plan.batch[0], 2)
     calls = {
         "forward": lambda: model(x),
@@ -293,22 +293,22 @@ def test_after_a_loss_nothing_starts_and_no_checkpoint_is_written(tmp_path):
 
 
 def stuck(rank, world, then, file):
-    groups, keeper = watched()
+    groups, ours = watched()
     work, aborted = NeverDone(), []
     if then == "device":  # waits in a collective of DDP's, say
         torch.cuda.synchronize = lambda device: work.freed.wait(30)
-        keeper._device = 0
+        ours._device = 0
     dist.barrier()
     if rank == 1:
         die("goodbye" if then == "left" else "exit")
     out = os.open(file, os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 2)
-    keeping._abort = lambda group: (aborted.append(str(group.group_name)), then != "hangs" and work.freed.set())
+    watchdog._abort = lambda group: (aborted.append(str(group.group_name)), then != "hangs" and work.freed.set())
     if then not in ("idle", "device"):
-        lost.keep(groups.gather_name, work)
+        rank_failures.track(groups.gather_name, work)
     if then == "idle":
         time.sleep(2 * (GRACE + SETTLE))
-        return "lives", list(keeper.watch.lost), aborted
+        return "lives", list(ours.detector.lost), aborted
     work.freed.wait(30)  # as a host waits for its device
     if then == "next":
         with (
@@ -317,11 +317,11 @@ def stuck(rank, world, then, file):
         ):
             pass
         time.sleep(2 * SETTLE)
-        return "raised", list(keeper.watch.lost), sorted(aborted) == sorted(lost._named(groups))
+        return "raised", list(ours.detector.lost), sorted(aborted) == sorted(rank_failures._named(groups))
     if then == "ends":
-        lost._at_exit()
+        rank_failures._at_exit()
     time.sleep(30)
-    return "went on", list(keeper.watch.lost), aborted
+    return "went on", list(ours.detector.lost), aborted
 
 
 @pytest.mark.parametrize("then", ["hangs", "silent", "ends", "left", "device"])
@@ -346,7 +346,7 @@ def test_a_rank_with_nothing_under_way_lives_on():
 
 
 def crash(rank, world):
-    lost.waits_on_device = lambda groups: True
+    rank_failures.waits_on_device = lambda groups: True
     plan = make_plan(4, "uneven", MODES["mixed"][:2], TWO)
     model = Net(TWO)
     session = install(model, plan, timeout=timedelta(seconds=25)).session
@@ -374,7 +374,12 @@ def again(rank, world, store):
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     _, second = watched()
     dist.barrier()
-    return second is not first, set(lost._keepers.values()) == {second}, second.watch.lost, second.watch.left
+    return (
+        second is not first,
+        set(rank_failures._watchdogs.values()) == {second},
+        second.detector.lost,
+        second.detector.left,
+    )
 
 
 def test_process_groups_that_are_made_again_are_watched_anew(tmp_path):
@@ -388,8 +393,8 @@ def garbage(rank, world):
     if rank == 1:
         os._exit(0)
     work = NeverDone()
-    keeping._abort = lambda group: work.freed.set()
-    lost.keep(groups.main_name, work)
+    watchdog._abort = lambda group: work.freed.set()
+    rank_failures.track(groups.main_name, work)
     out = []
     for wrong in (lambda: None, lambda: [][7]):  # the values are garbage, so any error may follow
         try:

@@ -1,0 +1,99 @@
+"""What a failed collective is reported as: where it failed, and which ranks are lost."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hexa_fx.distributed import rank_failures
+from hexa_fx.distributed.groups import Groups, groups_named, missing_ranks
+from hexa_fx.errors import HexaError, RankError
+
+logger = logging.getLogger(__name__)
+
+_incidents = 0
+
+_LONGEST_GRACE = 30.0
+_NOTICE_SECONDS = 2.0
+
+
+def join(groups: Groups, when: str, timeout: timedelta | None = None) -> None:
+    """A barrier between hosts. Raises `RankError` with the ranks that do not arrive."""
+    if rank_failures.any_lost:
+        rank_failures.check(f"a barrier {when}", groups)
+    try:
+        dist.monitored_barrier(groups.host, timeout=timeout or groups.timeout, wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RankError(f"not all ranks arrived {when}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; torch appends a C++ stack to it."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether a communication backend raised the exception. Gloo raises plain RuntimeErrors, recognised by their wording."""
+    if isinstance(error, (dist.DistError, dist.DistBackendError)):
+        return True
+    words = ("gloo", "nccl", "connection", "timeout", "timed out", "socket", "pair closure", "broken pipe")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+
+
+def explain_failure(error: BaseException, where: str, groups: Groups) -> RankError:
+    """The error to raise on a surviving rank: what failed, where, and which ranks no longer answer.
+
+    Every survivor leaves a mark in the job's store and waits for those of the others. A survivor that waits for another
+    survivor only notices the loss when its own collective times out, so the others wait as long, up to half a minute.
+    """
+    grace = min(groups.timeout.total_seconds(), _LONGEST_GRACE) + 3.0
+    missing = rank_failures.find_lost(groups, _NOTICE_SECONDS) or _silent_ranks(groups, grace)
+    found = f"ranks {missing} do not answer" if missing else "all ranks answer, so they issued different collectives"
+    return RankError(f"a collective failed in {where} on rank {groups.rank}: {found}. Backend: {first_line(error)}")
+
+
+def _silent_ranks(groups: Groups, grace: float) -> list[int]:
+    global _incidents
+    _incidents += 1
+    try:
+        return missing_ranks(f"hexa_fx/incident/{_incidents}", groups.rank, groups.world, grace)
+    except RuntimeError as error:
+        logger.warning("the job's store is gone too, so lost ranks cannot be named: %s", first_line(error))
+        return []
+
+
+class guarded:
+    """A context that turns the error of a failed collective into one that says where it failed and who is lost.
+
+    It raises at once if a rank is already known to be lost, and at the end if collectives were aborted in between. It has no
+    state, so it may be entered many times.
+
+    Args:
+        where: what is being done, for the error.
+        groups: the groups, or the name of one of their process groups. With an unknown name errors stay as they are.
+    """
+
+    __slots__ = ("groups", "where")
+
+    def __init__(self, where: str, groups: Groups | str) -> None:
+        self.where, self.groups = where, groups
+
+    def __enter__(self) -> None:
+        if rank_failures.any_lost:
+            rank_failures.check(self.where, self.groups)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._explain(error)
+        elif rank_failures.any_lost and rank_failures.is_aborted(self.groups):
+            rank_failures.check(self.where, self.groups)
+
+    def _explain(self, error: BaseException) -> None:
+        if isinstance(error, HexaError) or not isinstance(error, Exception):
+            return
+        known = groups_named(self.groups) if isinstance(self.groups, str) else self.groups
+        if known is not None and (is_collective_failure(error) or rank_failures.is_aborted(known)):
+            raise explain_failure(error, self.where, known) from error
