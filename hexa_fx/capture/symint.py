@@ -7,9 +7,13 @@ accepted wherever torch takes an int, and its arithmetic ends up here.
 
 from __future__ import annotations
 
+import dis
+import functools
 import math
 import operator
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
@@ -78,8 +82,14 @@ class RecordedNumber:
     constant_int = constant_bool = nested_int = singleton_int = maybe_as_int
 
     def guard_int(self, *_: object) -> int:
-        """The run turns the number into a plain one, so from here on the recording holds for this value only."""
-        self.recorder.note_decision(self.node, int(self.value))
+        """The run turns the number into a plain one, so from here on the recording holds for this value only.
+
+        That may be the end of a loop. An index into a list, or a remainder, chooses what is done.
+        """
+        if self.node is not None and (self.node.target is operator.mod or _is_subscript(sys._getframe(2))):
+            self._compare()
+        else:
+            self.recorder.note_decision(self.node, int(self.value))
         return int(self.value)
 
     int_ = guard_int
@@ -106,7 +116,13 @@ class RecordedNumber:
     def clone(self) -> RecordedNumber:
         return self
 
+    def _compare(self) -> None:
+        """Notes that the run went on with this very number."""
+        if self.node is not None:
+            self.recorder.note_decision(self.recorder.record_call(operator.eq, (self.node, self.value), True), True)
+
     def str(self) -> str:
+        self._compare()
         return repr(self.value)
 
     _graph_repr = __str__ = str
@@ -119,6 +135,16 @@ class RecordedNumber:
         value = function(self.value, *[other.value for other in others])
         args = tuple(number.argument() for number in (self, *others))
         return RecordedNumber(value, self.recorder.record_call(function, args, value), self.recorder)
+
+
+def _is_subscript(frame: FrameType) -> bool:
+    """Whether the code indexes or slices something."""
+    return _operations(frame.f_code).get(frame.f_lasti, "").startswith("BINARY_S")
+
+
+@functools.lru_cache(maxsize=256)
+def _operations(code: CodeType) -> Mapping[int, str]:
+    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
 
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {

@@ -12,11 +12,10 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.passes.detect.graph import RANDOM, ancestors, descendants, effects, is_float, is_tensor, operation
+from hexa_fx.passes.detect.size_decisions import COUNTING, SIZES, is_condition, refuse_exact_count, sizes_asked
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-_COUNTING = frozenset(["nonzero", "where", "unique", "unique_consecutive", "masked_select", "argwhere"])
-_SIZES = frozenset(("size", "numel", "nelement", "dim"))
 _CHECKS = frozenset(("isfinite", "isnan", "isinf"))
 _SELECTIONS = frozenset(
     "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min "
@@ -55,8 +54,8 @@ def leaves_decision(ends: Sequence[torch.fx.Node], opaque: set[torch.fx.Node]) -
 
 def _depends_on_data(decision: torch.fx.Node) -> bool:
     """Whether a decision depends on data. A size does only if it counts what was found; unbinding a tensor asks for a size."""
-    if operation(decision) in (*_SIZES, "unbind"):
-        return any(operation(n) in _COUNTING for n in ancestors([decision]))
+    if operation(decision) in (*SIZES, "unbind"):
+        return any(operation(n) in COUNTING for n in ancestors([decision]))
     return True
 
 
@@ -73,7 +72,7 @@ def shape_branches(
     becomes a guard. Any other makes the trace valid for this input only.
 
     Raises:
-        Refuse: a decision depends on data other than the routing, or turns a size into a plain number.
+        Refuse: a decision depends on data other than the routing, or on an exact number of tokens of an expert.
     """
     guards: list[ShapeBranch] = []
     after = descendants([output]) | {output}
@@ -84,6 +83,11 @@ def shape_branches(
         kept = _kept_values(captured, node)
         if kept and not any(n.op == "placeholder" for n in behind):
             guards.append(_guard_of_kept(captured, node, kept))
+            continue
+        sizes = sizes_asked(node)
+        if sizes:
+            if is_condition(node, sizes, tags):
+                guards.append(ShapeBranch(node, bool(record_of(node).value)))
             continue
         asked = _asked(node, output)
         of_experts = {n for n in asked if is_float(n) and tags[n].experts and not tags[n].weight}
@@ -98,6 +102,7 @@ def shape_branches(
         if any(n.op == "placeholder" and is_float(n) for n in asked):
             raise Refuse(ON_DATA, node)
         if behind & routing or any(operation(n) in _SELECTIONS for n in behind):
+            refuse_exact_count(node)
             continue
         if not any(n.op == "placeholder" for n in behind):
             continue
@@ -113,7 +118,7 @@ def _kept_values(captured: CapturedBlock, decision: torch.fx.Node) -> list[str]:
     """The parameters and buffers of which the decision reads numbers, not only sizes."""
     if operation(decision) == "unbind":
         return []
-    read = ancestors([decision], stop=lambda n: operation(n) in _SIZES)
+    read = ancestors([decision], stop=lambda n: operation(n) in SIZES)
     return sorted(str(n.target) for n in read if n.op == "get_attr" and n.target not in captured.constants)
 
 
@@ -150,7 +155,7 @@ def _is_size_or_choice(node: torch.fx.Node) -> bool:
         return False
     made = node.args[0] if operation(node) == "getitem" else node
     chosen = isinstance(made, torch.fx.Node) and made.op.startswith("call") and operation(made) in _CHOICES
-    if operation(node) in _SIZES | _SPARSE or (chosen and is_tensor(node) and not is_float(node)):
+    if operation(node) in SIZES | _SPARSE or (chosen and is_tensor(node) and not is_float(node)):
         return True
     return _asks_for_zeros(node) and _is_sparse(node.args[0])
 
@@ -190,11 +195,11 @@ def _is_check(node: torch.fx.Node) -> bool:
 
 def _read_by_value(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:
     """Whether a value (not just a size) of a float tensor reaches the decision."""
-    return any(user in behind and operation(user) not in _SIZES for user in node.users)
+    return any(user in behind and operation(user) not in SIZES for user in node.users)
 
 
 def _guard(node: torch.fx.Node) -> ShapeBranch | None:
     value = record_of(node).value
-    if operation(node) in _SIZES:
+    if operation(node) in SIZES:
         return None  # len(x), range(n): a loop over rows is only legitimate inside the experts, which verification sees
     return ShapeBranch(node, bool(value)) if isinstance(value, bool) else None

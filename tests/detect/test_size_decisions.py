@@ -1,0 +1,152 @@
+"""Decisions on sizes are asked at every call, refused, or seen by verification; never frozen."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.runtime import install
+from tests.zoo.compare import operators_run
+
+D, E, K = 8, 4, 2
+FACTORS = [1.0, 2.0]
+
+
+class Block(nn.Module):
+    """A plain loop over experts; subclasses scale the weights if a size says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 12), nn.GELU(), nn.Linear(12, D)) for _ in range(E))
+
+    def factor(self, x, w, i):
+        return 1.0
+
+    def run(self, e, rows):
+        return self.experts[e](rows)
+
+    def forward(self, x):
+        w, i = self.gate(x).softmax(-1).topk(K)
+        w = w * self.factor(x, w, i)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(i == e)
+            out.index_add_(0, token, self.run(e, x[token]) * w[token, slot, None])
+        return out
+
+
+class Equal(Block):
+    def factor(self, x, w, i):
+        return 2.0 if x.shape[0] == 400 else 1.0
+
+
+class Unequal(Block):
+    def factor(self, x, w, i):
+        return 1.0 if w.size(0) != 400 else 2.0
+
+
+class Remainder(Block):
+    def factor(self, x, w, i):
+        return 2.0 if i.shape[0] % 2 else 1.0
+
+
+class TableOfSizes(Block):
+    def factor(self, x, w, i):
+        return FACTORS[x.shape[0] % 2]
+
+
+class InSizes(Block):
+    def factor(self, x, w, i):
+        return 2.0 if len(i) in (300, 400, 301) else 1.0
+
+
+class OfElements(Block):
+    def factor(self, x, w, i):
+        return 2.0 if i.numel() == 800 else 1.0
+
+
+class InText(Block):
+    def factor(self, x, w, i):
+        return 2.0 if f"{x.shape[0]}".endswith("00") else 1.0
+
+
+class Above(Block):
+    def factor(self, x, w, i):
+        return 2.0 if i.shape[0] > 300 and w.shape[0] < 1000 else 1.0
+
+
+ASKED = [Equal, Unequal, Remainder, TableOfSizes, InSizes, OfElements, InText, Above]
+
+
+class ExactlySeven(Block):
+    def run(self, e, rows):
+        return self.experts[e](rows) * (2 if rows.shape[0] == 77 else 1)
+
+
+class EvenCount(Block):
+    def run(self, e, rows):
+        return self.experts[e](rows) * (2 if len(rows) % 64 == 63 else 1)
+
+
+class CountOfMask(Block):
+    def factor(self, x, w, i):
+        return 2.0 if (i == 1).sum() == 123 else 1.0
+
+
+NOT_SEEN = [ExactlySeven, EvenCount, CountOfMask]
+
+
+class AnyRows(Block):
+    def run(self, e, rows):
+        return self.experts[e](rows) if rows.shape[0] != 0 else rows
+
+
+class Counted(Block):
+    def run(self, e, rows):
+        return self.experts[e](rows) if len(rows) >= 1 and rows.shape[-1] == D else rows
+
+
+SEEN = [AnyRows, Counted]
+
+
+@pytest.fixture(autouse=True)
+def operators(monkeypatch):
+    monkeypatch.setattr(install, "OWN_CODE_WHEN_SMALL", False)
+    torch.manual_seed(0)
+
+
+def x(rows):
+    return torch.randn(rows, D, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ASKED, ids=lambda kind: kind.__name__)
+def test_the_condition_is_asked_at_every_call(kind):
+    model = kind().double().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), x(24))
+    assert operators_run(optimized, (x(24),))
+    for rows in (24, 26, 301, 400, 5, 1):
+        given = x(rows)
+        torch.testing.assert_close(optimized(given), model(given))
+
+
+@pytest.mark.parametrize("kind", NOT_SEEN, ids=lambda kind: kind.__name__)
+def test_an_exact_count_of_rows_is_refused(kind):
+    (block,) = hexa_fx.explain(kind().double().eval(), x(24)).blocks
+    assert block.status == "refused"
+    assert "exact number of tokens" in block.reason
+    assert block.location is not None
+
+
+@pytest.mark.parametrize("kind", SEEN, ids=lambda kind: kind.__name__)
+def test_whether_there_are_rows_is_seen(kind):
+    model = kind().double().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), x(24))
+    for rows in (24, 3, 1, 0):
+        given = x(rows)
+        torch.testing.assert_close(optimized(given), model(given))
+    assert operators_run(optimized, (x(7),))
