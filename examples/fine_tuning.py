@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import hexa_fx
-from hexa_fx.integrations.transformers import tiny_model
+from hexa_fx.integrations.tiny_models import tiny_model
 
 VOCABULARY = 128
 

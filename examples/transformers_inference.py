@@ -14,7 +14,7 @@ import time
 import torch
 
 import hexa_fx
-from hexa_fx.integrations.transformers import tiny_model
+from hexa_fx.integrations.tiny_models import tiny_model
 
 
 def main(model_type: str = "qwen3_moe") -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hexa_fx.api import attached, optimize
-from hexa_fx.integrations.transformers import tiny_model
+from hexa_fx.integrations.tiny_models import tiny_model
 
 
 def run(as_json: bool = False) -> None:

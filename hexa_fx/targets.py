@@ -15,26 +15,12 @@ import torch
 from torch import nn
 
 from hexa_fx.errors import InputError
+from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
 
 EXPECTED = (
     "expected MODULE:FACTORY or FILE.py:FACTORY (a function that returns a model and example inputs), the model type of a "
     "transformers architecture such as mixtral, or a folder with a config.json"
 )
-
-_WIDTHS = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-"""What makes a configuration cheap to run. Layers, experts and their routing stay as they are."""
 
 
 def load(target: str) -> tuple[nn.Module, Any]:
@@ -50,20 +36,15 @@ def load(target: str) -> tuple[nn.Module, Any]:
     if ":" in target:
         return _from_factory(target)
     if _is_folder(target):
-        return _tiny_from_config(target)
-    from hexa_fx.integrations.transformers import tiny_model
-
-    try:
-        return tiny_model(target)
-    except InputError as error:
-        raise InputError(_unknown_type(target) or str(error)) from error
+        return built(tiny_config(_config(target), whole=True), target)
+    return built(tiny_config(_default_config(target)), target)
 
 
 def load_whole(target: str) -> tuple[nn.Module, Any]:
     """As `load`, but a model type keeps all layers and experts of its default configuration too."""
     if ":" in target or _is_folder(target):
         return load(target)
-    return _tiny(_default_config(target), target)
+    return built(tiny_config(_default_config(target), whole=True), target)
 
 
 def full_size(target: str) -> nn.Module | None:
@@ -143,32 +124,6 @@ def _is_folder(target: str) -> bool:
     return Path(target).is_dir() or "/" in target or target.endswith(".json")
 
 
-def _tiny_from_config(target: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    return _tiny(_config(target), target)
-
-
-def _tiny(config: Any, target: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    from transformers import AutoModelForCausalLM
-
-    text = config.get_text_config()
-    known = text.to_dict()
-    for key, value in _WIDTHS.items():
-        if isinstance(known.get(key), int):
-            setattr(text, key, value)
-    if known.get("num_key_value_heads") == known.get(
-        "num_attention_heads"
-    ):  # each head has its own, and has to keep it
-        text.num_key_value_heads = text.num_attention_heads
-    torch.manual_seed(0)
-    try:
-        model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise InputError(
-            f"{target!r}: the model does not build with tiny widths: {error}; write a factory for it"
-        ) from error
-    return model.eval(), {"input_ids": torch.randint(0, 100, (2, 16))}
-
-
 def _config(target: str) -> Any:
     path = Path(target)
     file = path if path.suffix == ".json" else path / "config.json"
@@ -188,10 +143,10 @@ def _config(target: str) -> Any:
 
 
 def _default_config(model_type: str) -> Any:
-    try:
-        return _transformers().AutoConfig.for_model(model_type)
-    except ValueError as error:
-        raise InputError(_unknown_type(model_type) or str(error)) from error
+    unknown = _unknown_type(model_type)
+    if unknown:
+        raise InputError(unknown)
+    return default_config(model_type)
 
 
 def _unknown_type(model_type: str) -> str:

@@ -1,0 +1,213 @@
+"""Tiny models of transformers' architectures: for the command line, the examples and the tests.
+
+A configuration is made small by what its fields are called, and so is every configuration inside it, such as that of the text in a
+model that sees pictures too. The model is sized on the meta device before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.errors import InputError
+
+LARGEST = 50_000_000
+"""Parameters. A model that stays larger is refused: a field that sizes it has a name that is not known here."""
+
+_WIDTHS = {
+    **dict.fromkeys("hidden_size d_model n_embd embedding_size hidden_dim dim".split(), 64),
+    **dict.fromkeys("intermediate_size ffn_dim d_ff ffn_hidden_size encoder_ffn_dim decoder_ffn_dim".split(), 96),
+    **dict.fromkeys("intermediate_size_mlp dense_intermediate_size shared_intermediate_size".split(), 96),
+    **dict.fromkeys("prefix_dense_intermediate_size mlp_intermediate_size".split(), 96),
+    **dict.fromkeys("moe_intermediate_size expert_ffn_hidden_size routed_expert_intermediate_size".split(), 48),
+    **dict.fromkeys("shared_expert_intermediate_size moe_shared_expert_intermediate_size".split(), 48),
+    **dict.fromkeys("shared_experts_intermediate_size expert_dim expert_intermediate_size".split(), 48),
+    **dict.fromkeys("moe_hidden_size router_hidden_size moe_latent_size".split(), 48),
+    **dict.fromkeys("num_attention_heads n_heads num_heads n_head".split(), 4),
+    **dict.fromkeys("encoder_attention_heads decoder_attention_heads index_n_heads".split(), 4),
+    **dict.fromkeys("num_key_value_heads kv_n_heads".split(), 2),
+    **dict.fromkeys("head_dim d_kv kv_channels v_head_dim qk_nope_head_dim index_head_dim".split(), 16),
+    **dict.fromkeys("qk_rope_head_dim rope_head_dim".split(), 8),
+    **dict.fromkeys("kv_lora_rank q_lora_rank o_lora_rank".split(), 24),
+    **dict.fromkeys(
+        "linear_key_head_dim linear_value_head_dim linear_head_dim mamba_d_head mamba_head_dim".split(), 16
+    ),
+    **dict.fromkeys("linear_num_key_heads linear_num_value_heads linear_num_heads".split(), 4),
+    "mamba_num_heads": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 8,
+    "ssm_state_size": 8,
+    "mamba_dt_rank": 4,
+    **dict.fromkeys("vocab_size vocab_size_per_layer_input".split(), 128),
+    **dict.fromkeys("max_position_embeddings max_seq_len n_positions".split(), 128),
+    "hidden_size_per_layer_input": 8,
+    "global_head_dim": 16,
+    "image_size": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""What makes a configuration cheap to run, by field. Layers, experts and their routing stay as they are."""
+
+_COUNTS = {
+    **dict.fromkeys("num_experts n_routed_experts num_local_experts moe_num_experts".split(), 8),
+    **dict.fromkeys("num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts".split(), 2),
+    **dict.fromkeys("n_group topk_group num_expert_group".split(), 1),
+    **dict.fromkeys("zero_expert_num expert_capacity".split(), 8),
+}
+"""Experts and their routing."""
+
+_OPEN: dict[str, dict[str, Any]] = {
+    "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
+    "DeepseekV2Config": {"num_experts_per_tok": 2},
+    "Dots1Config": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    "HunYuanMoEV1Config": {"head_dim": 16},
+    "Lfm2MoeConfig": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "Qwen4ExpTextConfig": {"layer_types": ["linear_attention", "full_attention"] * 20},
+}
+"""Fields that a default configuration leaves open, or sets so that its own code cannot run; by class."""
+
+_LAYERS = "num_hidden_layers n_layers num_layers n_layer num_decoder_layers encoder_layers decoder_layers depth".split()
+
+
+def tiny_model(model_type: str, seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A language model of ``model_type`` with random weights, tiny widths, few layers and experts, and a batch for it.
+
+    Raises:
+        InputError: transformers is missing, does not know the type, or cannot build or run it that small.
+    """
+    return built(tiny_config(default_config(model_type)), model_type, seed)
+
+
+def default_config(model_type: str) -> Any:
+    """transformers' default configuration of a type.
+
+    Raises:
+        InputError: transformers is missing or does not know the type.
+    """
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise InputError("transformers is not installed; pip install 'hexa-fx[hf]'") from error
+    try:
+        return AutoConfig.for_model(model_type)
+    except ValueError as error:
+        raise InputError(f"{model_type!r}: {_first_line(error)}") from error
+
+
+def tiny_config(config: Any, whole: bool = False) -> Any:
+    """The configuration with tiny widths, changed in place; with few layers and experts too, unless it is to stay ``whole``."""
+    for inner in _nested(config):
+        _narrow(inner)
+        if not whole:
+            _shorten(inner)
+    return config
+
+
+def built(config: Any, name: str, seed: int = 0) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model of the configuration in eval mode, and a batch of token ids for it.
+
+    Raises:
+        InputError: it does not build, or has more than `LARGEST` parameters; ``name`` says of what.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    causal = config.model_type in CAUSAL
+    if not causal:
+        config.decoder_start_token_id = 0
+    auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSeq2SeqLM
+    try:
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
+        if size > LARGEST:
+            raise InputError(
+                f"{name!r} keeps {size / 1e6:.0f} million parameters with tiny widths; write a factory for it"
+            )
+        torch.manual_seed(seed)
+        model: nn.Module = auto.from_config(config)
+    except InputError:
+        raise
+    except Exception as error:  # of the library's own code
+        raise InputError(
+            f"{name!r} does not build with tiny widths ({type(error).__name__}: {_first_line(error)}); write a factory for it"
+        ) from error
+    ids = torch.randint(3, 100, (2, 16))
+    return model.eval(), {"input_ids": ids} if causal else {"input_ids": ids, "labels": ids}
+
+
+def _nested(config: Any) -> Iterator[Any]:
+    yield config
+    for value in list(vars(config).values()):
+        if hasattr(value, "to_dict"):
+            yield from _nested(value)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """Its values by the names that it stores them under."""
+    return {key: value for key, value in vars(config).items() if not key.startswith("_")}
+
+
+def _narrow(config: Any) -> None:
+    for key, value in _OPEN.get(type(config).__name__, {}).items():
+        if not getattr(config, key, None) or len({*getattr(config, "layer_types", ())}) == 1:
+            setattr(config, key, value)
+    known = _fields(config)
+    for key, value in _WIDTHS.items():
+        if _whole_number(known.get(key)):
+            setattr(config, key, value)
+        elif isinstance(known.get(key), list) and all(map(_whole_number, known[key])):
+            setattr(config, key, [value] * len(known[key]))
+    if known.get("num_key_value_heads") == known.get(
+        "num_attention_heads"
+    ):  # each head has its own, and has to keep it
+        config.num_key_value_heads = _WIDTHS["num_attention_heads"]
+    if "qk_rope_head_dim" in known:
+        _keep_rotary(config, known)
+
+
+def _keep_rotary(config: Any, known: dict[str, Any]) -> None:
+    """Latent attention turns ``qk_rope_head_dim`` channels, whether or not ``head_dim`` and its factor say so too."""
+    if "qk_head_dim" in known:
+        config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    if "head_dim" in known:
+        config.head_dim = config.qk_rope_head_dim * (known["head_dim"] // known["qk_rope_head_dim"])
+
+
+def _shorten(config: Any) -> None:
+    known = _fields(config)
+    for key, value in _COUNTS.items():
+        if _whole_number(known.get(key)):
+            setattr(config, key, min(value, known[key]))
+    kept = _layers_of_all_kinds(known)
+    for key in _LAYERS:
+        if _whole_number(known.get(key)):
+            setattr(config, key, min(kept, known[key]))
+            for name in _per_layer(known, known[key]):
+                setattr(config, name, known[name][:kept])
+
+
+def _layers_of_all_kinds(known: dict[str, Any]) -> int:
+    """How many of the first layers hold one of every kind; at least two."""
+    offsets = [value + 1 for key, value in known.items() if key.endswith("_layer_offset") and _whole_number(value)]
+    kinds = [known[name] for key in _LAYERS if _whole_number(known.get(key)) for name in _per_layer(known, known[key])]
+    found: list[int] = [2, *offsets, *(max(map(kind.index, kind)) + 1 for kind in kinds)]
+    return max(found)
+
+
+def _per_layer(known: dict[str, Any], layers: int) -> list[str]:
+    return [
+        n for n, v in known.items() if isinstance(v, list) and len(v) == layers and all(isinstance(i, str) for i in v)
+    ]
+
+
+def _whole_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:300]
