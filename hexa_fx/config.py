@@ -21,6 +21,7 @@ class HexaConfig:
         strict: raise instead of warning when no block was rewritten, or when a rewritten block differs from its original.
         recompute_h: save only a block's input for backward, and compute the pre-activations again there.
         probe_tokens: how many tokens of the example inputs are used, at most, to analyse a block.
+        own_code_when_small: on a CPU, a block runs its own code on inputs that are so small that it is faster there.
 
     The remaining fields are techniques of the paper. All are on; switch one off to see what it contributes
     (docs/swin_moe.md). Results stay the same.
@@ -39,6 +40,7 @@ class HexaConfig:
     strict: bool = False
     recompute_h: bool = False
     probe_tokens: int = 256
+    own_code_when_small: bool = True
     expert_operators: bool = True
     fused_kernel: bool = True
     topk_memory: bool = True

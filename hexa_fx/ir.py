@@ -56,7 +56,6 @@ class FfnSpec:
         layout2: memory layout of W2.
         params: the activation's own constants, e.g. (alpha, limit) of gpt-oss's clamped swiglu.
         recompute_h: keep only x for backward and compute h again there.
-        fused_backward: dX, dW and db of the first projection in one kernel (`esfk`), else in three.
     """
 
     activation: str
@@ -65,7 +64,6 @@ class FfnSpec:
     layout2: Layout = "nk"
     params: tuple[float, ...] = ()
     recompute_h: bool = False
-    fused_backward: bool = True
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,9 @@ def _rewrite_mode(
     if isinstance(match, Refusal):
         return match
     with announced("rewrite", captured.graph) as done:
-        rewritten = rewrite(match, config.recompute_h, config.fused_kernel)
+        rewritten = rewrite(match, config.recompute_h)
+        if not config.own_code_when_small:
+            rewritten = replace(rewritten, small=0)
         done.graph = rewritten.graph
     inside = hooked(observation.module, rewritten.graph)
     if inside:

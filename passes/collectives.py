@@ -24,7 +24,7 @@ from hexa_fx.plan import LayerPlan, Plan
 
 FFN_ARGS = (
     *("x", "top_k_index", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2"),
-    *("activation", "glu", "params", "layout1", "layout2", "recompute_h", "fused_backward"),
+    *("activation", "glu", "params", "layout1", "layout2", "recompute_h"),
 )
 """Arguments of `hexa::moe_ffn`, in order (docs/operators.md)."""
 
@@ -50,8 +50,7 @@ def is_moe_ffn(node: fx.Node) -> bool:
 
 def ffn_arguments(node: fx.Node) -> dict[str, Any]:
     """The canonical node's arguments by name."""
-    given = {"fused_backward": True} | dict(zip(FFN_ARGS, node.args, strict=False))
-    given.update(node.kwargs)
+    given = dict(zip(FFN_ARGS, node.args, strict=False)) | node.kwargs
     missing = [name for name in FFN_ARGS if name not in given]
     if missing:
         raise PlanError(f"the canonical node {node.name!r} lacks {missing}: {node.format_node()}")

@@ -35,7 +35,6 @@ class RegionEmitter:
     weights: WeightEmitter
     outside: Mapping[torch.fx.Node, torch.fx.Node]
     recompute_h: bool
-    fused_backward: bool
 
     def emit(self) -> torch.fx.Node:
         """The node that stands for the region's output."""
@@ -75,13 +74,12 @@ class RegionEmitter:
         factor: torch.fx.Node | None,
     ) -> torch.fx.Node:
         operands = self.weights.emit(body)
-        static = (operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h, self.fused_backward)
+        static = (operands.glu, operands.layout1, operands.layout2, body.params, self.recompute_h)
         spec = FfnSpec(body.activation, *static)
         result = self.graph.call_function(
             torch.ops.hexa.moe_ffn.default,
             (tokens, index, factor, operands.w1, operands.b1, operands.w3, operands.b3, operands.w2, operands.b2)
-            + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h)
-            + (() if spec.fused_backward else (False,)),
+            + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h),
         )
         result.meta["hexa"] = spec
         result.meta["top_k"] = 1 if self.match.routing.before else self.match.routing.top_k

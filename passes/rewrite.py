@@ -35,16 +35,15 @@ _FREE_OF_EFFECTS = (
 )
 
 
-def rewrite(match: MoEMatch, recompute_h: bool = False, fused_backward: bool = True) -> RewrittenBlock:
+def rewrite(match: MoEMatch, recompute_h: bool = False) -> RewrittenBlock:
     """Makes the block's new forward. Its ``get_attr`` and ``call_module`` targets are relative to the block."""
-    return _Rewriter(match, recompute_h, fused_backward).run()
+    return _Rewriter(match, recompute_h).run()
 
 
 @dataclass
 class _Rewriter:
     match: MoEMatch
     recompute_h: bool
-    fused_backward: bool
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     new: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
 
@@ -79,11 +78,10 @@ class _Rewriter:
 
     def _regions(self) -> dict[torch.fx.Node, RegionEmitter]:
         """By output."""
-        static = (self.recompute_h, self.fused_backward)
         found = {}
         for number, match in enumerate(self.match.regions):
             weights = WeightEmitter(self.graph, match.captured, f"_{number + 1}" if number else "")
-            found[match.output] = RegionEmitter(match, self.graph, weights, self.new, *static)
+            found[match.output] = RegionEmitter(match, self.graph, weights, self.new, self.recompute_h)
         return found
 
     def _stored(self) -> list[Access | StoredValue]:

@@ -1,8 +1,7 @@
 """Takes techniques of the paper back out of a block, as `HexaConfig` says, for ablations.
 
-It runs last, on graphs whose canonical nodes may have collectives around them. Values stay the same. Not switched here are the
-fused backward kernel, a property of the canonical node (`FfnSpec.fused_backward`), and shared cache and overlap, which belong
-to the partition.
+It runs last, on graphs whose canonical nodes may have collectives around them. Values stay the same. Shared cache and overlap
+belong to the partition and are switched there.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ import torch.fx as fx
 from hexa_fx.config import HexaConfig
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.ops.dispatch import dispatch_combine
+from hexa_fx.ops.separate_backward import moe_ffn_without_esfk
 
 _CANONICAL = torch.ops.hexa.moe_ffn.default
 
 
 def switch_off(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
     """The block without what ``config`` switches off; the block itself if that is nothing."""
-    if config.topk_memory and config.expert_operators:
+    if config.topk_memory and config.expert_operators and config.fused_kernel:
         return block
     graph = fx.Graph(tracer_cls=block.graph._tracer_cls)  # identical blocks share theirs
     graph.output(graph.graph_copy(block.graph, val_map={}))
@@ -30,6 +30,8 @@ def switch_off(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
             _one_row_a_slot(graph, node)
         if not config.expert_operators:
             node.target = dispatch_combine
+        elif not config.fused_kernel:
+            node.target = moe_ffn_without_esfk
     graph.lint()
     return dataclasses.replace(block, graph=graph, small=0)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 
 import pytest
-
-from hexa_fx.runtime import install
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start: they are several at once
 
@@ -16,5 +15,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 def rewritten_code_at_any_size() -> Iterator[None]:
     """Test inputs are small: blocks whose own code is the quicker there would be compared with themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(install, "OWN_CODE_WHEN_SMALL", False)
+        patch.setattr(importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", lambda *_: 0)
         yield

@@ -134,7 +134,7 @@ def _run(layer: FfnLayer, tokens: int, training: bool) -> None:
     x, index = empty(tokens, hidden, dtype=dtype), empty(tokens, layer.top_k, dtype=layer.index)
     gates = None if layer.gates is None else empty(tokens, layer.top_k, dtype=layer.gates)
     given = (True, gates is not None, *(weight is not None for weight in layer.weights))
-    static = (spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h, spec.fused_backward)
+    static = (spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h)
     programs(static, given, (False,) * len(given), False, "cuda").forward(x, index, gates, *layer.weights)
     if not training:
         return

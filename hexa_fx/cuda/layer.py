@@ -59,7 +59,7 @@ def moe_ffn(general: General, *args: Any) -> Tensor:
 
     Args:
         general: the general path, which checks its arguments.
-        args: the operator's sixteen arguments, unchecked.
+        args: the operator's fifteen arguments, unchecked.
     """
     return _call("", general, args, args[1], args[3])  # type: ignore[no-any-return]
 
@@ -73,7 +73,7 @@ def moe_ffn_backward(general: General, *args: Any) -> list[Tensor]:
     """``hexa::moe_ffn_backward`` on plain CUDA tensors; as `moe_ffn`. h may be in a list, which is empty afterwards.
 
     Args:
-        args: the operator's twenty-two, then the buffers that gradients are added to, one or None for each operand after x, if any.
+        args: the operator's twenty-one, then the buffers that gradients are added to, one or None for each operand after x, if any.
     """
     found: list[Tensor] = _call("backward", general, args, args[3], args[7])
     if isinstance(args[2], list):
@@ -105,8 +105,8 @@ def _call(part: str, general: General, args: tuple[Any, ...], slots: Tensor, w1:
 def _split(args: tuple[Any, ...]) -> tuple[Operands, tuple[Any, ...]]:
     """Tensors of a backward call, and its constants, of which ``activation, glu, params`` come first as in `moe_ffn`."""
     dy, x, h, *rest = args[:_FOR_BACKWARD]
-    top_k, *static, needs = args[_FOR_BACKWARD : _FOR_BACKWARD + 9]
-    buffers = args[_FOR_BACKWARD + 9 :]
+    top_k, *static, needs = args[_FOR_BACKWARD : _FOR_BACKWARD + 8]
+    buffers = args[_FOR_BACKWARD + 8 :]
     return (dy, x, h[0] if isinstance(h, list) else h, *rest, *buffers), (*static, top_k, *needs)
 
 

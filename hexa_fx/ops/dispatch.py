@@ -32,14 +32,13 @@ def dispatch_combine(
     layout1: str,
     layout2: str,
     recompute_h: bool = False,
-    fused_backward: bool = True,
 ) -> Tensor:
-    """Has the arguments and value of `hexa::moe_ffn`; the last two arguments have no meaning here.
+    """Has the arguments and value of `hexa::moe_ffn`; the last argument has no meaning here.
 
     Reads the offsets on the host, except for bfloat16 on Hopper, where torch's grouped matmul takes them.
     """
-    x, w1, w2 = (_in_compute_dtype(t) for t in (x, w1, w2))
-    b1, w3, b3, b2 = (None if t is None else _in_compute_dtype(t) for t in (b1, w3, b3, b2))
+    x, w1, w2 = (in_compute_dtype(t) for t in (x, w1, w2))
+    b1, w3, b3, b2 = (None if t is None else in_compute_dtype(t) for t in (b1, w3, b3, b2))
     top_k = top_k_index.shape[1]
     v, _, offs = reindex_any(top_k_index, w1.shape[0])
     routed = routed_rows(offs, v.shape[0])
@@ -55,7 +54,8 @@ def dispatch_combine(
     return y.new_zeros((x.shape[0], y.shape[1])).index_add(0, token, y)
 
 
-def _in_compute_dtype(t: Tensor) -> Tensor:
+def in_compute_dtype(t: Tensor) -> Tensor:
+    """``t`` in autocast's dtype where autocast is on, as `hexa::moe_ffn` casts its operands."""
     if t.dtype == torch.float64 or not torch.is_autocast_enabled(t.device.type):
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))

@@ -28,11 +28,11 @@ from hexa_fx.ops.rows import columns_of
 
 _OPS = torch.ops.hexa
 _WEIGHTS = "Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor w2, Tensor? b2"
-_STATIC = "str activation, str glu, float[] params, str layout1, str layout2, bool recompute_h, bool fused_backward"
+_STATIC = "str activation, str glu, float[] params, str layout1, str layout2, bool recompute_h"
 
-library.define(f"moe_ffn(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {_WEIGHTS}, {_STATIC}=True) -> Tensor")
+library.define(f"moe_ffn(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {_WEIGHTS}, {_STATIC}) -> Tensor")
 library.define(
-    f"moe_ffn_forward(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {_WEIGHTS}, {_STATIC}=True) "
+    f"moe_ffn_forward(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {_WEIGHTS}, {_STATIC}) "
     "-> (Tensor y, Tensor h, Tensor v, Tensor inv, Tensor offs)"
 )
 library.define(
@@ -66,7 +66,7 @@ def moe_ffn(
         w3, b3: the up projection of glu ``split``, shaped as w1 and b1.
         w2: second projection, (E, D, I) or (E, I, D) as ``spec.layout2`` says.
         b2: (E, D) or None.
-        spec: activation, glu, layouts, whether to recompute h in backward, and whether to use the fused backward kernel.
+        spec: activation, glu, layouts, and whether to recompute h in backward.
 
     Returns:
         (T, D) in x's dtype (under autocast: in the autocast dtype, as torch.nn.functional.linear).
@@ -85,12 +85,12 @@ def moe_ffn(
 
 
 def _static_of(spec: FfnSpec) -> tuple[Any, ...]:
-    return spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h, spec.fused_backward
+    return spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h
 
 
 def _static(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    activation, glu, params, layout1, layout2, recompute_h, *fused = args  # torch omits trailing defaults
-    return activation, glu, tuple(params), layout1, layout2, recompute_h, *(fused or (True,))
+    activation, glu, params, layout1, layout2, recompute_h = args
+    return activation, glu, tuple(params), layout1, layout2, recompute_h
 
 
 def check(
@@ -109,7 +109,6 @@ def check(
     layout1: str,
     layout2: str,
     recompute_h: bool,
-    fused_backward: bool = True,
 ) -> None:
     """Checks shapes, dtypes and devices of the arguments."""
     op = "moe_ffn"
@@ -161,7 +160,7 @@ def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | list[Tensor] | N
     """
     if isinstance(h, Tensor):
         h = [h]
-    weights, top_k, static, needs, buffers = rest[3:10], rest[10], rest[11:18], tuple(rest[18]), rest[19:]
+    weights, top_k, static, needs, buffers = rest[3:10], rest[10], rest[11:17], tuple(rest[17]), rest[18:]
     program = programs(_static(static), (True, *_given(weights)), needs, True, dy.device.type, _given(buffers))
     out: tuple[Tensor, ...] = program.backward(dy, x, h, *rest[:3], *weights, top_k, *buffers)
     return list(out)
@@ -187,7 +186,7 @@ def _fake_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, .
 
 def _fake_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -> list[Tensor]:
     top_k_weights, w1, b1, w3, b3, w2, b2 = rest[3:10]
-    layout1, needs = rest[14], rest[18]
+    layout1, needs = rest[14], rest[17]
     model_size = w1.shape[2] if layout1 == "nk" else w1.shape[1]
     like = (dy.new_empty((dy.shape[0], model_size)), top_k_weights, w1, b1, w3, b3, w2, b2)
     return [t.new_empty(t.shape) for t, need in zip(like, needs, strict=True) if need]

@@ -22,7 +22,6 @@ from hexa_fx.ops.moe_ffn import check, run, run_backward, run_forward
 from hexa_fx.ops.program import OPERANDS
 
 _OPS = torch.ops.hexa
-_ARGUMENTS = 16
 _on_cuda: dict[str, Callable[..., Any]] = {}
 Grads = tuple[Tensor | None, ...]
 
@@ -111,12 +110,11 @@ def _gradients(plain: bool, direct: main_grad.Buffers, *args: Any) -> list[Tenso
 def _by_argument(grads: Iterable[Tensor | None]) -> Grads:
     """Gradients by `OPERANDS`, spread over the arguments of forward: a flag first, the ids third, constants last."""
     dx, *others = grads
-    return None, dx, None, *others, *(None,) * 7
+    return None, dx, None, *others, *(None,) * 6
 
 
 def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
     """``hexa::moe_ffn`` on the Autograd key."""
-    args = args if len(args) == _ARGUMENTS else (*args, True)  # torch leaves a default at the end out
     if forward_ad._current_level >= 0:
         raise InputError(
             "hexa::moe_ffn has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); use backward, or the "
@@ -132,7 +130,6 @@ def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
 
 def plain(*args: Any) -> Any:
     """``hexa::moe_ffn`` with autograd, where nothing but autograd has to see it."""
-    args = args if len(args) == _ARGUMENTS else (*args, True)
     training = is_grad_enabled() and _any_requires_grad(*args)
     if _on_cuda and not training and args[0].is_cuda:
         return _run("moe_ffn", _inference, args)
@@ -166,8 +163,8 @@ def register_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
 
 def _try_dense(args: tuple[Any, ...]) -> tuple[Tensor, dense.Kept] | None:
     """The result of the dense way if it is faster and gives one; else None."""
-    x, top_k_index, top_k_weights, *rest, recompute_h, fused_backward = args
-    if recompute_h or not fused_backward or not dense.takes(x, top_k_index, w1=rest[0], w3=rest[2], w2=rest[4]):
+    x, top_k_index, top_k_weights, *rest, recompute_h = args
+    if recompute_h or not dense.takes(x, top_k_index, w1=rest[0], w3=rest[2], w2=rest[4]):
         return None
     check(*args)
     with _AutoDispatchBelowAutograd(), library.without_autocast():

@@ -29,6 +29,7 @@ class FfnRequest:
         grads: which of `OPERANDS` need a gradient.
         training: whether the forward program also returns what backward needs.
         added: which of `grads` the backward program adds to buffers (its operands ``main_NAME``) instead of returning.
+        fused_backward: dX, dW and db of the first projection in one kernel (`esfk`), else in three.
     """
 
     spec: FfnSpec
@@ -36,6 +37,7 @@ class FfnRequest:
     grads: frozenset[str] = frozenset()
     training: bool = False
     added: frozenset[str] = frozenset()
+    fused_backward: bool = True
 
 
 class FfnPrograms(Protocol):
@@ -55,18 +57,20 @@ def programs(
     training: bool,
     device: str,
     added: tuple[bool, ...] = (),
+    fused_backward: bool = True,
 ) -> FfnPrograms:
     """The programs for one kind of call, bound to the kernels of a device type. Cached.
 
     Args:
-        static: (activation, glu, params, layout1, layout2, recompute_h, fused_backward).
+        static: (activation, glu, params, layout1, layout2, recompute_h).
         given: of each of `OPERANDS`, whether it is not None.
         needs: of each of `OPERANDS`, whether it needs a gradient.
         training: whether the forward program also returns what backward needs.
         device: device type.
         added: for each of `OPERANDS` after the first, whether its gradient is added to a buffer. Empty for none.
+        fused_backward: see `FfnRequest`.
     """
-    return _made(static, given, needs, training, device, added, library.kernel_generation)
+    return _made(static, given, needs, training, device, added, fused_backward, library.kernel_generation)
 
 
 @lru_cache(maxsize=1024)
@@ -77,12 +81,13 @@ def _made(
     training: bool,
     device: str,
     added: tuple[bool, ...],
+    fused_backward: bool,
     generation: int,
 ) -> FfnPrograms:
-    activation, glu, params, layout1, layout2, recompute_h, fused_backward = static
-    spec = FfnSpec(activation, glu, layout1, layout2, params, recompute_h, fused_backward)
+    activation, glu, params, layout1, layout2, recompute_h = static
+    spec = FfnSpec(activation, glu, layout1, layout2, params, recompute_h)
     present, grads = (frozenset(compress(OPERANDS, flags)) for flags in (given, needs))
     buffered = frozenset(compress(OPERANDS[1:], added))
-    request = FfnRequest(spec, present, grads & present, training, buffered & grads & present)
+    request = FfnRequest(spec, present, grads & present, training, buffered & grads & present, fused_backward)
     made: FfnPrograms = registry.compiler()(request, device)
     return made

@@ -31,9 +31,6 @@ from hexa_fx.runtime.unchanged import Unchanged, called_in
 
 logger = logging.getLogger(__name__)
 
-OWN_CODE_WHEN_SMALL = True
-"""Whether a block runs its own code where that is faster (`RewrittenBlock.small`)."""
-
 
 class HexaForward:
     """A module's rewritten forward, with the signature of the original.
@@ -198,7 +195,7 @@ def _is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     Blocks that are fast in their own code ask this before every call, and looking up a name in the module ``torch`` takes
     microseconds. So it asks only what is needed: a tracer must see the operators, and must not compare sizes.
     """
-    if not limit or not OWN_CODE_WHEN_SMALL or is_compiling():
+    if not limit or is_compiling():
         return False
     first = args[0] if args else next(iter(kwargs.values()), None)
     return type(first) is Tensor and first.numel() <= limit and first.is_cpu and not _len_torch_dispatch_stack()

@@ -227,7 +227,7 @@ class _BackwardBuilder(_Builder):
         n, grads, layout = self.node, self.request.grads, self.spec.layout1
         weight, bias, offs = f"w{which}", f"b{which}", n["offs"]
         into, into_bias, has_bias = self.buffer(weight), self.buffer(bias), bias in grads
-        if self.spec.fused_backward and "x" in grads and weight in grads:
+        if self.request.fused_backward and "x" in grads and weight in grads:
             args = (n["x"], g, n[weight], n["v"], offs, n["top_k"], layout)
             alike = (into is None) == (into_bias is None)
             if into is None:

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import hexa_fx
-from hexa_fx.runtime import install
 from tests.zoo.compare import compare
 
 torch.set_num_threads(1)
@@ -101,8 +100,7 @@ REGIONS = {SideBySide: 2, OneRouter: 2, InARow: 2, DenseInARow: 2, ThreeKinds: 3
 
 
 @pytest.mark.parametrize("kind", REGIONS)
-def test_every_mixture_is_rewritten(kind: type[Two], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "OWN_CODE_WHEN_SMALL", False)
+def test_every_mixture_is_rewritten(kind: type[Two]) -> None:
     torch.manual_seed(0)
     model = kind().double()
     opt = hexa_fx.optimize(model, torch.randn(14, D).double())

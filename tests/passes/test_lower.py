@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hexa_fx.ir import FfnSpec
+from hexa_fx.ops.program import FfnRequest
 from hexa_fx.passes.lowering.fuse import FuseActivation
-from hexa_fx.passes.lowering.lower import lower
+from hexa_fx.passes.lowering.lower import lower, lower_backward
 
 
 def operators(gm: torch.fx.GraphModule) -> Counter[str]:
@@ -33,6 +34,12 @@ def test_backward_has_the_fused_operator_and_no_second_reindex():
     assert found["estmm"] == 1
     assert found["reindex"] == 0
     assert found["activate_backward"] == 1
+
+
+def test_without_the_fused_operator_there_is_one_for_each_gradient():
+    given = frozenset({"x", "w1", "b1", "w2"})
+    backward = lower_backward(FfnRequest(FfnSpec("silu"), given, given, training=True, fused_backward=False))
+    assert operators(backward) == {"esmm": 2, "activate_backward": 1, "estmm": 2, "ess": 1, "combine": 1}
 
 
 def test_frozen_weights_need_no_products():

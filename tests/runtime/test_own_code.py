@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hexa_fx
+from hexa_fx.passes.own_code import own_code_limit
 from hexa_fx.runtime import install
 from tests.zoo.registry import by_name
 
@@ -23,7 +27,7 @@ MANY_CALLS = ("loop_where_plus_assign", "router_softmax", "sorted_gathered_bmm",
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
-    monkeypatch.setattr(install, "OWN_CODE_WHEN_SMALL", True)
+    monkeypatch.setattr(importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", own_code_limit)
 
 
 def optimized(name: str) -> tuple[nn.Module, install.HexaForward]:
@@ -56,12 +60,21 @@ def test_few_calls_and_a_small_input(name, monkeypatch):
         large = model(inputs(name, 4096))
         assert seen == ["original", "rewritten"]
         seen.clear()
-        monkeypatch.setattr(install, "OWN_CODE_WHEN_SMALL", False)
-        torch.testing.assert_close(model(inputs(name, 256)), small, rtol=1e-4, atol=1e-5)
-        monkeypatch.setattr(install, "OWN_CODE_WHEN_SMALL", True)
+        torch.testing.assert_close(forward.rewritten(inputs(name, 256)), small, rtol=1e-4, atol=1e-5)
         assert seen == ["rewritten"]
         seen.clear()
         assert large is not None
+
+
+def test_the_configuration_switches_it_off():
+    variant = by_name(FEW_CALLS[0])
+    (x,), _ = variant.inputs(2, 7, torch.float32, 0)
+    off = hexa_fx.HexaConfig(verify=False, own_code_when_small=False)
+    assert all(block.small == 0 for block in hexa_fx.explain(variant.make(0).eval(), x, off).blocks)
+    assert any(
+        block.small > 0
+        for block in hexa_fx.explain(variant.make(0).eval(), x, replace(off, own_code_when_small=True)).blocks
+    )
 
 
 @pytest.mark.parametrize("name", MANY_CALLS)
@@ -86,7 +99,6 @@ def test_a_compiler_and_a_mode_see_the_rewritten_code(monkeypatch):
         model(x)
     assert seen == ["rewritten"]
     monkeypatch.undo()
-    monkeypatch.setattr(install, "OWN_CODE_WHEN_SMALL", True)
     program = torch.export.export(model, (x,))
     assert any(node.target is torch.ops.hexa.moe_ffn.default for node in program.graph.nodes)
 

@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 
 import hexa_fx
 from hexa_fx.errors import InputError
-from hexa_fx.runtime import install as installed
 
 D, E = 8, 4
 
@@ -43,8 +42,7 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def pair(monkeypatch):
-    monkeypatch.setattr(installed, "OWN_CODE_WHEN_SMALL", False)
+def pair():
     torch.manual_seed(0)
     model = nn.Sequential(Block())
     rewritten = copy.deepcopy(model)
@@ -196,8 +194,7 @@ class Routing(Block):
         return out
 
 
-def test_a_method_that_is_exchanged_on_the_instance(monkeypatch):
-    monkeypatch.setattr(installed, "OWN_CODE_WHEN_SMALL", False)
+def test_a_method_that_is_exchanged_on_the_instance():
     rewritten = hexa_fx.optimize(Routing(), torch.randn(20, D), hexa_fx.HexaConfig(verify=False))
     x = torch.randn(9, D)
     expected = rewritten(x)

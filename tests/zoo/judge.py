@@ -12,6 +12,7 @@ import argparse
 import collections
 import json
 import logging
+import os
 import pathlib
 import sys
 import time
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 
-from hexa_fx.runtime import install
 from tests.zoo import pattern_table, poor_examples
 from tests.zoo.compare import Difference, compare, is_finite, perturb
 from tests.zoo.mutate import Mutant, mutant
@@ -192,7 +192,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    install.OWN_CODE_WHEN_SMALL = False  # mutants are small: they would be compared with themselves
+    os.environ["HEXA_FX_OWN_CODE_WHEN_SMALL"] = "0"  # mutants are small: they would be compared with themselves
     lines = [json.loads(line) for log in options.log if log.exists() for line in log.read_text().splitlines()]
     if not options.tally:
         _go_on(options.log[0], lines, options.start, options.judged, options.example)
