@@ -43,7 +43,7 @@ class Layer:
         b1, b2 = (randn(self.experts, n, dtype=dtype), randn(self.experts, d, dtype=dtype)) if bias else (None, None)
         b3 = randn(self.experts, n, dtype=dtype) if bias and w3 is not None else None
         self.weights = (w1, b1, w3, b3, w2, b2)
-        self.static = ("silu", glu, (), *layouts, False, True)
+        self.static = ("silu", glu, (), *layouts, False)
         weights = None if gates is None else torch.rand(tokens, self.top_k, device="cuda").to(gates)
         index = torch.zeros(tokens, self.top_k, device="cuda", dtype=ids)
         self.inputs: tuple[Tensor, Tensor, Tensor | None] = (randn(tokens, d, dtype=dtype), index, weights)

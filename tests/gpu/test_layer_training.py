@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda.replay import Replay
 from hexa_fx.ops import moe_ffn_autograd
+from hexa_fx.ops.separate_backward import moe_ffn_without_esfk
 from tests.gpu.test_layer import BF16, F32, Layer
 
 SMALL = (400, 2, 4, 256, 128)
@@ -26,11 +28,10 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 class Training(Layer):
     """A layer whose operands want gradients."""
 
-    def __init__(
-        self, sizes: tuple[int, ...] = SMALL, recompute_h: bool = False, fused: bool = True, **rest: Any
-    ) -> None:
+    def __init__(self, sizes: tuple[int, ...] = SMALL, recompute_h: bool = False, **rest: Any) -> None:
         super().__init__(sizes, **rest)  # type: ignore[arg-type]
-        self.static = (*self.static[:5], recompute_h, fused)
+        self.static = (*self.static[:5], recompute_h)
+        self.function: Callable[..., Tensor] = torch.ops.hexa.moe_ffn.default
         for t in self.weights:
             if t is not None:
                 t.requires_grad_()
@@ -40,7 +41,7 @@ class Training(Layer):
         x, index, gates = self.inputs
         x = x.detach().requires_grad_()
         gates = gates if gates is None else gates.detach().requires_grad_()
-        y = torch.ops.hexa.moe_ffn.default(x, index, gates, *self.weights, *self.static)
+        y = self.function(x, index, gates, *self.weights, *self.static)
         wanted = [t for t in (x, gates, *self.weights) if t is not None and t.requires_grad]
         return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
 
@@ -73,7 +74,6 @@ CASES: dict[str, dict[str, Any]] = {
     "int32": {"ids": torch.int32},
     "f16": {"dtype": torch.float16, "gates": torch.float16},
     "recomputed": {"recompute_h": True},
-    "two launches": {"fused": False},
     "few rows": {"sizes": DECODE},
     "ragged": {"sizes": (60, 2, 3, 72, 40), "bias": True},
     "no alignment": {"sizes": (60, 2, 3, 71, 39)},
@@ -101,6 +101,16 @@ def test_the_same_bits_as_the_general_path(case: str, monkeypatch: pytest.Monkey
         # with two first projections, their gradients are added between launches: only forward is played again
         assert len(calls) == (1 if CASES[case].get("glu") == "split" else 2) * turn
         assert not any(t.isnan().any() for t in want)
+
+
+@pytest.mark.parametrize("glu", ["concat", "split"])
+def test_the_unfused_backward_of_ablations_gives_the_same(glu: str) -> None:
+    layer = Training(glu=glu, bias=True)
+    dy = torch.randn_like(layer.inputs[0])
+    want = layer.step(dy)
+    layer.function = moe_ffn_without_esfk
+    for got, wanted in zip(layer.step(dy), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("frozen", [(0,), (4,), (0, 4), ()])

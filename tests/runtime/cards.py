@@ -150,7 +150,7 @@ class Cards:
     def run_general_backward(self, *args: Any) -> Any:
         self.general += 1
         dy, x, h, *rest = args
-        weights, top_k, static, needs, buffers = rest[3:10], rest[10], rest[11:18], tuple(rest[18]), rest[19:]
+        weights, top_k, static, needs, buffers = rest[3:10], rest[10], rest[11:17], tuple(rest[17]), rest[18:]
         given, added = (True, *(t is not None for t in weights)), tuple(t is not None for t in buffers)
         program = programs((*static[:2], tuple(static[2]), *static[3:]), given, needs, True, "cuda", added)
         with torch._C._AutoDispatchBelowAutograd():
@@ -182,7 +182,7 @@ def arguments(
     b3 = tensor(E, n) if bias and glu == "split" else None
     weights = None if gates is None else torch.rand(tokens, top_k).to(gates)
     index = torch.randint(0, E, (tokens, top_k)).to(ids)
-    static = ("silu", glu, (), layout1, layout2, False, True)
+    static = ("silu", glu, (), layout1, layout2, False)
     return [tensor(tokens, D), index, weights, tensor(*first), b1, w3, b3, tensor(*second), b2, *static]
 
 

@@ -81,7 +81,7 @@ def test_a_step_of_swins_layers_on_two_devices_is_played_again(hopper: Cards, ca
         layout2, w1, w2 = "nk", w1.contiguous(), w2.transpose(1, 2).contiguous()
     x = torch.empty(tokens, width, dtype=torch.bfloat16)
     ids, gates = torch.zeros(tokens, top_k, dtype=torch.int64), torch.empty(tokens, top_k, dtype=torch.bfloat16)
-    weights, static = (gates, w1, None, None, None, w2, None), ("gelu", "none", (), "nk", layout2, False, True)
+    weights, static = (gates, w1, None, None, None, w2, None), ("gelu", "none", (), "nk", layout2, False)
     needs = [True, True, True, False, False, False, True, False]
     for _ in range(3):
         hopper.general = 0
