@@ -152,35 +152,10 @@ QUESTIONS: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-PAGE = """# What `optimize` costs
-
-Seconds of processor time of one `hexa_fx.optimize`, one thread, by number of experts and of layers (hidden size 128, experts of
-64, 4 experts per token), made by `python benchmarks/bench_optimize.py optimize --json FILE --page FILE`. Capture, detection and
-rewriting grow with the experts of a block; identical blocks of a model are analysed once, so that layers cost little. Tracing
-copies no weights (`tests/capture/test_stir.py`); detection holds one block's weights in float64, and verification a float64
-copy of one block and its gradients, however many blocks the model has. Memory is by how much the process grew, which also holds
-what the allocator did not give back.
-
-| model | layers | experts | rewritten | seconds | unverified | weights (MiB) | grown by (MiB) | unverified |
-|---|---|---|---|---|---|---|---|---|
-"""
-
-
-def page(rows: list[Row], measured_on: dict[str, str]) -> str:
-    """docs/optimize_time.md."""
-    keys = "model layers experts rewritten seconds seconds_without_verify weights_mb grown_mb grown_mb_without_verify"
-    lines = [
-        f"| {' | '.join(str(row[key]) for key in keys.split())} |" for row in rows if row["question"] == "optimize"
-    ]
-    versions_used = ", ".join(f"{key} {value}" for key, value in measured_on.items())
-    return PAGE + "\n".join(lines) + f"\n\nMeasured with {versions_used}.\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", help=f"any of {', '.join(QUESTIONS)}; all by default")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the rows and versions")
-    parser.add_argument("--page", type=pathlib.Path, help="where to write the table of `optimize`")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     unknown = set(options.questions) - set(QUESTIONS)
@@ -193,8 +168,6 @@ def main() -> None:
         for row in QUESTIONS[question]():
             rows.append(row)
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-    if options.page:
-        options.page.write_text(page(rows, versions()))
     if options.json:
         options.json.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
 

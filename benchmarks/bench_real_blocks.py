@@ -223,9 +223,9 @@ def wait_for_kernels() -> None:
     """Until the kernels that are being built are there."""
     if not torch.cuda.is_initialized():
         return
-    from hexa_fx.jit import background
+    from hexa_fx.jit.background import builder
 
-    background.wait_all()
+    builder().wait()
 
 
 def kernels_in_cache() -> int:

@@ -1,0 +1,93 @@
+"""The tables of docs/optimize_time.md, from the recorded results.   python -m benchmarks.optimize_docs   writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import fill, table
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "optimize_time.md"
+
+
+def blocks(folder: Path) -> str:
+    """Every real block, cold and warm."""
+    found = json.loads((folder / "real_blocks_h200.json").read_text())
+    by_block: dict[str, dict[str, Any]] = {}
+    for row in found["rows"]:
+        by_block.setdefault(row["block"], {})[row["cache"]] = row
+    head = ["block", "weights (GiB)", "cold (s)", "warm (s)", "beside it: device (GiB)", "host (GiB)", "kernels"]
+    head += ["longest call after a cold start", "checked"]
+    return table(head, [_block(name, row["cold"], row["warm"]) for name, row in by_block.items()]) + _measured(found)
+
+
+def _block(name: str, cold: dict[str, Any], warm: dict[str, Any]) -> list[object]:
+    if not cold["rewritten"]:
+        return [name, cold.get("weights_gib", ""), *[""] * 6, "refused: " + "; ".join(cold["reasons"])]
+    device, host = (max(cold[key], warm[key]) for key in ("device_gib", "host_gib"))
+    longest = f"{cold['longest_s']:.2f} s ({cold['longest_at']})"
+    checks = ", ".join(
+        sorted({f"{check['dtype'].removeprefix('torch.')}, {check['cases']} cases" for check in cold["checks"]})
+    )
+    seconds = [f"{row['seconds']:.1f}" for row in (cold, warm)]
+    return [
+        name,
+        f"{cold['weights_gib']:.2f}",
+        *seconds,
+        f"{device:.2f}",
+        f"{host:.2f}",
+        cold["kernels"],
+        longest,
+        checks,
+    ]
+
+
+def ranks(folder: Path) -> str:
+    """Several processes, one empty cache."""
+    found = json.loads((folder / "real_blocks_ranks_h200.json").read_text())
+    (row,) = found["rows"]
+    return (
+        f"{row['ranks']} processes that optimize a Qwen3-30B layer at the same time with one empty cache run the compiler "
+        f"{row['compiler_runs']} times for {row['kernels']} kernels; `optimize` takes {max(row['seconds']):.1f} s in the slowest."
+    )
+
+
+def whole(folder: Path) -> str:
+    """Qwen3-30B-A3B on one card."""
+    found = json.loads((folder / "real_model_h100.json").read_text())
+    (row,) = found["rows"]
+    size = f"{row['layers']} layers, {row['weights_gib']:.1f} GiB in bf16, on one {found['environment']['device']}"
+    return (
+        f"Qwen3-30B-A3B whole, {size}: `optimize_` takes {row['seconds']:.1f} s and {row['device_gib']:.2f} GiB beside the "
+        f"model; logits differ from the original's by {row['logits_difference']:.1e} of their norm; {row['generated']} tokens of "
+        f"`generate` right after it take {row['generate_s']:.1f} s."
+    )
+
+
+def tiny(folder: Path) -> str:
+    """Seconds of processor time on tiny models, by experts and layers."""
+    found = json.loads((folder / "optimize_time_cpu.json").read_text())
+    keys = ("model", "layers", "experts", "rewritten", "seconds", "seconds_without_verify", "weights_mb", "grown_mb")
+    head = ["model", "layers", "experts", "rewritten", "seconds", "unverified", "weights (MiB)", "grown by (MiB)"]
+    rows = [[row[key] for key in keys] for row in found["rows"] if row["question"] == "optimize"]
+    measured = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
+    return table(head, rows) + f"\n\nMeasured with {measured}."
+
+
+def _measured(found: dict[str, Any]) -> str:
+    return "\n\nMeasured with " + ", ".join(f"{k} {v}" for k, v in found["environment"].items() if k != "command") + "."
+
+
+SECTIONS = {"blocks": blocks, "ranks": ranks, "whole": whole, "tiny": tiny}
+
+
+def main() -> None:
+    """Writes the page's tables anew."""
+    PAGE.write_text(fill(PAGE.read_text(), SECTIONS, RESULTS))
+
+
+if __name__ == "__main__":
+    main()
