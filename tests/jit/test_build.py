@@ -130,7 +130,6 @@ def test_the_real_compiler_builds_a_cubin(tmp_path: Path, monkeypatch: pytest.Mo
     assert "0 bytes spill" in (entry.path / "meta.json").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_the_real_compiler_builds_a_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))

@@ -3,7 +3,7 @@
 // Blocks come in the order of the experts: an expert's tiles of dX, then those of dW, so that both read its rows of dY while they
 // are in L2. The hardware hands blocks out in that order; the grid has as many as any routing of the rows could need.
 #pragma once
-#include <hexa_fx/gemm_sm80.cuh>
+#include <hexa_fx/kernels/gemm_sm80.cuh>
 
 namespace hexa {
 
@@ -19,47 +19,25 @@ template <class G, bool kOfA>
 struct ColumnSum {
   using T = typename G::T;
   using F = typename G::F;
-  static constexpr bool kSimt = G::kSimt;
-  static constexpr int kExtent = kOfA ? G::BM : G::BN;
-  // lines of the operand that one thread sees: a fragment of A has two, 8 lines apart
-  static constexpr int kPer = kOfA && !kSimt ? 2 : 1, kBits = sizeof(T) == 2 ? 2 : 1;
-  static constexpr int kCount = kExtent / (kOfA ? (kSimt ? G::ThreadsM::value : 8 * G::ThreadsM::value)
-                                                : (kSimt ? G::ThreadsN::value : 8 * G::ThreadsN::value));
+  using Product = typename G::Product;
+  static constexpr int kCount = kOfA ? Product::kLinesA : Product::kLinesB;
   F value[kCount] = {};
 
   template <class A, class B>
   __device__ void add(const A& a, const B& b) {
-    if constexpr (kOfA) add_fragment(a);
-    else add_fragment(b);
-  }
-  template <class Fragment>
-  __device__ void add_fragment(const Fragment& f) {
-    static_assert(decltype(cute::size<1>(f))::value * kPer == kCount, "lines of a thread");
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size<1>(f); ++i) {
-      CUTE_UNROLL
-      for (int v = 0; v < cute::size<0>(f); ++v) value[i * kPer + (kPer == 2 ? v / kBits % 2 : 0)] += wide(f(v, i));
-    }
+    if constexpr (kOfA) Product::add_lines(value, a);
+    else Product::add_lines(value, b);
   }
 
   // Columns `first` and on of `width`, at `db` of an expert.
   template <bool kAdd>
   __device__ void store(void* db, long long expert, int first, int width) {
-    using namespace cute;
-    auto thread = typename G::Mma{}.get_slice(threadIdx.x);
-    const bool mine = kSimt ? other_thread() == 0 : other_thread() == 0 && threadIdx.x % 4 == 0;
-    auto where = [&] {
-      if constexpr (kOfA) return thread.partition_A(make_identity_tensor(Shape<Int<G::BM>, Int<G::BK>>{}));
-      else return thread.partition_B(make_identity_tensor(Shape<Int<G::BN>, Int<G::BK>>{}));
-    }();
-    CUTE_UNROLL
+    const Product product(nullptr, nullptr);
+    const bool mine = kOfA ? product.writes_a() : product.writes_b();
+#pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      F sum = value[i];
-      if constexpr (!kSimt) {
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      }
-      const int column = first + get<0>(where(i % kPer * kBits, i / kPer, 0));
+      const F sum = Product::whole_line(value[i]);
+      const int column = first + (kOfA ? product.line_of_a(i) : product.line_of_b(i));
       if constexpr (kAdd) {
         if (mine && column < width) static_cast<F*>(db)[expert * width + column] += sum;
       } else {
@@ -67,18 +45,6 @@ struct ColumnSum {
       }
     }
   }
-
- private:
-  // Which of those that hold the same lines this is: the warp, or the thread, along the other operand.
-  static __device__ int other_thread() {
-    const int i = kSimt ? threadIdx.x : threadIdx.x / 32;
-    return kOfA ? i / G::ThreadsM::value : i % G::ThreadsM::value;
-  }
-  template <class E> static __device__ F wide(E x) {
-    if constexpr (is_tf32<E>) return __uint_as_float(x.raw());
-    else return static_cast<F>(x);
-  }
-  template <class E> static constexpr bool is_tf32 = cute::is_same_v<E, cute::tfloat32_t>;
 };
 
 template <class Rows, class Weight, bool kGradIsA, bool kBias, bool kAdd = false>
@@ -88,7 +54,7 @@ struct Fused {
   static constexpr int kSharedBytes = Rows::kSharedBytes > Weight::kSharedBytes ? Rows::kSharedBytes : Weight::kSharedBytes;
 
   static __device__ void run(const FusedParams& p, unsigned char* shared) {
-    Rows::zero_tail(p.rows);
+    Rows::Store::zero_tail(p.rows);
     const int columns = (p.rows.n + BN - 1) / BN, down = (p.weight.m + BM - 1) / BM, across = (p.weight.n + BN - 1) / BN;
     const Unit u = find_unit<BM>(p.rows.offs, p.rows.experts, blockIdx.x, columns, down * across);
     if (u.expert < 0) return;
@@ -107,7 +73,7 @@ struct Fused {
     Rows::tile(p.rows, {u.expert, row, min(row + BM, u.end), 0, rest / size * BN}, shared, none);
   }
 
-  static __device__ void weight_tile(const FusedParams& p, const typename Weight::Tile& t, unsigned char* shared) {
+  static __device__ void weight_tile(const FusedParams& p, const GemmTile& t, unsigned char* shared) {
     if (kAdd && t.end <= t.row) return;
     if (kBias && (kGradIsA ? t.n0 : t.m0) == 0) {
       const int width = kGradIsA ? p.weight.m : p.weight.n;
