@@ -36,6 +36,8 @@ from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
+from hexa_fx.passes.perturbation import factors_past_limits
+from hexa_fx.passes.region import Live
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, verify
 from hexa_fx.runtime.unchanged import hooked
@@ -66,11 +68,13 @@ class Attempt:
     Args:
         scale: factor on the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
         crowded: use many tokens that are nearly alike, so that an expert's capacity is exceeded.
+        live: see `hexa_fx.passes.region.RegionEmitter`; matters where experts give NaN.
         prefer_earliest, alone: see `hexa_fx.passes.detect.detect`.
     """
 
     scale: float = 1.0
     crowded: bool = False
+    live: Live | None = None
     prefer_earliest: bool = False
     alone: bool = False
 
@@ -111,6 +115,8 @@ _HOOKED = (
 
 _ATTEMPTS = (
     Attempt(),
+    Attempt(live="gt"),
+    Attempt(live="ne"),
     Attempt(crowded=True),
     Attempt(prefer_earliest=True),
     Attempt(scale=0.1),
@@ -209,7 +215,7 @@ def _rewrite_mode(
     if isinstance(match, Refusal):
         return match
     with announced("rewrite", captured.graph) as done:
-        rewritten = rewrite(match, config.recompute_h)
+        rewritten = rewrite(match, config.recompute_h, attempt.live)
         if not config.own_code_when_small:
             rewritten = replace(rewritten, small=0)
         done.graph = rewritten.graph
@@ -235,7 +241,8 @@ def _check(
                 other in checks and checks[other].ok and _does_the_same(captured[mode], captured[other])
                 for other in MODES
             )
-            settings = VerifySettings(crowd=crowd_of(captured[mode].graph), brief=brief)
+            graph = captured[mode].graph
+            settings = VerifySettings(crowd=crowd_of(graph), brief=brief, factors=factors_past_limits(graph))
             with announced("verify", rewritten[mode].graph) as done, muted():
                 checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
                 done.note = checks[mode].reason or "equal"

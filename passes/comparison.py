@@ -37,6 +37,7 @@ class VerifySettings:
         brief: compare on the example only, for a mode in which the block does the same as in one that was verified.
         crowd: how many tokens in a row are sent to the same experts: more than the block's capacity, if it has one.
         seed: of inputs, cotangents and the random numbers that the block draws.
+        factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.perturbation`.
         max_copy_bytes: a block whose float64 copy would be larger is compared in place, in its own dtype.
         tolerance: largest accepted difference relative to the tensor's scale, by dtype of the comparison.
     """
@@ -45,6 +46,7 @@ class VerifySettings:
     crowd: int = 160
     brief: bool = False
     seed: int = 0
+    factors: tuple[float, ...] = ()
     many_bytes: int = 256 << 20
     max_copy_bytes: int = 4 << 30
     tolerance: Mapping[torch.dtype, float] = field(default_factory=lambda: dict(_TOLERANCE))

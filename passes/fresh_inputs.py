@@ -46,8 +46,8 @@ class FreshInputs:
         self._sizes = _sizes(self._leaves)
         self._flat = _are_flat(self._leaves)
         self.num_experts = num_experts
-        self._kinds = _with_tokens([self._kind(leaf) for leaf in self._leaves], self._leaves)
-        self.given_routing = any(kind in ("ids", "marks", "scores") for kind in self._kinds)
+        self.kinds = _with_tokens([self._kind(leaf) for leaf in self._leaves], self._leaves)
+        self.given_routing = any(kind in ("ids", "marks", "scores") for kind in self.kinds)
 
     @property
     def one_token(self) -> bool:
@@ -94,11 +94,11 @@ class FreshInputs:
             vocabulary: where the block is given no floats, its integers are drawn below this.
         """
         generator = torch.Generator().manual_seed(self._seed)
-        draw, place = _Draw(generator), self._tokens_at()
+        draw, place = _Draw(generator), self.tokens_at()
         if (place is None and vocabulary is None) or (place is not None and self._may_route_alike(place)):
             return None
         made = []
-        for number, (leaf, kind) in enumerate(zip(self._leaves, self._kinds)):
+        for number, (leaf, kind) in enumerate(zip(self._leaves, self.kinds)):
             if not isinstance(leaf, torch.Tensor):
                 made.append(leaf)
                 continue
@@ -117,22 +117,22 @@ class FreshInputs:
         args, kwargs = pytree.tree_unflatten(made, self._spec)
         return args, kwargs
 
-    def _tokens_at(self) -> int | None:
+    def tokens_at(self) -> int | None:
         """Which argument holds the tokens: the first matrix of floats that is no routing."""
-        for number, (leaf, kind) in enumerate(zip(self._leaves, self._kinds)):
+        for number, (leaf, kind) in enumerate(zip(self._leaves, self.kinds)):
             if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and kind in ("signed", "unsigned"):
                 return number
         return None
 
     def _may_route_alike(self, place: int) -> bool:
         tokens = self._leaves[place].numel() // self._leaves[place].shape[-1]
-        numbers = [leaf for leaf, kind in zip(self._leaves, self._kinds) if kind == "integer" and leaf.dim()]
+        numbers = [leaf for leaf, kind in zip(self._leaves, self.kinds) if kind == "integer" and leaf.dim()]
         rows = [leaf.reshape(tokens, -1) for leaf in numbers if tokens and leaf.numel() % tokens == 0]
         return any(bool((r == r[:1]).all()) for r in rows)
 
     def _weighs_tokens(self, leaf: torch.Tensor) -> bool:
         """Whether it can be the weights of given ids: positive, of the ids' size, and not all ones, as a mask is."""
-        sizes = {other.numel() for other, kind in zip(self._leaves, self._kinds) if kind == "ids"}
+        sizes = {other.numel() for other, kind in zip(self._leaves, self.kinds) if kind == "ids"}
         if not leaf.is_floating_point() or leaf.numel() not in sizes:
             return False
         return bool((leaf > 0).all()) and not bool((leaf == 1).all())
@@ -168,7 +168,7 @@ class FreshInputs:
         draw = _Draw(torch.Generator().manual_seed(self._seed), routing)
         made = [
             leaf if kind == "other" else self._fill(leaf, kind, shape, draw)
-            for leaf, kind, shape in zip(self._leaves, self._kinds, shapes)
+            for leaf, kind, shape in zip(self._leaves, self.kinds, shapes)
         ]
         fresh = [_cast(new, leaf, dtype) for new, leaf in zip(made, self._leaves)]
         args, kwargs = pytree.tree_unflatten(fresh, self._spec)

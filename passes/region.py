@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 import torch.fx
@@ -19,6 +20,8 @@ from hexa_fx.passes.detect.routing_factors import Source
 from hexa_fx.passes.emit_rows import RowEmitter
 from hexa_fx.passes.weights import WeightEmitter
 
+Live: TypeAlias = Literal["gt", "ne"]
+
 
 @dataclass
 class RegionEmitter:
@@ -28,6 +31,7 @@ class RegionEmitter:
         match: the region.
         graph, weights: where to emit it.
         outside: the new node of every recorded one that the region reads.
+        live: the comparison of a routing weight with 0 that says whether its pair runs at all; None: all do.
     """
 
     match: MoEMatch
@@ -35,6 +39,7 @@ class RegionEmitter:
     weights: WeightEmitter
     outside: Mapping[torch.fx.Node, torch.fx.Node]
     recompute_h: bool
+    live: Live | None = None
 
     def emit(self) -> torch.fx.Node:
         """The node that stands for the region's output."""
@@ -49,7 +54,7 @@ class RegionEmitter:
         if before is not None:
             tokens, index, factor = self._scale_rows(tokens, index, factor, before)
         past_experts = self._identity(tokens, index, factor) if match.identity and factor is not None else None
-        index = self._within_sentinel(index)
+        index = self._without_dead(self._within_sentinel(index), factor)
         if isinstance(match.body, FreeBody):
             result = self._free(match.body, index, factor)
         else:
@@ -106,6 +111,14 @@ class RegionEmitter:
             negative = self.graph.call_function(operator.lt, (index, 0))
             index = self.graph.call_method("masked_fill", (index, negative, experts))
         return index
+
+    def _without_dead(self, index: torch.fx.Node, factor: torch.fx.Node | None) -> torch.fx.Node:
+        """Gives the pairs that code leaves out for their weight the id that contributes nothing, so that no NaN gets through."""
+        if self.live is None or factor is None:
+            return index
+        alive = self.graph.call_function(getattr(operator, self.live), (factor, 0))
+        dead = self.graph.call_function(torch.logical_not, (alive,))
+        return self.graph.call_method("masked_fill", (index, dead, self.match.num_experts))
 
     def _identity(self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node) -> torch.fx.Node:
         """What ids of E and above add, the experts that return the token itself."""

@@ -18,7 +18,7 @@ from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import is_outside
 from hexa_fx.passes.kept_calls import Kept, keep
 from hexa_fx.passes.own_code import own_code_limit
-from hexa_fx.passes.region import RegionEmitter
+from hexa_fx.passes.region import Live, RegionEmitter
 from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
 
@@ -35,15 +35,20 @@ _FREE_OF_EFFECTS = (
 )
 
 
-def rewrite(match: MoEMatch, recompute_h: bool = False) -> RewrittenBlock:
-    """Makes the block's new forward. Its ``get_attr`` and ``call_module`` targets are relative to the block."""
-    return _Rewriter(match, recompute_h).run()
+def rewrite(match: MoEMatch, recompute_h: bool = False, live: Live | None = None) -> RewrittenBlock:
+    """Makes the block's new forward. Its ``get_attr`` and ``call_module`` targets are relative to the block.
+
+    Args:
+        live: see `hexa_fx.passes.region.RegionEmitter`.
+    """
+    return _Rewriter(match, recompute_h, live).run()
 
 
 @dataclass
 class _Rewriter:
     match: MoEMatch
     recompute_h: bool
+    live: Live | None
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     new: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
 
@@ -81,7 +86,7 @@ class _Rewriter:
         found = {}
         for number, match in enumerate(self.match.regions):
             weights = WeightEmitter(self.graph, match.captured, f"_{number + 1}" if number else "")
-            found[match.output] = RegionEmitter(match, self.graph, weights, self.new, self.recompute_h)
+            found[match.output] = RegionEmitter(match, self.graph, weights, self.new, self.recompute_h, self.live)
         return found
 
     def _stored(self) -> list[Access | StoredValue]:

@@ -23,9 +23,12 @@ from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.comparison import Comparison, Subject, VerificationCase, VerifySettings, size
 from hexa_fx.passes.float64_copy import float64_bytes, float64_copy_or_none
 from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.perturbed_runs import PerturbedRuns
 from hexa_fx.runtime.install import HexaForward, install, uninstall
 
 log = logging.getLogger(__name__)
+
+_LOOSE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,10 @@ def verify(
         with _installed(subject.module, _for_dtype(rewritten, dtype)) as forward:
             experts = _expert_weights(subject.module, rewritten)
             cases = Comparison(subject, forward, inputs, settings, experts).cases()
+            if not settings.brief and not _reason(cases):
+                tolerance = settings.tolerance.get(dtype, _LOOSE)
+                runs = PerturbedRuns(subject, forward, inputs, experts, tolerance, settings.factors, settings.seed)
+                cases += tuple(runs.cases())
         if any(case.outcome != "skipped" for case in cases):
             break
         log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))

@@ -116,7 +116,8 @@ def test_equal_blocks_pass_in_both_modes():
         result = verify(block.train(training), list_rewritten(training), example())
         assert result.ok, result.reason
         assert result.dtype == torch.float64
-        assert [case.outcome for case in result.cases] == ["equal"] * 11
+        assert {case.outcome for case in result.cases} == {"equal"}
+        assert len(result.cases) >= 11
         assert max(max(case.forward_error, case.gradient_error) for case in result.cases) < 1e-13
         assert 0 < result.seconds < 10
 
@@ -124,7 +125,8 @@ def test_equal_blocks_pass_in_both_modes():
 def test_stacked_weights_with_routing_given():
     result = verify(StackedExperts(), stacked_rewritten(), routing(6))
     assert result.ok, result.reason
-    assert [case.outcome for case in result.cases] == ["equal"] * 11
+    assert {case.outcome for case in result.cases} == {"equal"}
+    assert len(result.cases) >= 11
 
 
 @pytest.mark.parametrize("moe", WRONG, ids=lambda moe: moe.__name__)
@@ -194,7 +196,8 @@ def test_many_right_experts_pass(make):
     else:
         result = verify(StackedExperts(MANY), stacked_rewritten(), routing(6, num_experts=MANY))
     assert result.ok, result.reason
-    assert [case.outcome for case in result.cases] == ["equal"] * 11
+    assert {case.outcome for case in result.cases} == {"equal"}
+    assert len(result.cases) >= 11
 
 
 class OnlyFew(StackedExperts):
@@ -278,7 +281,7 @@ def test_gradients_of_a_large_block_are_compared_in_two_cases():
         "the example",
         "one expert without tokens",
     ]
-    assert len(result.cases) == 11
+    assert len(result.cases) >= 11
     assert not verify(ListMoE(), list_rewritten(True, knows_one_routing), example(), settings=settings).ok
 
 

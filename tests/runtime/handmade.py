@@ -24,6 +24,8 @@ def dense_moe(
     coefficients = coefficients.scatter_add(1, index, weights)
     gate, up = torch.einsum("td,eid->tei", x, w1).chunk(2, dim=-1)
     y = torch.einsum("tei,edi->ted", F.silu(gate) * up, w2)
+    chosen = torch.zeros_like(coefficients, dtype=torch.bool).scatter(1, index, True)
+    y = y.masked_fill(~chosen[..., None], 0)  # what an expert makes of others' tokens counts for nothing, be it NaN
     return torch.einsum("ted,te->td", y, coefficients.to(y.dtype)).to(x.dtype)
 
 

@@ -1,0 +1,241 @@
+"""What an example holds fixed and a later call may not: the changes under which a rewritten block is tried.
+
+Every `Change` does one thing to a call or to the module, and says what. Several of them make a `Perturbation`, which is one
+comparison; `hexa_fx.passes.perturbed_runs` makes it, and takes it apart if the two forwards differ.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hexa_fx.capture import record_of
+from hexa_fx.passes.detect.graph import is_float, literals, operation
+from hexa_fx.passes.fresh_inputs import FreshInputs
+
+_LIMITS = frozenset(
+    "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip clip_ minimum maximum max min hardtanh hardtanh_ relu6 "
+    "hardsigmoid hardswish threshold threshold_ softplus softshrink hardshrink celu lt le gt ge __lt__ __le__ __gt__ __ge__ "
+    "where nan_to_num".split()
+)
+"""Operations that treat numbers differently on the two sides of a constant."""
+
+_MAGNITUDES = (1e3, 1e-3)
+_FURTHEST = 1e8
+_MASKED = -1e4
+"""Floats below it, of an argument without large positive ones, mark what is masked."""
+
+
+@dataclass
+class Trial:
+    """A call in the making: a module and what it is called with. `undo` puts the module back.
+
+    Args:
+        module: the module that is changed in place.
+        leaves: the arguments without their structure, changed in place.
+        names: of the leaves, for sentences.
+        generator: of random numbers.
+        experts: the weights of the experts.
+    """
+
+    module: nn.Module
+    leaves: list[Any]
+    names: list[str]
+    generator: torch.Generator
+    experts: tuple[torch.Tensor, ...] = ()
+    before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def write(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
+        """Puts other numbers into (part of) a parameter or buffer until `undo`."""
+        self.before.append((tensor, tensor.detach().clone()))
+        tensor.detach().copy_(new)
+
+    def undo(self) -> None:
+        while self.before:
+            tensor, value = self.before.pop()
+            tensor.detach().copy_(value)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a trial, and how a sentence names it."""
+
+    name: str
+    make: Callable[[Trial], None]
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """Changes that are tried together.
+
+    Args:
+        changes: in order.
+        size: (batch, sequence) of the call; None: the example's shapes.
+        finite: whether all of the original counts, be it an error, NaN or infinity; else only its finite results do.
+    """
+
+    changes: tuple[Change, ...]
+    size: tuple[int, int] | None = None
+    finite: bool = True
+
+    @property
+    def name(self) -> str:
+        return ", ".join(change.name for change in self.changes)
+
+
+def perturbations(inputs: FreshInputs, module: nn.Module, factors: Sequence[float]) -> Iterator[Perturbation]:
+    """What is tried of a block.
+
+    Args:
+        inputs: the example call and fresh ones like it.
+        module: the block.
+        factors: on the tokens, from `factors_past_limits`.
+    """
+    fixed = (*_arguments(inputs, module), *_kept(module))
+    if fixed:
+        yield Perturbation(fixed)
+    if inputs.tokens_at() is not None:
+        yield Perturbation((_other_magnitudes(inputs, (*_MAGNITUDES, *factors)),))
+        yield Perturbation((_with_nan(inputs),), finite=False)
+    yield Perturbation((Change("NaN in an expert's weight", _nan_in_an_expert),), finite=False)
+
+
+def argument_names(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """A name for every leaf of a call."""
+    try:
+        parameters = list(inspect.signature(module.forward).parameters)
+    except (TypeError, ValueError):
+        parameters = []
+    named = {**dict(zip(parameters, args)), **kwargs} if len(parameters) >= len(args) else {}
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
+    flat = [name for name, value in named.items() for _ in pytree.tree_leaves(value)]
+    return flat if len(flat) == len(paths) else paths
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _arguments(inputs: FreshInputs, module: nn.Module) -> Iterator[Change]:
+    """Masks and integers whose numbers are all equal in the example; others are drawn at random in every case."""
+    args, kwargs = inputs.example(torch.float64)
+    leaves, names = pytree.tree_leaves((args, kwargs)), argument_names(module, args, kwargs)
+    for number, (leaf, kind) in enumerate(zip(leaves, inputs.kinds)):
+        if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+            continue
+        name, masked = names[number], leaf.is_floating_point() and float(leaf.min()) < _MASKED
+        if kind == "bool" and _one_number(leaf):
+            yield Change(f"the mask {name!r} drawn at random", _drawn(number, (0, 2)))
+        elif kind in ("integer", "ids") and _one_number(leaf):
+            low, high = min(0, int(leaf.min())), max(1, int(leaf.max()))
+            yield Change(f"the integers {name!r} drawn at random", _drawn(number, (low, high + 1)))
+        elif masked and float(leaf.max()) < -_MASKED:
+            yield Change(f"the mask {name!r} drawn at random", _masking(number, float(leaf.min())))
+
+
+def _drawn(number: int, bounds: tuple[int, int]) -> Callable[[Trial], None]:
+    def make(trial: Trial) -> None:
+        leaf = trial.leaves[number]
+        trial.leaves[number] = torch.randint(*bounds, leaf.shape, generator=trial.generator).to(leaf)
+
+    return make
+
+
+def _masking(number: int, low: float) -> Callable[[Trial], None]:
+    def make(trial: Trial) -> None:
+        leaf = trial.leaves[number]
+        chosen = torch.rand(leaf.shape, generator=trial.generator) < 0.5
+        trial.leaves[number] = torch.where(chosen, low, 0.0).to(leaf)
+
+    return make
+
+
+def _one_number(leaf: torch.Tensor) -> bool:
+    return bool((leaf == leaf.flatten()[0]).all())
+
+
+# -- what modules keep -------------------------------------------------------------------------------------------------
+
+
+def _kept(module: nn.Module) -> Iterator[Change]:
+    """Buffers, and parameters of one number, moved away from 0, from 1 and from each other."""
+    parameters = [(name, p) for name, p in module.named_parameters() if p.numel() == 1]
+    for name, tensor in [*parameters, *module.named_buffers()]:
+        if tensor.numel() and not tensor.is_complex():
+            yield Change(f"other numbers in {name!r}", _moved(tensor))
+
+
+def _moved(tensor: torch.Tensor) -> Callable[[Trial], None]:
+    def make(trial: Trial) -> None:
+        random = torch.rand(tensor.shape, dtype=torch.float64, generator=trial.generator).to(tensor.device)
+        if tensor.is_floating_point():
+            trial.write(tensor, tensor * (0.5 + random) + random / 4)
+        elif tensor.dtype == torch.bool:
+            trial.write(tensor, random < 0.5 if _one_number(tensor) else ~tensor)
+        elif _one_number(tensor):
+            trial.write(tensor, tensor + (3 * random).to(tensor.dtype))
+        else:  # places or ids: those that it holds, in another order
+            order = random.flatten().argsort()
+            trial.write(tensor, tensor.flatten()[order].reshape(tensor.shape))
+
+    return make
+
+
+# -- magnitudes --------------------------------------------------------------------------------------------------------
+
+
+def factors_past_limits(graph: torch.fx.Graph) -> tuple[float, ...]:
+    """Factors on a block's inputs at which values lie beyond the constants that the recorded code compares them with."""
+    found = set()
+    for node in graph.nodes:
+        if node.op == "output" or operation(node) not in _LIMITS:
+            continue
+        floats = [record_of(operand).value for operand in node.all_input_nodes if is_float(operand)]
+        largest = max((float(value.abs().nan_to_num(0, 0, 0).max()) for value in floats if value.numel()), default=0.0)
+        found |= {abs(limit) / largest for limit in literals([node]) if largest and limit}
+    far = {min(8 * ratio, _FURTHEST) for ratio in found if 8 * ratio > _MAGNITUDES[0]}
+    near = {max(ratio / 8, 1 / _FURTHEST) for ratio in found if ratio / 8 < _MAGNITUDES[1]}
+    return tuple(sorted([*sorted(far)[-1:], *sorted(near)[:1]]))
+
+
+def _other_magnitudes(inputs: FreshInputs, factors: tuple[float, ...]) -> Change:
+    """Rows times each of the factors in turn, and rows left as they are."""
+    place = inputs.tokens_at()
+    assert place is not None
+
+    def make(trial: Trial) -> None:
+        leaf = trial.leaves[place]
+        rows = leaf.shape[:-1].numel()
+        each = torch.tensor([1.0, *factors], dtype=torch.float64)[torch.arange(rows) % (len(factors) + 1)]
+        trial.leaves[place] = (leaf.double() * each.reshape(*leaf.shape[:-1], 1).to(leaf.device)).to(leaf.dtype)
+
+    return Change("tokens of other magnitudes", make)
+
+
+def _with_nan(inputs: FreshInputs) -> Change:
+    """One token of NaN, and one with an infinite element."""
+    place = inputs.tokens_at()
+    assert place is not None
+
+    def make(trial: Trial) -> None:
+        leaf = trial.leaves[place].clone()
+        rows = leaf.reshape(-1, leaf.shape[-1])
+        rows[len(rows) // 2] = torch.nan
+        rows[len(rows) // 3, 0] = torch.inf
+        trial.leaves[place] = rows.reshape(leaf.shape)
+
+    return Change("NaN and infinity in a token", make)
+
+
+def _nan_in_an_expert(trial: Trial) -> None:
+    """One element, of the last expert's last weight."""
+    floating = [weight for weight in trial.experts if weight.is_floating_point() and weight.numel()]
+    if floating:
+        element = floating[-1].detach()[(-1,) * floating[-1].dim()]
+        trial.write(element, torch.full_like(element, torch.nan))

@@ -1,0 +1,182 @@
+"""Compares original and rewritten block under perturbations: forward only, since it is about what an example leaves inactive.
+
+Where the original raises, the rewritten block has to raise as well. With NaN among the inputs or weights only finite results of the
+original count: one-hot dispatch spreads a NaN to every token, and code that counts where NaN is may fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.outcome import Outcome, observe, unlike
+from hexa_fx.isolation.precision import InFloat64
+from hexa_fx.passes.comparison import Subject, VerificationCase
+from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.perturbation import Change, Perturbation, Trial, argument_names, perturbations
+from hexa_fx.runtime import results
+from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.install import HexaForward
+
+_TINY, _NOTHING = 1e-300, 1e100
+_CHAOTIC = 100.0
+
+
+@dataclass(frozen=True)
+class PerturbedRuns:
+    """Both forwards of a subject under perturbations.
+
+    Args:
+        subject: what is compared.
+        forward: the rewritten forward that is installed on it.
+        inputs: the example call and fresh ones like it.
+        experts: the weights of the experts.
+        tolerance: largest difference relative to a row's scale.
+        factors: see `hexa_fx.passes.perturbation.perturbations`.
+        seed: of all random numbers.
+    """
+
+    subject: Subject
+    forward: HexaForward
+    inputs: FreshInputs
+    experts: tuple[torch.Tensor, ...]
+    tolerance: float
+    factors: tuple[float, ...] = ()
+    seed: int = 0
+
+    def cases(self) -> Iterator[VerificationCase]:
+        """One for every perturbation. Of one with several changes, the sentence names the change that makes a difference."""
+        for perturbation in perturbations(self.inputs, self.subject.module, self.factors):
+            case = self._case(perturbation, perturbation.changes)
+            if case.outcome == "equal" or len(perturbation.changes) == 1:
+                yield case
+                continue
+            alone = [self._case(perturbation, (change,)) for change in perturbation.changes]
+            different = [single for single in alone if single.outcome == "different"]
+            yield different[0] if different else case
+
+    def _case(self, perturbation: Perturbation, changes: tuple[Change, ...]) -> VerificationCase:
+        name = Perturbation(changes).name
+        trial, spec = self._trial(perturbation)
+        try:
+            with torch.no_grad():
+                for change in changes:
+                    change.make(trial)
+            return self._compared(name, trial, spec, perturbation.finite)
+        finally:
+            with torch.no_grad():
+                trial.undo()
+
+    def _trial(self, perturbation: Perturbation) -> tuple[Trial, pytree.TreeSpec]:
+        dtype, size = self.subject.dtype, perturbation.size
+        args, kwargs = self.inputs.like_example(dtype) if size is None else self.inputs.at(*size, dtype)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        names = argument_names(self.subject.module, args, kwargs)
+        return Trial(self.subject.module, leaves, names, generator, self.experts), spec
+
+    def _compared(self, name: str, trial: Trial, spec: pytree.TreeSpec, finite: bool) -> VerificationCase:
+        original = self._outcome(self.forward.original, trial.leaves, spec)
+        other = self._outcome(self.forward.rewritten, trial.leaves, spec)
+        if isinstance(other, GuardMiss):
+            return VerificationCase(name, "skipped", detail=f"left to the original: {other}")
+        if isinstance(original, Exception) or isinstance(other, Exception):
+            return _errors(name, original, other, finite)
+        reason, error = apart(original, other, finite)
+        if not reason and error <= self.tolerance:
+            return VerificationCase(name, "equal", error)
+        if not reason and self._moves(original, trial.leaves, spec, finite) * _CHAOTIC >= error:
+            return VerificationCase(name, "skipped", detail="rounding alone moves the original as far")
+        return VerificationCase(name, "different", error, detail=reason or _how_far(error))
+
+    def _outcome(self, call: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec) -> Outcome | Exception:
+        module = self.subject.module
+        state = ModuleState(module, results.shared_holders(module, self.forward.stored[bool(module.training)]))
+        try:
+            with ExitStack() as modes:
+                if self.subject.dtype == torch.float64:
+                    modes.enter_context(InFloat64(self.subject.own))
+                args, kwargs = pytree.tree_unflatten(leaves, spec)
+                return observe(call, module, state, (args, kwargs), self.seed, gradients=False)
+        except Exception as error:
+            return error
+        finally:
+            state.restore()
+
+    def _moves(self, original: Outcome, leaves: list[Any], spec: pytree.TreeSpec, finite: bool) -> float:
+        """How far the original's results move when the inputs do by a few roundings."""
+        moved = [_nudged(leaf) for leaf in leaves]
+        again = self._outcome(self.forward.original, moved, spec)
+        return float("inf") if isinstance(again, Exception) else apart(original, again, finite)[1]
+
+
+def apart(original: Outcome, other: Outcome, finite: bool = True) -> tuple[str, float]:
+    """A sentence if two outcomes differ in more than numbers, and the largest difference relative to a row's scale.
+
+    Args:
+        finite: whether NaN and infinite values have to lie in the same places; else only where the original is finite.
+    """
+    for fact in sorted({*original.facts, *other.facts}):
+        if str(original.facts.get(fact)) != str(other.facts.get(fact)):
+            return f"{fact}: not what the original has", 0.0
+    if set(original.values) != set(other.values):
+        return f"only one of the two has {', '.join(set(original.values) ^ set(other.values))}", 0.0
+    kind = unlike(original, other)
+    if kind:
+        return kind, 0.0
+    furthest = 0.0
+    for name, one in original.values.items():
+        one, two = _wide(one), _wide(other.values[name])
+        usual = one.isfinite()
+        if bool((usual & ~two.isfinite()).any()):
+            return f"{name} is NaN or infinite where the original is finite", 0.0
+        if finite and bool((~usual & two.isfinite()).any()):
+            return f"{name} is finite where the original is not", 0.0
+        furthest = max(furthest, _furthest_row(one.where(usual, 0.0), two.where(usual, 0.0)))
+    return "", furthest
+
+
+def _how_far(error: float) -> str:
+    return (
+        f"a row is off by {error:.1e} of its scale"
+        if error < _NOTHING
+        else "a row is not zero, as it is in the original"
+    )
+
+
+def _errors(name: str, original: Outcome | Exception, other: Outcome | Exception, finite: bool) -> VerificationCase:
+    if isinstance(original, Exception) and (isinstance(other, Exception) or not finite):
+        return VerificationCase(name, "skipped", detail=f"the original raises {_first_line(original)}")
+    which, error = ("the original", original) if isinstance(original, Exception) else ("the rewritten block", other)
+    assert isinstance(error, Exception)
+    return VerificationCase(name, "different", detail=f"only {which} raises {_first_line(error)}")
+
+
+def _furthest_row(one: torch.Tensor, two: torch.Tensor) -> float:
+    """Rows have magnitudes of their own here, so each is compared with its own scale."""
+    if not one.numel():
+        return 0.0
+    if not one.dim():
+        one, two = one[None], two[None]
+    scale = one.abs().amax(-1).clamp(min=_TINY)
+    return float(((one - two).abs().amax(-1) / scale).max())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+
+
+def _nudged(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+        return leaf
+    return leaf * (1 + 4 * torch.finfo(leaf.dtype).eps)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -1,0 +1,177 @@
+"""What is inactive on the example, and missing in the rewritten block, is found and named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hexa_fx.capture import capture
+from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.isolation.outcome import Outcome
+from hexa_fx.passes.comparison import VerifySettings
+from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.perturbation import argument_names, factors_past_limits, perturbations
+from hexa_fx.passes.perturbed_runs import apart
+from hexa_fx.passes.verify import verify
+from tests.runtime.handmade import D, E, ListMoE, list_rewritten
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+class Masked(ListMoE):
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * mask[..., None]
+
+
+class Scaled(ListMoE):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * self.scale
+
+
+class Switched(ListMoE):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("on", torch.ones(D, dtype=torch.bool))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * self.on
+
+
+class Clamped(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.clamp(-50, 50))
+
+
+class ClampedFarOut(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden.clamp(-65504, 65504))
+
+
+class Bounded(ListMoE):
+    """Rows with tiny norms are left as they are, so that division is safe."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        norm = hidden.norm(dim=-1, keepdim=True)
+        return super().forward(hidden) * norm / norm.clamp(min=1e-4)
+
+
+class FreeOfNan(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nan_to_num(super().forward(hidden))
+
+
+FORGOTTEN: dict[type[nn.Module], str] = {
+    Scaled: "other numbers in 'scale'",
+    Switched: "other numbers in 'on'",
+    Clamped: "tokens of other magnitudes",
+    ClampedFarOut: "tokens of other magnitudes",
+    Bounded: "tokens of other magnitudes",
+    FreeOfNan: "NaN",
+}
+
+
+@pytest.mark.parametrize("block", FORGOTTEN, ids=lambda block: block.__name__)
+def test_forgotten_features_are_named(block: type[nn.Module]) -> None:
+    """The rewritten block is that of the plain class."""
+    plain = list_rewritten(False)
+    found = _verified(block(), replace(plain, guards=plain.guards[:1]), (torch.randn(2, 6, D),))
+    assert FORGOTTEN[block] in found
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32])
+def test_a_forgotten_mask_of_ones_is_named(dtype: torch.dtype) -> None:
+    plain = list_rewritten(False)
+    guards = (plain.guards[0], InputGuard("mask", "tensor", dtype=dtype, ndim=2))
+    example = (torch.randn(2, 6, D), torch.ones(2, 6, dtype=dtype))
+    assert "'mask' drawn at random" in _verified(Masked(), replace(plain, guards=guards), example)
+
+
+def test_equal_under_all_of_them() -> None:
+    """The plain block: one case for what it keeps, two for its tokens and one for its weights."""
+    block = ListMoE().eval()
+    result = verify(block, list_rewritten(False), (torch.randn(2, 6, D),))
+    assert result.ok, result.reason
+    names = [case.name for case in result.cases]
+    for name in (
+        "other numbers in 'seen'",
+        "tokens of other magnitudes",
+        "NaN and infinity in a token",
+        "NaN in an expert's weight",
+    ):
+        assert name in names
+
+
+def test_the_module_is_as_it_was() -> None:
+    block = Scaled().eval()
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    verify(block, list_rewritten(False), (torch.randn(2, 6, D),))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
+
+
+class Strict(ListMoE):
+    """Fails for what is not allowed, as an embedding does."""
+
+    def forward(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        torch.zeros(1, device=hidden.device)[ids]
+        return super().forward(hidden)
+
+
+def test_where_the_original_raises_both_must() -> None:
+    plain = list_rewritten(False)
+    guards = (plain.guards[0], InputGuard("ids", "tensor", dtype=torch.int64, ndim=2))
+    example = (torch.randn(2, 6, D), torch.zeros(2, 6, dtype=torch.long))
+    assert "only the original raises IndexError" in _verified(Strict(), replace(plain, guards=guards), example)
+
+
+def test_limits_of_the_recorded_code() -> None:
+    captured = capture(ClampedFarOut().eval(), (torch.randn(2, 6, D),), {}, "")
+    (far,) = factors_past_limits(captured.graph)
+    assert 65504 * 2 < far < 65504 * 20
+    captured = capture(Bounded().eval(), (torch.randn(2, 6, D),), {}, "")
+    (near,) = factors_past_limits(captured.graph)
+    assert near < 1e-4
+
+
+def test_rows_are_compared_by_their_own_scale() -> None:
+    one = torch.tensor([[1e6, 1e6], [1e-6, 1e-6]], dtype=torch.float64)
+    two = one.clone()
+    two[1, 0] *= 2
+    assert apart(Outcome({"y": one}, {}, {}), Outcome({"y": two}, {}, {}))[1] == pytest.approx(1.0)
+    gone = torch.tensor([[1e6, torch.nan], [1e-6, 1e-6]], dtype=torch.float64)
+    assert "NaN" in apart(Outcome({"y": one}, {}, {}), Outcome({"y": gone}, {}, {}))[0]
+    assert apart(Outcome({"y": gone}, {}, {}), Outcome({"y": one}, {}, {}), finite=False) == ("", 0.0)
+    assert "finite where" in apart(Outcome({"y": gone}, {}, {}), Outcome({"y": one}, {}, {}))[0]
+
+
+def test_names_of_arguments() -> None:
+    block = Masked()
+    x, mask = torch.randn(2, 6, D), torch.ones(2, 6)
+    assert argument_names(block, (x, mask), {}) == ["hidden", "mask"]
+    assert argument_names(block, (x,), {"mask": mask}) == ["hidden", "mask"]
+
+
+def test_masks_of_floats() -> None:
+    """0 and -inf, as they are added to scores."""
+    mask = torch.zeros(2, 6)
+    mask[0, 0] = float("-inf")
+    inputs = FreshInputs((torch.randn(2, 6, D), mask), {}, E, 0)
+    names = [p.name for p in perturbations(inputs, Masked(), ())]
+    assert any("'mask'" in name for name in names)
+
+
+def _verified(block: nn.Module, rewritten: RewrittenBlock, example: tuple[torch.Tensor, ...]) -> str:
+    captured = capture(block.eval(), example, {}, "")
+    settings = VerifySettings(factors=factors_past_limits(captured.graph))
+    result = verify(block, rewritten, example, settings=settings)
+    assert not result.ok
+    return result.reason
