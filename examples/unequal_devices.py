@@ -9,6 +9,7 @@ default) has every device run the operator to find out how fast it is.
 from __future__ import annotations
 
 import copy
+import sys
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ SECONDS = (1.0, 2.0)
 
 
 def main() -> None:
+    if not dist.is_torchelastic_launched():
+        sys.exit("several processes are needed: torchrun --nproc-per-node 2 examples/unequal_devices.py")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, data = Model(), torch.randn(5, 6, 20, 32)  # 5 steps of 6 samples

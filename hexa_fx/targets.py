@@ -121,6 +121,10 @@ def _module(name: str) -> Any:
 
 
 def _is_folder(target: str) -> bool:
+    if target.endswith(".py"):
+        raise InputError(
+            f"{target!r} is a file: name a function of it that returns (model, example_inputs), {target}:FACTORY"
+        )
     return Path(target).is_dir() or "/" in target or target.endswith(".json")
 
 

@@ -47,3 +47,9 @@ def test_two_processes_under_torchrun() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     assert SAYS["unequal_devices"] in done.stdout
+
+
+def test_several_processes_are_asked_for() -> None:
+    done = subprocess.run([sys.executable, str(FOLDER / "unequal_devices.py")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "several processes are needed: torchrun --nproc-per-node 2 examples/unequal_devices.py\n"

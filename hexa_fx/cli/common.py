@@ -7,14 +7,14 @@ import json
 import logging
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
 
 import hexa_fx
-from hexa_fx.errors import HexaError
+from hexa_fx.errors import HexaError, InputError
 
 P = ParamSpec("P")
 
@@ -38,11 +38,15 @@ Tokens = Annotated[int | None, typer.Option("--tokens", help="Tokens of a forwar
 
 
 def errors_shown(command: Callable[P, None]) -> Callable[P, None]:
-    """Makes errors one line on standard error, or an object with ``error`` under --json; exit status 2."""
+    """Makes errors one line on standard error, or an object with ``error`` under --json; exit status 2.
+
+    An architecture without kernels and a file that cannot be written are errors before the model is made.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
+            _check_early(kwargs)
             command(*args, **kwargs)
         except HexaError as error:
             fail(str(error), bool(kwargs.get("as_json")))
@@ -54,6 +58,17 @@ def errors_shown(command: Callable[P, None]) -> Callable[P, None]:
             fail(_foreign(error), bool(kwargs.get("as_json")))
 
     return wrapped
+
+
+def _check_early(given: Mapping[str, Any]) -> None:
+    if given.get("arch") is not None:
+        from hexa_fx.cuda.choosing import typical_card
+
+        typical_card(given["arch"])
+    for name in ("html", "svg", "dot"):
+        path = given.get(name)
+        if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise InputError(f"--{name} {path}: cannot be written; give a file in a folder that exists")
 
 
 def _foreign(error: Exception) -> str:

@@ -156,6 +156,13 @@ def test_predicted_times_follow_capacities_tokens_and_links():
             "RuntimeError: mat1 and mat2 shapes cannot be multiplied",
         ),
         (("explain", "/no/such/folder"), "downloads nothing: give a folder that holds the model's config.json"),
+        (
+            ("explain", "here/good.py"),
+            "'here/good.py' is a file: name a function of it that returns (model, example_inputs), here/",
+        ),
+        (("explain", "never.made:thing", "--arch", "75"), "compute capability 75; give one of 80, 86, 89, 90"),
+        (("explain", "never.made:thing", "--html", "/nowhere/a.html"), "--html /nowhere/a.html: cannot be written"),
+        (("graph", "never.made:thing", "--svg", "/nowhere/a.svg"), "--svg /nowhere/a.svg: cannot be written"),
         (("graph", REFUSED), "was rewritten, so there is nothing to draw; `hexa-fx explain"),
         (("graph", FACTORY, "--block", "layer.0"), "no rewritten block at 'layer.0'; there are 'layers.0', 'layers.1'"),
         (
