@@ -11,6 +11,7 @@ import torch
 
 from hexa_fx.codegen.spec import SpecError
 from hexa_fx.cuda.choosing import described
+from hexa_fx.cuda.launch import NotBuilt, say_provisional
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 
@@ -30,7 +31,7 @@ def cuda_kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     """Decorates the CUDA kernel of ``hexa::<name>``: runs it on its first tensor's device, or falls back.
 
     It falls back to the generic implementation when there is no compiler, when a kernel does not build, or when there is no
-    kernel for the operands. The reason is logged once per operator.
+    kernel for the operands, and while a kernel is being built. The reason is logged once per operator.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +47,9 @@ def cuda_kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
                     return function(*args)
                 with torch.cuda.device(index):
                     return function(*args)
+            except NotBuilt as error:
+                say_provisional(name, "torch's own operators", error)
+                return generic(name)(*args)
             except KernelError as error:
                 _record(name, error)
                 return generic(name)(*args)

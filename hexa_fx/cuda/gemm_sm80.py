@@ -25,7 +25,7 @@ from hexa_fx.cuda.operands import (
     constants_of,
     dense_rows,
 )
-from hexa_fx.cuda.select_sm80 import EsfkKey, EsmmKey, EstmmKey, kernel_for, tune_key
+from hexa_fx.cuda.select_sm80 import EsfkKey, EsmmKey, EstmmKey, kernel_for, run_built, tune_key
 from hexa_fx.cuda.tune import autotuning
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.rows import columns_of, flip, row_count
@@ -108,13 +108,13 @@ def estmm(
     key = EstmmKey(card_of(device), a.dtype, math_of(a.dtype), bucket, m, n, *gathered, aligned(a, b), into is not None)
     args = _ARGS.pack(*_weight_args(a, a_index, b, b_index, offs, top_k, d))
 
-    def run(tile: Tile | None = None) -> None:
+    def run(tile: Tile | None) -> None:
         kernel, bm, bn = kernel_for(key, tile)
         launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
 
     if autotuning() and into is None:  # every timed run of a kernel that adds would add
         tune_key(key, device, run)
-    run()
+    run_built(key, run)
     return d
 
 
@@ -152,7 +152,7 @@ def esfk(
     a, a_index, b, b_index = (g, None, x, x_index) if transpose else (x, x_index, g, None)
     args = _FUSED_ARGS.pack(*rows, *_weight_args(a, a_index, b, b_index, offs, top_k, dw), address(db))
 
-    def run(tile: Tile | None = None) -> None:
+    def run(tile: Tile | None) -> None:
         kernel, bm, bn = kernel_for(key, tile)
         weight_tiles = experts * ceil_div(dw.shape[1], bm) * ceil_div(dw.shape[2], bn)
         row_tiles = (n // bm + min(experts, n)) * ceil_div(k, bn)
@@ -160,7 +160,7 @@ def esfk(
 
     if autotuning() and into is None:
         tune_key(key, device, run)
-    run()
+    run_built(key, run)
     return dx, dw, db
 
 
@@ -210,14 +210,13 @@ def _product(
     args = _POINTERS.pack(*pointers, offs.data_ptr())
     sizes = (n, experts, *strides, 0 if d is None else d.shape[1], top_k, tuple(params))
 
-    def run(tile: Tile) -> None:
+    def run(tile: Tile | None) -> None:
         kernel, grid, shape = _esmm_launch(key, tile, *sizes)
         launch(kernel, device, grid, args + shape)
 
     if autotuning():
         tune_key(key, device, run)
-    kernel, grid, shape = _esmm_launch(key, None, *sizes)
-    launch(kernel, device, grid, args + shape)
+    run_built(key, run)
 
 
 @cached_choice

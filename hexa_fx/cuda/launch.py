@@ -1,39 +1,104 @@
-"""Launches: a kernel that was chosen, loaded when it is first launched, and what a thread launches while it is recorded."""
+"""Launches: a kernel that was chosen, loaded as soon as it is built, and what a thread launches while it is recorded.
+
+No launch waits for a compiler. A kernel that is not built is requested, and its launch raises `NotBuilt`; then another
+tile's kernel or torch's operators run. Nothing of that is remembered, so the next call after the build takes the kernel.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 import torch
 
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import cached_choice, collect, collection
+from hexa_fx.cuda.modes import awaits_kernels
+from hexa_fx.errors import KernelError
 from hexa_fx.jit import background
+from hexa_fx.jit.env import waits_for_kernels
 from hexa_fx.jit.errors import ToolchainError
-from hexa_fx.jit.kernel import KernelHandle, get_kernel
+from hexa_fx.jit.kernel import KernelHandle, get_kernel, loaded_kernel
+
+log = logging.getLogger(__name__)
+
+
+class NotBuilt(KernelError):
+    """The kernel is being built; something else has to run meanwhile."""
 
 
 class Kernel:
-    """A kernel that was chosen; see `kernel_of`. It is built and loaded when it is first launched."""
+    """A kernel that was chosen; see `kernel_of`. It is loaded when it is first launched."""
 
-    __slots__ = ("_handle", "spec")
+    __slots__ = ("loaded", "spec")
 
     def __init__(self, spec: KernelSpec) -> None:
         self.spec = spec
-        self._handle: KernelHandle | None = None
+        self.loaded: KernelHandle | None = None
 
     @property
     def handle(self) -> KernelHandle:
         """The loaded kernel.
 
         Raises:
+            NotBuilt: it is not there yet. Never while `waits_for_kernels` or in `kernels_awaited`.
             SpecError, ToolchainError, BuildError, DriverError: it cannot be had.
         """
-        if self._handle is None:
-            self._handle = get_kernel(self.spec)
-        return self._handle
+        if self.loaded is None:
+            self.loaded = _load(self.spec)
+        return self.loaded
+
+
+_missing: dict[KernelSpec, None] = {}
+"""Kernels that a call wanted and that were not built then."""
+
+
+def _load(spec: KernelSpec) -> KernelHandle:
+    if awaits_kernels() or waits_for_kernels():
+        return get_kernel(spec)
+    own = background.builder()
+    try:
+        own.request([spec], first=True)
+        found = loaded_kernel(spec)
+    except OSError as error:  # of the cache's folder
+        raise KernelError(f"built kernels cannot be kept: {error}") from error
+    if found is not None:
+        return found
+    _missing[spec] = None
+    noted = _noted.get()
+    if noted is not None:
+        noted.provisional = True
+    raise NotBuilt(f"its kernel ({spec.family}) is being built, {own.left()} are left")
+
+
+def is_built(spec: KernelSpec) -> bool:
+    """Whether the kernel can be launched at once, if it was requested before."""
+    return kernel_of(spec).loaded is not None or background.builder().ready(spec) is not None
+
+
+_said: set[tuple[str, str]] = set()
+
+
+def say_provisional(op: str, what: str, reason: NotBuilt) -> None:
+    """Logs, once for each operator, what runs in place of a kernel that is being built."""
+    if (op, what) in _said:
+        return
+    _said.add((op, what))
+    kept = "; the CUDA graph that is captured now keeps it" if torch.cuda.is_current_stream_capturing() else ""
+    log.warning("hexa::%s runs %s for the moment: %s%s", op, what, reason, kept)
+
+
+def some_missing() -> bool:
+    """Whether calls wanted kernels that are still not built."""
+    if _missing:
+        own = background.builder()
+        for spec in list(_missing):
+            if own.ready(spec) or own.failed(spec):
+                _missing.pop(spec, None)
+    return bool(_missing)
 
 
 @cached_choice
@@ -45,37 +110,55 @@ def kernel_of(spec: KernelSpec) -> Kernel:
 Launch = tuple[Kernel, tuple[int, int, int], tuple[bytes, ...]]
 """A kernel, its grid and its arguments."""
 
-_noted: ContextVar[list[Launch] | None] = ContextVar("noted", default=None)
+
+@dataclass
+class Noted:
+    """What a thread launches while it is recorded.
+
+    Args:
+        launches: in order.
+        provisional: whether a kernel was missing, so that something else ran in its place.
+    """
+
+    launches: list[Launch] = field(default_factory=list)
+    provisional: bool = False
+
+
+_noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
 
 
 @contextmanager
-def noting() -> Iterator[list[Launch]]:
+def noting() -> Iterator[Noted]:
     """A context that yields a list of what this thread launches."""
-    launches: list[Launch] = []
-    token = _noted.set(launches)
+    noted = Noted()
+    token = _noted.set(noted)
     try:
-        yield launches
+        yield noted
     finally:
         _noted.reset(token)
 
 
 def launch(kernel: Kernel, device: int, grid: tuple[int, int, int], *args: bytes) -> None:
-    """Queues a kernel on the current stream of `device`, which must be the current device."""
+    """Queues a kernel on the current stream of `device`, which must be the current device.
+
+    Raises:
+        NotBuilt: the kernel is not there yet.
+        SpecError, ToolchainError, BuildError, DriverError: it cannot be had, or the driver refuses it.
+    """
     found = collection()
     if found is not None:
         found.specs.append(kernel.spec)
         return
-    handle, noted = kernel.handle, _noted.get()
+    handle, noted = kernel.loaded or kernel.handle, _noted.get()
     if noted is not None:
-        noted.append((kernel, grid, args))
+        noted.launches.append((kernel, grid, args))
     handle.launch(device, grid, args, torch._C._cuda_getCurrentRawStream(device))
 
 
 def prebuild(run: Callable[[], object]) -> int:
-    """Builds all kernels that `run` needs in parallel, instead of one after the other as they are first launched.
+    """Builds all kernels that `run` needs in parallel and waits for them, for measurements.
 
-    Call it before a model's first step, with a function that runs forward and backward as a step does. The operators in it
-    launch nothing and return uninitialised tensors, so it must not change anything that outlives it.
+    The operators in `run` launch nothing and return uninitialised tensors, so it must not change anything that outlives it.
 
     Returns:
         How many kernels `run` needs; 0 where there is no compiler, which the operators will report themselves.

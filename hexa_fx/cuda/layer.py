@@ -18,6 +18,7 @@ from torch import Tensor
 from hexa_fx.cuda.choosing import collection, on_forget
 from hexa_fx.cuda.fallback import falls_back
 from hexa_fx.cuda.gemm_sm80 import math_of
+from hexa_fx.cuda.launch import some_missing
 from hexa_fx.cuda.record import record
 from hexa_fx.cuda.replay import Replay
 from hexa_fx.cuda.torch_calls import CannotReplay
@@ -137,7 +138,7 @@ def _describe(part: str, operands: Operands, static: tuple[Any, ...]) -> tuple[K
 
 def _first_calls(general: Callable[[], Any], operands: Operands, key: Key) -> Any:
     """Runs the general path. Records the second call, since the first one builds kernels and makes programs."""
-    if key in _general or autotuning() or torch.cuda.is_current_stream_capturing():
+    if key in _general or some_missing() or autotuning() or torch.cuda.is_current_stream_capturing():
         return general()
     if key not in _known:
         if len(_known) >= _MOST:
@@ -147,6 +148,8 @@ def _first_calls(general: Callable[[], Any], operands: Operands, key: Key) -> An
     x = operands[0]
     assert x is not None
     recording = record(general)
+    if recording.provisional:
+        return recording.result
     try:
         _known[key] = Replay(recording, operands, x.device.index, MOST_WORKSPACE)
     except CannotReplay as reason:

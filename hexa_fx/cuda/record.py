@@ -44,12 +44,14 @@ class Recording:
     Args:
         result: what it returned.
         launches: its launches, in order.
+        provisional: whether something else ran in place of a kernel that is not built yet.
         allocated: every tensor that it allocated; they live as long as the recording.
         calls: the other torch operators that it ran, in order.
     """
 
     result: Any = None
     launches: list[Launch] = field(default_factory=list)
+    provisional: bool = False
     allocated: list[Tensor] = field(default_factory=list)
     calls: list[TorchCall] = field(default_factory=list)
 
@@ -75,6 +77,7 @@ class _Watch(TorchDispatchMode):
 def record(run: Callable[[], Any]) -> Recording:
     """Runs `run` and writes down what it does. Its launches are queued as ever."""
     recording = Recording()
-    with noting() as recording.launches, _Watch(recording):
+    with noting() as noted, _Watch(recording):
         recording.result = run()
+    recording.launches, recording.provisional = noted.launches, noted.provisional
     return recording

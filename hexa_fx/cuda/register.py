@@ -10,6 +10,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from hexa_fx.cuda.modes import runs_torch_only
+
 Load = Callable[[], ModuleType]
 
 
@@ -57,16 +59,21 @@ def register() -> None:
     """Registers this package's kernels as the CUDA implementation of their operators, once per process."""
     from hexa_fx.ops import library, moe_ffn_autograd  # hexa_fx.ops calls this function
 
+    def by_torch(name: str) -> Callable[..., Any]:
+        return lambda *args: library.kernel_for(name, "any")(*args)
+
     for name, load in KERNELS.items():
-        library.register_kernel(name, "cuda", _lazy(name, load))
+        library.register_kernel(name, "cuda", _lazy(name, load, by_torch(name)))
     for name in ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward"):
-        moe_ffn_autograd.register_on_cuda(name, _lazy(name, layer))
+        moe_ffn_autograd.register_on_cuda(name, _lazy(name, layer, lambda general, *args: general(*args)))
 
 
-def _lazy(name: str, load: Load) -> Callable[..., Any]:
+def _lazy(name: str, load: Load, by_torch: Callable[..., Any]) -> Callable[..., Any]:
     found: list[Callable[..., Any]] = []
 
     def kernel(*args: Any) -> Any:
+        if runs_torch_only():
+            return by_torch(*args)
         if not found:
             found.append(getattr(load(), name))
         return found[0](*args)

@@ -14,7 +14,7 @@ from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.launch import Kernel, kernel_of
+from hexa_fx.cuda.launch import Kernel, NotBuilt, is_built, kernel_of, say_provisional
 from hexa_fx.cuda.operands import DTYPES
 from hexa_fx.cuda.tune import tune, tuned_tile
 
@@ -46,7 +46,7 @@ class EsmmKey(NamedTuple):
 
     def spec(self, tile: Tile | None = None) -> KernelSpec:
         """The kernel with this tile, or with the one its bucket has."""
-        spec = _spec("esmm", self, tile or _tile(self.problem(), self, self.problem().columns))
+        spec = _spec("esmm", self, tile or _tile(self))
         spec = replace(spec, layout=self.layout, gather=self.gather, activation=self.activation, glu=self.glu)
         spec = replace(spec, bias=self.bias)
         return spec.with_options(keep_h=self.keep_h) if (self.activation, self.glu) != ("none", "none") else spec
@@ -73,7 +73,7 @@ class EstmmKey(NamedTuple):
 
     def spec(self, tile: Tile | None = None) -> KernelSpec:
         """The kernel with this tile, or with the one its bucket has."""
-        spec = _spec("estmm", self, tile or _tile(self.problem(), self, self.n))
+        spec = _spec("estmm", self, tile or _tile(self))
         spec = replace(spec, gather=self.gather_a, store="weight").with_options(gather_b=self.gather_b)
         return spec.adding() if self.accumulate else spec
 
@@ -107,7 +107,7 @@ class EsfkKey(NamedTuple):
 
     def spec(self, tile: Tile | None = None) -> KernelSpec:
         """The kernel with this tile, or with the one its bucket has."""
-        spec = _spec("esfk", self, tile or _tile(self.problem(), self, min(self.k, self.n)), "esfk_sm80")
+        spec = _spec("esfk", self, tile or _tile(self), "esfk_sm80")
         spec = replace(spec, layout=self.layout, gather=self.gather, bias=self.bias)
         spec = spec.with_options(transpose=self.transpose)
         return spec.adding() if self.accumulate else spec
@@ -118,6 +118,8 @@ class EsfkKey(NamedTuple):
 
 
 Key = EsmmKey | EstmmKey | EsfkKey
+_BUCKETS = 20
+"""More than there are buckets of rows per expert with rules of their own."""
 
 
 @cached_choice
@@ -127,6 +129,38 @@ def kernel_for(key: Key, tile: Tile | None) -> tuple[Kernel, int, int]:
     return kernel_of(spec), spec.bm, spec.bn if spec.glu == "none" else spec.bn // 2
 
 
+def run_built(key: Key, run: Callable[[Tile | None], None]) -> None:
+    """Runs with the tile of the key's bucket (None). While its kernel is not built: with the nearest bucket's whose kernel is.
+
+    Raises:
+        NotBuilt: none is.
+    """
+    try:
+        run(None)
+    except NotBuilt as reason:
+        tile = _built_tile(key)
+        if tile is None:
+            raise
+        say_provisional(key.problem().op, "another tile", reason)
+        run(tile)
+
+
+def _built_tile(key: Key) -> Tile | None:
+    for bucket in sorted(range(_BUCKETS), key=lambda bucket: abs(bucket - key.bucket)):
+        near = key._replace(bucket=bucket)
+        tile = _tile(near)
+        if is_built(key.spec(tile)):
+            return tile
+    return None
+
+
+def _columns(key: Key) -> int:
+    """Columns that a rule goes by."""
+    if isinstance(key, EsmmKey):
+        return key.problem().columns
+    return key.n if isinstance(key, EstmmKey) else min(key.k, key.n)
+
+
 def tune_key(key: Key, device: int, run: Callable[[Tile], None]) -> None:
     """Measures a bucket that this machine's table lacks. `run` launches a candidate on the caller's operands."""
     problem = key.problem()
@@ -134,12 +168,13 @@ def tune_key(key: Key, device: int, run: Callable[[Tile], None]) -> None:
     tune(problem, device, tiles, lambda tile: key.spec(Tile(**tile)), lambda tile: run(Tile(**tile)))
 
 
-def _tile(problem: Problem, key: Key, columns: int) -> Tile:
+def _tile(key: Key) -> Tile:
     """The measured tile where a table has one, else the rule's."""
+    problem = key.problem()
     found = tuned_tile(problem, key.card.name)
     if found is not None:
         return Tile(**found)
-    return choose_tile(problem.op, key.card.family_arch, DTYPES[key.dtype], key.math, key.bucket, columns)
+    return choose_tile(problem.op, key.card.family_arch, DTYPES[key.dtype], key.math, key.bucket, _columns(key))
 
 
 def _spec(op: str, key: Key, tile: Tile, family: str = "gemm_sm80") -> KernelSpec:

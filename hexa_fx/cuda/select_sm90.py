@@ -19,7 +19,7 @@ from hexa_fx.codegen.spec import KernelSpec, Layout, Option, SpecError
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice, choose_tile
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice, card_of, described
-from hexa_fx.cuda.launch import Kernel, kernel_of, launch
+from hexa_fx.cuda.launch import Kernel, NotBuilt, is_built, kernel_of, launch, say_provisional
 from hexa_fx.cuda.operands import DTYPES, address
 from hexa_fx.cuda.tensor_maps_sm90 import Maps
 from hexa_fx.cuda.tune import autotuning, tune, tuned_tile
@@ -27,6 +27,8 @@ from hexa_fx.ops.rows import row_count
 
 FAMILY = "gather_gemm_sm90"
 _QUEUES = 4096
+_BUCKETS = 20
+"""More than there are buckets of rows per expert with rules of their own."""
 _rings: dict[int, tuple[int, Tensor]] = {}
 _turns: dict[int, int] = {}
 _making = Lock()
@@ -103,7 +105,9 @@ def run_with_tile(
     tile: TileChoice | None,
     run: Callable[[TileChoice], None],
 ) -> None:
-    """Runs with the given tile, else the measured one, else the rule's. Measures first if HEXA_FX_AUTOTUNE asks for it.
+    """Runs with the given tile, else the measured one, else the rule's, or while its kernel is not built the nearest built one.
+
+    Measures first if HEXA_FX_AUTOTUNE asks for it.
 
     A kernel that adds is not measured, since every timed run would add. It takes the tile of the kernel that stores.
     """
@@ -115,7 +119,28 @@ def run_with_tile(
 
         bucket = problem(key, rows, experts, inner, columns)
         tune(bucket, device, tiles, spec_of, lambda fields: run(TileChoice(**fields)))  # type: ignore[arg-type]
-    run(tile or chosen_tile(key, card_of(device), rows, experts, inner, columns))
+    if tile is not None:
+        run(tile)
+        return
+    card = card_of(device)
+    try:
+        run(chosen_tile(key, card, rows, experts, inner, columns))
+    except NotBuilt as reason:
+        near = _built_tile(key, card, rows, experts, inner, columns)
+        if near is None:
+            raise
+        say_provisional(key.op, "another tile", reason)
+        run(near)
+
+
+def _built_tile(key: SpecKey, card: Card, rows: int, experts: int, inner: int, columns: int) -> TileChoice | None:
+    """The tile of the nearest bucket whose kernel is built."""
+    here = row_bucket(rows, experts)
+    for bucket in sorted(range(_BUCKETS), key=lambda bucket: abs(bucket - here)):
+        tile = chosen_tile(key, card, experts << bucket, experts, inner, columns)
+        if is_built(key.spec(tile)):
+            return tile
+    return None
 
 
 @cached_choice

@@ -24,6 +24,7 @@ VARIABLES = {
     "HEXA_FX_BUILD_JOBS": "Kernels built at a time. Default: MAX_JOBS, else this process's share of the cores.",
     "HEXA_FX_VERBOSE_BUILD": "1: log the compile command and ptxas's resource report.",
     "HEXA_FX_KEEP": "1: keep the build folder, with intermediate files, beside the cubin.",
+    "HEXA_FX_WAIT_FOR_KERNELS": "1: a launch waits until its kernel is built, as benchmarks want; else others run meanwhile.",
     "HEXA_FX_AUTOTUNE": "1: time candidate tiles for shapes that the shipped table lacks, and remember the best.",
     "HEXA_FX_CHECKED": "1: raise for routing ids out of range on CUDA too (synchronises).",
 }
@@ -71,6 +72,11 @@ class JitSettings:
             autotune=_switch("HEXA_FX_AUTOTUNE"),
             checked=_switch("HEXA_FX_CHECKED"),
         )
+
+
+def waits_for_kernels() -> bool:
+    """HEXA_FX_WAIT_FOR_KERNELS alone, since it changes no build."""
+    return _switch("HEXA_FX_WAIT_FOR_KERNELS")
 
 
 def checked_mode() -> bool:

@@ -22,7 +22,7 @@ from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import replay as cuda_replay
 from hexa_fx.cuda import select_sm90, tensor_maps_sm90
-from hexa_fx.jit import Entry, KernelHandle
+from hexa_fx.jit import Entry, KernelHandle, builder
 from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.moe_ffn import check
 from hexa_fx.ops.program import programs
@@ -105,6 +105,7 @@ class Cards:
     def stand_in(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         """Takes the place of a card of the Ampere family. ``folder`` is for the cache."""
         monkeypatch.setattr(cuda_launch, "get_kernel", self.get_kernel)
+        monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
         monkeypatch.setattr(cuda_fallback, "fallbacks", {})
         monkeypatch.setattr(cuda_fallback, "_permanent", set())
         monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(folder))
@@ -132,6 +133,19 @@ class Cards:
     def get_kernel(self, spec: KernelSpec, node: str = "") -> KernelHandle:
         card = self.card(spec, self.launches, self.during, self.fail)
         return KernelHandle(render(spec), Entry("k", Path(), b"cubin"), Driver(card))  # type: ignore[arg-type]
+
+    def build_in_the_background(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From now on kernels are launched when the builder has built them, and no call waits."""
+
+        def loaded_kernel(spec: KernelSpec) -> KernelHandle | None:
+            if (error := builder().failed(spec)) is not None:
+                raise error
+            return self.get_kernel(spec) if builder().ready(spec) else None
+
+        monkeypatch.delenv("HEXA_FX_WAIT_FOR_KERNELS")
+        monkeypatch.setattr(cuda_launch, "loaded_kernel", loaded_kernel)
+        monkeypatch.setattr(cuda_launch, "_missing", {})
+        monkeypatch.setattr(cuda_launch, "_said", set())
 
     def run_general(self, *args: Any) -> Any:
         return self._forward(False, args)

@@ -55,6 +55,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(cuda_launch, "get_kernel", recorder.get_kernel)
+    monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER._replace(multiprocessors=131))

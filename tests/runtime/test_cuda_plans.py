@@ -62,6 +62,7 @@ class Handle:
 def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(cuda_launch, "get_kernel", recorder.get_kernel)
+    monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
     monkeypatch.setattr(cuda_fallback, "fallbacks", {})
     cuda_choosing.forget_choices()
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
