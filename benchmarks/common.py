@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import sys
@@ -12,6 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+os.environ.setdefault(
+    "HEXA_FX_WAIT_FOR_KERNELS", "1"
+)  # what is measured are kernels, not what runs until they are built
 
 
 @dataclass(frozen=True)

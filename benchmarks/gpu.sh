@@ -13,7 +13,7 @@ what=${1:-all}
 jobs=${JOBS:-$(($(nproc) * 3 / 4 + 1))}
 out=${OUT:-benchmarks/results}
 mkdir -p "$out"
-export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export HEXA_FX_WAIT_FOR_KERNELS=1 OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 # Only our kernels are watched (torch's need not be), and only what they do to memory: one test wants a driver call to be refused.
 # Each tensor gets an allocation of its own, so that memcheck sees the first byte past it.

@@ -18,6 +18,7 @@ from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.passes import BlockAnalysis, analyse
+from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.progress import progress
 from hexa_fx.report import OptimizationReport
@@ -44,6 +45,16 @@ class ModelAnalysis:
     def rewritten(self) -> list[BlockAnalysis]:
         """The blocks that can be replaced."""
         return [analysis for analysis in self.analyses if analysis.rewritten]
+
+    @property
+    def unusual_examples(self) -> dict[str, Example]:
+        """Of `examples`, those of blocks with a region that is no `hexa::moe_ffn`, whose kernels only a run shows."""
+        unusual = {
+            analysis.path
+            for analysis in self.rewritten
+            if analysis.match and any(isinstance(region.body, FreeBody) for region in analysis.match.regions)
+        }
+        return {path: example for path, example in self.examples.items() if path in unusual}
 
 
 def analyse_model(

@@ -19,13 +19,14 @@ from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, V
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.observers import listening
+from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.passes.switches import switch_off
 from hexa_fx.report import OptimizationReport, with_plan
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from hexa_fx.runtime.preflight import check_model
-from hexa_fx.runtime.warmup import prebuild_blocks
+from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.tracing import tracing
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def optimize_(
     if not isinstance(partition, PartitionConfig | None):
         raise InputError(f"partition is a {type(partition).__name__}; expected a hexa_fx.PartitionConfig")
     inspector = Inspector()
-    with torch.inference_mode(False), tracing() as trace, listening(inspector.see):
+    with torch.inference_mode(False), tracing() as trace, listening(inspector.see), kernels_requested():
         found = analyse_model(model, example_inputs, config, inspector)
         report, rewritten = found.report, found.rewritten
         if config.strict and (error := _complaint(found)):
@@ -126,7 +127,7 @@ def optimize_(
                 block = model.get_submodule(analysis.path)
                 forms = {mode: switch_off(form, config) for mode, form in analysis.rewritten.items()}
                 install(block, forms.get("train"), forms.get("eval"))
-            prebuild_blocks(model, found.examples)
+            request_kernels_of_steps(model, found.unusual_examples)
         graphs = Graphs.of(found.analyses, inspector)
         _attach(model, "report", report)
         _attach(model, "graphs", graphs)

@@ -5,7 +5,8 @@
    `hexa_fx.passes.detect`        the MoE region in it, or a refusal
 3. `hexa_fx.passes.rewrite`       the region as one `hexa::moe_ffn` node (or, for an unusual expert, as expert-specific
                                   operators at once), the rest for any size and routing
-4. `hexa_fx.passes.verify`        original against rewritten, forward and gradients, before anything is accepted
+4. `hexa_fx.passes.verify`        original against rewritten, forward and gradients, before anything is accepted;
+                                  meanwhile kernels build (`hexa_fx.passes.kernel_requests`)
 5. `hexa_fx.passes.partition`     collectives, if experts are spread over devices; `hexa_fx.passes.overlap` starts them early
 6. `hexa_fx.passes.lowering`      the node as expert-specific operators, forward and backward, for a device; what runs
 
@@ -27,6 +28,7 @@ from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs
 from hexa_fx.config import HexaConfig
+from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
@@ -35,6 +37,7 @@ from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
+from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.perturbation import factors_past_limits
 from hexa_fx.passes.region import Live
@@ -192,6 +195,7 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) 
             refusals[mode] = outcome
             continue
         found, rewritten[mode] = outcome
+        request_kernels(found.captured, rewritten[mode], training=mode == "train")
         captured[mode], match = found.captured, match or found
     seconds = time.perf_counter() - started
     checks = _check(observation, captured, rewritten, refusals, args, kwargs) if config.verify else {}
@@ -243,7 +247,7 @@ def _check(
             )
             graph = captured[mode].graph
             settings = VerifySettings(crowd=crowd_of(graph), brief=brief, factors=factors_past_limits(graph))
-            with announced("verify", rewritten[mode].graph) as done, muted():
+            with announced("verify", rewritten[mode].graph) as done, muted(), torch_operators():
                 checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
                 done.note = checks[mode].reason or "equal"
         if not checks[mode].ok:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hexa_fx.allocation import even
+from hexa_fx.cuda.modes import kernels_awaited
 from hexa_fx.distributed.collectives import (
     all_gather_v,
     all_reduce,
@@ -44,6 +45,7 @@ class ModeTimes:
     exchange: float
 
 
+@kernels_awaited()
 def measure_modes(
     geometry: Geometry,
     tokens: int,
@@ -196,6 +198,7 @@ class BlockTimes:
     tokens: int
 
 
+@kernels_awaited()
 def measure_blocks(
     run: Callable[[], object], blocks: Sequence[nn.Module], device: torch.device, groups: Groups
 ) -> BlockTimes:

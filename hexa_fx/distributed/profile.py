@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.allocation import KERNEL_COLUMNS, Affine, DeviceCosts
+from hexa_fx.cuda.modes import kernels_awaited
 from hexa_fx.distributed.collectives import gather_even
 from hexa_fx.distributed.groups import Groups, make_groups
 from hexa_fx.distributed.timing import gathered, room, timed
@@ -18,6 +19,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.plan import ExpertShape
 
 
+@kernels_awaited()
 def profile_devices(
     shape: ExpertShape,
     *,
@@ -66,6 +68,7 @@ def profile_devices(
     return gathered(mine, bench.groups)
 
 
+@kernels_awaited()
 def profile_costs(
     shape: ExpertShape,
     *,

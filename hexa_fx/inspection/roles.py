@@ -21,13 +21,11 @@ from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product
 from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, operation
 from hexa_fx.passes.detect.tags import expert_groups
+from hexa_fx.passes.example_values import MOE_FFN
 
 Mark = tuple[Role, tuple[str, ...]]
 REGION: tuple[Role, ...] = ("dispatch", "up", "act", "down", "combine")
 """Parts of a region, in order."""
-
-MOE_FFN = ("x", "top_k_index", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
-"""Tensor arguments of `hexa::moe_ffn`, in order."""
 
 _ROUTING = ("x", "top_k_index", "top_k_weights")
 

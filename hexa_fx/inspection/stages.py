@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch import nn
 
 from hexa_fx.capture import CapturedBlock, NodeRecord, record_of
 from hexa_fx.inspection.operators import op_count_difference
-from hexa_fx.inspection.roles import MOE_FFN, mark_captured, mark_operators, mark_rewritten
-from hexa_fx.inspection.values import like_meta, values_on_meta
+from hexa_fx.inspection.roles import mark_captured, mark_operators, mark_rewritten
 from hexa_fx.inspection.view import GraphView, NodeView, Role, view_of
 from hexa_fx.ir import FfnSpec, RewrittenBlock, SourceLocation
 from hexa_fx.ops.program import OPERANDS, FfnRequest
 from hexa_fx.passes.detect import MoEMatch
+from hexa_fx.passes.example_values import moe_ffn_calls, rewritten_values, values_on_meta
 from hexa_fx.passes.lowering.lower import lower_backward, lower_forward
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 
@@ -113,14 +112,14 @@ def snapshots(match: MoEMatch, rewritten: RewrittenBlock) -> Snapshots:
     else:
         stages.append(Stage("capture", "your code, as it ran on the example", recorded))
     stages[-1] = replace(stages[-1], graph=recorded.marked(lambda n: marks.get(n.name, ("other", ()))))
-    values = _rewritten_values(captured, rewritten)
+    values = rewritten_values(captured, rewritten)
     new = mark_rewritten(match, rewritten, marks)
     graph = view_of(
         rewritten.graph, values, _code(rewritten.graph), lambda n: _with_code(n.meta.get("location")), _is_view
     )
     graph = graph.marked(lambda n: new.get(n.name, ("other", ())))
     stages.append(_next("rewrite", "the block's new forward", graph, stages[-1]))
-    case = _case(rewritten, values)
+    case = _case(captured, rewritten)
     return Snapshots((*stages, *(lowered_stages(case) if case else ())), case)
 
 
@@ -196,58 +195,8 @@ def _record(node: torch.fx.Node) -> NodeRecord | None:
 # -- the rewritten graph -----------------------------------------------------------------------------------------------
 
 
-def _rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict[torch.fx.Node, Any]:
-    recorded = {node.name: record_of(node).value for node in captured.graph.nodes if node.op != "output"}
-    inputs = {name.lstrip("*"): value for name, value in captured.arguments}
-    results = {call.path: call.output for call in captured.calls}
-    packed = {weight.name: weight for weight in rewritten.packed}
-    known: dict[torch.fx.Node, Any] = {}
-    otherwise: dict[torch.fx.Node, Any] = {}
-    for node in rewritten.graph.nodes:
-        target = str(node.target)
-        if node.op == "placeholder":
-            value = inputs.get(target)
-            known[node] = record_of(value).value if isinstance(value, torch.fx.Node) else value
-        elif node.op == "get_attr":
-            known[node] = captured.tensor_of(target)
-        elif node.op == "call_module" and target in packed:
-            known[node] = _packed_value(captured, packed[target].parts)
-        elif node.op == "call_module" and target in results:
-            known[node] = torch.fx.map_arg(results[target], lambda n: record_of(n).value)
-        elif node.meta.get("from") in recorded:
-            otherwise[node] = like_meta(recorded[node.meta["from"]])
-    known = {node: like_meta(value) for node, value in known.items()}
-    root = nn.Module()
-    for name in packed:
-        root.add_module(name, nn.Identity())
-    return values_on_meta(_shell(rewritten.graph), known, otherwise)
-
-
-def _packed_value(captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> torch.Tensor:
-    firsts = [like_meta(captured.tensor_of(part[0])).contiguous() for part in parts]
-    whole = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
-    return torch.empty((len(parts[0]), *whole.shape), dtype=whole.dtype, device="meta")
-
-
-def _shell(graph: torch.fx.Graph) -> torch.fx.GraphModule:
-    """A module for a graph whose parameters and modules are not needed."""
-    root: dict[str, Any] = {}
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            root[str(node.target)] = torch.empty(0, device="meta")
-        elif node.op == "call_module":
-            root.setdefault(str(node.target), nn.Identity())
-    return torch.fx.GraphModule(root, graph)  # type: ignore[arg-type]
-
-
-def _case(rewritten: RewrittenBlock, values: Mapping[torch.fx.Node, Any]) -> FfnCase | None:
-    node = next((n for n in rewritten.graph.nodes if isinstance(n.meta.get("hexa"), FfnSpec)), None)
-    if node is None:
-        return None
-    given = {name: values.get(arg) for name, arg in zip(MOE_FFN, node.args) if isinstance(arg, torch.fx.Node)}
-    if not all(isinstance(value, torch.Tensor) for value in given.values()):
-        return None
-    return FfnCase(node.meta["hexa"], given)  # type: ignore[arg-type]
+def _case(captured: CapturedBlock, rewritten: RewrittenBlock) -> FfnCase | None:
+    return next((FfnCase(call.spec, call.operands) for call in moe_ffn_calls(captured, rewritten)), None)
 
 
 # -- the operators' graphs ---------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 @lru_cache(maxsize=64)
 def _log_once(op: str, device: str, how: str) -> None:
-    logger.warning("hexa::%s has no kernel for %s here; running %s", op, device, how)
+    level = logging.DEBUG if device == "cuda" else logging.WARNING  # on CUDA whoever runs this has said why
+    logger.log(level, "hexa::%s has no kernel for %s here; running %s", op, device, how)
 
 
 def reindex_any(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,9 +1,8 @@
-"""Builds the kernels of installed blocks ahead of a model's first step."""
+"""Has the kernels of installed blocks built that only a run shows: those of experts that are no `hexa::moe_ffn`."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -23,13 +22,13 @@ log = logging.getLogger(__name__)
 Example = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-def prebuild_blocks(model: nn.Module, examples: Mapping[str, Example]) -> int:
-    """Builds, in parallel, the kernels that forward and backward of the blocks at these paths launch.
+def request_kernels_of_steps(model: nn.Module, examples: Mapping[str, Example]) -> int:
+    """Requests the kernels that forward and backward of the blocks at these paths launch. They build in the background.
 
     Every block runs once on its example without launching anything. Buffers, attributes and the random state are restored,
     results are thrown away, and no gradients are accumulated. Kernels depend on the number of tokens only through the power of
     two of the rows per expert, so the example should be about as large as a step. A failure is logged, and the kernels are
-    then built when they are first launched.
+    then requested when they are first launched.
 
     Args:
         model: with installed blocks.
@@ -42,16 +41,17 @@ def prebuild_blocks(model: nn.Module, examples: Mapping[str, Example]) -> int:
     blocks = [(block, example) for block, example in blocks if _device(block) is not None]
     if not blocks:
         return 0
-    from hexa_fx.cuda import launch as cuda_launch  # needs CUTLASS's Python and a device
+    from hexa_fx import jit
+    from hexa_fx.cuda import choosing  # needs CUTLASS's Python
 
-    started = time.perf_counter()
     try:
-        count = cuda_launch.prebuild(lambda: _steps(blocks))
+        with choosing.collect() as specs:
+            _steps(blocks)
     except Exception as error:  # an error of the block's own code on meaningless results
         log.warning("kernels are built when they are needed: %s: %s", type(error).__name__, error)
         return 0
-    log.info("%d kernels ready in %.1f s", count, time.perf_counter() - started)
-    return count
+    jit.builder().request(specs)
+    return len(set(specs))
 
 
 def _device(block: nn.Module) -> torch.device | None:

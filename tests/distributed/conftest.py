@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+os.environ.setdefault("HEXA_FX_WAIT_FOR_KERNELS", "1")
 _here = os.path.dirname(__file__)
 if _here not in sys.path:
     sys.path.insert(0, _here)

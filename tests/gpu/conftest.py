@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+os.environ.setdefault("HEXA_FX_WAIT_FOR_KERNELS", "1")  # tests of kernels want them, not what runs until they are built
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,15 +1,19 @@
-"""What building kernels ahead does to a model: nothing. On the CPU, with the launches left out by hand."""
+"""What asking a block for its kernels does to a model: nothing. On the CPU, with the launches left out by hand."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx import jit
+from hexa_fx.codegen import KernelSpec
+from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.runtime import warmup as cuda_warmup
 
 forwards: list[bool] = []
@@ -39,12 +43,18 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Pretends that the CPU is a device with kernels; counts the runs."""
     runs: list[int] = []
 
-    def prebuild(run: Callable[[], object]) -> int:
-        run()
-        runs.append(1)
-        return 3
+    specs = [KernelSpec("combine", "combine", arch) for arch in (80, 89, 90)]
 
-    monkeypatch.setattr(cuda_launch, "prebuild", prebuild)
+    @contextmanager
+    def collect() -> Iterator[list[KernelSpec]]:
+        yield specs
+        runs.append(1)
+
+    def request(found: list[KernelSpec]) -> None:
+        assert found == specs
+
+    monkeypatch.setattr(cuda_choosing, "collect", collect)
+    monkeypatch.setattr(jit, "builder", lambda: SimpleNamespace(request=request))
     monkeypatch.setattr(cuda_warmup, "_device", lambda block: torch.device("cpu"))
     return runs
 
@@ -55,7 +65,7 @@ def test_a_block_is_as_it_was(ran: list[int], training: bool) -> None:
     model = nn.Sequential(Block().train(training))
     state, example = torch.get_rng_state(), ((torch.randn(3, 4),), {"scale": torch.ones(())})
     state = torch.get_rng_state()
-    assert cuda_warmup.prebuild_blocks(model, {"0": example}) == 3
+    assert cuda_warmup.request_kernels_of_steps(model, {"0": example}) == 3
     block = model[0]
     assert ran == [1]
     assert forwards == [training]
@@ -71,17 +81,17 @@ def test_a_gradient_buffer_is_not_written_to(ran: list[int]) -> None:
     weight = model[0].linear.weight
     weight.main_grad = held = torch.ones(4, 4)
     model[0].register_forward_pre_hook(lambda *_: met.append(weight.main_grad.fill_(2)))
-    assert cuda_warmup.prebuild_blocks(model, {"0": ((torch.randn(3, 4),), {"scale": torch.ones(())})}) == 3
+    assert cuda_warmup.request_kernels_of_steps(model, {"0": ((torch.randn(3, 4),), {"scale": torch.ones(())})}) == 3
     assert len(met) == 1
     assert weight.main_grad is held
     assert (held == 1).all()
 
 
 def test_nothing_happens_off_cuda() -> None:
-    assert cuda_warmup.prebuild_blocks(nn.Sequential(Block()), {"0": ((torch.randn(3, 4),), {})}) == 0
+    assert cuda_warmup.request_kernels_of_steps(nn.Sequential(Block()), {"0": ((torch.randn(3, 4),), {})}) == 0
 
 
 def test_a_failure_is_logged_and_not_raised(ran: list[int], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert cuda_warmup.prebuild_blocks(nn.Sequential(Block()), {"0": ((torch.randn(3, 5),), {})}) == 0
+        assert cuda_warmup.request_kernels_of_steps(nn.Sequential(Block()), {"0": ((torch.randn(3, 5),), {})}) == 0
     assert "when they are needed" in caplog.text

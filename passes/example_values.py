@@ -1,0 +1,158 @@
+"""Shapes and dtypes that a graph's nodes have on the example, without computing anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.ir import FfnSpec, RewrittenBlock
+
+log = logging.getLogger(__name__)
+
+MOE_FFN = ("x", "top_k_index", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2")
+"""Tensor arguments of `hexa::moe_ffn`, in order."""
+
+
+def like_meta(value: Any) -> Any:
+    """The value with tensors replaced by ones on the meta device of the same strides, in any tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, (tuple, list)):
+        return tuple(like_meta(item) for item in value)
+    if isinstance(value, dict):
+        return {key: like_meta(item) for key, item in value.items()}
+    return value
+
+
+class _Values(torch.fx.Interpreter):
+    """Keeps the value of every node. A node that cannot run without data, and what depends on it, has none."""
+
+    def __init__(
+        self, module: torch.fx.GraphModule, known: Mapping[torch.fx.Node, Any], otherwise: Mapping[torch.fx.Node, Any]
+    ) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.found: dict[torch.fx.Node, Any] = {}
+        self._known, self._otherwise = known, otherwise
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n in self._known:
+            self.found[n] = self._known[n]
+            return self._known[n]
+        try:
+            value = self._run(n)
+        except Exception as error:
+            if n not in self._otherwise:
+                log.debug("no shape for %s: %s", n.name, error)
+                return None
+            value = self._otherwise[n]
+        self.found[n] = value
+        return value
+
+    def _run(self, n: torch.fx.Node) -> Any:
+        missing = [i.name for i in n.all_input_nodes if i not in self.found]
+        if missing or n.op in ("placeholder", "call_module"):
+            raise LookupError(f"nothing is known of {missing or n.op}")
+        return super().run_node(n)
+
+
+def values_on_meta(
+    module: torch.fx.GraphModule,
+    known: Mapping[torch.fx.Node, Any],
+    otherwise: Mapping[torch.fx.Node, Any] | None = None,
+) -> dict[torch.fx.Node, Any]:
+    """The values of a graph's nodes, as tensors without data.
+
+    Args:
+        module: the graph. Its own modules are not run.
+        known: values of inputs, parameters and module calls, on the meta device.
+        otherwise: values of nodes that cannot run without data.
+    """
+    interpreter = _Values(module, known, otherwise or {})
+    inputs = [None] * len(module.graph.find_nodes(op="placeholder"))
+    with torch.no_grad():
+        interpreter.run(*inputs, enable_io_processing=False)
+    return interpreter.found
+
+
+@dataclass(frozen=True)
+class FfnCall:
+    """A node of `hexa::moe_ffn` on the example.
+
+    Args:
+        node: the node, whose ``meta`` holds the expert.
+        operands: tensors without data, by operand name; absent ones are left out.
+    """
+
+    node: torch.fx.Node
+    operands: Mapping[str, Tensor]
+
+    @property
+    def spec(self) -> FfnSpec:
+        """The expert."""
+        found: FfnSpec = self.node.meta["hexa"]
+        return found
+
+
+def moe_ffn_calls(captured: CapturedBlock, rewritten: RewrittenBlock) -> list[FfnCall]:
+    """The calls of `hexa::moe_ffn` in a rewritten block whose operands' shapes are known."""
+    values, found = rewritten_values(captured, rewritten), []
+    for node in rewritten.graph.nodes:
+        if not isinstance(node.meta.get("hexa"), FfnSpec):
+            continue
+        given = {name: values.get(arg) for name, arg in zip(MOE_FFN, node.args) if isinstance(arg, torch.fx.Node)}
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        if len(tensors) == len(given):
+            found.append(FfnCall(node, tensors))
+    return found
+
+
+def rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict[torch.fx.Node, Any]:
+    """Values of a rewritten block's nodes on the example, as tensors without data."""
+    recorded = {node.name: record_of(node).value for node in captured.graph.nodes if node.op != "output"}
+    inputs = {name.lstrip("*"): value for name, value in captured.arguments}
+    results = {call.path: call.output for call in captured.calls}
+    packed = {weight.name: weight for weight in rewritten.packed}
+    known: dict[torch.fx.Node, Any] = {}
+    otherwise: dict[torch.fx.Node, Any] = {}
+    for node in rewritten.graph.nodes:
+        target = str(node.target)
+        if node.op == "placeholder":
+            value = inputs.get(target)
+            known[node] = record_of(value).value if isinstance(value, torch.fx.Node) else value
+        elif node.op == "get_attr":
+            known[node] = captured.tensor_of(target)
+        elif node.op == "call_module" and target in packed:
+            known[node] = _packed_value(captured, packed[target].parts)
+        elif node.op == "call_module" and target in results:
+            known[node] = torch.fx.map_arg(results[target], lambda n: record_of(n).value)
+        elif node.meta.get("from") in recorded:
+            otherwise[node] = like_meta(recorded[node.meta["from"]])
+    known = {node: like_meta(value) for node, value in known.items()}
+    root = nn.Module()
+    for name in packed:
+        root.add_module(name, nn.Identity())
+    return values_on_meta(_shell(rewritten.graph), known, otherwise)
+
+
+def _packed_value(captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> torch.Tensor:
+    firsts = [like_meta(captured.tensor_of(part[0])).contiguous() for part in parts]
+    whole = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
+    return torch.empty((len(parts[0]), *whole.shape), dtype=whole.dtype, device="meta")
+
+
+def _shell(graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module for a graph whose parameters and modules are not needed."""
+    root: dict[str, Any] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            root[str(node.target)] = torch.empty(0, device="meta")
+        elif node.op == "call_module":
+            root.setdefault(str(node.target), nn.Identity())
+    return torch.fx.GraphModule(root, graph)  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""Has the kernels of a rewritten block built in the background from the moment it is known, so that nobody waits for them later.
+
+They build while the block is verified. The set holds those of any number of tokens (`hexa_fx.cuda.kernel_set`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import torch
+import torch.fx
+from torch import nn
+
+from hexa_fx.capture import CapturedBlock
+from hexa_fx.errors import KernelError
+from hexa_fx.ir import RewrittenBlock
+from hexa_fx.observers import muted
+from hexa_fx.ops.main_grad import NAME
+from hexa_fx.ops.program import OPERANDS
+from hexa_fx.passes.example_values import MOE_FFN, FfnCall, moe_ffn_calls
+
+if TYPE_CHECKING:
+    from hexa_fx.cuda.kernel_set import FfnLayer
+
+log = logging.getLogger(__name__)
+
+_wanted: ContextVar[bool] = ContextVar("kernels_wanted", default=False)
+
+
+@contextmanager
+def kernels_requested() -> Iterator[None]:
+    """A context in which the kernels of blocks that are rewritten are requested: they will run, not only be reported."""
+    token = _wanted.set(True)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training: bool) -> None:
+    """Requests what a block on a CUDA device launches, if `kernels_requested`. Returns at once.
+
+    Args:
+        captured, rewritten: the block.
+        training: whether for training too.
+    """
+    device = _device(captured.block)
+    if device is None or not _wanted.get():
+        return
+    from hexa_fx import jit
+    from hexa_fx.cuda.choosing import card_of  # imports CUTLASS's Python
+    from hexa_fx.cuda.kernel_set import kernel_set
+
+    with muted():
+        for call in moe_ffn_calls(captured, rewritten):
+            try:
+                found = kernel_set(_layer(call, captured, rewritten), card_of(device.index or 0), training)
+            except KernelError as error:  # the operators fall back and say so
+                log.debug("no kernels are built ahead for %s: %s", rewritten.path, error)
+                continue
+            jit.builder().request(found)
+
+
+def _device(block: nn.Module) -> torch.device | None:
+    return next((p.device for p in block.parameters() if p.is_cuda), None)
+
+
+def _layer(call: FfnCall, captured: CapturedBlock, rewritten: RewrittenBlock) -> FfnLayer:
+    from hexa_fx.cuda.kernel_set import FfnLayer
+
+    given = call.operands
+    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    weights = {
+        name: value if cast is None or value.dtype == torch.float64 else value.to(cast)
+        for name, value in given.items()
+        if name not in ("x", "top_k_index", "top_k_weights")
+    }
+    gates = given.get("top_k_weights")
+    trained = {name: _parameters(call, name, captured, rewritten) for name in weights}
+    return FfnLayer(
+        call.spec,
+        given["top_k_index"].shape[1],
+        **weights,
+        index=given["top_k_index"].dtype,
+        gates=None if gates is None else gates.dtype,
+        grads=frozenset(n for n in OPERANDS if any(p.requires_grad for p in trained.get(n, ())) or n not in trained),
+        added=frozenset(
+            n for n, found in trained.items() if any(isinstance(getattr(p, NAME, None), torch.Tensor) for p in found)
+        ),
+    )
+
+
+def _parameters(call: FfnCall, operand: str, captured: CapturedBlock, rewritten: RewrittenBlock) -> list[torch.Tensor]:
+    """What an operand is made of."""
+    packed = {weight.name: [path for part in weight.parts for path in part] for weight in rewritten.packed}
+    open_, found = [call.node.args[MOE_FFN.index(operand)]], []
+    while open_:
+        node = open_.pop()
+        if not isinstance(node, torch.fx.Node):
+            continue
+        open_ += node.all_input_nodes
+        paths = [str(node.target)] if node.op == "get_attr" else packed.get(str(node.target), [])
+        found += [captured.tensor_of(path) for path in paths]
+    return found

@@ -1,0 +1,50 @@
+"""No call waits for a compiler: torch's operators run until kernels are there, then kernels do; in a CUDA graph too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hexa_fx.cuda import choosing, launch
+from hexa_fx.cuda.kernel_set import kernel_set, layer_of
+from hexa_fx.ir import FfnSpec
+from hexa_fx.jit import builder, kernel
+from hexa_fx.ops.moe_ffn import moe_ffn
+
+SPEC = FfnSpec("silu", "concat")
+
+
+def test_torch_first_and_kernels_when_they_are_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HEXA_FX_WAIT_FOR_KERNELS")
+    monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel, "get_kernel", kernel.get_kernel.__wrapped__)
+    choosing.forget_choices()
+    shapes = ((40, 32), (4, 64, 32), (4, 32, 32))
+    x, w1, w2 = (torch.randn(*s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    index, gates = torch.randint(0, 4, (40, 2), device="cuda"), torch.rand(40, 2, device="cuda")
+
+    def step() -> list[torch.Tensor]:
+        y = moe_ffn(x, index, gates, w1, None, None, None, w2, None, SPEC)
+        return [y, *torch.autograd.grad(y.float().square().sum(), (x, w1, w2))]
+
+    expected = step()
+    assert launch.some_missing()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = moe_ffn(x, index, gates, w1, None, None, None, w2, None, SPEC)
+    graph.replay()
+    torch.testing.assert_close(captured, expected[0], rtol=2e-2, atol=2e-1)
+    layer = layer_of(SPEC, experts=4, top_k=2, hidden=32, inner=32)
+    specs = kernel_set(layer, choosing.device_card(0), most=40)
+    builder().request(specs)
+    assert builder().wait(specs, timeout=200)
+    for _ in range(4):
+        with launch.noting() as noted:
+            got = step()
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-1)
+        assert not noted.provisional
+    assert not launch.some_missing()
+    choosing.forget_choices()

@@ -1,0 +1,88 @@
+"""Which kernels are requested while a block is verified, and that verification itself asks for none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hexa_fx
+from hexa_fx import jit
+from hexa_fx.codegen import KernelSpec
+from hexa_fx.cuda import choosing, modes
+from hexa_fx.cuda.kernel_set import kernel_set, layer_of
+from hexa_fx.ir import FfnSpec
+from hexa_fx.passes import kernel_requests, verify
+
+E, D, H, K = 4, 16, 24, 2
+
+
+class Stacked(nn.Module):
+    """Expert weights as one tensor each; gate above up."""
+
+    def __init__(self, listed: bool = False) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.gate_up, self.down = (nn.Parameter(torch.randn(E, *shape)) for shape in ((2 * H, D), (D, H)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for expert in range(E):
+            token, slot = torch.where(index == expert)
+            gate, up = (x[token] @ self.gate_up[expert].T).chunk(2, -1)
+            h = nn.functional.silu(gate) * up
+            out.index_add_(0, token, (h @ self.down[expert].T) * weights[token, slot, None])
+        return out
+
+
+@pytest.fixture
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
+    """What is requested, on a stand-in: parameters lie on a CPU."""
+    found: list[KernelSpec] = []
+
+    def request(specs: Iterable[KernelSpec]) -> None:
+        found.extend(specs)
+
+    monkeypatch.setattr(jit, "builder", lambda: SimpleNamespace(request=request))
+    monkeypatch.setattr(kernel_requests, "_device", lambda block: torch.device("cuda", 0))
+    monkeypatch.setattr(choosing, "device_card", lambda device: choosing.typical_card(90))
+    return found
+
+
+def test_a_blocks_whole_set_is_requested_before_it_is_verified(
+    requested: list[KernelSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[int] = []
+    plain = verify
+
+    def counted(*args: object, **kwargs: object) -> object:
+        before.append(len(requested))
+        assert modes.runs_torch_only()
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(hexa_fx.passes, "verify", counted)
+    block, x = Stacked(), torch.randn(10, D)
+    hexa_fx.optimize(block, x)
+    layer = layer_of(FfnSpec("silu", "concat"), experts=E, top_k=K, hidden=D, inner=H, dtype=torch.float32)
+    wanted = kernel_set(layer, choosing.typical_card(90))
+    assert set(requested) == set(wanted)
+    assert before == [len(requested)] * 2
+    assert not modes.runs_torch_only()
+
+
+def test_frozen_experts_need_no_kernels_of_weight_gradients(requested: list[KernelSpec]) -> None:
+    block = Stacked()
+    block.gate_up.requires_grad_(False)
+    block.down.requires_grad_(False)
+    hexa_fx.optimize(block, torch.randn(10, D))
+    assert requested
+    assert not {"estmm", "esfk"} & {spec.op for spec in requested}
+
+
+def test_a_report_requests_nothing(requested: list[KernelSpec]) -> None:
+    hexa_fx.explain(Stacked(), torch.randn(10, D))
+    assert requested == []
