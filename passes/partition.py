@@ -26,6 +26,7 @@ from hexa_fx.distributed.shards import LayerWeights, find_tensor
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.cost_model import Measured
+from hexa_fx.passes.overlap import Seconds
 from hexa_fx.passes.partition_install import Finish, Installed, install_plan
 from hexa_fx.passes.partition_layers import Modes, any_mode, observed_tokens, read_layers
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
@@ -189,16 +190,20 @@ def apply_to_graph_module(
     config: PartitionConfig | None = None,
     plan: Plan | None = None,
     timeout: timedelta | None = None,
+    seconds: Seconds | None = None,
 ) -> Installed:
     """As `apply_partition`, for an optimized model as one graph: ``torch.export.export(model, ...).module()``, or make_fx.
 
     Collectives are scheduled over the whole graph: a gather starts as soon as its slot is free, before the attention and
     router of its layer, whatever module they belong to. Layers are named after the module that owns their weights. Each rank
     exports its own batch size; the order of the nodes is the same.
+
+    Args:
+        seconds: estimated time of a node, equal on all ranks, which says what may wait; see `hexa_fx.passes.overlap.overlap`.
     """
     block = RewrittenBlock("", module.graph)
     plan = plan or partition_model(module, [block], mesh, strategy, capacities, config)
-    installed = install_plan(module, [block], plan, mesh, timeout)
+    installed = install_plan(module, [block], plan, mesh, timeout, seconds=seconds)
     module.graph = any_mode(installed.blocks[0]).graph
     installed.session.bind(module)
     return installed

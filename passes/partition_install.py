@@ -17,7 +17,7 @@ from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import announced, at_block
 from hexa_fx.passes.collectives import Placement, partition_graph
-from hexa_fx.passes.overlap import OverlapReport, overlap
+from hexa_fx.passes.overlap import OverlapReport, Seconds, overlap
 from hexa_fx.passes.partition_layers import Modes, any_mode, follow_cut, modes_of, read_layers
 from hexa_fx.plan import Plan
 
@@ -52,6 +52,7 @@ def install_plan(
     mesh: Any = None,
     timeout: timedelta | None = None,
     finish: Finish | None = None,
+    seconds: Seconds | None = None,
 ) -> Installed:
     """Cuts the model's expert parameters to this rank's slices and puts the plan's collectives into the blocks' graphs.
 
@@ -60,6 +61,7 @@ def install_plan(
     Args:
         timeout: after which a rank that does not join a collective is an error.
         finish: last pass over every partitioned block.
+        seconds: estimated time of a node, for the schedule of transfers; see `hexa_fx.passes.overlap.overlap`.
 
     Raises:
         PlanError: ranks hold different plans, or the plan is for another model.
@@ -85,12 +87,13 @@ def install_plan(
         here = [layer for owner, layer in layers if owner is block]
         done.append({mode: _partition_block(form, here, plan, placement) for mode, form in modes_of(block).items()})
         if plan.prefetch:
-            schedules += [overlap(form.graph, plan.slots or len(plan.layers)) for form in done[-1].values()]
+            schedules += [overlap(form.graph, plan.slots or len(plan.layers), seconds) for form in done[-1].values()]
         if finish is not None:
             done[-1] = {mode: finish(form) for mode, form in done[-1].items()}
         session.graphs[any_mode(block).path] = {str(mode): form.graph for mode, form in done[-1].items()}
         if not here:
             log.info("%r has experts of a form that is not cut: they stay whole on every rank", any_mode(block).path)
+    session.cache.follows_schedule = any(schedule.held for schedule in schedules)
     session.shards = tuple(shards)
     return Installed(session, tuple(done), session.shards, tuple(schedules))
 

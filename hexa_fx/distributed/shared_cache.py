@@ -52,6 +52,8 @@ class SharedCache:
         self.layers = tuple(layers)
         self.groups = groups
         self.prefetch_enabled = prefetch
+        self.follows_schedule = False
+        """Whether the graph says when forward's gathers start, some of them later than the slots would allow."""
         self.gathers = 0
         self.hits = 0
         self.slots = [Slot() for _ in range(slots or len(self.layers))]
@@ -203,6 +205,8 @@ class SharedCache:
     def _fill_ahead(self, index: int, backward: bool) -> None:
         source = self._sources.get(index)
         if not self.prefetch_enabled or source is None or not (source.lasting or backward):
+            return
+        if self.follows_schedule and not backward:
             return
         slot = self._slot_of[index]
         if slot.busy or (slot.layer == index and (backward or self._is_current(slot))):
