@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as _dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as _dcp_save
 
@@ -21,10 +22,6 @@ from hexa_fx.distributed.geometry import Chunk
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.errors import InputError
-
-_PARAMETER = "model."
-_STATE = "optimizer.state."
-_GROUP = "optimizer.group."
 
 
 class PlanShard(Tensor):
@@ -87,6 +84,9 @@ def state_dict(
 ) -> dict[str, Any]:
     """What `save` writes and `load` fills, backed by the live tensors. For direct use with torch.distributed.checkpoint.
 
+    ``model`` holds parameters and buffers by name, ``optimizer`` what `torch.distributed.checkpoint.state_dict` makes of one: state
+    by parameter name, and groups. An optimizer that has made no step yet gets its state here.
+
     Args:
         model: the module itself, not its DDP wrapper.
         session: the running plan; None for a model on one device.
@@ -99,11 +99,12 @@ def state_dict(
     if session is not None:
         session.check("the state of a checkpoint")
     cut = {} if session is None else {shard.name: shard for shard in session.shards}
-    out: dict[str, Any] = {}
-    for name, value in model.state_dict().items():
-        out[_PARAMETER + name] = _handle(value, cut.get(name))
+    out = {"model": {name: _handle(value, cut.get(name)) for name, value in model.state_dict().items()}}
     if optimizer is not None:
-        out.update(_optimizer_state(model, optimizer, cut))
+        found = _optimizer_state(model, optimizer)
+        for name, values in found["state"].items():
+            found["state"][name] = {key: _handle(value, cut.get(name)) for key, value in values.items()}
+        out["optimizer"] = found
     return out
 
 
@@ -113,20 +114,19 @@ def _handle(value: Any, shard: ShardedParameter | None) -> Any:
     return PlanShard(value.detach(), shard.whole, shard.chunks)
 
 
-def _optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, cut: dict[str, ShardedParameter]
-) -> dict[str, Any]:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    out: dict[str, Any] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        out[f"{_GROUP}{number}"] = {key: value for key, value in group.items() if key != "params"}
-        for parameter in group["params"]:
-            name = names.get(id(parameter))
-            if name is None:
-                raise InputError("the optimizer has a parameter that the model does not name: build it on this model")
-            for key, value in optimizer.state.get(parameter, {}).items():
-                out[f"{_STATE}{name}.{key}"] = _handle(value, cut.get(name))
-    return out
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State and groups by parameter name. Gradients are put aside, or an optimizer without state would not get any."""
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not {id(parameter) for parameter in held} <= {id(parameter) for parameter in model.parameters()}:
+        raise InputError("the optimizer has a parameter that the model does not name: build it on this model")
+    gradients = [parameter.grad for parameter in held]
+    for parameter in held:
+        parameter.grad = None
+    try:
+        return dict(get_optimizer_state_dict(model, optimizer))
+    finally:
+        for parameter, gradient in zip(held, gradients):
+            parameter.grad = gradient
 
 
 def save(
@@ -194,8 +194,6 @@ def load(
         RankError: a rank was lost while reading. The model and the optimizer may be half loaded: load again, or end.
     """
     found = _whole(os.fspath(path))
-    if optimizer is not None:
-        _create_state(optimizer)
     contents = state_dict(model, session, optimizer)
     with torch.no_grad():
         if session is None:
@@ -204,8 +202,12 @@ def load(
             with session.guard("reading a checkpoint"):
                 _dcp_load(contents, checkpoint_id=found, process_group=session.groups.host)
     if optimizer is not None:
-        for number, group in enumerate(optimizer.param_groups):
-            group.update(contents[f"{_GROUP}{number}"])
+        state = contents["optimizer"]["state"].items()
+        contents["optimizer"]["state"] = {
+            name: {key: value._local if isinstance(value, PlanShard) else value for key, value in values.items()}
+            for name, values in state
+        }
+        set_optimizer_state_dict(model, optimizer, contents["optimizer"])
     if session is not None:
         session.invalidate()
 
@@ -216,23 +218,6 @@ def _whole(path: str) -> str:
         if is_complete(folder):
             return folder
     raise InputError(f"{path!r} holds no complete checkpoint: its .metadata, which is written last, is missing")
-
-
-def _create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Makes an optimizer without state create it, by a step with zero gradients and rates that changes nothing."""
-    if optimizer.state:
-        return
-    kept = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter, _ in kept:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate
-    for parameter, grad in kept:
-        parameter.grad = grad
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import run, start
 from models import KINDS, MODES, SPLITS, Net, batch, cut, install, largest, loss_sum, make_plan, own
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from hexa_fx.distributed import checkpoint
 from hexa_fx.distributed.gradients import sync_gradients
@@ -97,6 +98,43 @@ def test_load_under_other_plans(tmp_path):
         for p, q in zip(model.parameters(), whole.parameters())
     ]
     assert largest(pairs) < 1e-10
+
+
+def test_what_torch_saved_of_the_original_model_loads_and_the_other_way_round(tmp_path):
+    whole, theirs = reference(7)
+    saved = {"model": whole.state_dict(), "optimizer": get_optimizer_state_dict(whole, theirs)}
+    torch.distributed.checkpoint.save(saved, checkpoint_id=tmp_path / "torch", no_dist=True)
+    checkpoint.save(tmp_path / "ours", whole, None, theirs)
+    for path in ("torch", "ours"):
+        model = Net(THREE)
+        optimizer = optimizer_of(model)
+        if path == "torch":
+            checkpoint.load(tmp_path / path, model, None, optimizer)
+        else:
+            into = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            torch.distributed.checkpoint.load(into, checkpoint_id=tmp_path / path, no_dist=True)
+            set_optimizer_state_dict(model, optimizer, into["optimizer"])
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+            torch.testing.assert_close(optimizer.state[p], theirs.state[q])
+
+
+def test_gradients_are_kept_and_do_not_keep_state_from_loading(tmp_path):
+    whole, theirs = reference(7)
+    checkpoint.save(tmp_path / "one", whole, None, theirs)
+    model = Net(THREE)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer = optimizer_of(model)
+    checkpoint.load(tmp_path / "one", model, None, optimizer)
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        assert bool((p.grad == 1).all())
+        torch.testing.assert_close(optimizer.state[p], theirs.state[q])
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(InputError, match="build it on this model"):
+        checkpoint.state_dict(Net(THREE), None, optimizer_of(Net(THREE)))
 
 
 def loaded_parameters(rank, world, plan, path):
