@@ -1,12 +1,14 @@
 """Brings computations that people write in several ways into one form, so that detection has to know only that.
 
 An einsum over three or more tensors, expert weights among them, does a product and the combine in one call. It is split into
-einsums over two: first the weight with the operand that it is contracted with.
+einsums over two: first the weight with the operand that it is contracted with. Parts taken of a weight along its first dimension
+by ``index_select`` and ``select`` become subscripts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
@@ -19,7 +21,9 @@ from hexa_fx.passes.detect.graph import ancestors, operation
 
 
 def canonicalize(captured: CapturedBlock) -> CapturedBlock:
-    """The block with every such einsum split. Changes the recorded graph; recorded values and module calls stay valid."""
+    """The block in that form. Changes the recorded graph; recorded values and module calls stay valid."""
+    for node in captured.graph.nodes:
+        _as_subscript(node)
     fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
     if not fused:
         return captured
@@ -27,6 +31,19 @@ def canonicalize(captured: CapturedBlock) -> CapturedBlock:
     for node in fused:
         captured = _split(captured, node)
     return dataclasses.replace(captured, as_recorded=before)
+
+
+def _as_subscript(node: torch.fx.Node) -> None:
+    """Makes ``weight.index_select(0, ids)`` and ``weight.select(0, number)`` what they are: ``weight[ids]``, ``weight[number]``."""
+    if not node.op.startswith("call") or operation(node) not in ("index_select", "select") or len(node.args) != 3:
+        return
+    weight, dim, place = node.args
+    several = operation(node) == "index_select"
+    if dim != 0 or not isinstance(weight, torch.fx.Node) or any(n.op == "placeholder" for n in ancestors([weight])):
+        return
+    if several and (not isinstance(place, torch.fx.Node) or record_of(place).value.dim() != 1):
+        return
+    node.op, node.target, node.args = "call_function", operator.getitem, (weight, place)
 
 
 def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:

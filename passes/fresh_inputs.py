@@ -87,7 +87,7 @@ class FreshInputs:
     def with_fresh_tokens(self, size: tuple[int, int] | None, vocabulary: int | None) -> tuple[Any, Any] | None:
         """(args, kwargs) of the example with other tokens and another routing, everything else as it is.
 
-        None without tokens, and where they come with what may be a routing, the same for all.
+        None without tokens, and where they come with what may be a routing of unknown range, the same for all.
 
         Args:
             size: (batch, sequence); what is not drawn anew is repeated to it. None: the example's.
@@ -125,6 +125,8 @@ class FreshInputs:
         return None
 
     def _may_route_alike(self, place: int) -> bool:
+        if self.num_experts is not None:  # a routing shows by its range
+            return False
         tokens = self._leaves[place].numel() // self._leaves[place].shape[-1]
         numbers = [leaf for leaf, kind in zip(self._leaves, self.kinds) if kind == "integer" and leaf.dim()]
         rows = [leaf.reshape(tokens, -1) for leaf in numbers if tokens and leaf.numel() % tokens == 0]

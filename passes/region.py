@@ -15,10 +15,12 @@ from hexa_fx.capture import record_of
 from hexa_fx.ir import FfnSpec
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.free_body import FreeBody
+from hexa_fx.passes.detect.graph import ancestors, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import Source
 from hexa_fx.passes.emit_rows import RowEmitter
 from hexa_fx.passes.weights import WeightEmitter
+from hexa_fx.runtime import guards
 
 Live: TypeAlias = Literal["gt", "ne"]
 
@@ -46,6 +48,7 @@ class RegionEmitter:
         match, routing = self.match, self.match.routing
         tokens = self._as_rows(self.outside[match.source], record_of(match.source).value)
         index = self._routing(routing.index, None)
+        self._require_slots(index)
         factor = self._product(routing.after, index)
         before = self._product(routing.before, index)
         if match.detached:
@@ -111,6 +114,15 @@ class RegionEmitter:
             negative = self.graph.call_function(operator.lt, (index, 0))
             index = self.graph.call_method("masked_fill", (index, negative, experts))
         return index
+
+    def _require_slots(self, index: torch.fx.Node) -> None:
+        """Where the number of experts per token is computed, as in ``topk(min(k, len(x)))``, it is none if there are no tokens."""
+        behind = [node for node in ancestors(self.match.routing.index.nodes) if operation(node) == "topk"]
+        if any(
+            isinstance(operand, torch.fx.Node) for node in behind for operand in (*node.args[1:2], node.kwargs.get("k"))
+        ):
+            some = self.graph.call_function(operator.gt, (self.graph.call_method("size", (index, 1)), 0))
+            self.graph.call_function(guards.require, (some, "at least one expert per token"))
 
     def _without_dead(self, index: torch.fx.Node, factor: torch.fx.Node | None) -> torch.fx.Node:
         """Gives the pairs that code leaves out for their weight the id that contributes nothing, so that no NaN gets through."""

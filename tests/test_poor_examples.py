@@ -184,3 +184,29 @@ def test_good_examples_are_used_as_they_are() -> None:
     (only,) = examples(Observation("", Block(), (x,), {}))
     assert only.args[0] is x
     assert call_arguments(x) == ((x,), {})
+
+
+class WithMask(Block):
+    """Is given a mask that it does not look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(5))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        weight, index = self.router(flat).softmax(-1).topk(2)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(index == e)
+            out.index_add_(0, token, expert(flat[token]) * weight[token, slot, None])
+        return out.view_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.int32, torch.bool, torch.float64])
+def test_two_equal_tokens_and_a_mask(dtype: torch.dtype) -> None:
+    """As in every first layer of a language model."""
+    x = torch.randn(2, 24, 8, dtype=torch.float64)
+    x[0, 3] = x[1, 5]
+    report = hexa_fx.explain(WithMask().double(), (x, torch.ones(2, 24, dtype=dtype)))
+    assert report.rewritten, report

@@ -36,6 +36,7 @@ class Replay:
             storage = record_of(node).storage
             if storage is not None:
                 self._by_storage.setdefault(storage, []).append(node)
+        self._written = {record_of(node).storage for node in self._nodes if record_of(node).writes}
         self._coarse = is_coarse(self._nodes)
 
     def value(self, node: torch.fx.Node) -> Any:
@@ -122,7 +123,7 @@ class Replay:
         def load(argument: torch.fx.Node) -> Any:
             if argument not in values:
                 frozen = self.value(argument)
-                written = record_of(node).writes and isinstance(frozen, torch.Tensor)
+                written = isinstance(frozen, torch.Tensor) and record_of(argument).storage in self._written
                 values[argument] = frozen.clone() if written else frozen
             return values[argument]
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from tests.zoo import bodies, by_sorting, capacity, dense, library_styles, loops, refusals, routers, tutorials
+from tests.zoo import (
+    bodies,
+    by_sorting,
+    capacity,
+    dense,
+    library_styles,
+    loops,
+    refusals,
+    routers,
+    tutorials,
+    unjustified,
+)
 from tests.zoo.variant import Variant
 
 VARIANTS: tuple[Variant, ...] = (
@@ -14,6 +25,7 @@ VARIANTS: tuple[Variant, ...] = (
     *bodies.VARIANTS,
     *library_styles.VARIANTS,
     *tutorials.VARIANTS,
+    *unjustified.VARIANTS,
     *refusals.VARIANTS,
 )
 

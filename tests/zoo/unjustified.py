@@ -1,0 +1,93 @@
+"""Blocks that were refused for how they spell something, not for what they do."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.zoo.common import MLP, TopKGate, experts
+from tests.zoo.variant import D, E, I, K, flat_tokens, variant, weight
+
+
+class IndexSelect(nn.Module):
+    """The weights of every routed row, gathered by ``index_select``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = TopKGate()
+        self.up, self.down = weight(E, I, D), weight(E, D, I)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x)
+        ids = index.reshape(-1)
+        rows = x.repeat_interleave(K, 0).unsqueeze(-1)
+        hidden = F.silu(torch.bmm(self.up.index_select(0, ids), rows))
+        y = torch.bmm(torch.index_select(self.down, 0, ids), hidden).squeeze(-1)
+        return (y.view(len(x), K, D) * weights.unsqueeze(-1)).sum(1)
+
+
+class Looped(nn.Module):
+    """A plain loop, of which the others change one step each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts = experts(MLP)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, index = self.gate(x).softmax(-1).topk(K)
+        return weights, index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        weights, index = self.route(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, self.weighted(expert(x[token]), weights[token, slot, None]))
+        return out
+
+    def weighted(self, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return y * factor
+
+
+class AtMostAsManyAsTokens(Looped):
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, index = self.gate(x).softmax(-1).topk(min(K, len(x)))
+        return weights, index
+
+
+class ConstantFactor(Looped):
+    def weighted(self, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return y * factor * 2.5
+
+
+class AddsToItsInput(Looped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.add_(super().forward(x.clone()))
+        return x
+
+
+class InFloat32(Looped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        weights, index = self.route(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, (expert(x[token]) * weights[token, slot, None]).float())
+        return out.to(x.dtype)
+
+
+VARIANTS = (
+    variant("sorted_index_select", IndexSelect, "weights of single rows by index_select", inputs=flat_tokens),
+    variant("router_topk_of_tokens", AtMostAsManyAsTokens, "topk(min(k, number of tokens))", inputs=flat_tokens),
+    variant("weight_constant_factor", ConstantFactor, "a constant beside the routing weight", inputs=flat_tokens),
+    variant("around_adds_to_its_input", AddsToItsInput, "the residual is added into the input", inputs=flat_tokens),
+    variant(
+        "loop_float32_accumulator",
+        InFloat32,
+        "adds up in float32 whatever the dtype",
+        inputs=flat_tokens,
+        dtypes=(torch.float32,),
+    ),
+)
