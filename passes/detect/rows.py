@@ -138,15 +138,18 @@ def _last_alike(source: torch.fx.Node, leader: Contraction, instances: list[Inst
     """The last node that holds the same rows as ``source`` and that the experts' rows are in fact taken from.
 
     ``x * mask`` equals ``x`` while the mask is all ones, and a dropout that is off changes nothing: only the later one is right.
+    A copy of what is written to is another tensor too.
     """
     between = descendants([source]) & ancestors([leader.data])
     alike, found = {source}, source
+    written = {record_of(node).storage for node in source.graph.nodes if node.op != "output" and record_of(node).writes}
     for node in (node for node in source.graph.nodes if node in between and is_float(node)):
         if not any(operand in alike for operand in node.all_input_nodes):
             continue
         if torch.equal(replay.value(node).flatten(), replay.value(source).flatten()):
             alike.add(node)
-            if operation(node) not in _SAME_ROWS and _carries(node, leader, instances, replay):
+            copied = record_of(found).storage in written and record_of(node).storage != record_of(found).storage
+            if (copied or operation(node) not in _SAME_ROWS) and _carries(node, leader, instances, replay):
                 found = node
     return found
 
