@@ -65,7 +65,7 @@ class _Rewriter:
             else:
                 self._copy(node, kept)
         kept_values = tuple(self._map(item.value) for item in self._stored())
-        output = self._map(captured.output)
+        output = self._built(self._map(captured.output))
         self.graph.output((output, kept_values) if kept_values else output)
         self._drop_unused()
         self.graph.lint()
@@ -129,6 +129,14 @@ class _Rewriter:
 
     def _map(self, value: Any) -> Any:
         return torch.fx.map_arg(value, self.new.__getitem__)
+
+    def _built(self, value: Any) -> Any:
+        """A result with its named tuples as calls of their class: older torch cannot write them into an output."""
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self.graph.call_function(type(value), tuple(map(self._built, value)))
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._built, value))
+        return {key: self._built(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     def _copy(self, node: torch.fx.Node, kept: Kept) -> None:
         if node in self.new:
