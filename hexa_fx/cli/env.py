@@ -28,6 +28,7 @@ def env(as_json: Json = False) -> None:
     typer.echo(f"CUDA {found['cuda'] or 'none'}, devices: {', '.join(found['devices']) or 'none'}")
     typer.echo(f"compiler: {found['compiler']}")
     typer.echo(f"kernel cache: {found['cache']}")
+    typer.echo(f"kernel packs: {', '.join(found['packs']) or 'none'}")
     for name, value in found["settings"].items():
         typer.echo(f"{name}={value}")
 
@@ -36,6 +37,7 @@ def _found() -> dict[str, Any]:
     import torch
 
     from hexa_fx.jit import JitSettings
+    from hexa_fx.jit.packs import found_packs
 
     settings = JitSettings.from_env()
     return {
@@ -47,6 +49,7 @@ def _found() -> dict[str, Any]:
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "compiler": _compiler(settings),
         "cache": str(settings.cache_dir),
+        "packs": [str(pack.path) for arch in (80, 86, 89, 90) for pack in found_packs(settings.kernel_pack, arch)],
         "settings": {name: value for name, value in sorted(os.environ.items()) if name.startswith("HEXA_FX_")},
     }
 

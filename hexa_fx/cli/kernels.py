@@ -1,7 +1,9 @@
-"""``hexa-fx kernels list | show | build``"""
+"""``hexa-fx kernels list | show | build | pack``"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -69,6 +71,38 @@ def build(target: Target, arch: Arch = None, dtype: Dtype = "", tokens: Tokens =
     typer.echo(
         f"{len(entries)} kernels, {len(entries) - before} built now, in {entries[0].path.parent if entries else '-'}"
     )
+
+
+@app.command()
+@errors_shown
+def pack(
+    arch: Annotated[int, typer.Option("--arch", help="Compute capability: 80, 86, 89 or 90.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the pack and its wheel.")],
+    dtype: Annotated[str, typer.Option("--dtype", help="Element types, separated by commas.")] = "bf16,f16",
+    as_json: Json = False,
+) -> None:
+    """Build all kernels of the common models into a folder and a wheel, for machines without a compiler."""
+    import torch
+
+    from hexa_fx.codegen.render import package_version, render
+    from hexa_fx.cuda.model_layers import pack_kernels
+    from hexa_fx.jit import JitSettings, find_compiler, packs, prebuild
+    from hexa_fx.jit.wheel import write_wheel
+
+    names = dtype.split(",")
+    if not set(names) <= set(_DTYPES):
+        raise InputError(f"--dtype {dtype!r}: expected some of {', '.join(_DTYPES)}, separated by commas")
+    specs = pack_kernels(arch, [getattr(torch, _DTYPES[name]) for name in names])
+    settings = replace(JitSettings.from_env(), kernel_pack="")
+    kernels = list(zip(map(render, specs), prebuild(specs, settings), strict=True))
+    made = packs.write(out / packs.module_name(arch), arch, find_compiler(settings).identity, kernels)
+    summary = f"Kernels of hexa-fx for compute capability {arch / 10}"
+    wheel = write_wheel(made.path, out, package_version(), summary)
+    size = wheel.stat().st_size
+    if as_json:
+        echo_json({"path": str(made.path), "wheel": str(wheel), "kernels": len(kernels), "bytes": size})
+        return
+    typer.echo(f"{len(kernels)} kernels in {made.path}; {wheel.name}, {size / 1e6:.1f} MB")
 
 
 def _kernels(target: str, arch: int | None, dtype: str, tokens: int | None) -> list[Any]:

@@ -73,7 +73,7 @@ def render(spec: KernelSpec, node: str = "") -> KernelSource:
     target = family.target(spec)
     key = hashlib.sha256("\0".join((body, target, headers_hash(body))).encode()).hexdigest()[:24]
     header = _HEADER.format(
-        version=_version(),
+        version=package_version(),
         template=family.template,
         op=spec.op,
         family=family.name,
@@ -142,7 +142,8 @@ def _environment() -> jinja2.Environment:
 
 
 @cache
-def _version() -> str:
+def package_version() -> str:
+    """Of hexa-fx, as it is installed."""
     try:
         return metadata.version("hexa-fx")
     except metadata.PackageNotFoundError:

@@ -7,7 +7,6 @@ The operators' CUDA implementations run on tensors without data while kernels ar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -137,22 +136,13 @@ def _operator(node: torch.fx.Node) -> str:
     return f"hexa.{op_name(node)}"
 
 
-@lru_cache(maxsize=1024)
-def _build_key(spec: str) -> str | None:
+def is_cached(spec: str) -> bool | None:
+    """Whether a kernel, given as JSON, is in this machine's cache or in a kernel pack; None if neither and there is no compiler."""
     from hexa_fx.codegen import KernelSpec, render
-    from hexa_fx.jit import JitSettings, ToolchainError, find_compiler
-    from hexa_fx.jit.build import build_key
+    from hexa_fx.jit import JitSettings, ToolchainError
+    from hexa_fx.jit.build import find_built
 
     try:
-        compiler = find_compiler(JitSettings.from_env())
+        return find_built(render(KernelSpec.from_json(spec)), JitSettings.from_env()) is not None
     except ToolchainError:
         return None
-    return build_key(render(KernelSpec.from_json(spec)), compiler)
-
-
-def is_cached(spec: str) -> bool | None:
-    """Whether a kernel, given as JSON, is in this machine's cache; None if there is no compiler."""
-    from hexa_fx.jit import JitSettings, KernelCache
-
-    key = _build_key(spec)
-    return None if key is None else KernelCache(JitSettings.from_env().cache_dir).get(key) is not None

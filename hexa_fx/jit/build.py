@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from hexa_fx.codegen.render import FLAGS, KernelSource
-from hexa_fx.jit import nvrtc, processes
+from hexa_fx.jit import nvrtc, packs, processes
 from hexa_fx.jit.cache import Entry, KernelCache, cache_key
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.jit.errors import BuildDisabledError, BuildError
@@ -33,11 +33,14 @@ def build(source: KernelSource, settings: JitSettings | None = None) -> Entry:
 
 
 def find_built(source: KernelSource, settings: JitSettings) -> Entry | None:
-    """The cubin of `source` if the cache has it.
+    """The cubin of `source` if a kernel pack or the cache has it.
 
     Raises:
-        ToolchainError: no compiler.
+        ToolchainError: no pack has it, and there is no compiler, whose version the cache's key needs.
     """
+    packed = packs.find(source, settings)
+    if packed is not None:
+        return packed
     return KernelCache(settings.cache_dir).get(build_key(source, find_compiler(settings)))
 
 

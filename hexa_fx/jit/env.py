@@ -20,6 +20,7 @@ VARIABLES = {
     "HEXA_FX_CUDA_INCLUDE": "Folder of CUDA's headers for NVRTC. Default: CUDA_HOME, then the nvidia-cuda-runtime wheel.",
     "HEXA_FX_CUTLASS_INCLUDE": "Folder of the CUTLASS headers. Default: the nvidia-cutlass wheel's.",
     "HEXA_FX_CUDA_ARCH": "Choose kernels as for this compute capability (80, 86, 89, 90); cubins still fit the device.",
+    "HEXA_FX_KERNEL_PACK": "Folder of a kernel pack, which is used before any compiler. Installed packs need no variable.",
     "HEXA_FX_DISABLE_JIT": "1: build nothing; kernels that are not in the cache fall back.",
     "HEXA_FX_BUILD_JOBS": "Kernels built at a time. Default: MAX_JOBS, else this process's share of the cores.",
     "HEXA_FX_VERBOSE_BUILD": "1: log the compile command and ptxas's resource report.",
@@ -40,6 +41,7 @@ class JitSettings:
     cuda_include: str = ""
     cutlass_include: str = ""
     cuda_arch: int = 0
+    kernel_pack: str = ""
     disable_jit: bool = False
     build_jobs: int = 1
     verbose_build: bool = False
@@ -65,6 +67,7 @@ class JitSettings:
             cuda_include=_text("HEXA_FX_CUDA_INCLUDE"),
             cutlass_include=_text("HEXA_FX_CUTLASS_INCLUDE"),
             cuda_arch=_integer("HEXA_FX_CUDA_ARCH", 0),
+            kernel_pack=_text("HEXA_FX_KERNEL_PACK"),
             disable_jit=_switch("HEXA_FX_DISABLE_JIT"),
             build_jobs=_integer("HEXA_FX_BUILD_JOBS", 0) or _integer("MAX_JOBS", 0) or _own_cores(),
             verbose_build=_switch("HEXA_FX_VERBOSE_BUILD"),

@@ -213,17 +213,17 @@ def test_other_cards_are_refused_with_those_there_are():
 
 
 def test_cached_follows_the_cache(monkeypatch, tmp_path):
-    from hexa_fx.inspection import kernels
-
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
-    kernels._build_key.cache_clear()
     kernel = kernels_of(case(), 80)[0]
     if kernel.cached is None:
         pytest.skip("no compiler, so that nothing can be in the cache")
     assert kernel.cached is False
-    from hexa_fx.jit import KernelCache
+    from hexa_fx.codegen import KernelSpec, render
+    from hexa_fx.jit import JitSettings, KernelCache, find_compiler
+    from hexa_fx.jit.build import build_key
 
-    cache, key = KernelCache(tmp_path), kernels._build_key(kernel.spec)
+    source = render(KernelSpec.from_json(kernel.spec))
+    cache, key = KernelCache(tmp_path), build_key(source, find_compiler(JitSettings.from_env()))
     with cache.lock(key):
         workspace = cache.workspace(key)
         (workspace / "kernel.cubin").write_bytes(b"cubin")
