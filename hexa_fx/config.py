@@ -22,6 +22,8 @@ class HexaConfig:
         recompute_h: save only a block's input for backward, and compute the pre-activations again there.
         probe_tokens: how many tokens of the example inputs are used, at most, to analyse a block.
         own_code_when_small: on a CPU, a block runs its own code on inputs that are so small that it is faster there.
+        analysis_bytes: memory that the analysis of a block may hold beside the model, on its device and on the host (four experts
+            in float64 if that is more). Large weights are raised to float64 piece by piece.
 
     The remaining fields are techniques of the paper. All are on; switch one off to see what it contributes
     (docs/swin_moe.md). Results stay the same.
@@ -41,6 +43,7 @@ class HexaConfig:
     recompute_h: bool = False
     probe_tokens: int = 256
     own_code_when_small: bool = True
+    analysis_bytes: int = 2 << 30
     expert_operators: bool = True
     fused_kernel: bool = True
     topk_memory: bool = True

@@ -198,7 +198,7 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) 
         request_kernels(found.captured, rewritten[mode], training=mode == "train")
         captured[mode], match = found.captured, match or found
     seconds = time.perf_counter() - started
-    checks = _check(observation, captured, rewritten, refusals, args, kwargs) if config.verify else {}
+    checks = _check(observation, captured, rewritten, refusals, args, kwargs, config) if config.verify else {}
     return BlockAnalysis(observation.path, match, captured, rewritten, refusals, checks, seconds)
 
 
@@ -206,7 +206,7 @@ def _rewrite_mode(
     observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, attempt: Attempt
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     try:
-        captured = capture(observation.module, args, kwargs, observation.path)
+        captured = capture(observation.module, args, kwargs, observation.path, analysis_bytes=config.analysis_bytes)
     except CaptureError as error:
         return _NotRecorded(observation.path, str(error))
     notify("capture", "after", captured.graph)
@@ -236,6 +236,7 @@ def _check(
     refusals: dict[Mode, Refusal],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    config: HexaConfig,
 ) -> dict[Mode, VerificationResult]:
     """Compares every rewritten mode with the original. One that differs becomes a refusal."""
     checks: dict[Mode, VerificationResult] = {}
@@ -245,8 +246,10 @@ def _check(
                 other in checks and checks[other].ok and _does_the_same(captured[mode], captured[other])
                 for other in MODES
             )
-            graph = captured[mode].graph
-            settings = VerifySettings(crowd=crowd_of(graph), brief=brief, factors=factors_past_limits(graph))
+            graph, bound = captured[mode].graph, config.analysis_bytes
+            settings = VerifySettings(
+                crowd=crowd_of(graph), brief=brief, factors=factors_past_limits(graph), analysis_bytes=bound
+            )
             with announced("verify", rewritten[mode].graph) as done, muted(), torch_operators():
                 checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
                 done.note = checks[mode].reason or "equal"

@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe, unlike
 from hexa_fx.isolation.precision import InFloat64
+from hexa_fx.isolation.raised_weight import RaisedWeight
+from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.isolation.weight_slices import WeightSlices
-from hexa_fx.passes.float64_copy import float64_bytes
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, Routing, RoutingOverride, rows_for_all
 from hexa_fx.runtime import results
@@ -38,7 +39,7 @@ class VerifySettings:
         crowd: how many tokens in a row are sent to the same experts: more than the block's capacity, if it has one.
         seed: of inputs, cotangents and the random numbers that the block draws.
         factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.perturbation`.
-        max_copy_bytes: a block whose float64 copy would be larger is compared in place, in its own dtype.
+        analysis_bytes: memory that the comparison may hold beside the model; see `HexaConfig`.
         tolerance: largest accepted difference relative to the tensor's scale, by dtype of the comparison.
     """
 
@@ -48,7 +49,7 @@ class VerifySettings:
     seed: int = 0
     factors: tuple[float, ...] = ()
     many_bytes: int = 256 << 20
-    max_copy_bytes: int = 4 << 30
+    analysis_bytes: int = 2 << 30
     tolerance: Mapping[torch.dtype, float] = field(default_factory=lambda: dict(_TOLERANCE))
 
 
@@ -199,12 +200,16 @@ class Comparison:
         """Outcomes of the original and the rewritten block, or the finished case if one of them raises."""
         try:
             original = self._original(_repeated(self.forward.original, calls), inputs, override, gradients)
+        except MemoryError:
+            raise
         except Exception as error:
             return VerificationCase(name, "skipped", detail=f"the original raises {_first_line(error)}")
         try:
             other = self._run(_repeated(self.forward.rewritten, calls), inputs, override, gradients)
         except GuardMiss as miss:
             return VerificationCase(name, "skipped", detail=f"left to the original: {miss}")
+        except MemoryError:
+            raise
         except Exception as error:
             return VerificationCase(name, "different", detail=f"the rewritten block raises {_first_line(error)}")
         return original, other
@@ -213,7 +218,7 @@ class Comparison:
         self, call: Callable[..., Any], inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool
     ) -> Outcome:
         """Outcome of the original, with sliced weights; should a gradient go astray there, the two outcomes would differ."""
-        with WeightSlices(self.experts) as slices:
+        with WeightSlices(weight for weight in self.experts if not isinstance(weight, RaisedWeight)) as slices:
             return self._run(call, inputs, override, gradients, slices)
 
     def _run(

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
 
 from hexa_fx.capture.copies import deepcopied
+from hexa_fx.isolation.raised_weight import RaisedWeight
+from hexa_fx.isolation.size import is_large, is_of_one_number, raises_in_pieces, whole_bytes
 
 
-def float64_bytes(block: nn.Module) -> int:
-    """Bytes that the block's floating-point parameters and buffers take in float64."""
-    return 8 * sum(tensor.numel() for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point())
+def float64_copy_or_none(block: nn.Module, analysis_bytes: int) -> nn.Module | None:
+    """The float64 copy, or None if the block holds something that cannot be copied, such as a process group or a lock.
 
+    Every parameter wants a gradient. Parameters and buffers of one value, such as biases before training, get random ones: a term
+    that is zero on the probe must not hide that it was lost.
 
-def float64_copy_or_none(block: nn.Module) -> nn.Module | None:
-    """The float64 copy, or None if the block holds something that cannot be copied, such as a process group or a lock."""
+    Args:
+        block: to copy.
+        analysis_bytes: memory that the analysis may hold. Of a block whose copy would take a good part of it, large weights
+            are not copied but raised where they are used (`RaisedWeight`).
+    """
     try:
-        return _float64_copy(block)
+        return _float64_copy(block, raises_in_pieces(block, analysis_bytes), whole_bytes(analysis_bytes))
     except (TypeError, RuntimeError, AttributeError):
         return None
 
 
-def _float64_copy(block: nn.Module) -> nn.Module:
-    """A copy in float64 in which every parameter wants a gradient; tensors are converted while they are copied.
-
-    Parameters and buffers of one value, such as biases before training, get random ones: a term that is zero on the probe must not
-    hide that it was lost.
-    """
+def _float64_copy(block: nn.Module, in_pieces: bool, limit: int) -> nn.Module:
     memo: dict[int, Any] = {}
     generator = torch.Generator().manual_seed(0)
     for parameter in block.parameters():
         if parameter.is_floating_point():
-            memo[id(parameter)] = nn.Parameter(_unlike(parameter.detach().to(torch.float64, copy=True), generator))
+            value = parameter.detach()
+            in_parts = in_pieces and is_large(value)
+            memo[id(parameter)] = nn.Parameter(
+                RaisedWeight(_unlike_in_place(value, generator), limit)
+                if in_parts
+                else _unlike(value.to(torch.float64, copy=True), generator)
+            )
     for child in block.modules():
         for value in (*child._buffers.values(), *child.__dict__.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
@@ -43,10 +51,21 @@ def _float64_copy(block: nn.Module) -> nn.Module:
 
 def _unlike(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """A floating vector or matrix with random numbers added if all its elements are equal."""
-    if not value.is_floating_point() or value.numel() < 2 or not bool((value == value.flatten()[0]).all()):
+    if not is_of_one_number(value) or value.numel() < 2:
         return value
     noise = torch.randn(value.shape, dtype=torch.float64, generator=generator)
     return value + noise.to(value.device) / 8
+
+
+def _unlike_in_place(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """As `_unlike`, for a large weight: every row of it begins one random number after the row before."""
+    if not is_of_one_number(value):
+        return value
+    rows = value.shape[:-1].numel()
+    noise = torch.randn(rows + value.shape[-1], dtype=torch.float64, generator=generator) / 8
+    numbers = noise.to(value) + value.flatten()[0]
+    strides = [math.prod(value.shape[dim + 1 : -1]) for dim in range(value.dim() - 1)]
+    return numbers.as_strided(value.shape, (*strides, 1))
 
 
 def _raised(dtype: torch.dtype) -> torch.dtype:

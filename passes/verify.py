@@ -21,7 +21,7 @@ from torch import nn
 
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.comparison import Comparison, Subject, VerificationCase, VerifySettings, size
-from hexa_fx.passes.float64_copy import float64_bytes, float64_copy_or_none
+from hexa_fx.passes.float64_copy import float64_copy_or_none
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.perturbed_runs import PerturbedRuns
 from hexa_fx.runtime.install import HexaForward, install, uninstall
@@ -109,10 +109,9 @@ def _for_dtype(rewritten: RewrittenBlock, dtype: torch.dtype) -> RewrittenBlock:
 def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[Subject]:
     """What to compare on: a float64 copy, or the block itself if there can be none."""
     own = _own_dtype(block)
-    if float64_bytes(block) <= settings.max_copy_bytes:
-        copied = float64_copy_or_none(block)
-        if copied is not None:
-            yield Subject(copied, torch.float64, own)
+    copied = float64_copy_or_none(block, settings.analysis_bytes)
+    if copied is not None:
+        yield Subject(copied, torch.float64, own)
     yield Subject(block, own, own)
 
 

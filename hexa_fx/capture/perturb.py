@@ -12,12 +12,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from hexa_fx.isolation.size import is_of_one_number
+
 
 @contextmanager
 def stirred_parameters(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """A context that yields the new values by name. Parameters keep their identity, and get their own memory back at the end."""
     generator = torch.Generator().manual_seed(2)
-    plain = {id(p): p for p in parameters.values() if _is_of_one_number(p)}
+    plain = {id(p): p for p in parameters.values() if _is_plain(p)}
     before = {key: parameter.data for key, parameter in plain.items()}
     try:
         for parameter in plain.values():
@@ -29,9 +31,7 @@ def stirred_parameters(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[
             parameter.data = before[key]
 
 
-def _is_of_one_number(value: torch.Tensor) -> bool:
-    if type(value) is not nn.Parameter or not value.is_floating_point() or value.is_meta or not value.numel():
+def _is_plain(value: torch.Tensor) -> bool:
+    if type(value) is not nn.Parameter or value.is_meta or not is_of_one_number(value):
         return False
-    first = value.detach().flatten()[0]
-    one_number = bool((value.detach() == first).all())
-    return one_number and (value.numel() > 1 or float(first) in (0.0, 1.0))
+    return value.numel() > 1 or float(value.detach().flatten()[0]) in (0.0, 1.0)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,9 @@ from hexa_fx.errors import CaptureError
 from hexa_fx.ir import HeldValue
 from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.module_snapshot import restored
+from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class CapturedBlock:
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
         held: what the run read out of objects that the block's modules hold.
         stirred: the random values that stood in for parameters whose elements are all equal, by name.
+        analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it; for people to read.
     """
 
@@ -85,6 +89,18 @@ class CapturedBlock:
     held: tuple[HeldValue, ...] = ()
     stirred: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
+    analysis_bytes: int = 2 << 30
+
+    @cached_property
+    def whole_bytes(self) -> int | None:
+        """Bytes up to which a weight of the block is copied to float64 as a whole, if large ones are to be raised in pieces."""
+        return whole_bytes(self.analysis_bytes) if raises_in_pieces(self.block, self.analysis_bytes) else None
+
+    def in_float64(self, value: torch.Tensor) -> torch.Tensor:
+        """A floating-point tensor in float64, for reading."""
+        if self.whole_bytes is not None and is_large(value):
+            return RaisedWeight(value, self.whole_bytes)
+        return value.double()
 
     def tensor_of(self, name: str) -> torch.Tensor:
         """The parameter, buffer or constant behind a ``get_attr`` target, with the value that it had in the run."""
@@ -106,7 +122,12 @@ class CapturedBlock:
 
 
 def capture(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], path: str = "", seed: int = 0
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    path: str = "",
+    seed: int = 0,
+    analysis_bytes: int = 2 << 30,
 ) -> CapturedBlock:
     """Runs ``block`` once and returns what it did.
 
@@ -121,10 +142,11 @@ def capture(
     try:
         run = functools.partial(_capture, block, args, kwargs, path, seed)
         try:
-            return _with_results_beside(functools.partial(run, False), block, beside)
+            found = _with_results_beside(functools.partial(run, False), block, beside)
         except Exception:
             beside.restore()
-            return _with_results_beside(functools.partial(run, True), block, beside)
+            found = _with_results_beside(functools.partial(run, True), block, beside)
+        return replace(found, analysis_bytes=analysis_bytes)
     finally:
         beside.restore()
 

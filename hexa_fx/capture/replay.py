@@ -13,14 +13,14 @@ import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
+from hexa_fx.capture.calls import memory_of
 from hexa_fx.capture.record import CapturedBlock
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.sharpen import is_coarse, sharpened
-from hexa_fx.isolation.precision import raised
+from hexa_fx.isolation.precision import GROUPED, grouped_mm, raised
 from hexa_fx.isolation.random_state import random_state_kept
 
 _CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))
-_NOT_IN_FLOAT64 = frozenset(("grouped_mm", "_grouped_mm"))
 
 
 class Replay:
@@ -38,14 +38,15 @@ class Replay:
                 self._by_storage.setdefault(storage, []).append(node)
         self._written = {record_of(node).storage for node in self._nodes if record_of(node).writes}
         self._coarse = is_coarse(self._nodes)
+        self._parameters = {record_of(node).storage for node in self._nodes if node.op == "get_attr"}
 
     def value(self, node: torch.fx.Node) -> Any:
         """The recorded value, floating point as float64, without the rounding of a 16-bit run."""
         if self._coarse:
             self._coarse = False  # what follows asks for recorded values
-            self._frozen |= sharpened(self._nodes, self._execute, _recorded)
+            self._frozen |= sharpened(self._nodes, self._execute, self._recorded)
         if node not in self._frozen:
-            self._frozen[node] = _recorded(node)
+            self._frozen[node] = self._recorded(node)
         return self._frozen[node]
 
     def call(self, node: torch.fx.Node, replace: Mapping[torch.fx.Node, torch.Tensor]) -> torch.Tensor:
@@ -132,16 +133,24 @@ class Replay:
         if node.op == "call_method":
             name = "double" if node.target in _CAST_METHODS else str(node.target)
             return getattr(args[0], name)(*args[1:], **kwargs)
-        if getattr(node.target, "__name__", "") in _NOT_IN_FLOAT64:
-            return _through_float32(node.target, args, kwargs)
+        if getattr(node.target, "__name__", "") in GROUPED:
+            by_expert = args[1].dim() == 3
+            return grouped_mm(*args, **kwargs) if by_expert else _through_float32(node.target, args, kwargs)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
+    def _recorded(self, node: torch.fx.Node) -> Any:
+        """A recorded value, floating point as float64."""
+        return pytree.tree_map_only(
+            torch.Tensor,
+            lambda t: self._raised(t) if t.is_floating_point() else t,
+            record_of(node).value,
+        )
 
-def _recorded(node: torch.fx.Node) -> Any:
-    """A recorded value, floating point as float64."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, record_of(node).value
-    )
+    def _raised(self, value: torch.Tensor) -> torch.Tensor:
+        """Weights as `CapturedBlock.in_float64`, and what was computed as a copy."""
+        limit = self._captured.whole_bytes
+        is_weight = limit is not None and (8 * value.numel() > limit or memory_of(value) in self._parameters)
+        return self._captured.in_float64(value) if is_weight else value.double()
 
 
 def _through_float32(function: Any, args: Any, kwargs: Any) -> Any:

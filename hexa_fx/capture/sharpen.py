@@ -10,6 +10,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.records import record_of
+from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.random_state import random_state_kept
 
 _NEAR = 0.05
@@ -66,6 +67,8 @@ def _is_near(value: Any, recorded: Any) -> bool:
         return type(value) is type(recorded)  # an object of the user's; its tensors are compared where they are read
     if value.shape != recorded.shape or value.dtype != recorded.dtype:
         return False
+    if isinstance(value, RaisedWeight) and isinstance(recorded, RaisedWeight):
+        return value.lies_with(recorded)
     if not value.is_floating_point():
         return torch.equal(value, recorded)
     finite = recorded[recorded.isfinite()]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hexa_fx.isolation.gradient_mode import compared, lazy_gradients
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.weight_slices import WeightSlices
@@ -158,10 +159,12 @@ def _gradients(
         for leaf in outputs
     ]
     try:
-        grads = torch.autograd.grad(outputs, [*wanted.values(), *slices.parts], cotangents, allow_unused=True)
+        with lazy_gradients(wanted.values()):
+            grads = torch.autograd.grad(outputs, [*wanted.values(), *slices.parts], cotangents, allow_unused=True)
     except (RuntimeError, NotImplementedError) as error:
         return dict.fromkeys(wanted), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return slices.whole(dict(zip(wanted, grads)), wanted, grads[len(wanted) :]), ""
+    found = {name: compared(grad, leaf) for (name, leaf), grad in zip(wanted.items(), grads)}
+    return slices.whole(found, wanted, grads[len(wanted) :]), ""
 
 
 def _filled(

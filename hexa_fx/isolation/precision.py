@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 _LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
-_GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
+GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
 
 
 class InFloat64(TorchFunctionMode):
@@ -34,8 +34,8 @@ class InFloat64(TorchFunctionMode):
         if (name in _CASTS or name == "to") and args and isinstance(args[0], torch.Tensor):
             cast = args[0].double() if name in _CASTS else func(*args, **kwargs)
             return cast.clone() if cast is args[0] and asked - {None, self._own} else cast
-        if name in _GROUPED and args[0].dtype == torch.float64 and args[1].dim() == 3:
-            return _grouped_mm(*args, **kwargs)
+        if name in GROUPED and args[0].dtype == torch.float64 and args[1].dim() == 3:
+            return grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -50,7 +50,7 @@ def raised(value: Any) -> Any:
     return value
 
 
-def _grouped_mm(
+def grouped_mm(
     rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
     """(n, K) rows in expert order times (E, K, N). ``offs`` (E,) holds the groups' ends; rows past the last are zero."""

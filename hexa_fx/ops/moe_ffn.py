@@ -13,6 +13,7 @@ autograd reaches them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -137,14 +138,14 @@ _NO_GRADS = (False,) * 8
 
 def _moe_ffn(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
     """Kernel for any device: the forward program for inference."""
-    program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, False, x.device.type)
+    program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, False, _device_of(x, rest[1:7]))
     y: Tensor = program.forward(x, top_k_index, *rest[:7])
     return y
 
 
 def _moe_ffn_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Kernel for any device: the forward program for training."""
-    program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, True, x.device.type)
+    program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, True, _device_of(x, rest[1:7]))
     out: tuple[Tensor, ...] = program.forward(x, top_k_index, *rest[:7])
     if rest[12]:
         y, v, inv, offs = out
@@ -161,9 +162,19 @@ def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | list[Tensor] | N
     if isinstance(h, Tensor):
         h = [h]
     weights, top_k, static, needs, buffers = rest[3:10], rest[10], rest[11:17], tuple(rest[17]), rest[18:]
-    program = programs(_static(static), (True, *_given(weights)), needs, True, dy.device.type, _given(buffers))
+    device = _device_of(dy, weights[1:])
+    program = programs(_static(static), (True, *_given(weights)), needs, True, device, _given(buffers))
     out: tuple[Tensor, ...] = program.backward(dy, x, h, *rest[:3], *weights, top_k, *buffers)
     return list(out)
+
+
+def _device_of(x: Tensor, weights: Iterable[Tensor | None]) -> str:
+    """Whose kernels run: plain torch's where a weight is a tensor of another class, which has no memory to point to."""
+    plain = all(weight is None or type(weight) in _PLAIN for weight in weights)
+    return x.device.type if plain else "any"
+
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def _h_width(w1: Tensor, glu: str, layout1: str) -> int:

@@ -82,7 +82,8 @@ class RowMatcher:
         generator = torch.Generator().manual_seed(7)
         probe = torch.randn(matrices.shape[1], self._DIRECTIONS, generator=generator, dtype=torch.float64)
         self._probe = probe.to(matrices.device)
-        table = torch.einsum("tk,enk,nd->etd", tokens, matrices, self._probe)
+        directions = torch.bmm(matrices.transpose(1, 2), self._probe.expand(len(matrices), -1, -1))
+        table = torch.einsum("tk,ekd->etd", tokens, directions)
         self._experts, self._tokens = table.shape[:2]
         self._table = table.reshape(-1, self._DIRECTIONS)
         self._norms = self._table.norm(dim=1)

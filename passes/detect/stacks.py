@@ -100,7 +100,7 @@ class WeightTable:
         return form, value.flatten(1) if value.dim() > 1 else value[:, None]
 
     def _parameter(self, name: str) -> torch.Tensor:
-        return self.captured.tensor_of(name).detach().double()
+        return self.captured.in_float64(self.captured.tensor_of(name).detach())
 
     def _packed_experts(self, base: str) -> int | None:
         """Number of experts in a two-dimensional parameter, judged by how the code cuts it."""

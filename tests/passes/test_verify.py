@@ -255,7 +255,7 @@ def test_the_block_is_left_as_it_was():
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
     given = example()
     state = torch.get_rng_state()
-    for settings in (VerifySettings(), VerifySettings(max_copy_bytes=0)):
+    for settings in (VerifySettings(), VerifySettings(analysis_bytes=0)):
         assert verify(block, list_rewritten(), given, settings=settings).ok
         assert torch.equal(state, torch.get_rng_state())
         assert not is_installed(block)
@@ -267,7 +267,7 @@ def test_the_block_is_left_as_it_was():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_a_copy_it_is_compared_in_its_own_dtype(dtype):
     block = ListMoE().to(dtype)
-    settings = VerifySettings(max_copy_bytes=0)
+    settings = VerifySettings(analysis_bytes=0)
     result = verify(block, list_rewritten(), (example()[0].to(dtype),), settings=settings)
     assert result.ok, result.reason
     assert result.dtype == dtype

@@ -1,0 +1,285 @@
+"""A gradient that stays a sum of products while autograd takes it from a product back to the parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hexa_fx.isolation.outer_products import (
+    NotAPlace,
+    Term,
+    contiguous_strides,
+    filled,
+    reshaped,
+)
+
+_ATEN = torch.ops.aten
+
+
+class LazyGradient(torch.Tensor):
+    """A float64 tensor that is a sum of products of matrices. Operations that do not keep it one get it filled.
+
+    Args:
+        shape: of the gradient.
+        terms: the products. The list may grow, since backward formulas write to the zeros that they start with.
+        device: where the products are.
+        limit: bytes up to which it may be filled.
+    """
+
+    terms: list[Term]
+    limit: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], terms: list[Term], device: torch.device, limit: int) -> LazyGradient:
+        made: LazyGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tuple(shape), strides=contiguous_strides(shape), dtype=torch.float64, device=device
+        )
+        made.terms, made.limit = terms, limit
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LazyGradient({tuple(self.shape)}, {len(self.terms)} products)"
+
+    def like(self, shape: Sequence[int], terms: list[Term]) -> LazyGradient:
+        """Another one on the same device."""
+        return LazyGradient(shape, terms, self.device, self.limit)
+
+    def filled(self) -> Tensor:
+        """The tensor itself; raises `TooLarge` if it must not be made."""
+        return filled(self.terms, self.shape, self.device, self.limit)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return run(func, args, kwargs or {})
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operation below autograd that is given a `LazyGradient`."""
+    keep = _KEEPERS.get(func)
+    if keep is not None:
+        try:
+            return keep(*args, **kwargs)
+        except NotAPlace:
+            pass
+    if keep is None and func._can_decompose():
+        return func.decompose(*args, **kwargs)
+    if isinstance(args[0], LazyGradient) and func._schema.is_mutable:
+        raise NotImplementedError(f"{func} writes to a gradient that is kept as products")
+    args, kwargs = pytree.tree_map_only(LazyGradient, LazyGradient.filled, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _permute(grad: LazyGradient, order: Sequence[int]) -> LazyGradient:
+    order = [dim % grad.dim() for dim in order]
+    terms = [term.with_dims([term.dims[dim] for dim in order]) for term in grad.terms]
+    return grad.like([grad.shape[dim] for dim in order], terms)
+
+
+def _transpose(grad: LazyGradient, one: int, two: int) -> LazyGradient:
+    order = list(range(grad.dim()))
+    order[one], order[two] = order[two], order[one]
+    return _permute(grad, order)
+
+
+def _view(grad: LazyGradient, shape: Sequence[int], *strides: Any, **kwargs: Any) -> LazyGradient:
+    known = math.prod(size for size in shape if size >= 0)
+    new = [grad.numel() // max(1, known) if size < 0 else size for size in shape]
+    return grad.like(new, [part for term in grad.terms for part in reshaped(term, grad.shape, new)])
+
+
+def _unsqueeze(grad: LazyGradient, dim: int) -> LazyGradient:
+    dim %= grad.dim() + 1
+    return _embedded(grad, [*grad.shape[:dim], 1, *grad.shape[dim:]], dim, 0)
+
+
+def _embedded(grad: LazyGradient, shape: Sequence[int], dim: int, index: int) -> LazyGradient:
+    """The gradient at one index of a new dimension."""
+    terms = [term.with_dims([*term.dims[:dim], (index, (0, 0)), *term.dims[dim:]]) for term in grad.terms]
+    return grad.like(shape, terms)
+
+
+def _select_backward(grad: LazyGradient, shape: Sequence[int], dim: int, index: int) -> LazyGradient:
+    dim %= len(shape)
+    return _embedded(grad, shape, dim, index % shape[dim])
+
+
+def _slice_backward(
+    grad: LazyGradient, shape: Sequence[int], dim: int, start: int, end: int, step: int
+) -> LazyGradient:
+    dim, start = dim % len(shape), slice(start, end, step).indices(shape[dim % len(shape)])[0]
+    terms = []
+    for term in grad.terms:
+        dims = term.dims
+        first, (by_row, by_column) = dims[dim]
+        dims[dim] = (start + step * first, (step * by_row, step * by_column))
+        terms.append(term.with_dims(dims))
+    return grad.like(shape, terms)
+
+
+def _select(grad: LazyGradient, dim: int, index: int) -> LazyGradient:
+    dim %= grad.dim()
+    return _squeeze(_narrow(grad, dim, index % grad.shape[dim], 1), dim)
+
+
+def _squeeze(grad: LazyGradient, dim: int) -> LazyGradient:
+    dim %= grad.dim()
+    if grad.shape[dim] != 1:
+        return grad
+    terms = [term.with_dims([*term.dims[:dim], *term.dims[dim + 1 :]]) for term in grad.terms]
+    return grad.like([*grad.shape[:dim], *grad.shape[dim + 1 :]], terms)
+
+
+def _narrow(grad: LazyGradient, dim: int, start: int, length: int) -> LazyGradient:
+    cut = [term.cut(dim, start, start + length) for term in grad.terms]
+    shape = [*grad.shape[:dim], length, *grad.shape[dim + 1 :]]
+    return grad.like(shape, [term for term in cut if term is not None])
+
+
+def _slice(
+    grad: LazyGradient, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> LazyGradient:
+    if step != 1:
+        raise NotAPlace
+    dim %= grad.dim()
+    low, high, _ = slice(start, end).indices(grad.shape[dim])
+    return _narrow(grad, dim, low, max(0, high - low))
+
+
+def _split(grad: LazyGradient, sizes: int | Sequence[int], dim: int = 0) -> list[LazyGradient]:
+    dim %= grad.dim()
+    if isinstance(sizes, int):
+        sizes = [min(sizes, grad.shape[dim] - start) for start in range(0, grad.shape[dim], sizes)]
+    return [_narrow(grad, dim, start, size) for start, size in zip((0, *accumulate(sizes)), sizes)]
+
+
+def _unbind(grad: LazyGradient, dim: int = 0) -> list[LazyGradient]:
+    """As many gradients as the dimension is long. Most products are of one of them, and are given to it at once."""
+    dim %= grad.dim()
+    shape = [*grad.shape[:dim], *grad.shape[dim + 1 :]]
+    parts: list[list[Term]] = [[] for _ in range(grad.shape[dim])]
+    for term in grad.terms:
+        if any(term.steps[dim]):
+            return [_select(grad, dim, index) for index in range(grad.shape[dim])]
+        parts[term.starts[dim]].append(term.with_dims([*term.dims[:dim], *term.dims[dim + 1 :]]))
+    return [grad.like(shape, terms) for terms in parts]
+
+
+def _add(one: Any, two: Any, alpha: float = 1) -> Any:
+    if alpha != 1 or not isinstance(one, LazyGradient) or not isinstance(two, LazyGradient) or one.shape != two.shape:
+        raise NotAPlace
+    return one.like(one.shape, [*one.terms, *two.terms])
+
+
+def _cat(grads: Sequence[Any], dim: int = 0) -> LazyGradient:
+    first = next(grad for grad in grads if isinstance(grad, LazyGradient))
+    dim %= first.dim()
+    terms, start = [], 0
+    for grad in grads:
+        for term in _terms_of(grad):
+            dims = term.dims
+            dims[dim] = (dims[dim][0] + start, dims[dim][1])
+            terms.append(term.with_dims(dims))
+        start += grad.shape[dim]
+    return first.like([*first.shape[:dim], start, *first.shape[dim + 1 :]], terms)
+
+
+def _terms_of(grad: Tensor) -> list[Term]:
+    """The products of a gradient. Autograd fills parts that have none with zeros."""
+    if isinstance(grad, LazyGradient):
+        return grad.terms
+    if bool(grad[(slice(1),) * grad.dim()].any() if not any(grad.stride()) else grad.any()):
+        raise NotAPlace
+    return []
+
+
+def _stack(grads: Sequence[Any], dim: int = 0) -> LazyGradient:
+    return _cat(
+        [_unsqueeze(grad, dim) if isinstance(grad, LazyGradient) else grad.unsqueeze(dim) for grad in grads], dim
+    )
+
+
+def _sum(grad: LazyGradient, dims: Sequence[int], keepdim: bool = False, **kwargs: Any) -> LazyGradient:
+    """A sum over dimensions along which every product has one index: the gradient of `expand`."""
+    summed = sorted({dim % grad.dim() for dim in dims}, reverse=True)
+    if any(any(term.steps[dim]) for term in grad.terms for dim in summed):
+        raise NotAPlace
+    shape, terms = list(grad.shape), grad.terms
+    for dim in summed:
+        shape[dim] = 1
+        terms = [term.moved(dim, 0) for term in terms]
+    result = grad.like(shape, terms)
+    for dim in () if keepdim else summed:
+        result = _squeeze(result, dim)
+    return result
+
+
+def _same(grad: LazyGradient, *args: Any, **kwargs: Any) -> LazyGradient:
+    return grad.like(grad.shape, grad.terms)
+
+
+def _put(grad: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, *unsafe: Any) -> Any:
+    """Gradients of gathered experts, added to zeros: ``grad[index] += values``."""
+    if not isinstance(grad, LazyGradient) or not isinstance(values, LazyGradient) or not accumulate:
+        raise NotAPlace
+    if indices[0] is None or any(index is not None for index in indices[1:]) or indices[0].dtype == torch.bool:
+        raise NotAPlace
+    return _added_at(grad, 0, indices[0], values)
+
+
+def _index_add(grad: Any, dim: int, index: Tensor, values: Any, *, alpha: float = 1) -> Any:
+    if not isinstance(grad, LazyGradient) or not isinstance(values, LazyGradient) or alpha != 1:
+        raise NotAPlace
+    return _added_at(grad, dim % grad.dim(), index, values)
+
+
+def _added_at(grad: LazyGradient, dim: int, index: Tensor, values: LazyGradient) -> LazyGradient:
+    if index.dim() != 1:
+        raise NotAPlace
+    targets = index.tolist()
+    if any(any(term.steps[dim]) for term in values.terms):
+        raise NotAPlace
+    grad.terms += [term.moved(dim, targets[term.starts[dim]] % grad.shape[dim]) for term in values.terms]
+    return grad
+
+
+_KEEPERS: dict[Any, Callable[..., Any]] = {
+    _ATEN.t.default: lambda grad: _transpose(grad, 0, 1),
+    _ATEN.transpose.int: _transpose,
+    _ATEN.permute.default: _permute,
+    _ATEN.view.default: _view,
+    _ATEN._unsafe_view.default: _view,
+    _ATEN._reshape_alias.default: _view,
+    _ATEN.unsqueeze.default: _unsqueeze,
+    _ATEN.squeeze.dim: _squeeze,
+    _ATEN.select_backward.default: _select_backward,
+    _ATEN.slice_backward.default: _slice_backward,
+    _ATEN.select.int: _select,
+    _ATEN.slice.Tensor: _slice,
+    _ATEN.split.Tensor: _split,
+    _ATEN.split_with_sizes.default: _split,
+    _ATEN.unbind.int: _unbind,
+    _ATEN.add.Tensor: _add,
+    _ATEN.cat.default: _cat,
+    _ATEN.stack.default: _stack,
+    _ATEN.sum.dim_IntList: _sum,
+    _ATEN.detach.default: _same,
+    _ATEN.alias.default: _same,
+    _ATEN.clone.default: _same,
+    _ATEN._to_copy.default: _same,
+    _ATEN.new_zeros.default: lambda grad, shape, **kwargs: grad.like(shape, []),
+    _ATEN.zeros_like.default: lambda grad, **kwargs: grad.like(grad.shape, []),
+    _ATEN.index_put.default: _put,
+    _ATEN.index_put_.default: _put,
+    _ATEN._index_put_impl_.default: _put,
+    _ATEN.index_add.default: _index_add,
+    _ATEN.index_add_.default: _index_add,
+}

@@ -1,0 +1,246 @@
+"""Weights that count as float64 and are stored as they are: a product raises the matrices that it multiplies, piece by piece.
+
+A float64 copy of a large block takes four times its memory. Everything that reads expert weights, in users' code and in our
+operators, ends in few operations of torch: views, which are taken of the stored weight, and products of two matrices. Only
+those are known here. Any other operation gets the whole weight in float64 as long as that is not too large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_ATEN = torch.ops.aten
+
+PIECE_BYTES = 32 << 20
+"""Float64 bytes that a product holds of a weight at a time."""
+
+_VIEWS = frozenset(
+    {
+        _ATEN.alias.default,
+        _ATEN.as_strided.default,
+        _ATEN.detach.default,
+        _ATEN.diagonal.default,
+        _ATEN.expand.default,
+        _ATEN.permute.default,
+        _ATEN.select.int,
+        _ATEN.slice.Tensor,
+        _ATEN.split.Tensor,
+        _ATEN.split_with_sizes.default,
+        _ATEN.squeeze.default,
+        _ATEN.squeeze.dim,
+        _ATEN.squeeze.dims,
+        _ATEN.t.default,
+        _ATEN.transpose.int,
+        _ATEN.unbind.int,
+        _ATEN.unfold.default,
+        _ATEN.unsqueeze.default,
+        _ATEN.view.default,
+        _ATEN._unsafe_view.default,
+        _ATEN._reshape_alias.default,
+    }
+)
+_GATHERS = frozenset({_ATEN.index.Tensor, _ATEN.index_select.default, _ATEN.clone.default})
+"""Their results are copies, held as the weight is stored."""
+
+
+LEAST_BYTES = 1 << 18
+"""Float64 bytes from which on a weight of a large block is raised in pieces, and a gradient kept as products."""
+
+
+class TooLarge(MemoryError):
+    """An operation needs more of a weight in float64 than the analysis may hold."""
+
+
+class RaisedWeight(torch.Tensor):
+    """A float64 tensor over ``source``, which keeps its own dtype. It is only read.
+
+    Args:
+        source: floating-point tensor, any strides.
+        limit: float64 bytes up to which an operation that is not known here gets a copy of it.
+    """
+
+    source: Tensor
+    limit: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, source: Tensor, limit: int) -> RaisedWeight:
+        made: RaisedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            source.size(),
+            strides=source.stride(),
+            storage_offset=source.storage_offset(),
+            dtype=torch.float64,
+            device=source.device,
+        )
+        made.source, made.limit = source.detach(), limit
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"RaisedWeight({tuple(self.shape)} over {self.source.dtype})"
+
+    def whole(self) -> Tensor:
+        """A float64 copy.
+
+        Raises:
+            TooLarge: it would take more than ``limit`` bytes.
+        """
+        if 8 * self.source.numel() > self.limit:
+            raise TooLarge(
+                f"a weight of {self.source.numel() >> 20} Mi elements would be copied to float64 as a whole; "
+                f"the analysis may hold {self.limit / 2**30:.2f} GiB of it"
+            )
+        return self.source.double()
+
+    def lies_with(self, other: RaisedWeight) -> bool:
+        """Whether both are the same part of the same memory, or equal where one of them is a copy."""
+        one, two = self.source, other.source
+        if one.data_ptr() == two.data_ptr() and one.shape == two.shape and one.stride() == two.stride():
+            return True
+        return one.dtype == two.dtype and one.shape == two.shape and all(map(torch.equal, one, two))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return run(func, args, kwargs or {})
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func(*args, **kwargs)``, an operation below autograd that is given a `RaisedWeight`."""
+    if func in _PRODUCTS:
+        return _PRODUCTS[func](*args, **kwargs)
+    first = args[0]
+    if isinstance(first, RaisedWeight) and (func in _VIEWS or func in _GATHERS):
+        taken = func(first.source, *args[1:], **kwargs)
+        return pytree.tree_map_only(Tensor, lambda part: RaisedWeight(part, first.limit), taken)
+    if isinstance(first, RaisedWeight) and _keeps_dtype(func, args, kwargs):
+        return RaisedWeight(first.source, first.limit)
+    if func in _JOINS and _all_raised(args[0]):
+        return _joined(func, args, kwargs)
+    if func.namespace == "hexa" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _GENERAL):
+        return func._op_dk(
+            torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs
+        )  # its plain torch version, which comes back here for its products
+    if func._can_decompose():
+        return func.decompose(*args, **kwargs)
+    if isinstance(first, RaisedWeight) and func._schema.is_mutable:
+        raise TypeError(f"{func} writes to a weight, which is only read while a block is analysed")
+    args, kwargs = pytree.tree_map_only(RaisedWeight, RaisedWeight.whole, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+_GENERAL = "CompositeExplicitAutograd"
+_JOINS = frozenset({_ATEN.cat.default, _ATEN.stack.default})
+
+
+def _keeps_dtype(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it is a conversion to what the weight counts as already."""
+    if func is not _ATEN._to_copy.default:
+        return False
+    asked = {key: value for key, value in kwargs.items() if value is not None and key not in _FORMAT}
+    kept = {"dtype": torch.float64, "device": args[0].device}
+    return all(key in kept and kept[key] == value for key, value in asked.items())
+
+
+_FORMAT = frozenset({"memory_format", "non_blocking", "layout", "pin_memory"})
+
+
+def _all_raised(values: Any) -> bool:
+    return all(isinstance(value, RaisedWeight) for value in values)
+
+
+def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RaisedWeight:
+    """Weights one after the other: a view where they lie so already, as packed ones do."""
+    parts: list[RaisedWeight] = list(args[0])
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    sources = [part.source.unsqueeze(0) if func is _ATEN.stack.default else part.source for part in parts]
+    joined = _adjacent(sources) if dim == 0 else None
+    if joined is None:
+        joined = func([part.source for part in parts], dim)
+    return RaisedWeight(joined, parts[0].limit)
+
+
+def _adjacent(parts: list[Tensor]) -> Tensor | None:
+    first = parts[0]
+    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
+    for part in parts:
+        fits = part.is_contiguous() and part.dtype == first.dtype and part.shape[1:] == first.shape[1:]
+        if not fits or part.data_ptr() != place or part.untyped_storage().data_ptr() != storage:
+            return None
+        place += part.numel() * part.element_size()
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    if isinstance(a, RaisedWeight) and isinstance(b, RaisedWeight):
+        return _mm(a.whole(), b) if a.numel() < b.numel() else _mm(a, b.whole())
+    if isinstance(a, RaisedWeight):
+        return _mm(b.t(), a.t()).t()
+    assert isinstance(b, RaisedWeight)
+    return _rows_times(a, b.source)
+
+
+def _rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """(n, K) times (K, N) in its own dtype, raised by columns."""
+    result = rows.new_empty(rows.shape[0], matrix.shape[1])
+    if not result.numel():
+        return result
+    step = max(1, PIECE_BYTES // (8 * max(1, matrix.shape[0])))
+    for start in range(0, matrix.shape[1], step):
+        piece = matrix[:, start : start + step].to(torch.float64)
+        torch.mm(rows, piece, out=result[:, start : start + step])
+    return result
+
+
+def _bmm(a: Tensor, b: Tensor) -> Tensor:
+    if isinstance(a, RaisedWeight) and isinstance(b, RaisedWeight):
+        return _bmm(a.whole(), b) if a.numel() < b.numel() else _bmm(a, b.whole())
+    if isinstance(a, RaisedWeight):
+        return _bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
+    assert isinstance(b, RaisedWeight)
+    result = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    for number, (rows, matrix) in enumerate(zip(a, b.source)):
+        result[number] = _rows_times(rows, matrix)
+    return result
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return alpha * torch.mm(a, b) + beta * _whole(bias)
+
+
+def _baddbmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    return alpha * torch.bmm(a, b) + beta * _whole(bias)
+
+
+def _mv(matrix: Tensor, vector: Tensor) -> Tensor:
+    return _mm(_whole(vector)[None], matrix.t())[0] if isinstance(matrix, RaisedWeight) else matrix @ _whole(vector)
+
+
+def _into(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def multiply(*args: Any, out: Tensor) -> Tensor:
+        return out.copy_(product(*args))
+
+    return multiply
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.whole() if isinstance(tensor, RaisedWeight) else tensor
+
+
+_PRODUCTS: dict[Any, Callable[..., Tensor]] = {
+    _ATEN.mm.default: _mm,
+    _ATEN.mm.out: _into(_mm),
+    _ATEN.bmm.default: _bmm,
+    _ATEN.mv.default: _mv,
+    _ATEN.addmm.default: _addmm,
+    _ATEN.baddbmm.default: _baddbmm,
+}

@@ -1,0 +1,43 @@
+"""How much memory the analysis of a block may hold beside the model, and what is too large to be held in float64 as a whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hexa_fx.isolation.raised_weight import LEAST_BYTES
+
+_PIECE = 1 << 22
+"""Elements that are looked at together."""
+
+
+def float64_bytes(block: nn.Module) -> int:
+    """Bytes that the block's floating-point parameters and buffers take in float64."""
+    return 8 * sum(tensor.numel() for tensor in (*block.parameters(), *block.buffers()) if tensor.is_floating_point())
+
+
+def whole_bytes(analysis_bytes: int) -> int:
+    """Bytes of the largest single tensor that is copied to float64, of ``analysis_bytes`` in all: gradients and
+    intermediate values of the same size come with it.
+    """
+    return analysis_bytes // 8
+
+
+def raises_in_pieces(block: nn.Module, analysis_bytes: int) -> bool:
+    """Whether the block's large weights are raised to float64 piece by piece, where they are used."""
+    return float64_bytes(block) > whole_bytes(analysis_bytes)
+
+
+def is_large(value: torch.Tensor) -> bool:
+    """Whether a tensor of such a block counts as a large weight."""
+    return value.is_floating_point() and value.dim() >= 2 and 8 * value.numel() >= LEAST_BYTES
+
+
+def is_of_one_number(value: torch.Tensor) -> bool:
+    """Whether all elements of a floating-point tensor are equal. A stacked weight is looked at one matrix after the other."""
+    if not value.is_floating_point() or not value.numel():
+        return False
+    first = value.detach().flatten()[0] if value.numel() < _PIECE else value.detach()[(0,) * value.dim()]
+    if value.numel() < _PIECE or value.dim() < 2:
+        return bool((value.detach() == first).all())
+    return all(bool((part == first).all()) for part in value.detach())

@@ -1,0 +1,105 @@
+"""The analysis of a block holds a bounded amount of memory beside the model, and still compares in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hexa_fx
+from hexa_fx.capture.observe import Observation
+from hexa_fx.isolation import gradient_mode, raised_weight, size
+from hexa_fx.passes import analyse
+from tests.live_memory import LiveMemory
+
+E, D, I, K, T = 16, 128, 128, 2, 12
+BOUND = 3 << 20
+"""The block's weights are 1.5 MiB in bfloat16, so a copy in float64 would take 6 MiB."""
+
+
+class Routed(nn.Module):
+    """A router and stacked experts; subclasses run them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(E, 2 * I, D))
+        self.down = nn.Parameter(torch.empty(E, D, I))
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.router(x).softmax(-1).topk(K)
+
+
+class Loop(Routed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.route(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(index == e)
+            gate, up = F.linear(x[token], self.gate_up[e]).chunk(2, -1)
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, self.down[e]) * weights[token, slot, None])
+        return out
+
+
+class Grouped(Routed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.route(x)
+        order = index.flatten().argsort(stable=True)
+        ends = torch.bincount(index.flatten(), minlength=E).cumsum(0, dtype=torch.int32)
+        rows = x[order // K]
+        gate, up = torch._grouped_mm(rows, self.gate_up.mT, ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(gate) * up, self.down.mT, ends) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add_(0, order // K, y)
+
+
+class Batched(Routed):
+    """All experts on all tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.route(x)
+        scores = torch.zeros(len(x), E, dtype=x.dtype).scatter(1, index, weights)
+        gate, up = torch.bmm(x.expand(E, *x.shape), self.gate_up.mT).chunk(2, -1)
+        y = torch.bmm(F.silu(gate) * up, self.down.mT)
+        return (y * scores.T[..., None]).sum(0)
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({n: nn.Linear(D, D, bias=False) for n in ("gate", "up", "down")}) for _ in range(E)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.router(x).softmax(-1).topk(K)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(index == e)
+            rows = x[token]
+            y = expert["down"](F.silu(expert["gate"](rows)) * expert["up"](rows))
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+
+def filled(block: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, 0, 0.1, generator=generator)
+    return block.bfloat16().eval()
+
+
+@pytest.mark.parametrize("kind", [Loop, Grouped, Batched, Listed])
+def test_the_analysis_holds_less_than_it_may(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch):
+    for module in (raised_weight, size, gradient_mode):
+        monkeypatch.setattr(module, "LEAST_BYTES", 1 << 16)
+    block = filled(kind())
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with LiveMemory(*block.parameters()) as memory:
+        analysis = analyse(Observation("block", block, (x,), {}), hexa_fx.HexaConfig(analysis_bytes=BOUND))
+    assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
+    assert {check.dtype for check in analysis.checks.values()} == {torch.float64}
+    assert all(case.outcome == "equal" for check in analysis.checks.values() for case in check.cases)
+    assert any(case.gradient_error > 0 for check in analysis.checks.values() for case in check.cases)
+    assert memory.peak <= BOUND, f"{memory.peak / 2**20:.1f} MiB: {memory.held}"

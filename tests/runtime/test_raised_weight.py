@@ -1,0 +1,206 @@
+"""Weights raised where they are used, and gradients kept as products, give the numbers of a float64 copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from hexa_fx.ir import FfnSpec
+from hexa_fx.isolation import gradient_mode, raised_weight
+from hexa_fx.isolation.gradient_mode import LazyGradients, compared
+from hexa_fx.isolation.lazy_gradient import LazyGradient
+from hexa_fx.isolation.outer_products import NotAPlace, Term, filled, reshaped, sketch_of_dense
+from hexa_fx.isolation.precision import InFloat64
+from hexa_fx.isolation.raised_weight import RaisedWeight, TooLarge
+from hexa_fx.ops.moe_ffn import moe_ffn
+
+E, N, K, T = 4, 24, 40, 3
+Use = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def loop(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return sum(F.linear(x, w[e], x[0, :N]).cos() for e in range(E))
+
+
+def iterated(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return sum(F.linear(x, matrix).cos() for matrix in w.unbind(0)[1:])
+
+
+def halves(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    gate, up = w.chunk(2, 1)
+    return sum(F.linear(x, gate[e]) * (x @ up[e].T) for e in (1, 2))
+
+
+def one_half(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w.chunk(2, 1)[0][2]).cos()
+
+
+def interleaved(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return sum(F.linear(x, w[e, ::2]) * (x @ w[e, 1::2].T) for e in (1, 2))
+
+
+def all_experts_at_once(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x.expand(E, T, K), w.mT).cos() + torch.baddbmm(x[:1, :1, None], x.expand(E, T, K), w.mT).sin()
+
+
+def broadcast(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x @ w.transpose(1, 2)).cos()
+
+
+def einsum_over_tokens(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("tk,enk->etn", x, w).cos()
+
+
+def einsum_by_expert(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("etk,enk->etn", x.expand(E, T, K).cos(), w).cos()
+
+
+def as_one_matrix(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w.view(E * N, K)).cos()
+
+
+def cut_from_one_matrix(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return sum(F.linear(x, part).cos() for part in w.view(E * N, K).chunk(E))
+
+
+def gathered(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x[:, None], w[torch.tensor([1, 3, 1])].mT).cos()
+
+
+def selected(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x[:, None], w.index_select(0, torch.tensor([1, 3, 1])).mT).cos()
+
+
+def grouped(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with InFloat64(torch.bfloat16):
+        return torch._grouped_mm(x, w.mT, torch.tensor([1, 1, 2, 3], dtype=torch.int32)).cos()
+
+
+def stacked_again(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, torch.stack([w[1].detach(), w[2], w[3]])[1]).cos()
+
+
+
+def our_operator(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    down = torch.randn(E, K, N // 2, dtype=torch.float64, generator=generator)
+    weights = torch.rand(T, 2, dtype=torch.float64, generator=generator)
+    ids = torch.tensor([[0, 1], [3, 1], [2, 0]])
+    return moe_ffn(x, ids, weights, w, None, None, None, down, None, FfnSpec("silu", "concat"))
+
+
+IN_PIECES = (
+    loop,
+    iterated,
+    halves,
+    one_half,
+    interleaved,
+    all_experts_at_once,
+    broadcast,
+    einsum_over_tokens,
+    einsum_by_expert,
+    as_one_matrix,
+    cut_from_one_matrix,
+    gathered,
+    selected,
+    grouped,
+    stacked_again,
+    our_operator,
+)
+
+
+@pytest.fixture(autouse=True)
+def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_mode, "LEAST_BYTES", 8)
+
+
+def stored() -> torch.Tensor:
+    return torch.randn(E, N, K, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def tokens() -> torch.Tensor:
+    x = torch.randn(T, K, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return x.requires_grad_()
+
+
+@pytest.mark.parametrize("use", IN_PIECES, ids=lambda use: use.__name__)
+def test_no_whole_weight_or_gradient_is_made(use: Use):
+    raised, copied = nn.Parameter(RaisedWeight(stored(), limit=8 * N * K - 1)), nn.Parameter(stored().double())
+    x = tokens()
+    expected, found = use(copied, x), use(raised, x)
+    torch.testing.assert_close(found, expected)
+    dw, dx = torch.autograd.grad(expected, [copied, x], torch.ones_like(expected))
+    with LazyGradients([raised]):
+        lazy, same = torch.autograd.grad(found, [raised, x], torch.ones_like(found))
+    assert isinstance(lazy, LazyGradient)
+    torch.testing.assert_close(same, dx)
+    torch.testing.assert_close(compared(lazy, raised), sketch_of_dense(dw))
+    torch.testing.assert_close(filled(lazy.terms, lazy.shape, lazy.device, 1 << 20), dw)
+
+
+@pytest.mark.parametrize("use", [lambda w, x: F.linear(x, (w * 2)[1]), lambda w, x: F.linear(x, w.sum(0)).cos()])
+def test_other_operations_get_a_copy_if_it_is_small_enough(use: Use):
+    copied, x = nn.Parameter(stored().double()), tokens()
+    raised = nn.Parameter(RaisedWeight(stored(), limit=1 << 20))
+    expected, found = use(copied, x), use(raised, x)
+    torch.testing.assert_close(found, expected)
+    (dw,) = torch.autograd.grad(expected, [copied], torch.ones_like(expected))
+    with LazyGradients([raised]):
+        (lazy,) = torch.autograd.grad(found, [raised], torch.ones_like(found))
+    torch.testing.assert_close(compared(lazy, raised), sketch_of_dense(dw))
+    with pytest.raises(TooLarge, match="as a whole"):
+        use(nn.Parameter(RaisedWeight(stored(), limit=1000)), x)
+
+
+def test_a_wrong_gradient_of_one_element_shows():
+    weight = RaisedWeight(stored(), limit=1)
+    gradient = torch.randn(E, N, K, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    other = gradient.clone()
+    other[2, 5, 7] += 1e-6
+    one, two = compared(gradient, weight), compared(other, weight)
+    assert float((one - two).abs().max()) > 1e-8
+    assert bool(((one - two).abs().amax(-1) > 0).nonzero().eq(torch.tensor([[2, 5]])).all())
+
+
+def test_products_with_weights_are_raised_by_columns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(raised_weight, "PIECE_BYTES", 8 * K * 5)
+    weight, x = RaisedWeight(stored(), limit=1), tokens().detach()
+    torch.testing.assert_close(x @ weight[1].T, x @ stored()[1].double().T)
+    torch.testing.assert_close(weight[1] @ x.T, stored()[1].double() @ x.T)
+    torch.testing.assert_close(torch.bmm(weight, x.T.expand(E, K, T)), stored().double() @ x.T)
+
+
+def test_weights_side_by_side_are_joined_without_a_copy():
+    whole = stored()
+    parts = [RaisedWeight(part, limit=1) for part in whole]
+    joined = torch.stack(parts)
+    assert joined.source.data_ptr() == whole.data_ptr() and joined.shape == whole.shape
+    assert torch.cat(parts).source.data_ptr() == whole.data_ptr()
+    torch.testing.assert_close(torch.stack(parts[::-1]).source, whole.flip(0))
+
+
+def test_conversions_to_what_it_counts_as_are_free():
+    weight = RaisedWeight(stored(), limit=1)
+    for converted in (weight.double(), weight.to(torch.float64), weight.to(tokens()), weight.contiguous()):
+        assert converted.source.data_ptr() == weight.source.data_ptr()
+
+
+def test_it_is_only_read():
+    with pytest.raises(TypeError, match="only read"):
+        RaisedWeight(stored(), limit=1 << 20).mul_(2)
+
+
+def test_a_product_is_cut_where_a_new_shape_ends_its_rows():
+    x, g = torch.randn(7, 2, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    term = Term(x, g, (1, 0), ((1, 0), (0, 1)))
+    dense = filled([term], (8, 3), x.device, 1 << 20)
+    for shape in ((2, 4, 3), (4, 2, 3), (8, 3, 1), (24,), (2, 12)):
+        try:
+            terms = list(reshaped(term, (8, 3), shape))
+        except NotAPlace:
+            continue
+        torch.testing.assert_close(filled(terms, shape, x.device, 1 << 20), dense.view(shape))
