@@ -33,6 +33,7 @@ from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.observers import announced, at_block, muted, notify
+from hexa_fx.passes.bounded import check_recorded, with_few_enough_tokens
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.detect import MoEMatch, detect
@@ -134,7 +135,10 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     A failure of the passes themselves is a refusal too, so that it does not keep the user from the rest of the model.
     """
     try:
-        return _analyse(observation, config)
+        found = with_few_enough_tokens(_analyse, observation, config)
+        if isinstance(found, Refusal):
+            return BlockAnalysis(observation.path, None, refusals=dict.fromkeys(MODES, found))
+        return found
     except Exception as error:
         log.exception("hexa_fx failed on %s; please report this", observation.path or "the model")
         refusal = Refusal(observation.path, f"hexa_fx itself failed here with {type(error).__name__}: {error}")
@@ -209,6 +213,7 @@ def _rewrite_mode(
         captured = capture(observation.module, args, kwargs, observation.path, analysis_bytes=config.analysis_bytes)
     except CaptureError as error:
         return _NotRecorded(observation.path, str(error))
+    check_recorded(captured, config)
     notify("capture", "after", captured.graph)
     with announced("canonicalize", captured.graph) as done:
         captured = canonicalize(captured)
@@ -246,9 +251,13 @@ def _check(
                 other in checks and checks[other].ok and _does_the_same(captured[mode], captured[other])
                 for other in MODES
             )
-            graph, bound = captured[mode].graph, config.analysis_bytes
+            graph = captured[mode].graph
             settings = VerifySettings(
-                crowd=crowd_of(graph), brief=brief, factors=factors_past_limits(graph), analysis_bytes=bound
+                crowd=crowd_of(graph, CROWD if captured[mode].whole_bytes is None else config.probe_tokens),
+                few=config.probe_tokens,
+                brief=brief,
+                factors=factors_past_limits(graph),
+                analysis_bytes=config.analysis_bytes,
             )
             with announced("verify", rewritten[mode].graph) as done, muted(), torch_operators():
                 checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)

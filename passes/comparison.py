@@ -16,10 +16,18 @@ from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe, unlike
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.raised_weight import RaisedWeight
-from hexa_fx.isolation.size import float64_bytes
+from hexa_fx.isolation.size import FEW_TOKENS, float64_bytes, is_out_of_memory
 from hexa_fx.isolation.weight_slices import WeightSlices
 from hexa_fx.passes.fresh_inputs import FreshInputs
-from hexa_fx.passes.routing_override import ROUTINGS, ChoiceSpy, LogitsOverride, Routing, RoutingOverride, rows_for_all
+from hexa_fx.passes.routing_override import (
+    ROUTINGS,
+    ChoiceSpy,
+    LogitsOverride,
+    Routing,
+    RoutingOverride,
+    in_turns,
+    rows_for_all,
+)
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward
@@ -40,6 +48,7 @@ class VerifySettings:
         seed: of inputs, cotangents and the random numbers that the block draws.
         factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.perturbation`.
         analysis_bytes: memory that the comparison may hold beside the model; see `HexaConfig`.
+        few: tokens that a block whose weights are raised in pieces is tried on at a time, to reach all experts in turns.
         tolerance: largest accepted difference relative to the tensor's scale, by dtype of the comparison.
     """
 
@@ -50,6 +59,7 @@ class VerifySettings:
     factors: tuple[float, ...] = ()
     many_bytes: int = 256 << 20
     analysis_bytes: int = 2 << 30
+    few: int = FEW_TOKENS
     tolerance: Mapping[torch.dtype, float] = field(default_factory=lambda: dict(_TOLERANCE))
 
 
@@ -136,24 +146,35 @@ class Comparison:
         for routing in ROUTINGS[:-1]:
             backward = routing is ROUTINGS[0] and not large
             yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example, backward)
-        yield self._all_reached(spy.top_k)
+        yield from self._all_reached(spy.top_k)
         many = partial(self.inputs.at, 1, self.settings.crowd)
         name = f"{self.settings.crowd} tokens to the first experts"
         yield self._forced(name, ROUTINGS[0], spy.top_k, many, gradients=False)
 
-    def _all_reached(self, top_k: int) -> VerificationCase:
-        """A case with enough tokens for every expert but the first, so that an expert unlike the others shows."""
-        routing, experts = ROUTINGS[-1], self.inputs.num_experts
+    def _all_reached(self, top_k: int) -> Iterator[VerificationCase]:
+        """Enough tokens for every expert but the first, so that one unlike the others shows; few at a time in large blocks."""
+        experts, rows = self.inputs.num_experts, self.inputs.tokens
         needed = 0 if experts is None else rows_for_all(experts, top_k)
-        if needed > self.inputs.tokens:
-            many = partial(self.inputs.at, 1, needed)
-            case = self._forced(routing.name, routing, top_k, many, gradients=True)
-            if case.outcome != "skipped":
-                return case
+        if experts is not None and needed > rows:
+            rows = min(needed, self.settings.few) if self._in_pieces() else needed
+            cases = []
+            for routing in in_turns(experts, top_k, rows):
+                make = partial(self.inputs.at, 1, rows)
+                cases.append(self._forced(routing.name, routing, top_k, make, gradients=True))
+                if cases[-1].outcome == "skipped":
+                    break
+            else:
+                yield from cases
+                return
             case = self._case(f"{2 * needed} tokens", self.inputs.at(1, 2 * needed, self.subject.dtype))
             if case.outcome != "skipped":
-                return case
-        return self._forced(routing.name, routing, top_k, self.inputs.like_example, gradients=True)
+                yield case
+                return
+        routing = ROUTINGS[-1]
+        yield self._forced(routing.name, routing, top_k, self.inputs.like_example, gradients=True)
+
+    def _in_pieces(self) -> bool:
+        return any(isinstance(weight, RaisedWeight) for weight in self.experts)
 
     def _forced(
         self, name: str, routing: Routing, top_k: int, make: Callable[..., tuple[Any, Any]], gradients: bool
@@ -200,17 +221,17 @@ class Comparison:
         """Outcomes of the original and the rewritten block, or the finished case if one of them raises."""
         try:
             original = self._original(_repeated(self.forward.original, calls), inputs, override, gradients)
-        except MemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return VerificationCase(name, "skipped", detail=f"the original raises {_first_line(error)}")
         try:
             other = self._run(_repeated(self.forward.rewritten, calls), inputs, override, gradients)
         except GuardMiss as miss:
             return VerificationCase(name, "skipped", detail=f"left to the original: {miss}")
-        except MemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return VerificationCase(name, "different", detail=f"the rewritten block raises {_first_line(error)}")
         return original, other
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from hexa_fx.capture.copies import deepcopied
 from hexa_fx.isolation.raised_weight import RaisedWeight
-from hexa_fx.isolation.size import is_large, is_of_one_number, raises_in_pieces, whole_bytes
+from hexa_fx.isolation.size import is_large, is_of_one_number, is_out_of_memory, raises_in_pieces, whole_bytes
 
 
 def float64_copy_or_none(block: nn.Module, analysis_bytes: int) -> nn.Module | None:
@@ -26,7 +26,9 @@ def float64_copy_or_none(block: nn.Module, analysis_bytes: int) -> nn.Module | N
     """
     try:
         return _float64_copy(block, raises_in_pieces(block, analysis_bytes), whole_bytes(analysis_bytes))
-    except (TypeError, RuntimeError, AttributeError):
+    except (TypeError, RuntimeError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
         return None
 
 

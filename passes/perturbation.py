@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import record_of
+from hexa_fx.isolation.raised_weight import stored
 from hexa_fx.passes.detect.graph import is_float, literals, operation
 from hexa_fx.passes.fresh_inputs import FreshInputs
 
@@ -54,6 +55,7 @@ class Trial:
 
     def write(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
         """Puts other numbers into (part of) a parameter or buffer until `undo`."""
+        tensor = stored(tensor)
         self.before.append((tensor, tensor.detach().clone()))
         tensor.detach().copy_(new)
 

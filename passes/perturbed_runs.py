@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Outcome, observe, unlike
 from hexa_fx.isolation.precision import InFloat64
+from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.passes.comparison import Subject, VerificationCase
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.perturbation import Change, Perturbation, Trial, argument_names, perturbations
@@ -105,6 +106,8 @@ class PerturbedRuns:
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
                 return observe(call, module, state, (args, kwargs), self.seed, gradients=False)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return error
         finally:
             state.restore()

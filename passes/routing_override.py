@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,10 +38,11 @@ def _alternating(rows: int, candidates: int, k: int) -> torch.Tensor:
     return torch.where(even, _first(rows, candidates, k), _last(rows, candidates, k))
 
 
-def _one_unused(rows: int, candidates: int, k: int) -> torch.Tensor:
+def _one_unused(rows: int, candidates: int, k: int, first_row: int = 0) -> torch.Tensor:
     if k >= candidates:
         return _first(rows, candidates, k)
-    return 1 + (_step(k) * torch.arange(rows)[:, None] + torch.arange(k)) % (candidates - 1)
+    number = torch.arange(first_row, first_row + rows)[:, None]
+    return 1 + (_step(k) * number + torch.arange(k)) % (candidates - 1)
 
 
 def _step(k: int) -> int:
@@ -59,6 +61,13 @@ ROUTINGS = (
     Routing("first and last experts alternating", _alternating),
     Routing("one expert without tokens", _one_unused),
 )
+
+
+def in_turns(candidates: int, k: int, rows: int) -> Iterator[Routing]:
+    """The last of `ROUTINGS` a few tokens at a time, so that together they reach every expert but the first."""
+    for first in range(0, rows_for_all(candidates, k), rows):
+        name = ROUTINGS[-1].name + (f", on from expert {1 + _step(k) * first}" if first else "")
+        yield Routing(name, partial(_one_unused, first_row=first))
 
 
 class ChoiceSpy(TorchFunctionMode):

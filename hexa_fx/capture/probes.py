@@ -54,8 +54,10 @@ CROWD = 160
 _COMPARISONS = frozenset("le lt ge gt clamp clamp_ clip min minimum".split())
 
 
-def crowd_of(graph: torch.fx.Graph) -> int:
-    """More tokens than any limit that the code compares with: twice the largest whole number below 2048 in a comparison."""
+def crowd_of(graph: torch.fx.Graph, least: int = CROWD) -> int:
+    """More tokens than any limit that the code compares with: twice the largest whole number below 2048 in a comparison,
+    or ``least``.
+    """
     limits = [
         item
         for node in graph.nodes
@@ -63,7 +65,7 @@ def crowd_of(graph: torch.fx.Graph) -> int:
         for item in (*node.args, *node.kwargs.values())
         if isinstance(item, int) and not isinstance(item, bool) and 1 < item < 2048
     ]
-    return max([CROWD, *(2 * limit for limit in limits)])
+    return max([least, *(2 * limit for limit in limits)])
 
 
 def crowded_inputs(

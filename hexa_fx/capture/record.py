@@ -32,7 +32,7 @@ from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
+from hexa_fx.isolation.size import is_large, is_out_of_memory, raises_in_pieces, whole_bytes
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,9 @@ def capture(
         run = functools.partial(_capture, block, args, kwargs, path, seed)
         try:
             found = _with_results_beside(functools.partial(run, False), block, beside)
-        except Exception:
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
             beside.restore()
             found = _with_results_beside(functools.partial(run, True), block, beside)
         return replace(found, analysis_bytes=analysis_bytes)
@@ -213,6 +215,8 @@ def _capture(
     except Unreadable as error:
         raise CaptureError(str(error), path=path or type(block).__name__) from error
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
     changed = [ChangedInPlace(holder.label, False, frozenset({""})) for holder, _ in given.changed()]
     changed += [ChangedInPlace(*found) for found in watch.found()] if watch else []

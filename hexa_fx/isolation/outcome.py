@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx.isolation.gradient_mode import compared, lazy_gradients
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.isolation.weight_slices import WeightSlices
 
 SCALE_FLOOR = 1e-6
@@ -162,6 +163,8 @@ def _gradients(
         with lazy_gradients(wanted.values()):
             grads = torch.autograd.grad(outputs, [*wanted.values(), *slices.parts], cotangents, allow_unused=True)
     except (RuntimeError, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise
         return dict.fromkeys(wanted), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     found = {name: compared(grad, leaf) for (name, leaf), grad in zip(wanted.items(), grads)}
     return slices.whole(found, wanted, grads[len(wanted) :]), ""

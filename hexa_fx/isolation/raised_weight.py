@@ -78,7 +78,7 @@ class RaisedWeight(torch.Tensor):
             dtype=torch.float64,
             device=source.device,
         )
-        made.source, made.limit = source.detach(), limit
+        made.source, made.limit = source.data, limit
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -109,6 +109,11 @@ class RaisedWeight(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return run(func, args, kwargs or {})
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """The memory that a weight is read from, for who changes it for a while; any other tensor itself."""
+    return tensor.source if isinstance(tensor, RaisedWeight) else tensor
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -7,6 +7,9 @@ from torch import nn
 
 from hexa_fx.isolation.raised_weight import LEAST_BYTES
 
+FEW_TOKENS = 32
+"""Tokens that such a block is tried on at a time: what its code keeps for them may be as large as its weights."""
+
 _PIECE = 1 << 22
 """Elements that are looked at together."""
 
@@ -26,6 +29,13 @@ def whole_bytes(analysis_bytes: int) -> int:
 def raises_in_pieces(block: nn.Module, analysis_bytes: int) -> bool:
     """Whether the block's large weights are raised to float64 piece by piece, where they are used."""
     return float64_bytes(block) > whole_bytes(analysis_bytes)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that a device or the host has no memory left, or that the analysis may hold no more."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
 
 
 def is_large(value: torch.Tensor) -> bool:

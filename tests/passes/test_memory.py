@@ -13,7 +13,7 @@ from hexa_fx.isolation import gradient_mode, raised_weight, size
 from hexa_fx.passes import analyse
 from tests.live_memory import LiveMemory
 
-E, D, I, K, T = 16, 128, 128, 2, 12
+E, D, INNER, K, T = 16, 128, 128, 2, 12
 BOUND = 3 << 20
 """The block's weights are 1.5 MiB in bfloat16, so a copy in float64 would take 6 MiB."""
 
@@ -24,8 +24,8 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(D, E, bias=False)
-        self.gate_up = nn.Parameter(torch.empty(E, 2 * I, D))
-        self.down = nn.Parameter(torch.empty(E, D, I))
+        self.gate_up = nn.Parameter(torch.empty(E, 2 * INNER, D))
+        self.down = nn.Parameter(torch.empty(E, D, INNER))
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.router(x).softmax(-1).topk(K)

@@ -264,16 +264,6 @@ def test_the_block_is_left_as_it_was():
         assert not {"forward", "_hexa_w1", "_hexa_w2"} & set(block.__dict__)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_a_copy_it_is_compared_in_its_own_dtype(dtype):
-    block = ListMoE().to(dtype)
-    settings = VerifySettings(analysis_bytes=0)
-    result = verify(block, list_rewritten(), (example()[0].to(dtype),), settings=settings)
-    assert result.ok, result.reason
-    assert result.dtype == dtype
-    assert not verify(block, list_rewritten(True, weights_without_gradient), example(), settings=settings).ok
-
-
 def test_gradients_of_a_large_block_are_compared_in_two_cases():
     settings = VerifySettings(many_bytes=100)
     result = verify(ListMoE(), list_rewritten(), example(), settings=settings)
@@ -290,12 +280,14 @@ def test_a_mode_that_does_the_same_is_compared_on_the_example_only():
     assert [case.name for case in result.cases] == ["the example"]
 
 
-def test_a_block_that_cannot_be_copied_is_compared_in_place():
-    block = ListMoE()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_block_that_cannot_be_copied_is_compared_in_place(dtype: torch.dtype):
+    block = ListMoE().to(dtype)
     block.lock = threading.Lock()
-    result = verify(block, list_rewritten(), example())
-    assert result.ok
-    assert result.dtype == torch.float32
+    result = verify(block, list_rewritten(), (example()[0].to(dtype),))
+    assert result.ok, result.reason
+    assert result.dtype == dtype
+    assert not verify(block, list_rewritten(True, weights_without_gradient), (example()[0].to(dtype),)).ok
 
 
 def test_cases_that_the_original_rejects_are_skipped():

@@ -84,7 +84,6 @@ def stacked_again(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return F.linear(x, torch.stack([w[1].detach(), w[2], w[3]])[1]).cos()
 
 
-
 def our_operator(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(3)
     down = torch.randn(E, K, N // 2, dtype=torch.float64, generator=generator)
@@ -178,7 +177,8 @@ def test_weights_side_by_side_are_joined_without_a_copy():
     whole = stored()
     parts = [RaisedWeight(part, limit=1) for part in whole]
     joined = torch.stack(parts)
-    assert joined.source.data_ptr() == whole.data_ptr() and joined.shape == whole.shape
+    assert joined.source.data_ptr() == whole.data_ptr()
+    assert joined.shape == whole.shape
     assert torch.cat(parts).source.data_ptr() == whole.data_ptr()
     torch.testing.assert_close(torch.stack(parts[::-1]).source, whole.flip(0))
 

@@ -1,0 +1,84 @@
+"""Keeps the analysis of a block within its memory: with fewer tokens, or with a refusal that says what it needs."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.calls import memory_of
+from hexa_fx.capture.observe import Observation
+from hexa_fx.config import HexaConfig
+from hexa_fx.ir import Refusal
+from hexa_fx.isolation.size import FEW_TOKENS, is_out_of_memory, raises_in_pieces
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+_FEWEST = 4
+_SHARE = 4
+"""Experiments hold the recorded values several times over."""
+
+
+class TooManyTokens(Exception):
+    """What the block computes of its tokens takes more memory than the analysis may hold."""
+
+
+def with_few_enough_tokens(
+    analyse: Callable[[Observation, HexaConfig], Result], observation: Observation, config: HexaConfig
+) -> Result | Refusal:
+    """``analyse`` on as many tokens as there is memory for. `Refusal`: there is not enough for the fewest."""
+    if raises_in_pieces(observation.module, config.analysis_bytes):
+        config = replace(config, probe_tokens=min(config.probe_tokens, FEW_TOKENS))
+    while True:
+        try:
+            return analyse(observation, config)
+        except TooManyTokens:
+            reason = ""
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).splitlines()[0]
+        _released(reason)
+        if config.probe_tokens <= _FEWEST:
+            return Refusal(observation.path, _sentence(observation, config))
+        config = replace(config, probe_tokens=max(_FEWEST, min(config.probe_tokens, FEW_TOKENS) // 2))
+
+
+def check_recorded(captured: CapturedBlock, config: HexaConfig) -> None:
+    """Raises `TooManyTokens` if fewer tokens are possible, and the recorded values are too large for experiments on them."""
+    if captured.whole_bytes is None or config.probe_tokens <= _FEWEST:
+        return
+    weights = {record_of(node).storage for node in captured.graph.nodes if node.op == "get_attr"}
+    values = (record_of(node).value for node in captured.graph.nodes)
+    tensors = [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)]
+    taken = sum(8 * tensor.numel() for tensor in tensors if memory_of(tensor) not in weights)
+    if _SHARE * taken > config.analysis_bytes:
+        raise TooManyTokens
+
+
+def _released(reason: str) -> None:
+    if reason:
+        log.info("the analysis ran out of memory and goes on with fewer tokens: %s", reason)
+    gc.collect()  # graphs refer to themselves
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _sentence(observation: Observation, config: HexaConfig) -> str:
+    devices = {parameter.device for parameter in observation.module.parameters()}
+    cuda = sorted((device for device in devices if device.type == "cuda"), key=str)
+    needed = f"{config.analysis_bytes / 2**30:.1f} GiB"
+    if not cuda:
+        return f"there is not enough memory to analyse it, which takes up to {needed} beside the model: free as much and try again"
+    free = torch.cuda.mem_get_info(cuda[0])[0] / 2**30
+    return (
+        f"there is not enough memory on {cuda[0]} to analyse it, which takes up to {needed} beside the model, and {free:.1f} GiB "
+        "are free: free as much, or optimize the model where more is free (on the host, say) and move the result"
+    )
