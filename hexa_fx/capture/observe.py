@@ -19,7 +19,7 @@ from hexa_fx.capture.copies import copied
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.random_state import random_state_kept
 
-_SELECTIONS = frozenset("topk argmax sort argsort one_hot multinomial kthvalue max nonzero".split())
+SELECTIONS = frozenset("topk argmax sort argsort one_hot multinomial kthvalue max nonzero".split())
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 
@@ -53,7 +53,7 @@ class _Selections(TorchFunctionMode):
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _SELECTIONS and self.stack:
+        if getattr(func, "__name__", "") in SELECTIONS and self.stack:
             self.selecting.add(self.stack[-1])
         return func(*args, **(kwargs or {}))
 
@@ -107,7 +107,7 @@ def _lists_of_parameters(module: nn.Module) -> bool:
 @contextmanager
 def _hooks(model: nn.Module, suspects: set[str], mode: _Selections, recorded: dict[str, Observation]) -> Iterator[None]:
     """Records the arguments of suspects and of the modules around them, and tracks which module is running."""
-    wanted = {ancestor for path in suspects for ancestor in _and_above(path)}
+    wanted = {ancestor for path in suspects for ancestor in with_ancestors(path)}
     handles = []
     produced_by: dict[int, str] = {}  # id of an output -> the list its module stands in
     alive: list[torch.Tensor] = []  # keeps these ids unique
@@ -143,7 +143,8 @@ def _hooks(model: nn.Module, suspects: set[str], mode: _Selections, recorded: di
             handle.remove()
 
 
-def _and_above(path: str) -> Iterator[str]:
+def with_ancestors(path: str) -> Iterator[str]:
+    """The dotted path of a module, then of everything that holds it, the model (an empty path) last."""
     yield path
     while path:
         path = path.rpartition(".")[0]
@@ -161,7 +162,9 @@ def _candidates(
     for path in (path for path, _ in model.named_modules() if path in suspects):
         if _is_list_of_layers(path, mode):
             continue
-        around = [recorded[p] for p in _and_above(path) if p in recorded and _can_be_block(recorded[p], mode.selecting)]
+        around = [
+            recorded[p] for p in with_ancestors(path) if p in recorded and _can_be_block(recorded[p], mode.selecting)
+        ]
         if around:
             found.setdefault(around[0].path, Candidate(tuple(around[:_LEVELS])))
     innermost = {path: c for path, c in found.items() if not any(_is_inside(other, path) for other in found)}

@@ -13,7 +13,6 @@ try:
         DataTypeSize,
         DataTypeTag,
         KernelScheduleType,
-        LayoutType,
         MathOperation,
         SharedMemPerCC,
     )
@@ -25,7 +24,6 @@ __all__ = [
     "DataTypeSize",
     "DataTypeTag",
     "KernelScheduleType",
-    "LayoutType",
     "MathOperation",
     "SharedMemPerCC",
     "cutlass_library",

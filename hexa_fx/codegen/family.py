@@ -1,8 +1,8 @@
 """A kernel family: one template, the checks of the specs it accepts, and how its kernels are launched.
 
 How a kernel is added
-    1. The algorithm: a plain header ``templates/include/hexa_fx/NAME.cuh``. No host code, no ``<cuda_runtime.h>``,
-       nothing that NVRTC cannot compile. Kernels' argument structs live there too.
+    1. The algorithm: a plain header in the folder of its role, ``templates/include/hexa_fx/ROLE/NAME.cuh``. No host
+       code, no ``<cuda_runtime.h>``, nothing that NVRTC cannot compile. Kernels' argument structs live there too.
     2. The entry: ``templates/NAME.cu.j2``. It includes the header, states the types and tiles and defines
        ``extern "C" __global__ void hexa_kernel(const __grid_constant__ Params p)``. Names the template sees: ``spec``
        (the KernelSpec), ``launch`` (the LaunchShape), ``args_bytes``, what `Family.values` adds, and the filters ``cxx``

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hexa_fx.codegen.cutlass import DataType, KernelScheduleType
-from hexa_fx.codegen.family import Family, LaunchShape
+from hexa_fx.codegen.cutlass import DataType, DataTypeSize, KernelScheduleType
+from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.spec import KernelSpec
 
 ROW_OPS = ("esmm", "esmm_act", "esmm_act_backward")
@@ -21,7 +21,12 @@ TABLES = (256, 1024)
 """Experts that the tables in shared memory have room for."""
 
 MAX_EXPERTS = TABLES[-1]
-CHUNK_BYTES = 2048
+LINE_BYTES = 128
+"""Of shared memory, as the copy engine and wgmma swizzle it: a step of the contraction."""
+
+CHUNK_BYTES = 16 * LINE_BYTES
+"""What a warp stores at a time: 16 rows."""
+
 ARGS = struct.Struct("14P2i2I11i2f0P")
 """hexa::sm90::GroupedParams, in its order."""
 
@@ -46,9 +51,8 @@ class GemmShape:
     transpose_weight: bool
     column_sums: bool
     borrow: bool
-    stage_bytes: int
+    staging_bytes: int
     max_experts: int
-    lag: int
     producer_registers: int
     consumer_registers: int
 
@@ -56,9 +60,8 @@ class GemmShape:
 def gemm_shape(spec: KernelSpec) -> GemmShape:
     """Template values of `spec`.
 
-    Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``, ``chunks`` (16 x 64 chunks of staging a warp),
-    ``lag`` (steps between the two warpgroups of a cooperative tile), ``experts`` (room in the tables), ``swapped``
-    (see mma/swapped_sm90.cuh).
+    Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``, ``experts`` (room in the tables), ``swapped`` (see
+    mma/swapped_sm90.cuh).
     """
     row, weight = spec.op != "estmm", spec.op in ("estmm", "esfk")
     kind = {"esmm_act": "activate", "esmm_act_backward": "activate_backward"}.get(spec.op, "store")
@@ -82,9 +85,8 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
         transpose_weight=bool(spec.option("transpose", False)),
         column_sums=spec.op == "esfk",
         borrow=_borrows(spec),
-        stage_bytes=_chunks(spec) * CHUNK_BYTES,
-        max_experts=int(spec.option("experts", TABLES[0])),
-        lag=0 if _pingpong(spec) else int(spec.option("lag", 0)),
+        staging_bytes=_chunks(spec) * CHUNK_BYTES,
+        max_experts=_experts(spec),
         producer_registers=_registers(spec)[0],
         consumer_registers=_registers(spec)[1],
     )
@@ -103,19 +105,33 @@ def _borrows(spec: KernelSpec) -> bool:
 
 
 def _chunks(spec: KernelSpec) -> int:
-    """Chunks of staging a warp. The gradient's epilogue keeps two buffers of h and one of a; one of h if it borrows a stage."""
+    """Chunks of staging a warp: two where they fit, so that one is written while the one before it leaves.
+
+    The gradient's epilogue keeps two buffers of h and one of a; one of h if it borrows a stage.
+    """
     if spec.op != "esmm_act_backward":
-        return max(1, int(spec.option("chunks", 1)))
+        return 2 if _smem_bytes(spec, 2) <= shared_limit(spec.arch) else 1
     parts = 1 if spec.glu == "none" else 2
     return parts if _borrows(spec) else 2 * parts + 1
 
 
 def smem_bytes(spec: KernelSpec) -> int:
     """sizeof(Smem): stages, epilogue staging, barriers, the ring of tiles and the expert tables."""
-    shape = gemm_shape(spec)
-    tiles = spec.stages * (spec.bm + spec.bn) * spec.bk * 2 + 8 * shape.stage_bytes
-    small = 24 * spec.stages + 16 * 4 + 16 * 8 + 48 * 4 + 10 * shape.max_experts + 14
-    return -(-(tiles + small) // 1024) * 1024
+    return _smem_bytes(spec, _chunks(spec))
+
+
+def _smem_bytes(spec: KernelSpec, chunks: int) -> int:
+    stages = spec.stages * (spec.bm + spec.bn) * spec.bk * _bits(spec) // 8
+    small = 24 * spec.stages + 16 * 4 + 16 * 8 + 48 * 4 + 10 * _experts(spec) + 14
+    return -(-(stages + 8 * chunks * CHUNK_BYTES + small) // 1024) * 1024
+
+
+def _bits(spec: KernelSpec) -> int:
+    return int(DataTypeSize[spec.dtype])
+
+
+def _experts(spec: KernelSpec) -> int:
+    return int(spec.option("experts", TABLES[0]))
 
 
 def _shape(spec: KernelSpec) -> LaunchShape:
@@ -152,8 +168,8 @@ def _check(spec: KernelSpec) -> Iterable[str]:
     if _swapped(spec):
         yield from _check_swapped(spec)
         return
-    if spec.bm not in (64, 128) or spec.bn not in (128, 256) or spec.bk != 64:
-        yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 128 or 256 x 64"
+    if spec.bm not in (64, 128) or spec.bn not in (128, 256) or spec.bk != _line(spec):
+        yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 128 or 256 x {_line(spec)}"
     if spec.glu in ("concat", "split") and spec.op == "esmm_act" and spec.bn % 128:
         yield f"gate and up halves of {spec.bn // 2} columns; each must be a multiple of 64"
     accumulators = spec.bm * spec.bn // (128 if _pingpong(spec) else 256)
@@ -161,6 +177,8 @@ def _check(spec: KernelSpec) -> Iterable[str]:
         yield f"{accumulators} accumulator registers a thread; 192 fit"
     if spec.bm == 64 and not _pingpong(spec):
         yield "a cooperative tile has 128 rows"
+    if spec.op not in ROW_OPS and (_pingpong(spec) or _cluster(spec) > 1):
+        yield f"{spec.op}: both warpgroups of one block share a weight tile, so no ping-pong and no clusters"
 
 
 def _check_swapped(spec: KernelSpec) -> Iterable[str]:
@@ -170,12 +188,16 @@ def _check_swapped(spec: KernelSpec) -> Iterable[str]:
         yield f"{spec.glu} gate and up columns: a swapped tile takes them side by side (concat)"
     if spec.glu == "concat" and spec.layout == "kn":
         yield "gate and up of an (E, K, N) weight: a swapped tile mixes them by rows, of (E, N, K)"
-    if spec.bm % 32 or not 128 <= spec.bm <= 320 or spec.bn != 128 or spec.bk != 64:
-        yield f"swapped tile {spec.bm}x{spec.bn}x{spec.bk}; expected 128 to 320 by 32 x 128 x 64"
+    if spec.bm % 32 or not 128 <= spec.bm <= 320 or spec.bn != 128 or spec.bk != _line(spec):
+        yield f"swapped tile {spec.bm}x{spec.bn}x{spec.bk}; expected 128 to 320 by 32 x 128 x {_line(spec)}"
     if _pingpong(spec):
         yield "both warpgroups share a swapped tile: no ping-pong"
     if _cluster(spec) > 1 and spec.gather:
         yield "clusters of swapped tiles share rows that the copy engine brings, not gathered ones"
+
+
+def _line(spec: KernelSpec) -> int:
+    return 8 * LINE_BYTES // _bits(spec)
 
 
 def _swapped(spec: KernelSpec) -> bool:

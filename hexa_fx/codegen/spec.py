@@ -36,7 +36,7 @@ class KernelSpec:
     """One kernel, fully determined. Hashable; `to_json` / `from_json` round-trip.
 
     Args:
-        family: which template serves it: a name of `hexa_fx.codegen.families.FAMILIES`.
+        family: which template serves it: one of `hexa_fx.codegen.family_names`.
         op: the operator of docs/operators.md, e.g. ``esmm``.
         arch: compute capability the cubin is built for, 80 for 8.0.
         dtype: element type of the operands in memory.
@@ -51,7 +51,6 @@ class KernelSpec:
         activation: folded into the epilogue, ``none`` for a plain store.
         glu: how gate and up are stored in the weight.
         bias, scale: whether a bias row per expert, a factor per slot is applied.
-        store: where a result row goes: ``rows`` (expert order), ``slots``, ``weight`` (per-expert matrix).
         accumulate: weight gradients and sums are added to what the result holds, in the accumulators' type; see `adding`.
         aligned: every address and stride is a multiple of 16 bytes. False takes the slower, element-wise path.
         options: what only one family knows, sorted pairs; see `with_options`.
@@ -74,7 +73,6 @@ class KernelSpec:
     glu: Glu = "none"
     bias: bool = False
     scale: bool = False
-    store: str = "rows"
     accumulate: bool = False
     aligned: bool = True
     options: tuple[tuple[str, Option], ...] = ()

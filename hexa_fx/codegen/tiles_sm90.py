@@ -17,8 +17,6 @@ class TileChoice:
         pingpong: each consumer warpgroup has its own tile; else they share one.
         cluster: CTAs that share a weight tile, 1 or 2.
         group_m: tiles along M that take one weight tile together (no part of the kernel's identity).
-        chunks: 16 x 64 chunks of shared memory a warp, through which results leave.
-        lag: steps that the second warpgroup of a shared tile stays behind the first.
         split: esfk as two launches, dX and then dW (no part of the kernel's identity).
         swapped: the rows are the columns of wgmma, which go by 16, and the weight's columns its rows. Experts of up to `bm` rows
             are one tile, the rows of larger ones are split evenly. For row products only.
@@ -30,8 +28,6 @@ class TileChoice:
     pingpong: bool = False
     cluster: int = 1
     group_m: int = 8
-    chunks: int = 2
-    lag: int = 2
     split: bool = False
     swapped: bool = False
 
@@ -56,9 +52,8 @@ class TileChoice:
 
 
 COOPERATIVE = TileChoice()
-PINGPONG = TileChoice(bn=128, stages=6, pingpong=True, chunks=1, lag=0)
-PINGPONG_LOW = TileChoice(bm=64, stages=5, pingpong=True, chunks=1, lag=0)
-SWAPPED = TileChoice(bm=288, bn=128, chunks=1, lag=0, swapped=True)
+PINGPONG = TileChoice(bm=64, stages=3, pingpong=True)
+SWAPPED = TileChoice(bm=288, bn=128, swapped=True)
 
 
 MANY_EXPERTS = 256
@@ -73,18 +68,14 @@ CLUSTER_ROWS = 128
 """Rows an expert beyond which two tiles of one expert share the first projection's weights."""
 
 
-_SHARED = (
-    COOPERATIVE,
-    replace(COOPERATIVE, lag=0),
-    replace(COOPERATIVE, group_m=16),
-    replace(COOPERATIVE, cluster=2, lag=0),
-)
+_WIDE = (COOPERATIVE, replace(COOPERATIVE, group_m=16))
+_ROWS = (*_WIDE, replace(COOPERATIVE, cluster=2))
 CANDIDATES = {
-    "esmm": (*_SHARED, PINGPONG_LOW, SWAPPED, replace(SWAPPED, cluster=2)),
-    "esmm_act": (*_SHARED, PINGPONG_LOW, SWAPPED),
-    "esmm_act_backward": (*_SHARED, replace(PINGPONG, stages=4), replace(PINGPONG_LOW, stages=3)),
-    "estmm": (*_SHARED, replace(COOPERATIVE, stages=3, chunks=4)),
-    "esfk": (COOPERATIVE, replace(COOPERATIVE, lag=0), replace(COOPERATIVE, split=True)),
+    "esmm": (*_ROWS, SWAPPED, replace(SWAPPED, cluster=2)),
+    "esmm_act": (*_ROWS, SWAPPED),
+    "esmm_act_backward": (*_ROWS, PINGPONG),
+    "estmm": _WIDE,
+    "esfk": (COOPERATIVE, replace(COOPERATIVE, split=True)),
 }
 """Tiles worth timing, by operator."""
 
@@ -103,11 +94,11 @@ def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gath
         columns: columns of the weight (row tiles), second feature dimension (weight tiles).
         gather: a row operand is gathered.
     """
-    mean, many, tile = rows / max(experts, 1), experts > MANY_EXPERTS, replace(COOPERATIVE, lag=0)
+    mean, many = rows / max(experts, 1), experts > MANY_EXPERTS
     if op == "esmm_act_backward":  # h is staged in shared memory too
         if mean <= FEW_ROWS:
-            return replace(PINGPONG_LOW, stages=2 if many else 3)
-        return replace(tile, bn=128) if many else tile
+            return replace(PINGPONG, stages=2) if many else PINGPONG
+        return replace(COOPERATIVE, bn=128) if many else COOPERATIVE
     if op == "esmm_act" and mean > CLUSTER_ROWS:  # fewer reads from L2, less power
-        tile = replace(tile, cluster=2)
-    return replace(tile, chunks=1) if many else tile
+        return replace(COOPERATIVE, cluster=2)
+    return COOPERATIVE

@@ -74,7 +74,7 @@ class EstmmKey(NamedTuple):
     def spec(self, tile: Tile | None = None) -> KernelSpec:
         """The kernel with this tile, or with the one its bucket has."""
         spec = _spec("estmm", self, tile or _tile(self))
-        spec = replace(spec, gather=self.gather_a, store="weight").with_options(gather_b=self.gather_b)
+        spec = replace(spec, gather=self.gather_a).with_options(gather_b=self.gather_b)
         return spec.adding() if self.accumulate else spec
 
     def problem(self) -> Problem:

@@ -66,12 +66,7 @@ class SpecKey(NamedTuple):
             glu=self.glu,  # type: ignore[arg-type]
             bias=self.bias,
         )
-        made: dict[str, Option] = {
-            "cluster": tile.cluster,
-            "chunks": tile.chunks,
-            "lag": tile.lag,
-            "experts": self.tables,
-        }
+        made: dict[str, Option] = {"cluster": tile.cluster, "experts": self.tables}
         if tile.swapped:
             made["swapped"] = True
         spec = spec.with_options(**made, **dict(self.options))

@@ -103,8 +103,10 @@ def local_arch() -> int | None:
     """Compute capability of this machine's first GPU, if there are kernels for it."""
     if not torch.cuda.is_available():
         return None
-    major, minor = torch.cuda.get_device_capability()
-    return major * 10 + minor if major * 10 + minor in ARCHS else None
+    from hexa_fx.jit.kernel import device_arch
+
+    arch = device_arch(torch.cuda.current_device())
+    return arch if arch in ARCHS else None
 
 
 class _Collector:

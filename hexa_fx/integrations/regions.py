@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,11 @@ import torch
 import torch.fx
 from torch import nn
 
+from hexa_fx.capture.observe import SELECTIONS, with_ancestors
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.detect.tags import expert_groups
 from hexa_fx.runtime.sidebyside import stack
 
-_SELECTIONS = frozenset("topk argmax sort argsort one_hot multinomial kthvalue max nonzero".split())
 _NAMES = re.compile(r"\['([^']+)'\]|\.(\w+)|\[(\d+)\]")
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv)
 _LEVELS = 3
@@ -79,7 +79,7 @@ def candidates(graph: torch.fx.Graph, names: Mapping[torch.fx.Node, str]) -> lis
     found = []
     for path in innermost:
         others = [other for other in innermost if other != path]
-        levels = [p for p in _and_above(path) if not any(_inside(other, p) for other in others)][:_LEVELS]
+        levels = [p for p in with_ancestors(path) if not any(_inside(other, p) for other in others)][:_LEVELS]
         regions = [cut(graph, level, names) for level in levels]
         kept = [region for region in regions if region is not None and _selects(region)]
         if kept:
@@ -109,20 +109,13 @@ def _common(paths: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def _and_above(path: str) -> Iterator[str]:
-    yield path
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
-
-
 def _inside(path: str, other: str) -> bool:
     return path != other and (not other or path.startswith(f"{other}."))
 
 
 def _selects(region: Region) -> bool:
     """Whether a region selects by index, or is given indices along with tokens."""
-    if any(getattr(node.target, "__name__", node.target) in _SELECTIONS for node in region.nodes):
+    if any(getattr(node.target, "__name__", node.target) in SELECTIONS for node in region.nodes):
         return True
     kinds = {node.meta["example_value"].is_floating_point() for node in region.inputs if _is_tensor(node)}
     return len(kinds) == 2

@@ -9,7 +9,7 @@ from cutlass_library import DataType, KernelScheduleType
 
 from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family import shared_limit, validate
-from hexa_fx.codegen.family_gemm_sm90 import gemm_shape
+from hexa_fx.codegen.family_gemm_sm90 import CHUNK_BYTES, ROW_OPS, gemm_shape
 from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec, SpecError
 from hexa_fx.codegen.tiles_sm90 import FEW_ROWS, SWAPPED, choose_tile
@@ -27,10 +27,9 @@ def spec_of(op: str, rows: int = 131072, experts: int = 128, gather: bool = True
     return replace(spec, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "cluster"), [*((op, 1) for op in OPS), *((op, 2) for op in ROW_OPS)])
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("rows", [128 * FEW_ROWS, 131072])
-@pytest.mark.parametrize("cluster", [1, 2])
 def test_chosen_tiles_fit(op: str, gather: bool, rows: int, cluster: int) -> None:
     spec = spec_of(op, rows, gather=gather).with_options(cluster=cluster)
     shape = validate(get_family(spec.family), spec)
@@ -56,9 +55,27 @@ def test_refusals(change: dict[str, object], reason: str) -> None:
         render(spec_of("esmm", **change))
 
 
+@pytest.mark.parametrize("op", ["estmm", "esfk"])
+@pytest.mark.parametrize(
+    "change",
+    [{"options": (("cluster", 2),)}, {"bn": 128, "schedule": KernelScheduleType.TmaWarpSpecializedPingpong}],
+    ids=["cluster", "ping-pong"],
+)
+def test_weight_tiles_are_one_block_s(op: str, change: dict[str, object]) -> None:
+    with pytest.raises(SpecError, match="no ping-pong and no clusters"):
+        render(spec_of(op, **change))
+
+
+@pytest.mark.parametrize(("experts", "chunks"), [(256, 2), (1024, 1)])
+def test_results_leave_through_as_many_chunks_as_there_is_room_for(experts: int, chunks: int) -> None:
+    spec = spec_of("esmm").with_options(experts=experts)
+    assert gemm_shape(spec).staging_bytes == chunks * CHUNK_BYTES
+    assert render(spec).launch.shared_bytes <= shared_limit(90)
+
+
 def swapped(op: str, **more: object) -> KernelSpec:
     spec = spec_of(op, bm=SWAPPED.bm, bn=SWAPPED.bn, stages=SWAPPED.stages, **more)
-    return spec.with_options(swapped=True, chunks=SWAPPED.chunks)
+    return spec.with_options(swapped=True)
 
 
 def test_a_swapped_kernel_has_a_main_loop_for_each_width() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import jinja2
 import pytest
@@ -96,6 +97,13 @@ def test_targets() -> None:
 def test_every_family_has_its_template_and_every_template_a_family() -> None:
     named = {get_family(name).template for name in family_names()}
     assert named == {path.name for path in TEMPLATE_DIR.glob("*.cu.j2")}
+
+
+def test_headers_are_short_and_lie_in_the_folders_that_the_guide_names() -> None:
+    headers = list(INCLUDE_DIR.rglob("*.cuh"))
+    assert max(len(path.read_text().splitlines()) for path in headers) <= 350
+    guide = (Path(__file__).parents[2] / "docs" / "writing_a_kernel_template.md").read_text()
+    assert {path.parent.name for path in headers} == set(re.findall(r"(?m)^\| `(\w+)/` \|", guide))
 
 
 def test_headers_hold_no_host_code() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW, SWAPPED, TileChoice
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, SWAPPED, TileChoice
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import select_sm90 as plans
 from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
@@ -27,14 +27,16 @@ def for_gather(tile: TileChoice) -> TileChoice:
     return replace(tile, cluster=1) if tile.swapped else tile
 
 
-TILES = {"coop": COOPERATIVE, "coop2": paired(COOPERATIVE), "pp": PINGPONG, "low2": paired(PINGPONG_LOW)}
-SWAPPED_TILES = {"swapped2": paired(SWAPPED), "swapped3": replace(SWAPPED, bm=320, stages=3, chunks=2)}
+SQUARE = replace(PINGPONG, bm=128, bn=128, stages=6)
+TILES = {"coop": COOPERATIVE, "coop2": paired(COOPERATIVE), "pp": SQUARE, "low2": paired(replace(PINGPONG, stages=5))}
+WEIGHT_TILES = {"coop": COOPERATIVE, "coop3": replace(COOPERATIVE, stages=3)}
+SWAPPED_TILES = {"swapped2": paired(SWAPPED), "swapped3": replace(SWAPPED, bm=320, stages=3)}
 BACKWARD_TILES = {
     "coop": COOPERATIVE,
-    "coop3": replace(COOPERATIVE, stages=3, lag=0),
+    "coop3": replace(COOPERATIVE, stages=3),
     "coop2": paired(COOPERATIVE),
-    "pp2": paired(replace(PINGPONG, stages=4)),
-    "low": replace(PINGPONG_LOW, stages=3),
+    "pp2": paired(replace(SQUARE, stages=4)),
+    "low": PINGPONG,
 }
 ACTIVATED = [
     ("silu", "concat"),
@@ -115,7 +117,7 @@ def test_esmm_act_backward(tile: str, activation: str, glu: str) -> None:
         assert not by_row[r.routed :].any()
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", WEIGHT_TILES)
 @pytest.mark.parametrize("side", ["x", "g", "neither"])
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_estmm_keeps_experts_apart(tile: str, side: str, layout: str) -> None:
@@ -128,20 +130,20 @@ def test_estmm_keeps_experts_apart(tile: str, side: str, layout: str) -> None:
             if rows.shape[0] == r.n:
                 rows[r.routed :] = float("nan")
         xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
-        dw = sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, TILES[tile])
+        dw = sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, WEIGHT_TILES[tile])
         assert_close(dw, reference_estmm(x, g, xi, gi, r, layout), BF16)
 
 
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", WEIGHT_TILES)
 def test_estmm_of_long_experts(tile: str) -> None:
-    """More steps than stages, a ragged end each: in ping-pong a warpgroup's first stage is the other's for a while longer."""
+    """More steps than stages, a ragged end each."""
     r = make_routing("random", 3000, 4, 8)
     x, g = randn(r.n, 200, dtype=BF16), randn(r.n, 328, dtype=BF16)
-    dw = sm90.estmm(x, g, None, None, r.offs, 1, "nk", TILES[tile])
+    dw = sm90.estmm(x, g, None, None, r.offs, 1, "nk", WEIGHT_TILES[tile])
     assert_close(dw, reference_estmm(x, g, None, None, r, "nk"), BF16)
 
 
-@pytest.mark.parametrize("tile", [*(replace(COOPERATIVE, stages=s, chunks=1) for s in (3, 4)), PINGPONG], ids=str)
+@pytest.mark.parametrize("tile", WEIGHT_TILES.values(), ids=WEIGHT_TILES)
 def test_esfk_mixes_gathered_and_other_tiles(tile: TileChoice) -> None:
     """Row tiles of 11 steps pass by the gathered stages an odd number of times; enough tiles that every block has many."""
     tokens, top_k, experts, d, n = 3000, 4, 8, 512, 704
@@ -152,14 +154,14 @@ def test_esfk_mixes_gathered_and_other_tiles(tile: TileChoice) -> None:
     assert_close(dw, reference_estmm(x, g, r.v, None, r, "nk"), BF16)
 
 
-@pytest.mark.parametrize("tile", ["coop", "coop2", "pp"])
+@pytest.mark.parametrize("tile", WEIGHT_TILES)
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 def test_esfk(tile: str, layout: str) -> None:
     w = weight(328, 200, layout, BF16)
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         x, g = randn(TOKENS, 200, dtype=BF16), randn(r.n, 328, dtype=BF16)
-        dx, dw, db = sm90.esfk(x, g, w, r.v, r.offs, TOP_K, layout, True, TILES[tile])
+        dx, dw, db = sm90.esfk(x, g, w, r.v, r.offs, TOP_K, layout, True, WEIGHT_TILES[tile])
         flipped = "kn" if layout == "nk" else "nk"
         assert_close(dx, reference_esmm(g, w, None, None, r, flipped), BF16)
         assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), BF16)
@@ -168,7 +170,7 @@ def test_esfk(tile: str, layout: str) -> None:
         assert_close(db, reference_estmm(ones, g, None, None, r, "kn")[:, 0], BF16)
 
 
-@pytest.mark.parametrize("tile", ["coop", "coop2"])
+@pytest.mark.parametrize("tile", WEIGHT_TILES)
 @pytest.mark.parametrize(
     ("tokens", "experts", "k", "n"), [(3000, 4, 320, 520), (1120, 64, 1024, 1280)], ids=["ahead", "beside"]
 )
@@ -180,7 +182,7 @@ def test_esfk_with_weight_tiles_ahead_of_row_tiles_or_beside_them(
     for kind in ROUTINGS:
         r = make_routing(kind, tokens, 4, experts)
         x, g = randn(tokens, k, dtype=BF16), randn(r.n, n, dtype=BF16)
-        dx, dw, _ = sm90.esfk(x, g, w, r.v, r.offs, 4, "nk", False, TILES[tile])
+        dx, dw, _ = sm90.esfk(x, g, w, r.v, r.offs, 4, "nk", False, WEIGHT_TILES[tile])
         assert_close(dx, reference_esmm(g, w, None, None, r, "kn"), BF16)
         assert_close(dw, reference_estmm(x, g, r.v, None, r, "nk"), BF16)
 

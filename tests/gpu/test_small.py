@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, PINGPONG_LOW, SWAPPED
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, SWAPPED
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
@@ -31,21 +31,23 @@ from tests.gpu.cases import (
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOKENS, TOP_K, EXPERTS, D, N = 220, 2, 4, 328, 264
+SQUARE = replace(PINGPONG, bm=128, bn=128, stages=6)
 TILES = {
     "coop": COOPERATIVE,
     "coop2": replace(COOPERATIVE, cluster=2),
-    "pp": PINGPONG,
-    "low2": replace(PINGPONG_LOW, cluster=2),
+    "pp": SQUARE,
+    "low2": replace(PINGPONG, stages=5, cluster=2),
 }
+WEIGHT_TILES = {"coop": COOPERATIVE, "coop3": replace(COOPERATIVE, stages=3)}
 SWAPPED_TILES = {
     "swapped2": replace(SWAPPED, cluster=2),
     "swapped low": replace(SWAPPED, bm=128),
 }  # low: some tiles an expert
 GRADIENT_TILES = {
     "coop": COOPERATIVE,
-    "coop2": replace(COOPERATIVE, cluster=2, lag=0),
-    "pp2": replace(PINGPONG, stages=4, cluster=2),
-    "low": replace(PINGPONG_LOW, stages=3),
+    "coop2": replace(COOPERATIVE, cluster=2),
+    "pp2": replace(SQUARE, stages=4, cluster=2),
+    "low": PINGPONG,
 }
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
@@ -215,13 +217,13 @@ def test_esmm_act_backward_of_sm90(tile: str, case: tuple[str, str]) -> None:
 @hopper
 @pytest.mark.parametrize(
     ("tile", "side", "layout"),
-    [("coop", "x", "nk"), ("coop2", "g", "nk"), ("pp", "neither", "kn"), ("low2", "x", "kn")],
+    [("coop", "x", "nk"), ("coop3", "g", "nk"), ("coop", "neither", "kn"), ("coop3", "x", "kn")],
 )
 def test_estmm_of_sm90(tile: str, side: str, layout: str) -> None:
     r = routing()
     x, g = randn(TOKENS if side == "x" else r.n, D, dtype=BF16), randn(TOKENS if side == "g" else r.n, N, dtype=BF16)
     xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
-    dw = sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, TILES[tile])
+    dw = sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, WEIGHT_TILES[tile])
     assert_close(dw, reference_estmm(x, g, xi, gi, r, layout), BF16)
 
 
@@ -237,9 +239,9 @@ def check_esfk(esfk: Callable[..., tuple[Tensor, Tensor, Tensor | None]], layout
 
 
 @hopper
-@pytest.mark.parametrize(("tile", "layout"), [("coop", "nk"), ("coop2", "kn"), ("pp", "nk")])
+@pytest.mark.parametrize(("tile", "layout"), [("coop", "nk"), ("coop3", "kn")])
 def test_esfk_of_sm90(tile: str, layout: str) -> None:
-    check_esfk(sm90.esfk, layout, TILES[tile])
+    check_esfk(sm90.esfk, layout, WEIGHT_TILES[tile])
 
 
 def buffer(*shape: int) -> Tensor:
@@ -257,16 +259,15 @@ def assert_added(after: Tensor, before: Tensor, change: Tensor) -> None:
 @hopper
 @pytest.mark.parametrize(
     ("tile", "side", "layout", "n"),
-    [("coop", "x", "nk", N), ("coop2", "g", "nk", 520), ("pp", "neither", "kn", N), ("low2", "g", "kn", N)],
+    [("coop", "x", "nk", N), ("coop3", "g", "nk", 520), ("coop", "neither", "kn", N), ("coop3", "g", "kn", N)],
 )
 def test_estmm_of_sm90_adds(tile: str, side: str, layout: str, n: int) -> None:
-    """With 520 columns clusters of two have an odd tile left, which both of their blocks compute."""
     r = routing()
     x, g = randn(TOKENS if side == "x" else r.n, D, dtype=BF16), randn(TOKENS if side == "g" else r.n, n, dtype=BF16)
     xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
     into = buffer(EXPERTS, *((n, D) if layout == "nk" else (D, n)))
     before = into.clone()
-    sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, TILES[tile], into)
+    sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, WEIGHT_TILES[tile], into)
     assert_added(into, before, reference_estmm(x, g, xi, gi, r, layout))
 
 
@@ -285,9 +286,9 @@ def check_esfk_adds(
 
 
 @hopper
-@pytest.mark.parametrize(("tile", "layout", "n"), [("coop", "nk", N), ("coop2", "kn", 520), ("pp", "nk", N)])
+@pytest.mark.parametrize(("tile", "layout", "n"), [("coop", "nk", N), ("coop3", "kn", 520)])
 def test_esfk_of_sm90_adds(tile: str, layout: str, n: int) -> None:
-    check_esfk_adds(sm90.esfk, layout, n, TILES[tile])
+    check_esfk_adds(sm90.esfk, layout, n, WEIGHT_TILES[tile])
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])

@@ -12,7 +12,7 @@ from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
-from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG_LOW, SWAPPED, choose_tile
+from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, SWAPPED, choose_tile
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
@@ -152,12 +152,12 @@ def test_a_measured_tile_beats_the_rule(recorder: Recorder, monkeypatch: pytest.
     sm90.esmm(*arguments)
     assert recorder.spec.bm == COOPERATIVE.bm
     key = cuda_plans_sm90.SpecKey("esmm", BF16, "nk", True)
-    fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16, "chunks": 1, "lag": 0}
+    fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16}
     table = TunedTable().with_entry(cuda_plans_sm90.problem(key, T * K, E, D, N), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
     sm90.esmm(*arguments)
-    assert (recorder.spec.bm, recorder.values["group_m"]) == (PINGPONG_LOW.bm, 16)
+    assert (recorder.spec.bm, recorder.values["group_m"]) == (PINGPONG.bm, 16)
 
 
 @pytest.mark.parametrize("fields", [{"bm": 128, "bn": 256, "stages": 9}, {"bm": 128, "warps": 4}], ids=str)

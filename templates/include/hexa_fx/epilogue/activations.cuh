@@ -25,7 +25,9 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
   return r;
 }
 
-template <bool kFast> __device__ __forceinline__ float exp_of(float x) { return kFast ? exp2_fast(1.4426950408889634f * x) : expf(x); }
+template <bool kFast> __device__ __forceinline__ float exp_of(float x) {
+  return kFast ? exp2_fast(1.4426950408889634f * x) : expf(x);
+}
 template <bool kFast> __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 __device__ __forceinline__ float erf_of(float x) { return erff(x); }
 __device__ __forceinline__ double erf_of(double x) { return erf(x); }
@@ -105,9 +107,13 @@ __device__ __forceinline__ F activate(F x, F& slope) {
 }
 
 template <class F>
-__device__ __forceinline__ F below(F x, F limit) { return x > limit ? limit : x; }
+__device__ __forceinline__ F below(F x, F limit) {
+  return x > limit ? limit : x;
+}
 template <class F>
-__device__ __forceinline__ F within(F x, F limit) { return x < -limit ? -limit : below(x, limit); }
+__device__ __forceinline__ F within(F x, F limit) {
+  return x < -limit ? -limit : below(x, limit);
+}
 
 // Gated value of (gate, up): act(gate) * up, or swiglu_oai: (clamp(up) + 1) * g * sigmoid(alpha g), g = min(gate, limit).
 template <Act A, bool kFast = true, class F>

@@ -1,8 +1,8 @@
 // Results from registers to memory: through shared memory, so that stores are of 16 bytes, with bias and activation on the way.
 #pragma once
 #include <hexa_fx/epilogue/activations.cuh>
-#include <hexa_fx/types/gemm_sm80.cuh>
 #include <hexa_fx/load/vector.cuh>
+#include <hexa_fx/types/gemm_sm80.cuh>
 
 namespace hexa {
 
@@ -14,7 +14,8 @@ struct Epilogue {
   static constexpr int kBytes = Product::kRows * kPitch * int(sizeof(F));
 
   // One group of rows after the other. The operands' stages, which lie there too, have been read.
-  static __device__ void run(const GemmParams& p, const GemmTile& t, F* stage, const Product& product, const typename Product::Sum& sum) {
+  static __device__ void run(const GemmParams& p, const GemmTile& t, F* stage, const Product& product,
+                             const typename Product::Sum& sum) {
 #pragma unroll
     for (int i = 0; i < Product::kM; ++i) {
       product.each_of_group(sum, i, [&](int row, int column, F value) { stage[row * kPitch + column] = value; });

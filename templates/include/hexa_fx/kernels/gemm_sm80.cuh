@@ -131,7 +131,8 @@ struct Gemm {
   }
 
   template <class LoadA, class LoadB, class Seen>
-  static __device__ void mainloop(LoadA& load_a, LoadB& load_b, int depth, T* stages, const Product& product, Sum& sum, Seen& lines) {
+  static __device__ void mainloop(LoadA& load_a, LoadB& load_b, int depth, T* stages, const Product& product, Sum& sum,
+                                  Seen& lines) {
     T *a = stages, *b = stages + LayoutA::kSize;
     const int steps = (depth + BK - 1) / BK;
 #pragma unroll

@@ -1,178 +1,24 @@
-// Loading side. One thread copies tiles of weights and of contiguous rows with the copy engine and fetches tiles from the queue;
-// gathered rows come by 16-byte cp.async from two warps of their own.
+// Gathered rows come by 16-byte cp.async from warps of their own.
 //
 // cp.async writes through the generic proxy and wgmma reads through the async one. A relay warp waits until a gathered stage
 // has landed, fences and hands it on, so that neither the gathering threads (which would have to wait for their own loads) nor
 // the consumers (whose next wgmma waits behind the fence) do it.
 #pragma once
-#include <hexa_fx/scheduler/tiles_sm90.cuh>
+#include <hexa_fx/ptx/copy_sm90.cuh>
+#include <hexa_fx/scheduler/ring_sm90.cuh>
 
 namespace hexa::sm90 {
-
-CUTE_DEVICE void cp_async_16(uint32_t dst, const char* src, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
-}
-
-// The same for swapped tiles: only if `wanted`, and with the next step's part of the row into L2. All blocks that work on an expert read
-// its rows at about the same time, so one that must wait for the memory holds up all.
-CUTE_DEVICE void cp_async_16_if(bool wanted, uint32_t dst, const char* src, int bytes) {
-  asm volatile(
-      "{\n\t.reg .pred wanted;\n\tsetp.ne.b32 wanted, %3, 0;\n\t"
-      "@wanted cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;\n\t}" ::"r"(dst), "l"(src), "r"(bytes), "r"(int(wanted))
-      : "memory");
-}
-
-// Hides where an address came from, so that constant offsets to it stay immediates of the instruction. A load reads its address
-// some 80 cycles after it was issued. A gathering warp issues 16 a step: if their addresses take turns in the same registers it
-// is slower than the tensor cores. So each has its own, computed ahead, before the warp waits for room: the assembler does not move
-// the computation across that.
-CUTE_DEVICE uint32_t opaque(uint32_t x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-CUTE_DEVICE const char* opaque(const char* x) {
-  asm volatile("" : "+l"(x));
-  return x;
-}
 
 template <class C>
 CUTE_DEVICE bool gathered(const Tile& t) {
   return (t.kind == kRowTile && C::GatherRows) || (t.kind == kWeightTile && C::GatherWeight);
 }
 
-// One warp; one lane works: an elected one, for the compiler knows that it is one and writes no loop over lanes for each copy.
-template <class C>
-struct Copier {
-  static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
-  static constexpr bool kShareRows = C::Swapped && C::Cluster > 1;  // each CTA copies every second box to both
-  // Where weight tiles gather, the next tile is worked out before this one's last steps. Elsewhere that was slower.
-  static constexpr bool kEarly = C::WeightOp && C::GatherWeight && C::Cluster == 1;
-  Smem<C>& sm;
-  const GroupedParams& p;
-  const TmaDescriptor* maps;
-  int rank;                   // in the cluster
-  Pipe pipe;
-
-  // Waits for room, announces the bytes to come. A stage without gathered part needs no relay: arrive in its place.
-  template <bool Gathered>
-  CUTE_DEVICE uint64_t* open(uint32_t a_bytes = kABytes) {
-    Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
-    uint64_t* bar = &sm.full[pipe.index];
-    if constexpr (C::AnyGather && !Gathered) Barrier::arrive(bar);
-    TxBarrier::arrive_and_expect_tx(bar, kBBytes + (Gathered ? 0 : a_bytes));
-    return bar;
-  }
-
-  // B in two halves. In a cluster that shares it each CTA copies one half to both.
-  template <class Copy>
-  CUTE_DEVICE void halves(const Tile& t, Copy copy) {
-    if (C::Cluster > 1 && !C::Swapped && t.multicast) copy(rank, true);
-    else {
-      copy(0, false);
-      copy(1, false);
-    }
-  }
-
-  CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k) {
-    if constexpr (C::Swapped && C::PairedWeight) {  // eight gate and eight up columns by turns
-      SM90_TMA_LOAD_5D::copy(maps + kWeightMap, bar, kEvictNormal, sm.b[pipe.index], k * C::BK, 0, 0, t.n0 / 8, t.expert);
-      return;
-    }
-    halves(t, [&](int half, bool shared) {
-      const bool up_tensor = C::SplitWeight && half == 1;
-      const TmaDescriptor* map = maps + (up_tensor ? kUpMap : kWeightMap);
-      const int n = t.n0 * C::WeightColumnScale + (up_tensor ? 0 : half * (C::PairedWeight ? p.N : C::BN / 2));
-      uint8_t* dst = sm.b[pipe.index] + half * (C::BN / 2) * 128;
-      if constexpr (!C::WeightKN) copy_3d(map, bar, dst, k * C::BK, n, t.expert, shared);
-      else {
-        CUTE_UNROLL
-        for (int j = 0; j < C::BN / 128; ++j) copy_3d(map, bar, dst + j * (C::BK * 128), n + 64 * j, k * C::BK, t.expert, shared);
-      }
-    });
-  }
-  CUTE_DEVICE void copy_3d(const TmaDescriptor* map, uint64_t* bar, uint8_t* dst, int x, int y, int z, bool shared) {
-    if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_3D::copy(map, bar, 3, kEvictNormal, dst, x, y, z);
-    else SM90_TMA_LOAD_3D::copy(map, bar, kEvictNormal, dst, x, y, z);
-  }
-
-  CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {
-    const int blocks = ceil_div(t.rows, C::RowBox);  // of rows; the others of the tile are not read
-    for (int k = from; k < to; ++k) {
-      uint64_t* bar = open<C::GatherRows>(blocks * (C::RowBox * 128));
-      if constexpr (!C::GatherRows) {
-        for (int i = kShareRows ? rank : 0; i < blocks; i += kShareRows ? C::Cluster : 1) {
-          uint8_t* dst = sm.a[pipe.index] + i * (C::RowBox * 128);
-          const int row = t.row0 + C::RowBox * i;
-          if constexpr (kShareRows) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + kRowsMap, bar, 3, kEvictNormal, dst, k * C::BK, row);
-          else SM90_TMA_LOAD_2D::copy(maps + kRowsMap, bar, kEvictNormal, dst, k * C::BK, row);
-        }
-      }
-      load_weight(bar, t, k);
-      pipe.template next<C::Stages>();
-    }
-    if (C::Borrow && to == t.k_tiles) {  // a stage of nothing: the epilogue's, once the tile's last steps leave it
-      Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
-      for (int i = 0; i < (C::AnyGather ? 2 : 1); ++i) Barrier::arrive(&sm.full[pipe.index]);
-      pipe.template next<C::Stages>();
-    }
-  }
-
-  // Step 0 holds the odd rows, so that only it needs zeros (see clear_tail).
-  CUTE_DEVICE void weight_tile(const Tile& t, int from, int to) {
-    const int odd = t.rows - (t.k_tiles - 1) * C::BK;
-    for (int k = from; k < to; ++k) {
-      uint64_t* bar = open<C::GatherWeight>();
-      const int row = t.row0 + (k == 0 ? 0 : odd + (k - 1) * C::BK);
-      if constexpr (!C::GatherWeight) {
-        CUTE_UNROLL
-        for (int j = 0; j < C::BM / 64; ++j)
-          SM90_TMA_LOAD_2D::copy(maps + kPMap, bar, kEvictNormal, sm.a[pipe.index] + j * (C::BK * 128), t.m0 + 64 * j, row);
-      }
-      halves(t, [&](int half, bool shared) {
-        CUTE_UNROLL
-        for (int i = 0; i < C::BN / 128; ++i) {
-          const int j = half * (C::BN / 128) + i;
-          uint8_t* dst = sm.b[pipe.index] + j * (C::BK * 128);
-          if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + kQMap, bar, 3, kEvictNormal, dst, t.n0 + 64 * j, row);
-          else SM90_TMA_LOAD_2D::copy(maps + kQMap, bar, kEvictNormal, dst, t.n0 + 64 * j, row);
-        }
-      });
-      pipe.template next<C::Stages>();
-    }
-  }
-
-  CUTE_DEVICE void run() {
-    TileReader<C> reader;
-    TileWriter<C> writer;
-    const Counts<C> counts(p);
-    const bool lead = cute::elect_one_sync(), scheduler = lead && rank == 0;
-    if (scheduler) writer.publish(sm, p, counts, fetch_ticket(p));
-    while (true) {
-      const Tile t = reader.next(sm);
-      if (t.kind == kEnd) break;
-      int ticket = 0;
-      if (scheduler) ticket = fetch_ticket(p);
-      // No earlier than that: gathering warps skip tiles of which they gather nothing, and a parity tells one round of the stages from
-      // the next, not from the one behind that.
-      const int late = kEarly ? max(t.k_tiles - C::Stages + 1, 0) : t.k_tiles;
-#pragma unroll 1
-      for (int part = 0; part < (kEarly ? 2 : 1); ++part) {
-        const int from = part == 0 ? 0 : late, to = part == 0 ? late : t.k_tiles;
-        if (lead) {
-          if (C::RowOp && t.kind == kRowTile) row_tile(t, from, to);
-          if (C::WeightOp && t.kind == kWeightTile) weight_tile(t, from, to);
-        }
-        if (part == 0 && scheduler) writer.publish(sm, p, counts, ticket);
-      }
-      __syncwarp();
-    }
-    if (scheduler) retire(p, gridDim.x / C::Cluster);
-  }
-};
-
 // Two warps, or three.
 template <class C>
 struct Gatherer {
+  using Operand = typename C::Operand;
+  static constexpr int kPiece = Operand::kPiece, kLine = Operand::kLine, kBlockRows = 8, kBlockBytes = kBlockRows * kLineBytes;
   Smem<C>& sm;
   const GroupedParams& p;
   Pipe pipe;
@@ -188,7 +34,7 @@ struct Gatherer {
 
   CUTE_DEVICE uint32_t stage_address() const { return cast_smem_ptr_to_uint(sm.a[0]) + pipe.index * Smem<C>::ABytes; }
 
-  // 8 threads a row of 64 columns; a thread keeps addresses of its BM / 8 rows for the whole tile. Rows past the end repeat the
+  // 8 threads a line of a row; a thread keeps addresses of its BM / 8 rows for the whole tile. Rows past the end repeat the
   // last one: their results are never stored.
   CUTE_DEVICE void rows(const Tile& t) {
     constexpr int kRows = C::BM / 8;
@@ -197,24 +43,24 @@ struct Gatherer {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const int slot = __ldg(p.v + t.row0 + min(r + 8 * i, t.rows - 1));
-      row[i] = static_cast<const char*>(p.a) + (size_t(token(slot)) * uint32_t(p.a_ld) + c * 8) * 2;
+      row[i] = static_cast<const char*>(p.a) + Operand::bytes(size_t(token(slot)) * uint32_t(p.a_ld) + c * kPiece);
     }
-    const uint32_t offset = r * 128 + ((c ^ r) << 4);
+    const uint32_t offset = swizzled(r, c);
     const int blocks = t.rows > 64 ? kRows / 8 : 1;
     for (int k = 0; k < t.k_tiles; ++k) {
       wait_for_room();
       const uint32_t dst = opaque(stage_address() + offset);
-      const int bytes = k * C::BK + c * 8 < p.K ? 16 : 0;
+      const int bytes = k * C::BK + c * kPiece < p.K ? kPieceBytes : 0;
       CUTE_UNROLL
       for (int h = 0; h < kRows / 8; ++h) {
         if (h < blocks) {
           CUTE_UNROLL
-          for (int i = 8 * h; i < 8 * h + 8; ++i) cp_async_16(dst + i * 1024, row[i], bytes);
+          for (int i = 8 * h; i < 8 * h + 8; ++i) cp_async_16(dst + i * kBlockBytes, row[i], bytes);
         }
       }
       issued();
       CUTE_UNROLL
-      for (int i = 0; i < kRows; ++i) row[i] = opaque(row[i] + 2 * C::BK);
+      for (int i = 0; i < kRows; ++i) row[i] = opaque(row[i] + Operand::bytes(C::BK));
     }
     if constexpr (C::Borrow) pipe.template next<C::Stages>();
   }
@@ -229,20 +75,20 @@ struct Gatherer {
     CUTE_UNROLL
     for (int i = 0; i < kPasses; ++i) {
       const int slot = __ldg(p.v + t.row0 + min(r + kTogether * i, t.rows - 1));
-      row[i] = static_cast<const char*>(p.a) + (size_t(token(slot)) * uint32_t(p.a_ld) + c * 8) * 2;
+      row[i] = static_cast<const char*>(p.a) + Operand::bytes(size_t(token(slot)) * uint32_t(p.a_ld) + c * kPiece);
     }
-    const uint32_t offset = r * 128 + ((c ^ (r & 7)) << 4);
+    const uint32_t offset = swizzled(r, c);
     const int passes = ceil_div(t.rows - r, kTogether);
     for (int k = 0; k < t.k_tiles; ++k) {
       const int left = __shfl_sync(~0u, passes, lane_id());  // itself: the compiler would keep all that follows from it, and spill
       wait_for_room();
       const uint32_t dst[2] = {opaque(stage_address() + offset), opaque(stage_address() + (offset ^ 64))};
-      const int bytes = k * C::BK + c * 8 < p.K ? 16 : 0;
+      const int bytes = k * C::BK + c * kPiece < p.K ? kPieceBytes : 0;
       CUTE_UNROLL
-      for (int i = 0; i < kPasses; ++i) cp_async_16_if(i < left, dst[i & 1] + i * (kTogether * 128), row[i], bytes);
+      for (int i = 0; i < kPasses; ++i) cp_async_16_if(i < left, dst[i & 1] + i * (kTogether * kLineBytes), row[i], bytes);
       issued();
       CUTE_UNROLL
-      for (int i = 0; i < kPasses; ++i) row[i] = opaque(row[i] + 2 * C::BK);
+      for (int i = 0; i < kPasses; ++i) row[i] = opaque(row[i] + Operand::bytes(C::BK));
     }
   }
 
@@ -250,19 +96,19 @@ struct Gatherer {
   // slot `kAhead` steps before it looks at it, in a register of its own: where a loop hands slots on, it waits for the newest to do so.
   CUTE_DEVICE void features(const Tile& t) {
     if (t.k_tiles == 0) return;
-    constexpr int kHalves = C::BM / 64, kPasses = 8, kAhead = 2;
+    constexpr int kHalves = C::BM / kLine, kPasses = 8, kAhead = 2;
     const int lane = lane_id(), w = warp_in_group() & 1, sub = lane >> 3, c = lane & 7;
-    const char* base = opaque(static_cast<const char*>(p.p) + size_t(t.m0 + c * 8) * 2);
+    const char* base = opaque(static_cast<const char*>(p.p) + Operand::bytes(size_t(t.m0 + c * kPiece)));
     int bytes[kHalves];
     CUTE_UNROLL
-    for (int h = 0; h < kHalves; ++h) bytes[h] = t.m0 + h * 64 + c * 8 < p.R ? 16 : 0;
-    const uint32_t chunks = uint32_t(p.p_ld) / 8;
+    for (int h = 0; h < kHalves; ++h) bytes[h] = t.m0 + h * kLine + c * kPiece < p.R ? kPieceBytes : 0;
+    const uint32_t chunks = uint32_t(p.p_ld) / kPiece;
     const int odd = t.rows - (t.k_tiles - 1) * C::BK;
-    const uint32_t offset = (w * 32 + sub) * 128 + ((c ^ sub) << 4);  // 4 rows on: + 512, and bit 6 flips
+    const uint32_t offset = (w * 32 + sub) * kLineBytes + (swizzled_piece(sub, c) << 4);  // 4 rows on: + 512, and bit 6 flips
     const int* slots = p.v + t.row0;
     auto ask = [&](int k, int& slot) {  // rows past the odd ones of step 0, and past the end, repeat the last
       const int r = w * 32 + lane, row = k == 0 ? min(r, odd - 1) : min(odd + (k - 1) * C::BK + r, t.rows - 1);
-      asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(slot) : "l"(slots + row));
+      slot = load_ahead(slots + row);
     };
     int first, soon[kAhead];
     ask(0, first);
@@ -272,7 +118,7 @@ struct Gatherer {
     auto step = [&](int k, int& next, auto whole) {
       const char* row[kPasses];
       CUTE_UNROLL
-      for (int i = 0; i < kPasses; ++i) row[i] = opaque(base + size_t(__shfl_sync(~0u, now, i * 4 + sub)) * 16);
+      for (int i = 0; i < kPasses; ++i) row[i] = opaque(base + size_t(__shfl_sync(~0u, now, i * 4 + sub)) * kPieceBytes);
       now = opaque(token(next) * chunks);
       ask(k + 1 + kAhead, next);
       const uint32_t dst[2] = {opaque(stage_address() + offset), opaque(stage_address() + (offset ^ 64) + 512)};
@@ -282,7 +128,7 @@ struct Gatherer {
       for (int i = 0; i < kPasses; ++i) {
         CUTE_UNROLL
         for (int h = 0; h < kHalves; ++h)
-          cp_async_16(dst[i & 1] + (i >> 1) * 1024 + h * (C::BK * 128), row[i] + h * 128,
+          cp_async_16(dst[i & 1] + (i >> 1) * kBlockBytes + h * (C::BK * kLineBytes), row[i] + h * kLineBytes,
                       decltype(whole)::value || i * 4 < last ? bytes[h] : 0);
       }
       issued();
@@ -300,13 +146,16 @@ struct Gatherer {
     while (true) {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
-      if (!gathered<C>(t)) { pipe.template skip<C::Stages>(t.k_tiles); continue; }
+      if (!gathered<C>(t)) {
+        pipe.template skip<C::Stages>(t.k_tiles);
+        continue;
+      }
       if constexpr (C::Swapped) many_rows(t);
       else if (C::RowOp && t.kind == kRowTile) rows(t);
       if (C::WeightOp && t.kind == kWeightTile) features(t);
       __syncwarp();
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    cp_async_wait_all();
   }
 };
 
@@ -321,7 +170,10 @@ struct RelayWarp {
     while (true) {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
-      if (!gathered<C>(t)) { pipe.template skip<C::Stages>(t.k_tiles); continue; }
+      if (!gathered<C>(t)) {
+        pipe.template skip<C::Stages>(t.k_tiles);
+        continue;
+      }
       if (lane_id() == 0) {
         for (int k = 0; k < t.k_tiles; ++k) {
           Barrier::wait(&sm.landed[pipe.index], (parity >> pipe.index) & 1);

@@ -2,9 +2,9 @@
 // no multiples of 16 bytes. Sizes need not be multiples of anything.
 #pragma once
 #include <hexa_fx/load/layouts_sm80.cuh>
+#include <hexa_fx/load/vector.cuh>
 #include <hexa_fx/ptx/sm80.cuh>
 #include <hexa_fx/types/gemm_sm80.cuh>
-#include <hexa_fx/load/vector.cuh>
 
 namespace hexa {
 

@@ -1,33 +1,21 @@
-// Chunks of eight elements: what one thread moves at a time. Arithmetic is in float, in double for double.
+// Chunks of eight elements: what one thread moves at a time.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include <hexa_fx/types/element.cuh>
 
 namespace hexa {
 
 constexpr int kChunk = 8;
 
-template <class T> struct Wide { using type = float; };
-template <> struct Wide<double> { using type = double; };
-template <class T> using wide_t = typename Wide<T>::type;
-
-__device__ inline float widen(float x) { return x; }
-__device__ inline double widen(double x) { return x; }
-__device__ inline float widen(__half x) { return __half2float(x); }
-__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <class T> __device__ T narrow(wide_t<T> x);
-template <> __device__ inline float narrow<float>(float x) { return x; }
-template <> __device__ inline double narrow<double>(double x) { return x; }
-template <> __device__ inline __half narrow<__half>(float x) { return __float2half_rn(x); }
-template <> __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
-
-template <class T> struct alignas(16) Packed { T value[kChunk]; };
+template <class T> struct alignas(16) Packed {
+  T value[kChunk];
+};
 
 template <class T> __device__ bool aligned16(const T* p) { return (reinterpret_cast<unsigned long long>(p) & 15) == 0; }
 
 // A chunk as it lies in memory. Fetching several before unpacking any keeps their loads in flight together.
-template <class T> struct alignas(16) Raw { uint4 word[kChunk * int(sizeof(T)) / 16]; };
+template <class T> struct alignas(16) Raw {
+  uint4 word[kChunk * int(sizeof(T)) / 16];
+};
 
 // p is a multiple of 16 bytes; zeros if not wanted. Volatile: the compiler would otherwise move loads down to their uses,
 // to save registers, and leave two or three in flight.

@@ -22,7 +22,8 @@ struct Reads {
   __device__ int operator()(int group, int step, int stage) const {
     const int lines = kAlongK ? group * kStride : step * kDepth;
     const int blocks = kAlongK ? 0 : group / kDistinct * (kDistinct * kStride / kWidth);
-    return first[kAlongK ? step : group % kDistinct] + kSize * (lines * Layout::kPitch + blocks * (8 * kWidth) + stage * Layout::kStage);
+    return first[kAlongK ? step : group % kDistinct] +
+           kSize * (lines * Layout::kPitch + blocks * (8 * kWidth) + stage * Layout::kStage);
   }
 };
 

@@ -12,9 +12,15 @@ struct SimtProduct {
   static constexpr int kRows = 8 * C::kWarpsM, kColumns = 4 * C::kWarpsN, kM = C::BM / kRows, kN = C::BN / kColumns;
   static constexpr int kSteps = C::BK, kLinesA = kM, kLinesB = kN;
 
-  struct A { T r[kM]; };
-  struct B { T r[kN]; };
-  struct Sum { T r[kM][kN]; };
+  struct A {
+    T r[kM];
+  };
+  struct B {
+    T r[kN];
+  };
+  struct Sum {
+    T r[kM][kN];
+  };
 
   const T* a;
   const T* b;

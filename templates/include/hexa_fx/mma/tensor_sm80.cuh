@@ -16,17 +16,26 @@ struct TensorProduct {
   static constexpr int kRows = 16 * C::kWarpsM, kColumns = 8 * C::kWarpsN;  // of a group, in which each warp has 16 and 8
   static constexpr int kLinesA = 2 * kM, kLinesB = kN;                      // of which one thread sees elements
 
-  struct A { unsigned r[kM][4]; };  // r[i]: rows g and g + 8 of the group, then the same in the second half of k
-  struct B { unsigned r[kN][2]; };  // r[j]: column g, both halves of k
-  struct Sum { float r[kM][kN][4]; };
+  struct A {
+    unsigned r[kM][4];
+  };  // r[i]: rows g and g + 8 of the group, then the same in the second half of k
+  struct B {
+    unsigned r[kN][2];
+  };  // r[j]: column g, both halves of k
+  struct Sum {
+    float r[kM][kN][4];
+  };
 
   int m, n, lane;  // first row and column of this warp
   Operand<T, LayoutA, C::kOp == Op::esmm, kM, kRows, 8, 0, kSteps> from_a;
   Operand<T, LayoutB, C::kBAlongK, kN / 2, 2 * kColumns, kColumns, 1, kSteps> from_b;  // two groups of columns at a time
 
   __device__ TensorProduct(const T* a, const T* b)
-      : m(int(threadIdx.x) / 32 % C::kWarpsM * 16), n(int(threadIdx.x) / 32 / C::kWarpsM * 8), lane(threadIdx.x % 32),
-        from_a(a, m, lane), from_b(b, n, lane) {}
+      : m(int(threadIdx.x) / 32 % C::kWarpsM * 16),
+        n(int(threadIdx.x) / 32 / C::kWarpsM * 8),
+        lane(threadIdx.x % 32),
+        from_a(a, m, lane),
+        from_b(b, n, lane) {}
 
   // Depth kDepth * step of a stage.
   __device__ void load(A& to, int step, int stage) const {
@@ -111,7 +120,8 @@ struct TensorProduct {
   }
   // What the correction terms of 3xTF32 multiply. Infinity has no part in them: inf times a zero rest would be NaN.
   template <int kGroups, int kCount>
-  static __device__ void split(const unsigned (&r)[kGroups][kCount], unsigned (&high)[kGroups][kCount], unsigned (&low)[kGroups][kCount]) {
+  static __device__ void split(const unsigned (&r)[kGroups][kCount], unsigned (&high)[kGroups][kCount],
+                               unsigned (&low)[kGroups][kCount]) {
 #pragma unroll
     for (int i = 0; i < kGroups; ++i)
 #pragma unroll

@@ -24,12 +24,14 @@ template <int kPending> __device__ inline void wait_for_copies() {
 // Four matrices of 8 rows of 16 bytes: lane 8 i + r has the address of row r of matrix i, and gets 4 bytes of row lane / 4.
 __device__ inline void load_matrices(unsigned (&r)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
 }
 // The same of the matrices' transposes; 16-bit elements.
 __device__ inline void load_matrices_transposed(unsigned (&r)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.x4.trans.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];\n"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
 }
 
 // Rounded to tf32; the bits of a float.
@@ -39,9 +41,9 @@ __device__ inline unsigned round_tf32(float x) {
   return bits;
 }
 
-#define HEXA_MMA(shape_and_types)                                                                                        \
-  asm volatile("mma.sync.aligned." shape_and_types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"   \
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                           \
+#define HEXA_MMA(shape_and_types)                                                                                       \
+  asm volatile("mma.sync.aligned." shape_and_types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n" \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                         \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
 
 // One instruction of the tensor cores on elements of type T: d (16, 8) += a (16, kDepth) b (kDepth, 8). A register holds kPacked

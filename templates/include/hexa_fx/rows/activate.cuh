@@ -75,8 +75,8 @@ struct Activate {
   }
 
   template <bool kFull>
-  static __device__ void backward_chunk(const ActivateParams& p, const T* h, const T* da, T* a, T* dh, int c, bool routed,
-                                        F w, F& dot) {
+  static __device__ void backward_chunk(const ActivateParams& p, const T* h, const T* da, T* a, T* dh, int c, bool routed, F w,
+                                        F& dot) {
     F gate[kChunk] = {}, up[kChunk] = {}, grad[kChunk] = {}, out[kChunk] = {};
     if (routed) {  // what a row without an expert holds counts for nothing, NaN included
       load_h<kFull>(h, c, p.width, gate, up);

@@ -1,8 +1,8 @@
 // hexa::ess: the sum of the rows of every expert (paper, Algorithm 3). Deterministic: `partial` sums segments of kRows rows
 // into (segments, C), `finish` adds an expert's segments in order. Segments come from offs, so the grid is static.
 #pragma once
-#include <hexa_fx/scheduler/segments.cuh>
 #include <hexa_fx/load/vector.cuh>
+#include <hexa_fx/scheduler/segments.cuh>
 
 namespace hexa {
 
@@ -69,8 +69,7 @@ struct Ess {
     if (column >= p.width) return;
     F sum = F(0);
 #pragma unroll 4
-    for (int s = 0; s < count; ++s)
-      sum += static_cast<const F*>(p.partial)[static_cast<long long>(first + s) * p.width + column];
+    for (int s = 0; s < count; ++s) sum += static_cast<const F*>(p.partial)[static_cast<long long>(first + s) * p.width + column];
     const long long at = static_cast<long long>(expert) * p.width + column;
     if constexpr (!kAdd) static_cast<T*>(p.out)[at] = narrow<T>(sum);
     else if (count > 0) static_cast<F*>(p.out)[at] += sum;

@@ -14,7 +14,7 @@ struct Unit {
   int expert;  // -1: there is no such unit
   int begin;   // the expert's rows
   int end;
-  int index;   // among the expert's units
+  int index;  // among the expert's units
 };
 
 // Unit `index` where an expert has `scale` units for each kRows of its rows, and `extra` besides. The sum over the experts before

@@ -3,23 +3,23 @@
 // tile is a good part of a block's work, for experts are few and have many rows, all weight tiles come first instead: row
 // tiles are short and fill up what is left of the blocks' time.
 #pragma once
-#include <hexa_fx/kernels/config_sm90.cuh>
+#include <hexa_fx/kernels/smem_sm90.cuh>
 
 namespace hexa::sm90 {
 
-// Tiles are counted in units that one cluster takes at a time: two tiles one above the other, or, in an odd last row of tiles,
+// Row tiles are counted in units that one cluster takes at a time: two tiles one above the other, or, in an odd last row of tiles,
 // two side by side. Without clusters a unit is a tile. Of swapped tiles those side by side share what is larger, the rows.
 template <class C>
 struct Counts {
   int n_tiles, n_pairs;  // row tiles along N; units of an odd row
-  int w_m, w_n, weight;  // weight tiles of one expert; units
-  int ahead, beside;     // units of weight tiles in front of all row tiles; behind those of each expert
+  int w_m, w_n, weight;  // weight tiles of one expert
+  int ahead, beside;     // weight tiles in front of all row tiles; behind those of each expert
   CUTE_DEVICE explicit Counts(const GroupedParams& p) {
     n_tiles = C::RowOp ? ceil_div(p.N, C::RowColumns) : 0;
     n_pairs = ceil_div(n_tiles, C::Cluster);
     w_m = C::WeightOp ? ceil_div(p.R, C::BM) : 0;
     w_n = C::WeightOp ? ceil_div(p.C, C::BN) : 0;
-    weight = units(w_m, w_n);
+    weight = w_m * w_n;
     const bool first = C::RowOp && C::WeightOp && long_weight_tiles(p);
     ahead = first ? weight * p.experts : 0;
     beside = first ? 0 : weight;
@@ -41,11 +41,11 @@ struct Counts {
   }
 };
 
-// Every CTA: offsets, the order of the experts and the prefix sums of row tiles into shared memory. Called by warp 0. Experts
+// Every CTA tabulates offsets, the order of the experts and the prefix sums of row tiles into shared memory. Called by warp 0. Experts
 // with far more rows than the mean come first: the weight tiles of one have as many steps as it has rows, and would run alone
 // at the end.
 template <class C>
-CUTE_DEVICE void plan(Smem<C>& sm, const GroupedParams& p) {
+CUTE_DEVICE void tabulate(Smem<C>& sm, const GroupedParams& p) {
   const int lane = lane_id(), mean = p.n / max(p.experts, 1) + 1;
   for (int e = lane; e <= p.experts; e += 32) sm.offs[e] = __ldg(p.offs + e);
   __syncwarp();
@@ -122,11 +122,15 @@ CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<
     q -= lo * c.weight;
   } else {
     q -= c.ahead;
-    if (q >= c.before(sm, p.experts + 1) - c.beside) { t.kind = kEnd; return t; }
+    if (q >= c.before(sm, p.experts + 1) - c.beside) {
+      t.kind = kEnd;
+      return t;
+    }
     int hi = p.experts + 1;  // place `experts`: rows of no expert
     while (hi - lo > 1) {
       const int mid = (lo + hi) >> 1;
-      if (c.before(sm, mid) <= q) lo = mid; else hi = mid;
+      if (c.before(sm, mid) <= q) lo = mid;
+      else hi = mid;
     }
     q -= c.before(sm, lo);
   }
@@ -155,83 +159,6 @@ CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<
     t.k_tiles = ceil_div(t.rows, C::BK);
   }
   return t;
-}
-
-// Address of a shared variable in CTA `rank` of the cluster.
-CUTE_DEVICE uint32_t in_cta(const void* local, int rank) {
-  uint32_t r;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(cast_smem_ptr_to_uint(local)), "r"(rank));
-  return r;
-}
-
-// A reader's view of the ring of tiles. One lane reads for its warp, and it is the one that says so: an arrival speaks for its own
-// thread's accesses.
-template <class C>
-struct TileReader {
-  Pipe at;
-  CUTE_DEVICE Tile next(Smem<C>& sm) {
-    Tile t{};
-    if (lane_id() == 0) {
-      uint64_t* full = &sm.tile_full[at.index];
-      if constexpr (C::Cluster == 1) Barrier::wait(full, at.phase);
-      else wait_cluster(full);
-      t = sm.tile[at.index];
-      if constexpr (C::Cluster == 1) Barrier::arrive(&sm.tile_empty[at.index]);
-      else Barrier::arrive(&sm.tile_empty[at.index], 0, 1);  // CTA 0 writes for both
-    }
-    at.template next<kTileSlots>();
-    int* word = reinterpret_cast<int*>(&t);
-    CUTE_UNROLL
-    for (int i = 0; i < kTileWords; ++i) word[i] = __shfl_sync(~0u, word[i], 0);
-    return t;
-  }
-  CUTE_DEVICE void wait_cluster(uint64_t* full) const {
-    asm volatile(
-        "{\n\t.reg .pred done;\n\t"
-        "again:\n\t"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
-        "@done bra stop;\n\t"
-        "bra again;\n\t"
-        "stop:\n\t}" ::"r"(cast_smem_ptr_to_uint(full)), "r"(at.phase) : "memory");
-  }
-};
-
-// The one thread of a cluster that fills it, for every CTA.
-template <class C>
-struct TileWriter {
-  Pipe at;
-  CUTE_DEVICE void publish(Smem<C>& sm, const GroupedParams& p, const Counts<C>& c, int ticket) {
-    if constexpr (C::Cluster == 1) {
-      const Tile t = decode(sm, p, c, ticket, 0);
-      Barrier::wait(&sm.tile_empty[at.index], at.phase ^ 1);
-      sm.tile[at.index] = t;
-      Barrier::arrive(&sm.tile_full[at.index]);
-    } else {
-      for (int rank = 0; rank < C::Cluster; ++rank) {
-        const Tile t = decode(sm, p, c, ticket, rank);
-        if (rank == 0) Barrier::wait(&sm.tile_empty[at.index], at.phase ^ 1);
-        const uint32_t to = in_cta(&sm.tile[at.index], rank);
-        const int4* from = reinterpret_cast<const int4*>(&t);
-        CUTE_UNROLL
-        for (int i = 0; i < int(sizeof(Tile) / 16); ++i)
-          asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to + 16 * i), "r"(from[i].x), "r"(from[i].y),
-                       "r"(from[i].z), "r"(from[i].w) : "memory");
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_cta(&sm.tile_full[at.index], rank))
-                     : "memory");
-      }
-    }
-    at.template next<kTileSlots>();
-  }
-};
-
-CUTE_DEVICE int fetch_ticket(const GroupedParams& p) { return atomicAdd(p.queue, 1); }
-
-// The last one to see the end leaves the queue as it found it.
-CUTE_DEVICE void retire(const GroupedParams& p, int clusters) {
-  if (atomicAdd(p.queue + 1, 1) == clusters - 1) {
-    p.queue[0] = 0;
-    p.queue[1] = 0;
-  }
 }
 
 }  // namespace hexa::sm90

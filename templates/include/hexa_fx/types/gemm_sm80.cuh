@@ -14,24 +14,24 @@ struct Divisor {
 };
 
 struct GemmParams {
-  const void* a;        // esmm: rows (T or n, K); estmm: rows (T or n, M)
-  const void* b;        // esmm: weight of expert 0; estmm: rows (T or n, N)
-  const void* b2;       // esmm, glu split: the up weight
-  const void* bias;     // (E, N) or (E, 2N) for concat and interleaved
-  const void* bias2;    // glu split: the up bias
-  void* d;              // esmm: (n, N or 2N) or null; estmm: (E, M, N), wide where it is added to
-  void* act;            // esmm with an activation: (n, N)
-  const int* a_index;   // v or null
-  const int* b_index;   // estmm: v or null
-  const int* offs;      // (E+1,)
-  long long a_stride;   // of a row
-  long long b_stride;   // of a row (nk: of n; kn: of k; estmm: of a row)
-  long long b_expert;   // of an expert
+  const void* a;       // esmm: rows (T or n, K); estmm: rows (T or n, M)
+  const void* b;       // esmm: weight of expert 0; estmm: rows (T or n, N)
+  const void* b2;      // esmm, glu split: the up weight
+  const void* bias;    // (E, N) or (E, 2N) for concat and interleaved
+  const void* bias2;   // glu split: the up bias
+  void* d;             // esmm: (n, N or 2N) or null; estmm: (E, M, N), wide where it is added to
+  void* act;           // esmm with an activation: (n, N)
+  const int* a_index;  // v or null
+  const int* b_index;  // estmm: v or null
+  const int* offs;     // (E+1,)
+  long long a_stride;  // of a row
+  long long b_stride;  // of a row (nk: of n; kn: of k; estmm: of a row)
+  long long b_expert;  // of an expert
   long long d_stride;
-  long long d_expert;   // estmm
+  long long d_expert;  // estmm
   long long act_stride;
-  int rows;             // n
-  int m, n, k;          // esmm: n of one glu half, k; estmm: m, n
+  int rows;     // n
+  int m, n, k;  // esmm: n of one glu half, k; estmm: m, n
   int experts;
   Divisor top_k;
   ActParams act_params;
@@ -54,8 +54,8 @@ struct GemmConfig {
   static constexpr Act kAct = kAct_;
   static constexpr Glu kGlu = kGlu_;
   static constexpr bool kBias = kBias_;
-  static constexpr bool kKeep = kKeep_;        // store the product itself (h)
-  static constexpr bool kAdd = kAdd_;          // estmm: add to d, which is of the accumulators' type
+  static constexpr bool kKeep = kKeep_;  // store the product itself (h)
+  static constexpr bool kAdd = kAdd_;    // estmm: add to d, which is of the accumulators' type
   static constexpr bool kActs = kAct_ != Act::none || kGlu_ != Glu::none;
   static constexpr int kThreads = 32 * kWarpsM * kWarpsN;
   // gate and up of the same columns lie side by side in one tile: two halves of it, or alternating where the weight does

@@ -1,0 +1,140 @@
+// The warp that runs the copy engine and the queue: one lane copies tiles of weights and of contiguous rows, and fetches tiles. An
+// elected one, for the compiler knows that it is one and writes no loop over lanes for each copy.
+#pragma once
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include <hexa_fx/scheduler/ring_sm90.cuh>
+
+namespace hexa::sm90 {
+
+template <class C>
+struct Copier {
+  using Operand = typename C::Operand;
+  static constexpr uint32_t kABytes = Smem<C>::ABytes, kBBytes = Smem<C>::BBytes;
+  static constexpr int kLine = Operand::kLine, kBlockBytes = C::BK * kLineBytes;  // of a box of features x BK rows
+  static constexpr bool kShareRows = C::Swapped && C::Cluster > 1;                // each CTA copies every second box to both
+  // Where weight tiles gather, the next tile is worked out before this one's last steps. Elsewhere that was slower.
+  static constexpr bool kEarly = C::WeightOp && C::GatherWeight;
+  Smem<C>& sm;
+  const GroupedParams& p;
+  const TmaDescriptor* maps;
+  int rank;  // in the cluster
+  Pipe pipe;
+
+  // Waits for room, announces the bytes to come. A stage without gathered part needs no relay: arrive in its place.
+  template <bool Gathered>
+  CUTE_DEVICE uint64_t* open(uint32_t a_bytes = kABytes) {
+    Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
+    uint64_t* bar = &sm.full[pipe.index];
+    if constexpr (C::AnyGather && !Gathered) Barrier::arrive(bar);
+    TxBarrier::arrive_and_expect_tx(bar, kBBytes + (Gathered ? 0 : a_bytes));
+    return bar;
+  }
+
+  // B in two halves. In a cluster that shares it each CTA copies one half to both.
+  CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k) {
+    if constexpr (C::Swapped && C::PairedWeight) {  // eight gate and eight up columns by turns
+      SM90_TMA_LOAD_5D::copy(maps + kWeightMap, bar, kEvictNormal, sm.b[pipe.index], k * C::BK, 0, 0, t.n0 / 8, t.expert);
+      return;
+    }
+    halves(t, [&](int half, bool shared) {
+      const bool up_tensor = C::SplitWeight && half == 1;
+      const TmaDescriptor* map = maps + (up_tensor ? kUpMap : kWeightMap);
+      const int n = t.n0 * C::WeightColumnScale + (up_tensor ? 0 : half * (C::PairedWeight ? p.N : C::BN / 2));
+      uint8_t* dst = sm.b[pipe.index] + half * (C::BN / 2) * kLineBytes;
+      if constexpr (!C::WeightKN) copy_3d(map, bar, dst, k * C::BK, n, t.expert, shared);
+      else {
+        CUTE_UNROLL
+        for (int j = 0; j < C::BN / 2 / kLine; ++j)
+          copy_3d(map, bar, dst + j * kBlockBytes, n + kLine * j, k * C::BK, t.expert, shared);
+      }
+    });
+  }
+  template <class Copy>
+  CUTE_DEVICE void halves(const Tile& t, Copy copy) {
+    if (C::Cluster > 1 && !C::Swapped && t.multicast) copy(rank, true);
+    else {
+      copy(0, false);
+      copy(1, false);
+    }
+  }
+  CUTE_DEVICE void copy_3d(const TmaDescriptor* map, uint64_t* bar, uint8_t* dst, int x, int y, int z, bool shared) {
+    if (C::Cluster > 1 && shared) SM90_TMA_LOAD_MULTICAST_3D::copy(map, bar, 3, kEvictNormal, dst, x, y, z);
+    else SM90_TMA_LOAD_3D::copy(map, bar, kEvictNormal, dst, x, y, z);
+  }
+
+  CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {
+    const int blocks = ceil_div(t.rows, C::RowBox);  // of rows; the others of the tile are not read
+    for (int k = from; k < to; ++k) {
+      uint64_t* bar = open<C::GatherRows>(blocks * (C::RowBox * kLineBytes));
+      if constexpr (!C::GatherRows) {
+        for (int i = kShareRows ? rank : 0; i < blocks; i += kShareRows ? C::Cluster : 1) {
+          uint8_t* dst = sm.a[pipe.index] + i * (C::RowBox * kLineBytes);
+          const int row = t.row0 + C::RowBox * i;
+          if constexpr (kShareRows) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + kRowsMap, bar, 3, kEvictNormal, dst, k * C::BK, row);
+          else SM90_TMA_LOAD_2D::copy(maps + kRowsMap, bar, kEvictNormal, dst, k * C::BK, row);
+        }
+      }
+      load_weight(bar, t, k);
+      pipe.template next<C::Stages>();
+    }
+    if (C::Borrow && to == t.k_tiles) {  // a stage of nothing: the epilogue's, once the tile's last steps leave it
+      Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
+      for (int i = 0; i < (C::AnyGather ? 2 : 1); ++i) Barrier::arrive(&sm.full[pipe.index]);
+      pipe.template next<C::Stages>();
+    }
+  }
+
+  // Step 0 holds the odd rows, so that only it needs zeros (see clear_tail).
+  CUTE_DEVICE void weight_tile(const Tile& t, int from, int to) {
+    const int odd = t.rows - (t.k_tiles - 1) * C::BK;
+    for (int k = from; k < to; ++k) {
+      uint64_t* bar = open<C::GatherWeight>();
+      const int row = t.row0 + (k == 0 ? 0 : odd + (k - 1) * C::BK);
+      if constexpr (!C::GatherWeight) {
+        CUTE_UNROLL
+        for (int j = 0; j < C::BM / kLine; ++j)
+          SM90_TMA_LOAD_2D::copy(maps + kPMap, bar, kEvictNormal, sm.a[pipe.index] + j * kBlockBytes, t.m0 + kLine * j, row);
+      }
+      halves(t, [&](int half, bool) {
+        CUTE_UNROLL
+        for (int i = 0; i < C::BN / 2 / kLine; ++i) {
+          const int j = half * (C::BN / 2 / kLine) + i;
+          SM90_TMA_LOAD_2D::copy(maps + kQMap, bar, kEvictNormal, sm.b[pipe.index] + j * kBlockBytes, t.n0 + kLine * j, row);
+        }
+      });
+      pipe.template next<C::Stages>();
+    }
+  }
+
+  CUTE_DEVICE void run() {
+    TileReader<C> reader;
+    TileWriter<C> writer;
+    const Counts<C> counts(p);
+    const bool lead = cute::elect_one_sync(), scheduler = lead && rank == 0;
+    if (scheduler) writer.publish(sm, p, counts, fetch_ticket(p));
+    while (true) {
+      const Tile t = reader.next(sm);
+      if (t.kind == kEnd) break;
+      int ticket = 0;
+      if (scheduler) ticket = fetch_ticket(p);
+      // No earlier than that: gathering warps skip tiles of which they gather nothing, and a parity tells one round of the stages from
+      // the next, not from the one behind that.
+      const int late = kEarly ? max(t.k_tiles - C::Stages + 1, 0) : t.k_tiles;
+#pragma unroll 1
+      for (int part = 0; part < (kEarly ? 2 : 1); ++part) {
+        const int from = part == 0 ? 0 : late, to = part == 0 ? late : t.k_tiles;
+        if (lead) {
+          if (C::RowOp && t.kind == kRowTile) row_tile(t, from, to);
+          if (C::WeightOp && t.kind == kWeightTile) weight_tile(t, from, to);
+        }
+        if (part == 0 && scheduler) writer.publish(sm, p, counts, ticket);
+      }
+      __syncwarp();
+    }
+    if (scheduler) retire(p, gridDim.x / C::Cluster);
+  }
+};
+
+}  // namespace hexa::sm90
