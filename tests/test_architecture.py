@@ -1,0 +1,83 @@
+"""The walks of docs/architecture.md: every file exists and comes once, and what runs passes through them in that order."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hexa_fx
+from hexa_fx.ops import program
+from tests.inspect import models
+
+ROOT = Path(__file__).parents[1]
+WALKS = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Three walks")[1].split("\n## ")[0]
+STEP = re.compile(r"^\d+\. `([\w/]+\.py)`(?: `(\w+)`)?", re.MULTILINE)
+
+
+def steps(title: str) -> list[tuple[str, str]]:
+    """(file, function) of a walk."""
+    return STEP.findall(WALKS.split(f"### {title}\n")[1].split("\n### ")[0])
+
+
+def trace(run: Callable[[], object]) -> list[tuple[str, str]]:
+    """(file, function) of every function of the package in the order in which they were first called."""
+    seen: dict[tuple[str, str], None] = {}
+    package = str(ROOT / "hexa_fx") + "/"
+
+    def note(frame, event, _):
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(package):
+            seen.setdefault(
+                (f"hexa_fx/{file[len(package) :]}".replace("hexa_fx/passes", "passes"), frame.f_code.co_name)
+            )
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return list(seen)
+
+
+def assert_in_order(walk: list[tuple[str, str]], ran: list[tuple[str, str]]) -> None:
+    where = {step: number for number, step in enumerate(ran)}
+    missing = [step for step in walk if step not in where]
+    assert not missing
+    places = [where[step] for step in walk]
+    late = [after for before, after in pairwise(walk) if where[before] > where[after]]
+    assert places == sorted(places), late
+
+
+@pytest.mark.parametrize("title", ["A model", "A kernel", "A plan"])
+def test_every_file_of_a_walk_exists_and_comes_once(title):
+    files = [file for file, _ in steps(title)]
+    assert len(files) > 10
+    assert len(set(files)) == len(files)
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_a_model_takes_the_walk():
+    walk, made = steps("A model"), []
+    called = next(number for number, (file, _) in enumerate(walk) if file.startswith("hexa_fx/runtime/guards"))
+    ran = trace(lambda: made.append(hexa_fx.optimize(*models.factory(), hexa_fx.HexaConfig(verify=False))))
+    assert_in_order([step for step in walk[:called] if step[0] != "passes/verify.py"], ran)
+    program._made.cache_clear()
+    with torch.no_grad():
+        assert_in_order(walk[called:], trace(lambda: made[0](torch.randn(40, 500, 8))))
+
+
+def test_a_plan_takes_the_walk(tmp_path):
+    config = hexa_fx.HexaConfig(verify=False)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        ran = trace(lambda: hexa_fx.optimize_(*models.factory(), config, mesh=dist.group.WORLD))
+    finally:
+        dist.destroy_process_group()
+    assert_in_order([step for step in steps("A plan") if step[1]], ran)
