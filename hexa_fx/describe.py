@@ -11,6 +11,7 @@ from hexa_fx.inspection.kernels import kernels_of
 from hexa_fx.ir import SourceLocation
 from hexa_fx.passes import BlockAnalysis
 from hexa_fx.passes.detect.free_body import FreeBody
+from hexa_fx.passes.routing_override import ROUTINGS
 
 
 def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Inspector | None = None) -> BlockReport:
@@ -86,9 +87,12 @@ def _check_report(analysis: BlockAnalysis) -> CheckReport | None:
     if not checks:
         return None
     cases = [case for check in checks for case in check.cases]
+    compared = [case for case in cases if case.outcome != "skipped"]
     return CheckReport(
-        len(cases),
+        len(compared),
         max((case.forward_error for case in cases), default=0.0),
         max((case.gradient_error for case in cases), default=0.0),
         sum(check.seconds for check in checks),
+        str(checks[0].dtype).removeprefix("torch."),
+        any(case.name.startswith(ROUTINGS[-1].name) for case in compared),
     )

@@ -41,6 +41,7 @@ from hexa_fx.passes.distinct_tokens import examples, mostly_alike
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.perturbation import factors_past_limits
+from hexa_fx.passes.placement import why_misplaced
 from hexa_fx.passes.region import Live
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, verify
@@ -134,15 +135,19 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
 
     A failure of the passes themselves is a refusal too, so that it does not keep the user from the rest of the model.
     """
+    misplaced = why_misplaced(observation.module)
+    if misplaced:
+        return _refused(Refusal(observation.path, misplaced))
     try:
         found = with_few_enough_tokens(_analyse, observation, config)
-        if isinstance(found, Refusal):
-            return BlockAnalysis(observation.path, None, refusals=dict.fromkeys(MODES, found))
-        return found
+        return _refused(found) if isinstance(found, Refusal) else found
     except Exception as error:
         log.exception("hexa_fx failed on %s; please report this", observation.path or "the model")
-        refusal = Refusal(observation.path, f"hexa_fx itself failed here with {type(error).__name__}: {error}")
-        return BlockAnalysis(observation.path, None, refusals=dict.fromkeys(MODES, refusal))
+        return _refused(Refusal(observation.path, f"hexa_fx itself failed here with {type(error).__name__}: {error}"))
+
+
+def _refused(refusal: Refusal) -> BlockAnalysis:
+    return BlockAnalysis(refusal.path, None, refusals=dict.fromkeys(MODES, refusal))
 
 
 def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:

@@ -19,15 +19,25 @@ class CheckReport:
     """How a rewritten block compared with its original.
 
     Args:
-        cases: number of comparisons (over sizes, forced routings and modes).
+        cases: number of comparisons (over sizes, forced routings and modes) that could be made.
         forward_error, gradient_error: largest difference, relative to the largest value of the original tensor.
         seconds: how long the comparison took.
+        dtype: of the comparison: float64, or the block's own where it holds something that cannot be copied.
+        all_experts: whether tokens were sent to every expert.
     """
 
     cases: int
     forward_error: float
     gradient_error: float
     seconds: float
+    dtype: str = "float64"
+    all_experts: bool = False
+
+    def __str__(self) -> str:
+        """In words, without the errors."""
+        reached = ", all experts reached" if self.all_experts else ""
+        why = "" if self.dtype == "float64" else ", as the block cannot be copied"
+        return f"checked in {self.dtype}{why} ({self.cases} cases{reached})"
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def lines_of(blocks: Sequence[BlockReport]) -> Iterator[str]:
 
 def headline(block: BlockReport) -> str:
     """What was found, in one line."""
-    checked = f"checked: {error_text(block)}" if error_text(block) else "not checked"
+    checked = "not checked" if not error_text(block) else f"{block.check or 'checked'}: {error_text(block)}"
     return f"{block.idiom}, {block.sizes}, {block.expert}, {block.weights} weights, {checked}"
 
 

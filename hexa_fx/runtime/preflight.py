@@ -77,8 +77,17 @@ def _check_quantised_module(path: str, module: nn.Module) -> None:
         raise InputError(_quantised(path, f"is a {home}.{type(module).__name__}"))
 
 
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether accelerate keeps the module's weights elsewhere and brings them to the device for each call."""
+    hook = vars(module).get("_hf_hook")
+    return any(bool(getattr(part, "offload", False)) for part in (hook, *getattr(hook, "hooks", ())))
+
+
 def _check_parameters(model: nn.Module) -> None:
+    away = {id(p) for module in model.modules() if is_offloaded(module) for p in module.parameters()}
     for path, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if id(parameter) in away:  # its block is left as it is; the others can be rewritten
+            continue
         homes = {type(value).__module__.split(".")[0] for value in (parameter, parameter.data)}
         if type(parameter.data).__name__ == "DTensor":
             raise InputError(f"{path} is a distributed tensor; optimize the model before sharding it (fully_shard, TP)")
