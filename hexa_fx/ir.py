@@ -7,6 +7,7 @@ Sizes: T tokens, k experts per token, n = T*k routed rows, E experts, D model si
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -88,6 +89,7 @@ class InputGuard:
         name: the argument.
         kind: a tensor, of which ``dtype`` and ``ndim`` count, or a constant, of which ``value`` counts.
         exact_dtype: the recorded code names this very dtype, so another floating-point one will not do.
+        device: kind of device, if the recorded code asks for it.
     """
 
     name: str
@@ -96,24 +98,31 @@ class InputGuard:
     dtype: torch.dtype | None = None
     ndim: int | None = None
     exact_dtype: bool = False
+    device: str | None = None
 
 
 @dataclass(frozen=True)
-class HeldValue:
-    """A value that the code read from an object held by a module, such as ``top_k`` of a config.
+class PythonRead:
+    """Something that the code of a recorded run read from Python, such as ``top_k`` of a config.
 
     Args:
-        path: the module, relative to the block.
-        steps: the module's attribute, then attributes or keys of what lies in between, up to the value.
-        value: what was read: a plain value, or a list or tuple of such.
+        root: the module that it starts from, relative to the block; or the name of a Python module.
+        steps: attributes, keys and places, up to the value.
+        value: what was read, as `hexa_fx.isolation.read_values.snapshot` gives it.
+        is_global: whether ``root`` is a Python module.
+        scopes: paths of the modules whose code read it.
+        location: where, of a value that cannot be checked.
     """
 
-    path: str
+    root: str
     steps: tuple[Any, ...]
     value: Any
+    is_global: bool = False
+    scopes: frozenset[str] = frozenset({""})
+    location: SourceLocation | None = None
 
     def __str__(self) -> str:
-        return ".".join(map(str, (*([self.path] if self.path else []), *self.steps)))
+        return ".".join(map(str, (*([self.root] if self.root else []), *self.steps)))
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,10 @@ class ContainerItem:
 Destination: TypeAlias = ModuleAttribute | ContainerItem
 
 
+AutocastDtypes: TypeAlias = Mapping[tuple[torch.dtype, ...], tuple[torch.dtype | None, ...]]
+"""Dtypes of a block's results, by the autocast dtype and the dtypes of its inputs."""
+
+
 @dataclass(frozen=True)
 class RewrittenBlock:
     """A block's new forward, before it is bound to the module.
@@ -179,7 +192,9 @@ class RewrittenBlock:
             tuple of these results.
         small: up to this many elements of the first tensor argument, the block's own code is faster on a CPU.
         num_experts: expert ids lie below it; None if it is not known.
-        held: values that the recorded run read from objects held by the block's modules.
+        reads: what the recorded run read from Python, without what modules read that the graph calls.
+        autocast: dtypes of the original's results under autocast; None if nobody asked. In calls of a kind that is not there the
+            original runs.
         path: the block's path in the model.
     """
 
@@ -190,4 +205,5 @@ class RewrittenBlock:
     stored: tuple[Destination, ...] = ()
     small: int = 0
     num_experts: int | None = None
-    held: tuple[HeldValue, ...] = ()
+    reads: tuple[PythonRead, ...] = ()
+    autocast: AutocastDtypes | None = None

@@ -30,14 +30,16 @@ from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
-from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.observers import announced, at_block, muted, notify
+from hexa_fx.passes.autocast import with_autocast
 from hexa_fx.passes.bounded import check_recorded, with_few_enough_tokens
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.detect import MoEMatch, detect
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
+from hexa_fx.passes.host_rules import refusal_of_host
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.perturbation import factors_past_limits
@@ -45,7 +47,6 @@ from hexa_fx.passes.placement import why_misplaced
 from hexa_fx.passes.region import Live
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, verify
-from hexa_fx.runtime.unchanged import hooked
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class BlockAnalysis:
         captured, rewritten, refusals: by mode; a mode is in exactly one of ``rewritten`` and ``refusals``.
         checks: by mode, for those that were rewritten at first; empty if verification is off.
         seconds: time of capture, detection and rewriting.
+        reads: what the runs of all modes read from Python.
     """
 
     path: str
@@ -103,6 +105,7 @@ class BlockAnalysis:
     refusals: Mapping[Mode, Refusal] = field(default_factory=dict)
     checks: Mapping[Mode, VerificationResult] = field(default_factory=dict)
     seconds: float = 0.0
+    reads: tuple[PythonRead, ...] = ()
 
 
 class _NotRecorded(Refusal):
@@ -111,11 +114,6 @@ class _NotRecorded(Refusal):
 
 _ALIKE = (
     "most tokens of the example are alike here, which hides what goes where: give example inputs with different tokens"
-)
-
-_HOOKED = (
-    "{!r} has hooks, which only its own code calls; a block is rewritten if only itself and its router have hooks: remove "
-    "the others"
 )
 
 _ATTEMPTS = (
@@ -196,10 +194,11 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) 
     captured: dict[Mode, CapturedBlock] = {}
     rewritten: dict[Mode, RewrittenBlock] = {}
     refusals: dict[Mode, Refusal] = {}
+    reads: list[PythonRead] = []
     match: MoEMatch | None = None
     for mode in MODES:
         with _in_mode(observation.module, mode), at_block(observation.path, mode):
-            outcome = _rewrite_mode(observation, args, kwargs, config, attempt)
+            outcome = _rewrite_mode(observation, args, kwargs, config, attempt, reads)
         if isinstance(outcome, Refusal):
             refusals[mode] = outcome
             continue
@@ -208,17 +207,23 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) 
         captured[mode], match = found.captured, match or found
     seconds = time.perf_counter() - started
     checks = _check(observation, captured, rewritten, refusals, args, kwargs, config) if config.verify else {}
-    return BlockAnalysis(observation.path, match, captured, rewritten, refusals, checks, seconds)
+    return BlockAnalysis(observation.path, match, captured, rewritten, refusals, checks, seconds, tuple(reads))
 
 
 def _rewrite_mode(
-    observation: Observation, args: tuple[Any, ...], kwargs: dict[str, Any], config: HexaConfig, attempt: Attempt
+    observation: Observation,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    config: HexaConfig,
+    attempt: Attempt,
+    reads: list[PythonRead],
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     try:
         captured = capture(observation.module, args, kwargs, observation.path, analysis_bytes=config.analysis_bytes)
     except CaptureError as error:
         return _NotRecorded(observation.path, str(error))
     check_recorded(captured, config)
+    reads += captured.reads
     notify("capture", "after", captured.graph)
     with announced("canonicalize", captured.graph) as done:
         captured = canonicalize(captured)
@@ -233,10 +238,10 @@ def _rewrite_mode(
         if not config.own_code_when_small:
             rewritten = replace(rewritten, small=0)
         done.graph = rewritten.graph
-    inside = hooked(observation.module, rewritten.graph)
-    if inside:
-        return Refusal(observation.path, _HOOKED.format(inside))
-    return match, rewritten
+    refusal = refusal_of_host(observation.module, captured, rewritten)
+    if refusal is not None:
+        return refusal
+    return match, with_autocast(observation.module, captured, rewritten, args, kwargs)
 
 
 def _check(

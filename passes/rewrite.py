@@ -11,7 +11,7 @@ import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import Access, CapturedBlock, StoredValue, functional, record_of
-from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.ir import InputGuard, PythonRead, RewrittenBlock
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
@@ -21,6 +21,7 @@ from hexa_fx.passes.own_code import own_code_limit
 from hexa_fx.passes.region import Live, RegionEmitter
 from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
+from hexa_fx.runtime.attribute_guards import called_in, is_within
 
 _FREE_OF_EFFECTS = (
     "size",
@@ -73,7 +74,14 @@ class _Rewriter:
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)
         small = own_code_limit(captured, self._removed(kept), self._added())
         guards, experts = self._guards(captured), self.match.num_experts
-        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, captured.held)
+        return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, self._reads())
+
+    def _reads(self) -> tuple[PythonRead, ...]:
+        """What was read from Python by code that the new graph does not call."""
+        called = called_in(self.graph)
+        return tuple(
+            read for read in self.match.captured.reads if not all(is_within(scope, called) for scope in read.scopes)
+        )
 
     def _asked_first(self) -> set[torch.fx.Node]:
         """Conditions on parameters and buffers alone, which are checked before any random number is drawn."""
@@ -206,14 +214,17 @@ class _Rewriter:
             for item in (*node.args, *node.kwargs.values())
             if isinstance(item, torch.dtype)
         }
+        called = called_in(self.graph)
+        on_dtype = any(not is_within(scope, called) for scope in captured.on_dtype)
+        on_device = any(not is_within(scope, called) for scope in captured.on_device)
         result = []
         for name, value in captured.arguments:
             if not isinstance(value, torch.fx.Node):
                 result.append(InputGuard(name, "constant", value))
                 continue
             tensor = record_of(value).value
-            exact = tensor.dtype in literal_dtypes
-            result.append(InputGuard(name, "tensor", dtype=tensor.dtype, ndim=tensor.dim(), exact_dtype=exact))
+            exact, device = on_dtype or tensor.dtype in literal_dtypes, tensor.device.type if on_device else None
+            result.append(InputGuard(name, "tensor", None, tensor.dtype, tensor.dim(), exact, device))
         return tuple(result)
 
 

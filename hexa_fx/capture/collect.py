@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from hexa_fx.capture.access_log import KINDS, Way
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.stored import is_liftable
-from hexa_fx.ir import Container, ContainerItem, HeldValue
+from hexa_fx.ir import Container, ContainerItem, PythonRead
 from hexa_fx.isolation.contents import contents
 
 _CHANGES = frozenset(
@@ -121,18 +121,17 @@ class Collecting:
     def accesses(self, recorder: Recorder) -> tuple[Access, ...]:
         """Everything that was done, with nodes for tensors. Mere reads count only where tensors lie or come to lie.
 
-        What is read from others is watched like any setting (`hexa_fx.runtime.unchanged`).
+        What is read from others is watched like any setting (`hexa_fx.runtime.attribute_guards`).
         """
         told = self._full_owners() | self._changed_owners()
         return tuple(_lifted(access, recorder) for access in self._noted if access.owner in told)
 
-    def explains(self, held: HeldValue) -> bool:
+    def explains(self, found: PythonRead) -> bool:
         """Whether a value counts as read from an object only because of what nobody reads, or is noted here."""
         read = {access.owner for access in self._noted if access.problem} - self._changed_owners()
         return any(
-            not way.container.is_global
-            and way.container.root == held.path
-            and way.container.steps == held.steps[: len(way.container.steps)]
+            (way.container.is_global, way.container.root) == (found.is_global, found.root)
+            and way.container.steps == found.steps[: len(way.container.steps)]
             and self._numbers[id(way.value)] not in read
             for way in self.ways
         )
@@ -182,6 +181,11 @@ class _StandIn:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.way.value, name)
         return self.collecting.note(self.way, lambda: found, _reading(self.way.container), changes=False)
+
+
+def without_stand_in(value: Any) -> Any:
+    """The list, deque or dict that a stand-in stands for; anything else as it is."""
+    return value.way.value if issubclass(type(value), _StandIn) else value
 
 
 def _reading(container: Container) -> str:

@@ -37,6 +37,7 @@ def visible_host(block: nn.Module, recorder: Recorder) -> Iterator[None]:
         _record_module_calls(block, recorder, undo)
         _shim_exchanges(undo)
         _note_functions(recorder, undo)
+        _note_autocast(recorder, undo)
         yield
     finally:
         for restore in reversed(undo):
@@ -176,6 +177,20 @@ def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
     undo.append(lambda: setattr(torch.autograd.Function, "apply", original))
+
+
+def _note_autocast(recorder: Recorder, undo: list[Callable[[], None]]) -> None:
+    """Tells the recorder whose code switches autocast on or off. A graph does not say for which nodes."""
+    original = torch.autocast.__enter__
+
+    def enter(self: torch.autocast) -> Any:
+        recorder.in_autocast[recorder.scopes[-1]] = self._enabled or recorder.in_autocast.get(
+            recorder.scopes[-1], False
+        )
+        return original(self)
+
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    undo.append(lambda: setattr(torch.autocast, "__enter__", original))
 
 
 def _is_value(argument: Any) -> bool:

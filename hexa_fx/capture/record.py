@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves
 from hexa_fx.capture.calls import Unreadable
 from hexa_fx.capture.collect import Access, Collecting, puts
 from hexa_fx.capture.copies import copied
-from hexa_fx.capture.held_reads import HeldReads
 from hexa_fx.capture.host import namespaces_of, visible_host
 from hexa_fx.capture.perturb import stirred_parameters
+from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.side_effects import Beside, Watch
 from hexa_fx.capture.stored import UNKNOWN, StoredValue, noted_settings, stored_values
 from hexa_fx.errors import CaptureError
-from hexa_fx.ir import HeldValue
+from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.raised_weight import RaisedWeight
@@ -67,7 +67,11 @@ class CapturedBlock:
         changed: other things that the run changed in place.
         nested: constants that were given to the block inside a list, a dict or another argument that is no tensor.
         recalled: constants that the block's modules held before the run, outside their parameters and buffers.
-        held: what the run read out of objects that the block's modules hold.
+        reads: what the run read from Python.
+        collections: lists, deques and dicts among what was read that may hold results.
+        in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
+        on_dtype: paths of the modules whose code decides on a dtype.
+        on_device: paths of the modules whose code asks for a kind of device.
         stirred: the random values that stood in for parameters whose elements are all equal, by name.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it; for people to read.
@@ -86,7 +90,11 @@ class CapturedBlock:
     functions: tuple[ModuleCall, ...] = ()
     recalled: frozenset[str] = frozenset()
     nested: frozenset[str] = frozenset()
-    held: tuple[HeldValue, ...] = ()
+    reads: tuple[PythonRead, ...] = ()
+    collections: tuple[Any, ...] = ()
+    in_autocast: Mapping[str, bool] = field(default_factory=dict)
+    on_dtype: frozenset[str] = frozenset()
+    on_device: frozenset[str] = frozenset()
     stirred: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
     analysis_bytes: int = 2 << 30
@@ -157,7 +165,7 @@ def _with_results_beside(run: Callable[..., CapturedBlock], block: nn.Module, be
     """A run; and if it leaves something beside its output, another one that sees whose code does so and how."""
     found = run()
     in_place, drawn = beside.changed(), bool(beside.drawn())
-    ways = list(beside.ways(in_place))
+    ways = list(beside.ways(in_place, found.collections))
     beside.restore()
     if ways:
         collecting = Collecting(ways, {id(tensor) for tensor in (*block.parameters(), *block.buffers())})
@@ -167,7 +175,7 @@ def _with_results_beside(run: Callable[..., CapturedBlock], block: nn.Module, be
             if not collecting.lost and (in_place or drawn or puts(followed.accesses)):
                 return followed
             if not collecting.lost:  # the block only reads; what it does is as well seen without stand-ins
-                return replace(found, held=followed.held, accesses=followed.accesses)
+                return replace(found, reads=followed.reads, accesses=followed.accesses)
         except Exception as error:  # of code that takes no stand-in, in C say
             log.debug("lists and dicts of %s cannot be followed: %s", type(block).__name__, error)
         beside.restore()
@@ -189,7 +197,7 @@ def _capture(
         block.named_buffers(remove_duplicate=False)
     )
     bound = _bind_arguments(block, args, kwargs)
-    reads = HeldReads(block)
+    reads = PythonReads(block)
     try:
         with (
             collecting.stand_ins() if collecting else nullcontext(),
@@ -199,6 +207,7 @@ def _capture(
             torch.set_grad_enabled(not as_it_is),
         ):
             recorder = Recorder(parameters, sees_gradients=not as_it_is)
+            reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
             recorder.leave = watch.leave if watch else recorder.leave
             if collecting:
                 collecting.scope = lambda: recorder.scopes[-1]
@@ -240,7 +249,11 @@ def _capture(
         tuple(recorder.functions),
         recalled,
         nested,
-        held=tuple(value for value in reads.values() if not (collecting and collecting.explains(value))),
+        reads=tuple(value for value in reads.values() if not (collecting and collecting.explains(value))),
+        collections=tuple(reads.collections()),
+        in_autocast=recorder.in_autocast,
+        on_dtype=frozenset(reads.ran.on_dtype),
+        on_device=frozenset(reads.ran.on_device),
         stirred=stirred,
     )
 

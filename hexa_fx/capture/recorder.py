@@ -48,6 +48,8 @@ class Recorder(TorchFunctionMode):
     """Whether the run is made with gradients, so that the code's own ``no_grad`` shows."""
     leave: Callable[[str], None] = lambda scope: None
     """Told when the code of a module hands over to another's, with the module's path."""
+    asked: Callable[[torch.Tensor, str], None] = lambda tensor, attribute: None
+    """Told when the code asks something of a tensor that is no number of it."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -63,6 +65,8 @@ class Recorder(TorchFunctionMode):
         self._parameter_storages = {memory_of(tensor) for tensor in self.parameters.values()}
         self.inside_function = 0
         """Depth in the forward of an `autograd.Function`, where torch turns gradients off."""
+        self.in_autocast: dict[str, bool] = {}
+        """Paths of the modules whose code switches autocast on or off, and whether on."""
         self.met: dict[str, int] = {}
         """For every constant, the id of the tensor it was read from."""
 
@@ -216,6 +220,7 @@ class Recorder(TorchFunctionMode):
         if attribute == "shape":
             return self._size(args[0], value)
         if attribute in METADATA or not isinstance(value, torch.Tensor):
+            self.asked(args[0], attribute)
             return value
         node = self.add("call_function", getattr, (self.lift(args[0]), attribute), {}, value)
         return self._wrap_result(value, node)

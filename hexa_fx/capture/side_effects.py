@@ -8,14 +8,13 @@ from __future__ import annotations
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from hexa_fx.capture.access_log import KINDS, Way, ways_to
-from hexa_fx.capture.held_reads import is_mentioned
 from hexa_fx.capture.rng_state import Streams
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules
@@ -44,18 +43,12 @@ class Beside:
         held = [holder for holder, _ in self._held.changed()]
         return held + [holder for holder, new in self._global.changed() if any(map(_of_the_run, new))]
 
-    def ways(self, in_place: list[Holder]) -> Iterator[Way]:
-        """All ways to the lists, deques and dicts among ``in_place``, and to those that modules' forwards mention.
+    def ways(self, in_place: list[Holder], read: Iterable[Any]) -> Iterator[Way]:
+        """All ways to the lists, deques and dicts among ``in_place`` and ``read``.
 
-        The latter count as read (`hexa_fx.capture.held_reads`) until their stand-ins show that they are not, in eval mode say.
+        The latter count as read (`hexa_fx.capture.python_reads`) until their stand-ins show that they are not, in eval mode say.
         """
-        wanted = {id(holder.value) for holder in in_place if type(holder.value) in KINDS}
-        wanted |= {
-            id(value)
-            for module in self._block.modules()
-            for name, value in vars(module).items()
-            if type(value) in KINDS and is_mentioned(module, name)
-        }
+        wanted = {id(value) for value in (*(holder.value for holder in in_place), *read) if type(value) in KINDS}
         return ways_to(wanted, self._block, self._namespaces)
 
     def drawn(self) -> list[str]:

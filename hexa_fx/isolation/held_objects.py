@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ def is_object(value: Any) -> bool:
 
 def is_collection(value: Any) -> bool:
     """Whether ``value`` has items with keys instead of attributes."""
-    return isinstance(value, (dict, list, tuple, set, frozenset))
+    return isinstance(value, (dict, list, tuple, deque, set, frozenset))
 
 
 def frozen(value: Any) -> Any:
@@ -82,8 +83,8 @@ def items(holder: Any) -> dict[Any, Any]:
     """The items or attributes of ``holder`` itself, by key or name."""
     if isinstance(holder, dict):
         return holder
-    if isinstance(holder, (list, tuple)):
-        return dict(enumerate(holder[:_LONGEST]))
+    if isinstance(holder, (list, tuple, deque)):
+        return dict(enumerate(itertools.islice(holder, _LONGEST)))
     found = dict(getattr(holder, "__dict__", None) or {})
     for cls in type(holder).__mro__:
         for name in _slots(cls):

@@ -23,11 +23,12 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import ModuleAttribute, PackedWeight, RewrittenBlock
 from hexa_fx.ops import main_grad
 from hexa_fx.runtime import results
+from hexa_fx.runtime.attribute_guards import AttributeGuards
+from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes
 from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
-from hexa_fx.runtime.unchanged import Unchanged, called_in
 
 logger = logging.getLogger(__name__)
 
@@ -58,20 +59,24 @@ class HexaForward:
         self.guards = {True: train.guards if train else (), False: eval.guards if eval else ()}
         self.packed_names = {True: _packed_names(train), False: _packed_names(eval)}
         self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
+        self.autocast = {True: train.autocast if train else None, False: eval.autocast if eval else None}
         self.small = {True: train.small if train else 0, False: eval.small if eval else 0}
         self.weights = {True: _weights(train), False: _weights(eval)}
         self._own_original = original
         self._logged: set[str] = set()
         self._missed_sizes: tuple[Any, ...] | None = None
-        called = called_in(*(block.graph for block in (train, eval) if block))
-        held = [value for block in (train, eval) if block for value in block.held]
         attributes = [item for item in (*self.stored[True], *self.stored[False]) if isinstance(item, ModuleAttribute)]
-        self.unchanged = Unchanged(module, called, ((item.path, item.name) for item in attributes), held)
+        written = [(item.path, item.name) for item in attributes]
+        self.attributes = {
+            True: AttributeGuards.of(module, train, written),
+            False: AttributeGuards.of(module, eval, written),
+        }
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.unchanged.bind(module)
+        for attributes in self.attributes.values():
+            attributes.bind(module)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
         self._covered = {training: self._coverage(training) for training in (True, False)}
@@ -132,17 +137,20 @@ class HexaForward:
         program = self.programs[training]
         if program is None:
             raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
-        self.unchanged.check()
+        self.attributes[training].check()
         if _differentiated_by_function():
             raise GuardMiss("torch.func.grad and forward-mode derivatives go through its own code only")
         values = self._arguments.bind(args, kwargs)
         check_inputs(self.guards[training], values)
         self._check_coverage(values, training)
+        dtypes = dtypes_under_autocast(self.autocast[training], self.guards[training], values)
         results.check(module, self.stored[training])
         inputs = [values[name] for name in program.inputs]
         for name in self.packed_names[training]:
             getattr(module, name).refresh()
         result = program.function(module, *inputs)
+        if dtypes is not None:
+            result = in_dtypes(result, dtypes)
         if not self.stored[training]:
             return result
         output, beside = result

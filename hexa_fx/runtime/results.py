@@ -39,6 +39,14 @@ def leave(module: nn.Module, destinations: Sequence[Destination], values: Sequen
             container.append(value)
 
 
+def values_left(module: nn.Module, destinations: Iterable[Destination]) -> tuple[Any, ...]:
+    """What lies there after a run: the values of attributes, and None for what is in lists and dicts."""
+    return tuple(
+        None if isinstance(item, ContainerItem) else getattr(module.get_submodule(item.path), item.name)
+        for item in destinations
+    )
+
+
 def shared_holders(module: nn.Module, destinations: Iterable[Destination]) -> Iterator[Holder]:
     """The lists, deques and dicts among ``destinations`` that are globals, each once. Those that are gone are left out."""
     containers = dict.fromkeys(item.container for item in destinations if isinstance(item, ContainerItem))

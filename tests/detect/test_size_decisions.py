@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.runtime import install
 from tests.zoo.compare import operators_run
 
 D, E, K = 8, 4, 2
@@ -115,8 +114,7 @@ SEEN = [AnyRows, Counted]
 
 
 @pytest.fixture(autouse=True)
-def operators(monkeypatch):
-    monkeypatch.setattr(install, "OWN_CODE_WHEN_SMALL", False)
+def seeded():
     torch.manual_seed(0)
 
 

@@ -150,7 +150,7 @@ def test_weights_with_a_main_grad_get_their_gradients_there(training, monkeypatc
 
 def test_own_code_for_another_reason_says_where_gradients_go(caplog):
     model, forward, weights = small_with_buffers()
-    forward.unchanged.check = _missed
+    forward.attributes[False].check = _missed
     model(inputs("dense_stacked_einsum", 8)).sum().backward()
     assert all(weight.grad is not None and (weight.main_grad == 1).all() for weight in weights.values())
     (said,) = (record.getMessage() for record in caplog.records)

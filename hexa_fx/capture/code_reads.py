@@ -1,0 +1,105 @@
+"""What a code object can read by global names, and whether it decides on dtypes or devices."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+_DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
+_WHOLE = frozenset({"globals", "eval", "exec"})
+_DEVICE = frozenset({"is_cuda", "is_cpu", "get_device", "is_mps", "is_xpu", "device_type"})
+_KINDS = frozenset({"is_floating_point", "is_complex", "itemsize"})
+
+
+@dataclass(frozen=True)
+class CodeReads:
+    """What one code object mentions.
+
+    Args:
+        chains: a global name and the attributes that are taken of it: ``("config", "scales", "first")``.
+        imports: the same of Python modules that the code imports.
+        stores: global names that the code sets.
+        decides_on_dtype: whether it compares a dtype, or looks something up by it.
+        asks_for_device: whether it asks what kind of device a tensor is on.
+    """
+
+    chains: tuple[tuple[str, ...], ...]
+    imports: tuple[tuple[str, ...], ...]
+    stores: frozenset[str]
+    decides_on_dtype: bool
+    asks_for_device: bool
+
+    @property
+    def hidden(self) -> str:
+        """A function that reads global names which the code does not spell out; empty if there is none."""
+        return next((chain[0] for chain in self.chains if chain[0] in _WHOLE), "")
+
+
+@functools.lru_cache(maxsize=4096)
+def code_reads(code: types.CodeType) -> CodeReads:
+    """Reads the instructions of ``code``, without those of functions inside it."""
+    instructions = [
+        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL", "EXTENDED_ARG", "PUSH_NULL")
+    ]
+    chains, imports, imported = dict[tuple[str, ...], None](), dict[tuple[str, ...], None](), dict[str, str]()
+    for at, instruction in enumerate(instructions):
+        name, following = str(instruction.argval), instructions[at + 1 :]
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            chains[name, *_attributes(following)] = None
+        elif instruction.opname == "IMPORT_NAME":
+            imports |= {(name, str(i.argval)): None for i in _imported_from(following)}
+            if following and following[0].opname == "STORE_FAST":
+                imported[str(following[0].argval)] = name
+        elif instruction.opname.startswith("LOAD_FAST") and name in imported:
+            imports[imported[name], *_attributes(following)] = None
+    stores = frozenset(str(i.argval) for i in instructions if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
+    return CodeReads(
+        tuple(chains), tuple(imports), stores, _decides_on_dtype(instructions), _asks_for_device(instructions)
+    )
+
+
+def _attributes(following: list[dis.Instruction]) -> Iterator[str]:
+    for instruction in following:
+        if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            return
+        yield str(instruction.argval)
+
+
+def _imported_from(following: list[dis.Instruction]) -> Iterator[dis.Instruction]:
+    return (i for i in following[:16] if i.opname == "IMPORT_FROM")
+
+
+def _decides_on_dtype(instructions: list[dis.Instruction]) -> bool:
+    """Whether a dtype, or a variable that holds one, is compared or looked up."""
+    holds = {
+        str(after.argval)
+        for one, after in itertools.pairwise(instructions)
+        if _is_dtype(one, set()) and after.opname == "STORE_FAST"
+    }
+    for at, instruction in enumerate(instructions):
+        if instruction.opname == "LOAD_ATTR" and instruction.argval in _KINDS:
+            return True
+        operands = {"CONTAINS_OP": 8, "COMPARE_OP": 2, "IS_OP": 2, "BINARY_SUBSCR": 1}.get(instruction.opname, 0)
+        if any(_is_dtype(i, holds) for i in instructions[max(at - operands, 0) : at]):
+            return True
+    return False
+
+
+def _asks_for_device(instructions: list[dis.Instruction]) -> bool:
+    return any(
+        i.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        and (i.argval in _DEVICE or (i.argval == "type" and instructions[at - 1].argval == "device"))
+        for at, i in enumerate(instructions)
+    )
+
+
+def _is_dtype(instruction: dis.Instruction, holds: set[str]) -> bool:
+    if instruction.opname in ("LOAD_ATTR", "LOAD_GLOBAL"):
+        return instruction.argval in _DTYPES or instruction.argval == "dtype"
+    return instruction.opname.startswith("LOAD_FAST") and instruction.argval in holds

@@ -1,0 +1,293 @@
+"""Notes what a recorded run reads from Python, wherever it lies: a graph contains it as it was.
+
+While the block runs, the classes of its modules, and of every object that the code comes to through them, note which attributes
+are read, missing ones included. A profile function tells which functions run; what these can read by global names is in their
+code. Lists, dicts and other built-in kinds cannot note anything, so all that they hold counts as read. What changes without a
+trace, such as an iterator, is noted as such, and a block that depends on it is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.capture.access_log import KINDS
+from hexa_fx.capture.calls import user_location
+from hexa_fx.capture.collect import without_stand_in
+from hexa_fx.capture.ran_code import RanCode, is_ours
+from hexa_fx.ir import PythonRead, SourceLocation
+from hexa_fx.isolation.held_objects import MODULE_STATE, is_collection, is_object, items
+from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
+from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unreadable, keys_inside, snapshot
+from hexa_fx.isolation.users_code import is_users
+
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
+_MACHINERY = (
+    "torch.nn.modules.module",
+    "torch.overrides",
+    "torch.fx",
+    "torch._",
+    "torch.utils",
+    "hexa_fx.",
+    "copy",
+    "inspect",
+)
+_TREE = frozenset(
+    "parameters named_parameters buffers named_buffers modules named_modules children named_children".split()
+)
+_OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn"})
+_DEEPEST = 12
+
+
+@dataclass
+class Edge:
+    """A read: what lay at ``key`` of ``holder`` the first time.
+
+    Args:
+        scopes: paths of the modules whose code read it.
+        inside: whether the holder cannot note reads, so that all it holds counts as read with it.
+    """
+
+    holder: Any
+    key: Any
+    value: Any
+    noted: Any
+    scopes: set[str] = field(default_factory=set)
+    location: SourceLocation | None = None
+    inside: bool = False
+
+
+class PythonReads:
+    """What one run reads.
+
+    Args:
+        block: the module that will run.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.scope: Callable[[], str] = lambda: ""
+        self._modules = {id(module): path for path, module in reversed(list(block.named_modules()))}
+        self._block = block
+        self._edges: dict[int, dict[Any, Edge]] = {}
+        self._met: dict[int, Any] = {}
+        self._patched: dict[type, Any] = {}
+        self._busy = False
+        self.ran = RanCode(self._read, lambda: self.scope())
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A context in which reads are noted."""
+        environment = os._Environ.__getitem__
+        os._Environ.__getitem__ = self._noting_environment(environment)  # type: ignore[method-assign]
+        for module in self._block.modules():
+            self._patch(type(module))
+        try:
+            with self.ran.noted():
+                yield
+        finally:
+            os._Environ.__getitem__ = environment  # type: ignore[method-assign]
+            for cls, own in self._patched.items():
+                if own is None:
+                    type.__delattr__(cls, "__getattribute__")
+                else:
+                    type.__setattr__(cls, "__getattribute__", own)
+        self._anchor()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors that were read, which are neither parameters nor buffers."""
+        found = (edge.value for edges in self._edges.values() for edge in edges.values())
+        return (value for value in found if isinstance(value, torch.Tensor))
+
+    def collections(self) -> Iterator[Any]:
+        """Lists, deques and dicts that were read and are empty or hold objects, but no other lists."""
+        for edge in (edge for edges in self._edges.values() for edge in edges.values()):
+            held = list(items(edge.value).values()) if isinstance(edge.noted, Keys) else []
+            if is_collection(edge.value) and (held or not edge.value) and not any(type(item) in KINDS for item in held):
+                yield edge.value
+
+    def values(self) -> tuple[PythonRead, ...]:
+        """Everything that was read, by every way to it from a module or a Python module."""
+        found: dict[Any, PythonRead] = {}
+        for identity, edges in list(self._edges.items()):
+            holder = next(iter(edges.values())).holder
+            if identity in self._modules:
+                self._walk(found, (False, self._modules[identity]), (), holder, frozenset(), ())
+            elif isinstance(holder, types.ModuleType):
+                self._walk(found, (True, holder.__name__), (), holder, frozenset(), ())
+        hidden = (
+            PythonRead(scope, (name,), Unreadable("look-up of names"), False, frozenset({scope}), location)
+            for scope, (name, location) in self.ran.hidden.items()
+        )
+        return (*found.values(), *hidden)
+
+    def _walk(
+        self,
+        found: dict[Any, PythonRead],
+        root: tuple[bool, str],
+        steps: tuple[Any, ...],
+        holder: Any,
+        scopes: frozenset[str],
+        above: tuple[int, ...],
+    ) -> None:
+        for edge in self._edges.get(id(holder), {}).values():
+            if is_ours(edge.value):
+                continue
+            by, path = frozenset(edge.scopes) | (scopes if edge.inside else frozenset()), (*steps, edge.key)
+            found[root, path] = PythonRead(root[1], path, edge.noted, root[0], by, edge.location)
+            is_root = id(edge.value) in self._modules or isinstance(edge.value, types.ModuleType)
+            if not is_root and id(edge.value) not in above and len(path) < _DEEPEST:
+                self._walk(found, root, path, edge.value, by, (*above, id(holder)))
+
+    # -- noting ---------------------------------------------------------------------------------------------------------
+
+    def _read(self, holder: Any, key: Any, scope: str | None = None) -> Any:
+        """Notes that ``key`` of ``holder`` is read, and returns what lies there."""
+        edge = self._edge(holder, key)
+        edge.scopes.add(self.scope() if scope is None else scope)
+        return edge.value
+
+    def _edge(self, holder: Any, key: Any) -> Edge:
+        edges = self._edges.setdefault(id(holder), {})
+        if key not in edges:
+            busy, self._busy = self._busy, True
+            try:
+                value = without_stand_in(lookup(holder, key))
+                noted = snapshot(value)
+                edges[key] = Edge(holder, key, value, noted, set())
+                if is_unreadable(value, noted):
+                    edges[key].noted, edges[key].location = Unreadable(type(value).__name__), user_location()
+                self._meet(value, noted)
+            finally:
+                self._busy = busy
+        return edges[key]
+
+    def _meet(self, value: Any, noted: Any) -> None:
+        """Sees to it that reads of what ``value`` holds are noted too."""
+        if id(value) in self._met:
+            return
+        self._met[id(value)] = value
+        for key in keys_inside(value, noted):
+            self._edge(value, key).inside = True
+        if isinstance(noted, (IsA, Keys)) and (isinstance(value, nn.Module) or is_object(value)):
+            self._patch(type(value))
+
+    def _patch(self, cls: type) -> None:
+        """Makes a class note reads; an object whose class cannot counts as read as a whole."""
+        if cls in self._patched or cls.__flags__ & _IMMUTABLE or not cls.__flags__ & (1 << 9):
+            return
+        own, plain = vars(cls).get("__getattribute__"), cls.__getattribute__
+        noting = self._noting(plain)
+        noting.noting = getattr_of(cls)  # type: ignore[attr-defined]
+        type.__setattr__(cls, "__getattribute__", noting)
+        self._patched[cls] = own
+
+    def _noting(self, plain: Callable[..., Any]) -> Callable[[Any, str], Any]:
+        def __getattribute__(holder: Any, name: str) -> Any:
+            if not self._busy and (not name.startswith("__") or name == "__dict__"):
+                self._note(holder, name, sys._getframe(1))
+            return plain(holder, name)
+
+        return __getattribute__
+
+    def _note(self, holder: Any, name: str, frame: types.FrameType) -> None:
+        if id(holder) not in self._modules and id(holder) not in self._met:
+            return  # made during the run
+        reader = str(frame.f_globals.get("__name__", ""))
+        if reader.startswith(_MACHINERY):
+            if name != "forward" or reader != "torch.nn.modules.module":
+                return
+        elif isinstance(holder, nn.Module) and name in _TREE:
+            for module in holder.modules():
+                for registry in REGISTRIES:
+                    self._names(module, registry)
+        if name == "__dict__":
+            if is_users(reader):
+                self._whole(holder)
+            return
+        if name in REGISTRIES and isinstance(holder, nn.Module):
+            self._names(holder, name)
+            return
+        if name not in MODULE_STATE or name == "training":
+            self._read(holder, name)
+
+    def _names(self, module: nn.Module, registry: str) -> None:
+        names = Names(frozenset(vars(module)[registry]))
+        for name in names.names:
+            self._read(module, name)
+        edges = self._edges.setdefault(id(module), {})
+        edges.setdefault(registry, Edge(module, registry, names, names)).scopes.add(self.scope())
+
+    def _whole(self, holder: Any) -> None:
+        """Notes a read of an object's ``__dict__``."""
+        own = own_names(holder)
+        for name in own:
+            self._read(holder, name)
+        edges = self._edges.setdefault(id(holder), {})
+        edges.setdefault("__dict__", Edge(holder, "__dict__", Names(own), Names(own))).scopes.add(self.scope())
+
+    def _noting_environment(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def __getitem__(environment: Any, key: str) -> Any:
+            frame: types.FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_globals.get("__name__") in (
+                "os",
+                "_collections_abc",
+                "collections.abc",
+            ):
+                frame = frame.f_back
+            if frame is not None and is_users(str(frame.f_globals.get("__name__"))):
+                self._read(os, "environ")
+                self._read(os.environ, key)
+            return plain(environment, key)
+
+        return __getitem__
+
+    def note_of_tensor(self, tensor: torch.Tensor, attribute: str) -> None:
+        """Notes that the code asks something of a tensor that is no number of it, such as ``requires_grad``."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and str(frame.f_globals.get("__name__")).startswith("hexa_fx."):
+            frame = frame.f_back
+        if frame is None or attribute not in _OF_GRADIENTS or not is_users(str(frame.f_globals.get("__name__"))):
+            return
+        if id(tensor) in self._met:
+            self._read(tensor, attribute)
+        else:  # of an intermediate value, which has one if gradients are on
+            self.ran.note_state(torch.is_grad_enabled, self.scope())
+
+    # -- after the run --------------------------------------------------------------------------------------------------
+
+    def _anchor(self) -> None:
+        """Notes what classes gave without being asked by way of an object.
+
+        These are special methods, functions of base classes, and attributes that the code may have taken of the class itself.
+        """
+        found = {id(edge.value) for edges in self._edges.values() for edge in edges.values()}
+        holders = [*self._block.modules(), *self._met.values()]
+        for module in self._block.modules():
+            called = self._edges.get(id(module), {}).get("forward")
+            for scope in called.scopes if called else ():
+                self._read(module, "__class__", scope)
+                self._read(type(module), "__call__", scope)
+        classes = {type(holder): holder for holder in reversed(holders)}
+        for cls, holder in classes.items():
+            for number, base in enumerate(cls.__mro__):
+                if not is_users(base.__module__):
+                    continue
+                for name, member in list(vars(base).items()):
+                    scopes = self.ran.scopes_of(member) or self.ran.mention(name, member)
+                    if scopes and id(member) not in found:
+                        self._read_class(holder, cls, number, base, name, scopes)
+
+    def _read_class(self, holder: Any, cls: type, number: int, base: type, name: str, scopes: set[str]) -> None:
+        for scope in scopes:
+            self._read(holder, "__class__", scope)
+            self._read(cls, "__mro__", scope)
+            self._read(cls.__mro__, number, scope)
+            self._read(base, name, scope)

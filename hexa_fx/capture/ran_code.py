@@ -1,0 +1,118 @@
+"""Which of the user's functions run during a recording, and what they read by global names."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hexa_fx.capture.code_reads import code_reads
+from hexa_fx.ir import SourceLocation
+from hexa_fx.isolation import torch_state
+from hexa_fx.isolation.held_objects import MISSING
+from hexa_fx.isolation.lookup import CALLED
+from hexa_fx.isolation.users_code import is_users
+
+_GENERATED = "<eval_with_key>"
+
+
+class RanCode:
+    """Code of the user's that ran, by the modules whose code called it.
+
+    Args:
+        read: notes that a key of an object is read, and returns the value.
+        scope: path of the module whose code runs.
+    """
+
+    def __init__(self, read: Callable[..., Any], scope: Callable[[], str]) -> None:
+        self._read, self._scope = read, scope
+        self._scopes: dict[types.CodeType, set[str]] = {}
+        self.on_dtype: set[str] = set()
+        """Scopes whose code decides on a dtype."""
+        self.on_device: set[str] = set()
+        """Scopes whose code asks for a kind of device."""
+        self.hidden: dict[str, tuple[str, SourceLocation]] = {}
+        """Scopes whose code reads names that it does not spell out, by which function, and where."""
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A context in which functions that are called are noted."""
+        before: Any = sys.getprofile()
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            if hasattr(before, "enable"):
+                before.enable()
+            elif before is not None:
+                sys.setprofile(before)
+
+    def scopes_of(self, member: Any) -> set[str]:
+        """Of a member of a class, the modules whose code ran it; empty if it did not run."""
+        function = getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
+        return self._scopes.get(getattr(function, "__code__", None), set())  # type: ignore[arg-type]
+
+    def mention(self, name: str, member: Any) -> set[str]:
+        """Of a plain attribute of a class, the modules whose code has its name in it."""
+        if name.startswith("__") or callable(member) or hasattr(member, "__get__"):
+            return set()
+        return {scope for code, scopes in self._scopes.items() if name in code.co_names for scope in scopes}
+
+    def _profile(self, frame: types.FrameType, event: str, argument: Any) -> None:
+        if event != "call":
+            return
+        code, scope = frame.f_code, self._scope()
+        scopes = self._scopes.get(code)
+        if scopes is not None and scope in scopes:
+            return
+        name = str(frame.f_globals.get("__name__", ""))
+        if not is_users(name) or code.co_filename.startswith(_GENERATED):
+            return
+        self._scopes.setdefault(code, set()).add(scope)
+        self._note(code, sys.modules.get(name), scope)
+
+    def _note(self, code: types.CodeType, home: types.ModuleType | None, scope: str) -> None:
+        found = code_reads(code)
+        if found.decides_on_dtype:
+            self.on_dtype.add(scope)
+        if found.asks_for_device:
+            self.on_device.add(scope)
+        if found.hidden:
+            self.hidden[scope] = f"{found.hidden}()", SourceLocation(code.co_filename, code.co_firstlineno)
+        for first, *rest in found.chains if home is not None else ():
+            if first in vars(home) and not is_ours(vars(home)[first]):
+                self._follow(home, [first, *rest], scope)
+        for module, *rest in found.imports:
+            if module in sys.modules and rest:
+                self._follow(sys.modules[module], rest, scope)
+
+    def _follow(self, holder: Any, names: list[str], scope: str) -> None:
+        """Notes attributes of Python modules and classes; other objects note theirs by themselves."""
+        for name in names:
+            if isinstance(holder, types.ModuleType) and not is_users(holder.__name__):
+                value = getattr(holder, name, MISSING)
+                self.note_state(value, scope)
+            else:
+                value = self._read(holder, name, scope)
+                self.note_state(value, scope)
+            if not isinstance(value, (types.ModuleType, type)):
+                return
+            holder = value
+            if isinstance(holder, type) and not is_users(holder.__module__):
+                return
+
+    def note_state(self, value: Any, scope: str) -> None:
+        """Notes a function that asks torch for a state, and what it says."""
+        name = str(getattr(value, "__name__", ""))
+        if name in torch_state.STATE and str(getattr(value, "__module__", "torch") or "torch").startswith("torch"):
+            self._read(torch_state, "STATE", scope)
+            self._read(torch_state.STATE, name, scope)
+            self._read(torch_state.STATE[name], CALLED, scope)
+
+
+def is_ours(value: Any) -> bool:
+    """Whether a name stands for something else while the block is recorded (`hexa_fx.capture.host`)."""
+    return str(getattr(getattr(value, "__func__", value), "__module__", "")).startswith("hexa_fx.capture")

@@ -1,0 +1,152 @@
+"""Where Python finds an attribute, an item or what a function keeps, and what lies there.
+
+The reader of a recorded run (`hexa_fx.capture.python_reads`) and the guards of a rewritten forward
+(`hexa_fx.runtime.attribute_guards`) both go by this, so that they mean the same place.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import types
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.isolation.held_objects import MISSING, MODULE_STATE, is_collection
+
+CALLED = "()"
+"""The key of what an object without attributes gives when it is called: a weak reference, a function that asks for a state."""
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+_BY_ATTRIBUTE = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.CellType,
+    functools.partial,
+    property,
+    torch.Tensor,
+    weakref.ref,
+)
+
+
+_READ_ONLY = frozenset("__closure__ __func__ __self__ __wrapped__ func args keywords fget".split())
+
+
+@dataclass(frozen=True)
+class Place:
+    """What lies at a key, and how to look there again quickly.
+
+    Args:
+        value: what lies there, `MISSING` if nothing does. What the class gives is given as it lies in the class.
+        dicts: dicts that have to hold ``value``, or nothing, under the key.
+        owner: what gives ``value`` as an attribute: a class, a Python module, or an object with slots or a way of its own.
+        slow: whether only `lookup` finds it.
+
+    Of a place that can never hold anything else, such as an item of a tuple, none of these is set.
+    """
+
+    value: Any
+    dicts: tuple[tuple[dict[Any, Any], Any], ...] = ()
+    owner: Any = None
+    slow: bool = False
+
+
+def lookup(holder: Any, key: Any) -> Any:
+    """The value at ``key`` of ``holder``: `MISSING` if there is none."""
+    return place(holder, key).value
+
+
+def place(holder: Any, key: Any) -> Place:
+    """Finds ``key`` as an item of a collection, an attribute of an object, class or Python module, or by a call."""
+    if key == "__class__":
+        return Place(type(holder))
+    if key == CALLED:
+        return Place(holder(), slow=True)
+    if isinstance(holder, dict):
+        value = dict.get(holder, key, MISSING)
+        return Place(value, ((holder, value),))
+    if is_collection(holder) or isinstance(holder, os._Environ):
+        return Place(_item(holder, key), slow=not isinstance(holder, tuple))
+    if isinstance(holder, types.ModuleType) and key in vars(holder):
+        return Place(vars(holder)[key], ((vars(holder), vars(holder)[key]),))
+    if isinstance(holder, (type, types.ModuleType)):
+        return Place(_of_class(holder, key), owner=None if key == "__mro__" else holder)
+    if isinstance(holder, _BY_ATTRIBUTE):
+        return Place(_attribute(holder, key), owner=None if key in _READ_ONLY else holder)
+    return _of_object(holder, key)
+
+
+def _of_object(holder: Any, name: str) -> Place:
+    own = getattr_plain(holder)
+    if name in own:
+        return Place(own[name], ((own, own[name]),))
+    found = inspect.getattr_static(type(holder), name, MISSING)
+    if getattr_of(type(holder)) is not object.__getattribute__ and not isinstance(found, property):
+        return Place(_attribute(holder, name), owner=holder)
+    if isinstance(found, functools.cached_property):
+        return Place(found, owner=type(holder))
+    if isinstance(found, types.MemberDescriptorType):  # of __slots__
+        return Place(_attribute(holder, name), owner=holder)
+    if found is not MISSING:
+        return Place(_of_class(type(holder), name), ((own, MISSING),), type(holder))
+    registries = [own[registry] for registry in REGISTRIES] if isinstance(holder, nn.Module) else []
+    for registry in registries:
+        if name in registry:
+            return Place(registry[name], ((registry, registry[name]),))
+    if not _plain_fallback(type(holder)):
+        return Place(_attribute(holder, name), owner=holder)
+    return Place(MISSING, tuple((d, MISSING) for d in (own, *registries)), type(holder))
+
+
+def getattr_plain(holder: Any) -> dict[str, Any]:
+    """The ``__dict__`` of an object, whatever its class says; empty if it has none."""
+    try:
+        own: dict[str, Any] = object.__getattribute__(holder, "__dict__")
+    except AttributeError:
+        return {}
+    return own
+
+
+def getattr_of(cls: type) -> Any:
+    """The ``__getattribute__`` of a class, without the one that notes reads."""
+    return getattr(cls.__getattribute__, "noting", cls.__getattribute__)
+
+
+def _plain_fallback(cls: type) -> bool:
+    return getattr(cls, "__getattr__", nn.Module.__getattr__) is nn.Module.__getattr__
+
+
+def _item(holder: Any, key: Any) -> Any:
+    try:
+        return holder[key]
+    except (LookupError, TypeError):
+        return MISSING
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    try:
+        return getattr(holder, name, MISSING)
+    except Exception:  # of a property; the block's own code then raises it
+        return MISSING
+
+
+def _of_class(cls: Any, name: str) -> Any:
+    try:
+        return getattr(cls, name, MISSING)
+    except Exception:  # of a descriptor that wants an instance
+        return inspect.getattr_static(cls, name, MISSING)
+
+
+def own_names(module: nn.Module) -> frozenset[str]:
+    """The attributes in a module's ``__dict__`` that its code sees there, without torch's and ours."""
+    return frozenset(
+        name
+        for name, value in getattr_plain(module).items()
+        if name not in MODULE_STATE and not type(value).__module__.startswith("hexa_fx.")
+    )

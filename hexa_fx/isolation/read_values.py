@@ -1,0 +1,245 @@
+"""Values that code reads from Python, in a form that tells later whether they are still the same."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import decimal
+import fractions
+import functools
+import pathlib
+import re
+import sys
+import types
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.isolation.held_objects import MISSING, PLAIN, is_collection, is_object, items
+from hexa_fx.isolation.lookup import CALLED
+from hexa_fx.isolation.users_code import is_users
+
+CONSTANT = (
+    *(kind for kind in PLAIN if kind is not functools.partial),
+    range,
+    slice,
+    type(...),
+    type(NotImplemented),
+    decimal.Decimal,
+    fractions.Fraction,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    uuid.UUID,
+    pathlib.PurePath,
+    re.Pattern,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    types.ModuleType,
+    property,
+    functools.cached_property,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    type(MISSING),
+)
+"""Values that never change and are compared as they are; functions, classes and Python modules by identity."""
+
+_COPIED = (list, tuple, set, frozenset, dict, deque, bytearray)
+_LONGEST = 4096
+_OWN_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_CACHED = type(functools.lru_cache(lambda: None))
+_SEEN_INTO = (
+    types.MethodType,
+    types.CellType,
+    types.SimpleNamespace,
+    functools.partial,
+    weakref.ref,
+    staticmethod,
+    classmethod,
+    _CACHED,
+)
+
+
+@dataclass(frozen=True)
+class IsA:
+    """Of an object, module or tensor, its kind. What is read of it is noted by itself."""
+
+    kind: type
+
+
+@dataclass(frozen=True)
+class Names:
+    """Of a module's ``__dict__`` or a registry in it, the keys."""
+
+    names: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Of a dict, list or tuple of objects, its kind and keys. What it holds is noted by itself."""
+
+    kind: type
+    keys: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """Of an object that can change without a trace, its type in words."""
+
+    kind: str
+
+
+@dataclass(frozen=True, eq=False)
+class Array:
+    """A numpy array's values."""
+
+    values: Any
+
+    def __eq__(self, other: object) -> bool:
+        numpy: Any = sys.modules["numpy"]
+        now: Any = other.values if isinstance(other, Array) else other
+        if type(now) is not type(self.values) or (now.dtype, now.shape) != (self.values.dtype, self.values.shape):
+            return False
+        return bool(numpy.array_equal(self.values, now, equal_nan=now.dtype.kind in "fc"))
+
+
+def snapshot(value: Any) -> Any:
+    """``value`` in a form that later changes do not reach: itself, a copy, or what kind of object it is."""
+    if isinstance(value, CONSTANT) or _is_numpy(value, "generic"):
+        return value
+    if _is_numpy(value, "ndarray") and value.dtype.kind != "O":
+        return Array(copy.deepcopy(value))
+    if type(value) in _COPIED and len(value) <= _LONGEST and _all_constant(value):
+        return copy.copy(value)
+    if is_collection(value) and not isinstance(value, (set, frozenset)):
+        return Keys(type(value), tuple(items(value)))
+    return IsA(torch.Tensor if isinstance(value, torch.Tensor) else type(value))
+
+
+def alike(now: Any, noted: Any) -> bool:
+    """Whether ``now`` is what was noted, by the rules of its type. An int is no float, and no bool."""
+    if now is noted:
+        return True
+    if isinstance(noted, IsA):
+        return isinstance(now, torch.Tensor) if noted.kind is torch.Tensor else type(now) is noted.kind
+    if isinstance(noted, Array):
+        return bool(noted == now)
+    if isinstance(noted, Names):
+        return frozenset(now) == noted.names
+    if isinstance(noted, Keys):
+        return type(now) is noted.kind and tuple(items(now)) == noted.keys
+    if isinstance(noted, Moved):
+        return noted.is_like(now)
+    if type(now) is not type(noted):
+        return False
+    if type(noted) in (list, tuple, deque):
+        return len(now) == len(noted) and all(map(alike, now, noted))
+    if type(noted) is dict:
+        return list(now) == list(noted) and all(map(alike, now.values(), noted.values()))
+    try:
+        return bool(now == noted) or (noted != noted and now != now)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+
+
+def is_unreadable(value: Any, noted: Any) -> bool:
+    """Whether an object has a state that nobody can see from outside: an iterator, say, or an object of C code."""
+    if not isinstance(noted, IsA) or isinstance(value, (torch.Tensor, nn.Module)):
+        return False
+    if hasattr(type(value), "__next__") or isinstance(value, (set, frozenset)):
+        return True
+    return is_object(value) and not isinstance(value, _SEEN_INTO) and not type(value).__flags__ & _OWN_CLASS
+
+
+def keys_inside(value: Any, noted: Any) -> Iterator[Any]:
+    """What an object of a built-in kind holds, which cannot tell when it is read."""
+    if isinstance(value, types.FunctionType):
+        if is_users(value.__module__ or ""):
+            yield from (name for name in ("__closure__", "__defaults__", "__kwdefaults__") if getattr(value, name))
+    elif isinstance(noted, Keys):
+        yield from noted.keys
+    elif isinstance(value, types.CellType):
+        yield "cell_contents"
+    elif isinstance(value, property):
+        yield "fget"
+    elif isinstance(value, functools.partial):
+        yield from ("func", "args", "keywords")
+    elif isinstance(value, types.MethodType):
+        yield from ("__func__", "__self__")
+    elif isinstance(value, types.BuiltinMethodType):
+        if not isinstance(value.__self__, (types.ModuleType, type, type(None))):
+            yield "__self__"
+    elif isinstance(value, weakref.ref):
+        yield CALLED
+    elif isinstance(value, _CACHED):
+        yield "__wrapped__"
+    elif isinstance(noted, IsA) and is_object(value) and not type(value).__flags__ & _OWN_CLASS:
+        yield from items(value)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Stands in a pickle for a function, class or Python module: its name, and of a function what it does."""
+
+    name: str
+    code: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Moved:
+        return cls(_name(value), _code(getattr(_function(value), "__code__", None)))
+
+    def is_like(self, value: Any) -> bool:
+        return isinstance(value, _MOVED) and Moved.of(value) == self
+
+
+_MOVED = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, property, functools.cached_property)
+
+
+def movable(value: Any) -> Any:
+    """``value`` in a form that can be pickled and copied."""
+    if isinstance(value, _MOVED):
+        return Moved.of(value)
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(movable, value))
+    return {key: movable(item) for key, item in value.items()} if type(value) is dict else value
+
+
+def _function(value: Any) -> Any:
+    return getattr(value, "fget", None) or getattr(value, "func", None) or value
+
+
+def _name(value: Any) -> str:
+    function = _function(value)
+    return (
+        f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', getattr(function, '__name__', ''))}"
+    )
+
+
+def _code(code: Any) -> Any:
+    if not isinstance(code, types.CodeType):
+        return None
+    constants = tuple(_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
+    return code.co_code, code.co_names, constants
+
+
+def _is_numpy(value: Any, kind: str) -> bool:
+    return "numpy" in sys.modules and isinstance(value, getattr(sys.modules["numpy"], kind))
+
+
+def _all_constant(value: Any) -> bool:
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return isinstance(value, bytearray) or all(
+        isinstance(item, CONSTANT)
+        or _is_numpy(item, "generic")
+        or (type(item) in (tuple, frozenset) and _all_constant(item))
+        for item in items
+    )

@@ -1,0 +1,32 @@
+"""States of torch that code may ask for, each by a function without arguments. A guard asks them again at every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """Whether autocast is on, and to which dtype, for each kind of device."""
+    kinds = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
+STATE: Mapping[str, Callable[[], Any]] = {
+    "is_grad_enabled": torch.is_grad_enabled,
+    "is_inference_mode_enabled": torch.is_inference_mode_enabled,
+    "get_default_dtype": torch.get_default_dtype,
+    "get_default_device": torch.get_default_device,
+    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "get_num_threads": torch.get_num_threads,
+    "is_autocast_enabled": autocast_state,
+    "is_autocast_cpu_enabled": autocast_state,
+    "is_autocast_available": autocast_state,
+    "get_autocast_dtype": autocast_state,
+    "get_autocast_gpu_dtype": autocast_state,
+    "get_autocast_cpu_dtype": autocast_state,
+}
+"""By the name that code calls."""

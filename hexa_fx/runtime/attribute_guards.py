@@ -1,0 +1,167 @@
+"""Checks that what a recorded run read from Python is still the same: attributes, globals, closures, hooks, modes.
+
+A graph contains settings such as the number of experts per token as they were when the block was recorded. If someone sets
+``block.top_k``, appends an expert, puts a `forward` on a module or switches a dropout on, the original forward runs instead, so
+that nobody gets a stale result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import is_
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+from torch.compiler import is_compiling
+from torch.nn.modules import module as torch_module
+
+from hexa_fx.ir import PythonRead, RewrittenBlock
+from hexa_fx.isolation.held_objects import MISSING
+from hexa_fx.isolation.read_values import movable
+from hexa_fx.runtime.guards import HOOKS, GuardMiss
+from hexa_fx.runtime.resolution import Resolution, is_still, submodule
+
+_OF_ALL = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+
+
+class AttributeGuards:
+    """What a rewritten forward relies on, checked at every call in a few microseconds.
+
+    Objects on the way (``self.config``) may be exchanged for others that say the same. Under a compiler nothing is checked.
+
+    Args:
+        block: the module as it was recorded; referenced weakly.
+        called: paths of submodules that the graph calls, which always do what they currently do.
+        stored: (path, name) of attributes that a forward sets.
+        reads: what the recorded run read.
+        packed: paths of parameters that are read side by side, and of which that is checked with them.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        called: Iterable[str] = (),
+        stored: Iterable[tuple[str, str]] = (),
+        reads: Iterable[PythonRead] = (),
+        packed: Iterable[str] = (),
+    ) -> None:
+        written = {*stored, ("", "forward")}
+        self.reads = tuple(read for read in reads if read.is_global or (read.root, read.steps[0]) not in written)
+        self.packed = frozenset(above for path in packed for above in _and_above(path))
+        owners = {path.rpartition(".")[0] for path in packed}
+        self.inner = tuple(path for path, _ in _read(block, "", frozenset(called)) if path and path not in owners)
+        self.bind(block)
+
+    @classmethod
+    def of(
+        cls, block: nn.Module, rewritten: RewrittenBlock | None, stored: Iterable[tuple[str, str]]
+    ) -> AttributeGuards:
+        """Those of a rewritten forward; none if there is no such forward."""
+        if rewritten is None:
+            return cls(block)
+        packed = [path for weight in rewritten.packed for part in weight.parts for path in part]
+        return cls(block, called_in(rewritten.graph), stored, rewritten.reads, packed)
+
+    def bind(self, block: nn.Module) -> None:
+        """Watches ``block`` from now on: the same one, or a copy that may still be incomplete."""
+        self._block = weakref.ref(block)
+        self._ready = False
+
+    def check(self) -> None:
+        """Raises `GuardMiss` if anything changed."""
+        if is_compiling():
+            return
+        if not (self._ready and self._is_same()):
+            self._resolve()  # raises if something differs, and otherwise knows the new objects
+        if any(self._hooks):
+            raise GuardMiss("an expert has hooks, which only its own code calls")
+
+    def _is_same(self) -> bool:
+        return (
+            all(map(is_, map(dict.get, self._dicts, self._keys, _NOTHING), self._values))
+            and all(map(is_, map(type, self._objects), self._types))
+            and self._classes_are_same()
+            and list(map(len, self._counted)) == self._counts
+            and (not self._whole or _equal(self._whole, self._copies))
+            and all(itertools.starmap(is_still, self._slow))
+        )
+
+    def _classes_are_same(self) -> bool:
+        if all(map(is_, map(getattr, self._owners, self._names, _NOTHING), self._given)):
+            return True
+        now = list(map(getattr, self._owners, self._names, _NOTHING))  # class methods are bound anew each time
+        return all(type(one) is type(two) and one == two for one, two in zip(now, self._given))
+
+    def _resolve(self) -> None:
+        block, self._ready = self._block(), False
+        assert block is not None
+        found = Resolution(block, self.reads, self.packed)
+        self._dicts, self._keys, self._values = _columns(found.dicts, 3)
+        self._owners, self._names, self._given = _columns(found.owners, 3)
+        self._objects, self._types = _columns(found.objects, 2)
+        self._counted, self._counts = _columns(found.counted, 2)
+        self._whole, self._copies = _columns(found.whole, 2)
+        self._slow = found.slow
+        inner = [submodule(block, path) for path in self.inner]
+        self._hooks = [*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)]
+        self._ready = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        reads = tuple(dataclasses.replace(read, value=movable(read.value)) for read in self.reads)
+        return {"reads": reads, "packed": self.packed, "inner": self.inner}
+
+
+_NOTHING = repeat(MISSING)
+
+
+def _equal(now: list[Any], copies: list[Any]) -> bool:
+    try:
+        return bool(now == copies)
+    except (RuntimeError, ValueError):  # there are tensors or arrays in one of them now
+        return False
+
+
+def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
+    """Path of a module that has hooks but that the graph reads instead of calling; empty if there is none."""
+    inner = ((path, module) for path, module in _read(block, "", called_in(graph)) if path)
+    return next((path for path, module in inner if any(getattr(module, hooks) for hooks in HOOKS)), "")
+
+
+def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:
+    """Paths of the submodules that the graphs call."""
+    return frozenset(str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module")
+
+
+def is_within(scope: str, paths: frozenset[str]) -> bool:
+    """Whether the module at ``scope`` is one of those at ``paths``, or in one."""
+    return any(scope == path or scope.startswith(f"{path}.") for path in paths)
+
+
+def _columns(rows: Sequence[tuple[Any, ...]], width: int) -> tuple[list[Any], ...]:
+    return tuple(list(column) for column in zip(*rows)) if rows else tuple([] for _ in range(width))
+
+
+def _and_above(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _read(module: nn.Module, path: str, called: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The block and those of its modules that are neither called nor inside one that is."""
+    yield path, module
+    for name, child in module._modules.items():
+        below = f"{path}.{name}".lstrip(".")
+        if child is not None and below not in called:
+            yield from _read(child, below, called)

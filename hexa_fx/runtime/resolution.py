@@ -1,0 +1,151 @@
+"""Where the values that a recorded run read lie now, so that they can be compared again quickly."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hexa_fx.ir import PythonRead
+from hexa_fx.isolation.lookup import lookup, own_names, place
+from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
+from hexa_fx.runtime.guards import GuardMiss
+
+_AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now"
+_COPIES = (list, set, dict, deque, bytearray)
+
+
+class Resolution:
+    """Where the values of ``reads`` lie in ``block`` now.
+
+    Raises:
+        GuardMiss: one of them is not what was noted.
+    """
+
+    def __init__(self, block: nn.Module, reads: Sequence[PythonRead], packed: frozenset[str] = frozenset()) -> None:
+        self.dicts: list[tuple[dict[Any, Any], Any, Any]] = []
+        self.owners: list[tuple[Any, str, Any]] = []
+        self.objects: list[tuple[Any, type]] = []
+        self.counted: list[tuple[Any, int]] = []
+        self.whole: list[tuple[Any, Any]] = []
+        self.slow: list[tuple[Any, Any, Any]] = []
+        self._block, self._packed = block, packed
+        self._holders: dict[tuple[bool, str, tuple[Any, ...]], Any] = {}
+        self._seen: dict[tuple[int, Any], Any] = {}
+        self._entered: set[tuple[int, Any]] = set()
+        self._through = {(read.is_global, read.root, read.steps[:-1]) for read in reads}
+        for read in sorted(reads, key=lambda read: len(read.steps)):
+            self._add(read)
+
+    def _add(self, read: PythonRead) -> None:
+        holder, key = self._at(read.is_global, read.root, read.steps[:-1]), read.steps[-1]
+        if isinstance(read.value, Names):
+            self._add_names(holder, key, read)
+            return
+        if (id(holder), key) in self._seen:
+            if not alike(self._seen[id(holder), key], read.value):
+                raise GuardMiss(f"{str(read)!r} changes from call to call")
+            return
+        found = place(holder, key)
+        self._seen[id(holder), key] = found.value
+        if not alike(found.value, read.value):
+            raise GuardMiss(_said(read, found.value))
+        through = (read.is_global, read.root, read.steps) in self._through
+        if isinstance(found.value, torch.Tensor) and not through:
+            return
+        if isinstance(found.value, nn.Module) and f"{read.root}.{key}".lstrip(".") in self._packed:
+            return
+        if key == "__class__":
+            self.objects.append((holder, found.value))
+        for where, value in found.dicts:
+            self._enter(self.dicts, where, key, value)
+        if found.owner is not None:
+            self._enter(self.owners, found.owner, key, found.value)
+        if found.slow:
+            exact = isinstance(read.value, (IsA, Keys))
+            self.slow.append((holder, key, _Same(found.value) if exact else read.value))
+        self._add_inside(read, found.value)
+
+    def _add_inside(self, read: PythonRead, value: Any) -> None:
+        """What the object at a place contains, or is."""
+        if isinstance(value, nn.Module):
+            self.objects.append((value, type(value)))
+        elif isinstance(read.value, Array):
+            self.slow.append((value, ..., read.value))
+        elif isinstance(read.value, Keys) and not isinstance(value, tuple):
+            self.counted.append((value, len(value)))
+        elif type(value) in _COPIES:
+            self.whole.append((value, read.value))
+
+    def _add_names(self, module: Any, key: str, read: PythonRead) -> None:
+        now = own_names(module) if key == "__dict__" else frozenset(vars(module)[key])
+        if now != read.value.names:
+            raise GuardMiss(_said(read, now))
+        if key != "__dict__":
+            self.counted.append((vars(module)[key], len(now)))
+        else:
+            self.slow.append((module, "__dict__", read.value))
+
+    def _enter(self, entries: list[tuple[Any, Any, Any]], where: Any, key: Any, value: Any) -> None:
+        if (id(where), key) not in self._entered:
+            self._entered.add((id(where), key))
+            entries.append((where, key, value))
+
+    def _at(self, is_global: bool, root: str, steps: tuple[Any, ...]) -> Any:
+        """The object at the end of ``steps``."""
+        place_of = (is_global, root, steps)
+        if place_of not in self._holders:
+            if steps:
+                found = lookup(self._at(is_global, root, steps[:-1]), steps[-1])
+            else:
+                found = sys.modules.get(root) if is_global else submodule(self._block, root)
+            self._holders[place_of] = found
+        return self._holders[place_of]
+
+
+class _Same:
+    """Stands for an object that has to lie at a place."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def is_still(holder: Any, key: Any, value: Any) -> bool:
+    if key is ...:
+        return alike(holder, value)
+    if isinstance(value, Names):
+        return own_names(holder) == value.names
+    now = lookup(holder, key)
+    return now is value.value if isinstance(value, _Same) else alike(now, value)
+
+
+def holds(block: nn.Module, reads: Sequence[PythonRead]) -> bool:
+    """Whether ``block`` gives everything that was read as it was, but for modes."""
+    try:
+        Resolution(block, [read for read in reads if read.steps[-1] != "training"])
+    except GuardMiss:
+        return False
+    return True
+
+
+def _said(read: PythonRead, now: Any) -> str:
+    if isinstance(read.value, IsA) and issubclass(read.value.kind, nn.Module):
+        if not isinstance(now, nn.Module):
+            return f"there is no longer a submodule {str(read)!r}; {_AGAIN}"
+        return f"{str(read)!r} was exchanged: a {_name(read.value.kind)} for a {_name(type(now))}; {_AGAIN}"
+    return f"{str(read)!r} is not what it was when the block was rewritten; {_AGAIN}"
+
+
+def submodule(block: nn.Module, path: str) -> nn.Module:
+    try:
+        return block.get_submodule(path)
+    except AttributeError:
+        raise GuardMiss(f"there is no longer a submodule {path!r}; {_AGAIN}") from None
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,81 @@
+"""Which dtypes a block's results have under autocast, by running its own code there once.
+
+Recorded code names dtypes as they were, and a rewritten region gives its result in the autocast dtype, whereas the original may
+add it up in float32. What the original gives depends on the autocast dtype and on the dtypes of the inputs alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from hexa_fx.capture import CapturedBlock
+from hexa_fx.ir import AutocastDtypes, RewrittenBlock
+from hexa_fx.isolation.module_snapshot import restored
+from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.runtime.attribute_guards import called_in, is_within
+from hexa_fx.runtime.autocast import dtypes_of, kind_of
+from hexa_fx.runtime.results import values_left
+from hexa_fx.runtime.signature import ArgumentNames
+
+log = logging.getLogger(__name__)
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_LARGEST = 1 << 29
+"""Elements of a parameter of which no 16-bit copy is made for this: a block with a larger one runs its own code under autocast."""
+
+
+def with_autocast(
+    block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RewrittenBlock:
+    """The block with the dtypes of its results under autocast.
+
+    There are none if the recorded code switches autocast off by itself: nodes do not say where.
+    """
+    called = called_in(rewritten.graph)
+    switched = any(not is_within(scope, called) for scope in captured.in_autocast)
+    return replace(rewritten, autocast={} if switched else _autocast_dtypes(block, rewritten, args, kwargs))
+
+
+def _autocast_dtypes(
+    block: nn.Module, rewritten: RewrittenBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AutocastDtypes:
+    """The dtypes of results by `kind_of` the call, for inputs as given and for floating ones in the autocast dtype.
+
+    Kinds in which the block raises an error are left out.
+    """
+    if any(parameter.numel() > _LARGEST for parameter in block.parameters()):
+        return {}
+    found: dict[Any, tuple[torch.dtype | None, ...]] = {}
+    for dtype, cast in itertools.product(_DTYPES, (False, True)):
+        given = pytree.tree_map(lambda leaf: _cast(leaf, dtype if cast else None), (args, kwargs))  # noqa: B023
+        device = next((t.device.type for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)), "cpu")
+        try:
+            with (
+                restored(block),
+                random_state_kept(),
+                torch.autocast(device, dtype, cache_enabled=False),
+                torch.no_grad(),
+            ):
+                kind = kind_of(rewritten.guards, _named(block, *given))
+                result = block.forward(*given[0], **given[1])
+                found[kind] = dtypes_of((result, values_left(block, rewritten.stored)))
+        except Exception as error:
+            log.debug("%s under autocast to %s: %s", rewritten.path or type(block).__name__, dtype, error)
+    return found
+
+
+def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.to(dtype, copy=True) if dtype and leaf.is_floating_point() else leaf.clone()
+
+
+def _named(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return ArgumentNames.of(block.forward, False).bind(args, kwargs)

@@ -1,0 +1,37 @@
+"""Refusals of what a rewritten block could not notice at run time: hooks, values that leave no trace, autocast of its own."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hexa_fx.capture import CapturedBlock
+from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.isolation.read_values import Unreadable
+from hexa_fx.runtime.attribute_guards import called_in, hooked, is_within
+
+_HOOKED = (
+    "{!r} has hooks, which only its own code calls; a block is rewritten if only itself and its router have hooks: remove "
+    "the others"
+)
+_UNREADABLE = (
+    "the code reads {}, a {} that may change without a trace; a plain value or an object of a Python class in its place can be "
+    "checked"
+)
+_AUTOCAST = (
+    "the code switches autocast on by itself, which a graph does not show; around the block, or in a submodule of its own, it "
+    "can stay"
+)
+
+
+def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock) -> Refusal | None:
+    """A refusal if code that the rewritten graph replaces depends on what no guard can check; else None."""
+    inside = hooked(block, rewritten.graph)
+    if inside:
+        return Refusal(captured.path, _HOOKED.format(inside))
+    for read in rewritten.reads:
+        if isinstance(read.value, Unreadable):
+            return Refusal(captured.path, _UNREADABLE.format(read, read.value.kind), read.location)
+    called = called_in(rewritten.graph)
+    if any(on and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
+        return Refusal(captured.path, _AUTOCAST)
+    return None

@@ -1,0 +1,691 @@
+"""Whatever a block's code reads from Python may change: the original runs then, or the block is refused, or both agree."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import copy
+import decimal
+import enum
+import fractions
+import functools
+import itertools
+import operator
+import os
+import types
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import hexa_fx
+from tests.zoo.compare import operators_run
+
+D, E, K = 8, 4, 2
+SCALE = 1.0
+SCALES = {"now": 1.0}
+CONFIG = types.SimpleNamespace(scale=1.0)
+SETTINGS = types.ModuleType("settings_of_test_python_reads")
+SETTINGS.SCALE = 1.0
+VARIABLE = contextvars.ContextVar("scale", default=1.0)
+NAME = "HEXA_TEST_PYTHON_READS"
+
+
+def of_one(x):
+    return 1.0
+
+
+def of_two(x):
+    return 2.0
+
+
+BY_NAME = {"one": of_one}
+
+
+class Options:
+    scale = 1.0
+    level = 1.0
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def at(self, x=None):
+        return self.scale
+
+    __call__ = at
+
+    def __float__(self):
+        return self.scale
+
+    def __getitem__(self, key):
+        return self.scale
+
+
+CURRENT = Options()
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        self.scale = 1.0
+
+
+class Delegating:
+    def __init__(self, options):
+        self.__dict__["options"] = options
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.options, name)
+
+
+class Kind(enum.Enum):
+    ONE, TWO = 1.0, 2.0
+
+
+class Named(NamedTuple):
+    scale: float = 1.0
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(D, 12), nn.Linear(12, D), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.b(self.drop(torch.relu(self.a(x))))
+
+
+class Block(nn.Module):
+    """A plain loop over experts, whose weights ``scale`` multiplies."""
+
+    level = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(D, E), nn.ModuleList(Expert() for _ in range(E))
+        self.made()
+
+    def made(self):
+        pass
+
+    def scale(self, x):
+        return 1.0
+
+    def forward(self, x):
+        w, i = self.gate(x).softmax(-1).topk(K)
+        w = w * self.scale(x)
+        out = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(i == e)
+            out.index_add_(0, token, self.experts[e](x[token]) * w[token, slot, None])
+        return out
+
+
+VARIANTS: dict[str, tuple[type[Block], Any]] = {}
+
+
+def variant(change, made=lambda self: None, forward=None):
+    """Registers a block whose scale is the decorated function, and what is done to it later."""
+
+    def register(scale):
+        members = {"scale": scale, "made": made} | ({"forward": forward} if forward else {})
+        name = scale.__name__
+        VARIANTS[name] = type(name, (Block,), members), change
+        return scale
+
+    return register
+
+
+def holding(value):
+    return lambda self: setattr(self, "held", value())
+
+
+def put(**values):
+    return lambda m, monkeypatch: [setattr(m, name, value) for name, value in values.items()]
+
+
+@variant(put(held=torch.full((1,), 2.0).double()), lambda self: self.register_buffer("held", None))
+def buffer_is_none(self, x):
+    return 1.0 if self.held is None else self.held
+
+
+@variant(
+    lambda m, p: setattr(m, "held", nn.Parameter(torch.full((1,), 2.0).double())),
+    lambda self: self.register_parameter("held", None),
+)
+def parameter_is_none(self, x):
+    return 1.0 if self.held is None else self.held
+
+
+@variant(put(held=nn.Linear(D, 1).double()), lambda self: self.register_module("held", None))
+def module_is_none(self, x):
+    return 1.0 if self.held is None else self.held(x)
+
+
+@variant(put(held=2.0))
+def default_of_getattr(self, x):
+    return getattr(self, "held", 1.0)
+
+
+@variant(put(held=2.0))
+def asked_by_hasattr(self, x):
+    return 2.0 if hasattr(self, "held") else 1.0
+
+
+@variant(put(level=2.0))
+def class_default_shadowed(self, x):
+    return self.level
+
+
+@variant(lambda m, p: p.setattr(type(m), "level", 2.0, raising=False))
+def class_attribute_set(self, x):
+    return self.level
+
+
+@variant(lambda m, p: p.setattr(Block, "level", 2.0))
+def attribute_of_a_base_class(self, x):
+    return type(self).level
+
+
+@variant(lambda m, p: m.held.__setitem__(0, 2.0), holding(lambda: np.array([1.0])))
+def numpy_array(self, x):
+    return float(self.held[0])
+
+
+@variant(put(held=np.float64(2)), holding(lambda: np.float64(1)))
+def numpy_number(self, x):
+    return float(self.held)
+
+
+@variant(put(held=decimal.Decimal(2)), holding(lambda: decimal.Decimal(1)))
+def a_decimal(self, x):
+    return float(self.held)
+
+
+@variant(put(held=fractions.Fraction(3, 2)), holding(lambda: fractions.Fraction(1, 2)))
+def a_fraction(self, x):
+    return self.held.numerator
+
+
+@variant(put(held=range(2, 9)), holding(lambda: range(1, 9)))
+def a_range(self, x):
+    return self.held[0]
+
+
+@variant(lambda m, p: m.held.appendleft(2.0), holding(lambda: collections.deque([1.0])))
+def a_deque(self, x):
+    return self.held[0]
+
+
+@variant(lambda m, p: m.held.add("twice"), holding(lambda: {"once"}))
+def a_set(self, x):
+    return 2.0 if "twice" in self.held else 1.0
+
+
+@variant(put(held=frozenset({"twice"})), holding(frozenset))
+def a_frozenset(self, x):
+    return 2.0 if "twice" in self.held else 1.0
+
+
+@variant(put(held=Kind.TWO), holding(lambda: Kind.ONE))
+def an_enum(self, x):
+    return self.held.value
+
+
+@variant(lambda m, p: setattr(m.held, "scale", 2.0), holding(Options))
+def object_with_float(self, x):
+    return float(self.held)
+
+
+@variant(lambda m, p: setattr(m.held, "scale", 2.0), holding(Options))
+def object_with_items(self, x):
+    return self.held["any"]
+
+
+@variant(lambda m, p: setattr(m.held, "scale", 2.0), holding(Options))
+def object_that_is_called(self, x):
+    return self.held(x)
+
+
+@variant(lambda m, p: p.setattr(Options, "__float__", lambda self: 2.0), holding(Options))
+def special_method_replaced(self, x):
+    return float(self.held)
+
+
+@variant(lambda m, p: setattr(m.held.__self__, "scale", 2.0), holding(lambda: Options().at))
+def bound_method(self, x):
+    return self.held(x)
+
+
+@variant(
+    lambda m, p: setattr(m.held.args[0], "scale", 2.0), holding(lambda: functools.partial(operator.getitem, Options()))
+)
+def partial(self, x):
+    return self.held("any")
+
+
+def closure(value):
+    def held(x):
+        return value
+
+    def change(new):
+        nonlocal value
+        value = new
+
+    held.change = change
+    return held
+
+
+@variant(lambda m, p: m.held.change(2.0), holding(lambda: closure(1.0)))
+def cell_of_a_closure(self, x):
+    return self.held(x)
+
+
+@variant(put(held=lambda x: 2.0), holding(lambda: lambda x: 1.0))
+def a_lambda(self, x):
+    return self.held(x)
+
+
+def with_default(x, value=1.0):
+    return value
+
+
+@variant(lambda m, p: p.setattr(with_default, "__defaults__", (2.0,)), holding(lambda: with_default))
+def default_of_a_function(self, x):
+    return self.held(x)
+
+
+@variant(lambda m, p: p.setitem(globals(), "SCALE", 2.0))
+def global_number(self, x):
+    return SCALE
+
+
+@variant(lambda m, p: p.setitem(globals(), "of_one", of_two))
+def global_function(self, x):
+    return of_one(x)
+
+
+@variant(lambda m, p: p.setitem(SCALES, "now", 2.0))
+def global_dict(self, x):
+    return SCALES["now"]
+
+
+@variant(lambda m, p: p.setitem(SCALES, "later", 2.0))
+def key_missing_in_a_global_dict(self, x):
+    return SCALES.get("later", 1.0)
+
+
+@variant(lambda m, p: p.setattr(CONFIG, "scale", 2.0))
+def global_namespace(self, x):
+    return CONFIG.scale
+
+
+@variant(lambda m, p: p.setattr(CURRENT, "scale", 2.0))
+def global_object(self, x):
+    return CURRENT.scale
+
+
+@variant(lambda m, p: p.setattr(Options, "level", 2.0))
+def attribute_of_a_global_class(self, x):
+    return Options.level
+
+
+@variant(lambda m, p: p.setattr(SETTINGS, "SCALE", 2.0))
+def attribute_of_a_module(self, x):
+    return SETTINGS.SCALE
+
+
+@variant(lambda m, p: p.setitem(BY_NAME, "one", of_two))
+def table_of_functions(self, x):
+    return BY_NAME["one"](x)
+
+
+@variant(lambda m, p: p.setenv(NAME, "2"))
+def environment_by_getenv(self, x):
+    return float(os.getenv(NAME, "1"))
+
+
+@variant(lambda m, p: p.setenv(NAME, "2"))
+def environment_by_in(self, x):
+    return 2.0 if NAME in os.environ else 1.0
+
+
+@variant(lambda m, p: m.gate.weight.requires_grad_(False))
+def requires_grad(self, x):
+    return 1.0 if self.gate.weight.requires_grad else 2.0
+
+
+@variant(
+    lambda m, p: (
+        p.setattr(torch, "get_default_dtype", torch.get_default_dtype) or torch.set_default_dtype(torch.float64)
+    )
+)
+def default_dtype(self, x):
+    return 1.0 if torch.get_default_dtype() == torch.float32 else 2.0
+
+
+@variant(lambda m, p: [d.train() for d in m.modules() if isinstance(d, nn.Dropout)])
+def dropout_switched_on(self, x):
+    return 1.0
+
+
+def doubled(module, args, out):
+    return out * 2
+
+
+def patched_forward(module):
+    plain = module.forward
+    module.forward = lambda x: plain(x) * 2
+
+
+@variant(lambda m, p: patched_forward(m.experts[1].a))
+def forward_on_a_linear(self, x):
+    return 1.0
+
+
+@variant(lambda m, p: patched_forward(m.experts[1].drop))
+def forward_on_a_dropout(self, x):
+    return 1.0
+
+
+@variant(lambda m, p: p.setattr(Expert, "forward", lambda self, x: self.b(torch.relu(self.a(x))) * 2))
+def forward_of_the_experts_class(self, x):
+    return 1.0
+
+
+@variant(lambda m, p: p.setattr(nn.Dropout, "forward", lambda self, x: x * 2))
+def forward_of_a_class_of_torch(self, x):
+    return 1.0
+
+
+@variant(lambda m, p: m.experts[2].b.register_forward_hook(doubled))
+def hook_on_a_linear(self, x):
+    return 1.0
+
+
+@variant(lambda m, p: m.experts[2].drop.register_forward_hook(doubled))
+def hook_on_a_dropout(self, x):
+    return 1.0
+
+
+@variant(lambda m, p: HOOKS.append(nn.modules.module.register_module_forward_hook(lambda m, a, out: out * 1.5)))
+def hook_on_all_modules(self, x):
+    return 1.0
+
+
+HOOKS: list[Any] = []
+
+
+@variant(lambda m, p: p.setattr(Expert, "__call__", lambda self, x: self.forward(x) * 2))
+def call_of_the_experts_class(self, x):
+    return 1.0
+
+
+@variant(lambda m, p: p.setattr(type(m), "scale", lambda self, x: 2.0))
+def method_of_the_class(self, x):
+    return 1.0
+
+
+@variant(put(scale=lambda x: 2.0))
+def method_of_the_instance(self, x):
+    return 1.0
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+@variant(lambda m, p: parametrize.register_parametrization(m.experts[0].a, "weight", Twice()))
+def parametrization(self, x):
+    return 1.0
+
+
+@variant(put(held=2.0), holding(lambda: 1.0))
+def read_from_dict(self, x):
+    return self.__dict__["held"]
+
+
+@variant(put(other=2.0), holding(lambda: 1.0))
+def missing_in_vars(self, x):
+    return vars(self).get("other", 1.0)
+
+
+@variant(put(held=2.0), lambda self: setattr(self, "held", 1.0))
+def by_a_name_that_is_made(self, x):
+    return getattr(self, "he" + "ld")
+
+
+@variant(lambda m, p: setattr(m.held.options, "scale", 2.0), holding(lambda: Delegating(Options())))
+def object_that_delegates(self, x):
+    return self.held.scale
+
+
+KEPT = Options()
+
+
+@variant(lambda m, p: p.setattr(KEPT, "scale", 2.0), holding(lambda: weakref.ref(KEPT)))
+def weak_reference(self, x):
+    return self.held().scale
+
+
+@variant(lambda m, p: setattr(m.held[0], "scale", 2.0), holding(lambda: [Options()]))
+def list_of_objects(self, x):
+    return self.held[0].scale
+
+
+@variant(lambda m, p: m.held.append(Options()), holding(lambda: [Options()]))
+def length_of_a_list_of_objects(self, x):
+    return float(len(self.held))
+
+
+@variant(lambda m, p: m.held.__setitem__("a", 2.0), holding(lambda: collections.defaultdict(lambda: 1.0)))
+def a_defaultdict(self, x):
+    return self.held.get("a", 1.0)
+
+
+@variant(lambda m, p: setattr(m.held, "scale", 2.0), holding(Slots))
+def object_with_slots(self, x):
+    return self.held.scale
+
+
+@variant(put(held=Named(2.0)), holding(Named))
+def named_tuple(self, x):
+    return self.held.scale
+
+
+@variant(put(held={"a": {"b": (2.0,)}}), holding(lambda: {"a": {"b": (1.0,)}}))
+def nested_dicts(self, x):
+    return self.held["a"]["b"][0]
+
+
+@variant(put(held=True), holding(lambda: 1))
+def another_type_of_number(self, x):
+    return 2.0 if self.held is True else 1.0
+
+
+@variant(put(held=float("nan")), holding(lambda: 1.0))
+def not_a_number(self, x):
+    return self.held
+
+
+@variant(lambda m, p: p.setattr(SETTINGS, "SCALE", 2.0))
+def imported_in_the_function(self, x):
+    import settings_of_test_python_reads
+
+    return settings_of_test_python_reads.SCALE
+
+
+@variant(lambda m, p: p.setattr(SETTINGS, "SCALE", 2.0))
+def imported_by_name(self, x):
+    from settings_of_test_python_reads import SCALE as scale
+
+    return scale
+
+
+def decorated(function):
+    times = [1.0]
+
+    @functools.wraps(function)
+    def forward(self, x):
+        return function(self, x) * times[0]
+
+    forward.times = times
+    return forward
+
+
+@variant(lambda m, p: type(m).forward.times.__setitem__(0, 2.0), forward=decorated(Block.forward))
+def decorated_forward(self, x):
+    return 1.0
+
+
+def of_super(self, x):
+    return super(type(self), self).forward(x)
+
+
+@variant(
+    lambda m, p: p.setattr(Block, "forward", decorated_twice(Block.forward)),
+    forward=of_super,
+)
+def forward_of_a_base_class(self, x):
+    return 1.0
+
+
+def decorated_twice(function):
+    return lambda self, x: function(self, x) * 2
+
+
+REFUSED: dict[str, Any] = {}
+
+
+def refused(made=lambda self: None):
+    def register(scale):
+        REFUSED[scale.__name__] = type(scale.__name__, (Block,), {"scale": scale, "made": made})
+        return scale
+
+    return register
+
+
+@refused(holding(lambda: itertools.count(1)))
+def an_iterator(self, x):
+    return float(next(self.held))
+
+
+@refused()
+def by_globals(self, x):
+    return globals()["SCALE"]
+
+
+@refused()
+def context_variable(self, x):
+    return VARIABLE.get()
+
+
+@refused(holding(lambda: {Options()}))
+def set_of_objects(self, x):
+    return next(iter(self.held)).scale
+
+
+@pytest.fixture(autouse=True)
+def operators(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, SETTINGS.__name__, SETTINGS)
+    monkeypatch.delenv(NAME, raising=False)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+    for hook in HOOKS:
+        hook.remove()
+    HOOKS.clear()
+
+
+def x(rows=24):
+    return torch.randn(rows, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_change_is_noticed(name, monkeypatch):
+    kind, change = VARIANTS[name]
+    model = kind().double().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), x())
+    assert operators_run(optimized, (x(),)), optimized.report
+    before = model(x())
+    for m in (model, optimized):
+        change(m, monkeypatch)
+    torch.manual_seed(1)
+    expected = model(x())
+    torch.manual_seed(1)
+    torch.testing.assert_close(optimized(x()), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert name in ("requires_grad", "another_type_of_number") or not torch.equal(before, expected)
+    assert not operators_run(optimized, (x(),)), "its own code runs"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_copies_and_second_blocks_notice_it_too(name, monkeypatch):
+    kind, change = VARIANTS[name]
+    model = nn.Sequential(kind(), kind()).double().eval()
+    if name not in ("cell_of_a_closure", "weak_reference"):  # whose copies change with it
+        change(model[1], monkeypatch)
+    optimized = copy.deepcopy(hexa_fx.optimize(copy.deepcopy(model), x()))
+    torch.manual_seed(1)
+    expected = model(x())
+    torch.manual_seed(1)
+    torch.testing.assert_close(optimized(x()), expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_leaves_no_trace_is_refused(name):
+    (block,) = hexa_fx.explain(REFUSED[name]().double().eval(), x()).blocks
+    assert block.status == "refused"
+    assert "may change without a trace" in block.reason
+    assert block.location is not None
+
+
+def test_gradients_switched_off_are_noticed():
+    class Asking(Block):
+        def scale(self, x):
+            return 1.0 if torch.is_grad_enabled() else 2.0
+
+    model = Asking().double().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), x())
+    torch.testing.assert_close(optimized(x()), model(x()))
+    with torch.no_grad():
+        torch.testing.assert_close(optimized(x()), model(x()))
+
+
+@pytest.mark.parametrize("asks", ["==", "in", "is", "held"])
+def test_a_decision_on_a_dtype(asks):
+    class Deciding(Block):
+        def scale(self, x):
+            kind = x.dtype
+            decided = {
+                "==": lambda: x.dtype == torch.float64,
+                "in": lambda: x.dtype in (torch.float64, torch.float16),
+                "is": lambda: torch.float64 is kind,
+                "held": lambda: {torch.float64: True}.get(kind, False),
+            }[asks]()
+            return 2.0 if decided else 1.0
+
+    model = Deciding().eval()
+    optimized = hexa_fx.optimize(copy.deepcopy(model), x().float())
+    for dtype in (torch.float32, torch.float64):
+        given = x().to(dtype)
+        torch.testing.assert_close(optimized.to(dtype)(given), model.to(dtype)(given), rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_that_read_the_same_are_analysed_once():
+    class Held(Block):
+        def made(self):
+            self.options, self.number = Options(), np.array([1.0, 2.0])
+
+        def scale(self, x):
+            return float(self.options) * self.number[0] * SCALE
+
+    report = hexa_fx.explain(nn.Sequential(*(Held() for _ in range(3))).double(), x())
+    assert [block.same_as for block in report.rewritten] == [None, "0", "0"]
