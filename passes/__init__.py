@@ -34,7 +34,7 @@ from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.observers import announced, at_block, muted, notify
 from hexa_fx.passes.autocast import with_autocast
-from hexa_fx.passes.bounded import check_recorded, with_few_enough_tokens
+from hexa_fx.passes.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.detect import MoEMatch, detect
@@ -238,7 +238,7 @@ def _rewrite_mode(
         if not config.own_code_when_small:
             rewritten = replace(rewritten, small=0)
         done.graph = rewritten.graph
-    refusal = refusal_of_host(observation.module, captured, rewritten)
+    refusal = refusal_of_host(observation.module, captured, rewritten) or refusal_of_layout(captured, rewritten)
     if refusal is not None:
         return refusal
     return match, with_autocast(observation.module, captured, rewritten, args, kwargs)

@@ -15,8 +15,10 @@ from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.calls import memory_of
 from hexa_fx.capture.observe import Observation
 from hexa_fx.config import HexaConfig
-from hexa_fx.ir import Refusal
+from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.size import FEW_TOKENS, is_out_of_memory, raises_in_pieces
+from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.packing import PackedExperts
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -61,6 +63,21 @@ def check_recorded(captured: CapturedBlock, config: HexaConfig) -> None:
     taken = sum(8 * tensor.numel() for tensor in tensors if memory_of(tensor) not in weights)
     if _SHARE * taken > config.analysis_bytes:
         raise TooManyTokens
+
+
+def refusal_of_layout(captured: CapturedBlock, rewritten: RewrittenBlock) -> Refusal | None:
+    """Lays listed experts' weights side by side, as the rewritten block reads them; a refusal if there is no room for it.
+
+    Done before a large block is verified, so that one tensor over all experts is a view there too.
+    """
+    if captured.whole_bytes is None:
+        return None
+    try:
+        for weight in rewritten.packed:
+            PackedExperts(captured.block, weight).refresh()
+    except GuardMiss as miss:
+        return Refusal(captured.path, str(miss))
+    return None
 
 
 def _released(reason: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
@@ -242,7 +243,8 @@ def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock
     forward = HexaForward(block, train, eval, block.__dict__.get("forward"))
     experts = {name: PackedExperts(block, weight) for name, weight in weights.items()}
     for packed in experts.values():
-        packed.refresh()
+        with suppress(GuardMiss):  # the first call says it and runs the original
+            packed.refresh()
     block.__dict__.update(experts)
     block.__dict__["forward"] = forward
     return forward

@@ -79,6 +79,21 @@ def adopt(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | None:
     return first.as_strided(shelf.shape, stride, first.storage_offset())
 
 
+def nbytes(parts: Sequence[Sequence[torch.Tensor]]) -> int:
+    """Bytes of the stacked tensor."""
+    return sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that a new tensor may take on a GPU. None elsewhere: memory of the host is taken page by page as it is written, and
+    what has been moved is given back at once.
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()  # experts that were moved before lie in blocks of their own
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def move(parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
     """Moves the parameters' data into one new stacked tensor, bit for bit, and returns it.
 
