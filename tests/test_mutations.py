@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import hexa_fx
+from tests.zoo import judge_dormant
 from tests.zoo.compare import compare
-from tests.zoo.judge import excuse_of, judge, judge_seed
+from tests.zoo.judge import JUDGED, excuse_of, judge, judge_seed
 from tests.zoo.mutate import mutant, mutant_of
 
 torch.set_num_threads(1)
@@ -44,6 +45,18 @@ def test_mutants(start: int) -> None:
     assert counts["equal"] + counts["refused"] >= 4, counts
 
 
+@pytest.mark.parametrize("start", range(0, 60, 20))
+def test_dormant_features(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features that do nothing on the example, judged awake: equal, refused or the block's own code."""
+    monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
+    judged = [(seed, *judge_dormant.judge_seed(seed)) for seed in range(start, start + 20)]
+    wrong = [
+        f"seed {seed}: {what}: {v.outcome} {v.detail}" for seed, v, what in judged if v.outcome in ("WRONG", "CRASH")
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert sum(v.outcome in JUDGED for _, v, _ in judged) >= 8
+
+
 @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_rewritten_implies_equal(dice: random.Random) -> None:
@@ -57,7 +70,7 @@ def test_rewritten_implies_equal(dice: random.Random) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_five_thousand_judged_mutants(capsys: pytest.CaptureFixture[str]) -> None:
-    """HEXA_FX_MUTANTS judged mutants (5000 by default): invalid ones do not count. Prints a summary."""
+    """HEXA_FX_MUTANTS judged mutants of the first family (5000 by default): invalid ones do not count. Prints a summary."""
     wanted = int(os.environ.get("HEXA_FX_MUTANTS", "5000"))
     total: collections.Counter[str] = collections.Counter()
     wrong: list[str] = []

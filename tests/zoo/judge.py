@@ -2,6 +2,7 @@
 
     python -m tests.zoo.judge --log mutants.jsonl --judged 5000      # goes on where the log ends
     python -m tests.zoo.judge --log mutants.jsonl --tally            # counts what is in it
+    python -m tests.zoo.judge --family dormant --log dormant.jsonl   # the second family, see judge_dormant.py
 
 The log has a line a seed: outcome, detail, what was changed, seconds of processor time. It can be stopped at any time.
 """
@@ -17,28 +18,21 @@ import pathlib
 import sys
 import time
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
-from tests.zoo import pattern_table, poor_examples
+from tests.zoo import judge_dormant, pattern_table, poor_examples
 from tests.zoo.compare import Difference, compare, is_finite, perturb
 from tests.zoo.mutate import Mutant, mutant
 from tests.zoo.variant import Variant
+from tests.zoo.verdict import Verdict
 
+Judge: TypeAlias = Callable[[int, str], tuple[Verdict, str]]
+JUDGED = frozenset({"equal", "own code", "refused", "WRONG", "CRASH"})
 SIZES = ((2, 7), (3, 5), (1, 1), (2, 16))
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a mutant: ``invalid`` (its own code does not run or does not repeat itself), ``refused``, ``equal``, or
-    ``WRONG`` with the difference.
-    """
-
-    outcome: str
-    detail: str = ""
 
 
 def judge(case: Mutant, example: str = "good") -> Verdict:
@@ -164,6 +158,12 @@ def judge_seed(seed: int, example: str = "good") -> tuple[Verdict, str]:
         return Verdict("CRASH", f"{type(error).__name__}: {error}"), case.what
 
 
+JUDGES: dict[str, Judge] = {
+    "changed": judge_seed,
+    "dormant": lambda seed, example: judge_dormant.judge_seed(seed),
+}
+
+
 def _optimized(v: Variant, dtype: torch.dtype, example: str) -> tuple[torch.nn.Module, torch.nn.Module]:
     model = v.make(0).to(dtype).eval()
     return model, pattern_table.optimized(model, *poor_examples.BY_NAME[example](v, dtype))
@@ -172,11 +172,17 @@ def _optimized(v: Variant, dtype: torch.dtype, example: str) -> tuple[torch.nn.M
 def tally(lines: list[dict]) -> str:
     """One sentence, and a line for each wrong one."""
     counts = collections.Counter(line["outcome"] for line in lines)
-    judged = counts["equal"] + counts["refused"] + counts["WRONG"] + counts["CRASH"]
+    judged = sum(counts[outcome] for outcome in JUDGED)
+    own = (
+        f", {counts['own code']} rewritten and run their own code once the feature is awake"
+        if counts["own code"]
+        else ""
+    )
     wrong = [f"seed {x['seed']}: {x['what']}: {x['detail']}" for x in lines if x["outcome"] in ("WRONG", "CRASH")]
     text = (
-        f"{judged} mutants judged: {counts['equal']} rewritten and equal, {counts['refused']} refused, {counts['WRONG']} wrong, "
-        f"{counts['CRASH']} crashed ({counts['invalid']} more do not run or do not repeat themselves)"
+        f"{judged} mutants judged: {counts['equal']} rewritten and equal{own}, {counts['refused']} refused, {counts['WRONG']} wrong, "
+        f"{counts['CRASH']} crashed ({counts['invalid']} more do not run or do not repeat themselves"
+        + (f", of {counts['asleep']} the feature changes no result)" if counts["asleep"] else ")")
     )
     return "\n".join([text, *wrong])
 
@@ -187,6 +193,7 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=1000, help="first seed")
     parser.add_argument("--judged", type=int, default=5000, help="stop after so many that were rewritten or refused")
     parser.add_argument("--example", choices=poor_examples.BY_NAME, default="good", help="what it is optimized on")
+    parser.add_argument("--family", choices=JUDGES, default="changed", help="what the mutants are")
     parser.add_argument("--tally", action="store_true", help="only count")
     parser.add_argument("--record", action="store_true", help="write the tally where docs/patterns.md takes it from")
     options = parser.parse_args()
@@ -195,27 +202,27 @@ def main() -> int:
     os.environ["HEXA_FX_OWN_CODE_WHEN_SMALL"] = "0"  # mutants are small: they would be compared with themselves
     lines = [json.loads(line) for log in options.log if log.exists() for line in log.read_text().splitlines()]
     if not options.tally:
-        _go_on(options.log[0], lines, options.start, options.judged, options.example)
+        _go_on(options.log[0], lines, options.start, options.judged, JUDGES[options.family], options.example)
     print(tally(lines))
     if options.record:
-        pattern_table.MUTANTS.write_text(tally(lines) + "\n")
+        pattern_table.MUTANTS[options.family].write_text(tally(lines) + "\n")
     return int(any(line["outcome"] in ("WRONG", "CRASH") for line in lines))
 
 
-def _go_on(log: pathlib.Path, lines: list[dict], start: int, wanted: int, example: str) -> None:
+def _go_on(log: pathlib.Path, lines: list[dict], start: int, wanted: int, judge_one: Judge, example: str) -> None:
     seen = {line["seed"] for line in lines}
-    judged = sum(line["outcome"] not in ("invalid", "nothing to mutate") for line in lines)
+    judged = sum(line["outcome"] in JUDGED for line in lines)
     seed = start
     with log.open("a") as file:
         while judged < wanted:
             if seed not in seen:
                 started = time.process_time()
-                verdict, what = judge_seed(seed, example)
+                verdict, what = judge_one(seed, example)
                 line = {"seed": seed, "outcome": verdict.outcome, "detail": verdict.detail, "what": what}
                 lines.append(line | {"seconds": round(time.process_time() - started, 2)})
                 file.write(json.dumps(lines[-1]) + "\n")
                 file.flush()
-                judged += verdict.outcome not in ("invalid", "nothing to mutate")
+                judged += verdict.outcome in JUDGED
             seed += 1
 
 

@@ -28,8 +28,11 @@ families in [families.md](families.md).
 
 """
 
-MUTANTS = pathlib.Path(__file__).with_name("mutants.txt")
-"""The last tally of `tests.zoo.judge`, which writes it with --record."""
+MUTANTS = {
+    "changed": pathlib.Path(__file__).with_name("mutants.txt"),
+    "dormant": pathlib.Path(__file__).with_name("dormant.txt"),
+}
+"""The last tallies of `tests.zoo.judge`, which writes them with --record."""
 
 SECTIONS = (
     ("loop_", "Loops over experts"),
@@ -86,11 +89,18 @@ def render(lines: list[Line]) -> str:
     """Sections of Markdown tables."""
     done = sum(line.outcome == "rewritten" for line in lines)
     parts = [f"{done} of {len(lines)} blocks are rewritten, {len(lines) - done} refused."]
-    if MUTANTS.exists():
+    if MUTANTS["changed"].exists():
         parts.append(
             "Blocks with one random change each, such as another operator, a wrong index, a dropped statement or one expert with "
             "another activation (`tests/zoo/mutate.py`, judged by `python -m tests.zoo.judge`): "
-            + MUTANTS.read_text().strip()
+            + MUTANTS["changed"].read_text().strip()
+            + "."
+        )
+    if MUTANTS["dormant"].exists():
+        parts.append(
+            "Blocks with a feature that does nothing on the example, such as a clamp in range, a scale of 1, a mask of ones, an "
+            "attribute that is None or a branch on a size (`tests/zoo/dormant.py`), judged with the feature awake: "
+            + MUTANTS["dormant"].read_text().strip()
             + "."
         )
     for prefix, title in SECTIONS:
