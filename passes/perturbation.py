@@ -166,11 +166,18 @@ def _one_number(leaf: torch.Tensor) -> bool:
 
 
 def _kept(module: nn.Module) -> Iterator[Change]:
-    """Buffers, and parameters of one number, moved away from 0, from 1 and from each other."""
+    """Buffers, tensors in attributes, and parameters of one number, moved away from 0, from 1 and from each other."""
     parameters = [(name, p) for name, p in module.named_parameters() if p.numel() == 1]
-    for name, tensor in [*parameters, *module.named_buffers()]:
+    for name, tensor in [*parameters, *module.named_buffers(), *_in_attributes(module)]:
         if tensor.numel() and not tensor.is_complex():
             yield Change(f"other numbers in {name!r}", _moved(tensor))
+
+
+def _in_attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, child in module.named_modules():
+        for name, value in child.__dict__.items():
+            if isinstance(value, torch.Tensor) and not torch._debug_has_internal_overlap(value):
+                yield f"{path}.{name}".lstrip("."), value
 
 
 def _moved(tensor: torch.Tensor) -> Callable[[Trial], None]:

@@ -45,6 +45,14 @@ def test_mutants(start: int) -> None:
     assert counts["equal"] + counts["refused"] >= 4, counts
 
 
+READ_FROM_PYTHON = frozenset(
+    "environment, global, default dtype, dropout, in a dict, no buffer, None, number, getattr, hasattr, numpy, numpy scalar".split(
+        ", "
+    )
+)
+"""Features that only guards on what code reads from Python can see; to be emptied with them."""
+
+
 @pytest.mark.parametrize("start", range(0, 60, 20))
 def test_dormant_features(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features that do nothing on the example, judged awake: equal, refused or the block's own code."""

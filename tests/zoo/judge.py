@@ -180,7 +180,8 @@ def tally(lines: list[dict]) -> str:
     )
     wrong = [f"seed {x['seed']}: {x['what']}: {x['detail']}" for x in lines if x["outcome"] in ("WRONG", "CRASH")]
     text = (
-        f"{judged} mutants judged: {counts['equal']} rewritten and equal{own}, {counts['refused']} refused, {counts['WRONG']} wrong, "
+        f"{judged} mutants judged: {counts['equal']} rewritten and equal{own}, {counts['refused']} refused, "
+        f"{counts['WRONG']} wrong, "
         f"{counts['CRASH']} crashed ({counts['invalid']} more do not run or do not repeat themselves"
         + (f", of {counts['asleep']} the feature changes no result)" if counts["asleep"] else ")")
     )
