@@ -1,4 +1,4 @@
-"""Which tile and schedule a Hopper kernel takes, by operator and shape. Rules, from the measurements in docs/kernels.md."""
+"""Which tile and schedule a Hopper kernel takes, by operator and shape. Rules, from the measurements in benchmarks/LOG.md."""
 
 from __future__ import annotations
 
