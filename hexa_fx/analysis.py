@@ -17,10 +17,11 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
 from hexa_fx.inspection.inspector import Inspector
+from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import BlockAnalysis, analyse
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.structure import StructureCache, moved_to
-from hexa_fx.progress import progress
+from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.warmup import Example
 
@@ -79,8 +80,10 @@ def _analyse_model(
     cache = StructureCache()
     analyses, reports = [], []
     examples: dict[str, Example] = {}
-    candidates = _observe(model, args, kwargs)
-    with progress("analysing MoE blocks", len(candidates)) as advance:
+    with progress("analysing MoE blocks", 1) as bar, listening(*_stages(bar)):
+        bar.say("the model runs on the example inputs")
+        candidates = _observe(model, args, kwargs)
+        bar.total = len(candidates)
         for candidate in candidates:
             analysis, same_as = _analyse_candidate(candidate, config, cache)
             analyses.append(analysis)
@@ -88,9 +91,19 @@ def _analyse_model(
             if analysis.rewritten and same_as is None:
                 at_path = (seen for seen in candidate.levels if seen.path == analysis.path)
                 examples |= {seen.path: (seen.args, seen.kwargs) for seen in at_path}
-            advance(analysis.path)
+            bar.advance()
     report = OptimizationReport(tuple(reports), time.perf_counter() - started)
     return ModelAnalysis(tuple(analyses), report, examples)
+
+
+def _stages(bar: Bar) -> list[Listener]:
+    """What tells the bar which block is in which pass; nothing where there is no bar."""
+
+    def see(event: PassEvent) -> None:
+        if event.when == "before" and event.mode:
+            bar.say(f"{event.path or 'the model'}: {event.name} ({event.mode})")
+
+    return [see] if bar.shown else []
 
 
 def _observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Candidate]:

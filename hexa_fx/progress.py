@@ -1,7 +1,7 @@
-"""The progress bar of everything that takes long: analysing many blocks, building kernels, measuring tiles.
+"""The progress bar of everything that takes long: analysing blocks, building kernels, measuring tiles.
 
-Rank 0 draws it on standard error if that is a terminal; ``HEXA_FX_PROGRESS=0`` switches it off. It is rich's, or a plain line
-where rich is missing.
+Rank 0 draws it on standard error if that is a terminal, once two seconds have passed; ``HEXA_FX_PROGRESS=0`` switches it off. It is
+rich's, or a plain line where rich is missing. A thread draws it, so that time goes on while one step takes long.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TextIO
 
-Advance = Callable[..., None]
-"""Called whenever an item is finished, without an argument or with what comes next."""
-
 _RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 _WIDTH = 30
+_PATIENCE = 2.0
+"""Seconds before anything is drawn."""
+_INTERVAL = 0.2
+
+_remarks: list[Callable[[], str]] = []
+
+
+def remark(text: Callable[[], str]) -> Callable[[], str]:
+    """Decorates a function whose text every bar shows at its end, where it is not empty. It is called from the drawing thread."""
+    _remarks.append(text)
+    return text
 
 
 def may_draw(environment: Mapping[str, str] = os.environ) -> bool:
@@ -27,59 +35,106 @@ def may_draw(environment: Mapping[str, str] = os.environ) -> bool:
     return not off and all(environment.get(name, "0") in ("", "0") for name in _RANKS)
 
 
-@contextmanager
-def progress(what: str, total: int, stream: TextIO | None = None) -> Iterator[Advance]:
-    """A context that draws a bar for ``total`` items and yields a thread-safe function that advances it by one.
+class Bar:
+    """What is done so far. Its methods may be called from any thread, and cost nothing where nothing is drawn.
 
-    >>> with progress("building kernels", len(sources)) as advance:   # doctest: +SKIP
+    Args:
+        what: the task, in two or three words.
+        total: number of its items; may be set once it is known.
+        shown: whether the bar is drawn if the task takes long enough.
+    """
+
+    def __init__(self, what: str, total: int, shown: bool) -> None:
+        self.what, self.total, self.shown = what, total, shown
+        self.done, self._doing = 0, ""
+        self._lock = threading.Lock()
+
+    def advance(self, doing: str = "") -> None:
+        """One more item is finished; `doing` is what comes next."""
+        with self._lock:
+            self.done += 1
+            self._doing = doing
+
+    def say(self, doing: str) -> None:
+        """What is being done now."""
+        self._doing = doing
+
+    @property
+    def doing(self) -> str:
+        """What is being done, and what others have to remark."""
+        return "; ".join(filter(None, (self._doing, *(text() for text in _remarks))))
+
+
+@contextmanager
+def progress(what: str, total: int, stream: TextIO | None = None) -> Iterator[Bar]:
+    """A context that draws a bar for ``total`` items if it lasts longer than two seconds.
+
+    >>> with progress("building kernels", len(sources)) as bar:   # doctest: +SKIP
     ...     for source in sources:
     ...         build(source)
-    ...         advance()
+    ...         bar.advance()
     """
     stream = stream or sys.stderr
-    if total < 2 or not may_draw() or not stream.isatty():
-        yield lambda doing="": None
+    bar = Bar(what, total, bool(total) and may_draw() and stream.isatty())
+    if not bar.shown:
+        yield bar
         return
+    ended = threading.Event()
+    thread = threading.Thread(target=_draw, args=(bar, stream, ended), name="hexa_fx progress", daemon=True)
+    thread.start()
+    try:
+        yield bar
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _draw(bar: Bar, stream: TextIO, ended: threading.Event) -> None:
+    began = time.monotonic()
+    if ended.wait(_PATIENCE):
+        return
+    with _drawing(bar, stream, began) as draw:
+        while not ended.wait(_INTERVAL):
+            draw()
+
+
+@contextmanager
+def _drawing(bar: Bar, stream: TextIO, began: float) -> Iterator[Callable[[], None]]:
     try:
         import rich.progress  # noqa: F401
     except ImportError:
-        with _plain(what, total, stream) as advance:
-            yield advance
+        with _plain(bar, stream, began) as draw:
+            yield draw
         return
-    with _rich(what, total, stream) as advance:
-        yield advance
+    with _rich(bar, stream) as draw:
+        yield draw
 
 
 @contextmanager
-def _rich(what: str, total: int, stream: TextIO) -> Iterator[Advance]:
+def _rich(bar: Bar, stream: TextIO) -> Iterator[Callable[[], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[doing]}"), console=Console(file=stream), transient=True) as bar:
-        task = bar.add_task(what, total=total, doing="")
-        yield lambda doing="": bar.update(task, advance=1, doing=doing)
+    doing = TextColumn("{task.fields[doing]}", markup=False)  # a path may hold brackets
+    # what the program prints stays on its standard output
+    with Progress(*columns, doing, console=Console(file=stream), transient=True, redirect_stdout=False) as drawn:
+        task = drawn.add_task(bar.what, total=bar.total, completed=bar.done, doing=bar.doing)
+        yield lambda: drawn.update(task, total=bar.total, completed=bar.done, doing=bar.doing)
 
 
 @contextmanager
-def _plain(what: str, total: int, stream: TextIO) -> Iterator[Advance]:
-    started, lock, done = time.monotonic(), threading.Lock(), 0
-
+def _plain(bar: Bar, stream: TextIO, began: float) -> Iterator[Callable[[], None]]:
     def draw() -> None:
-        filled = _WIDTH * done // total
-        seconds = time.monotonic() - started
-        stream.write(f"\r{what} {'#' * filled}{'.' * (_WIDTH - filled)} {done}/{total} {seconds:.0f} s")
+        filled = _WIDTH * bar.done // max(1, bar.total)
+        seconds = time.monotonic() - began
+        line = f"{bar.what} {'#' * filled}{'.' * (_WIDTH - filled)} {bar.done}/{bar.total} {seconds:.0f} s {bar.doing}"
+        stream.write(f"\r\033[K{line.rstrip()}")
         stream.flush()
-
-    def advance(doing: str = "") -> None:
-        nonlocal done
-        with lock:
-            done += 1
-            draw()
 
     draw()
     try:
-        yield advance
+        yield draw
     finally:
         stream.write("\r\033[K")
         stream.flush()

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
+from torch.fx import Graph
 
 from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.observe import Observation
@@ -32,7 +33,7 @@ from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.observers import announced, at_block, muted, notify
+from hexa_fx.observers import announced, at_block, muted
 from hexa_fx.passes.autocast import with_autocast
 from hexa_fx.passes.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.canonicalize import canonicalize
@@ -219,12 +220,13 @@ def _rewrite_mode(
     reads: list[PythonRead],
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     try:
-        captured = capture(observation.module, args, kwargs, observation.path, analysis_bytes=config.analysis_bytes)
+        with announced("capture", Graph()) as done:
+            captured = capture(observation.module, args, kwargs, observation.path, analysis_bytes=config.analysis_bytes)
+            done.graph = captured.graph
     except CaptureError as error:
         return _NotRecorded(observation.path, str(error))
     check_recorded(captured, config)
     reads += captured.reads
-    notify("capture", "after", captured.graph)
     with announced("canonicalize", captured.graph) as done:
         captured = canonicalize(captured)
         done.graph = captured.graph

@@ -72,11 +72,11 @@ def tune(
     with suppress(KernelError):  # one that does not build is skipped when its turn to run comes
         prebuild([spec_of(tile) for tile in candidates])
     times: dict[int, float] = {}
-    with progress(f"measuring tiles of {problem.op}", len(candidates)) as advance:
+    with progress(f"measuring tiles of {problem.op}", len(candidates)) as bar:
         for index, tile in enumerate(candidates):
             ms = _milliseconds(tile, run)
             times.update({} if ms is None else {index: ms})
-            advance()
+            bar.advance()
     if not times:
         return None
     best = min(times, key=lambda index: times[index])

@@ -23,7 +23,7 @@ from hexa_fx.jit.build import being_built, build_missing, find_built
 from hexa_fx.jit.cache import Entry
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.jit.errors import BuildDisabledError
-from hexa_fx.progress import progress
+from hexa_fx.progress import progress, remark
 
 log = logging.getLogger(__name__)
 
@@ -238,17 +238,23 @@ def prebuild(specs: Iterable[KernelSpec], settings: JitSettings | None = None) -
     """
     wanted, own = list(dict.fromkeys(specs)), builder(settings)
     own.request(wanted)
-    with progress("building kernels", len(wanted)) as advance:
+    with progress("building kernels", len(wanted)) as bar:
         done = 0
         while (left := own.left(wanted)) or done < len(wanted):
             for _ in range(len(wanted) - left - done):
-                advance()
+                bar.advance()
             done = len(wanted) - left
             own.wait(wanted, _POLL)
     error = next(filter(None, map(own.failed, wanted)), None)
     if error is not None:
         raise error
     return [entry for entry in map(own.ready, wanted) if entry is not None]
+
+
+@remark
+def _kernels_left() -> str:
+    left = sum(own.left() for own in list(_builders.values()))
+    return f"{left} kernels left" if left > 1 else "1 kernel left" if left else ""
 
 
 def _close_all() -> None:

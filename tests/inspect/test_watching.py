@@ -9,12 +9,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import hexa_fx
 from hexa_fx import observers, tracing
+from hexa_fx import progress as progress_bars
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.program import FfnRequest
@@ -155,10 +157,21 @@ class Terminal(io.StringIO):
 
 
 def run(stream: io.StringIO, total: int = 3) -> str:
-    with progress("building kernels", total, stream) as advance:
+    with progress("building kernels", total, stream) as bar:
         for number in range(total):
-            advance(f"kernel {number}")
+            bar.say(f"kernel {number}")
+            seen = len(stream.getvalue())
+            end = time.monotonic() + (10 if bar.shown and not progress_bars._PATIENCE else 0)
+            while f"kernel {number}" not in stream.getvalue()[seen:] and time.monotonic() < end:
+                time.sleep(0.01)
+            bar.advance()
     return stream.getvalue()
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(progress_bars, "_PATIENCE", 0.0)
+    monkeypatch.setattr(progress_bars, "_INTERVAL", 0.02)
 
 
 @pytest.fixture(autouse=True)
@@ -167,27 +180,69 @@ def rank_0(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_a_bar_without_rich(monkeypatch):
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("total", [1, 3])
+def test_a_bar_without_rich(monkeypatch, total):
     monkeypatch.setitem(sys.modules, "rich.progress", None)
-    text = run(Terminal())
-    assert "building kernels ##########.................... 1/3" in text
-    assert "3/3" in text
+    text = run(Terminal(), total)
+    assert f"building kernels .............................. 0/{total} 0 s kernel 0" in text
+    assert total == 1 or "building kernels ##########.................... 1/3" in text
     assert text.endswith("\r\033[K")
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_bar_with_rich():
     pytest.importorskip("rich")
-    assert "building kernels" in run(Terminal())
+    text = run(Terminal(), 1)
+    assert "building kernels" in text
+    assert "kernel 0" in text
 
 
+def test_no_bar_for_what_is_over_in_two_seconds():
+    assert run(Terminal()) == ""
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_bar_names_the_block_the_pass_and_the_kernels_left(models, monkeypatch):
+    said: list[str] = []
+    say = progress_bars.Bar.say
+    monkeypatch.setattr(progress_bars.Bar, "say", lambda bar, doing: (say(bar, doing), said.append(bar.doing)))
+    monkeypatch.setattr(progress_bars, "_remarks", [lambda: "2 kernels left"])
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    hexa_fx.explain(*models.factory())
+    assert said[0] == "the model runs on the example inputs; 2 kernels left"
+    for mode in ("eval", "train"):
+        for name in ("capture", "canonicalize", "detect", "rewrite", "verify"):
+            assert f"layers.0: {name} ({mode}); 2 kernels left" in said
+
+
+def test_kernels_that_build_are_remarked(monkeypatch):
+    from hexa_fx.jit import background
+
+    builders = [background.Builder(background.JitSettings.from_env()) for _ in range(2)]
+    monkeypatch.setattr(background, "_builders", dict(enumerate(builders)))
+    counts = [0, 0]
+    for index, builder in enumerate(builders):
+        monkeypatch.setattr(builder, "left", lambda index=index: counts[index])
+    assert background._kernels_left() == ""
+    counts[0] = 1
+    assert background._kernels_left() == "1 kernel left"
+    counts[1] = 2
+    assert background._kernels_left() == "3 kernels left"
+    assert background._kernels_left in progress_bars._remarks
+
+
+@pytest.mark.usefixtures("at_once")
 def test_no_bar_where_there_is_no_terminal():
     assert run(io.StringIO()) == ""
 
 
-def test_no_bar_for_one_thing():
-    assert run(Terminal(), 1) == ""
+@pytest.mark.usefixtures("at_once")
+def test_no_bar_for_nothing():
+    assert run(Terminal(), 0) == ""
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     ("name", "value"), [("RANK", "3"), ("LOCAL_RANK", "1"), ("SLURM_PROCID", "2"), ("HEXA_FX_PROGRESS", "0")]
 )
@@ -198,9 +253,16 @@ def test_no_bar_on_other_ranks_or_when_switched_off(monkeypatch, name, value):
     assert run(Terminal()) == ""
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_bar_is_taken_away_when_something_fails(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     stream = Terminal()
-    with pytest.raises(ValueError), progress("x", 2, stream):
+
+    def fail() -> None:
+        while not stream.getvalue():
+            time.sleep(0.01)
         raise ValueError
+
+    with pytest.raises(ValueError), progress("x", 2, stream):
+        fail()
     assert stream.getvalue().endswith("\r\033[K")
