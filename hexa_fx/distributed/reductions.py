@@ -96,7 +96,7 @@ def _destination(weight: Tensor) -> Destination | None:
         return Destination((weight,))
     if not isinstance(node, _READ_PACKED) or node.index is not None:
         return None
-    return Destination(tuple(node.parameters), node.shelf.views)
+    return Destination(tuple(node.parameters), node.storage.views)
 
 
 _READ_PACKED: type[Any] = getattr(packing._ReadPacked, "_backward_cls")  # noqa: B009

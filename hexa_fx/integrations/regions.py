@@ -19,7 +19,7 @@ from torch import nn
 from hexa_fx.capture.observe import SELECTIONS, with_ancestors
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.detect.tags import expert_groups
-from hexa_fx.runtime.sidebyside import stack
+from hexa_fx.runtime.shared_storage import stack
 
 _NAMES = re.compile(r"\['([^']+)'\]|\.(\w+)|\[(\d+)\]")
 _ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv)

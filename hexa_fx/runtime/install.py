@@ -154,8 +154,8 @@ class HexaForward:
             result = in_dtypes(result, dtypes)
         if not self.stored[training]:
             return result
-        output, beside = result
-        results.leave(module, self.stored[training], beside)
+        output, kept = result
+        results.leave(module, self.stored[training], kept)
         return output
 
     def _check_coverage(self, values: dict[str, Any], training: bool) -> None:

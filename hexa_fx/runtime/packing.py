@@ -24,9 +24,10 @@ from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_
 from torch.compiler import is_compiling
 
 from hexa_fx.ir import PackedWeight
-from hexa_fx.runtime import sidebyside
+from hexa_fx.runtime import shared_storage
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.paths import ParameterPaths
+from hexa_fx.runtime.shared_storage import SharedStorage
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class _ReadPacked(torch.autograd.Function):
     """The packed tensor as a differentiable function of the parameters in it. Backward hands out slices of one gradient."""
 
     @staticmethod
-    def forward(ctx: Any, packed: torch.Tensor, shelf: sidebyside.Shelf, index: Any, *parameters: Any) -> torch.Tensor:
-        ctx.shelf, ctx.index, ctx.parameters = shelf, index, parameters
+    def forward(ctx: Any, packed: torch.Tensor, storage: SharedStorage, index: Any, *parameters: Any) -> torch.Tensor:
+        ctx.storage, ctx.index, ctx.parameters = storage, index, parameters
         # Not save_for_backward: its hooks would offload or recompute every expert's weight.
         ctx.versions = sum(map(_version, parameters))
         return packed.detach()
@@ -58,11 +59,11 @@ class _ReadPacked(torch.autograd.Function):
                 "an expert's weight was modified in place (by an optimizer step, say) between forward and backward; "
                 "run backward before modifying it"
             )
-        slices = ctx.shelf.views(grads[0])
-        skipped = _experts_without_tokens(ctx.index, ctx.shelf.shape[0])
+        slices = ctx.storage.views(grads[0])
+        skipped = _experts_without_tokens(ctx.index, ctx.storage.shape[0])
         needed = ctx.needs_input_grad[3:]
         kept = (
-            part if wanted and place % ctx.shelf.shape[0] not in skipped else None
+            part if wanted and place % ctx.storage.shape[0] not in skipped else None
             for place, (part, wanted) in enumerate(zip(slices, needed))
         )
         return (None, None, None, *kept)
@@ -91,7 +92,7 @@ class PackedExperts:
     def _bind(self, block: nn.Module) -> None:
         self._paths = ParameterPaths(block, [path for part in self.weight.parts for path in part])
         self._packed: torch.Tensor | None = None
-        self._shelf: sidebyside.Shelf | None = None
+        self._storage: SharedStorage | None = None
         self._ids: list[int] = []
         self._pointers: list[int] = []
         self._repacked_in_a_row = 0
@@ -135,7 +136,7 @@ class PackedExperts:
             return packed.detach()
         if top_k_index is None and packed.numel() <= COPY_ELEMENTS:
             return self._copy(parameters)
-        read: torch.Tensor = _ReadPacked.apply(packed, self._shelf, top_k_index, *parameters)
+        read: torch.Tensor = _ReadPacked.apply(packed, self._storage, top_k_index, *parameters)
         return read
 
     def refresh(self) -> None:
@@ -167,7 +168,7 @@ class PackedExperts:
         pointers = list(map(torch.Tensor.data_ptr, parameters))
         if pointers != self._pointers:
             # The whole storage may have moved as one, e.g. into shared memory.
-            places = self._shelf.byte_offsets(packed.element_size()) if self._shelf else []
+            places = self._storage.byte_offsets(packed.element_size()) if self._storage else []
             if pointers != [packed.data_ptr() + place for place in places]:
                 return False
             self._pointers = pointers
@@ -182,7 +183,7 @@ class PackedExperts:
         if any(type(tensor).__name__ == "DTensor" for tensor in tensors):
             raise GuardMiss("the experts' weights are distributed tensors")
         reason = _why_not_packable(tensors)
-        if not reason and not sidebyside.same_kind(parts):
+        if not reason and not shared_storage.same_kind(parts):
             raise GuardMiss(f"the experts' parameters of {self.weight.name!r} differ in shape, dtype or device")
         if not reason:
             reason = self._why_not_move(tensors)
@@ -191,12 +192,12 @@ class PackedExperts:
             return False
         # A repack may happen inside inference_mode or a device context; the parameters must stay ordinary tensors.
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
-            packed = sidebyside.adopt(parts)
+            packed = shared_storage.adopt(parts)
             if packed is None:
                 self._check_room(parts)
                 self._repacked_in_a_row += 1
-                packed = sidebyside.move(parts)
-        self._packed, self._shelf = packed, sidebyside.Shelf.of(parts)
+                packed = shared_storage.move(parts)
+        self._packed, self._storage = packed, SharedStorage.of(parts)
         self._ids, self._pointers = list(map(id, tensors)), list(map(torch.Tensor.data_ptr, tensors))
         self._copy_reason = ""
         return True
@@ -227,7 +228,7 @@ class PackedExperts:
         return ""
 
     def _copy(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return sidebyside.stack(self._in_parts(tensors))
+        return shared_storage.stack(self._in_parts(tensors))
 
     def _in_parts(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
         count = len(self.weight.parts[0])

@@ -11,7 +11,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Shelf:
+class SharedStorage:
     """The place of every tensor in a stacked tensor of shape (E, sum of part sizes, ...).
 
     Args:
@@ -25,7 +25,7 @@ class Shelf:
     offsets: tuple[int, ...]
 
     @classmethod
-    def of(cls, parts: Sequence[Sequence[torch.Tensor]]) -> Shelf:
+    def of(cls, parts: Sequence[Sequence[torch.Tensor]]) -> SharedStorage:
         sizes = tuple(part[0].shape[0] for part in parts)
         offsets = (0, *accumulate(sizes))[:-1]
         return cls((len(parts[0]), sum(sizes), *parts[0][0].shape[1:]), sizes, offsets)
@@ -65,18 +65,18 @@ def adopt(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor | None:
     flat = [tensor.detach() for part in parts for tensor in part]
     first = flat[0]
     storage, base = first.untyped_storage().data_ptr(), first.data_ptr()
-    shelf = Shelf.of(parts)
-    places = shelf.byte_offsets(first.element_size())
+    shared = SharedStorage.of(parts)
+    places = shared.byte_offsets(first.element_size())
     lie_side_by_side = all(
         tensor.data_ptr() == base + place and tensor.is_contiguous() and tensor.untyped_storage().data_ptr() == storage
         for tensor, place in zip(flat, places)
     )
     if not lie_side_by_side:
         return None
-    stride = [1] * len(shelf.shape)
-    for dim in range(len(shelf.shape) - 2, -1, -1):
-        stride[dim] = stride[dim + 1] * shelf.shape[dim + 1]
-    return first.as_strided(shelf.shape, stride, first.storage_offset())
+    stride = [1] * len(shared.shape)
+    for dim in range(len(shared.shape) - 2, -1, -1):
+        stride[dim] = stride[dim + 1] * shared.shape[dim + 1]
+    return first.as_strided(shared.shape, stride, first.storage_offset())
 
 
 def nbytes(parts: Sequence[Sequence[torch.Tensor]]) -> int:
@@ -101,9 +101,9 @@ def move(parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
     old storages are freed on the way.
     """
     flat = [parameter for part in parts for parameter in part]
-    shelf = Shelf.of(parts)
-    stacked = torch.empty(shelf.shape, dtype=flat[0].dtype, device=flat[0].device)
-    for parameter, place in zip(flat, shelf.views(stacked)):
+    shared = SharedStorage.of(parts)
+    stacked = torch.empty(shared.shape, dtype=flat[0].dtype, device=flat[0].device)
+    for parameter, place in zip(flat, shared.views(stacked)):
         place.copy_(parameter.detach())
         parameter.data = place
     return stacked
