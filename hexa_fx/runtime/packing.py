@@ -207,7 +207,7 @@ class PackedExperts:
 
         Kernels that take a pointer for every expert would not need them side by side; none does yet.
         """
-        needed, free = sidebyside.nbytes(parts), sidebyside.free_bytes(parts[0][0].device)
+        needed, free = shared_storage.nbytes(parts), shared_storage.free_bytes(parts[0][0].device)
         if free is not None and needed > free:
             raise GuardMiss(
                 f"the experts' weights of {self.weight.name!r} cannot be laid side by side on {parts[0][0].device}: that takes "
