@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hexa_fx.ir import PackedWeight
-from hexa_fx.runtime import packing, sidebyside
+from hexa_fx.runtime import packing, shared_storage
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import install
 from hexa_fx.runtime.packing import PackedExperts
@@ -444,7 +444,7 @@ def test_reading_128_experts_costs_little():
 def test_no_room_to_lay_side_by_side(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     block, x = ListMoE().eval(), torch.randn(1, 9, D, generator=torch.Generator().manual_seed(4))
     expected, before = block(x), block.experts[1].w1.weight.data_ptr()
-    monkeypatch.setattr(sidebyside, "free_bytes", lambda device: 1)
+    monkeypatch.setattr(shared_storage, "free_bytes", lambda device: 1)
     install(block, None, list_rewritten(False))
     torch.testing.assert_close(block(x), expected)
     assert block.experts[1].w1.weight.data_ptr() == before
