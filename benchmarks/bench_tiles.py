@@ -63,9 +63,9 @@ def launched(run: Callable[[], object]) -> Problem:
     found: list[Problem] = []
     choose = plans.chosen_tile
 
-    def recorded(key: Any, device: int, *sizes: int) -> TileChoice:
+    def recorded(key: Any, card: Any, *sizes: int) -> TileChoice:
         found.append(plans.problem(key, *sizes))
-        return choose(key, device, *sizes)
+        return choose(key, card, *sizes)
 
     plans.chosen_tile = recorded  # type: ignore[assignment]
     try:

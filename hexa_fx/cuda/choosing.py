@@ -134,4 +134,5 @@ def described() -> Card | None:
 
 def card_of(device: int) -> Card:
     """The card that kernels for operands on `device` are chosen for."""
-    return described() or device_card(device)
+    found = collection()
+    return device_card(device) if found is None or found.card is None else found.card

@@ -11,15 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.families import get_family
-from hexa_fx.codegen.family_gemm_sm80 import POINTERS, SIZES
+from hexa_fx.codegen.family_gemm_sm80 import SIZES
 from hexa_fx.codegen.heuristics import Tile, row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
+from hexa_fx.cuda.arguments import Piece
 from hexa_fx.cuda.choosing import cached_choice, card_of
 from hexa_fx.cuda.launch import Kernel, launch
 from hexa_fx.cuda.operands import (
     Into,
-    address,
     aligned,
     ceil_div,
     constants_of,
@@ -30,8 +29,7 @@ from hexa_fx.cuda.tune import autotuning
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.rows import columns_of, flip, row_count
 
-_ARGS, _FUSED_ARGS = get_family("gemm_sm80").args, get_family("esfk_sm80").args
-_POINTERS, _SIZES = Struct(POINTERS), Struct(SIZES)
+_SIZES = Struct(SIZES)
 _GROUP = 8
 """Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""
 
@@ -106,7 +104,7 @@ def estmm(
     bucket = row_bucket(row_count(a, a_index), experts)
     gathered = (a_index is not None, b_index is not None)
     key = EstmmKey(card_of(device), a.dtype, math_of(a.dtype), bucket, m, n, *gathered, aligned(a, b), into is not None)
-    args = _ARGS.pack(*_weight_args(a, a_index, b, b_index, offs, top_k, d))
+    args = (_weight_piece(a, a_index, b, b_index, offs, top_k, d),)
 
     def run(tile: Tile | None) -> None:
         kernel, bm, bn = kernel_for(key, tile)
@@ -146,11 +144,11 @@ def esfk(
     fit = aligned(x, g) and not (stored.tensor.data_ptr() | (stored.stride | stored.expert) * g.element_size()) & 15
     static = (card_of(device), g.dtype, math_of(g.dtype), row_bucket(n, experts), k, columns)
     key = EsfkKey(*static, stored.layout, x_index is not None, transpose, has_bias, fit, into is not None)
-    pointers = (g.data_ptr(), stored.tensor.data_ptr(), 0, 0, 0, dx.data_ptr(), 0, 0, 0, offs.data_ptr())
+    pointers = (g, stored.tensor, None, None, None, dx, None, None, None, offs)
     strides = (g.stride(0), stored.stride, stored.expert, k, 0, 0)
-    rows = (*pointers, *strides, n, 0, k, columns, experts, *divisor(1), 0.0, 0.0)
+    rows = (pointers, _SIZES.pack(*strides, n, 0, k, columns, experts, *divisor(1), 0.0, 0.0))
     a, a_index, b, b_index = (g, None, x, x_index) if transpose else (x, x_index, g, None)
-    args = _FUSED_ARGS.pack(*rows, *_weight_args(a, a_index, b, b_index, offs, top_k, dw), address(db))
+    args = (rows, _weight_piece(a, a_index, b, b_index, offs, top_k, dw), ((db,), b""))
 
     def run(tile: Tile | None) -> None:
         kernel, bm, bn = kernel_for(key, tile)
@@ -206,13 +204,13 @@ def _product(
         bias is not None,
         d is not None,
     )
-    pointers = (x_at, w_at, up_at, address(bias), address(bias_up), address(d), address(act), address(v), 0)
-    args = _POINTERS.pack(*pointers, offs.data_ptr())
+    up = None if second is None else second.tensor
+    pointers = (x, first.tensor, up, bias, bias_up, d, act, v, None, offs)
     sizes = (n, experts, *strides, 0 if d is None else d.shape[1], top_k, tuple(params))
 
     def run(tile: Tile | None) -> None:
         kernel, grid, shape = _esmm_launch(key, tile, *sizes)
-        launch(kernel, device, grid, args + shape)
+        launch(kernel, device, grid, ((pointers, shape),))
 
     if autotuning():
         tune_key(key, device, run)
@@ -240,14 +238,14 @@ def _esmm_launch(
     return kernel, (row_tiles * ceil_div(key.inner, step), 1, 1), shape
 
 
-def _weight_args(
+def _weight_piece(
     a: Tensor, a_index: Tensor | None, b: Tensor, b_index: Tensor | None, offs: Tensor, top_k: int, d: Tensor
-) -> tuple[float, ...]:
+) -> Piece:
     """hexa::GemmParams of ``d[e]``, the sum of ``a[row]^T b[row]``."""
     rows, (experts, m, n) = row_count(a, a_index), d.shape
-    pointers = (a.data_ptr(), b.data_ptr(), 0, 0, 0, d.data_ptr(), 0, address(a_index), address(b_index))
+    pointers = (a, b, None, None, None, d, None, a_index, b_index, offs)
     strides, sizes = (a.stride(0), b.stride(0), 0, d.stride(1), d.stride(0), 0), (rows, m, n, 0, experts)
-    return (*pointers, offs.data_ptr(), *strides, *sizes, *divisor(top_k), 0.0, 0.0)
+    return pointers, _SIZES.pack(*strides, *sizes, *divisor(top_k), 0.0, 0.0)
 
 
 def _weights(weights: tuple[Tensor, Tensor | None], layout: Layout) -> tuple[_Weight, _Weight | None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
 from hexa_fx.codegen.spec import Layout
 from hexa_fx.codegen.tiles_sm90 import TileChoice
-from hexa_fx.cuda.operands import Into, address, aligned
+from hexa_fx.cuda.operands import Into, aligned
 from hexa_fx.cuda.select_sm90 import SpecKey, pack, row_args, run_with_tile, shared_args, submit, weight_args
 from hexa_fx.cuda.tensor_maps_sm90 import (
     Maps,
@@ -62,7 +62,7 @@ def esmm(
 
     def run(tile: TileChoice) -> None:
         args = row_args(x, weight, v, offs, top_k, layout, tile)
-        args |= {"out": y.data_ptr(), "out_ld": columns, "N": columns, "bias": address(bias), "bias_ld": columns}
+        args |= {"out": y, "out_ld": columns, "N": columns, "bias": bias, "bias_ld": columns}
         maps = row_maps(x, weight, v, layout, tile)._replace(out=result_map(y, tile))
         submit(key, tile, x.device.index, maps, pack(**args))
 
@@ -107,8 +107,8 @@ def esmm_act(
         if store_h:
             maps = maps._replace(out=result_map(h, tile, halves))
         args = row_args(x, w1, v, offs, top_k, layout, tile)
-        args |= {"out": h.data_ptr() if store_h else 0, "out_ld": width, "act": a.data_ptr(), "act_ld": inner}
-        args |= {"N": inner, "bias": address(b1), "bias_up": address(b3), "bias_ld": columns, "params": params}
+        args |= {"out": h if store_h else None, "out_ld": width, "act": a, "act_ld": inner}
+        args |= {"N": inner, "bias": b1, "bias_up": b3, "bias_ld": columns, "params": params}
         submit(key, tile, x.device.index, maps, pack(**args))
 
     run_with_tile(key, x.device.index, n, w1.shape[0], x.shape[1], width, tile, run)
@@ -152,8 +152,8 @@ def esmm_act_backward(
     def run(tile: TileChoice) -> None:
         dots = torch.empty((-(-inner // tile.bn), n), dtype=torch.float32, device=h.device)
         args = row_args(dy, w2, v, offs, top_k, layout, tile)
-        args |= {"out": dh.data_ptr(), "out_ld": dh.stride(0), "act": a.data_ptr(), "act_ld": inner, "N": inner}
-        args |= {"h": h.data_ptr(), "h_ld": h.stride(0), "slot_scale": address(weights), "row_dot": dots.data_ptr()}
+        args |= {"out": dh, "out_ld": dh.stride(0), "act": a, "act_ld": inner, "N": inner}
+        args |= {"h": h, "h_ld": h.stride(0), "slot_scale": weights, "row_dot": dots}
         args["params"] = params
         maps = row_maps(dy, w2, v, layout, tile)
         maps = maps._replace(h=chunk_map(h), out=chunk_map(dh), act=chunk_map(a))
@@ -256,7 +256,7 @@ def esfk(
         reads = row_maps(g, weight, None, flipped, tile)
         maps = reads._replace(out=chunk_map(dx), **weight_maps(x, g, x_index, dw, stored == "nk"))
         args = shared_args(x_index, offs, top_k, n, tile) | weight_args(x, g, dw, db)
-        args |= {"K": columns, "N": rows, "out": dx.data_ptr(), "out_ld": rows}
+        args |= {"K": columns, "N": rows, "out": dx, "out_ld": rows}
         submit(key, tile, x.device.index, maps, pack(**args))
         found[:] = [(dx, dw, db)]
 

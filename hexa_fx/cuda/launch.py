@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.cuda.arguments import Arguments, TensorMap, encoded, packed
 from hexa_fx.cuda.choosing import cached_choice, collect, collection
 from hexa_fx.cuda.modes import awaits_kernels
 from hexa_fx.errors import KernelError
@@ -107,8 +109,19 @@ def kernel_of(spec: KernelSpec) -> Kernel:
     return Kernel(spec)
 
 
-Launch = tuple[Kernel, tuple[int, int, int], tuple[bytes, ...]]
-"""A kernel, its grid and its arguments."""
+class LaunchPlan(NamedTuple):
+    """A launch that can be made again when only addresses differ.
+
+    Args:
+        kernel, grid: what is launched.
+        arguments: its argument struct.
+        maps: its tensor maps, None where it reads through none; empty for a kernel that takes no maps.
+    """
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    arguments: Arguments
+    maps: tuple[TensorMap | None, ...] = ()
 
 
 @dataclass
@@ -120,7 +133,7 @@ class Noted:
         provisional: whether a kernel was missing, so that something else ran in its place.
     """
 
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[LaunchPlan] = field(default_factory=list)
     provisional: bool = False
 
 
@@ -138,8 +151,14 @@ def noting() -> Iterator[Noted]:
         _noted.reset(token)
 
 
-def launch(kernel: Kernel, device: int, grid: tuple[int, int, int], *args: bytes) -> None:
-    """Queues a kernel on the current stream of `device`, which must be the current device.
+def launch(
+    kernel: Kernel,
+    device: int,
+    grid: tuple[int, int, int],
+    arguments: Arguments,
+    maps: tuple[TensorMap | None, ...] = (),
+) -> None:
+    """Queues a kernel on the current stream of `device`, which must be the current device. See `LaunchPlan`.
 
     Raises:
         NotBuilt: the kernel is not there yet.
@@ -151,7 +170,8 @@ def launch(kernel: Kernel, device: int, grid: tuple[int, int, int], *args: bytes
         return
     handle, noted = kernel.loaded or kernel.handle, _noted.get()
     if noted is not None:
-        noted.launches.append((kernel, grid, args))
+        noted.launches.append(LaunchPlan(kernel, grid, arguments, maps))
+    args = (encoded(maps), packed(arguments)) if maps else (packed(arguments),)
     handle.launch(device, grid, args, torch._C._cuda_getCurrentRawStream(device))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hexa_fx.cuda.launch import Launch, noting
+from hexa_fx.cuda.launch import LaunchPlan, noting
 
 _ATEN = torch.ops.aten
 _ALLOCATES = frozenset({_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.empty_like.default})
@@ -50,7 +50,7 @@ class Recording:
     """
 
     result: Any = None
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[LaunchPlan] = field(default_factory=list)
     provisional: bool = False
     allocated: list[Tensor] = field(default_factory=list)
     calls: list[TorchCall] = field(default_factory=list)

@@ -1,27 +1,24 @@
 """Replays a recorded call on other addresses: few allocations, one packing, and one driver call per launch.
 
-The addresses of a call are those of its operands and results, of what torch computed from operands (`cuda_around`), of tile
+The addresses of a call are those of its operands and results, of what torch computed from operands (`torch_calls`), of tile
 queues, and of parts of one workspace.
 """
 
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable, Sequence
-from functools import cache
 from operator import itemgetter
-from struct import Struct, calcsize
+from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
 from torch import _C, Tensor
 
-from hexa_fx.codegen.families import get_family
-from hexa_fx.cuda.launch import Launch
+from hexa_fx.cuda.arguments import NO_MAP, Pointer, TensorMap, encoded
+from hexa_fx.cuda.launch import LaunchPlan
 from hexa_fx.cuda.record import Recording
-from hexa_fx.cuda.select_sm90 import in_ring, queue
-from hexa_fx.cuda.tensor_maps_sm90 import NO_MAP
+from hexa_fx.cuda.tile_queue import TileQueue, next_queue
 from hexa_fx.cuda.torch_calls import Around, CannotReplay
 from hexa_fx.cuda.workspace import Part, Workspace
 from hexa_fx.jit.kernel import KernelHandle
@@ -111,7 +108,7 @@ class Replay:
         except IndexError:
             buffer = self._buffer(stream)
         outer = (0, *addresses, *[t.data_ptr() for t in (*fresh, *before)])
-        turning = [queue(self._device) for _ in range(self._queues)]
+        turning = [next_queue(self._device) for _ in range(self._queues)]
         inner = [start + offset for offset in self._offsets]
         shifted = [outer[n] + offset for n, offset in self._within]
         values = self._pick((*outer, *turning, *inner, *shifted, *self._constants))
@@ -166,15 +163,19 @@ class _Places:
         """Notes that the addresses of another launch follow."""
         self._launches += 1
 
-    def number(self, address: int) -> int:
+    def number(self, pointer: Pointer | None) -> int:
         """Returns the number of an address. An address that was not met before gets a new one, and so does every queue."""
+        if pointer is None:
+            return 0
+        if isinstance(pointer, TileQueue):  # every launch has another
+            self._asked += 1
+            self.turning.append(self._asked)
+            return self._asked
+        address = pointer.data_ptr()
         found = self.workspace.use(address, self._launches)
         if address in self._number:
             return self._number[address]
         self._asked += 1
-        if in_ring(self._device, address):  # every launch has another
-            self.turning.append(self._asked)
-            return self._asked
         self._number[address] = self._asked
         if found is not None:
             self.parts.append(found)
@@ -194,58 +195,24 @@ def _span(t: Tensor) -> range:
     return range(t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size())
 
 
-def _step(launch: Launch, places: _Places) -> _Step:
-    kernel, grid, args = launch
+def _step(plan: LaunchPlan, places: _Places) -> _Step:
     places.next_launch()
-    *maps, last = args
-    if len(maps) > 1 or any(len(m) % TENSOR_MAP_BYTES for m in maps):
-        raise CannotReplay(
-            f"{kernel.spec.op} of {kernel.spec.family} takes other things than tensor maps and one struct"
-        )
-    pieces = [_map(m[at : at + TENSOR_MAP_BYTES], places) for m in maps for at in range(0, len(m), TENSOR_MAP_BYTES)]
-    pieces.append(_packed(last, pointer_offsets(get_family(kernel.spec.family).args.format), places))
-    formats, values = zip(*pieces, strict=True)
-    pad = -len(last) % 8  # pointers of the next launch are aligned
-    sizes = (*map(len, maps), len(last) + pad)
-    return _Step(kernel.handle, grid, f"{''.join(formats)}{pad}x", tuple(v for piece in values for v in piece), sizes)
+    fields = [_map(one, places) for one in plan.maps]
+    sizes = (TENSOR_MAP_BYTES * len(plan.maps),) if plan.maps else ()
+    for pointers, numbers in plan.arguments:
+        fields.append((f"{len(pointers)}P{len(numbers)}s", [*map(places.number, pointers), numbers]))
+    size = sum(8 * len(pointers) + len(numbers) for pointers, numbers in plan.arguments)
+    pad = -size % 8  # pointers of the next launch are aligned
+    formats, values = zip(*fields, strict=True)
+    flat = tuple(value for each in values for value in each)
+    return _Step(plan.kernel.handle, plan.grid, f"{''.join(formats)}{pad}x", flat, (*sizes, size + pad))
 
 
-@cache
-def pointer_offsets(layout: str) -> tuple[int, ...]:
-    """Returns the byte offsets of the pointers in a struct of this format (of module struct, natively aligned)."""
-    found: list[int] = []
-    at = 0
-    for count, kind in re.findall(r"(\d*)([a-zA-Z])", layout):
-        size = calcsize(kind)
-        at += -at % size
-        many = int(count or 1)
-        if kind == "P":
-            found += range(at, at + many * size, size)
-        at += many * size
-    return tuple(found)
-
-
-def _packed(data: bytes, offsets: Sequence[int], places: _Places) -> tuple[str, list[int | bytes]]:
-    """Returns the format and the values that pack these bytes, which hold addresses at `offsets`."""
-    format, values, end = "", list[int | bytes](), 0
-    for at in offsets:
-        if at > end:
-            format += f"{at - end}s"
-            values.append(data[end:at])
-        format += "P"
-        values.append(places.number(int.from_bytes(data[at : at + 8], "little")))
-        end = at + 8
-    if end < len(data):
-        format += f"{len(data) - end}s"
-        values.append(data[end:])
-    return format, values
-
-
-def _map(one: bytes, places: _Places) -> tuple[str, list[int | bytes]]:
-    """Returns the same for a tensor map."""
-    if one == NO_MAP:
-        return _packed(one, (), places)
-    at = address_offset()
+def _map(one: TensorMap | None, places: _Places) -> tuple[str, list[int | bytes]]:
+    """Returns the format of a tensor map and its values: what is before its address, the address's number, what is after it."""
+    if one is None:
+        return f"{TENSOR_MAP_BYTES}s", [NO_MAP]
+    at, whole = address_offset(), encoded((one,))
     if at is None:
         raise CannotReplay("this driver's tensor maps do not hold the address as it is")
-    return _packed(one, (at,), places)
+    return f"{at}sP{TENSOR_MAP_BYTES - at - 8}s", [whole[:at], places.number(one[0]), whole[at + 8 :]]

@@ -16,10 +16,11 @@ from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_reindex import reindex_warps
 from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
 from hexa_fx.codegen.spec import Glu, KernelSpec
+from hexa_fx.cuda.arguments import Inside, numbers_of
 from hexa_fx.cuda.choosing import cached_choice, card_of, collection, described
 from hexa_fx.cuda.fallback import Unsupported, cuda_kernel
 from hexa_fx.cuda.launch import Kernel, kernel_of, launch
-from hexa_fx.cuda.operands import DTYPES, address, aligned, ceil_div, constants_of, dense_rows
+from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, dense_rows
 from hexa_fx.errors import InputError
 from hexa_fx.jit.env import checked_mode
 from hexa_fx.ops.rows import row_count
@@ -36,8 +37,9 @@ ID_TYPES = {
 SEGMENT_ROWS = 256
 """Rows of one expert that one block of ess sums."""
 
-_REINDEX_ARGS, _COMBINE_ARGS = get_family("reindex").args, get_family("combine").args
-_ESS_ARGS, _ACTIVATE_ARGS = get_family("ess").args, get_family("activate").args
+_REINDEX, _COMBINE, _ESS, _ACTIVATE = (
+    numbers_of(get_family(name).args) for name in ("reindex", "combine", "ess", "activate")
+)
 ONE_BLOCK_SLOTS = 4096
 """Slots that reindex sorts in one launch."""
 _BLOCK_SLOTS = 2048
@@ -55,8 +57,7 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     v = torch.empty(n, dtype=torch.int32, device=ids.device)
     inv, offs = torch.empty_like(v), v.new_empty(num_experts + 1)
     counts = None if count is None else v.new_empty((grid[0], num_experts + 1))
-    pointers = (ids.data_ptr(), address(counts), v.data_ptr(), inv.data_ptr(), offs.data_ptr())
-    args = _REINDEX_ARGS.pack(*pointers, *sizes)
+    args = (((ids, counts, v, inv, offs), _REINDEX.pack(*sizes)),)
     if count is not None:
         launch(count, device, grid, args)
     launch(place, device, grid, args)
@@ -106,9 +107,8 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
     weights = None if top_k_weights is None else top_k_weights.contiguous()
     w_dtype = None if weights is None else weights.dtype
     kernel = _combine_kernel(card_of(device).arch, y.dtype, w_dtype, top_k, width, aligned(y, out))
-    routed = offs.data_ptr() + 4 * (offs.shape[0] - 1)
-    pointers = (y.data_ptr(), address(weights), inv.data_ptr(), routed, out.data_ptr())
-    args = _COMBINE_ARGS.pack(*pointers, y.stride(0), width, width, top_k)
+    pointers = (y, weights, inv, _routed(offs), out)
+    args = ((pointers, _COMBINE.pack(y.stride(0), width, width, top_k)),)
     launch(kernel, device, (tokens if width else 0, 1, 1), args)
     return out
 
@@ -158,8 +158,7 @@ def _sum_rows(
     segments = n // SEGMENT_ROWS + min(experts, n)
     partial = torch.empty((segments, width), dtype=wide, device=g.device)
     w_name = "f32" if scale is None else DTYPES[scale.dtype].name
-    pointers = (g.data_ptr(), address(v), offs.data_ptr(), address(scale), partial.data_ptr(), out.data_ptr())
-    args = _ESS_ARGS.pack(*pointers, g.stride(0), experts, width, top_k, 0)
+    args = (((g, v, offs, scale, partial, out), _ESS.pack(g.stride(0), experts, width, top_k, 0)),)
     kernel = _ess_kernel(
         "ess_partial", card_of(device).arch, g.dtype, w_name, scale is not None, v is not None, aligned(g)
     )
@@ -179,7 +178,8 @@ def activate(h: Tensor, activation: str, glu: Glu, params: tuple[float, ...] = (
     kernel = _activate_kernel(
         "activate", card_of(h.device.index).arch, h.dtype, "f32", False, activation, glu, width, aligned(h, a)
     )
-    args = _ACTIVATE_ARGS.pack(h.data_ptr(), 0, 0, 0, 0, a.data_ptr(), 0, 0, h.stride(0), 0, n, width, alpha, limit)
+    pointers = (h, None, None, None, None, a, None, None)
+    args = ((pointers, _ACTIVATE.pack(h.stride(0), 0, n, width, alpha, limit)),)
     launch(kernel, h.device.index, (_row_blocks(n, kernel) if width else 0, 1, 1), args)
     return a
 
@@ -201,20 +201,16 @@ def activate_backward(
     dh, a = torch.empty(h.shape, dtype=h.dtype, device=h.device), torch.empty(da.shape, dtype=h.dtype, device=h.device)
     weights = None if top_k_weights is None else top_k_weights.contiguous()
     dweights = h.new_empty(0) if weights is None else torch.empty_like(weights)
-    routed = 0
-    if weights is not None:
-        assert v is not None
-        assert offs is not None
-        routed = offs.data_ptr() + 4 * (offs.shape[0] - 1)
+    assert weights is None or (v is not None and offs is not None)
+    routed = None if weights is None or offs is None else _routed(offs)
     alpha, limit = constants_of(activation, params)
     w_name = "f32" if weights is None else DTYPES[weights.dtype].name
     fit = aligned(h, da, a, dh)
     kernel = _activate_kernel(
         "activate_backward", card_of(device).arch, h.dtype, w_name, weights is not None, activation, glu, width, fit
     )
-    pointers = (h.data_ptr(), da.data_ptr(), address(weights), address(v), routed, a.data_ptr(), dh.data_ptr())
-    strides = (h.stride(0), da.stride(0), n, width)
-    args = _ACTIVATE_ARGS.pack(*pointers, dweights.data_ptr(), *strides, alpha, limit)
+    pointers = (h, da, weights, v, routed, a, dh, dweights)
+    args = ((pointers, _ACTIVATE.pack(h.stride(0), da.stride(0), n, width, alpha, limit)),)
     launch(kernel, device, (_row_blocks(n, kernel), 1, 1), args)
     return dh, a, dweights
 
@@ -268,6 +264,11 @@ def _activate_kernel(
         "activate", op, arch, dtype=DTYPES[dtype], activation=activation, glu=glu, scale=weighted, aligned=fit
     )
     return kernel_of(spec.with_options(weights=weights, warps_per_row=warps))
+
+
+def _routed(offs: Tensor) -> Inside:
+    """The last offset, which is the number of rows that have an expert."""
+    return Inside(offs, 4 * (offs.shape[0] - 1))
 
 
 def _row_blocks(n: int, kernel: Kernel) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -18,20 +17,19 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import KernelSpec, Layout, Option, SpecError
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice, choose_tile
 from hexa_fx.codegen.tuned import Problem
-from hexa_fx.cuda.choosing import Card, cached_choice, card_of, described
+from hexa_fx.cuda.arguments import Piece, Pointer, numbers_of
+from hexa_fx.cuda.choosing import Card, cached_choice, card_of
 from hexa_fx.cuda.launch import Kernel, NotBuilt, is_built, kernel_of, launch, say_provisional
-from hexa_fx.cuda.operands import DTYPES, address
+from hexa_fx.cuda.operands import DTYPES
 from hexa_fx.cuda.tensor_maps_sm90 import Maps
+from hexa_fx.cuda.tile_queue import TileQueue
 from hexa_fx.cuda.tune import autotuning, tune, tuned_tile
 from hexa_fx.ops.rows import row_count
 
 FAMILY = "gather_gemm_sm90"
-_QUEUES = 4096
+_NUMBERS = numbers_of(ARGS)
 _BUCKETS = 20
 """More than there are buckets of rows per expert with rules of their own."""
-_rings: dict[int, tuple[int, Tensor]] = {}
-_turns: dict[int, int] = {}
-_making = Lock()
 
 
 class SpecKey(NamedTuple):
@@ -145,28 +143,28 @@ def _kernel(key: SpecKey, tile: TileChoice, card: Card) -> tuple[Kernel, tuple[i
     return kernel_of(key.spec(tile)), (blocks, 1, 1)
 
 
-def submit(key: SpecKey, tile: TileChoice, device: int, maps: Maps, args: bytes) -> None:
-    """Queues a launch with these tensor maps and this packed argument struct."""
+def submit(key: SpecKey, tile: TileChoice, device: int, maps: Maps, args: Piece) -> None:
+    """Queues a launch with these tensor maps and this argument struct."""
     kernel, grid = _kernel(key, tile, card_of(device))
-    launch(kernel, device, grid, b"".join(maps), args)
+    launch(kernel, device, grid, (args,), maps)
 
 
 def pack(
     *,
-    v: int = 0,
-    offs: int = 0,
-    queue: int = 0,
-    a: int = 0,
-    out: int = 0,
-    act: int = 0,
-    bias: int = 0,
-    bias_up: int = 0,
-    h: int = 0,
-    slot_scale: int = 0,
-    row_dot: int = 0,
-    p: int = 0,
-    dw: int = 0,
-    db: int = 0,
+    v: Pointer | None = None,
+    offs: Pointer | None = None,
+    queue: Pointer | None = None,
+    a: Pointer | None = None,
+    out: Pointer | None = None,
+    act: Pointer | None = None,
+    bias: Pointer | None = None,
+    bias_up: Pointer | None = None,
+    h: Pointer | None = None,
+    slot_scale: Pointer | None = None,
+    row_dot: Pointer | None = None,
+    p: Pointer | None = None,
+    dw: Pointer | None = None,
+    db: Pointer | None = None,
     n: int = 0,
     experts: int = 0,
     division: tuple[int, int] = (0, 0),
@@ -182,11 +180,11 @@ def pack(
     C: int = 0,
     group_m: int = 0,
     params: tuple[float, ...] = (),
-) -> bytes:
-    """Packs hexa::sm90::GroupedParams. Fields that an operator does not use stay zero."""
+) -> Piece:
+    """hexa::sm90::GroupedParams. Fields that an operator does not use stay zero."""
     pointers = (v, offs, queue, a, out, act, bias, bias_up, h, slot_scale, row_dot, p, dw, db)
     sizes = (a_ld, out_ld, act_ld, h_ld, K, N, bias_ld, p_ld, R, C, group_m)
-    return ARGS.pack(*pointers, n, experts, *division, *sizes, *(params or (0.0, 0.0)))
+    return pointers, _NUMBERS.pack(n, experts, *division, *sizes, *(params or (0.0, 0.0)))
 
 
 def row_args(
@@ -195,58 +193,27 @@ def row_args(
     """Arguments of every row product: its rows and the contraction."""
     args = shared_args(v, offs, top_k, row_count(x, v), tile)
     args["K"] = weight.shape[2] if layout == "nk" else weight.shape[1]
-    args["a"], args["a_ld"] = x.data_ptr(), x.stride(0)
+    args["a"], args["a_ld"] = x, x.stride(0)
     return args
 
 
 def weight_args(p: Tensor, q: Tensor, dw: Tensor, db: Tensor | None = None) -> dict[str, Any]:
     """Arguments of every weight gradient, the product of P and Q over the rows of an expert."""
-    stored = {"p": p.data_ptr(), "p_ld": p.stride(0), "dw": dw.data_ptr(), "db": address(db)}
+    stored = {"p": p, "p_ld": p.stride(0), "dw": dw, "db": db}
     return {**stored, "R": p.shape[1], "C": q.shape[1]}
 
 
 def shared_args(v: Tensor | None, offs: Tensor, top_k: int, n: int, tile: TileChoice) -> dict[str, Any]:
     """Arguments of every launch: rows, experts, and the queue of tiles."""
     return {
-        "v": address(v),
-        "offs": offs.data_ptr(),
-        "queue": queue(offs.device),
+        "v": v,
+        "offs": offs,
+        "queue": TileQueue(offs.device),
         "n": n,
         "experts": offs.shape[0] - 1,
         "division": _division(top_k),
         "group_m": tile.group_m,
     }
-
-
-def queue(device: torch.device) -> int:
-    """Address of two zeros, which the kernel leaves zero, so that a ring of them serves all streams.
-
-    A CUDA graph under capture gets zeros of its own, because its replays may overlap anything; their memory is reused only by
-    what follows on the stream.
-    """
-    if described() is not None:
-        return 0
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device).data_ptr()
-    index = device.index
-    if index not in _rings:
-        _make_ring(device)
-    turn = _turns[index] = (_turns.get(index, 0) + 1) % _QUEUES
-    return _rings[index][0] + 8 * turn
-
-
-def in_ring(device: int, address: int) -> bool:
-    """Whether a launch got this address from `queue`."""
-    start = _rings[device][0] if device in _rings else 0
-    return start <= address < start + 8 * _QUEUES and start > 0
-
-
-def _make_ring(device: torch.device) -> None:
-    with _making:
-        if device.index not in _rings:
-            ring = torch.zeros(2 * _QUEUES, dtype=torch.int32, device=device)
-            torch.cuda.synchronize(device)  # once per process: another stream may use it next
-            _rings[device.index] = (ring.data_ptr(), ring)
 
 
 @cached_choice

@@ -9,7 +9,7 @@ import torch
 
 from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, SWAPPED, TileChoice
 from hexa_fx.cuda import gemm_sm90 as sm90
-from hexa_fx.cuda import select_sm90 as plans
+from hexa_fx.cuda import tile_queue
 from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
 from tests.gpu.cases import ROUTINGS, TOLERANCE, assert_close, make_routing, randn, reference_esmm, reference_estmm
 
@@ -192,8 +192,8 @@ def test_queue_returns_to_zero() -> None:
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
     x, w = randn(TOKENS, 200, dtype=BF16), weight(328, 200, "nk", BF16)
     first = sm90.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
-    for _ in range(2 * plans._QUEUES // 64):
+    for _ in range(2 * tile_queue.QUEUES // 64):
         again = sm90.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
     torch.cuda.synchronize()
     assert torch.equal(first, again)
-    assert not plans._rings[torch.cuda.current_device()][1].any()
+    assert not tile_queue._rings[torch.cuda.current_device()][1].any()

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx.codegen import KernelSpec, get_family, render
+from hexa_fx.cuda import arguments as arguments_of_launches
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import replay as cuda_replay
-from hexa_fx.cuda import select_sm90, tensor_maps_sm90
+from hexa_fx.cuda import tile_queue
 from hexa_fx.jit import Entry, KernelHandle, builder
 from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.moe_ffn import check
@@ -120,15 +121,14 @@ class Cards:
         """Of the Hopper family from now on: tensor maps begin with their address, queues lie in a ring."""
         turns = cycle(range(0x10000, 0x10000 + 8 * 4096, 8))
         monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER)
-        for module in (select_sm90, cuda_replay):
-            monkeypatch.setattr(module, "queue", lambda device: next(turns))
-        monkeypatch.setattr(cuda_replay, "in_ring", lambda device, address: 0x10000 <= address < 0x18000)
+        for module in (tile_queue, cuda_replay):
+            monkeypatch.setattr(module, "next_queue", lambda device: next(turns))
         monkeypatch.setattr(cuda_replay, "address_offset", lambda: 0)
 
         def tensor_map(pointer: int, *rest: object, **more: object) -> bytes:
             return pointer.to_bytes(8, "little") + repr(rest).encode()[-100:].ljust(MAP - 8)
 
-        monkeypatch.setattr(tensor_maps_sm90, "tensor_map", tensor_map)
+        monkeypatch.setattr(arguments_of_launches, "tensor_map", tensor_map)
 
     def get_kernel(self, spec: KernelSpec, node: str = "") -> KernelHandle:
         card = self.card(spec, self.launches, self.during, self.fail)

@@ -14,12 +14,12 @@ from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, SWAPPED, choose_tile
 from hexa_fx.codegen.tuned import TunedTable
+from hexa_fx.cuda import arguments, tile_queue
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.cuda import select_sm90 as cuda_plans_sm90
-from hexa_fx.cuda import tensor_maps_sm90 as cuda_maps_sm90
 from hexa_fx.cuda import tune as cuda_tune
 from tests.runtime.cards import HOPPER
 
@@ -59,8 +59,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER._replace(multiprocessors=131))
-    monkeypatch.setattr(cuda_plans_sm90, "queue", lambda device: 64)
-    monkeypatch.setattr(cuda_maps_sm90, "tensor_map", lambda *args, **more: b"\1" * 128)
+    monkeypatch.setattr(tile_queue, "next_queue", lambda device: 64)
+    monkeypatch.setattr(arguments, "tensor_map", lambda *args, **more: b"\1" * 128)
     cuda_choosing.forget_choices()
     return recorder
 
@@ -178,19 +178,19 @@ def test_a_swapped_tile_reads_gate_and_up_by_turns_and_writes_sheets(
 ) -> None:
     v, offs = routing()
     drawn: dict[int, tuple[object, ...]] = {}
-    monkeypatch.setattr(cuda_maps_sm90, "tensor_map", lambda at, *args, **more: drawn.update({at: args}) or b"\1" * 128)
+    monkeypatch.setattr(arguments, "tensor_map", lambda at, *args, **more: drawn.update({at: args}) or b"\1" * 128)
     w = randn(E, 2 * N, D)
     h, a = sm90.esmm_act(randn(T, D), w, None, None, None, v, offs, K, "nk", "silu", "concat", (), True, SWAPPED)
     assert recorder.spec.option("swapped")
-    assert drawn[w.data_ptr()][1:] == ((D, 8, 2, N // 8, E), (D, N * D, 8 * D, 2 * N * D), (64, 8, 2, 8, 1))
+    assert drawn[w.data_ptr()][1:4] == ((D, 8, 2, N // 8, E), (D, N * D, 8 * D, 2 * N * D), (64, 8, 2, 8, 1))
     for result in (h, a):
         _, sizes, _, box, swizzle = drawn[result.data_ptr()]
         assert (sizes, box, swizzle) == ((result.shape[1], T * K), (32, 32), 64)
     rows = randn(T * K, D)
     y = sm90.esmm(rows, w, None, None, offs, 1, "nk", SWAPPED)
-    assert drawn[rows.data_ptr()][3:] == ((64, 32), 128)
+    assert drawn[rows.data_ptr()][3:5] == ((64, 32), 128)
     assert drawn[w.data_ptr()][3] == (64, 64, 1)
-    assert drawn[y.data_ptr()][3:] == ((64, 32), 128)
+    assert drawn[y.data_ptr()][3:5] == ((64, 32), 128)
 
 
 def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
@@ -237,7 +237,7 @@ def test_a_weight_gradient_is_added_in_boxes_of_floats(
 ) -> None:
     v, offs = routing()
     drawn: list[tuple[object, ...]] = []
-    monkeypatch.setattr(cuda_maps_sm90, "tensor_map", lambda *args, **more: drawn.append(args) or b"\1" * 128)
+    monkeypatch.setattr(arguments, "tensor_map", lambda *args, **more: drawn.append(args) or b"\1" * 128)
     x, g = randn(T if side == "x" else T * K, D), randn(T if side == "g" else T * K, N)
     into = torch.zeros((E, N, D) if layout == "nk" else (E, D, N))
     got = sm90.estmm(x, g, v if side == "x" else None, v if side == "g" else None, offs, K, layout, into=into)

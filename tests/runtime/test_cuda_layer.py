@@ -15,7 +15,6 @@ from torch import Tensor
 from hexa_fx.codegen import get_family
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
-from hexa_fx.cuda import gemm as cuda_gemm
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import record as cuda_record
 from hexa_fx.cuda import replay as cuda_replay
@@ -227,18 +226,6 @@ def test_settings_that_do_more_than_launch_are_obeyed(
             cards.run(args)
 
 
-def test_kernels_with_other_parameters_are_not_played_again(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = cuda_gemm.sm80.launch
-
-    def with_more(kernel: Any, device: int, grid: tuple[int, int, int], args: bytes) -> None:
-        plain(kernel, device, grid, args, bytes(120))
-
-    monkeypatch.setattr(cuda_gemm.sm80, "launch", with_more)
-    for _ in range(4):
-        cards.run(arguments())
-    assert cards.general == 4
-
-
 def test_a_wrong_call_is_refused_with_the_same_sentence_before_and_after(cards: Cards) -> None:
     args = arguments()
     for _ in range(3):
@@ -378,7 +365,8 @@ def test_what_another_thread_launches_meanwhile_is_not_written_down(cards: Cards
     assert len(cards.launches) == 12
     assert len(recording.launches) == 4
     assert all(call.is_view for call in recording.calls)
-    assert recording.launches[0][2][0][:8] == args[1].data_ptr().to_bytes(8, "little")
+    (((ids, *_), _),) = recording.launches[0].arguments
+    assert ids is args[1]
 
 
 def test_other_torch_operators_of_a_call_are_named() -> None:
