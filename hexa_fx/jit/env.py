@@ -27,7 +27,7 @@ VARIABLES = {
     "HEXA_FX_KEEP": "1: keep the build folder, with intermediate files, beside the cubin.",
     "HEXA_FX_WAIT_FOR_KERNELS": "1: a launch waits until its kernel is built, as benchmarks want; else others run meanwhile.",
     "HEXA_FX_AUTOTUNE": "1: time candidate tiles for shapes that the shipped table lacks, and remember the best.",
-    "HEXA_FX_CHECKED": "1: raise for routing ids out of range on CUDA too (synchronises).",
+    "HEXA_FX_CHECKED": "1: raise for routing ids out of range, which otherwise contribute nothing (synchronises).",
 }
 
 

@@ -58,8 +58,8 @@ def moe_ffn(
 
     Args:
         x: (T, D).
-        top_k_index: (T, k) integer in 0 .. E-1, or E for a slot that contributes nothing. A token may name an expert
-            twice.
+        top_k_index: (T, k) integer in 0 .. E-1; any other number, such as E or -1, is a slot that contributes nothing. A token
+            may name an expert twice.
         top_k_weights: (T, k) in any floating dtype, or None, which means 1.
         w1: first projection, (E, N, D) for ``spec.layout1 == "nk"``, (E, D, N) for ``kn``; N = I, or 2I for glu
             ``concat`` and ``interleaved``.
@@ -78,8 +78,8 @@ def moe_ffn(
     Saved for backward: x (not if W1 and W3 are frozen), h (not with ``recompute_h``), the routing and the weights.
 
     Raises:
-        InputError: shapes, dtypes or devices do not fit together; an expert id is out of range (on a CPU); a second derivative
-            is asked for.
+        InputError: shapes, dtypes or devices do not fit together; a second derivative is asked for; with HEXA_FX_CHECKED=1
+            also for an expert id below 0 or above E.
     """
     y: Tensor = _OPS.moe_ffn.default(x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2, *_static_of(spec))
     return y

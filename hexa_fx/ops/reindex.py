@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.errors import InputError
+from hexa_fx.jit.env import checked_mode
 from hexa_fx.ops import checks, library
 
 _FEW_SLOTS = 64
@@ -23,8 +24,8 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
     """Sorts the routed rows by expert (paper, Algorithm 1).
 
     Args:
-        top_k_index: (T, k) integer, expert of every slot ``t*k + s``. ``num_experts`` is the sentinel: that slot
-            contributes nothing.
+        top_k_index: (T, k) integer, expert of every slot ``t*k + s``. Any other number, such as ``num_experts`` or -1, is a
+            sentinel: that slot contributes nothing.
         num_experts: E.
 
     Returns:
@@ -33,8 +34,7 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
         offs: (E+1,) int32, rows of expert e are ``offs[e] .. offs[e+1]``.
 
     Raises:
-        InputError: wrong shape or dtype; on a CPU also for an id below 0 or above ``num_experts``. Other devices do not
-            look (that would stop the device) and take such an id as the sentinel.
+        InputError: wrong shape or dtype; with HEXA_FX_CHECKED=1 also for an id below 0 or above ``num_experts``.
     """
     v, inv, offs = torch.ops.hexa.reindex(top_k_index, num_experts)
     return v, inv, offs
@@ -83,22 +83,21 @@ class SortedSlots:
 
 
 def sort_slots(top_k_index: Tensor, num_experts: int) -> SortedSlots:
-    """A stable sort of the slots by expert.
+    """A stable sort of the slots by expert; ids out of range are sentinels.
 
     Raises:
-        InputError: an expert id below 0 or above ``num_experts``.
+        InputError: there is one, with HEXA_FX_CHECKED=1.
     """
     tokens, top_k = top_k_index.shape
     if tokens * top_k <= _FEW_SLOTS:
         return _sort_few([e for row in top_k_index.tolist() for e in row], top_k, num_experts)
     ids = top_k_index.reshape(-1)
     if tokens * top_k >= _MANY_SLOTS:
-        _check_range(ids, num_experts)
-        ids = ids.to(_narrowest(num_experts))
-    ids, slots = torch.sort(ids, stable=True)
-    *bounds, end = torch.searchsorted(ids, _boundaries(num_experts, ids.dtype), out_int32=True).tolist()
+        ids = _within_range(ids, num_experts).to(_narrowest(num_experts))
+    in_order, slots = torch.sort(ids, stable=True)
+    *bounds, end = torch.searchsorted(in_order, _boundaries(num_experts, ids.dtype), out_int32=True).tolist()
     if bounds[0] or end != tokens * top_k:
-        _check_range(ids, num_experts)
+        return sort_slots(_within_range(ids, num_experts).reshape(tokens, top_k), num_experts)
     token = slots if top_k == 1 else slots.div(top_k, rounding_mode="floor")
     return SortedSlots(slots, token, bounds)
 
@@ -106,8 +105,9 @@ def sort_slots(top_k_index: Tensor, num_experts: int) -> SortedSlots:
 def _sort_few(ids: list[int], top_k: int, num_experts: int) -> SortedSlots:
     """As `sort_slots`, in Python, because a dozen tensor operators cost more than sorting a few numbers."""
     order = sorted(range(len(ids)), key=ids.__getitem__)
-    if ids:
-        _refuse(ids[order[0]], ids[order[-1]], num_experts)
+    if ids and (ids[order[0]] < 0 or ids[order[-1]] > num_experts):
+        _refuse_if_checked(ids[order[0]], ids[order[-1]], num_experts)
+        return _sort_few([e if 0 <= e < num_experts else num_experts for e in ids], top_k, num_experts)
     bounds = [0] * (num_experts + 2)
     for e in ids:
         bounds[e + 1] += 1
@@ -122,13 +122,18 @@ def int_tensor(code: str, values: list[int]) -> Tensor:
     return torch.frombuffer(array(code, values), dtype=dtype) if values else torch.empty(0, dtype=dtype)
 
 
-def _check_range(ids: Tensor, num_experts: int) -> None:
+def _within_range(ids: Tensor, num_experts: int) -> Tensor:
+    """``ids`` (n,) with the sentinel in place of those out of range."""
     low, high = (int(t) for t in torch.aminmax(ids))
-    _refuse(low, high, num_experts)
+    if low >= 0 and high <= num_experts:
+        return ids
+    _refuse_if_checked(low, high, num_experts)
+    ids = ids.to(torch.int64)
+    return ids.masked_fill((ids < 0) | (ids > num_experts), num_experts)
 
 
-def _refuse(low: int, high: int, num_experts: int) -> None:
-    if low < 0 or high > num_experts:
+def _refuse_if_checked(low: int, high: int, num_experts: int) -> None:
+    if checked_mode():
         raise InputError(
             f"hexa::reindex: expert ids run from {low} to {high}; expected 0 to {num_experts - 1}, or {num_experts} "
             "for a slot that contributes nothing"

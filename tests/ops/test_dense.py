@@ -60,10 +60,9 @@ def test_routings(calls, weighted):
 def test_no_tokens_and_ids_out_of_range(calls):
     assert layer(tokens=0).run().shape == (0, 8)
     assert calls == []
-    for wrong in (-1, 5):
-        with pytest.raises(InputError, match="expert ids run from"):
-            layer(tokens=1, index=torch.tensor([[0, wrong]])).run()
-    assert calls == [False, False]
+    for other in (-1, 5):
+        assert_is_loop(layer(tokens=1, index=torch.tensor([[0, other]])))
+    assert not any(calls)
 
 
 def poisoned(place: str, value: float) -> tuple[Layer, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from hexa_fx import ops
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import dense
+from hexa_fx.ops import dense, fallback, reindex
 from hexa_fx.ops.activations import ACTIVATIONS, activation_forward
 
 hexa = torch.ops.hexa
@@ -169,12 +169,28 @@ def test_nan_stays_in_its_token():
     assert not torch.cat([value[:2], value[3:]]).isnan().any()
 
 
+@pytest.mark.parametrize("tokens", [3, 40, 1500])
+@pytest.mark.parametrize("bad", [-1, E + 1, -300])
+def test_ids_out_of_range_are_sentinels_unless_checked(bad, tokens, monkeypatch):
+    index = torch.randint(0, E, (tokens, 2))
+    index[0, 0], index[-1, 1] = bad, E
+    sentinels = index.masked_fill((index < 0) | (index > E), E)
+    for mine, expected in zip(reindex(index, E), reindex(sentinels, E), strict=True):
+        assert torch.equal(mine, expected)
+    for mine, expected in zip(fallback.reindex_any(index, E), reindex(sentinels, E), strict=True):
+        assert torch.equal(mine, expected)
+    monkeypatch.setenv("HEXA_FX_CHECKED", "1")
+    with pytest.raises(InputError, match="expert ids run from"):
+        reindex(index, E)
+    reindex(sentinels, E)
+
+
 @pytest.mark.parametrize("bad", [-1, E + 1])
-def test_ids_out_of_range_are_named(bad):
+def test_slots_out_of_range_contribute_nothing(bad):
     index = ids("random")
     index[0, 0] = bad
-    with pytest.raises(InputError, match="expert ids run from"):
-        ffn(index, operands(SPECS[0], False), SPECS[0])
+    values = [ffn(index.masked_fill(index == bad, n), operands(SPECS[0], False), SPECS[0]) for n in (bad, E)]
+    torch.testing.assert_close(*values)
 
 
 def test_wrong_shapes_are_named():
