@@ -27,6 +27,7 @@ from torch.fx import Graph
 
 from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.observe import Observation
+from hexa_fx.capture.perturb import Stirring
 from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
@@ -38,7 +39,8 @@ from hexa_fx.passes.autocast import with_autocast
 from hexa_fx.passes.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.comparison import VerifySettings
-from hexa_fx.passes.detect import MoEMatch, detect
+from hexa_fx.passes.complete import detect_all
+from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
 from hexa_fx.passes.host_rules import refusal_of_host
 from hexa_fx.passes.kernel_requests import request_kernels
@@ -219,31 +221,30 @@ def _rewrite_mode(
     attempt: Attempt,
     reads: list[PythonRead],
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
-    try:
+    def record(stirring: Stirring) -> CapturedBlock:
         with announced("capture", Graph()) as done:
-            captured = capture(observation.module, args, kwargs, observation.path, analysis_bytes=config.analysis_bytes)
+            captured = capture(observation.module, args, kwargs, observation.path, 0, config.analysis_bytes, stirring)
             done.graph = captured.graph
+        check_recorded(captured, config)
+        reads.extend(captured.reads)
+        with announced("canonicalize", captured.graph) as done:
+            captured = canonicalize(captured)
+            done.graph = captured.graph
+        return captured
+
+    try:
+        match = detect_all(record, attempt.prefer_earliest, attempt.alone)
     except CaptureError as error:
         return _NotRecorded(observation.path, str(error))
-    check_recorded(captured, config)
-    reads += captured.reads
-    with announced("canonicalize", captured.graph) as done:
-        captured = canonicalize(captured)
-        done.graph = captured.graph
-    with announced("detect", captured.graph) as done:
-        match = detect(captured, attempt.prefer_earliest, attempt.alone)
-        done.note = f"refused: {match.reason}" if isinstance(match, Refusal) else match.idiom
     if isinstance(match, Refusal):
         return match
-    with announced("rewrite", captured.graph) as done:
+    with announced("rewrite", match.captured.graph) as done:
         rewritten = rewrite(match, config.recompute_h, attempt.live)
-        if not config.own_code_when_small:
-            rewritten = replace(rewritten, small=0)
+        rewritten = rewritten if config.own_code_when_small else replace(rewritten, small=0)
         done.graph = rewritten.graph
+    captured = match.captured
     refusal = refusal_of_host(observation.module, captured, rewritten) or refusal_of_layout(captured, rewritten)
-    if refusal is not None:
-        return refusal
-    return match, with_autocast(observation.module, captured, rewritten, args, kwargs)
+    return refusal or (match, with_autocast(observation.module, captured, rewritten, args, kwargs))
 
 
 def _check(

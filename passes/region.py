@@ -18,7 +18,9 @@ from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import Source
+from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.emit_rows import RowEmitter
+from hexa_fx.passes.routing_nodes import RoutingEmitter
 from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
 
@@ -43,26 +45,38 @@ class RegionEmitter:
     recompute_h: bool
     live: Live | None = None
 
+    def __post_init__(self) -> None:
+        self._routing = RoutingEmitter(self.match, self.graph, self.outside)
+
     def emit(self) -> torch.fx.Node:
         """The node that stands for the region's output."""
         match, routing = self.match, self.match.routing
         tokens = self._as_rows(self.outside[match.source], record_of(match.source).value)
-        index = self._routing(routing.index, None)
+        index = self._routing.quantity(routing.index, None)
         self._require_slots(index)
-        factor = self._product(routing.after, index)
+        factor = self._product(routing.after, index, match.of_factor)
+        kept = self._routing.kept(index)
         before = self._product(routing.before, index)
+        given = tokens
+        if match.before is not None:
+            tokens = self._steps(match.before, tokens)
         if match.detached:
             tokens = self.graph.call_method("detach", (tokens,))
             before = None if before is None else self.graph.call_method("detach", (before,))
-        if before is not None:
-            tokens, index, factor = self._scale_rows(tokens, index, factor, before)
-        past_experts = self._identity(tokens, index, factor) if match.identity and factor is not None else None
+        past_experts = self._identity(given, index, factor) if match.identity and factor is not None else None
+        index = kept
+        slots = before is not None or match.after is not None
+        if slots:
+            tokens, index, factor = self._as_slots(tokens, index, factor, before)
         index = self._without_dead(self._within_sentinel(index), factor)
         if isinstance(match.body, FreeBody):
             result = self._free(match.body, index, factor)
+        elif match.after is not None:
+            rows = self._checked(self._canonical(match.body, tokens, index, None))
+            result = self._weighted(rows, match.after, index, factor)
         else:
             result = self._canonical(match.body, tokens, index, factor)
-        if before is not None and routing.top_k > 1:
+        if slots and routing.top_k > 1:
             result = self.graph.call_method(
                 "sum", (self.graph.call_method("unflatten", (result, 0, (-1, routing.top_k))), 1)
             )
@@ -71,8 +85,17 @@ class RegionEmitter:
         if match.base is not None:
             base = self._as_rows(self.outside[match.base], record_of(match.base).value)
             result = self.graph.call_function(operator.add, (base, result))
+        if match.after is None:
+            self._checked(result)
         result = self._restore(result, self._dtype())
         return self.graph.call_method("detach", (result,)) if match.constant else result
+
+    def _checked(self, outputs: torch.fx.Node) -> torch.fx.Node:
+        """What the experts give, checked where the code does so."""
+        asked = next((branch for branch in self.match.branches if branch.of_outputs), None)
+        if asked is not None:
+            self.graph.call_function(guards.require_finite, (outputs, asked.as_recorded()))
+        return outputs
 
     def _canonical(
         self,
@@ -90,7 +113,7 @@ class RegionEmitter:
             + (spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h),
         )
         result.meta["hexa"] = spec
-        result.meta["top_k"] = 1 if self.match.routing.before else self.match.routing.top_k
+        result.meta["top_k"] = 1 if self.match.routing.before or self.match.after else self.match.routing.top_k
         return result
 
     def _free(self, body: FreeBody, index: torch.fx.Node, factor: torch.fx.Node | None) -> torch.fx.Node:
@@ -143,74 +166,72 @@ class RegionEmitter:
     def _as_rows(self, node: torch.fx.Node, value: torch.Tensor) -> torch.fx.Node:
         return node if value.dim() == 2 else self.graph.call_method("flatten", (node, 0, -2))
 
-    def _scale_rows(
-        self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node | None, before: torch.fx.Node
+    def _as_slots(
+        self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node | None, before: torch.fx.Node | None
     ) -> tuple[torch.fx.Node, torch.fx.Node, torch.fx.Node | None]:
-        """Makes every slot a token with one expert, since a factor on the input differs from slot to slot."""
+        """Makes every slot a token with one expert: for a factor on the input, which differs from slot to slot, and for steps on
+        the experts' outputs."""
         top_k = self.match.routing.top_k
         if top_k > 1:
             tokens = self.graph.call_method("repeat_interleave", (tokens, top_k, 0))
             index = self.graph.call_method("reshape", (index, -1, 1))
             factor = None if factor is None else self.graph.call_method("reshape", (factor, -1, 1))
-            before = self.graph.call_method("reshape", (before, -1, 1))
-        return self.graph.call_function(operator.mul, (tokens, before)), index, factor
+            before = None if before is None else self.graph.call_method("reshape", (before, -1, 1))
+        return tokens if before is None else self.graph.call_function(operator.mul, (tokens, before)), index, factor
 
-    def _product(self, sources: Sequence[Source], index: torch.fx.Node) -> torch.fx.Node | None:
+    def _steps(self, steps: RowSteps, rows: torch.fx.Node) -> torch.fx.Node:
+        """The steps on all rows."""
+        if any(record_of(node).writes for node in steps.nodes):
+            rows = self.graph.call_method("clone", (rows,))
+        new = {n: rows if given is None else self.outside[given] for n, given in steps.inputs.items()}
+
+        def operand(node: torch.fx.Node) -> torch.fx.Node:
+            while node in steps.moved:
+                node = steps.moved[node]
+            return new[node]
+
+        for node in steps.nodes:
+            new[node] = self.graph.node_copy(node, operand)
+            new[node].meta = {"from": node.name, "location": record_of(node).location}
+        return operand(steps.output)
+
+    def _weighted(
+        self, rows: torch.fx.Node, steps: RowSteps, index: torch.fx.Node, factor: torch.fx.Node | None
+    ) -> torch.fx.Node:
+        """The experts' outputs (n, D) after the steps, times their factors; zero for slots without an expert."""
+        rows = self._steps(steps, rows)
+        if factor is not None:
+            rows = self.graph.call_function(operator.mul, (rows, factor))
+        known = self.graph.call_function(operator.ge, (index, 0))
+        stored = self.graph.call_function(operator.lt, (index, self.match.num_experts))
+        routed = self.graph.call_function(operator.and_, (known, stored))
+        return self.graph.call_function(torch.where, (routed, rows, 0.0))
+
+    def _product(
+        self, sources: Sequence[Source], index: torch.fx.Node, of_first: RowSteps | None = None
+    ) -> torch.fx.Node | None:
         product: torch.fx.Node | None = None
         for source in sources:
-            factor = self._routing(source, index)
+            factor = self._routing.quantity(source, index)
+            if of_first is not None and product is None:
+                factor = self._steps(of_first, factor)
             product = factor if product is None else self.graph.call_function(operator.mul, (product, factor))
         return product
 
-    def _routing(self, source: Source, index: torch.fx.Node | None) -> torch.fx.Node:
-        """A routing quantity as (T, k)."""
-        k, call = self.match.routing.top_k, self.graph.call_method
-        nodes = [self.outside[node] for node in source.nodes]
-        value = record_of(source.nodes[0]).value
-        if source.reading == "columns":
-            if value.dim() == 2 and value.shape[1] == 1:
-                return self.graph.call_function(torch.cat, (nodes, 1))
-            flat = nodes if value.dim() == 1 else [call("reshape", (node, -1)) for node in nodes]
-            return self.graph.call_function(torch.stack, (flat, 1))
-        node = nodes[0]
-        if value.dtype == torch.bool or (index is not None and not value.is_floating_point()):
-            node = call("to", (node, record_of(self.match.source).value.dtype))
-        if source.reading == "token_slot":
-            return node if value.dim() == 2 and value.shape[1] == k else call("reshape", (node, -1, k))
-        if source.reading == "slot_token":
-            return call("t", (call("reshape", (node, k, -1)),))
-        if source.reading == "one_hot":
-            return self._ids_of_marks(node)
-        if source.reading == "token":
-            return call("expand", (call("reshape", (node, -1, 1)), -1, k))
-        return call("gather", (self._by_expert(node, source, value), 1, index))
+    def _dtype(self) -> torch.dtype | None:
+        """dtype of the region's result so far: an expert run operation by operation may end in float32 among 16-bit tensors.
 
-    def _ids_of_marks(self, node: torch.fx.Node) -> torch.fx.Node:
-        """(T, k, E) zeros and ones as (T, k) ids; E where no expert is marked."""
-        call, experts = self.graph.call_method, self.match.num_experts
-        marks = call("reshape", (node, -1, self.match.routing.top_k, experts))
-        ids = call("argmax", (call("int", (marks,)), -1))
-        unmarked = self.graph.call_function(operator.eq, (call("sum", (marks, -1)), 0))
-        return call("masked_fill", (ids, unmarked, experts))
-
-    def _by_expert(self, node: torch.fx.Node, source: Source, value: torch.Tensor) -> torch.fx.Node:
-        """A routing quantity as (T, E)."""
-        call, experts = self.graph.call_method, self.match.num_experts
-        if source.reading == "token_expert":
-            return node if value.dim() == 2 else call("reshape", (node, -1, experts))
-        if source.reading == "expert_token":
-            return call("t", (call("reshape", (node, experts, -1)),))
-        return call("reshape", (call("sum", (node, -1)), -1, experts))
-
-    def _dtype(self) -> torch.dtype:
-        """dtype of the region's result so far: an expert run operation by operation may end in float32 among 16-bit tensors."""
+        None if it follows from what is done to the experts' outputs.
+        """
+        if self.match.after is not None:
+            return None
         match, source = self.match, record_of(self.match.source).value.dtype
         dtype = record_of(match.body.output).value.dtype if isinstance(match.body, FreeBody) else source
         if match.identity:
             dtype = torch.promote_types(dtype, source)
         return dtype if match.base is None else torch.promote_types(dtype, record_of(match.base).value.dtype)
 
-    def _restore(self, result: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+    def _restore(self, result: torch.fx.Node, dtype: torch.dtype | None) -> torch.fx.Node:
         """(T, D), of ``dtype``, back to the shape and dtype the recorded output had."""
         value = record_of(self.match.output).value
         if value.dtype != dtype:

@@ -85,7 +85,7 @@ class _Rewriter:
 
     def _asked_first(self) -> set[torch.fx.Node]:
         """Conditions on parameters and buffers alone, which are checked before any random number is drawn."""
-        conditions = [branch.condition for match in self.match.regions for branch in match.branches]
+        conditions = [branch.condition for match in self.match.regions for branch in match.conditions]
         behind = [ancestors([condition]) for condition in conditions]
         return {n for found in behind if not any(n.op == "placeholder" for n in found) for n in found}
 
@@ -161,11 +161,11 @@ class _Rewriter:
         copy = self.graph.node_copy(node, lambda argument: self._operand(node, argument, kept))
         copy.meta = {"from": node.name, "location": record_of(node).location}
         self.new[node] = copy
-        branches = {branch.condition: branch for match in self.match.regions for branch in match.branches}
+        branches = {branch.condition: branch for match in self.match.regions for branch in match.conditions}
         for branch in branches.values():
             if branch.condition is node:
                 holds = copy if branch.outcome else self.graph.call_function(operator.not_, (copy,))
-                self.graph.call_function(guards.require, (holds, _as_recorded(node)))
+                self.graph.call_function(guards.require, (holds, branch.as_recorded()))
 
     def _input_of(self, node: torch.fx.Node, argument: torch.fx.Node, kept: Kept) -> torch.fx.Node:
         """The new node for an argument; a read after a kept call's write is ordered after the call."""
@@ -235,11 +235,6 @@ def _roots_of(match: MoEMatch) -> list[torch.fx.Node]:
         *(match.body.roots if isinstance(match.body, FreeBody) else ()),
         *match.routing.nodes,
         *([] if match.base is None else [match.base]),
-        *(b.condition for b in match.branches),
+        *(node for steps in match.steps for node in steps.roots),
+        *(b.condition for b in match.conditions),
     ]
-
-
-def _as_recorded(condition: torch.fx.Node) -> str:
-    """The branch in words, for the log line when it goes the other way."""
-    record = record_of(condition)
-    return f"the condition at {record.location} to be {record.value}"

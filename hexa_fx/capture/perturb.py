@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -15,16 +16,44 @@ from torch import nn
 from hexa_fx.isolation.size import is_of_one_number
 
 
+@dataclass(frozen=True)
+class Stirring:
+    """Other values for what has no effect on the example, so that the recorded run shows what it does.
+
+    Args:
+        arguments: by name.
+        held: of parameters and buffers, by name.
+        results: of recorded calls, by the number of their node.
+    """
+
+    arguments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    held: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    results: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.arguments) + len(self.held) + len(self.results)
+
+
+AS_IT_IS = Stirring()
+
+
 @contextmanager
-def stirred_parameters(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """A context that yields the new values by name. Parameters keep their identity, and get their own memory back at the end."""
+def stirred_parameters(
+    parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """A context that yields the new values by name. Parameters keep their identity, and get their own memory back at the end.
+
+    ``given``: values of others, buffers too, by name.
+    """
     generator = torch.Generator().manual_seed(2)
-    plain = {id(p): p for p in parameters.values() if _is_plain(p)}
+    chosen = {id(parameters[name]): value for name, value in given.items()}
+    plain = {id(p): p for p in parameters.values() if id(p) in chosen or _is_plain(p)}
     before = {key: parameter.data for key, parameter in plain.items()}
     try:
-        for parameter in plain.values():
+        for key, parameter in plain.items():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data = parameter.data + noise.to(parameter.data) / 8
+            new = chosen[key] if key in chosen else parameter.data + noise.to(parameter.data) / 8
+            parameter.data = new.to(parameter.data, copy=True)
         yield {name: p.data for name, p in parameters.items() if id(p) in plain}
     finally:
         for key, parameter in plain.items():

@@ -20,7 +20,7 @@ from hexa_fx.capture.calls import Unreadable
 from hexa_fx.capture.collect import Access, Collecting, puts
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import namespaces_of, visible_host
-from hexa_fx.capture.perturb import stirred_parameters
+from hexa_fx.capture.perturb import AS_IT_IS, Stirring, stirred_parameters
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
@@ -72,7 +72,7 @@ class CapturedBlock:
         in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
         on_dtype: paths of the modules whose code decides on a dtype.
         on_device: paths of the modules whose code asks for a kind of device.
-        stirred: the random values that stood in for parameters whose elements are all equal, by name.
+        stirred: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it; for people to read.
     """
@@ -136,6 +136,7 @@ def capture(
     path: str = "",
     seed: int = 0,
     analysis_bytes: int = 2 << 30,
+    stirring: Stirring = AS_IT_IS,
 ) -> CapturedBlock:
     """Runs ``block`` once and returns what it did.
 
@@ -148,7 +149,7 @@ def capture(
     """
     beside = Beside(block, namespaces_of(block))
     try:
-        run = functools.partial(_capture, block, args, kwargs, path, seed)
+        run = functools.partial(_capture, block, args, kwargs, path, seed, stirring)
         try:
             found = _with_results_beside(functools.partial(run, False), block, beside)
         except Exception as error:
@@ -188,6 +189,7 @@ def _capture(
     kwargs: dict[str, Any],
     path: str,
     seed: int,
+    stirring: Stirring,
     as_it_is: bool,
     watch: Watch | None = None,
     collecting: Collecting | None = None,
@@ -202,17 +204,17 @@ def _capture(
         with (
             collecting.stand_ins() if collecting else nullcontext(),
             restored(block) as snapshot,
-            stirred_parameters({} if as_it_is else parameters) as stirred,
+            stirred_parameters({} if as_it_is else parameters, {} if as_it_is else stirring.held) as stirred,
             random_state_kept(seed),
             torch.set_grad_enabled(not as_it_is),
         ):
-            recorder = Recorder(parameters, sees_gradients=not as_it_is)
+            recorder = Recorder(parameters, sees_gradients=not as_it_is, forced=stirring.results)
             reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
             recorder.leave = watch.leave if watch else recorder.leave
             if collecting:
                 collecting.scope = lambda: recorder.scopes[-1]
             with noted_settings(recorder) as settings, reads.noted():
-                result, arguments, given = _run(block, recorder, bound)
+                result, arguments, given = _run(block, recorder, bound, stirring.arguments)
             recorder.leave("")
             output = recorder.lift_result(result)
             stored = tuple(stored_values(block, snapshot, settings, recorder))
@@ -266,7 +268,7 @@ def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _run(
-    block: nn.Module, recorder: Recorder, bound: inspect.BoundArguments
+    block: nn.Module, recorder: Recorder, bound: inspect.BoundArguments, stirred: Mapping[str, torch.Tensor]
 ) -> tuple[Any, tuple[tuple[str, Any], ...], Contents]:
     """Calls the block's forward with copies of the tensors.
 
@@ -276,7 +278,7 @@ def _run(
     holders: list[Holder] = []
 
     def given(name: str, value: Any) -> Any:
-        fresh = copied(value)
+        fresh = copied(stirred.get(name, value))
         if isinstance(fresh, (list, dict, set)):
             holders.append(Holder(f"the argument {name!r}", fresh))
         named.append((name, recorder.placeholder(name, fresh) if isinstance(value, torch.Tensor) else value))

@@ -10,7 +10,19 @@ from dataclasses import dataclass, field
 
 from hexa_fx.inspection.view import GraphView, NodeView, Role, TensorType
 
-_PLUMBING = ("size", "numel", "dim", "__len__", "item", "tolist", "__bool__", "__int__", "after", "require")
+_PLUMBING = (
+    "size",
+    "numel",
+    "dim",
+    "__len__",
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "after",
+    "require",
+    "require_finite",
+)
 _LONGEST_LOOP = 96
 
 

@@ -30,7 +30,7 @@ from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.passes import MODES, BlockAnalysis, analyse
 from hexa_fx.passes.structure import moved_to
 from hexa_fx.report import OptimizationReport
-from hexa_fx.runtime.guards import require
+from hexa_fx.runtime.guards import require, require_finite
 
 log = logging.getLogger(__name__)
 _OWN = {"rest", "rest_options", "on_report"}
@@ -172,7 +172,7 @@ def _usable(analysis: BlockAnalysis) -> RewrittenBlock | None:
     if len(analysis.rewritten) < len(MODES):
         return None
     block = analysis.rewritten[MODES[0]]
-    guarded = any(node.target is require for node in block.graph.nodes)
+    guarded = any(node.target in (require, require_finite) for node in block.graph.nodes)
     return None if guarded or block.stored else block
 
 

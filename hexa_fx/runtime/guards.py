@@ -35,6 +35,19 @@ def require(condition: Any, expected: str) -> None:
         raise SizeMiss(f"expected {expected}")
 
 
+def require_finite(values: torch.Tensor, expected: str) -> None:
+    """A guard node of a rewritten graph: raises `GuardMiss` unless all ``values`` are finite.
+
+    The original forward then runs from its beginning. Waits for the device, as the code's own check does.
+
+    Args:
+        values: what experts gave.
+        expected: what was assumed.
+    """
+    if not values.isfinite().all():
+        raise GuardMiss(f"expected {expected}")
+
+
 def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> None:
     """Raises `GuardMiss` for the first input that differs from what was traced.
 

@@ -11,12 +11,14 @@ rules -> what one run cannot show
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.fx
 
-from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture import Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
@@ -29,6 +31,7 @@ from hexa_fx.passes.detect.offset import explain_offset
 from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
 from hexa_fx.passes.detect.routing import check_identity, find_routing
 from hexa_fx.passes.detect.routing_factors import Pairs
+from hexa_fx.passes.detect.row_steps import steps_after, steps_before, steps_of_factor
 from hexa_fx.passes.detect.rows import Instance, match_rows
 from hexa_fx.passes.detect.rules import (
     is_constant,
@@ -42,9 +45,13 @@ from hexa_fx.passes.detect.rules import (
 from hexa_fx.passes.detect.several import families_of, find_several
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, shared_by_some, tag, uneven_experts
-from hexa_fx.passes.detect.verdict import Refuse
+from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
 __all__ = ["MoEMatch", "detect"]
+
+Form = Literal["any", "steps", "free"]
+"""How experts are read: in the standard form, and if that is not possible as any steps on rows; in the standard form together with
+steps on single rows before and after the products; only as any steps on rows."""
 
 NO_PRODUCT = (
     "no matrix product with the weights of single experts was seen; experts are like modules in a list or a dictionary, or "
@@ -52,16 +59,19 @@ NO_PRODUCT = (
 )
 
 
-def detect(captured: CapturedBlock, prefer_earliest: bool = False, alone: bool = False) -> MoEMatch | Refusal:
+def detect(
+    captured: CapturedBlock, prefer_earliest: bool = False, alone: bool = False, form: Form = "any"
+) -> MoEMatch | Refusal:
     """The block's MoE region, which refers to further ones, or a sentence that says why there is none to rewrite.
 
     Args:
         prefer_earliest: of several tensors that hold the same routing take the first, not the last. They differ where the code
             detaches in between, which values do not show.
         alone: look for one region only.
+        form: how to read the experts.
     """
     try:
-        return _detect(captured, prefer_earliest, alone)
+        return _detect(captured, prefer_earliest, alone, form)
     except Refuse as refusal:
         location = (
             record_of(refusal.node).location if refusal.node is not None and refusal.node.op != "output" else None
@@ -69,11 +79,11 @@ def detect(captured: CapturedBlock, prefer_earliest: bool = False, alone: bool =
         return Refusal(captured.path, refusal.reason, location)
 
 
-def _detect(captured: CapturedBlock, prefer_earliest: bool, alone: bool) -> MoEMatch:
+def _detect(captured: CapturedBlock, prefer_earliest: bool, alone: bool, form: Form) -> MoEMatch:
     """Tries every family of expert weights, since shared experts in a list look like experts until one looks for their routing."""
     _refuse_own_operators(captured)
     groups = expert_groups(_parameters(captured))
-    look = partial(_detect_family, captured, groups, Replay(captured), prefer_earliest=prefer_earliest)
+    look = partial(_detect_family, captured, groups, Replay(captured), prefer_earliest=prefer_earliest, form=form)
     families = families_of(captured, groups)
     found = None if alone else find_several(captured, families, look)
     if found is not None:
@@ -102,6 +112,7 @@ def _detect_family(
     replay: Replay,
     family: frozenset[str] | None,
     prefer_earliest: bool,
+    form: Form,
     passed: frozenset[torch.fx.Node] = frozenset(),
 ) -> MoEMatch:
     """The region with experts of the standard form, or else with experts of any form that run one at a time.
@@ -109,7 +120,9 @@ def _detect_family(
     ``passed``: host decisions after the experts that do not count.
     """
     try:
-        return _detect_standard(captured, groups, replay, family, prefer_earliest, passed)
+        if form == "free":
+            raise Refuse("its experts are not read in the standard form")
+        return _detect_standard(captured, groups, replay, family, prefer_earliest, passed, form == "steps")
     except Refuse as refusal:
         standard = refusal
     try:
@@ -125,6 +138,7 @@ def _detect_standard(
     family: frozenset[str] | None,
     prefer_earliest: bool,
     passed: frozenset[torch.fx.Node],
+    with_steps: bool,
 ) -> MoEMatch:
     tags = tag(captured, groups, family)
     contractions = find_contractions(captured, tags)
@@ -133,22 +147,58 @@ def _detect_standard(
     products = [contraction.node for contraction in contractions]
     stored = stored_outside_calls(captured, products)
     weights = WeightTable(captured, groups, tags)
-    source, instances = match_rows(group_instances(contractions), captured, tags, replay, weights)
+    first: NoRouting | None = None
+    for source, instances in match_rows(group_instances(contractions), captured, tags, replay, weights):
+        try:
+            return _match_of(
+                captured, groups, replay, prefer_earliest, passed, with_steps, weights, stored, source, instances
+            )
+        except NoRouting as refusal:  # of these rows; there may be others, such as those that a mask keeps
+            first = first or refusal
+    assert first is not None
+    raise first
+
+
+def _match_of(
+    captured: CapturedBlock,
+    groups: ExpertGroups,
+    replay: Replay,
+    prefer_earliest: bool,
+    passed: frozenset[torch.fx.Node],
+    with_steps: bool,
+    weights: WeightTable,
+    stored: tuple[Access | StoredValue, ...],
+    source: torch.fx.Node,
+    instances: list[Instance],
+) -> MoEMatch:
+    """The region if its tokens are the rows of ``source``."""
+    tags = weights.tags
+    products = [c.node for instance in instances for c in (*instance.first, instance.second)]
     tokens = record_of(source).value.numel() // record_of(source).value.shape[-1]
     opaque = opaque_nodes(captured, products)
-    combine = find_combine(captured.graph, instances, tokens, replay, opaque | passed)
-    body = identify_body(instances, tags, replay, weights, _late_bias(instances, combine.node, tags))
+    before = steps_before(source, instances, tags) if with_steps else None
+    after = steps_after(instances, tags) if with_steps else None
+    each = after is not None and len(after.alike) == len(instances)
+    ends = [_ending_at(i, s.output) for i, s in zip(instances, after.alike)] if after and each else instances
+    bounded = after is not None and not each
+    combine = find_combine(captured.graph, ends, tokens, replay, opaque | passed, bounded)
+    late = _late_bias(instances, combine.node, tags) if after or bool((combine.offset != 0).any()) else None
+    body = identify_body(instances, tags, replay, weights, late)
     experts = body.down.matrices.shape[0]
     pairs = _pairs(instances, body, combine)
     offset = explain_offset(pairs, body.down_bias, combine, source, weights, tags, replay)
     routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, replay, prefer_earliest)
     if offset.identity is not None:
         check_identity(offset.identity, routing, tokens, experts, combine.node, replay)
-    branches = shape_branches(captured, tag(captured, groups), set(routing.index.nodes), opaque, combine.node)
-    refuse_outside_tensors(captured, [source, *routing.nodes], combine.node, opaque)
+    weighing = [source for source in routing.after[:1] if len(source.nodes) == 1] if with_steps else []
+    of_factor = steps_of_factor(weighing[0].nodes[0], instances, combine.node, tags) if weighing else None
+    last = [instance.second.node for instance in instances]
+    branches = shape_branches(captured, tag(captured, groups), set(routing.index.nodes), opaque, last, combine.node)
+    roots = [node for steps in (before, after, of_factor) if steps is not None for node in steps.roots]
+    refuse_outside_tensors(captured, [source, *routing.nodes, *roots], combine.node, opaque)
     refuse_stored_intermediates(stored, tags, combine.node)
     refuse_own_backward(combine.node, tags)
-    idiom = _idiom(contractions, captured)
+    idiom = _idiom([instance.second for instance in instances], captured)
     identity = offset.identity is not None
     detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])
     return MoEMatch(
@@ -165,6 +215,10 @@ def _detect_standard(
         offset.base,
         detached,
         is_constant(combine.node),
+        tuple(instances),
+        before,
+        after,
+        of_factor,
     )
 
 
@@ -192,6 +246,10 @@ def _pairs(instances: list[Instance], body: ExpertBody, combine: Combine) -> Pai
         raise Refuse("a factor between the projections is followed by a bias, so it is no routing weight", combine.node)
     real = token >= 0
     return Pairs(token[real], expert[real], before[real], after[real])
+
+
+def _ending_at(instance: Instance, end: torch.fx.Node) -> Instance:
+    return replace(instance, second=replace(instance.second, node=end))
 
 
 def _idiom(contractions: list[Contraction], captured: CapturedBlock) -> str:

@@ -11,12 +11,12 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.passes.detect.finite_checks import is_check_of_numbers, refuse_unless_of_outputs
 from hexa_fx.passes.detect.graph import RANDOM, ancestors, descendants, effects, is_float, is_tensor, operation
 from hexa_fx.passes.detect.size_decisions import COUNTING, SIZES, is_condition, refuse_exact_count, sizes_asked
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-_CHECKS = frozenset(("isfinite", "isnan", "isinf"))
 _SELECTIONS = frozenset(
     "topk argmax argmin argsort sort one_hot nonzero where bincount histc scatter scatter_ eq unique max min "
     "__eq__ multinomial isin searchsorted cumsum".split()
@@ -38,11 +38,17 @@ ON_DATA = (
 @dataclass(frozen=True)
 class ShapeBranch:
     """A host decision on sizes, on whether numbers are finite, or on parameters and buffers: the rewritten graph holds only while
-    ``condition`` keeps its recorded ``outcome``.
+    ``condition`` keeps its recorded ``outcome``; or, for a check of what experts give, while all of that is finite.
     """
 
     condition: torch.fx.Node
     outcome: bool
+    of_outputs: bool = False
+
+    def as_recorded(self) -> str:
+        """In words, for the log line when it goes the other way."""
+        record = record_of(self.condition)
+        return f"the condition at {record.location} to be {record.value}"
 
 
 def leaves_decision(ends: Sequence[torch.fx.Node], opaque: set[torch.fx.Node]) -> bool:
@@ -64,9 +70,17 @@ def shape_branches(
     tags: Mapping[torch.fx.Node, Tag],
     routing: set[torch.fx.Node],
     opaque: set[torch.fx.Node],
+    ends: Sequence[torch.fx.Node],
     output: torch.fx.Node,
 ) -> tuple[ShapeBranch, ...]:
-    """Checks every host decision of the run. ``tags`` are those of all experts; ``output`` is where the region ends.
+    """Checks every host decision of the run.
+
+    Args:
+        tags: those of all experts.
+        routing: nodes that hold the ids.
+        opaque: nodes in submodule calls that stay calls.
+        ends: what the experts give.
+        output: where the region ends.
 
     A decision that follows from the routing is replaced by the expert-specific operators. One that follows from sizes alone
     becomes a guard. Any other makes the trace valid for this input only.
@@ -91,9 +105,10 @@ def shape_branches(
             continue
         asked = _asked(node, output)
         of_experts = {n for n in asked if is_float(n) and tags[n].experts and not tags[n].weight}
-        if _is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
-            if of_experts <= after:
-                guards.append(ShapeBranch(node, bool(record_of(node).value)))
+        if is_check_of_numbers(node) and isinstance(record_of(node).value, bool):
+            if not of_experts <= after:
+                refuse_unless_of_outputs(captured, node, of_experts, ends)
+            guards.append(ShapeBranch(node, bool(record_of(node).value), of_outputs=not of_experts <= after))
             continue
         if of_experts:
             raise Refuse(
@@ -178,19 +193,6 @@ def _is_sparse(value: Any) -> bool:
             return False
         value = value.args[0]
     return False
-
-
-def _is_check_of_numbers(node: torch.fx.Node) -> bool:
-    """Whether all that the decision asks about float tensors is if they are finite, as assertions do."""
-    asked = ancestors([node], stop=_is_check)
-    checks = {n for n in asked if _is_check(n)}
-    return bool(checks) and not any(is_float(n) for n in asked - checks)
-
-
-def _is_check(node: torch.fx.Node) -> bool:
-    """Whether a node is ``isfinite`` or the like, or compares a tensor with itself, which detects NaN."""
-    with_itself = node.op.startswith("call") and operation(node) in ("eq", "__eq__", "ne") and len(set(node.args)) == 1
-    return with_itself or operation(node) in _CHECKS
 
 
 def _read_by_value(node: torch.fx.Node, behind: set[torch.fx.Node]) -> bool:

@@ -144,8 +144,9 @@ class _Search:
         )
         roles = reader.read(end)
         refuse_mixing(reader)
-        body = self._body(roles, end[reader.run], total)
-        branches = shape_branches(captured, tag(captured, self.groups), set(routing.index.nodes), opaque, combine.node)
+        body = self._body(roles, reader.columns, end[reader.run], total)
+        everyone = tag(captured, self.groups)
+        branches = shape_branches(captured, everyone, set(routing.index.nodes), opaque, end, combine.node)
         refuse_outside_tensors(captured, [tokens.node, *routing.nodes, *body.roots], combine.node, opaque)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
         refuse_own_backward(combine.node, self.tags)
@@ -163,6 +164,7 @@ class _Search:
             self.stored,
             offset.base,
             constant=is_constant(combine.node),
+            instances=tuple(instances),
         )
 
     def _experts(self) -> int:
@@ -236,14 +238,20 @@ class _Search:
 
     # -- body ----------------------------------------------------------------------------------------------------------
 
-    def _body(self, roles: Mapping[torch.fx.Node, Role], output: torch.fx.Node, experts: int) -> FreeBody:
+    def _body(
+        self,
+        roles: Mapping[torch.fx.Node, Role],
+        runs: Mapping[torch.fx.Node, Column],
+        output: torch.fx.Node,
+        experts: int,
+    ) -> FreeBody:
         products = [role for role in roles.values() if isinstance(role, Product)]
         tokens = [node for node, role in roles.items() if isinstance(role, TokenRows)]
         bases = [role.base for role in roles.values() if isinstance(role, (Product, OfExpert))]
         stored = self.weights.table(bases[0])
         assert stored is not None
         inner = [width_of(role.data) for role in products if role.data not in tokens] or [width_of(output)]
-        return FreeBody(roles, output, experts, width_of(tokens[0]), max(inner), stored[0])
+        return FreeBody(roles, output, experts, width_of(tokens[0]), max(inner), stored[0], runs)
 
 
 def _operands(column: Column) -> list[Column]:

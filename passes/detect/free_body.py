@@ -91,6 +91,7 @@ class FreeBody:
         experts: E.
         hidden_size, intermediate_size: width of the tokens, and of the widest value that a product reads.
         form: how the first expert parameter is stored.
+        runs: the nodes of all runs that do the step.
     """
 
     steps: Mapping[torch.fx.Node, Role]
@@ -99,6 +100,7 @@ class FreeBody:
     hidden_size: int
     intermediate_size: int
     form: Form
+    runs: Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
 
     @property
     def operations(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -95,6 +95,31 @@ def effects(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 def live_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Nodes that the output or an effect depends on."""
     return ancestors([graph.output_node(), *effects(graph)])
+
+
+def twins(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
+    """For every node the first one that computes the same from the same values."""
+    first: dict[Hashable, torch.fx.Node] = {}
+    found: dict[torch.fx.Node, torch.fx.Node] = {}
+
+    def part(value: Any) -> Hashable:
+        if isinstance(value, torch.fx.Node):
+            return found[value]
+        if isinstance(value, (tuple, list)):
+            return tuple(map(part, value))
+        if isinstance(value, slice):
+            return "slice", part(value.start), part(value.stop), part(value.step)
+        if isinstance(value, dict):
+            return tuple((key, part(item)) for key, item in value.items())
+        return repr(value)
+
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        own = record_of(node).writes or operation(node) in RANDOM | UNINITIALISED
+        key = node if own else (node.op, repr(node.target), part(node.args), part(node.kwargs))
+        found[node] = first.setdefault(key, node)
+    return found
 
 
 def literals(nodes: Iterable[torch.fx.Node]) -> list[float]:

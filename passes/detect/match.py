@@ -11,6 +11,8 @@ from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.decisions import ShapeBranch
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.routing import Routing
+from hexa_fx.passes.detect.row_steps import RowSteps
+from hexa_fx.passes.detect.rows import Instance
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class MoEMatch:
         detached: whether the experts read their tokens without a gradient.
         constant: whether the code lets no gradient through the region.
         stored: results that the code keeps beside its output, which the rewritten block has to leave there.
+        instances: the runs of the experts.
+        before, after: what is done to single rows before the first products, and after the second ones.
+        of_factor: what is done to the first routing weights where experts' outputs are multiplied by them.
         others: further regions of the same block.
     """
 
@@ -47,7 +52,21 @@ class MoEMatch:
     base: torch.fx.Node | None = None
     detached: bool = False
     constant: bool = False
+    instances: tuple[Instance, ...] = ()
+    before: RowSteps | None = None
+    after: RowSteps | None = None
+    of_factor: RowSteps | None = None
     others: tuple[MoEMatch, ...] = ()
+
+    @property
+    def steps(self) -> tuple[RowSteps, ...]:
+        """All that is done to single rows."""
+        return tuple(steps for steps in (self.before, self.after, self.of_factor) if steps is not None)
+
+    @property
+    def conditions(self) -> tuple[ShapeBranch, ...]:
+        """Those of the branches that are known before the experts run."""
+        return tuple(branch for branch in self.branches if not branch.of_outputs)
 
     @property
     def regions(self) -> tuple[MoEMatch, ...]:

@@ -26,7 +26,7 @@ from hexa_fx.passes.detect.routing_factors import (
     straight_through,
 )
 from hexa_fx.passes.detect.tags import Tag
-from hexa_fx.passes.detect.verdict import Refuse
+from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,19 @@ class Routing:
         top_k: experts per token.
         index: where the expert ids are.
         before, after: where the factors are; empty when they are all 1. The factors of ``after`` are multiplied.
+        keep: zero (false) where a slot is given to no expert at all, which is more than a factor of zero if numbers are not finite.
     """
 
     top_k: int
     index: Source
     before: tuple[Source, ...]
     after: tuple[Source, ...]
+    keep: tuple[Source, ...] = ()
 
     @property
     def nodes(self) -> list[torch.fx.Node]:
         """All nodes that hold a part of the routing."""
-        return [node for source in (self.index, *self.before, *self.after) for node in source.nodes]
+        return [node for source in (self.index, *self.before, *self.after, *self.keep) for node in source.nodes]
 
 
 def find_routing(
@@ -77,10 +79,48 @@ def find_routing(
     before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
     if prefer_earliest and not before:
         before = straight_through(slots, in_order[::-1])
-    after = find_factor(active.after, slots, known, inner, end, covers_dropped=not covered(before, slots))
-    if slots.dropped and not covered((*before, *after), slots):
+    after = _find_after(
+        active, slots, known, inner, end, not covered(before, slots), _vectors(captured, tags, experts, end)
+    )
+    absent = slots.without_rows(pairs)
+    keep = () if covered((*before, *after), absent) else (find_mask(absent, known, inner, end),)
+    if not covered((*before, *after, *keep), slots):
         after = (*after, find_mask(slots, known, inner, end))
-    return Routing(ids.shape[1], index, before, after)
+    return Routing(ids.shape[1], index, before, after, keep)
+
+
+def _find_after(
+    active: Pairs,
+    slots: Slots,
+    known: Sequence[torch.fx.Node],
+    inner: frozenset[torch.fx.Node],
+    end: torch.fx.Node,
+    covers_dropped: bool,
+    vectors: Sequence[torch.fx.Node],
+) -> tuple[Source, ...]:
+    """The factors of the outputs: one tensor's, or also one number for every expert, of ``vectors``."""
+    try:
+        return find_factor(active.after, slots, known, inner, end, covers_dropped)
+    except Refuse as refusal:
+        for vector in vectors:
+            numbers = slots.value(vector).reshape(-1)[active.expert]
+            try:
+                found = find_factor(active.after / numbers, slots, known, inner, end, covers_dropped)
+            except Refuse:
+                continue
+            return (*found, Source((vector,), "expert"))
+        raise refusal from None
+
+
+def _vectors(
+    captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], experts: int, end: torch.fx.Node
+) -> list[torch.fx.Node]:
+    """Parameters and buffers that hold one number for every expert, none of them zero."""
+    behind = ancestors([end])
+    held = [
+        n for n in captured.graph.nodes if n.op == "get_attr" and n in behind and tags[n].weight and not tags[n].experts
+    ]
+    return [n for n in held if record_of(n).value.shape == (experts,) and bool((record_of(n).value != 0).all())]
 
 
 def find_row_factor(
@@ -230,7 +270,7 @@ def _index_from_columns(
         if not bool(remaining.any()):
             nodes = tuple(node for node, _ in columns)
             return Source(nodes, "columns"), torch.stack([ids for _, ids in columns], 1)
-    raise Refuse(
+    raise NoRouting(
         "no tensor holds the expert ids of every token; only a fixed number of ids a token is rewritten, not experts that choose "
         "their tokens, nor a number of experts that differs from token to token",
         end,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,10 +16,18 @@ from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.verdict import Refuse
 
 Reading = Literal[
-    "token_slot", "slot_token", "token_expert", "expert_token", "token_expert_position", "token", "columns", "one_hot"
+    "token_slot",
+    "slot_token",
+    "token_expert",
+    "expert_token",
+    "token_expert_position",
+    "token",
+    "expert",
+    "columns",
+    "one_hot",
 ]
-"""How a tensor is read: (T, k), (k, T), (T, E), (E, T), (T, E, C) summed over C, (T,) for all slots, one (T,) a slot, or
-(T, k, E) with a one at the chosen expert, if any.
+"""How a tensor is read: (T, k), (k, T), (T, E), (E, T), (T, E, C) summed over C, (T,) for all slots, (E,) for all tokens, one (T,)
+a slot, or (T, k, E) with a one at the chosen expert, if any.
 """
 
 _TOLERANCE = 1e-6
@@ -67,12 +76,25 @@ class Slots:
         taken = torch.zeros_like(ids, dtype=torch.bool)
         taken[pairs.token, self.slot] = True
         sentinel = (ids < 0) | (ids >= experts)
-        self.dropped_token, self.dropped_slot = torch.nonzero(~taken & ~sentinel, as_tuple=True)
-        self.dropped_expert = ids[self.dropped_token, self.dropped_slot]
+        self._drop(~taken & ~sentinel)
+
+    def _drop(self, dropped: torch.Tensor) -> None:
+        self.dropped_token, self.dropped_slot = torch.nonzero(dropped, as_tuple=True)
+        self.dropped_expert = self.ids[self.dropped_token, self.dropped_slot]
 
     @property
     def dropped(self) -> int:
         return len(self.dropped_token)
+
+    def without_rows(self, rows: Pairs) -> Slots:
+        """As this one, but of the slots without an expert output only those count as dropped for which no expert gave a row."""
+        given = torch.zeros(self.tokens, self.experts, dtype=torch.bool, device=self.ids.device)
+        given[rows.token, rows.expert] = True
+        found = copy.copy(self)
+        dropped = torch.zeros_like(self.ids, dtype=torch.bool)
+        dropped[self.dropped_token, self.dropped_slot] = ~given[self.dropped_token, self.dropped_expert.long()]
+        found._drop(dropped)
+        return found
 
 
 def _read_factor(value: torch.Tensor, slots: Slots) -> Iterator[tuple[Reading, torch.Tensor]]:
@@ -92,6 +114,8 @@ def _read_factor(value: torch.Tensor, slots: Slots) -> Iterator[tuple[Reading, t
         yield "token_expert_position", value.sum(-1).reshape(t, e)
     if value.numel() == t and k > 1:
         yield "token", value.reshape(t, 1).expand(t, k)
+    if value.numel() == e and max(value.shape, default=1) == e:
+        yield "expert", value.reshape(1, e).expand(t, e)
 
 
 _RANK: dict[str, int] = {
@@ -100,12 +124,13 @@ _RANK: dict[str, int] = {
     "token": 1,
     "token_expert": 2,
     "expert_token": 2,
+    "expert": 2,
     "token_expert_position": 3,
 }
 
 
 def _by_expert(reading: Reading) -> bool:
-    return reading in ("token_expert", "expert_token", "token_expert_position")
+    return reading in ("token_expert", "expert_token", "token_expert_position", "expert")
 
 
 def find_factor(

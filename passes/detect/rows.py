@@ -118,8 +118,13 @@ def match_rows(
     tags: Mapping[torch.fx.Node, Tag],
     replay: Replay,
     weights: WeightTable,
-) -> tuple[torch.fx.Node, list[Instance]]:
-    """Finds the token source (the node whose rows are the tokens) and every instance's rows."""
+) -> Iterator[tuple[torch.fx.Node, list[Instance]]]:
+    """Every node whose rows may be the tokens, likeliest first, and every instance's rows.
+
+    Raises:
+        Refuse: there is none.
+    """
+    found = False
     leader = max(pairs, key=lambda pair: replay.value(pair[0][0].data).numel())[0][0]
     for source in token_sources(leader.node, feature_size(leader.data), captured, tags):
         tokens = replay.value(source).reshape(-1, feature_size(leader.data))
@@ -131,8 +136,10 @@ def match_rows(
             continue
         if not any(bool((instance.token >= 0).any()) for instance in instances):
             raise Refuse("on the example every row that the experts are given is zero", leader.node)
-        return _last_alike(source, leader, instances, replay), instances
-    raise Refuse(NOT_TOKENS, leader.data)
+        found = True
+        yield _last_alike(source, leader, instances, replay), instances
+    if not found:
+        raise Refuse(NOT_TOKENS, leader.data)
 
 
 def _last_alike(source: torch.fx.Node, leader: Contraction, instances: list[Instance], replay: Replay) -> torch.fx.Node:

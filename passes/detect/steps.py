@@ -28,7 +28,9 @@ from hexa_fx.passes.detect.free_body import (
     TokenRows,
 )
 from hexa_fx.passes.detect.graph import CONTRACTIONS, is_float, is_tensor, operation
+from hexa_fx.passes.detect.operations import MADE
 from hexa_fx.passes.detect.routing_factors import Source
+from hexa_fx.passes.detect.row_steps import moved_from
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -218,7 +220,8 @@ class StepReader:
             if whole.shape[-1:] != values[0].shape[1:] or whole.shape[:-1].numel() != self.count:
                 continue
             flat = whole.reshape(self.count, -1)
-            if all(torch.equal(flat[token], value) for value, token in zip(values, self.tokens)):
+            same = all(torch.equal(flat[token], value) for value, token in zip(values, self.tokens))
+            if same and all(moved_from(node, source) for node in column):
                 return source
         return None
 
@@ -227,9 +230,13 @@ class StepReader:
         if any(v.numel() != len(t) or v.shape[:1] != t.shape for v, t in zip(values, self.tokens)):
             return None
         try:
-            return self.factor(torch.cat([value.double().flatten() for value in values]))
+            sources = self.factor(torch.cat([value.double().flatten() for value in values]))
         except Refuse:
             return None
+        nodes = [node for source in sources for node in source.nodes]
+        if not nodes:
+            return sources if all(operation(node) in MADE for node in column) else None
+        return sources if all(any(moved_from(member, node) for node in nodes) for member in column) else None
 
     def _other(self, column: Column) -> Role:
         """Sizes, and tuples of tensors."""

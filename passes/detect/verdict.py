@@ -15,3 +15,7 @@ class Refuse(Exception):
         super().__init__(reason)
         self.reason = reason
         self.node = node
+
+
+class NoRouting(Refuse):
+    """The rows of this tensor are given to experts, but nothing says to which: perhaps they are rows of another tensor."""

@@ -312,7 +312,8 @@ def test_dropped_tokens_come_with_their_mask():
 
     match = found(Capacity())
     assert match.routing.top_k == 1
-    assert len(match.routing.after) == 2  # the weight and the mask
+    assert len(match.routing.after) == 1
+    assert len(match.routing.keep) == 1
 
 
 def test_the_tokens_are_read_behind_a_mask_of_ones():

@@ -1,0 +1,107 @@
+"""Detection that loses nothing: matches are asked for what they do not cover, and looked for again until they cover everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.perturb import Stirring
+from hexa_fx.errors import CaptureError
+from hexa_fx.ir import Refusal
+from hexa_fx.observers import announced
+from hexa_fx.passes.coverage import Lost, uncovered
+from hexa_fx.passes.detect import Form, MoEMatch, detect
+from hexa_fx.passes.detect.tags import expert_groups, tag
+from hexa_fx.passes.stirring import stirred
+
+_MOST = 12
+"""Values that are changed at most."""
+
+
+def detect_all(
+    record: Callable[[Stirring], CapturedBlock], prefer_earliest: bool = False, alone: bool = False
+) -> MoEMatch | Refusal:
+    """`detect` on a recorded run, so that nothing is lost; a refusal that names what would be lost if that cannot be.
+
+    Args:
+        record: runs the block with other values for what has no effect on the example.
+        prefer_earliest, alone: as in `detect`.
+    """
+    first: tuple[CapturedBlock, Refusal] | None = None
+    stirring: Stirring | None = Stirring()
+    while stirring is not None:
+        try:
+            captured = record(stirring)
+        except CaptureError:
+            if first is None:
+                raise
+            break
+        found, lost = _announced(captured, stirring, prefer_earliest, alone, ("any", "steps"))
+        if isinstance(found, MoEMatch) and not lost:
+            return found
+        if isinstance(found, Refusal) and not lost:
+            if first is None:
+                return found
+            break
+        first = first or (captured, _refusal(captured, lost[0]))
+        stirring = stirred(stirring, captured, lost) if len(stirring) < _MOST else None
+    assert first is not None
+    found, lost = _announced(first[0], Stirring(), prefer_earliest, alone, ("free",))
+    return found if isinstance(found, MoEMatch) and not lost else first[1]
+
+
+def _announced(
+    captured: CapturedBlock, stirring: Stirring, prefer_earliest: bool, alone: bool, forms: Sequence[Form]
+) -> tuple[MoEMatch | Refusal, tuple[Lost, ...]]:
+    """The match in the first form that loses nothing; else the first one, with what it loses."""
+    with announced("detect", captured.graph) as done:
+        best: tuple[MoEMatch | Refusal, tuple[Lost, ...]] | None = None
+        for form in forms:
+            found = detect(captured, prefer_earliest, alone, form)
+            lost = () if isinstance(found, Refusal) else lost_by(found, stirring)
+            if isinstance(found, MoEMatch) and not lost:
+                best = found, ()
+                break
+            if best is None or isinstance(best[0], Refusal):
+                best = found, lost
+        assert best is not None
+        said = _refusal(captured, best[1][0]) if best[1] else best[0]
+        done.note = f"refused: {said.reason}" if isinstance(said, Refusal) else said.idiom
+    return best
+
+
+def _stirred_nodes(captured: CapturedBlock, stirring: Stirring) -> frozenset[torch.fx.Node]:
+    names = {*stirring.arguments, *stirring.held}
+    return frozenset(
+        node
+        for place, node in enumerate(captured.graph.nodes)
+        if place in stirring.results or (node.op in ("placeholder", "get_attr") and node.target in names)
+    )
+
+
+def lost_by(match: MoEMatch, stirring: Stirring) -> tuple[Lost, ...]:
+    """What the regions of a match lose."""
+    block = match.captured.block
+    parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
+        block.named_buffers(remove_duplicate=False)
+    )
+    tags = tag(match.captured, expert_groups(parameters))
+    active = _stirred_nodes(match.captured, stirring)
+    return tuple(item for region in match.regions for item in uncovered(region, tags, active))
+
+
+_REASONS = {
+    "outputs": "{} is applied to what experts give, and would be lost",
+    "added": "{} is added to what experts give, and would be lost",
+    "hidden": "{} is part of what experts compute, and would be lost",
+    "rows": "{} is applied to what experts are given, and would be lost",
+    "factor": "{} is part of a factor on what experts give or are given, and would be lost",
+    "select": "{} has a part in which tokens an expert is given, and would be lost",
+}
+
+
+def _refusal(captured: CapturedBlock, lost: Lost) -> Refusal:
+    name = str(lost.node.target) if lost.node.op in ("placeholder", "get_attr") else lost.node.name
+    return Refusal(captured.path, _REASONS[lost.role].format(name), record_of(lost.node).location)

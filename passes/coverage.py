@@ -1,0 +1,278 @@
+"""Static coverage: is everything that a region replaces accounted for, whether it had an effect on the example or not?
+
+Detection explains numbers. A mask of ones, a clamp that nothing reaches, a scale of one leave no trace in numbers, and would be
+lost. So the recorded operations are walked backwards from the region's output, each in the role that it plays there: the experts'
+outputs on their way to the tokens, what experts compute, the rows that they are given, factors, and what selects rows. A walk ends
+where the rewritten graph reads the recorded value: the tokens, the routing, the experts' weights. What else a walk meets is lost:
+an input, a mask, a buffer, or an operation that changes values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import record_of
+from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, RowFactor, TokenRows
+from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, is_tensor, literals, operation, twins
+from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.operations import (
+    CASTS,
+    COMPARED,
+    MADE,
+    MOVES,
+    PRODUCTS,
+    SELECTING,
+    SUMS,
+    VIEWS,
+)
+from hexa_fx.passes.detect.row_steps import RowSteps
+from hexa_fx.passes.detect.tags import Tag
+
+Node = torch.fx.Node
+Role = Literal["outputs", "added", "hidden", "rows", "factor", "select"]
+
+_SIZES = frozenset("size numel nelement dim".split())
+_OF_SIZES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_full new_empty".split())
+_OFF = frozenset("dropout dropout_".split())
+"""Random operations, which detection lets pass only where they do nothing."""
+_NOT_FINITE = frozenset("nan_to_num nan_to_num_ isnan isinf isfinite".split())
+_LARGE = 1e6
+"""Numbers from here on are out of the reach of the experiments with what experts compute."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A recorded value that reaches the region's output, and that the rewritten graph would know nothing about."""
+
+    node: Node
+    role: Role
+
+
+def uncovered(match: MoEMatch, tags: Mapping[Node, Tag], stirred: frozenset[Node] = frozenset()) -> tuple[Lost, ...]:
+    """What the region of ``match`` would lose, in recorded order.
+
+    Args:
+        match: the region.
+        tags: of its graph.
+        stirred: values that were changed in the recorded run, so that they have an effect there.
+    """
+    return _Walk(match, tags, stirred).run()
+
+
+@dataclass
+class _Walk:
+    match: MoEMatch
+    tags: Mapping[Node, Tag]
+    stirred: frozenset[Node]
+    lost: dict[Node, Lost] = field(default_factory=dict)
+    seen: set[tuple[Role, Node]] = field(default_factory=set)
+    todo: list[tuple[Role, Node]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        match = self.match
+        read = [match.source, *match.routing.nodes, *([match.base] if match.base is not None else [])]
+        read += [node for steps in match.steps for node in steps.roots]
+        read += match.body.roots if isinstance(match.body, FreeBody) else []
+        self.twin = twins(match.captured.graph)
+        self.read = {self.twin[node] for known in read for node in _views_behind(known)}
+        self.behind_read = {self.twin[node] for node in ancestors(read)}
+        self.bases = _bases(match)
+        inactive = [n for n in match.captured.graph.nodes if n not in self.stirred and self._may_hide(n)]
+        self.from_inactive = descendants(inactive)
+        self.ends = {instance.second.node: instance.second.data for instance in match.instances}
+        self.starts = {c.node for instance in match.instances for c in instance.first}
+        self.from_ends = descendants(self.ends)
+        self.from_source = descendants([match.source])
+        self.steps = {node: s for part in match.steps for s in part.alike for node in (*s.nodes, *s.moved)}
+
+    def run(self) -> tuple[Lost, ...]:
+        self.todo.append(("outputs", self.match.output))
+        if isinstance(self.match.body, FreeBody):
+            self._runs(self.match.body)
+        else:
+            self.todo += [("hidden", data) for data in self.ends.values()]
+            self.todo += [("rows", c.data) for instance in self.match.instances for c in instance.first]
+        while self.todo:
+            role, node = self.todo.pop()
+            if (role, node) in self.seen or self.twin[node] in self.read:
+                continue
+            self.seen.add((role, node))
+            if node in self.steps and role in ("outputs", "rows", "factor"):
+                self._through(self.steps[node], role)
+            else:
+                getattr(self, f"_{role}")(node)
+        order = {node: place for place, node in enumerate(self.match.captured.graph.nodes)}
+        return tuple(sorted(self.lost.values(), key=lambda item: order[item.node]))
+
+    def _runs(self, body: FreeBody) -> None:
+        """Steps are emitted; what they are given is asked for."""
+        for node, role in body.steps.items():
+            if isinstance(role, TokenRows):
+                self._also("rows", body.runs[node])
+            elif isinstance(role, RowFactor):
+                self._also("factor", body.runs[node])
+
+    def _also(self, role: Role, nodes: Iterable[Node]) -> None:
+        self.todo += [(role, node) for node in nodes]
+
+    def _lose(self, node: Node, role: Role) -> None:
+        self.lost.setdefault(node, Lost(node, role))
+
+    def _through(self, steps: RowSteps, role: Role) -> None:
+        """Steps are emitted; what they are given is asked for, and where their rows are moved to."""
+        self._also(role, [node for node, stands in steps.inputs.items() if stands is None])
+        for node in steps.moved:
+            self._also("select", [n for n in node.all_input_nodes if not is_float(n) and n not in steps.moved])
+
+    # -- roles ---------------------------------------------------------------------------------------------------------
+
+    def _outputs(self, node: Node) -> None:
+        """A value that experts' outputs are part of."""
+        if node in self.ends or operation(node) in MADE | _SIZES:
+            return
+        name, inputs = operation(node), node.all_input_nodes
+        inside = [n for n in inputs if n in self.from_ends]
+        others = [n for n in inputs if n not in self.from_ends]
+        if not inside:
+            return  # added to the outputs, which numbers explain
+        self._also("outputs", inside)
+        if name in SELECTING and not any(n in self.from_ends for n in node.all_input_nodes if not is_float(n)):
+            self._also("select", [n for n in others if not is_float(n)])
+        elif name in PRODUCTS:
+            self._also("factor", others)
+        elif name in SUMS | MOVES | _OFF:
+            self._also("added", [n for n in others if is_float(n)])
+            self._also("select", [n for n in others if not is_float(n)])
+        else:
+            self._lose(node, "outputs")
+
+    def _added(self, node: Node) -> None:
+        """What is added to the outputs: numbers tell if it is not zero."""
+        if operation(node) in MADE or bool((record_of(node).value != 0).any()) or self._is_read_weight(node):
+            return
+        if node.op in ("placeholder", "get_attr"):
+            self._lose(node, "added")
+        self._also("added", [n for n in node.all_input_nodes if is_float(n)])
+
+    def _hidden(self, node: Node) -> None:
+        """What experts compute between their products: explained by an experiment over a wide range of finite numbers."""
+        if node in self.starts or self._is_read_weight(node):
+            return
+        large = any(abs(value) >= _LARGE for value in literals([node]))
+        if node.op in ("placeholder", "get_attr") or operation(node) in _NOT_FINITE or large:
+            self._lose(node, "hidden")
+            return
+        self._also("hidden", [n for n in node.all_input_nodes if self.tags[n].experts])
+        others = [n for n in node.all_input_nodes if not self.tags[n].experts]
+        self._also("factor", [n for n in others if is_float(n)])
+        self._also("select", [n for n in others if not is_float(n)])
+
+    def _rows(self, node: Node) -> None:
+        """Rows that experts are given."""
+        name, inputs = operation(node), node.all_input_nodes
+        if name in MADE:
+            return
+        if name in MOVES | _OFF:
+            rows = [n for n in inputs if is_float(n) or isinstance(record_of(n).value, (tuple, list))]
+            rest: Role = "select"
+        elif name in PRODUCTS | SUMS:
+            rows = [n for n in inputs if self._may_be_rows(n, record_of(node).value.shape[-1])]
+            rest = "factor"
+        else:
+            self._lose(node, "rows")
+            return
+        self._also("rows", rows)
+        self._also(rest, [n for n in inputs if n not in rows])
+
+    def _may_be_rows(self, node: Node, width: int) -> bool:
+        if not is_float(node) or record_of(node).value.dim() < 2 or record_of(node).value.shape[-1] != width:
+            return False
+        return node in self.from_source
+
+    def _factor(self, node: Node) -> None:
+        """Numbers that rows are multiplied by."""
+        if not is_float(node):
+            self._select(node)
+        elif node.op.startswith("call") and operation(node) in MOVES | SUMS | PRODUCTS and not self._is_explained(node):
+            self._also("factor", node.all_input_nodes)
+        elif operation(node) not in MADE and not self._is_explained(node) and not self._is_read_weight(node):
+            self._lose(node, "factor")
+
+    def _select(self, node: Node) -> None:
+        """What says which rows go where."""
+        name = operation(node)
+        if name in _SIZES | _OF_SIZES or self._is_explained(node):
+            return
+        number = not is_tensor(node) and not isinstance(record_of(node).value, (tuple, list))
+        changed = is_float(node) and name not in MOVES | MADE | SUMS | PRODUCTS | {"histc"}
+        if not number and (node.op in ("placeholder", "get_attr") or _restricts(node) or changed):
+            self._lose(node, "select")
+        else:
+            self._also("select", node.all_input_nodes)
+
+    def _is_read_weight(self, node: Node) -> bool:
+        tag = self.tags[node]
+        return tag.weight and bool(tag.bases) and tag.bases <= self.bases
+
+    def _is_explained(self, node: Node) -> bool:
+        """Whether the routing is computed from it, and all in it has an effect on the example, so that numbers tell."""
+        if self.twin[node] not in self.behind_read:
+            return False
+        return node in self.stirred or not (_is_constant(node) or node in self.from_inactive)
+
+    def _may_hide(self, node: Node) -> bool:
+        """Whether it is a mask or a comparison of one number on the example, so that what it does cannot be seen."""
+        if node.op == "output" or not is_tensor(node):
+            return False
+        held = node.op in ("placeholder", "get_attr") and not self.tags[node].weight
+        compared = node.op.startswith("call") and not is_float(node) and _restricts(node)
+        return (held or compared) and _is_constant(node)
+
+
+def _bases(match: MoEMatch) -> frozenset[str]:
+    """The experts' parameters that the region reads."""
+    body = match.body
+    if isinstance(body, FreeBody):
+        return frozenset(role.base for role in body.steps.values() if isinstance(role, (Product, OfExpert)))
+    stacks = [stack.base for stack in (body.gate, body.up, body.down) if stack is not None]
+    return frozenset(
+        [*stacks, *(b for b in (body.gate_bias, body.up_bias, body.down_bias, body.gain) if b is not None)]
+    )
+
+
+def _views_behind(node: Node) -> list[Node]:
+    """The node and what it is a view or cast of."""
+    found = [node]
+    while node.op.startswith("call") and operation(node) in VIEWS | CASTS and node.args:
+        if not isinstance(node.args[0], Node):
+            break
+        node = node.args[0]
+        found.append(node)
+    return found
+
+
+def _is_constant(node: Node) -> bool:
+    value = record_of(node).value
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return True
+    return bool((value == value.flatten()[0]).all())
+
+
+def _restricts(node: Node) -> bool:
+    """Whether an operation compares or bounds numbers, other than to ask which ids are an expert's, or what is not zero."""
+    name = operation(node)
+    if name in ("where", "max", "min", "minimum", "maximum") and len(node.args) + len(node.kwargs) < 2:
+        return False
+    if name in ("eq", "__eq__", "ne", "__ne__"):
+        return any(is_float(n) for n in node.all_input_nodes) and literals([node]) != [0.0]
+    if name in ("gt", "__gt__") and literals([node]) == [0.0]:
+        return is_float(node.all_input_nodes[0]) and _is_constant(node)
+    return name in COMPARED or (is_float(node) and name.rstrip("_") in _BOUNDING)
+
+
+_BOUNDING = frozenset("clamp clip clamp_min clamp_max minimum maximum".split())

@@ -1,0 +1,90 @@
+"""Emits what says where tokens go: the experts of every token, factors, and the slots that are kept, each as (T, k)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import record_of
+from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.routing_factors import Source
+
+
+@dataclass
+class RoutingEmitter:
+    """Emits a region's routing into a graph.
+
+    Args:
+        match: the region.
+        graph: where to emit it.
+        outside: the new node of every recorded one that the routing is read from.
+    """
+
+    match: MoEMatch
+    graph: torch.fx.Graph
+    outside: Mapping[torch.fx.Node, torch.fx.Node]
+
+    def kept(self, index: torch.fx.Node) -> torch.fx.Node:
+        """The ids, and E in the slots that are not kept."""
+        for source in self.match.routing.keep:
+            marks = self.quantity(source, index, as_marks=True)
+            is_bool = record_of(source.nodes[0]).value.dtype == torch.bool
+            dropped = self.graph.call_function(*((operator.invert, (marks,)) if is_bool else (operator.eq, (marks, 0))))
+            index = self.graph.call_method("masked_fill", (index, dropped, self.match.num_experts))
+        return index
+
+    def quantity(self, source: Source, index: torch.fx.Node | None, as_marks: bool = False) -> torch.fx.Node:
+        """A routing quantity as (T, k); a factor as floating point, ``as_marks`` as it is."""
+        k, call = self.match.routing.top_k, self.graph.call_method
+        nodes = [self.outside[node] for node in source.nodes]
+        value = record_of(source.nodes[0]).value
+        if source.reading == "columns":
+            if value.dim() == 2 and value.shape[1] == 1:
+                return self.graph.call_function(torch.cat, (nodes, 1))
+            flat = nodes if value.dim() == 1 else [call("reshape", (node, -1)) for node in nodes]
+            return self.graph.call_function(torch.stack, (flat, 1))
+        node = nodes[0]
+        if not as_marks and (value.dtype == torch.bool or (index is not None and not value.is_floating_point())):
+            node = call("to", (node, record_of(self.match.source).value.dtype))
+        if source.reading == "token_slot":
+            return node if value.dim() == 2 and value.shape[1] == k else call("reshape", (node, -1, k))
+        if source.reading == "slot_token":
+            return call("t", (call("reshape", (node, k, -1)),))
+        if source.reading == "one_hot":
+            return self._ids_of_marks(node)
+        if source.reading == "token":
+            return call("expand", (call("reshape", (node, -1, 1)), -1, k))
+        assert index is not None
+        index = self._in_range(index)
+        if source.reading == "expert":
+            return self.graph.call_function(operator.getitem, (call("reshape", (node, -1)), index))
+        return call("gather", (self._by_expert(node, source, value), 1, index))
+
+    def _in_range(self, index: torch.fx.Node) -> torch.fx.Node:
+        """The ids as indices of a table, whatever is found there for those of no expert."""
+        recorded = torch.cat([record_of(node).value.flatten() for node in self.match.routing.index.nodes])
+        experts = self.match.num_experts
+        if int(recorded.max()) < experts and int(recorded.min()) >= 0 and not self.match.routing.keep:
+            return index
+        return self.graph.call_method("clamp", (index, 0, experts - 1))
+
+    def _ids_of_marks(self, node: torch.fx.Node) -> torch.fx.Node:
+        """(T, k, E) zeros and ones as (T, k) ids; E where no expert is marked."""
+        call, experts = self.graph.call_method, self.match.num_experts
+        marks = call("reshape", (node, -1, self.match.routing.top_k, experts))
+        ids = call("argmax", (call("int", (marks,)), -1))
+        unmarked = self.graph.call_function(operator.eq, (call("sum", (marks, -1)), 0))
+        return call("masked_fill", (ids, unmarked, experts))
+
+    def _by_expert(self, node: torch.fx.Node, source: Source, value: torch.Tensor) -> torch.fx.Node:
+        """A routing quantity as (T, E)."""
+        call, experts = self.graph.call_method, self.match.num_experts
+        if source.reading == "token_expert":
+            return node if value.dim() == 2 else call("reshape", (node, -1, experts))
+        if source.reading == "expert_token":
+            return call("t", (call("reshape", (node, experts, -1)),))
+        return call("reshape", (call("sum", (node, -1)), -1, experts))

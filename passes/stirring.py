@@ -1,0 +1,74 @@
+"""Other values for what is lost because it had no effect on the example, so that the next recorded run shows its effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.perturb import Stirring
+from hexa_fx.passes.coverage import Lost
+from hexa_fx.passes.detect.graph import is_tensor, twins
+
+
+def stirred(stirring: Stirring, captured: CapturedBlock, lost: Iterable[Lost]) -> Stirring | None:
+    """``stirring`` and new values for what is lost: masks with zeros, scales other than one, comparisons that some rows fail.
+
+    None if nothing of it can be given other values.
+    """
+    arguments, held, results = dict(stirring.arguments), dict(stirring.held), dict(stirring.results)
+    same = twins(captured.graph)
+    place = {node: number for number, node in enumerate(captured.graph.nodes)}
+    for item in lost:
+        node = item.node
+        value = record_of(node).value
+        if not is_tensor(node) or not value.numel():
+            continue
+        if node.op == "placeholder" and str(node.target) not in arguments:
+            new, known = _mask_like(value), arguments
+        elif node.op == "get_attr" and str(node.target) not in {**held, **captured.constants}:
+            new, known = _scale_like(value) if value.is_floating_point() else _mask_like(value), held
+        elif node.op.startswith("call") and value.dtype == torch.bool and place[node] not in results:
+            alike = [n for n in place if n.op != "output" and same[n] is same[node]]
+            results |= {place[n]: _with_exceptions(value) for n in alike}
+            continue
+        else:
+            continue
+        if new is not None:
+            known[str(node.target)] = new
+    found = Stirring(arguments, held, results)
+    return found if len(found) > len(stirring) else None
+
+
+def _chosen(value: torch.Tensor) -> torch.Tensor:
+    """A quarter of the places at random, at least one; none of a single one."""
+    count = max(1, value.numel() // 4) if value.numel() > 1 else 0
+    order = torch.randperm(value.numel(), generator=torch.Generator().manual_seed(value.numel()))
+    chosen = torch.zeros(value.numel(), dtype=torch.bool)
+    chosen[order[:count]] = True
+    return chosen.reshape(value.shape).to(value.device)
+
+
+def _mask_like(value: torch.Tensor) -> torch.Tensor | None:
+    """A mask of one number, with the other number at some places."""
+    first = value.flatten()[0]
+    if not bool((value == first).all()) or value.is_complex():
+        return None
+    other = (
+        ~first if value.dtype == torch.bool else torch.zeros_like(first) if bool(first != 0) else torch.ones_like(first)
+    )
+    return torch.where(_chosen(value), other, value)
+
+
+def _scale_like(value: torch.Tensor) -> torch.Tensor | None:
+    """Numbers between a half and three halves of the scale, none of them one."""
+    noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(value.numel() + 1), dtype=torch.float64)
+    factor = (0.5 + noise * 0.45 + (noise > 0.5)).to(value)
+    return value * factor if bool((value != 0).all()) else value + factor / 8
+
+
+def _with_exceptions(value: torch.Tensor) -> torch.Tensor:
+    """A condition that fails at some of the places where it holds; or that holds at some if it holds nowhere."""
+    chosen = _chosen(value)
+    return value & ~chosen if bool(value.any()) else chosen

@@ -1,0 +1,362 @@
+"""Features that have no effect on the example are in the rewritten block all the same: judged where they have one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hexa_fx
+from tests.zoo.compare import compare
+
+D, H, E, K, T = 8, 12, 4, 2, 24
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, H), nn.Linear(H, D)
+
+    def hidden(self, h: Tensor) -> Tensor:
+        return F.gelu(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.hidden(self.a(x)))
+
+
+class Loop(nn.Module):
+    """A top-2 loop over experts with a place for a feature in every step."""
+
+    expert: type[Expert] = Expert
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+        self.experts = nn.ModuleList(type(self).expert() for _ in range(E))
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("scales", torch.ones(E))
+        self.register_buffer("wide", torch.ones(D))
+        self.register_buffer("alive", torch.ones(E, dtype=torch.bool))
+        self.register_buffer("shift", torch.zeros(D))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.gate(x)
+
+    def weights(self, w: Tensor, m: Any) -> Tensor:
+        return w
+
+    def ids(self, i: Tensor, m: Any) -> Tensor:
+        return i
+
+    def chosen(self, hit: Tensor, e: int, w: Tensor, m: Any) -> Tensor:
+        return hit
+
+    def given(self, rows: Tensor, t: Tensor, e: int, m: Any) -> Tensor:
+        return rows
+
+    def result(self, y: Tensor, t: Tensor, e: int, m: Any) -> Tensor:
+        return y
+
+    def factor(self, w: Tensor) -> Tensor:
+        return w
+
+    def forward(self, x: Tensor, m: Any = None) -> Tensor:
+        out = torch.zeros_like(x)
+        w, i = self.logits(x).softmax(-1).topk(K, -1)
+        w, i = self.weights(w, m), self.ids(i, m)
+        for e in range(E):
+            t, k = torch.where(self.chosen(i == e, e, w, m))
+            y = self.result(self.experts[e](self.given(x[t], t, e, m)), t, e, m)
+            out.index_add_(0, t, y * self.factor(w[t, k, None]))
+        return out
+
+
+class Grouped(nn.Module):
+    """All experts on all tokens at once, by batched products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+        self.w1, self.w2 = nn.Parameter(torch.randn(E, D, H) / 3), nn.Parameter(torch.randn(E, H, D) / 3)
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("scales", torch.ones(E))
+
+    def given(self, x: Tensor, m: Any) -> Tensor:
+        return x
+
+    def result(self, y: Tensor, m: Any) -> Tensor:
+        return y
+
+    def gates(self, g: Tensor, m: Any) -> Tensor:
+        return g
+
+    def forward(self, x: Tensor, m: Any = None) -> Tensor:
+        w, i = self.gate(x).softmax(-1).topk(K, -1)
+        gates = self.gates(torch.zeros(x.shape[0], E, dtype=x.dtype).scatter(1, i, w), m)
+        rows = self.given(x.unsqueeze(0).expand(E, -1, -1), m)
+        y = self.result(torch.bmm(F.gelu(torch.bmm(rows, self.w1)), self.w2), m)
+        return torch.einsum("te,etd->td", gates, y)
+
+
+class Sorted(nn.Module):
+    """Tokens sorted by expert, then one slice an expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+        self.experts = nn.ModuleList(Expert() for _ in range(E))
+
+    def given(self, rows: Tensor, t: Tensor, m: Any) -> Tensor:
+        return rows
+
+    def result(self, y: Tensor, t: Tensor, m: Any) -> Tensor:
+        return y
+
+    def forward(self, x: Tensor, m: Any = None) -> Tensor:
+        w, i = self.gate(x).softmax(-1).topk(K, -1)
+        order = i.flatten().argsort(stable=True)
+        token = order // K
+        rows = self.given(x[token], token, m)
+        counts = i.flatten().bincount(minlength=E).tolist()
+        parts = [expert(part) for expert, part in zip(self.experts, rows.split(counts))]
+        y = self.result(torch.cat(parts), token, m) * w.flatten()[order, None]
+        return torch.zeros_like(x).index_add(0, token, y)
+
+
+def on(base: type[nn.Module], **methods: Callable[..., Any]) -> type[nn.Module]:
+    return type(base.__name__, (base,), methods)
+
+
+def with_expert(**methods: Callable[..., Any]) -> type[nn.Module]:
+    return on(Loop, expert=type("Other", (Expert,), methods))
+
+
+def ones(dtype: torch.dtype) -> Tensor:
+    return torch.ones(T, dtype=dtype)
+
+
+def padded(dtype: torch.dtype) -> Tensor:
+    return (torch.arange(T) % 3 != 1).to(dtype)
+
+
+def nothing(model: nn.Module) -> None:
+    pass
+
+
+def poisoned(model: nn.Module) -> None:
+    (model.experts[1].b.bias if hasattr(model, "experts") else model.w2)[0:1].data.view(-1)[0] = float("nan")
+
+
+def poisoned_inside(model: nn.Module) -> None:
+    model.experts[1].a.bias.data[0] = float("nan")
+
+
+def a_nan_to_num(self: Any, y: Tensor, *_: Any) -> Tensor:
+    return torch.nan_to_num(y)
+
+
+def a_check(self: Any, y: Tensor, *_: Any) -> Tensor:
+    return torch.nan_to_num(y) if torch.isnan(y).any() else y
+
+
+def an_assignment(self: Any, y: Tensor, *_: Any) -> Tensor:
+    if torch.isnan(y).any():
+        y = y.clone()
+        y[torch.isnan(y)] = 0
+    return y
+
+
+def a_where(self: Any, y: Tensor, *_: Any) -> Tensor:
+    return torch.where(torch.isfinite(y), y, torch.zeros_like(y))
+
+
+def by_norm(self: Any, y: Tensor, *_: Any) -> Tensor:
+    return y * (1e3 / y.norm(dim=-1, keepdim=True).clamp(min=1e-9)).clamp(max=1.0)
+
+
+def a_clamp(self: Any, y: Tensor, *_: Any) -> Tensor:
+    return y.clamp(-50, 50)
+
+
+def dead(model: nn.Module) -> None:
+    model.alive[1] = False
+
+
+def other_scales(model: nn.Module) -> None:
+    for name in ("scale", "scales", "wide"):
+        buffer = getattr(model, name, None)
+        if buffer is not None:
+            buffer.copy_(
+                torch.rand(buffer.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.2
+            )
+
+
+def moved(model: nn.Module) -> None:
+    model.shift.copy_(torch.linspace(-1, 1, D))
+
+
+def steep(model: nn.Module) -> None:
+    model.gate.weight.data *= 30
+
+
+BOOL, LONG, FLOAT = torch.bool, torch.long, torch.float64
+MASKS = {
+    "selection": (on(Loop, chosen=lambda s, hit, e, w, m: hit & m[:, None]), BOOL),
+    "selection_long": (on(Loop, chosen=lambda s, hit, e, w, m: hit & (m == 1)[:, None]), LONG),
+    "selection_long_bool": (on(Loop, chosen=lambda s, hit, e, w, m: hit & m.bool()[:, None]), LONG),
+    "selection_float": (on(Loop, chosen=lambda s, hit, e, w, m: hit & (m > 0.5)[:, None]), FLOAT),
+    "selection_product": (on(Loop, chosen=lambda s, hit, e, w, m: (hit * m[:, None]).bool()), LONG),
+    "ids_minus_one": (on(Loop, ids=lambda s, i, m: i.masked_fill(~m[:, None], -1)), BOOL),
+    "ids_sentinel": (on(Loop, ids=lambda s, i, m: torch.where(m[:, None], i, E)), BOOL),
+    "ids_out_of_range": (on(Loop, ids=lambda s, i, m: i + (1 - m[:, None]) * 100), LONG),
+    "weights": (on(Loop, weights=lambda s, w, m: w * m[:, None]), FLOAT),
+    "weights_long": (on(Loop, weights=lambda s, w, m: w * m[:, None]), LONG),
+    "weights_filled": (on(Loop, weights=lambda s, w, m: w.masked_fill(~m[:, None], 0.0)), BOOL),
+    "given": (on(Loop, given=lambda s, r, t, e, m: r * m[t][:, None]), FLOAT),
+    "given_bool": (on(Loop, given=lambda s, r, t, e, m: r * m[t].unsqueeze(-1)), BOOL),
+    "given_filled": (on(Loop, given=lambda s, r, t, e, m: r.masked_fill(~m[t][:, None], 0.0)), BOOL),
+    "given_where": (on(Loop, given=lambda s, r, t, e, m: torch.where(m[t][:, None], r, 0.0)), BOOL),
+    "result": (on(Loop, result=lambda s, y, t, e, m: y * m[t][:, None]), FLOAT),
+    "result_long": (on(Loop, result=lambda s, y, t, e, m: y * m[t, None]), LONG),
+    "result_filled": (on(Loop, result=lambda s, y, t, e, m: y.masked_fill(~m[t][:, None], 0.0)), BOOL),
+    "sorted_given": (on(Sorted, given=lambda s, r, t, m: r * m[t][:, None]), FLOAT),
+    "sorted_result": (on(Sorted, result=lambda s, y, t, m: y * m[t][:, None]), FLOAT),
+    "grouped_given": (on(Grouped, given=lambda s, x, m: x * m[None, :, None]), FLOAT),
+    "grouped_result": (on(Grouped, result=lambda s, y, m: y * m[None, :, None]), FLOAT),
+    "grouped_gates": (on(Grouped, gates=lambda s, g, m: g * m[:, None]), BOOL),
+}
+
+
+class Rows(Loop):
+    """Works on the rows that a mask keeps."""
+
+    def forward(self, x: Tensor, m: Any = None) -> Tensor:
+        keep = m.nonzero().squeeze(-1)
+        return torch.zeros_like(x).index_copy(0, keep, super().forward(x[keep]))
+
+
+class RowsAfterRouting(Loop):
+    def forward(self, x: Tensor, m: Any = None) -> Tensor:
+        w, i = self.gate(x).softmax(-1).topk(K, -1)
+        keep = m.nonzero().squeeze(-1)
+        rows, w, i = x[keep], w[keep], i[keep]
+        y = torch.zeros_like(rows)
+        for e in range(E):
+            t, k = torch.where(i == e)
+            y.index_add_(0, t, self.experts[e](rows[t]) * w[t, k, None])
+        return torch.zeros_like(x).index_copy(0, keep, y)
+
+
+class KeptOfExpert(Loop):
+    def forward(self, x: Tensor, m: Any = None) -> Tensor:
+        out = torch.zeros_like(x)
+        w, i = self.gate(x).softmax(-1).topk(K, -1)
+        for e in range(E):
+            t, k = torch.where(i == e)
+            keep = m[t]
+            t, k = t[keep], k[keep]
+            out.index_add_(0, t, self.experts[e](x[t]) * w[t, k, None])
+        return out
+
+
+MASKS |= {"rows_after_routing": (RowsAfterRouting, BOOL), "rows": (Rows, BOOL), "kept_of_expert": (KeptOfExpert, BOOL)}
+
+
+def judged(
+    model: nn.Module, example: tuple[Any, ...], change: Callable[[nn.Module], None], *inputs: tuple[Any, ...]
+) -> None:
+    """Rewritten, and equal to the original after ``change`` on every input: outputs, gradients and where NaN are."""
+    model = model.double().eval()
+    ref = copy.deepcopy(model)
+    opt = hexa_fx.optimize(model, example)
+    assert opt.report.rewritten, opt.report
+    with torch.no_grad():
+        change(ref), change(opt)
+    for given in (example, *inputs):
+        for train in (False, True):
+            found = compare(ref, opt, given, train=train)
+            assert found.within(1e-9), found
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_ones(name: str) -> None:
+    block, dtype = MASKS[name]
+    torch.manual_seed(0)
+    x, y = torch.randn(T, D, dtype=torch.float64), torch.randn(T, D, dtype=torch.float64)
+    judged(block(), (x, ones(dtype)), nothing, (y, padded(dtype)), (y, torch.zeros_like(ones(dtype))))
+
+
+PLACES = {
+    "loop_given": lambda f: on(Loop, given=f),
+    "loop_result": lambda f: on(Loop, result=f),
+    "loop_expert_input": lambda f: with_expert(forward=lambda s, x: Expert.forward(s, f(s, x))),
+    "loop_expert_output": lambda f: with_expert(forward=lambda s, x: f(s, Expert.forward(s, x))),
+    "grouped_given": lambda f: on(Grouped, given=f),
+    "grouped_result": lambda f: on(Grouped, result=f),
+    "sorted_given": lambda f: on(Sorted, given=f),
+    "sorted_result": lambda f: on(Sorted, result=f),
+    "loop_hidden": lambda f: with_expert(hidden=lambda s, h: F.gelu(f(s, h))),
+    "loop_activated": lambda f: with_expert(hidden=lambda s, h: f(s, F.gelu(h))),
+}
+BOUNDS = {"clamp": a_clamp, "norm": by_norm, "where": a_where, "nan_to_num": a_nan_to_num}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_bounds_that_nothing_reaches(bound: str, place: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(T, D, dtype=torch.float64)
+    wild = torch.randn(T, D, dtype=torch.float64) * 10.0 ** torch.arange(-2, 6).repeat(T // 8)[:, None]
+    judged(PLACES[place](BOUNDS[bound])(), (x,), nothing, (wild,), (torch.randn(5, D, dtype=torch.float64),))
+
+
+CHANGES: dict[str, tuple[type[nn.Module], Callable[[nn.Module], None]]] = {
+    "scale_of_result": (on(Loop, result=lambda s, y, t, e, m: y * s.scale), other_scales),
+    "scale_of_given": (on(Loop, given=lambda s, r, t, e, m: r * s.scale), other_scales),
+    "scale_of_weights": (on(Loop, weights=lambda s, w, m: w * s.scale), other_scales),
+    "scale_of_factor": (on(Loop, factor=lambda s, w: w * s.scale), other_scales),
+    "scale_of_logits": (on(Loop, logits=lambda s, x: s.gate(x) * s.scale), other_scales),
+    "divided_result": (on(Loop, result=lambda s, y, t, e, m: y / s.scale), other_scales),
+    "wide_result": (on(Loop, result=lambda s, y, t, e, m: y * s.wide), other_scales),
+    "wide_given": (on(Loop, given=lambda s, r, t, e, m: r * s.wide), other_scales),
+    "scales_of_result": (on(Loop, result=lambda s, y, t, e, m: y * s.scales[e]), other_scales),
+    "scales_of_given": (on(Loop, given=lambda s, r, t, e, m: r * s.scales[e]), other_scales),
+    "alive_in_selection": (on(Loop, chosen=lambda s, hit, e, w, m: hit & s.alive[e]), dead),
+    "alive_of_result": (on(Loop, result=lambda s, y, t, e, m: y * s.alive[e]), dead),
+    "alive_in_logits": (on(Loop, logits=lambda s, x: s.gate(x).masked_fill(~s.alive, -1e4)), dead),
+    "shifted_result": (on(Loop, result=lambda s, y, t, e, m: y + s.shift), moved),
+    "shifted_given": (on(Loop, given=lambda s, r, t, e, m: r + s.shift), moved),
+    "grouped_scale_of_result": (on(Grouped, result=lambda s, y, m: y * s.scale), other_scales),
+    "grouped_scales_of_result": (on(Grouped, result=lambda s, y, m: y * s.scales[:, None, None]), other_scales),
+    "grouped_scale_of_given": (on(Grouped, given=lambda s, x, m: x * s.scale), other_scales),
+    "grouped_scales_of_gates": (on(Grouped, gates=lambda s, g, m: g * s.scales), other_scales),
+    "threshold_in_selection": (on(Loop, chosen=lambda s, hit, e, w, m: hit & (w > 0.05)), steep),
+    "threshold_on_weights": (on(Loop, weights=lambda s, w, m: w * (w > 0.05)), steep),
+    "clamped_logits": (on(Loop, logits=lambda s, x: s.gate(x).clamp(-6, 6)), steep),
+    "clamped_weights": (on(Loop, weights=lambda s, w, m: w.clamp(0.02, 0.98)), steep),
+    "clamped_factor": (on(Loop, factor=lambda s, w: w.clamp(0.02, 0.98)), steep),
+    "nan_to_num_of_weights": (on(Loop, weights=lambda s, w, m: torch.nan_to_num(w)), nothing),
+    "nan_to_num_of_factor": (on(Loop, factor=lambda s, w: torch.nan_to_num(w)), nothing),
+    "nan_to_num_of_result": (on(Loop, result=a_nan_to_num), poisoned),
+    "nan_to_num_in_expert": (with_expert(forward=lambda s, x: torch.nan_to_num(Expert.forward(s, x))), poisoned),
+    "nan_to_num_of_all": (on(Sorted, result=a_nan_to_num), poisoned),
+    "check_of_result": (on(Loop, result=a_check), poisoned),
+    "check_in_expert": (with_expert(forward=lambda s, x: a_check(s, Expert.forward(s, x))), poisoned),
+    "check_of_all": (on(Sorted, result=a_check), poisoned),
+    "assignment_of_result": (on(Loop, result=an_assignment), poisoned),
+    "where_of_result": (on(Loop, result=a_where), poisoned),
+    "nan_to_num_of_hidden": (with_expert(hidden=lambda s, h: torch.nan_to_num(F.gelu(h))), poisoned_inside),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_buffers_and_parameters(name: str) -> None:
+    """Scales of one, masks of ones, shifts of zero and finite weights, changed after the block was optimized."""
+    block, change = CHANGES[name]
+    torch.manual_seed(0)
+    judged(block(), (torch.randn(T, D, dtype=torch.float64),), change, (torch.randn(T + 7, D, dtype=torch.float64),))
