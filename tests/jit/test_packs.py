@@ -14,8 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from hexa_fx.cli import app
 from hexa_fx.codegen import render
+from hexa_fx.cuda import model_layers
 from hexa_fx.cuda.model_layers import MODELS, pack_kernels
 from hexa_fx.jit import JitSettings, ToolchainError, build, builder, packs, prebuild
 from hexa_fx.jit.wheel import write_wheel
@@ -153,6 +156,20 @@ def test_the_wheel_is_installed_by_pip_and_found(pack: packs.Pack, tmp_path: Pat
     environment = {**os.environ, "PYTHONPATH": path, "HEXA_FX_NVCC": "/nonexistent"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(target / "hexa_fx_kernels_sm80")
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_command_writes_the_folder_and_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_layers, "pack_kernels", lambda arch, dtypes: tuple(SPECS))
+    out = tmp_path / "dist"
+    done = CliRunner().invoke(app, ["kernels", "pack", "--arch", "80", "--out", str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["kernels"] == len(SPECS)
+    assert Path(told["wheel"]).stat().st_size == told["bytes"]
+    assert [pack.path for pack in packs.found_packs(str(out), 80)] == [Path(told["path"])]
+    refused = CliRunner().invoke(app, ["kernels", "pack", "--arch", "80", "--out", str(out), "--dtype", "bf16,i8"])
+    assert refused.exit_code == 2
 
 
 @pytest.mark.parametrize("arch", [80, 90])
