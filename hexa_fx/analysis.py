@@ -12,7 +12,7 @@ from torch import nn
 
 from hexa_fx.capture.host import namespaces_of
 from hexa_fx.capture.observe import Candidate, Observation, observe
-from hexa_fx.capture.side_effects import Beside
+from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
@@ -65,11 +65,11 @@ def analyse_model(
 
     What these runs append to lists or put into objects is taken out again.
     """
-    beside = Beside(model, namespaces_of(model))
+    effects = SideEffects(model, namespaces_of(model))
     try:
         return _analyse_model(model, example_inputs, config, inspector)
     finally:
-        beside.restore()
+        effects.restore()
 
 
 def _analyse_model(

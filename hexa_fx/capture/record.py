@@ -24,7 +24,7 @@ from hexa_fx.capture.perturb import AS_IT_IS, Stirring, stirred_parameters
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
-from hexa_fx.capture.side_effects import Beside, Watch
+from hexa_fx.capture.side_effects import SideEffectMonitor, SideEffects
 from hexa_fx.capture.stored import UNKNOWN, StoredValue, noted_settings, stored_values
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import PythonRead
@@ -147,40 +147,40 @@ def capture(
     Raises:
         CaptureError: the block does not run on these inputs; the message quotes its error.
     """
-    beside = Beside(block, namespaces_of(block))
+    effects = SideEffects(block, namespaces_of(block))
     try:
         run = functools.partial(_capture, block, args, kwargs, path, seed, stirring)
         try:
-            found = _with_results_beside(functools.partial(run, False), block, beside)
+            found = _with_side_effects(functools.partial(run, False), block, effects)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            beside.restore()
-            found = _with_results_beside(functools.partial(run, True), block, beside)
+            effects.restore()
+            found = _with_side_effects(functools.partial(run, True), block, effects)
         return replace(found, analysis_bytes=analysis_bytes)
     finally:
-        beside.restore()
+        effects.restore()
 
 
-def _with_results_beside(run: Callable[..., CapturedBlock], block: nn.Module, beside: Beside) -> CapturedBlock:
+def _with_side_effects(run: Callable[..., CapturedBlock], block: nn.Module, effects: SideEffects) -> CapturedBlock:
     """A run; and if it leaves something beside its output, another one that sees whose code does so and how."""
     found = run()
-    in_place, drawn = beside.changed(), bool(beside.drawn())
-    ways = list(beside.ways(in_place, found.collections))
-    beside.restore()
+    in_place, drawn = effects.changed(), bool(effects.drawn())
+    ways = list(effects.ways(in_place, found.collections))
+    effects.restore()
     if ways:
         collecting = Collecting(ways, {id(tensor) for tensor in (*block.parameters(), *block.buffers())})
         others = [holder for holder in in_place if not collecting.holds(holder.value)]
         try:
-            followed = run(Watch(others, block) if others or drawn else None, collecting)
+            followed = run(SideEffectMonitor(others, block) if others or drawn else None, collecting)
             if not collecting.lost and (in_place or drawn or puts(followed.accesses)):
                 return followed
             if not collecting.lost:  # the block only reads; what it does is as well seen without stand-ins
                 return replace(found, reads=followed.reads, accesses=followed.accesses)
         except Exception as error:  # of code that takes no stand-in, in C say
             log.debug("lists and dicts of %s cannot be followed: %s", type(block).__name__, error)
-        beside.restore()
-    return run(Watch(in_place, block)) if in_place or drawn else found
+        effects.restore()
+    return run(SideEffectMonitor(in_place, block)) if in_place or drawn else found
 
 
 def _capture(
@@ -191,10 +191,10 @@ def _capture(
     seed: int,
     stirring: Stirring,
     as_it_is: bool,
-    watch: Watch | None = None,
+    monitor: SideEffectMonitor | None = None,
     collecting: Collecting | None = None,
 ) -> CapturedBlock:
-    """``watch`` and ``collecting`` look at what a first run left beside its output, to see which module's code does and how."""
+    """``monitor`` and ``collecting`` look at what a first run left beside its output, to see which module's code does and how."""
     parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
         block.named_buffers(remove_duplicate=False)
     )
@@ -210,7 +210,7 @@ def _capture(
         ):
             recorder = Recorder(parameters, sees_gradients=not as_it_is, forced=stirring.results)
             reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
-            recorder.leave = watch.leave if watch else recorder.leave
+            recorder.leave = monitor.leave if monitor else recorder.leave
             if collecting:
                 collecting.scope = lambda: recorder.scopes[-1]
             with noted_settings(recorder) as settings, reads.noted():
@@ -230,7 +230,7 @@ def _capture(
             raise
         raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
     changed = [ChangedInPlace(holder.label, False, frozenset({""})) for holder, _ in given.changed()]
-    changed += [ChangedInPlace(*found) for found in watch.found()] if watch else []
+    changed += [ChangedInPlace(*found) for found in monitor.found()] if monitor else []
     kept = [item.value for item in stored if item.value is not UNKNOWN] + puts(accesses)
     recorder.graph.output((output, kept) if kept else output).meta["hexa"] = NodeRecord(None)
     recalled = frozenset(name for name, identity in recorder.met.items() if identity in kept_before)

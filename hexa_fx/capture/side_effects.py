@@ -24,7 +24,7 @@ _MOST = 256
 _OF_OTHERS = frozenset({"torch", "builtins", "numpy", "hexa_fx", *sys.stdlib_module_names})
 
 
-class Beside:
+class SideEffects:
     """What the modules hold and what their code reaches by global names, as it is before a run.
 
     Args:
@@ -129,7 +129,7 @@ def _of_the_run(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, *SYMBOLIC))
 
 
-class Watch:
+class SideEffectMonitor:
     """Which modules' code changes ``holders`` and draws random numbers. To be told whenever one hands over to another."""
 
     def __init__(self, holders: list[Holder], block: nn.Module) -> None:
