@@ -50,9 +50,14 @@ def sharpened(
                 continue
             recorded, values[node] = raised(node), execute(node, values)
             if not _alike(values[node], recorded):
-                values[node] = pytree.tree_map_only(torch.Tensor, torch.clone, recorded)
-            found[node] = pytree.tree_map_only(torch.Tensor, torch.clone, values[node])  # before later writes
+                values[node] = pytree.tree_map_only(torch.Tensor, _copied, recorded)
+            found[node] = pytree.tree_map_only(torch.Tensor, _copied, values[node])  # before later writes
     return found
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    """A copy; a raised weight is only read, and as large as the block."""
+    return value if isinstance(value, RaisedWeight) else value.clone()
 
 
 def _alike(value: Any, recorded: Any) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx import ops  # defines the operators
@@ -60,7 +59,7 @@ class LazyGradients(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = list(_tensors((*args, *kwargs.values())))
         if any(isinstance(leaf, LazyGradient) for leaf in given):
             return run(func, args, kwargs)
         if any(isinstance(leaf, RaisedWeight) for leaf in given):
@@ -76,6 +75,15 @@ class LazyGradients(TorchDispatchMode):
     def gradient(self, shape: Sequence[int], terms: list[Term], device: torch.device) -> LazyGradient:
         """A lazy gradient with the mode's limit."""
         return LazyGradient(shape, terms, device, self._limit)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operation's arguments, also in lists; without pytree, which takes longer than a small operation."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _product(mode: LazyGradients, func: Any, args: Any, kwargs: Any) -> Any:

@@ -54,6 +54,7 @@ def grouped_mm(
     rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
     """(n, K) rows in expert order times (E, K, N). ``offs`` (E,) holds the groups' ends; rows past the last are zero."""
-    ends = [int(end) for end in offs]
-    parts = [rows[start:end] @ weight[number] for number, (start, end) in enumerate(zip([0, *ends[:-1]], ends))]
+    ends = offs.tolist()
+    groups = [(number, start, end) for number, (start, end) in enumerate(zip([0, *ends[:-1]], ends)) if start < end]
+    parts = [rows[start:end] @ weight[number] for number, start, end in groups or [(0, 0, 0)]]
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - ends[-1], weight.shape[-1])])

@@ -123,7 +123,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0]
     if isinstance(first, RaisedWeight) and (func in _VIEWS or func in _GATHERS):
         taken = func(first.source, *args[1:], **kwargs)
-        return pytree.tree_map_only(Tensor, lambda part: RaisedWeight(part, first.limit), taken)
+        if isinstance(taken, Tensor):
+            return RaisedWeight(taken, first.limit)
+        return [RaisedWeight(part, first.limit) for part in taken]
     if isinstance(first, RaisedWeight) and _keeps_dtype(func, args, kwargs):
         return RaisedWeight(first.source, first.limit)
     if func in _JOINS and _all_raised(args[0]):

@@ -48,8 +48,8 @@ class Grouped(Routed):
         order = index.flatten().argsort(stable=True)
         ends = torch.bincount(index.flatten(), minlength=E).cumsum(0, dtype=torch.int32)
         rows = x[order // K]
-        gate, up = torch._grouped_mm(rows, self.gate_up.mT, ends).chunk(2, -1)
-        y = torch._grouped_mm(F.silu(gate) * up, self.down.mT, ends) * weights.flatten()[order, None]
+        gate, up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), ends) * weights.flatten()[order, None]
         return torch.zeros_like(x).index_add_(0, order // K, y)
 
 
@@ -90,8 +90,10 @@ def filled(block: nn.Module) -> nn.Module:
     return block.bfloat16().eval()
 
 
-@pytest.mark.parametrize("kind", [Loop, Grouped, Batched, Listed])
-def test_the_analysis_holds_less_than_it_may(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("kind", "experts"), [(Loop, 48), (Grouped, 48), (Batched, E), (Listed, E)])
+def test_the_analysis_holds_less_than_it_may(kind: type[nn.Module], experts: int, monkeypatch: pytest.MonkeyPatch):
+    """With 48 experts the bound is less than a copy in bfloat16 too. The others hold what all experts make, or move weights."""
+    monkeypatch.setitem(globals(), "E", experts)
     for module in (raised_weight, size, gradient_mode):
         monkeypatch.setattr(module, "LEAST_BYTES", 1 << 16)
     block = filled(kind())
