@@ -16,6 +16,11 @@ from hexa_fx.ops.moe_ffn import moe_ffn
 SPEC = FfnSpec("silu", "concat")
 
 
+def assert_alike(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Equal but for the roundings of 16 bits, which torch's operators do in other places."""
+    assert (a - b).float().norm() < 0.02 * b.float().norm()
+
+
 def test_torch_first_and_kernels_when_they_are_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HEXA_FX_WAIT_FOR_KERNELS")
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
@@ -35,7 +40,7 @@ def test_torch_first_and_kernels_when_they_are_built(monkeypatch: pytest.MonkeyP
     with torch.no_grad(), torch.cuda.graph(graph):
         captured = moe_ffn(x, index, gates, w1, None, None, None, w2, None, SPEC)
     graph.replay()
-    torch.testing.assert_close(captured, expected[0], rtol=2e-2, atol=2e-1)
+    assert_alike(captured, expected[0])
     layer = layer_of(SPEC, experts=4, top_k=2, hidden=32, inner=32)
     specs = kernel_set(layer, choosing.device_card(0), most=40)
     builder().request(specs)
@@ -44,7 +49,7 @@ def test_torch_first_and_kernels_when_they_are_built(monkeypatch: pytest.MonkeyP
         with launch.noting() as noted:
             got = step()
         for a, b in zip(got, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-1)
+            assert_alike(a, b)
         assert not noted.provisional
     assert not launch.some_missing()
     choosing.forget_choices()

@@ -31,4 +31,4 @@ def test_a_training_step_beside_one_that_collects() -> None:
         thread.join()
         assert len(specs) == collected > 4
     for got, want in zip(found[0], expected, strict=True):
-        torch.testing.assert_close(got, want)
+        assert (got - want).float().norm() < 0.01 * want.float().norm()
