@@ -129,7 +129,7 @@ def test_what_is_added(name: str) -> None:
 
 def test_a_list_that_is_only_added_to_is_no_setting() -> None:
     def losses_held(look: Callable[[Block, Any], Any]) -> list[Any]:
-        return [held.value for held in run(Block(look)).reads if held.steps[0] == "losses"]
+        return [read.value for read in run(Block(look)).reads if read.steps[0] == "losses"]
 
     assert losses_held(lambda m, loss: m.losses.append(loss)) == []
     assert losses_held(lambda m, loss: None) == [], "as in eval mode, where nothing is added"

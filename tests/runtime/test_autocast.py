@@ -1,0 +1,182 @@
+"""Under autocast a rewritten block gives the dtypes that its original gives, in every kind of call."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hexa_fx
+from tests.zoo.compare import operators_run
+
+D, E, K = 8, 4, 2
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+class Block(nn.Module):
+    """Adds up in the dtype of its input, which stays float32 under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.shared = nn.Linear(D, E), nn.Linear(D, D)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, 12), nn.GELU(), nn.Linear(12, D)) for _ in range(E))
+
+    def logits(self, x):
+        return self.gate(x)
+
+    def start(self, x):
+        return torch.zeros_like(x)
+
+    def end(self, out, logits):
+        return out
+
+    def forward(self, x):
+        logits = self.logits(x)
+        w, i = logits.softmax(-1).topk(K)
+        out = self.start(x)
+        for e in range(E):
+            t, k = torch.where(i == e)
+            out[t] += (w[t, k, None] * self.experts[e](x[t])).to(out.dtype)
+        return self.end(out, logits)
+
+
+class WithLogits(Block):
+    def end(self, out, logits):
+        return {"hidden": out, "logits": logits}
+
+
+class WithLoss(Block):
+    def end(self, out, logits):
+        self.loss = logits.logsumexp(-1).square().mean()
+        return out, self.loss
+
+
+class WithShared(Block):
+    def end(self, out, logits):
+        return out + self.shared(out)
+
+
+class InInputsDtype(Block):
+    def end(self, out, logits):
+        return out.to(logits.dtype)
+
+
+KINDS = [Block, WithLogits, WithLoss, WithShared, InInputsDtype]
+
+
+def x(rows=24):
+    return torch.randn(rows, D, generator=torch.Generator().manual_seed(1))
+
+
+def pair(kind):
+    torch.manual_seed(0)
+    model = kind()
+    return model, hexa_fx.optimize(copy.deepcopy(model), x())
+
+
+def tensors(result):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_dtypes_of_results_and_gradients(kind, dtype):
+    found = []
+    for model in pair(kind):
+        given = x(15).requires_grad_()
+        with torch.autocast("cpu", dtype):
+            results = tensors(model(given))
+        sum(result.float().square().sum() for result in results).backward()
+        found.append((results, [given.grad, *(p.grad for p in model.parameters())]))
+    (results, grads), (other, others) = found
+    assert [r.dtype for r in results] == [r.dtype for r in other]
+    assert [g.dtype for g in grads if g is not None] == [g.dtype for g in others if g is not None]
+    for one, two in zip(results, other):
+        torch.testing.assert_close(two, one, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_runs_rewritten(dtype):
+    _, optimized = pair(Block)
+    with torch.autocast("cpu", dtype):
+        assert operators_run(optimized, (x(),))
+        with torch.autocast("cpu", enabled=False):
+            assert optimized(x()).dtype == torch.float32
+    with torch.autocast("cpu", dtype, cache_enabled=False):
+        assert operators_run(optimized, (x(7),))
+
+
+class RouterInFloat32(Block):
+    def logits(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return F.linear(x.float(), self.gate.weight.float())
+
+
+def test_code_that_switches_autocast_off_is_its_own_under_autocast(caplog):
+    model, optimized = pair(RouterInFloat32)
+    assert operators_run(optimized, (x(),))
+    with caplog.at_level(logging.WARNING), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(optimized(x()), model(x()), rtol=0, atol=0)
+    assert "under autocast" in caplog.text
+
+
+class Switch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.gate(x.float())
+
+
+class RouterOfItsOwn(Block):
+    def __init__(self):
+        super().__init__()
+        self.router = Switch()
+
+    def logits(self, x):
+        return self.router(x)
+
+
+def test_a_router_that_switches_it_off_stays_a_call():
+    model, optimized = pair(RouterOfItsOwn)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert operators_run(optimized, (x(),))
+        torch.testing.assert_close(optimized(x()), model(x()), rtol=0.05, atol=0.05)
+
+
+class Enabling(Block):
+    def logits(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.gate(x).float()
+
+
+def test_code_that_switches_it_on_is_refused():
+    (block,) = hexa_fx.explain(Enabling(), x()).blocks
+    assert "switches autocast on by itself" in block.reason
+
+
+def test_inputs_of_a_dtype_that_was_not_tried(caplog):
+    model, optimized = pair(Block)
+    given = x().double()
+    with caplog.at_level(logging.WARNING), torch.autocast("cpu", torch.bfloat16):
+        for one in (model, optimized):
+            with pytest.raises(RuntimeError):
+                one(given)
+    assert "for inputs in float64 is not known" in caplog.text
+
+
+class Asking(Block):
+    def end(self, out, logits):
+        return out * 2 if torch.is_autocast_enabled("cpu") else out
+
+
+def test_code_that_asks_for_it():
+    model, optimized = pair(Asking)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(optimized(x()), model(x()), rtol=0, atol=0)
