@@ -188,7 +188,7 @@ def _moved(tensor: torch.Tensor) -> Callable[[Trial], None]:
         elif tensor.dtype == torch.bool:
             trial.write(tensor, random < 0.5 if _one_number(tensor) else ~tensor)
         elif _one_number(tensor):
-            trial.write(tensor, tensor + (3 * random).to(tensor.dtype))
+            trial.write(tensor, tensor + (1 + 99 * random).to(tensor.dtype))  # a counter, past warm-up
         else:  # places or ids: those that it holds, in another order
             order = random.flatten().argsort()
             trial.write(tensor, tensor.flatten()[order].reshape(tensor.shape))

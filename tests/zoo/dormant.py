@@ -41,6 +41,7 @@ class Feature:
         kind: of values to which it applies: floats, or lists of places.
         poison: what to put into a token or an expert's weight.
         outside: wakes (True) and undoes (False) what lies outside of the model.
+        dtype: in which the whole model wakes.
     """
 
     code: str
@@ -50,6 +51,7 @@ class Feature:
     kind: str = "float"
     poison: float = 0.0
     outside: Callable[[bool], None] = lambda awake: None
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ FEATURES: dict[str, Feature] = {
     "one size": Feature("0.5 * v if v.shape[0] == 15 else v"),
     "odd": Feature("0.5 * v if v.numel() % 2 else v"),
     "one token": Feature("0.5 * v if v.shape[0] == 1 else v"),
-    "float32": Feature("0.5 * v if v.dtype == torch.float32 else v", wake=lambda m: m.float() and None),
+    "float32": Feature("0.5 * v if v.dtype == torch.float32 else v", dtype=torch.float32),
     "nan_to_num": Feature("torch.nan_to_num(v)", poison=float("nan")),
     "isnan": Feature("v.masked_fill(v.isnan(), 0.25)", poison=float("nan")),
     "if isnan": Feature("torch.nan_to_num(v) if torch.isnan(v).any() else v", poison=float("nan")),

@@ -86,6 +86,7 @@ def _awake(case: Dormant, model: nn.Module, opt: nn.Module, dtype: torch.dtype, 
 def _wake(case: Dormant, model: nn.Module, opt: nn.Module, dtype: torch.dtype) -> torch.dtype:
     case.feature.outside(True)
     for block in (model, opt):
+        block.to(case.feature.dtype or dtype)
         for module in owners(block, case.owner):
             case.feature.wake(module)
         if case.feature.poison:
