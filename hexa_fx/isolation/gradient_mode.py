@@ -52,7 +52,7 @@ class LazyGradients(TorchDispatchMode):
     def __init__(self, weights: Sequence[RaisedWeight]) -> None:
         super().__init__()
         self._limit = weights[0].limit
-        self._shapes = {tuple(weight.shape) for weight in weights}
+        self._shapes = {tuple(weight.shape) for weight in weights if weight.dim() > 2}
         self._shapes |= {(*shape[:-2], shape[-1], shape[-2]) for shape in self._shapes}
 
     def __torch_dispatch__(

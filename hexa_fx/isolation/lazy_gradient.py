@@ -18,6 +18,7 @@ from hexa_fx.isolation.outer_products import (
     filled,
     reshaped,
 )
+from hexa_fx.isolation.raised_weight import written
 
 _ATEN = torch.ops.aten
 
@@ -72,7 +73,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             pass
     if keep is None and func._can_decompose():
         return func.decompose(*args, **kwargs)
-    if isinstance(args[0], LazyGradient) and func._schema.is_mutable:
+    if any(isinstance(value, LazyGradient) for value in written(func, args, kwargs)):
         raise NotImplementedError(f"{func} writes to a gradient that is kept as products")
     args, kwargs = pytree.tree_map_only(LazyGradient, LazyGradient.filled, (args, kwargs))
     return func(*args, **kwargs)

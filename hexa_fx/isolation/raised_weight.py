@@ -111,6 +111,13 @@ class RaisedWeight(torch.Tensor):
         return run(func, args, kwargs or {})
 
 
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to."""
+    named = {**{schema.name: value for schema, value in zip(func._schema.arguments, args)}, **kwargs}
+    targets = (schema.name for schema in func._schema.arguments if schema.alias_info and schema.alias_info.is_write)
+    return [named.get(name) for name in targets]
+
+
 def stored(tensor: Tensor) -> Tensor:
     """The memory that a weight is read from, for who changes it for a while; any other tensor itself."""
     return tensor.source if isinstance(tensor, RaisedWeight) else tensor
@@ -136,7 +143,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )  # its plain torch version, which comes back here for its products
     if func._can_decompose():
         return func.decompose(*args, **kwargs)
-    if isinstance(first, RaisedWeight) and func._schema.is_mutable:
+    if any(isinstance(value, RaisedWeight) for value in written(func, args, kwargs)):
         raise TypeError(f"{func} writes to a weight, which is only read while a block is analysed")
     args, kwargs = pytree.tree_map_only(RaisedWeight, RaisedWeight.whole, (args, kwargs))
     return func(*args, **kwargs)

@@ -204,3 +204,20 @@ def test_a_product_is_cut_where_a_new_shape_ends_its_rows():
         except NotAPlace:
             continue
         torch.testing.assert_close(filled(terms, shape, x.device, 1 << 20), dense.view(shape))
+
+
+def test_rows_that_are_as_many_as_a_weight_has_stay_rows():
+    x = tokens().detach()
+    with LazyGradients([RaisedWeight(stored()[0], limit=1 << 20)]):
+        rows = x.new_zeros(N, K)
+        torch.mm(torch.ones(N, T, dtype=torch.float64), x, out=rows)
+    torch.testing.assert_close(rows, x.sum(0).expand(N, K))
+
+
+def test_nothing_writes_to_a_gradient_that_is_kept_as_products():
+    x = tokens().detach()
+    with LazyGradients([RaisedWeight(stored(), limit=1 << 20)]):
+        gradient = x.new_zeros(E, N, K)
+        assert isinstance(gradient, LazyGradient)
+        with pytest.raises(NotImplementedError, match="kept as products"):
+            torch.mul(gradient, 2, out=gradient)
