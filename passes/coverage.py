@@ -9,7 +9,8 @@ an input, a mask, a buffer, or an operation that changes values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -85,6 +86,7 @@ class _Walk:
         inactive = [n for n in match.captured.graph.nodes if n not in self.stirred and self._may_hide(n)]
         self.from_inactive = descendants(inactive)
         self.ends = {instance.second.node: instance.second.data for instance in match.instances}
+        self.from_index = descendants([n for n in match.routing.nodes if not is_float(n)])
         self.starts = {c.node for instance in match.instances for c in instance.first}
         self.from_ends = descendants(self.ends)
         self.from_source = descendants([match.source])
@@ -180,6 +182,8 @@ class _Walk:
         if name in MOVES | _OFF:
             rows = [n for n in inputs if is_float(n) or isinstance(record_of(n).value, (tuple, list))]
             rest: Role = "select"
+        elif name in SELECTING and literals([node]) == [0.0]:
+            rows, rest = inputs[:1], "select"
         elif name in PRODUCTS | SUMS:
             rows = [n for n in inputs if self._may_be_rows(n, record_of(node).value.shape[-1])]
             rest = "factor"
@@ -211,9 +215,23 @@ class _Walk:
         number = not is_tensor(node) and not isinstance(record_of(node).value, (tuple, list))
         changed = is_float(node) and name not in MOVES | MADE | SUMS | PRODUCTS | {"histc"}
         if not number and (node.op in ("placeholder", "get_attr") or _restricts(node) or changed):
-            self._lose(node, "select")
+            if not self._leaves_out_sentinels(node):
+                self._lose(node, "select")
         else:
             self._also("select", node.all_input_nodes)
+
+    def _leaves_out_sentinels(self, node: Node) -> bool:
+        """Whether it tells ids that are no expert's from those that are, and only sets rows of the former to zero.
+
+        The operator leaves such slots out, so nothing is lost.
+        """
+        if operation(node).strip("_") not in _ORDER or len(node.args) != 2 or node.args[0] not in self.from_index:
+            return False
+        ids, bounds = node.args[0], literals([node])
+        if is_float(ids) or len(bounds) != 1:
+            return False
+        holds = {_ORDER[operation(node).strip("_")](expert, bounds[0]) for expert in range(self.match.num_experts)}
+        return holds == {False} and _zeroes_rows(node)
 
     def _is_read_weight(self, node: Node) -> bool:
         tag = self.tags[node]
@@ -275,4 +293,19 @@ def _restricts(node: Node) -> bool:
     return name in COMPARED or (is_float(node) and name.rstrip("_") in _BOUNDING)
 
 
+def _zeroes_rows(condition: Node) -> bool:
+    """Whether a condition only says where values are set to zero."""
+    return all(
+        _zeroes_rows(user)
+        if operation(user) in VIEWS
+        else operation(user) in ("masked_fill", "masked_fill_")
+        and user.args[1] is condition
+        and literals([user]) == [0.0]
+        for user in condition.users
+    )
+
+
+_ORDER: dict[str, Callable[[float, float], bool]] = {
+    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
+}
 _BOUNDING = frozenset("clamp clip clamp_min clamp_max minimum maximum".split())

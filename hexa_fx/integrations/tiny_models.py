@@ -191,9 +191,13 @@ def _shorten(config: Any) -> None:
                 setattr(config, name, known[name][:kept])
 
 
+_FIRST = ("_layer_offset", "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Ends of the names of fields that say how many layers come before the first of a kind."""
+
+
 def _layers_of_all_kinds(known: dict[str, Any]) -> int:
     """How many of the first layers hold one of every kind; at least two."""
-    offsets = [value + 1 for key, value in known.items() if key.endswith("_layer_offset") and _whole_number(value)]
+    offsets = [value + 1 for key, value in known.items() if key.endswith(_FIRST) and _whole_number(value)]
     kinds = [known[name] for key in _LAYERS if _whole_number(known.get(key)) for name in _per_layer(known, known[key])]
     found: list[int] = [2, *offsets, *(max(map(kind.index, kind)) + 1 for kind in kinds)]
     return max(found)

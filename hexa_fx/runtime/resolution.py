@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.lookup import lookup, own_names, place
@@ -49,6 +50,8 @@ class Resolution:
         if (id(holder), key) in self._seen:
             if not alike(self._seen[id(holder), key], read.value):
                 raise GuardMiss(f"{str(read)!r} changes from call to call")
+            return
+        if isinstance(holder, nn.Module) and is_parametrized(holder) and _is_computed(holder, key, read.value):
             return
         found = place(holder, key)
         self._seen[id(holder), key] = found.value
@@ -100,11 +103,28 @@ class Resolution:
         place_of = (is_global, root, steps)
         if place_of not in self._holders:
             if steps:
-                found = lookup(self._at(is_global, root, steps[:-1]), steps[-1])
+                found = _lookup(self._at(is_global, root, steps[:-1]), steps[-1])
             else:
                 found = sys.modules.get(root) if is_global else submodule(self._block, root)
             self._holders[place_of] = found
         return self._holders[place_of]
+
+
+def _is_computed(module: nn.Module, key: Any, noted: Any) -> bool:
+    """Of a parametrized module (PEFT's adapters on parameters, say): a weight, or the class that its own was made of.
+
+    The rewritten forward reads the weight as the module's code does, so it gets what is computed now.
+    """
+    if key == "__class__":
+        return _lookup(module, key) is noted
+    return bool(noted == IsA(torch.Tensor)) and is_parametrized(module, key)
+
+
+def _lookup(holder: Any, key: Any) -> Any:
+    """`lookup`, but of a parametrized module the class that its own was made of."""
+    if key == "__class__" and isinstance(holder, nn.Module) and is_parametrized(holder):
+        return type(holder).__bases__[0]
+    return lookup(holder, key)
 
 
 class _Same:
