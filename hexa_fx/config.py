@@ -73,6 +73,11 @@ class HexaConfig:
         return cls(**{**values, **given})  # type: ignore[arg-type]
 
 
+def checked_mode() -> bool:
+    """HEXA_FX_CHECKED alone, since every re-index asks for it."""
+    return os.environ.get("HEXA_FX_CHECKED", "").lower() in _TRUE
+
+
 def _parse(name: str, text: str, boolean: bool) -> bool | int:
     lowered = text.strip().lower()
     if boolean and lowered in _TRUE + _FALSE:

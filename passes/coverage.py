@@ -225,10 +225,10 @@ class _Walk:
 
         The operator leaves such slots out, so nothing is lost.
         """
-        if operation(node).strip("_") not in _ORDER or len(node.args) != 2 or node.args[0] not in self.from_index:
+        ids, bounds = node.args[0] if node.args else None, literals([node])
+        if operation(node).strip("_") not in _ORDER or not isinstance(ids, Node) or len(bounds) != 1:
             return False
-        ids, bounds = node.args[0], literals([node])
-        if is_float(ids) or len(bounds) != 1:
+        if ids not in self.from_index or is_float(ids):
             return False
         holds = {_ORDER[operation(node).strip("_")](expert, bounds[0]) for expert in range(self.match.num_experts)}
         return holds == {False} and _zeroes_rows(node)

@@ -273,7 +273,7 @@ def _repeated_to(leaf: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _finite(value: torch.Tensor) -> float:
-    return float(value) if bool(value.isfinite()) else 0.0
+    return float(value.detach()) if bool(value.isfinite()) else 0.0
 
 
 def _sizes(leaves: Sequence[Any]) -> tuple[int, int]:

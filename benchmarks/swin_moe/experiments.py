@@ -16,7 +16,6 @@ from benchmarks.swin_moe.convergence import convergence
 from benchmarks.swin_moe.model import swin_config
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.distributed.profile import profile_devices
-from hexa_fx.passes.cost_model import crossover_tokens
 from hexa_fx.plan import ExpertShape
 
 EVERYONE = (*OURS, "padded", "padded-cf1", "grouped", "loop", "tutel", "megablocks-moe", "megablocks-dmoe")
@@ -72,6 +71,11 @@ def saturated(bench: Bench, scale: str, names: Iterable[str] = EVERYONE) -> None
     for name in names:
         model = swin_config(scale, experts=4, top_k=2 if bench.tiny else 4)
         _measured(bench, "saturated", Setting(name, model, batch), {"scale": scale}, effort=Effort(2, 3))
+
+
+def crossover_tokens(shape: ExpertShape, *, dtype_bytes: int = 2, reduce_bytes: int = 2) -> float:
+    """Global tokens at which both modes move the same bytes (routing left out): 3/4 n E H for equal dtypes."""
+    return shape.weight_numel / shape.hidden_size * (2 * dtype_bytes + reduce_bytes) / (4 * dtype_bytes)
 
 
 def crossover(bench: Bench, scale: str, batches: tuple[int, ...] = ()) -> None:

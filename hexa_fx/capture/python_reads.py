@@ -79,7 +79,7 @@ class PythonReads:
         self._edges: dict[int, dict[Any, Edge]] = {}
         self._met: dict[int, Any] = {}
         self._patched: dict[type, Any] = {}
-        self._busy = False
+        self._busy = self._running = False
         self.ran = RanCode(self._read, lambda: self.scope())
 
     @contextmanager
@@ -87,12 +87,14 @@ class PythonReads:
         """A context in which reads are noted."""
         environment = os._Environ.__getitem__
         os._Environ.__getitem__ = self._noting_environment(environment)  # type: ignore[method-assign]
+        self._running = True
         for module in self._block.modules():
             self._patch(type(module))
         try:
             with self.ran.noted():
                 yield
         finally:
+            self._running = False  # what is met from now on stays as it is
             os._Environ.__getitem__ = environment  # type: ignore[method-assign]
             for cls, own in self._patched.items():
                 if own is None:
@@ -181,7 +183,7 @@ class PythonReads:
 
     def _patch(self, cls: type) -> None:
         """Makes a class note reads; an object whose class cannot counts as read as a whole."""
-        if cls in self._patched or cls.__flags__ & _IMMUTABLE or not cls.__flags__ & (1 << 9):
+        if not self._running or cls in self._patched or cls.__flags__ & _IMMUTABLE or not cls.__flags__ & (1 << 9):
             return
         own, plain = vars(cls).get("__getattribute__"), cls.__getattribute__
         noting = self._noting(plain)

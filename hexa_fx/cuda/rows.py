@@ -16,13 +16,13 @@ from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_reindex import reindex_warps
 from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
 from hexa_fx.codegen.spec import Glu, KernelSpec
+from hexa_fx.config import checked_mode
 from hexa_fx.cuda.arguments import Inside, numbers_of
 from hexa_fx.cuda.choosing import cached_choice, card_of, collection, described
 from hexa_fx.cuda.fallback import Unsupported, cuda_kernel
 from hexa_fx.cuda.launch import Kernel, kernel_of, launch
 from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, dense_rows
 from hexa_fx.errors import InputError
-from hexa_fx.jit.env import checked_mode
 from hexa_fx.ops.rows import row_count
 
 log = logging.getLogger(__name__)

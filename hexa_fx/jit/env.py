@@ -82,11 +82,6 @@ def waits_for_kernels() -> bool:
     return _switch("HEXA_FX_WAIT_FOR_KERNELS")
 
 
-def checked_mode() -> bool:
-    """HEXA_FX_CHECKED alone, since every re-index asks for it."""
-    return _switch("HEXA_FX_CHECKED")
-
-
 def _own_cores() -> int:
     """Cores that this process may use, divided by the number of ranks that torchrun started on this machine."""
     return max(1, len(os.sched_getaffinity(0)) // max(1, _integer("LOCAL_WORLD_SIZE", 1)))

@@ -10,8 +10,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from hexa_fx.config import checked_mode
 from hexa_fx.errors import InputError
-from hexa_fx.jit.env import checked_mode
 from hexa_fx.ops import checks, library
 
 _FEW_SLOTS = 64
