@@ -8,6 +8,7 @@ trace, such as an iterator, is noted as such, and a block that depends on it is 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import types
@@ -84,7 +85,9 @@ class PythonReads:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A context in which reads are noted."""
+        """A context in which reads are noted, but for those of the garbage collector's callbacks: it waits until the end."""
+        collected = gc.isenabled()
+        gc.disable()
         environment = os._Environ.__getitem__
         os._Environ.__getitem__ = self._noting_environment(environment)  # type: ignore[method-assign]
         self._running = True
@@ -95,6 +98,8 @@ class PythonReads:
                 yield
         finally:
             self._running = False  # what is met from now on stays as it is
+            if collected:
+                gc.enable()
             os._Environ.__getitem__ = environment  # type: ignore[method-assign]
             for cls, own in self._patched.items():
                 if own is None:
