@@ -45,28 +45,6 @@ def _block(name: str, cold: dict[str, Any], warm: dict[str, Any]) -> list[object
     ]
 
 
-def ranks(folder: Path) -> str:
-    """Several processes, one empty cache."""
-    found = json.loads((folder / "real_blocks_ranks_h200.json").read_text())
-    (row,) = found["rows"]
-    return (
-        f"{row['ranks']} processes that optimize a Qwen3-30B layer at the same time with one empty cache run the compiler "
-        f"{row['compiler_runs']} times for {row['kernels']} kernels; `optimize` takes {max(row['seconds']):.1f} s in the slowest."
-    )
-
-
-def whole(folder: Path) -> str:
-    """Qwen3-30B-A3B on one card."""
-    found = json.loads((folder / "real_model_h100.json").read_text())
-    (row,) = found["rows"]
-    size = f"{row['layers']} layers, {row['weights_gib']:.1f} GiB in bf16, on one {found['environment']['device']}"
-    return (
-        f"Qwen3-30B-A3B whole, {size}: `optimize_` takes {row['seconds']:.1f} s and {row['device_gib']:.2f} GiB beside the "
-        f"model; logits differ from the original's by {row['logits_difference']:.1e} of their norm; {row['generated']} tokens of "
-        f"`generate` right after it take {row['generate_s']:.1f} s."
-    )
-
-
 def tiny(folder: Path) -> str:
     """Seconds of processor time on tiny models, by experts and layers."""
     found = json.loads((folder / "optimize_time_cpu.json").read_text())
@@ -81,7 +59,7 @@ def _measured(found: dict[str, Any]) -> str:
     return "\n\nMeasured with " + ", ".join(f"{k} {v}" for k, v in found["environment"].items() if k != "command") + "."
 
 
-SECTIONS = {"blocks": blocks, "ranks": ranks, "whole": whole, "tiny": tiny}
+SECTIONS = {"blocks": blocks, "tiny": tiny}
 
 
 def main() -> None:
