@@ -94,7 +94,7 @@ def test_a_click_says_what_a_box_is_and_a_second_shows_its_cuda(page, tmp_path):
     drawer = unescape(re.sub("<[^>]+>", "", text[text.index('<aside id="drawer"') : text.index("</aside>")]))
     assert "__global__" in drawer
     assert "hexa_kernel" in drawer
-    assert "hexa_fx/gemm_sm80.cuh" in drawer
+    assert "hexa_fx/kernels/gemm_sm80.cuh" in drawer
     assert '<aside id="drawer">' in text  # no longer hidden
 
 
