@@ -13,7 +13,8 @@ from hexa_fx.passes.detect.graph import is_tensor, twins
 
 
 def stirred(stirring: Stirring, captured: CapturedBlock, lost: Iterable[Lost]) -> Stirring | None:
-    """``stirring`` and new values for what is lost: masks with zeros, scales other than one, comparisons that some rows fail.
+    """``stirring`` and new values for what is lost: masks with zeros, scales other than one, comparisons that some rows fail,
+    other factors (those of a softmax over scores far apart are exactly one).
 
     None if nothing of it can be given other values.
     """
@@ -29,9 +30,12 @@ def stirred(stirring: Stirring, captured: CapturedBlock, lost: Iterable[Lost]) -
             new, known = _mask_like(value), arguments
         elif node.op == "get_attr" and str(node.target) not in {**held, **captured.constants}:
             new, known = _scale_like(value) if value.is_floating_point() else _mask_like(value), held
-        elif node.op.startswith("call") and value.dtype == torch.bool and place[node] not in results:
+        elif node.op.startswith("call") and place[node] not in results and not record_of(node).writes:
             alike = [n for n in place if n.op != "output" and same[n] is same[node]]
-            results |= {place[n]: _with_exceptions(value) for n in alike}
+            if value.dtype == torch.bool:
+                results |= {place[n]: _with_exceptions(value) for n in alike}
+            elif value.is_floating_point() and item.role in ("factor", "select"):
+                results |= {place[n]: _scale_like(value) for n in alike}
             continue
         else:
             continue
@@ -61,7 +65,7 @@ def _mask_like(value: torch.Tensor) -> torch.Tensor | None:
     return torch.where(_chosen(value), other, value)
 
 
-def _scale_like(value: torch.Tensor) -> torch.Tensor | None:
+def _scale_like(value: torch.Tensor) -> torch.Tensor:
     """Numbers between a half and three halves of the scale, none of them one."""
     noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(value.numel() + 1), dtype=torch.float64)
     factor = (0.5 + noise * 0.45 + (noise > 0.5)).to(value)
