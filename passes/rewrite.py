@@ -16,6 +16,7 @@ from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import is_outside
+from hexa_fx.passes.fold_views import fold_views
 from hexa_fx.passes.kept_calls import Kept, keep
 from hexa_fx.passes.own_code import own_code_limit
 from hexa_fx.passes.region import Live, RegionEmitter
@@ -68,6 +69,7 @@ class _Rewriter:
         kept_values = tuple(self._map(item.value) for item in self._stored())
         output = self._built(self._map(captured.output))
         self.graph.output((output, kept_values) if kept_values else output)
+        fold_views(self.graph)
         self._drop_unused()
         self.graph.lint()
         stored = tuple(item.place for item in self._stored())
