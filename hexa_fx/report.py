@@ -89,6 +89,12 @@ class OptimizationReport:
             lines += self.plan.describe().splitlines()
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """For notebooks: what `to_html` writes, without its header."""
+        from hexa_fx.inspection.report_page import report_fragment
+
+        return report_fragment(self.blocks, self.summary(), "" if self.plan is None else self.plan.describe())
+
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return {"text/plain": str(self)}
 

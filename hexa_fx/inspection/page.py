@@ -6,19 +6,15 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from hexa_fx.inspection.files import asset, render, styles
 from hexa_fx.inspection.kernels import KernelUse
 from hexa_fx.inspection.picture import Picture, picture_of
 from hexa_fx.inspection.stages import Stage
 from hexa_fx.inspection.svg import COLOURS, STYLE, draw
 from hexa_fx.inspection.view import NodeView
 
-ASSETS = Path(__file__).parent / "assets"
 _INCLUDE = re.compile(r"#\s*include\s*[<\"](hexa_fx/[^>\"]+)")
 
 
@@ -65,17 +61,12 @@ def page(blocks: Sequence[PageBlock], title: str) -> str:
         "page.html.j2",
         title=title,
         blocks=shown,
-        css=_asset("page.css"),
+        css=styles("page.css"),
         svg_style=STYLE,
-        js=_asset("page.js"),
+        js=asset("page.js"),
         legend=[(role, colour) for role, colour in COLOURS.items() if role in used and role != "region"],
         data=json.dumps(data).replace("</", "<\\/"),
     )
-
-
-def render(template: str, **values: Any) -> str:
-    """One of the assets, filled in."""
-    return _environment().get_template(template).render(**values)
 
 
 def _block(block: PageBlock, pictures: Mapping[str, Picture], numbers: Mapping[str, str]) -> dict[str, Any]:
@@ -140,18 +131,3 @@ def _headers(sources: Any) -> Iterator[tuple[str, str]]:
                 seen.add(name)
                 pending.append((INCLUDE_DIR / name).read_text(encoding="utf-8"))
                 yield name, pending[-1]
-
-
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ASSETS),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )

@@ -6,34 +6,42 @@ import linecache
 from collections.abc import Sequence
 from typing import Any
 
+from hexa_fx.inspection.files import asset, render, styles
 from hexa_fx.inspection.block_report import BlockReport
-from hexa_fx.inspection.page import ASSETS, render
-from hexa_fx.inspection.text import amount
+from hexa_fx.inspection.text import amount, change
 
 
 def report_page(blocks: Sequence[BlockReport], summary: str, plan: str, title: str) -> str:
-    """The reports of all blocks as HTML, which loads nothing from the network. ``plan`` is empty on one device."""
+    """The reports of all blocks as a page, which loads nothing from the network. ``plan`` is empty on one device."""
+    return render(
+        "report.html.j2",
+        title=title,
+        css=styles("report.css"),
+        js=asset("theme.js"),
+        logo=asset("logo.svg"),
+        summary=summary,
+        groups=_groups(blocks),
+        plan=plan,
+    )
+
+
+def report_fragment(blocks: Sequence[BlockReport], summary: str, plan: str) -> str:
+    """The same for a notebook: without header, and with styles that touch nothing outside."""
+    body = render("report_body.html.j2", summary=summary, groups=_groups(blocks), plan=plan)
+    return f'<div class="hexa report"><style>{styles("report.css")}</style>{body}</div>'
+
+
+def _groups(blocks: Sequence[BlockReport]) -> list[dict[str, Any]]:
+    """Blocks that share an analysis and a reason, once."""
     groups: dict[tuple[str, str], dict[str, Any]] = {}
     for block in blocks:
         key = (block.same_as or block.path, block.reason)
         if key in groups:
             groups[key]["same"].append(block.path)
-        else:
-            groups[key] = {
-                "first": block,
-                "same": [],
-                "facts": _facts(block),
-                "costs": _costs(block),
-                "line": _line(block),
-            }
-    return render(
-        "report.html.j2",
-        title=title,
-        css=(ASSETS / "report.css").read_text(encoding="utf-8"),
-        summary=summary,
-        groups=list(groups.values()),
-        plan=plan,
-    )
+            continue
+        shown = {"facts": _facts(block), "costs": _costs(block), "line": _line(block)}
+        groups[key] = {"first": block, "same": [], **shown}
+    return list(groups.values())
 
 
 def _facts(block: BlockReport) -> list[tuple[str, str]]:
@@ -49,8 +57,8 @@ def _facts(block: BlockReport) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in named if value]
 
 
-def _costs(block: BlockReport) -> list[tuple[str, str, str, float]]:
-    """(what, before, after, after in percent of before)."""
+def _costs(block: BlockReport) -> list[dict[str, Any]]:
+    """A row a cost: what, before, after, the change in words, and the bar: after in percent of the larger of the two."""
     if block.costs is None:
         return []
     before, after = block.costs.before, block.costs.after
@@ -60,7 +68,13 @@ def _costs(block: BlockReport) -> list[tuple[str, str, str, float]]:
         (f"kept for backward, {block.costs.device}", "B", before.saved, after.saved),
     ]
     return [
-        (name, amount(old, unit), amount(new, unit), round(min(100.0, 100 * new / max(old, 1)), 1))
+        {
+            "name": name,
+            "before": amount(old, unit),
+            "after": amount(new, unit),
+            "change": change(old, new),
+            "share": round(100 * new / max(old, new, 1), 1),
+        }
         for name, unit, old, new in rows
         if old is not None and new is not None
     ]

@@ -63,6 +63,12 @@ def amount(number: float, unit: str) -> str:
     return f"{number:.0f} P{unit}"
 
 
+def change(before: float, after: float) -> str:
+    """``-41 %``; empty if nothing changed."""
+    percent = round(100 * (after - before) / before) if before else 0
+    return f"{percent:+d} %".replace("-", "\N{MINUS SIGN}") if percent else ""
+
+
 def error_text(block: BlockReport) -> str:
     """Largest relative difference from the original, forward and gradients."""
     if block.same_as:

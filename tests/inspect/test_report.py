@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -111,6 +112,26 @@ def test_html_stands_alone(optimized, models, tmp_path):
     assert "src=" not in text
     text = hexa_fx.explain(*models.refused()).to_html(tmp_path / "refused.html").read_text(encoding="utf-8")
     assert "super().forward(x - x.mean(0))" in text
+
+
+def test_more_is_shown_as_more(optimized, tmp_path):
+    from dataclasses import replace
+
+    first = optimized.report.blocks[0]
+    worse = replace(first.costs, after=replace(first.costs.after, moved=3 * first.costs.before.moved // 2))
+    text = OptimizationReport((replace(first, costs=worse),)).to_html(tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "+50 %" in text
+    assert '<div class="more"><i style="width:100.0%">' in text
+
+
+def test_a_notebook_shows_the_report_without_touching_its_page(optimized):
+    text = optimized.report._repr_html_()
+    assert "layers.0" in text
+    assert "<body" not in text
+    sheet = text[text.index("<style>") + 7 : text.index("</style>")]
+    selectors = re.findall(r"([^{}]+)\{", sheet)
+    assert len(selectors) > 30
+    assert not [name for name in selectors if ".hexa" not in name and not name.strip().startswith("@media")]
 
 
 def test_plan_is_part_of_the_report(optimized, tmp_path):
