@@ -1,7 +1,7 @@
 """Reads a reshaped tensor where it was before: ``x.reshape(-1).reshape(-1, 2)`` becomes ``x.reshape(-1, 2)``.
 
-Code that sorts tokens flattens the routing first, and the region reads it a row a token again. Only reshapes that rewriting put in are
-led past: nothing writes to what they give, so that it does not matter whether it is a view or a copy.
+Code that sorts tokens flattens the routing first, and the region reads it a row a token again. Only reshapes that
+rewriting put in are led past: nothing writes to what they give, so that it does not matter whether it is a view or a copy.
 """
 
 from __future__ import annotations

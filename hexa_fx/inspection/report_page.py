@@ -6,8 +6,8 @@ import linecache
 from collections.abc import Sequence
 from typing import Any
 
-from hexa_fx.inspection.files import asset, render, styles
 from hexa_fx.inspection.block_report import BlockReport
+from hexa_fx.inspection.files import asset, render, styles
 from hexa_fx.inspection.text import amount, change
 
 
