@@ -38,7 +38,7 @@ def _quiet() -> None:
     logging.getLogger("hexa_fx").setLevel(logging.ERROR)
 
 
-@pytest.mark.parametrize("start", range(0, 100, 20))
+@pytest.mark.parametrize("start", range(0, 60, 20))
 def test_mutants(start: int) -> None:
     counts, wrong = run(range(start, start + 20))
     assert not wrong, "\n".join(wrong)
@@ -49,7 +49,7 @@ NOT_SEEN = frozenset({"global"})
 """A global of a module that is not in sys.modules, as those of mutants are."""
 
 
-@pytest.mark.parametrize("start", range(0, 60, 20))
+@pytest.mark.parametrize("start", range(0, 40, 20))
 def test_dormant_features(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features that do nothing on the example, judged awake: equal, refused or the block's own code."""
     monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
@@ -60,7 +60,7 @@ def test_dormant_features(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(v.outcome in JUDGED for _, v, _ in judged) >= 8
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_rewritten_implies_equal(dice: random.Random) -> None:
     """Hypothesis throws the dice, and finds the smallest throws that give a wrong rewrite."""
@@ -91,7 +91,7 @@ def test_mutants_differ_from_their_variants() -> None:
     from tests.zoo.registry import by_name
 
     changed = valid = 0
-    for seed in range(200):
+    for seed in range(100):
         case = mutant(seed)
         if case is None or excuse_of(case, torch.float32):
             continue
@@ -99,5 +99,5 @@ def test_mutants_differ_from_their_variants() -> None:
         args, kwargs = case.variant.inputs(2, 7, torch.float32, 0)
         original = by_name(case.variant.name).make(0)
         changed += not compare(original, case.variant.make(0), args, kwargs).within(1e-6)
-    assert valid >= 60
+    assert valid >= 30
     assert changed >= valid // 2, (changed, valid)
