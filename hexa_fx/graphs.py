@@ -11,6 +11,7 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.errors import InputError
+from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import KernelUse, default_arch, kernels_of
@@ -34,6 +35,7 @@ class BlockGraphs:
         case: the call of `hexa::moe_ffn` with the example's sizes.
         path: the block's path in the model.
         facts: (name, value) pairs that describe the block.
+        costs: what it costs before and after; None if that could not be determined.
     """
 
     captured: str
@@ -43,6 +45,7 @@ class BlockGraphs:
     case: FfnCase | None = None
     path: str = ""
     facts: tuple[tuple[str, str], ...] = ()
+    costs: Costs | None = None
 
     @classmethod
     def of(cls, analysis: BlockAnalysis, inspector: Inspector | None = None) -> BlockGraphs:
@@ -60,6 +63,7 @@ class BlockGraphs:
             taken.case,
             analysis.path,
             facts.pairs() if facts else (),
+            inspector.costs(analysis),
         )
 
     def stage(self, name: str) -> Stage:
@@ -98,7 +102,7 @@ class BlockGraphs:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles graphs as text: they are only read, and operators do not pickle."""
-        fixed = (self.stages, self.case, self.path, self.facts)
+        fixed = (self.stages, self.case, self.path, self.facts, self.costs)
         return BlockGraphs, (self.captured, self._rewritten_code, self._lowered_code, *fixed)
 
     def __repr__(self) -> str:
@@ -183,7 +187,9 @@ class Graphs(Mapping[str, BlockGraphs]):
         for graphs in drawn:
             groups.setdefault(id(graphs.stages[0]), []).append(graphs)
         blocks = [
-            PageBlock(first.path, first.facts, first.stages, first.kernels(arch), card, [g.path for g in rest])
+            PageBlock(
+                first.path, first.facts, first.stages, first.kernels(arch), card, [g.path for g in rest], first.costs
+            )
             for first, *rest in groups.values()
         ]
         target = Path(path)

@@ -14,8 +14,8 @@ from itertools import pairwise
 from hexa_fx.inspection.picture import Arrow, Picture
 
 BOX_HEIGHT = 40.0
-_LAYER_GAP = 50.0
-_BOX_GAP = 26.0
+_LAYER_GAP = 34.0
+_BOX_GAP = 22.0
 _POINT_GAP = 16.0
 _MARGIN = 16.0
 _SWEEPS = 12

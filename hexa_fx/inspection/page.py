@@ -8,13 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.files import asset, render, styles
 from hexa_fx.inspection.kernels import KernelUse
+from hexa_fx.inspection.palette import COLOURS, GRADIENT, legend_style, style
 from hexa_fx.inspection.picture import Picture, picture_of
 from hexa_fx.inspection.stages import Stage
-from hexa_fx.inspection.svg import COLOURS, STYLE, draw
+from hexa_fx.inspection.svg import draw
+from hexa_fx.inspection.text import amount, cost_rows
 from hexa_fx.inspection.view import NodeView
 
+SCRIPTS = ("theme.js", "highlight.js", "page.js", "detail.js", "moving.js")
 _INCLUDE = re.compile(r"#\s*include\s*[<\"](hexa_fx/[^>\"]+)")
 
 
@@ -28,6 +32,7 @@ class PageBlock:
         stages: what to show.
         kernels: the kernels that it runs on, and card: the GPU that they are for.
         same: paths of identical blocks.
+        costs: what the block costs before and after; None if that is not known.
     """
 
     path: str
@@ -36,6 +41,7 @@ class PageBlock:
     kernels: Sequence[KernelUse] = ()
     card: str = ""
     same: Sequence[str] = ()
+    costs: Costs | None = None
 
 
 def page(blocks: Sequence[PageBlock], title: str) -> str:
@@ -61,10 +67,11 @@ def page(blocks: Sequence[PageBlock], title: str) -> str:
         "page.html.j2",
         title=title,
         blocks=shown,
-        css=styles("page.css"),
-        svg_style=STYLE,
-        js=asset("page.js"),
-        legend=[(role, colour) for role, colour in COLOURS.items() if role in used and role != "region"],
+        css="\n".join([style(standalone=False), legend_style(), styles("page.css")]),
+        js="\n".join(asset(name) for name in SCRIPTS),
+        logo=asset("logo.svg"),
+        gradient=GRADIENT,
+        legend=[(role, colour.meaning) for role, colour in COLOURS.items() if role in used and role != "region"],
         data=json.dumps(data).replace("</", "<\\/"),
     )
 
@@ -75,6 +82,7 @@ def _block(block: PageBlock, pictures: Mapping[str, Picture], numbers: Mapping[s
         "stages": [_stage(stage, pictures[stage.name]) for stage in block.stages],
         "kernels": list(_kernels(block, numbers)),
         "card": block.card,
+        "score": cost_rows(block.costs),
     }
 
 
@@ -82,13 +90,26 @@ def _stage(stage: Stage, picture: Picture) -> dict[str, Any]:
     times = {box.name: box.times for box in picture.boxes}
     return {
         "name": stage.name,
+        "short": stage.name.removesuffix("_backward"),
+        "way": stage.way,
         "title": stage.title,
         "difference": stage.difference,
-        "first": stage.nodes_before is None,
         "count": sum(stage.graph.counts.values()),
+        "totals": _totals(stage),
         "code": stage.graph.readable(),
         "nodes": {n.name: _node(n, times[n.name]) for n in stage.graph.nodes if n.name in times},
     }
+
+
+def _totals(stage: Stage) -> list[tuple[str, str]]:
+    """(value, unit) pairs. What one tile costs depends on the tile, so that its graph has no costs."""
+    count = sum(stage.graph.counts.values())
+    found = [(str(count), "operator" if count == 1 else "operators")]
+    if stage.graph.flops:
+        found.append((amount(stage.graph.flops, "FLOP"), "in matrix products"))
+    if stage.graph.moved:
+        found.append((amount(stage.graph.moved, "B"), "moved"))
+    return found
 
 
 def _node(node: NodeView, times: int) -> dict[str, Any]:
@@ -104,9 +125,8 @@ def _node(node: NodeView, times: int) -> dict[str, Any]:
 def _kernels(block: PageBlock, numbers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     keys: dict[tuple[str, str], set[str]] = {}
     for stage in block.stages:
-        way = "backward" if stage.name.endswith("_backward") else "forward"
         if stage.name.startswith("fuse_activation"):
-            keys.update({(way, node.name): set(node.keys) for node in stage.graph.nodes})
+            keys.update({(stage.way, node.name): set(node.keys) for node in stage.graph.nodes})
     for kernel in block.kernels:
         linked = keys.get((kernel.way, kernel.node), set())
         yield {

@@ -1,6 +1,6 @@
 """Decides what is drawn of a graph: boxes and arrows.
 
-Sizes and other plumbing are left out, tuples become several arrows, and a loop that ran many times is drawn once.
+Sizes and other plumbing are left out, as are inputs that nothing reads; tuples become several arrows, and a loop that ran many times is drawn once.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Drawing:
         boxes = tuple(
             self._box(node)
             for node in shown
-            if self._is_head(node.name) and (node.name in touched or node.kind != "parameter")
+            if self._is_head(node.name) and (node.name in touched or node.kind in ("call", "module"))
         )
         return Picture(boxes, tuple(arrows))
 
@@ -204,9 +204,13 @@ def _title(node: NodeView) -> str:
 
 
 def _subtitle(node: NodeView) -> str:
-    if node.kind in ("parameter", "input"):
-        return str(node.type or "")
-    return "" if node.kind == "output" else _shortened(node.detail if node.kind == "call" else "module", 36)
+    """The type of what it gives; where that is unknown, its plain arguments."""
+    if node.kind == "output":
+        return ""
+    types = ", ".join(str(t) for t in node.types if t is not None)
+    if len(types) > 30:
+        return f"{len(node.types)} results"
+    return types or _shortened("" if node.kind == "parameter" else node.detail, 30)
 
 
 def _shortened(text: str, width: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.files import asset, render, styles
-from hexa_fx.inspection.text import amount, change
+from hexa_fx.inspection.text import cost_rows
 
 
 def report_page(blocks: Sequence[BlockReport], summary: str, plan: str, title: str) -> str:
@@ -39,7 +39,7 @@ def _groups(blocks: Sequence[BlockReport]) -> list[dict[str, Any]]:
         if key in groups:
             groups[key]["same"].append(block.path)
             continue
-        shown = {"facts": _facts(block), "costs": _costs(block), "line": _line(block)}
+        shown = {"facts": _facts(block), "costs": cost_rows(block.costs), "line": _line(block)}
         groups[key] = {"first": block, "same": [], **shown}
     return list(groups.values())
 
@@ -55,29 +55,6 @@ def _facts(block: BlockReport) -> list[tuple[str, str]]:
         ("weights", f"{block.weights} {block.layout}".strip()),
     ]
     return [(name, str(value)) for name, value in named if value]
-
-
-def _costs(block: BlockReport) -> list[dict[str, Any]]:
-    """A row a cost: what, before, after, the change in words, and the bar: after in percent of the larger of the two."""
-    if block.costs is None:
-        return []
-    before, after = block.costs.before, block.costs.after
-    rows = [
-        ("matrix products", "FLOP", before.flops, after.flops),
-        ("bytes moved", "B", before.moved, after.moved),
-        (f"kept for backward, {block.costs.device}", "B", before.saved, after.saved),
-    ]
-    return [
-        {
-            "name": name,
-            "before": amount(old, unit),
-            "after": amount(new, unit),
-            "change": change(old, new),
-            "share": round(100 * new / max(old, new, 1), 1),
-        }
-        for name, unit, old, new in rows
-        if old is not None and new is not None
-    ]
 
 
 def _line(block: BlockReport) -> str:

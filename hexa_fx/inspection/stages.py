@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx
@@ -21,6 +21,8 @@ from hexa_fx.passes.example_values import moe_ffn_calls, rewritten_values, value
 from hexa_fx.passes.lowering.lower import lower_backward, lower_forward
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 
+Way = Literal["block", "forward", "backward"]
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -32,6 +34,7 @@ class Stage:
         graph: the graph as plain data.
         difference: operators removed and added since the previous stage, e.g. ``hexa.esmm -1, hexa.esmm_act +1``.
         nodes_before: number of operator nodes of the previous stage; None for the first one.
+        way: whether it is of the block, or of the forward or backward of its operators.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Stage:
     graph: GraphView
     difference: str = ""
     nodes_before: int | None = None
+    way: Way = "block"
 
     def __str__(self) -> str:
         count = sum(self.graph.counts.values())
@@ -120,7 +124,19 @@ def snapshots(match: MoEMatch, rewritten: RewrittenBlock) -> Snapshots:
     graph = graph.marked(lambda n: new.get(n.name, ("other", ())))
     stages.append(_next("rewrite", "the block's new forward", graph, stages[-1]))
     case = _case(captured, rewritten)
-    return Snapshots((*stages, *(lowered_stages(case) if case else ())), case)
+    lowered = lowered_stages(case) if case else ()
+    stages[-1] = replace(stages[-1], graph=_with_costs(stages[-1].graph, lowered))
+    return Snapshots((*stages, *lowered), case)
+
+
+def _with_costs(graph: GraphView, lowered: tuple[Stage, ...]) -> GraphView:
+    """The rewritten graph, with the costs of the operators that `hexa::moe_ffn` stands for."""
+    run = next((stage.graph for stage in lowered if stage.name == "fuse_activation"), None)
+    nodes = (
+        replace(node, flops=run.flops, moved=run.moved) if run is not None and node.op == "hexa.moe_ffn" else node
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
 
 
 def lowered_stages(case: FfnCase) -> tuple[Stage, ...]:
@@ -128,14 +144,14 @@ def lowered_stages(case: FfnCase) -> tuple[Stage, ...]:
     known: dict[str, Any] = dict(case.operands)
     found: list[Stage] = []
     for suffix, lower in (("", lower_forward), ("_backward", lower_backward)):
-        way = "backward" if suffix else "forward"
+        way: Way = "backward" if suffix else "forward"
         lowered = _operators(lower(case.request), known)
         stages = [Stage(f"lower{suffix}", f"{way} in the expert-specific operators", lowered)]
         fused = _operators(CUDA.until("fuse_activation")(lower(case.request)), known, lowered)
         stages.append(_next(f"fuse_activation{suffix}", f"{way} as CUDA runs it", fused, stages[0]))
         tiled = _tile(CPU.until("tile_rows")(lower(case.request)))
         stages.append(_next(f"tile_rows{suffix}", f"{way} as a CPU runs it, for one tile", tiled, stages[0]))
-        found += stages
+        found += [replace(stage, way=way) for stage in stages]
     return tuple(found)
 
 

@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 
-from hexa_fx.inspection.layout import Layout, Place, Route, lay_out
+from hexa_fx.inspection.labels import Label, place_labels
+from hexa_fx.inspection.layout import Place, Route, lay_out
+from hexa_fx.inspection.palette import COLOURS, GRADIENT, style
 from hexa_fx.inspection.picture import Box, Picture, picture_of
-from hexa_fx.inspection.view import GraphView, Role
+from hexa_fx.inspection.view import GraphView
 
-COLOURS: dict[Role, tuple[str, str, str]] = {
-    "input": ("#f1f5f9", "#64748b", "inputs"),
-    "weight": ("#fef9c3", "#ca8a04", "expert weights"),
-    "router": ("#ede9fe", "#7c3aed", "router"),
-    "dispatch": ("#dbeafe", "#2563eb", "dispatch: which rows go to which expert"),
-    "up": ("#dcfce7", "#16a34a", "first projection"),
-    "act": ("#ccfbf1", "#0d9488", "activation"),
-    "down": ("#ffedd5", "#ea580c", "second projection"),
-    "combine": ("#fce7f3", "#db2777", "combine: weighted sum over a token's experts"),
-    "region": ("url(#region)", "#334155", "the whole mixture of experts"),
-    "collective": ("#fee2e2", "#dc2626", "exchange between devices"),
-    "other": ("#ffffff", "#94a3b8", "everything else"),
-}
-"""Fill, line and meaning of every role."""
-
-_CHARACTER, _SMALL, _PADDING = 7.3, 5.9, 22.0
-
-_PARTS: tuple[Role, ...] = ("dispatch", "up", "act", "down", "combine")
-_STOPS = "".join(f'<stop offset="{i / 4}" stop-color="{COLOURS[part][0]}"/>' for i, part in enumerate(_PARTS))
-_GRADIENT = f'<defs><linearGradient id="region">{_STOPS}</linearGradient></defs>'
-
-STYLE = """
-.box rect{stroke-width:1.3}
-.box text{font:600 12px ui-sans-serif,system-ui,'Segoe UI',Helvetica,Arial,sans-serif;fill:#0f172a;text-anchor:middle}
-.box text.sub{font:400 10px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#475569}
-.box .times{fill:#0f172a}.box text.count{fill:#fff;font-size:10px}
-.arrow path{fill:none;stroke:#94a3b8;stroke-width:1.2}
-.arrow polygon{fill:#94a3b8}
-.label{font:400 10px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#334155;text-anchor:middle;
- stroke:#fff;stroke-width:3.5px;paint-order:stroke;stroke-linejoin:round}
-""".strip()
+_CHARACTER, _SMALL, _PADDING = 8.5, 6.8, 20.0
 
 
 def svg_of(graph: GraphView, standalone: bool = True) -> str:
@@ -49,21 +20,23 @@ def svg_of(graph: GraphView, standalone: bool = True) -> str:
 
 
 def draw(picture: Picture, standalone: bool = True) -> str:
-    """A picture as SVG. Boxes carry ``data-node`` and ``data-keys``, arrows ``data-from`` and ``data-to``."""
+    """A picture as SVG. Boxes carry ``data-node`` and ``data-keys``, arrows ``data-from`` and ``data-to``.
+
+    One that does not stand alone takes its style and `GRADIENT` from the page.
+    """
     boxes = {box.name: box for box in picture.boxes}
     layout = lay_out(picture, lambda name: _width(boxes[name]))
-    size = (
-        f'width="{layout.width:.0f}" height="{layout.height:.0f}" viewBox="0 0 {layout.width:.0f} {layout.height:.0f}"'
-    )
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">']
+    width, height = f"{layout.width:.0f}", f"{layout.height:.0f}"
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" class="picture" {size} role="group" aria-label="graph">']
     if standalone:
-        parts.append(f"<style>{STYLE}</style><rect width='100%' height='100%' fill='#fff'/>")
-    parts.append(_GRADIENT)
-    parts.append("<g class='drawing'>")
+        parts.append(
+            f"<style>{style(True)}</style><rect class='paper' width='100%' height='100%' fill='#fff'/>{GRADIENT}"
+        )
     parts += [_arrow(route) for route in layout.routes]
     parts += [_box(box, layout.places[box.name]) for box in picture.boxes]
-    parts += _labels(layout)
-    return "\n".join([*parts, "</g></svg>"])
+    parts += [_label(label) for label in place_labels(layout)]
+    return "\n".join([*parts, "</svg>"])
 
 
 def dot_of(graph: GraphView, name: str = "graph") -> str:
@@ -72,10 +45,10 @@ def dot_of(graph: GraphView, name: str = "graph") -> str:
     lines = [f"digraph {_quoted(name)} {{", '  node [shape=box style="rounded,filled" fontname=Helvetica fontsize=11];']
     lines.append("  edge [fontname=Courier fontsize=9 color=gray50];")
     for box in picture.boxes:
-        fill, line, _ = COLOURS[box.role]
-        fill = "#dcfce7" if box.role == "region" else fill
+        colour = COLOURS[box.role]
+        fill = "#dcfce7" if box.role == "region" else colour.fill
         text = "\n".join(t for t in (_heading(box), box.subtitle) if t)
-        lines.append(f'  {_quoted(box.name)} [label={_quoted(text)} fillcolor="{fill}" color="{line}"];')
+        lines.append(f'  {_quoted(box.name)} [label={_quoted(text)} fillcolor="{fill}" color="{colour.line}"];')
     for arrow in picture.arrows:
         lines.append(f"  {_quoted(arrow.source)} -> {_quoted(arrow.target)} [label={_quoted(arrow.label)}];")
     return "\n".join([*lines, "}"])
@@ -94,26 +67,29 @@ def _width(box: Box) -> float:
 
 
 def _box(box: Box, place: Place) -> str:
-    fill, line, _ = COLOURS[box.role]
+    colour = COLOURS[box.role]
     x, y = place.x - place.width / 2, place.y - place.height / 2
-    radius = 12 if box.kind in ("input", "output") else 6
-    rectangle = f'width="{place.width:.1f}" height="{place.height:.1f}" rx="{radius}" fill="{fill}" stroke="{line}"'
+    radius = 14 if box.kind in ("input", "output") else 7
+    rectangle = f'width="{place.width:.1f}" height="{place.height:.1f}" rx="{radius}" fill="{colour.fill}" stroke="{colour.line}"'
     behind = ""
     if box.times > 1:
         behind = f'<rect x="{x + 4:.1f}" y="{y + 4:.1f}" {rectangle} opacity=".55"/>'
-    text = f'<text x="{place.x:.1f}" y="{place.y + (-3 if box.subtitle else 4):.1f}">{escape(box.title)}</text>'
+    text = f'<text x="{place.x:.1f}" y="{place.y + (-3 if box.subtitle else 4.5):.1f}">{escape(box.title)}</text>'
     if box.subtitle:
-        text += f'<text class="sub" x="{place.x:.1f}" y="{place.y + 12:.1f}">{escape(box.subtitle)}</text>'
+        text += f'<text class="sub" x="{place.x:.1f}" y="{place.y + 12.5:.1f}">{escape(box.subtitle)}</text>'
     if box.times > 1:
-        label, right = f"×{box.times}", x + place.width
-        wide = 8 + 6.2 * len(label)
-        text += (
-            f'<rect class="times" x="{right - wide + 8:.1f}" y="{y - 8:.1f}" width="{wide:.1f}" height="16" rx="8"/>'
-        )
-        text += f'<text class="count" x="{right - wide / 2 + 8:.1f}" y="{y + 3.5:.1f}">{label}</text>'
-    keys = escape(" ".join(box.keys))
-    attributes = f'data-node="{escape(box.name)}" data-role="{box.role}" data-keys="{keys}"'
-    return f'<g class="box" {attributes}>{behind}<rect x="{x:.1f}" y="{y:.1f}" {rectangle}/>{text}</g>'
+        text += _badge(f"×{box.times}", x + place.width, y)
+    said = ", ".join(part for part in (_heading(box), box.subtitle, colour.meaning) if part)
+    attributes = f'data-node="{escape(box.name)}" data-role="{box.role}" data-keys="{escape(" ".join(box.keys))}"'
+    shape = f'<rect x="{x:.1f}" y="{y:.1f}" {rectangle}/>'
+    return f'<g class="box" {attributes} role="button" aria-label="{escape(said)}">{behind}{shape}{text}</g>'
+
+
+def _badge(text: str, right: float, top: float) -> str:
+    """How often a loop ran, on the corner of its box."""
+    wide = 9 + 6.4 * len(text)
+    shape = f'<rect class="times" x="{right - wide + 8:.1f}" y="{top - 8:.1f}" width="{wide:.1f}" height="16" rx="8"/>'
+    return f'{shape}<text class="count" x="{right - wide / 2 + 8:.1f}" y="{top + 3.6:.1f}">{text}</text>'
 
 
 def _arrow(route: Route) -> str:
@@ -125,7 +101,7 @@ def _arrow(route: Route) -> str:
     arrow = route.arrow
     attributes = f'data-from="{escape(arrow.source)}" data-to="{escape(arrow.target)}"'
     title = f"<title>{escape(arrow.label)}</title>" if arrow.label else ""
-    return f'<g class="arrow" {attributes}>{title}<path d="{path}"/><polygon points="{head}"/></g>'
+    return f'<g class="arrow" {attributes}>{title}<path d="{path}" fill="none" stroke="#8d98a8"/><polygon points="{head}"/></g>'
 
 
 def _curve(a: tuple[float, float], b: tuple[float, float]) -> str:
@@ -135,33 +111,8 @@ def _curve(a: tuple[float, float], b: tuple[float, float]) -> str:
     return f"C{a[0]:.1f},{middle:.1f} {b[0]:.1f},{middle:.1f} {b[0]:.1f},{b[1]:.1f}"
 
 
-def _labels(layout: Layout) -> list[str]:
-    """The type of every value, once, beside the first part of its arrow; moved down if it would cover another."""
-    found, seen, taken = [], set[tuple[str, str]](), list[tuple[float, float, float]]()
-    for route in layout.routes:
-        arrow = route.arrow
-        if not arrow.label or (arrow.source, arrow.name) in seen:
-            continue
-        seen.add((arrow.source, arrow.name))
-        (x1, y1), (x2, y2) = route.points[0], route.points[1]
-        half = _SMALL * len(arrow.label) / 2
-        share = _free_share(x1, y1, x2, y2, half, taken)
-        x, y = x1 + (x2 - x1) * _eased(share), y1 + (y2 - y1) * share
-        taken.append((x, y, half))
-        attributes = f'data-from="{escape(arrow.source)}"'
-        found.append(f'<text class="label" {attributes} x="{x:.1f}" y="{y + 3:.1f}">{escape(arrow.label)}</text>')
-    return found
-
-
-def _eased(share: float) -> float:
-    return share * share * (3 - 2 * share)
-
-
-def _free_share(
-    x1: float, y1: float, x2: float, y2: float, half: float, taken: Sequence[tuple[float, float, float]]
-) -> float:
-    for share in (0.45, 0.7, 0.22, 0.58, 0.85):
-        x, y = x1 + (x2 - x1) * _eased(share), y1 + (y2 - y1) * share
-        if all(abs(y - ty) > 10 or abs(x - tx) > half + th for tx, ty, th in taken):
-            return share
-    return 0.45
+def _label(label: Label) -> str:
+    attributes = f'data-from="{escape(label.arrow.source)}"'
+    return (
+        f'<text class="label" {attributes} x="{label.x:.1f}" y="{label.y + 3.5:.1f}">{escape(label.arrow.name)}</text>'
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from hexa_fx.inspection.advice import advice
 from hexa_fx.inspection.block_report import BlockReport
@@ -67,6 +68,28 @@ def change(before: float, after: float) -> str:
     """``-41 %``; empty if nothing changed."""
     percent = round(100 * (after - before) / before) if before else 0
     return f"{percent:+d} %".replace("-", "\N{MINUS SIGN}") if percent else ""
+
+
+def cost_rows(costs: Costs | None) -> list[dict[str, Any]]:
+    """A row a cost: what, before, after, the change in words, and the share: after in percent of the larger of the two."""
+    if costs is None:
+        return []
+    rows = [
+        ("matrix products", "FLOP", costs.before.flops, costs.after.flops),
+        ("bytes moved", "B", costs.before.moved, costs.after.moved),
+        (f"kept for backward, {costs.device}", "B", costs.before.saved, costs.after.saved),
+    ]
+    return [
+        {
+            "name": name,
+            "before": amount(old, unit),
+            "after": amount(new, unit),
+            "change": change(old, new),
+            "share": round(100 * new / max(old, new, 1), 1),
+        }
+        for name, unit, old, new in rows
+        if old is not None and new is not None
+    ]
 
 
 def error_text(block: BlockReport) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import struct
 import subprocess
 import zlib
+from html import unescape
 from pathlib import Path
+from typing import Any
 
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -23,6 +27,17 @@ def find() -> str | None:
 def dom(page: Path, place: str, profile: Path) -> str:
     """The page's elements after its scripts ran, opened at ``#place``."""
     return _run(f"{page.as_uri()}#{place}", profile, "--virtual-time-budget=3000", "--dump-dom")
+
+
+def evaluate(page: Path, script: str, profile: Path, size: tuple[int, int] = (1440, 900), place: str = "") -> Any:
+    """What a script on the page returns, e.g. ``return boxes("left").length``."""
+    copy = profile / "evaluated.html"
+    call = f"document.body.dataset.result = JSON.stringify((() => {{ {script} }})());"
+    copy.write_text(f"{page.read_text(encoding='utf-8')}<script>{call}</script>", encoding="utf-8")
+    flags = ("--virtual-time-budget=3000", f"--window-size={size[0]},{size[1]}", "--dump-dom")
+    text = _run(f"{copy.as_uri()}#{place}", profile, *flags)
+    (found,) = re.findall(r'data-result="([^"]*)"', text)
+    return json.loads(unescape(found))
 
 
 def screenshot(page: Path, place: str, profile: Path, size: tuple[int, int] = (1500, 1050)) -> Path:

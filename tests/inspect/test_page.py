@@ -28,7 +28,7 @@ def page(optimized, tmp_path_factory) -> Path:
 
 def pane(text: str, side: str) -> str:
     """What one side shows."""
-    start = text.index(f'<section class="pane" id="{side}"')
+    start = re.search(rf'<section class="pane[^"]*" id="{side}"', text).start()
     return text[start : text.index("</section>", start)]
 
 
@@ -41,7 +41,7 @@ def boxes(text: str, marked: str = "") -> set[str]:
 def test_page_reads_nothing_from_the_network(page):
     text = page.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"""(src|href)=|@import|url\((?!["']?#)|https?://""", text.split('id="data"')[0])
-    assert text.count("<svg") == len(set(re.findall(r'data-stage="(\w+)"', text)))
+    assert text.count("<svg xmlns") == len(set(re.findall(r'data-stage="(\w+)"', text)))
     assert "</script>" not in text.split('id="data">')[1].split("</script>")[0]
 
 
@@ -63,6 +63,10 @@ def test_both_graphs_are_there(page, tmp_path):
     passes = re.findall(r'<button data-stage="(\w+)"', text)
     assert passes[:4] == ["capture", "rewrite", "lower", "fuse_activation"]
     assert "layers.0 and 1 alike" in text
+    assert re.findall(r'<div class="group"><small>([^<]*)', text) == ["the block", "forward ↓", "backward ↑"]
+    assert "11.6 kFLOP" in pane(text, "left")  # 14 tokens, two experts each, 8 x 12 both ways; and the router
+    assert "10.8 kFLOP" in pane(text, "right")  # where the router is a module
+    assert 'class="tok-k">def<' in pane(text, "left")
 
 
 @needs_chromium
@@ -95,7 +99,89 @@ def test_a_click_says_what_a_box_is_and_a_second_shows_its_cuda(page, tmp_path):
     assert "__global__" in drawer
     assert "hexa_kernel" in drawer
     assert "hexa_fx/kernels/gemm_sm80.cuh" in drawer
-    assert '<aside id="drawer">' in text  # no longer hidden
+    assert not re.search(r'<aside id="drawer"[^>]*hidden', text)
+
+
+@needs_chromium
+def test_details_stand_under_their_own_graph(page, tmp_path):
+    """Also those of a click on the right."""
+    text = browser.dom(page, "right=lower&node=right:h", tmp_path)
+    detail = text[text.index('id="detail"') : text.index("</footer>")]
+    assert re.findall(r'<div class="(\w+)"><h3>[^<]*<small>[^<]*(capture|lower)', detail) == [
+        ("other", "capture"),
+        ("chosen", "lower"),
+    ]
+
+
+@needs_chromium
+@pytest.mark.parametrize("size", [(1440, 900), (390, 844)])
+def test_fit_shows_all_of_a_graph_and_nothing_is_cut_off(page, tmp_path, size):
+    script = """
+        const found = {};
+        for (const side in panes) {
+            activate(side);
+            for (const stage of data[block].stages) {
+                show(side, stage.name);
+                const view = panes[side].querySelector(".view");
+                const size = parseFloat(getComputedStyle(boxes(side)[0].querySelector("text")).fontSize) * scales[side];
+                fit(side);
+                const over = view.scrollWidth > view.clientWidth || view.scrollHeight > view.clientHeight;
+                found[`${side} ${stage.name}`] = [over, size];
+            }
+        }
+        return [found, document.documentElement.scrollWidth, innerWidth];"""
+    found, width, window = browser.evaluate(page, script, tmp_path, size)  # Chromium's least window is 500 wide
+    assert width <= window <= max(500, size[0])
+    for name, (over, text) in found.items():
+        assert not over, name
+        assert text >= 7.5, name
+        assert text >= 9 or size[0] < 500, name
+
+
+@needs_chromium
+def test_keys_lead_through_the_graphs(page, tmp_path):
+    script = """
+        const press = key => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
+        const at = () => `${active}:${document.activeElement.dataset.node}`;
+        const stops = [...document.querySelectorAll("#left .box")].filter(b => b.tabIndex === 0).length;
+        focusBox("left", boxOf("left", "softmax"));
+        const trail = [at()];
+        for (const key of ["ArrowDown", "ArrowUp", "x", "ArrowRight"]) { press(key); trail.push(at()); }
+        press("Enter");
+        const pinned = [kept, detail.hidden];
+        press("Escape");
+        press("]");
+        return {stops, trail, pinned, released: detail.hidden, right: shown.right,
+                names: boxes("left").every(b => b.getAttribute("aria-label"))};"""
+    found = browser.evaluate(page, script, tmp_path)
+    assert found["stops"] == 1
+    assert found["trail"][:4] == ["left:softmax", "left:topk", "left:softmax", "right:softmax"]
+    assert found["trail"][4].startswith("right:")
+    assert found["pinned"][1] is False
+    assert found["released"] is True
+    assert found["right"] == "lower"
+    assert found["names"]
+
+
+@needs_chromium
+def test_dark_is_dark_and_legible(page, tmp_path):
+    script = """
+        const light = c => { const [r, g, b] = c.match(/[0-9.]+/g).map(Number); return (0.3 * r + 0.6 * g + 0.1 * b) / 255; };
+        const seen = theme => {
+            themes.choose(theme);
+            const fills = boxes("left").map(b => light(getComputedStyle(b.querySelector("rect")).fill));
+            return [light(getComputedStyle(document.body).backgroundColor), Math.min(...fills), Math.max(...fills),
+                    light(getComputedStyle(boxes("left")[0].querySelector("text")).fill),
+                    light(getComputedStyle(document.querySelector("#left .code")).color)];
+        };
+        return [seen("light"), seen("dark")];"""
+    bright, dark = browser.evaluate(page, script, tmp_path)
+    assert bright[0] > 0.9
+    assert bright[1] > 0.8
+    assert max(bright[3:]) < 0.2
+    assert dark[0] < 0.1
+    assert dark[2] < 0.25
+    assert min(dark[3:]) > 0.8
 
 
 @needs_chromium

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from hexa_fx.inspection.labels import place_labels
 from hexa_fx.inspection.layout import BOX_HEIGHT, lay_out
 from hexa_fx.inspection.picture import picture_of
 from hexa_fx.inspection.view import GraphView, NodeView, TensorType
@@ -75,6 +76,26 @@ def test_boxes_do_not_overlap_and_arrows_point_down(graphs):
                 assert abs(a.x - b.x) >= (a.width + b.width) / 2 or abs(a.y - b.y) >= (a.height + b.height) / 2
         for route in layout.routes:
             assert all(above[1] < below[1] for above, below in zip(route.points, route.points[1:]))
+
+
+def test_names_on_arrows_cover_nothing(graphs):
+    for stage in graphs.stages:
+        layout = lay_out(picture_of(stage.graph), lambda name: 90.0)
+        labels = place_labels(layout)
+        for i, label in enumerate(labels):
+            for other in (*labels[i + 1 :], *layout.places.values()):
+                assert not label.covers(other.x, other.y, other.width, other.height), (stage.name, label.arrow)
+    lowered = lay_out(picture_of(graphs.stage("lower").graph), lambda name: 90.0)
+    assert {label.arrow.name for label in place_labels(lowered)} == {"v", "inv", "offs"}
+
+
+def test_every_box_has_an_arrow(graphs):
+    """`tile_rows` returns nothing: its results are written in place."""
+    for stage in graphs.stages:
+        picture = picture_of(stage.graph)
+        touched = {end for arrow in picture.arrows for end in (arrow.source, arrow.target)}
+        assert {box.name for box in picture.boxes} <= touched, stage.name
+    assert "output" not in {box.name for box in picture_of(graphs.stage("tile_rows").graph).boxes}
 
 
 def test_svg_is_well_formed_and_stands_alone(graphs):

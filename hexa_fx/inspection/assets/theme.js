@@ -9,10 +9,13 @@ const themes = {
     button.textContent = theme === "dark" ? "☀" : "☾";
     button.title = button.ariaLabel = `switch to ${theme === "dark" ? "light" : "dark"} colours`;
   },
-  toggle() {
-    this.chosen = root.dataset.theme === "dark" ? "light" : "dark";
-    try { localStorage.setItem("hexa-theme", this.chosen); } catch { /* a page from a file may keep nothing */ }
+  choose(theme) {
+    this.chosen = theme;
     this.apply();
+  },
+  toggle() {
+    this.choose(root.dataset.theme === "dark" ? "light" : "dark");
+    try { localStorage.setItem("hexa-theme", this.chosen); } catch { /* a page from a file may keep nothing */ }
   },
 };
 try { themes.chosen = localStorage.getItem("hexa-theme"); } catch { /* as above */ }
