@@ -1,6 +1,7 @@
 """Decides what is drawn of a graph: boxes and arrows.
 
-Sizes and other plumbing are left out, as are inputs that nothing reads; tuples become several arrows, and a loop that ran many times is drawn once.
+Sizes and other plumbing are left out, as are inputs that nothing reads. Tuples become several arrows, and a loop that
+ran many times is drawn once.
 """
 
 from __future__ import annotations
