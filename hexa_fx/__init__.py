@@ -5,7 +5,8 @@
 >>> print(opt.report)                               # doctest: +SKIP
 
 `optimize` returns a rewritten model, `optimize_` rewrites in place and can spread experts over devices, `explain` only
-reports, and `undo_` restores. Their options are `HexaConfig` and `PartitionConfig`. `debug` shows the graphs between passes,
+reports, and `undo_` restores. `record_routing` and `replay_routing` note and repeat which experts tokens go to. Their
+options are `HexaConfig` and `PartitionConfig`. `debug` shows the graphs between passes,
 and `profile_devices` measures how fast each device is.
 """
 
@@ -23,17 +24,34 @@ if TYPE_CHECKING:
     from hexa_fx.distributed.profile import profile_devices
     from hexa_fx.inspection.debug import debug
     from hexa_fx.passes.plan_layers import PartitionConfig
+    from hexa_fx.routing.log import RoutingLog
+    from hexa_fx.routing.session import record_routing, replay_routing
 
 __version__ = "0.1.0"
-__all__ = ["HexaConfig", "PartitionConfig", "debug", "explain", "optimize", "optimize_", "profile_devices", "undo_"]
+__all__ = [
+    "HexaConfig",
+    "PartitionConfig",
+    "RoutingLog",
+    "debug",
+    "explain",
+    "optimize",
+    "optimize_",
+    "profile_devices",
+    "record_routing",
+    "replay_routing",
+    "undo_",
+]
 
 _HOMES = {
     "PartitionConfig": "hexa_fx.passes.plan_layers",
+    "RoutingLog": "hexa_fx.routing.log",
     "debug": "hexa_fx.inspection.debug",
     "explain": "hexa_fx.api",
     "optimize": "hexa_fx.api",
     "optimize_": "hexa_fx.api",
     "profile_devices": "hexa_fx.distributed.profile",
+    "record_routing": "hexa_fx.routing.session",
+    "replay_routing": "hexa_fx.routing.session",
     "undo_": "hexa_fx.api",
 }
 

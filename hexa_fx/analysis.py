@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.host import namespaces_of
-from hexa_fx.capture.observe import Candidate, Observation, observe
+from hexa_fx.capture.observe import Candidate, Observation, observe, with_ancestors
 from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
@@ -36,11 +36,13 @@ class ModelAnalysis:
         analyses: one for every block that looked like MoE, in model order.
         report: the same for people to read.
         examples: an example call, by path, of every rewritten block that is not identical to an earlier one.
+        around: calls of every rewritten block and of the modules around it, innermost first, by the block's path.
     """
 
     analyses: tuple[BlockAnalysis, ...]
     report: OptimizationReport
     examples: Mapping[str, Example]
+    around: Mapping[str, Sequence[Observation]]
 
     @property
     def rewritten(self) -> list[BlockAnalysis]:
@@ -80,6 +82,7 @@ def _analyse_model(
     cache = StructureCache()
     analyses, reports = [], []
     examples: dict[str, Example] = {}
+    around: dict[str, Sequence[Observation]] = {}
     with progress("analysing MoE blocks", 1) as bar, listening(*_stages(bar)):
         bar.say("the model runs on the example inputs")
         candidates = _observe(model, args, kwargs)
@@ -88,12 +91,15 @@ def _analyse_model(
             analysis, same_as = _analyse_candidate(candidate, config, cache)
             analyses.append(analysis)
             reports.append(describe(analysis, same_as, inspector))
+            if analysis.rewritten:
+                paths = set(with_ancestors(analysis.path))
+                around[analysis.path] = [seen for seen in candidate.levels if seen.path in paths]
             if analysis.rewritten and same_as is None:
                 at_path = (seen for seen in candidate.levels if seen.path == analysis.path)
                 examples |= {seen.path: (seen.args, seen.kwargs) for seen in at_path}
             bar.advance()
     report = OptimizationReport(tuple(reports), time.perf_counter() - started)
-    return ModelAnalysis(tuple(analyses), report, examples)
+    return ModelAnalysis(tuple(analyses), report, examples, around)
 
 
 def _stages(bar: Bar) -> list[Listener]:

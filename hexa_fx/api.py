@@ -24,6 +24,7 @@ from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.passes.switches import switch_off
 from hexa_fx.report import OptimizationReport, with_plan
+from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from hexa_fx.runtime.preflight import check_model
 from hexa_fx.runtime.warmup import request_kernels_of_steps
@@ -131,6 +132,8 @@ def optimize_(
         graphs = Graphs.of(found.analyses, inspector)
         _attach(model, "report", report)
         _attach(model, "graphs", graphs)
+        if mesh is None:
+            find_sites(model, found.around)
         trace.finish(report, graphs)
     _announce(report)
     return model

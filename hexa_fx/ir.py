@@ -180,6 +180,42 @@ AutocastDtypes: TypeAlias = Mapping[tuple[torch.dtype, ...], tuple[torch.dtype |
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A call by which code chooses experts, or groups of them, e.g. the second top-k of 8 among 64 that a module makes in a run.
+
+    Args:
+        name: of the function, such as ``topk``.
+        size: number of candidates.
+        width: how many of them it gives for a token.
+        number: which of the calls of this name, size and width in one run of the module, from 0.
+    """
+
+    name: str
+    size: int
+    width: int
+    number: int
+
+
+@dataclass(frozen=True)
+class RoutingSite:
+    """Where the experts of a block's tokens are chosen.
+
+    Args:
+        above: 0 if the block's own code chooses, 1 if it is that of the module around it, and so on.
+        columns: the calls that choose, each entry one that gives the next of the k ids (or all of them). Calls of one entry give
+            the same ids.
+        groups: calls that choose among equal groups of experts before, which have to follow the ids.
+        top_k, num_experts: k and E; ids of E and above belong to experts without weights.
+    """
+
+    above: int
+    columns: tuple[tuple[Choice, ...], ...]
+    groups: tuple[Choice, ...]
+    top_k: int
+    num_experts: int
+
+
+@dataclass(frozen=True)
 class RewrittenBlock:
     """A block's new forward, before it is bound to the module.
 

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
-from hexa_fx.ir import ModuleAttribute, PackedWeight, RewrittenBlock
+from hexa_fx.ir import ModuleAttribute, PackedWeight, RewrittenBlock, RoutingSite
 from hexa_fx.ops import main_grad
 from hexa_fx.runtime import results
 from hexa_fx.runtime.attribute_guards import AttributeGuards
@@ -63,6 +63,9 @@ class HexaForward:
         self.autocast = {True: train.autocast if train else None, False: eval.autocast if eval else None}
         self.small = {True: train.small if train else 0, False: eval.small if eval else 0}
         self.weights = {True: _weights(train), False: _weights(eval)}
+        self.num_experts = {True: train.num_experts if train else None, False: eval.num_experts if eval else None}
+        self.sites: dict[bool, RoutingSite | str] = {}
+        self.restarted: list[Callable[[], None]] = []
         self._own_original = original
         self._logged: set[str] = set()
         self._missed_sizes: tuple[Any, ...] | None = None
@@ -104,7 +107,9 @@ class HexaForward:
         return code
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward that was there before."""
+        """Runs the forward that was there before. ``restarted`` are told, since the rewritten one may have run a part of it."""
+        for told in self.restarted:
+            told()
         if self._own_original is not None:
             return self._own_original(*args, **kwargs)
         module = self.module
@@ -191,11 +196,14 @@ class HexaForward:
         self.__dict__.update(state)
         self._logged = set()
         self._missed_sizes = None
+        self.restarted = []
         self._bind(module)
 
 
 _NO_CODE = HexaForward.__call__.__code__
-_UNPICKLED = frozenset({"_module", "_arguments", "_covered", "_logged", "_missed_sizes", "__doc__", "__name__"})
+_UNPICKLED = frozenset(
+    {"_module", "_arguments", "_covered", "_logged", "restarted", "_missed_sizes", "__doc__", "__name__"}
+)
 
 
 def _is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

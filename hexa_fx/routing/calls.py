@@ -1,0 +1,109 @@
+"""The calls of a model: which tokens they have, and which call a recomputation in backward belongs to."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hexa_fx.errors import InputError
+
+_TOKENS = ("input_ids", "inputs_embeds", "hidden_states")
+
+
+@dataclass
+class ModelCall:
+    """One call of a model while routing is recorded or replayed.
+
+    Args:
+        shape: of its tokens, (B, S), or (T,) for rows without a batch.
+        real: (rows,) bool mask of the tokens that are no padding; None: all.
+        lengths: tokens that are no padding, of each row of the batch.
+        start: where these tokens start in the log.
+        first: autograd's sequence number when the call began.
+    """
+
+    shape: tuple[int, ...]
+    real: Tensor | None
+    lengths: tuple[int, ...]
+    start: int = 0
+    first: int = field(default_factory=lambda: torch._C._autograd._get_sequence_nr())
+
+    @property
+    def rows(self) -> int:
+        """Tokens, padding included."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(self.lengths)
+
+
+def read_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
+    """The tokens of a call: those of the argument ``input_ids``, ``inputs_embeds`` or ``hidden_states``, or of the first tensor.
+
+    A two-dimensional ``attention_mask`` says which are padding; of a longer one, as with a cache, the last columns count.
+
+    Raises:
+        InputError: there is no tensor among the arguments, or the mask does not fit.
+    """
+    named = _named(module, args, kwargs)
+    tensors = [value for value in named.values() if isinstance(value, Tensor) and value.dim()]
+    chosen = [named[name] for name in _TOKENS if isinstance(named.get(name), Tensor)] or tensors
+    if not chosen:
+        raise InputError(f"{type(module).__name__} was called without a tensor, so that its tokens cannot be counted")
+    tokens = chosen[0]
+    shape = tuple(tokens.shape[:-1] if tokens.is_floating_point() else tokens.shape)
+    shape = (shape[0], torch.Size(shape[1:]).numel()) if len(shape) > 1 else shape
+    mask = named.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or len(shape) != 2:
+        lengths = (shape[1],) * shape[0] if len(shape) == 2 else (torch.Size(shape).numel(),)
+        return ModelCall(shape, None, lengths)
+    if mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
+        raise InputError(f"the attention mask is {list(mask.shape)}, and the tokens are {list(shape)}")
+    real = mask[:, mask.shape[1] - shape[1] :] != 0
+    lengths = tuple(real.sum(1).tolist())
+    return ModelCall(shape, None if sum(lengths) == real.numel() else real.reshape(-1), lengths)
+
+
+def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    try:
+        bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):
+        return {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            found |= {f"{name}{place}": item for place, item in enumerate(value)}
+        else:
+            found[name] = value
+    return found
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward here: a forward inside it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def recomputed(calls: list[ModelCall]) -> ModelCall:
+    """The call whose forward is computed again: the last one that began before the node in which backward is now was made.
+
+    Raises:
+        InputError: there is none.
+    """
+    node: Any = torch._C._current_autograd_node()
+    number = node._sequence_nr()
+    before = [call for call in calls if call.first <= number]
+    if not before:
+        raise InputError(
+            "backward computes a forward again that did not run inside this context; run backward inside the context in which "
+            "the forward ran"
+        )
+    return before[-1]

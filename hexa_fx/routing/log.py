@@ -1,0 +1,212 @@
+"""Which experts every token of some sequences went to, in every MoE layer: recorded here, or written by a sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.errors import InputError
+
+_SMALLEST = ((256, torch.uint8), (1 << 15, torch.int16), (1 << 31, torch.int32))
+
+
+class RoutingLog:
+    """Expert ids of N tokens in L MoE layers, k for each; padding is not among the tokens.
+
+    Args:
+        ids: (N, L, k) integers. Where layers have different k, k is the largest and the rest of a row is 0.
+        lengths: tokens of each sequence, in order; their sum is N. None: one sequence.
+        num_experts: E of each layer, or of all; None if it is not known.
+        top_k: k of each layer; None: that of ``ids``.
+        layers: the layers' paths, for people.
+        live: (N,) bool, the tokens that are not known and are routed by the router itself; None: all are known.
+
+    Raises:
+        InputError: shapes do not fit together, or an id is negative or not below E.
+    """
+
+    def __init__(
+        self,
+        ids: Tensor | Any,
+        lengths: Sequence[int] | None = None,
+        num_experts: int | Sequence[int] | None = None,
+        top_k: Sequence[int] | None = None,
+        layers: Sequence[str] = (),
+        live: Tensor | Any | None = None,
+    ) -> None:
+        found = torch.as_tensor(ids)
+        if found.dim() != 3 or found.is_floating_point():
+            raise InputError(
+                f"a routing log holds integer ids (tokens, layers, k); got {found.dtype} {list(found.shape)}"
+            )
+        count = found.shape[1]
+        self.lengths = (found.shape[0],) if lengths is None else tuple(map(int, lengths))
+        if sum(self.lengths) != found.shape[0] or min(self.lengths, default=0) < 0:
+            raise InputError(f"the log holds {found.shape[0]} tokens, and its sequences {sum(self.lengths)}")
+        experts = [num_experts] * count if isinstance(num_experts, int) else num_experts
+        self.num_experts = None if experts is None else tuple(map(int, experts))
+        self.top_k = (found.shape[2],) * count if top_k is None else tuple(map(int, top_k))
+        self.layers = tuple(layers)
+        self.live = None if live is None else torch.as_tensor(live, dtype=torch.bool)
+        self._check(found)
+        self.ids = found.to(smallest_dtype(max(self.num_experts or (int(found.max()) + 1 if found.numel() else 1,))))
+
+    def _check(self, ids: Tensor) -> None:
+        count = ids.shape[1]
+        for name, given in (("num_experts", self.num_experts), ("top_k", self.top_k), ("layers", self.layers or None)):
+            if given is not None and len(given) != count:
+                raise InputError(f"the log holds {count} layers, and {name} is of {len(given)}")
+        if max(self.top_k, default=0) > ids.shape[2]:
+            raise InputError(f"the log holds {ids.shape[2]} ids a token, and top_k says {max(self.top_k)}")
+        if self.live is not None and self.live.shape != ids.shape[:1]:
+            raise InputError(f"live is {list(self.live.shape)}; expected [{ids.shape[0]}], one for every token")
+        if not ids.numel():
+            return
+        largest = ids.amax((0, 2)).tolist()
+        if int(ids.min()) < 0:
+            raise InputError("the log holds a negative expert id; mark tokens that are not known with live=")
+        for layer, (most, experts) in enumerate(zip(largest, self.num_experts or largest)):
+            if self.num_experts is not None and most >= experts:
+                raise InputError(f"the log holds expert {most} in layer {layer}, which has {experts} experts")
+
+    @classmethod
+    def of_sequences(
+        cls, sequences: Sequence[Tensor | Any], lengths: Sequence[int] | None = None, **options: Any
+    ) -> RoutingLog:
+        """A log of one (tokens, layers, k) array for every sequence, as vLLM and SGLang return them.
+
+        Args:
+            sequences: samplers give no ids for a sequence's last token, which never entered the model.
+            lengths: tokens of each sequence as it will be replayed; those past the end of its array are routed live. None: as
+                many as the array has.
+            options: ``num_experts``, ``top_k`` and ``layers``, as for `RoutingLog`.
+
+        Raises:
+            InputError: an array is longer than its sequence, or they differ in layers or k.
+        """
+        arrays = [torch.as_tensor(sequence) for sequence in sequences]
+        wanted = [len(array) for array in arrays] if lengths is None else list(lengths)
+        if len({array.shape[1:] for array in arrays}) != 1 or len(wanted) != len(arrays):
+            raise InputError("expected one (tokens, layers, k) array for every sequence, all of the same layers and k")
+        pieces, live = [], []
+        for array, length in zip(arrays, wanted):
+            if len(array) > length:
+                raise InputError(f"a sequence of {length} tokens has ids of {len(array)}")
+            rest = length - len(array)
+            pieces += [array, array.new_zeros(rest, *array.shape[1:])]
+            live += [torch.zeros(len(array), dtype=torch.bool), torch.ones(rest, dtype=torch.bool)]
+        marks = torch.cat(live)
+        return cls(torch.cat(pieces), wanted, live=marks if bool(marks.any()) else None, **options)
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return int(self.ids.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the ids take."""
+        return self.ids.numel() * self.ids.element_size()
+
+    def select(self, sequences: Sequence[int]) -> RoutingLog:
+        """A log of these sequences, by number and in this order, such as those of a shuffled minibatch."""
+        pieces = [self._range(int(number)) for number in sequences]
+        rows = torch.cat([torch.arange(*piece) for piece in pieces]) if pieces else torch.arange(0)
+        return self._taken(rows, [stop - start for start, stop in pieces])
+
+    def joined(self, batch: int) -> RoutingLog:
+        """A log of ``batch`` sequences, from one in which every call left a piece of each: ``generate`` runs the prompts, then one
+        token of each sequence at a time.
+
+        Raises:
+            InputError: the number of pieces is no multiple of ``batch``.
+        """
+        if batch < 1 or len(self) % batch:
+            raise InputError(f"{len(self)} pieces are not those of {batch} sequences")
+        order = [piece for row in range(batch) for piece in range(row, len(self), batch)]
+        whole = self.select(order)
+        lengths = [sum(self.lengths[row::batch]) for row in range(batch)]
+        return whole._taken(torch.arange(whole.tokens), lengths)
+
+    def truncated(self, lengths: Sequence[int]) -> RoutingLog:
+        """A log of the first ``lengths[i]`` tokens of every sequence, such as those before the end-of-text token."""
+        if len(lengths) != len(self):
+            raise InputError(f"{len(lengths)} lengths were given for {len(self)} sequences")
+        kept = [min(int(new), old) for new, old in zip(lengths, self.lengths)]
+        pieces = [torch.arange(self._range(i)[0], self._range(i)[0] + n) for i, n in enumerate(kept)]
+        return self._taken(torch.cat(pieces), kept)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the log as a NumPy archive (``.npz``), whose entries docs/routing_replay.md lists."""
+        import numpy
+
+        entries: dict[str, Any] = {
+            "routed_experts": self.ids.cpu().numpy(),
+            "lengths": numpy.asarray(self.lengths, dtype=numpy.int64),
+            "top_k": numpy.asarray(self.top_k, dtype=numpy.int64),
+        }
+        if self.num_experts is not None:
+            entries["num_experts"] = numpy.asarray(self.num_experts, dtype=numpy.int64)
+        if self.layers:
+            entries["layers"] = numpy.asarray(self.layers, dtype=numpy.str_)
+        if self.live is not None:
+            entries["live"] = self.live.cpu().numpy()
+        with Path(path).open("wb") as file:
+            numpy.savez(file, **entries)
+
+    @classmethod
+    def load(cls, path: str | Path) -> RoutingLog:
+        """Reads what `save` or a sampler wrote; only ``routed_experts`` has to be there.
+
+        Raises:
+            InputError: it is missing, or the entries do not fit together.
+        """
+        import numpy
+
+        with numpy.load(Path(path), allow_pickle=False) as archive:
+            found = {name: archive[name] for name in archive.files}
+        if "routed_experts" not in found:
+            raise InputError(
+                f"{path} has no entry 'routed_experts' with ids (tokens, layers, k); it has {sorted(found)}"
+            )
+        ids = found["routed_experts"]
+        listed = {name: found[name].tolist() for name in ("lengths", "num_experts", "top_k") if name in found}
+        return cls(ids, **listed, layers=tuple(map(str, found.get("layers", ()))), live=found.get("live"))
+
+    def extend(self, ids: Tensor, lengths: Sequence[int]) -> None:
+        """Adds the sequences of a call: (n, L, k) ids and their lengths."""
+        self.ids = torch.cat([self.ids, ids.to(self.ids.dtype).cpu()])
+        self.lengths = (*self.lengths, *lengths)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RoutingLog):
+            return NotImplemented
+        same = self.lengths == other.lengths and self.top_k == other.top_k and self.ids.shape == other.ids.shape
+        return same and bool((self.ids == other.ids).all())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        layers, k = self.ids.shape[1:]
+        return f"RoutingLog({len(self)} sequences, {self.tokens} tokens, {layers} layers, k={k}, {self.nbytes} bytes)"
+
+    def _range(self, number: int) -> tuple[int, int]:
+        start = sum(self.lengths[:number])
+        return start, start + self.lengths[number]
+
+    def _taken(self, rows: Tensor, lengths: Sequence[int]) -> RoutingLog:
+        live = None if self.live is None else self.live[rows]
+        return RoutingLog(self.ids[rows], lengths, self.num_experts, self.top_k, self.layers, live)
+
+
+def smallest_dtype(experts: int) -> torch.dtype:
+    """The smallest integer dtype that holds ids below ``experts``."""
+    return next(dtype for limit, dtype in _SMALLEST if experts <= limit)

@@ -1,0 +1,287 @@
+"""``record_routing`` and ``replay_routing``: the routing of a model's calls, noted or forced, block after block."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from hexa_fx.capture.observe import with_ancestors
+from hexa_fx.errors import InputError
+from hexa_fx.ir import RoutingSite
+from hexa_fx.routing.calls import ModelCall, in_backward, read_call, recomputed
+from hexa_fx.routing.log import RoutingLog, smallest_dtype
+from hexa_fx.routing.tap import RoutingTap
+from hexa_fx.runtime.install import HexaForward
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[RoutingLog]:
+    """A context that notes the experts of every token in every MoE block that `hexa_fx.optimize` rewrote.
+
+    Every call of the model adds its sequences to the log: the rows of a batch, without what a two-dimensional
+    ``attention_mask`` leaves out. A forward that checkpointing computes again adds nothing.
+
+    Yields:
+        The log, which grows with every call.
+
+    Raises:
+        InputError: the model has no rewritten block, or it is not known where the experts of one are chosen; inside the context
+            if a block sees other tokens than the call has, or the model is compiled.
+    """
+    layers = _layers(model)
+    count, top_k = len(layers), [layer.site.top_k for layer in layers]
+    experts = [layer.candidates for layer in layers]
+    empty = torch.empty(0, count, max(top_k), dtype=smallest_dtype(max(experts)))
+    found = RoutingLog(empty, (), experts, top_k, [layer.path for layer in layers])
+    with _Session(model, layers, found, replay=False).running():
+        yield found
+
+
+@contextmanager
+def replay_routing(model: nn.Module, routing: RoutingLog) -> Iterator[None]:
+    """A context in which tokens go to the experts of a log; gate values, and their gradients, come from the live router.
+
+    Calls take the log's tokens in order, in any split into batches, padding left out; where both a call and the log name
+    sequences, their ends have to agree. Tokens that the log marks as live, and padding, go where the router sends them. Forwards
+    that checkpointing computes again, for which backward has to run inside the context, see the ids of their call.
+
+    Args:
+        model: an optimized model, or something that holds it.
+        routing: its layers are the model's rewritten blocks, in order.
+
+    Raises:
+        InputError: as for `record_routing`; the log is of other layers, experts or k; at a call, before the model runs, if the
+            log's next tokens are not as many as the call's.
+    """
+    layers = _layers(model)
+    _check_fit(layers, routing)
+    session = _Session(model, layers, routing, replay=True)
+    with session.running():
+        yield
+    if session.position < routing.tokens:
+        log.warning("%d of the log's %d tokens were not replayed", routing.tokens - session.position, routing.tokens)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A rewritten block, and the module that holds its router."""
+
+    path: str
+    forward: HexaForward
+    router: nn.Module
+    router_path: str
+    sites: dict[bool, RoutingSite]
+
+    @property
+    def site(self) -> RoutingSite:
+        return next(iter(self.sites.values()))
+
+    @property
+    def candidates(self) -> int:
+        """Number of experts that the router chooses from, those without weights included."""
+        return self.site.columns[0][0].size
+
+
+def _layers(model: nn.Module) -> list[_Layer]:
+    found, reasons = [], []
+    for path, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, HexaForward):
+            continue
+        known = {mode: site for mode, site in forward.sites.items() if isinstance(site, RoutingSite)}
+        reasons += [f"{path or 'the model'}: {site}" for site in forward.sites.values() if isinstance(site, str)]
+        if not known:
+            reasons += [] if forward.sites else [f"{path or 'the model'}: it is spread over devices"]
+            continue
+        site = next(iter(known.values()))
+        above = list(with_ancestors(path))
+        if site.above >= len(above):
+            reasons.append(f"{path or 'the model'}: the module that holds its router is not in this model")
+            continue
+        found.append(_Layer(path, forward, model.get_submodule(above[site.above]), above[site.above], known))
+    if reasons:
+        raise InputError(
+            "the routing of some blocks cannot be separated from the rest: " + "; ".join(dict.fromkeys(reasons))
+        )
+    if not found:
+        raise InputError("the model has no block that hexa_fx rewrote; call hexa_fx.optimize first")
+    return found
+
+
+def _check_fit(layers: list[_Layer], routing: RoutingLog) -> None:
+    if routing.ids.shape[1] != len(layers):
+        raise InputError(
+            f"the log holds {routing.ids.shape[1]} layers, and the model has {len(layers)} rewritten blocks"
+        )
+    largest = routing.ids.amax((0, 2)).tolist() if routing.ids.numel() else [0] * len(layers)
+    for number, layer in enumerate(layers):
+        if routing.top_k[number] != layer.site.top_k:
+            raise InputError(
+                f"{layer.path} takes {layer.site.top_k} experts a token, and the log has {routing.top_k[number]}"
+            )
+        known = None if routing.num_experts is None else routing.num_experts[number]
+        if known not in (None, layer.candidates) or largest[number] >= layer.candidates:
+            seen = (
+                f"is of {known} experts" if known not in (None, layer.candidates) else f"names expert {largest[number]}"
+            )
+            raise InputError(f"{layer.path} has {layer.candidates} experts, and the log {seen}")
+
+
+@dataclass
+class _Session:
+    """What runs while a context is open: hooks on the modules around blocks, and on those that hold routers."""
+
+    model: nn.Module
+    layers: list[_Layer]
+    routing: RoutingLog
+    replay: bool
+    position: int = 0
+    calls: list[ModelCall] = field(default_factory=list)
+    current: ModelCall | None = None
+    noted: dict[int, Tensor] = field(default_factory=dict)
+    _depth: int = 0
+    _taps: list[RoutingTap] = field(default_factory=list)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        around = {path for layer in self.layers for path in with_ancestors(layer.path)}
+        handles = []
+        for path in sorted(around):
+            module = self.model.get_submodule(path)
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        for number, layer in enumerate(self.layers):
+            handles.append(layer.router.register_forward_pre_hook(self._tap(number)))
+            handles.append(layer.router.register_forward_hook(self._untap, prepend=True, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # -- the model's calls -----------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if in_backward():
+            return
+        if is_compiling():
+            raise InputError("routing is recorded and replayed in eager mode only; run the model without torch.compile")
+        self._depth += 1
+        if self._depth > 1:
+            return
+        try:
+            call = read_call(module, args, kwargs)
+            if self.replay:
+                self._place(call)
+        except InputError:
+            self._depth = 0  # the hook that would count down is not reached
+            raise
+        self.current, self.noted = call, {}
+        self.calls.append(call)
+
+    def _place(self, call: ModelCall) -> None:
+        """Finds the call's tokens in the log, or says why they are not there."""
+        start, stop = self.position, self.position + call.tokens
+        if stop > self.routing.tokens:
+            raise InputError(
+                f"the call has {call.tokens} tokens without padding, and the log has {self.routing.tokens - start} left of "
+                f"{self.routing.tokens}"
+            )
+        ends, own = _ends(self.routing.lengths, start, stop), _ends(call.lengths, 0, call.tokens, start)
+        if ends and own and ends != own:
+            place = min(ends ^ own) - start
+            raise InputError(
+                f"the sequences of the call do not end where those of the log do: the first difference is {place} tokens into "
+                "the call; replay the sequences in the order in which they were recorded, or use RoutingLog.select"
+            )
+        call.start, self.position = start, stop
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward() or self._depth == 0:
+            return
+        self._depth -= 1
+        call = self.current
+        if self._depth or call is None:
+            return
+        self.current = None
+        missing = [layer.path for number, layer in enumerate(self.layers) if number not in self.noted]
+        if missing and output is not None:
+            done = "replayed" if self.replay else "recorded"
+            raise InputError(
+                f"the routing of {', '.join(missing)} was not {done}: its router did not run through its module's call"
+            )
+        if not self.replay and not missing:
+            width = self.routing.ids.shape[2]
+            padded = [
+                nn.functional.pad(self.noted[n], (0, width - self.noted[n].shape[1])) for n in range(len(self.layers))
+            ]
+            self.routing.extend(torch.stack(padded, 1), call.lengths)
+
+    # -- routers ---------------------------------------------------------------------------------------------------------
+
+    def _tap(self, number: int) -> Callable[..., None]:
+        layer = self.layers[number]
+
+        def hook(module: nn.Module, args: Any) -> None:
+            again = in_backward()
+            call = recomputed(self.calls) if again else self.current
+            if call is None:
+                raise InputError(
+                    f"{layer.path} ran outside a call of the model; call the model, or a module that holds the block"
+                )
+            site = layer.sites.get(bool(module.training), layer.site)
+            forced = self._ids(call, number, layer.site.top_k) if self.replay else None
+            tap = RoutingTap(site, call, forced, layer.path)
+            tap.note = None if again else self._note(number)
+            if site.above == 0:
+                layer.forward.restarted.append(tap.restart)
+            self._taps.append(tap)
+            tap.__enter__()
+
+        return hook
+
+    def _untap(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._taps:
+            return
+        tap = self._taps.pop()
+        tap.__exit__(None, None, None)
+        for layer in self.layers:
+            if layer.router is module:
+                layer.forward.restarted = [told for told in layer.forward.restarted if told != tap.restart]
+        tap.finish(failed=output is None)
+
+    def _note(self, number: int) -> Callable[[Tensor], None]:
+        dtype = self.routing.ids.dtype
+
+        def note(ids: Tensor) -> None:
+            if number in self.noted:
+                raise InputError(
+                    f"{self.layers[number].path} ran twice in one call of the model, which a log cannot tell apart"
+                )
+            self.noted[number] = ids.to(dtype)
+
+        return note
+
+    def _ids(self, call: ModelCall, number: int, top_k: int) -> tuple[Tensor, Tensor | None]:
+        chosen = slice(call.start, call.start + call.tokens)
+        live = None if self.routing.live is None else self.routing.live[chosen]
+        return self.routing.ids[chosen, number, :top_k], live
+
+
+def _ends(lengths: tuple[int, ...], start: int, stop: int, offset: int = 0) -> set[int]:
+    """Ends of sequences strictly between two places of all tokens."""
+    ends, place = set(), 0
+    for length in lengths:
+        place += length
+        if start < place < stop:
+            ends.add(place + offset)
+    return ends

@@ -1,0 +1,247 @@
+"""Finds by experiment where the experts of an installed block are chosen, so that a run can choose others there.
+
+The module that holds the router runs up to the block's operator, which shows the ids and gate values that arrive. Ids are then
+forced on the calls that gave them: the operator has to get exactly these, with gate values that follow them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hexa_fx.capture.observe import Observation
+from hexa_fx.capture.probes import probe_inputs
+from hexa_fx.ir import Choice, RoutingSite
+from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.routing.choices import ChoiceCounter, choosing_call, with_groups
+from hexa_fx.runtime.install import HexaForward
+
+log = logging.getLogger(__name__)
+
+TOKENS = 16
+"""Of the example, on which routers are tried."""
+
+_NOWHERE = (
+    "no top-k, argmax, max, sort or multinomial over scores in its code, or in that of the modules around it, gives the ids that "
+    "its experts get"
+)
+_LOOSE = "its gate values do not follow the ids that are chosen"
+_MASKED = "its router leaves out the scores of experts by a choice of its own, which forced ids cannot undo"
+
+
+class _Reached(BaseException):
+    """The block's operator was called; no exception that code may catch by accident."""
+
+    def __init__(self, index: Tensor, weights: Tensor | None) -> None:
+        super().__init__()
+        self.index, self.weights = index, weights
+
+
+@dataclass
+class _Trial(TorchFunctionMode):
+    """Notes the choosing calls of a run, with ids of some of them forced, until the block's operator is called.
+
+    Args:
+        forced: ids (rows, n) by call; for a call among groups the ids of experts.
+        groups: which of these are calls among groups of ``experts``.
+    """
+
+    forced: Mapping[Choice, Tensor] = field(default_factory=dict)
+    groups: frozenset[Choice] = frozenset()
+    experts: int = 0
+    seen: dict[Choice, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._counter = ChoiceCounter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = str(getattr(func, "_schema", "")).partition("(")[0]
+        if operator == "hexa::moe_ffn":
+            raise _Reached(args[1], args[2])
+        if operator == "hexa::reindex":
+            raise _Reached(args[0], None)
+        call = choosing_call(func, args, kwargs)
+        if call is None:
+            return func(*args, **kwargs)
+        choice = self._counter.numbered(call)
+        if choice in self.forced:
+            ids = self.forced[choice]
+            return call.forced(with_groups(ids, call, self.experts) if choice in self.groups else ids)
+        result = func(*args, **kwargs)
+        self.seen[choice] = call.ids(result)
+        return result
+
+
+def find_sites(model: nn.Module, around: Mapping[str, Sequence[Observation]]) -> None:
+    """Notes on every installed block where its experts are chosen, or why that is not known, for train and eval mode.
+
+    Args:
+        model: with installed blocks.
+        around: calls of each block and of the modules around it, innermost first, by the block's path.
+    """
+    for path, levels in around.items():
+        forward = model.get_submodule(path).forward
+        assert isinstance(forward, HexaForward)
+        for training in (True, False):
+            if forward.programs[training] is not None:
+                forward.sites[training] = _find(forward, training, path, levels)
+
+
+def _find(forward: HexaForward, training: bool, path: str, levels: Sequence[Observation]) -> RoutingSite | str:
+    program = forward.programs[training]
+    assert program is not None
+    if sum(program.source.count(f"{name}(") for name in ("moe_ffn", "reindex")) > 1:
+        return "it holds several mixtures of experts"
+    reason = _NOWHERE
+    for level in levels:
+        above = path.count(".") + bool(path) - level.path.count(".") - bool(level.path)
+        try:
+            found = _at_level(forward, training, level, above)
+        except Exception as error:  # of the user's code, on fewer tokens than the example has
+            log.debug("%s: the router was not found: %s", path, error)
+            found = (
+                f"its code failed on a part of the example ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            )
+        if isinstance(found, RoutingSite):
+            return found
+        reason = found if reason == _NOWHERE else reason
+    return reason
+
+
+@dataclass(frozen=True)
+class _Router:
+    """The module that holds a router, with a call of it."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self, trial: _Trial) -> _Reached | None:
+        """What the operator gets; None if it is not called."""
+        try:
+            with random_state_kept(0), torch.no_grad(), trial:
+                self.module(*self.args, **self.kwargs)
+        except _Reached as reached:
+            return reached
+        return None
+
+
+def _at_level(forward: HexaForward, training: bool, level: Observation, above: int) -> RoutingSite | str:
+    router = _Router(level.module, *probe_inputs(level.args, level.kwargs, TOKENS))
+    with _tried(level.module, forward, training):
+        trial = _Trial()
+        natural = router.run(trial)
+        experts = forward.num_experts[training]
+        if natural is None or experts is None:
+            return _NOWHERE
+        columns = _columns(natural.index, trial.seen, experts)
+        if columns is None:
+            return _NOWHERE
+        rows = len(trial.seen[columns[0][0]])
+        top_k = natural.index.numel() // rows
+        site = RoutingSite(above, columns, (), top_k, experts)
+        return _tested(router, site, trial.seen, natural)
+
+
+@contextmanager
+def _tried(module: nn.Module, forward: HexaForward, training: bool) -> Iterator[None]:
+    """A context in which the block runs its rewritten code whatever the size, in train or eval mode; all is put back afterwards."""
+    modes = {each: each.training for each in module.modules()}
+    small, state = forward.small, ModuleState(module)
+    module.train(training)
+    forward.small = {True: 0, False: 0}
+    try:
+        yield
+    finally:
+        forward.small = small
+        state.restore()
+        for each, mode in modes.items():
+            each.training = mode
+
+
+def _columns(index: Tensor, seen: Mapping[Choice, Tensor], experts: int) -> tuple[tuple[Choice, ...], ...] | None:
+    """The calls whose ids are those of the operator (rows, k), or (rows * k, 1), where it keeps them."""
+    flat, found = index.reshape(-1), []
+    for choice, ids in seen.items():
+        k = flat.numel() // max(1, len(ids))
+        whole = ids.shape[1] == k or (choice.name in ("sort", "argsort") and 0 < k < ids.shape[1])
+        fits = choice.size >= experts and whole and k * len(ids) == flat.numel()
+        if fits and _agree(flat, ids[:, :k].reshape(-1), experts):
+            found.append(choice)
+    if found:
+        return (tuple(found),)
+    single = {c: ids[:, 0] for c, ids in seen.items() if c.size >= experts and len(ids) == len(index)}
+    columns = tuple(tuple(c for c, ids in single.items() if _agree(column, ids, experts)) for column in index.unbind(1))
+    return columns if all(columns) else None
+
+
+def _agree(index: Tensor, ids: Tensor, experts: int) -> bool:
+    """Whether ``index`` holds ``ids`` wherever it holds an expert at all, and it does somewhere."""
+    kept = (index >= 0) & (index < experts)
+    return bool(kept.any()) and bool((index == ids)[kept].all())
+
+
+def _tested(router: _Router, site: RoutingSite, seen: Mapping[Choice, Tensor], natural: _Reached) -> RoutingSite | str:
+    chosen = torch.cat([seen[calls[0]] for calls in site.columns], 1)[:, : site.top_k]
+    rows = len(chosen)
+    generator = torch.Generator().manual_seed(0)
+    at_random = torch.rand(rows, site.num_experts, generator=generator).argsort(1)[:, : site.top_k].to(chosen.device)
+    reached = _forced(router, site, at_random)
+    if reached is None or not _agree(reached.index.reshape(-1), at_random.reshape(-1), site.num_experts):
+        return _NOWHERE
+    if natural.weights is None or natural.weights.numel() != chosen.numel():
+        return site
+    weights = natural.weights.reshape(chosen.shape)
+    in_any_order = len(site.columns) == 1  # a second choice may be weighed by what the first one left
+    order = chosen.flip(1) if in_any_order else chosen
+    reached = _forced(router, site, order)
+    expected = weights.flip(1) if in_any_order else weights
+    if reached is None or reached.weights is None or not _close(reached.weights.reshape(chosen.shape), expected):
+        return _LOOSE
+    return _with_groups(router, site, seen, chosen.roll(1, 0), weights)
+
+
+def _with_groups(
+    router: _Router, site: RoutingSite, seen: Mapping[Choice, Tensor], others: Tensor, weights: Tensor
+) -> RoutingSite | str:
+    """The site, with the choices of groups that have to follow if the experts of other tokens are to have gate values."""
+    if bool((weights == 0).any()):
+        return site
+    groups = [c for c, ids in seen.items() if 1 < c.size < site.num_experts and len(ids) == len(others)]
+    groups = [c for c in groups if site.num_experts % c.size == 0 and c.width < c.size]
+    for among in ((), *((group,) for group in groups)):
+        found = RoutingSite(site.above, site.columns, among, site.top_k, site.num_experts)
+        reached = _forced(router, found, others)
+        if reached is not None and reached.weights is not None and not bool((reached.weights == 0).any()):
+            return found
+    return _MASKED
+
+
+def _close(found: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(found.double(), wanted.double(), rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+def _forced(router: _Router, site: RoutingSite, ids: Tensor) -> _Reached | None:
+    forced = forced_ids(site, ids)
+    trial = _Trial(forced, frozenset(site.groups), site.columns[0][0].size)
+    return router.run(trial)
+
+
+def forced_ids(site: RoutingSite, ids: Tensor) -> dict[Choice, Tensor]:
+    """What each call of a site is to choose so that the experts are ``ids`` (rows, k); a call among groups gets all of them."""
+    if len(site.columns) == 1:
+        pieces = [ids]
+    else:
+        pieces = [ids[:, place : place + 1] for place in range(len(site.columns))]
+    forced = {choice: piece for calls, piece in zip(site.columns, pieces) for choice in calls}
+    return forced | dict.fromkeys(site.groups, ids)
