@@ -19,6 +19,7 @@ from common import SHAPES, environment, medians, routing
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.cuda import gemm_sm80 as sm80
+from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
 
 
 def host_us(run: Callable[[], object], repeats: int = 200) -> float:
@@ -60,7 +61,7 @@ def operators(shape: str) -> dict[str, tuple[Callable[[], object], float, float]
         ),
         "dense": (lambda: dense @ w1[0].t(), 0.0, 2 * flops),
         "esmm_act sm80": (
-            lambda: sm80.esmm_act(x, w1, None, None, None, v, offs, k, "nk", "silu", "concat", (), True),
+            lambda: sm80.esmm_act(EsmmAct(x, w1, None, None, None, v, offs, k, "nk", "silu", "concat", (), True)),
             0.0,
             2 * flops,
         ),
@@ -69,9 +70,9 @@ def operators(shape: str) -> dict[str, tuple[Callable[[], object], float, float]
             0.0,
             2 * flops,
         ),
-        "esmm sm80": (lambda: sm80.esmm(a, w2, None, None, offs, 1, "nk"), 0.0, flops),
+        "esmm sm80": (lambda: sm80.esmm(Esmm(a, w2, None, None, offs, 1, "nk")), 0.0, flops),
         "esmm": (lambda: ops.esmm(a, w2, None, None, offs, 1, "nk"), 0.0, flops),
-        "estmm sm80": (lambda: sm80.estmm(x, h, v, None, offs, k, "nk"), 0.0, 2 * flops),
+        "estmm sm80": (lambda: sm80.estmm(Estmm(x, h, v, None, offs, k, "nk")), 0.0, 2 * flops),
         "estmm": (lambda: ops.estmm(x, h, v, None, offs, k, "nk"), 0.0, 2 * flops),
         "esmm_act_backward": (
             lambda: ops.esmm_act_backward(dy, w2, h, weights, v, offs, k, "kn", "silu", "concat", []),
@@ -84,12 +85,15 @@ def operators(shape: str) -> dict[str, tuple[Callable[[], object], float, float]
             4 * flops,
         ),
         "esfk parts sm80": (
-            lambda: (sm80.esmm(h, w1, None, None, offs, 1, "kn"), sm80.estmm(x, h, v, None, offs, k, "nk")),
+            lambda: (
+                sm80.esmm(Esmm(h, w1, None, None, offs, 1, "kn")),
+                sm80.estmm(Estmm(x, h, v, None, offs, k, "nk")),
+            ),
             0.0,
             4 * flops,
         ),
-        "esfk sm80": (lambda: sm80.esfk(x, h, w1, v, offs, k, "nk", False), 0.0, 4 * flops),
-        "esfk bias sm80": (lambda: sm80.esfk(x, h, w1, v, offs, k, "nk", True), 0.0, 4 * flops),
+        "esfk sm80": (lambda: sm80.esfk(Esfk(x, h, w1, v, offs, k, "nk", False)), 0.0, 4 * flops),
+        "esfk bias sm80": (lambda: sm80.esfk(Esfk(x, h, w1, v, offs, k, "nk", True)), 0.0, 4 * flops),
         "esfk": (lambda: ops.esfk(x, h, w1, v, offs, k, "nk", False), 0.0, 4 * flops),
     }
 

@@ -23,8 +23,9 @@ from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
 from hexa_fx.codegen.tuned import Problem, TunedTable
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import launch as cuda_launch
-from hexa_fx.cuda import select_sm90 as plans
+from hexa_fx.cuda.tile_choice import ProductKey
 from hexa_fx.errors import KernelError
+from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 
 Product = Callable[[TileChoice], object]
 
@@ -41,19 +42,19 @@ def products(shape: MoeShape) -> dict[str, tuple[Product, Callable[[], object]]]
     static = ("silu", "concat", ())
 
     def esfk(tile: TileChoice) -> object:
-        return sm90.esfk(x, h, w1, v, offs, k, "nk", False, tile)
+        return sm90.esfk(Esfk(x, h, w1, v, offs, k, "nk", False), tile)
 
     return {
         "esmm_act": (
-            lambda t: sm90.esmm_act(x, w1, None, None, None, v, offs, k, "nk", *static, True, t),
+            lambda t: sm90.esmm_act(EsmmAct(x, w1, None, None, None, v, offs, k, "nk", *static, True), t),
             lambda: wide @ w1[0].t(),
         ),
-        "esmm": (lambda t: sm90.esmm(a, w2, None, None, offs, 1, "nk", t), lambda: a @ w2[0].t()),
+        "esmm": (lambda t: sm90.esmm(Esmm(a, w2, None, None, offs, 1, "nk"), t), lambda: a @ w2[0].t()),
         "esmm_act_backward": (
-            lambda t: sm90.esmm_act_backward(dy, w2, h, gates, v, offs, k, "kn", *static, t),
+            lambda t: sm90.esmm_act_backward(EsmmActBackward(dy, w2, h, gates, v, offs, k, "kn", *static), t),
             lambda: wide @ w2[0],
         ),
-        "estmm": (lambda t: sm90.estmm(a, dy, None, v, offs, k, "nk", t), lambda: wide.t() @ a),
+        "estmm": (lambda t: sm90.estmm(Estmm(a, dy, None, v, offs, k, "nk"), t), lambda: wide.t() @ a),
         "esfk": (esfk, lambda: (h @ w1[0], h.t() @ wide)),
     }
 
@@ -61,17 +62,17 @@ def products(shape: MoeShape) -> dict[str, tuple[Product, Callable[[], object]]]
 def launched(run: Callable[[], object]) -> Problem:
     """What the table calls the one launch that `run` makes."""
     found: list[Problem] = []
-    choose = plans.chosen_tile
+    run_with_tile = sm90.run_with_tile
 
-    def recorded(key: Any, card: Any, *sizes: int) -> TileChoice:
-        found.append(plans.problem(key, *sizes))
-        return choose(key, card, *sizes)
+    def recorded(key: ProductKey, *rest: Any) -> None:
+        found.append(key.problem())
+        run_with_tile(key, *rest)
 
-    plans.chosen_tile = recorded  # type: ignore[assignment]
+    sm90.run_with_tile = recorded  # type: ignore[assignment]
     try:
         run()
     finally:
-        plans.chosen_tile = choose
+        sm90.run_with_tile = run_with_tile
     return found[0]
 
 

@@ -168,8 +168,8 @@ def _check(spec: KernelSpec) -> Iterable[str]:
     if _swapped(spec):
         yield from _check_swapped(spec)
         return
-    if spec.bm not in (64, 128) or spec.bn not in (128, 256) or spec.bk != _line(spec):
-        yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 128 or 256 x {_line(spec)}"
+    if spec.bm not in (64, 128) or spec.bn not in (128, 256) or spec.bk != line_elements(spec.dtype):
+        yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 128 or 256 x {line_elements(spec.dtype)}"
     if spec.glu in ("concat", "split") and spec.op == "esmm_act" and spec.bn % 128:
         yield f"gate and up halves of {spec.bn // 2} columns; each must be a multiple of 64"
     accumulators = spec.bm * spec.bn // (128 if _pingpong(spec) else 256)
@@ -188,16 +188,17 @@ def _check_swapped(spec: KernelSpec) -> Iterable[str]:
         yield f"{spec.glu} gate and up columns: a swapped tile takes them side by side (concat)"
     if spec.glu == "concat" and spec.layout == "kn":
         yield "gate and up of an (E, K, N) weight: a swapped tile mixes them by rows, of (E, N, K)"
-    if spec.bm % 32 or not 128 <= spec.bm <= 320 or spec.bn != 128 or spec.bk != _line(spec):
-        yield f"swapped tile {spec.bm}x{spec.bn}x{spec.bk}; expected 128 to 320 by 32 x 128 x {_line(spec)}"
+    if spec.bm % 32 or not 128 <= spec.bm <= 320 or spec.bn != 128 or spec.bk != line_elements(spec.dtype):
+        yield f"swapped tile {spec.bm}x{spec.bn}x{spec.bk}; expected 128 to 320 by 32 x 128 x {line_elements(spec.dtype)}"
     if _pingpong(spec):
         yield "both warpgroups share a swapped tile: no ping-pong"
     if _cluster(spec) > 1 and spec.gather:
         yield "clusters of swapped tiles share rows that the copy engine brings, not gathered ones"
 
 
-def _line(spec: KernelSpec) -> int:
-    return 8 * LINE_BYTES // _bits(spec)
+def line_elements(dtype: DataType) -> int:
+    """Elements of a line of shared memory."""
+    return 8 * LINE_BYTES // int(DataTypeSize[dtype])
 
 
 def _swapped(spec: KernelSpec) -> bool:

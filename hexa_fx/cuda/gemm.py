@@ -5,6 +5,9 @@ The choice looks at shapes, strides and types only. Arguments and results are th
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 from torch import Tensor
 
 from hexa_fx.codegen.heuristics import row_bucket
@@ -15,8 +18,8 @@ from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.fallback import cuda_kernel
 from hexa_fx.cuda.operands import Into, aligned, as_stored
 from hexa_fx.cuda.rows import activate_backward, ess, ess_add, settle, substitute
-from hexa_fx.ops.activations import ACTIVATIONS, inner_width
-from hexa_fx.ops.rows import columns_of, flip, row_count
+from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
+from hexa_fx.ops.rows import flip
 
 DECODE_BUCKET = 4
 """Up to 2^4 rows an expert a product only streams weights: the 16-row tiles of gemm_sm80 waste least there."""
@@ -26,158 +29,117 @@ SM80_ONLY = ("tanh",)
 
 
 @cuda_kernel("esmm")
-def esmm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: Layout
-) -> Tensor:
+def esmm(*args: Any) -> Tensor:
     """See hexa_fx.ops.esmm."""
-    weight, layout = as_stored(weight, layout)
-    if _few_rows(x, v, offs) or not _hopper(offs, (columns_of(weight, layout),), x, weight, *_stored(bias)):
-        return sm80.esmm(x, weight, bias, v, offs, top_k, layout)
-    return sm90.esmm(x, weight, bias, v, offs, top_k, layout)
+    o = Esmm(*args)
+    weight, layout = as_stored(o.weight, o.layout)
+    if layout != o.layout:
+        o = o._replace(weight=weight, layout=layout)
+    if _few_rows(o.rows, o.offs) or not _hopper(o.offs, (o.columns,), o.x, weight, *_stored(o.bias)):
+        return sm80.esmm(o)
+    return sm90.esmm(o)
 
 
 @cuda_kernel("esmm_act")
-def esmm_act(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w3: Tensor | None,
-    b3: Tensor | None,
-    v: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: Layout,
-    activation: str,
-    glu: Glu,
-    params: tuple[float, ...] = (),
-    keep_h: bool = True,
-) -> tuple[Tensor, Tensor]:
+def esmm_act(*args: Any) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.esmm_act."""
-    inner = inner_width(columns_of(w1, layout), glu)
-    if w3 is not None and (b1 is None) != (b3 is None):  # kernels take both biases or none
-        b1, b3 = (w1.new_zeros((w1.shape[0], inner)) if b is None else b for b in (b1, b3))
-    if _only_sm80(activation, glu) or _few_rows(x, v, offs) or not _hopper(offs, (inner,), x, w1, w3, *_stored(b1, b3)):
-        return sm80.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, params, keep_h)
-    return sm90.esmm_act(x, w1, b1, w3, b3, v, offs, top_k, layout, activation, glu, _full(activation, params), keep_h)
+    o = EsmmAct(*args)
+    if o.w3 is not None and (o.b1 is None) != (o.b3 is None):  # kernels take both biases or none
+        b1, b3 = (o.w1.new_zeros((o.w1.shape[0], o.inner)) if b is None else b for b in (o.b1, o.b3))
+        o = o._replace(b1=b1, b3=b3)
+    reads = (o.x, o.w1, o.w3, *_stored(o.b1, o.b3))
+    if _only_sm80(o.activation, o.glu) or _few_rows(o.rows, o.offs) or not _hopper(o.offs, (o.inner,), *reads):
+        return sm80.esmm_act(o)
+    return sm90.esmm_act(o)
 
 
 @cuda_kernel("esmm_act_backward")
-def esmm_act_backward(
-    dy: Tensor,
-    weight: Tensor,
-    h: Tensor,
-    top_k_weights: Tensor | None,
-    v: Tensor,
-    offs: Tensor,
-    top_k: int,
-    layout: Layout,
-    activation: str,
-    glu: Glu,
-    params: tuple[float, ...] = (),
-) -> tuple[Tensor, Tensor, Tensor]:
+def esmm_act_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.esmm_act_backward. One launch on Hopper, two elsewhere."""
-    stored, as_layout = as_stored(weight, layout)
-    inner = columns_of(stored, as_layout)
-    if _only_sm80(activation, glu) or _few_rows(dy, v, offs) or not _hopper(offs, (inner,), dy, stored, h):
-        da = sm80.esmm(dy, stored, None, v, offs, top_k, as_layout)
-        return activate_backward(da, h, top_k_weights, v, offs, activation, glu, params)  # type: ignore[no-any-return]
-    scale = None if top_k_weights is None else top_k_weights.reshape(-1).float()
-    dh, a_scaled, dots = sm90.esmm_act_backward(
-        dy, stored, h, scale, v, offs, top_k, as_layout, activation, glu, _full(activation, params)
-    )
-    if top_k_weights is None:
-        return dh, a_scaled, h.new_empty(0)
-    return dh, a_scaled, dots.view(top_k_weights.shape).to(top_k_weights.dtype)
+    o = EsmmActBackward(*args)
+    weight, layout = as_stored(o.weight, o.layout)
+    if layout != o.layout:
+        o = o._replace(weight=weight, layout=layout)
+    gates, rows = o.top_k_weights, o.v.shape[0]
+    if _only_sm80(o.activation, o.glu) or _few_rows(rows, o.offs) or not _hopper(o.offs, (o.inner,), o.dy, weight, o.h):
+        da = sm80.esmm(Esmm(o.dy, weight, None, o.v, o.offs, o.top_k, layout))
+        return activate_backward(da, o.h, gates, o.v, o.offs, o.activation, o.glu, o.params)  # type: ignore[no-any-return]
+    dh, a_scaled, dots = sm90.esmm_act_backward(o)
+    if gates is None:
+        return dh, a_scaled, o.h.new_empty(0)
+    return dh, a_scaled, dots.view(gates.shape).to(gates.dtype)
 
 
 @cuda_kernel("estmm")
-def estmm(
-    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: Layout
-) -> Tensor:
+def estmm(*args: Any) -> Tensor:
     """See hexa_fx.ops.estmm."""
-    both = x_index is not None and g_index is not None
-    if both or not _hopper(offs, (x.shape[1], g.shape[1]), x, g):
-        return sm80.estmm(x, g, x_index, g_index, offs, top_k, layout)
-    return sm90.estmm(x, g, x_index, g_index, offs, top_k, layout)
+    o = Estmm(*args)
+    return sm90.estmm(o) if _hopper_adds(o) else sm80.estmm(o)
 
 
 @cuda_kernel("esfk")
-def esfk(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor,
-    x_index: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: Layout,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def esfk(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.esfk. One launch, except where a Hopper tile says to split it, and on gemm_sm80 for few rows per expert,
     where dX wants lower tiles than dW.
     """
-    if g.shape[0] and _hopper(offs, (x.shape[1], g.shape[1]), x, g, weight):
-        dx, dw, db = sm90.esfk(x, g, weight, x_index, offs, top_k, layout, has_bias)
-        return dx, dw, g.new_empty(0) if db is None else db
-    if not _few_rows(g, None, offs) and weight.numel():
-        dx, dw, db = sm80.esfk(x, g, weight, x_index, offs, top_k, layout, has_bias)
-        return dx, dw, g.new_empty(0) if db is None else db
-    dx = _input_gradient(g, weight, offs, layout)
-    dw = sm80.estmm(x, g, x_index, None, offs, top_k, layout)
-    return dx, dw, ess(g, None, offs, 1, None) if has_bias else g.new_empty(0)
+    o = Esfk(*args)
+    fused = _fused(o)
+    if fused is not None:
+        dx, dw, db = fused.esfk(o)
+        return dx, dw, o.g.new_empty(0) if db is None else db
+    dx = _input_gradient(o)
+    dw = sm80.estmm(Estmm(o.x, o.g, o.x_index, None, o.offs, o.top_k, o.layout))
+    return dx, dw, ess(o.g, None, o.offs, 1, None) if o.has_bias else o.g.new_empty(0)
 
 
 @cuda_kernel("estmm_add")
-def estmm_add(
-    into: Tensor,
-    x: Tensor,
-    g: Tensor,
-    x_index: Tensor | None,
-    g_index: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: Layout,
-) -> None:
+def estmm_add(into: Tensor, *args: Any) -> None:
     """See hexa_fx.ops.adding. The epilogue of the weight tiles adds."""
-    hopper = (x_index is None or g_index is None) and _hopper(offs, (x.shape[1], g.shape[1]), x, g)
-    held, as_layout = _held(into, layout, hopper)
-    family = sm90 if hopper else sm80
-    family.estmm(x, g, x_index, g_index, offs, top_k, as_layout, into=held)
+    o = Estmm(*args)
+    hopper = _hopper_adds(o)
+    held, layout = _held(into, o.layout, hopper)
+    (sm90 if hopper else sm80).estmm(o._replace(layout=layout), into=held)
     settle(into, held)
 
 
 @cuda_kernel("esfk_add")
-def esfk_add(
-    into: Tensor,
-    into_bias: Tensor | None,
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor,
-    x_index: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: Layout,
-) -> Tensor:
+def esfk_add(into: Tensor, into_bias: Tensor | None, *args: Any) -> Tensor:
     """See hexa_fx.ops.adding. Launches as `esfk` does."""
-    fits = _hopper(offs, (x.shape[1], g.shape[1]), x, g, weight)
-    if not weight.numel() or (_few_rows(g, None, offs) and not fits):
-        rows = _input_gradient(g, weight, offs, layout)
-        estmm_add(into, x, g, x_index, None, offs, top_k, layout)
+    o = Esfk._make((*args, into_bias is not None))
+    fused = _fused(o)
+    if fused is None:
+        rows = _input_gradient(o)
+        estmm_add(into, o.x, o.g, o.x_index, None, o.offs, o.top_k, o.layout)
         if into_bias is not None:
-            ess_add(into_bias, g, None, offs, 1, None)
+            ess_add(into_bias, o.g, None, o.offs, 1, None)
         return rows
-    held, as_layout = _held(into, layout, fits)
+    held, layout = _held(into, o.layout, fused is sm90)
     bias = _held_bias(into_bias)
-    family, target = sm90 if fits else sm80, Into(held, as_layout, bias)
-    dx: Tensor = family.esfk(x, g, weight, x_index, offs, top_k, layout, bias is not None, into=target)[0]
+    dx: Tensor = fused.esfk(o, into=Into(held, layout, bias))[0]
     settle(into, held)
     settle(into_bias, bias)
     return dx
 
 
-def _input_gradient(g: Tensor, weight: Tensor, offs: Tensor, layout: Layout) -> Tensor:
+def _fused(o: Esfk) -> ModuleType | None:
+    """The family that computes both gradients in one launch; None where two are better."""
+    if not o.g.shape[0] or not o.weight.numel():
+        return None
+    if _hopper(o.offs, (o.x.shape[1], o.g.shape[1]), o.x, o.g, o.weight):
+        return sm90
+    return None if _few_rows(o.g.shape[0], o.offs) else sm80
+
+
+def _hopper_adds(o: Estmm) -> bool:
+    """Whether the Hopper family computes this gradient of a weight."""
+    both = o.x_index is not None and o.g_index is not None
+    return not both and _hopper(o.offs, (o.x.shape[1], o.g.shape[1]), o.x, o.g)
+
+
+def _input_gradient(o: Esfk) -> Tensor:
     """The rows of dX, by a launch of their own."""
-    stored, transposed = as_stored(weight, flip(layout))
-    return sm80.esmm(g, stored, None, None, offs, 1, transposed)
+    weight, layout = as_stored(o.weight, flip(o.layout))
+    return sm80.esmm(Esmm(o.g, weight, None, None, o.offs, 1, layout))
 
 
 def _held(into: Tensor, layout: Layout, on_hopper: bool) -> tuple[Tensor, Layout]:
@@ -195,8 +157,8 @@ def _held_bias(into: Tensor | None) -> Tensor | None:
     return into if into is None or (into.is_contiguous() and aligned(into)) else substitute(into)
 
 
-def _few_rows(x: Tensor, v: Tensor | None, offs: Tensor) -> bool:
-    return row_bucket(row_count(x, v), offs.shape[0] - 1) <= DECODE_BUCKET
+def _few_rows(rows: int, offs: Tensor) -> bool:
+    return row_bucket(rows, offs.shape[0] - 1) <= DECODE_BUCKET
 
 
 def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:
@@ -215,7 +177,3 @@ def _only_sm80(activation: str, glu: Glu) -> bool:
 def _stored(*biases: Tensor | None) -> list[Tensor]:
     """The biases that kernels read where they lie. Others are copied first, as those in a slot of the shared cache are."""
     return [b for b in biases if b is not None and b.is_contiguous()]
-
-
-def _full(activation: str, params: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(params) or ACTIVATIONS[activation].params

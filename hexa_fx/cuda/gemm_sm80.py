@@ -13,21 +13,15 @@ from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm80 import SIZES
 from hexa_fx.codegen.heuristics import Tile, row_bucket
-from hexa_fx.codegen.spec import Glu, Layout
+from hexa_fx.codegen.spec import Layout
 from hexa_fx.cuda.arguments import Piece
 from hexa_fx.cuda.choosing import cached_choice, card_of
+from hexa_fx.cuda.key_sm80 import GemmKey, kernel_for
 from hexa_fx.cuda.launch import Kernel, launch
-from hexa_fx.cuda.operands import (
-    Into,
-    aligned,
-    ceil_div,
-    constants_of,
-    dense_rows,
-)
-from hexa_fx.cuda.select_sm80 import EsfkKey, EsmmKey, EstmmKey, kernel_for, run_built, tune_key
-from hexa_fx.cuda.tune import autotuning
-from hexa_fx.ops.activations import inner_width
-from hexa_fx.ops.rows import columns_of, flip, row_count
+from hexa_fx.cuda.operands import Into, aligned, ceil_div, constants_of, dense_rows
+from hexa_fx.cuda.tile_choice import run_with_tile
+from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
+from hexa_fx.ops.rows import flip
 
 _SIZES = Struct(SIZES)
 _GROUP = 8
@@ -43,112 +37,95 @@ class _Weight(NamedTuple):
     expert: int
 
 
-def esmm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: Layout
-) -> Tensor:
+def esmm(o: Esmm) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
-    columns = columns_of(weight, layout)
-    y = x.new_empty((row_count(x, v), columns))
-    _product(x, (weight, None), (bias, None), v, offs, top_k, layout, y, None, columns, "none", "none", ())
+    y = o.x.new_empty((o.rows, o.columns))
+    _product(EsmmAct(o.x, o.weight, o.bias, None, None, o.v, o.offs, o.top_k, o.layout, "none", "none"), y, None)
     return y
 
 
-def esmm_act(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w3: Tensor | None,
-    b3: Tensor | None,
-    v: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: Layout,
-    activation: str,
-    glu: Glu,
-    params: tuple[float, ...] = (),
-    keep_h: bool = True,
-) -> tuple[Tensor, Tensor]:
+def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), and (n, I)."""
-    n, inner = row_count(x, v), inner_width(columns_of(w1, layout), glu)
-    h = x.new_empty((n if keep_h else 0, inner if glu == "none" else 2 * inner))
-    if glu == "none" and activation == "none":
-        y = esmm(x, w1, b1, v, offs, top_k, layout)
-        return (y.clone() if keep_h else h), y
-    a = x.new_empty((n, inner))
-    kept = h if keep_h else None
-    _product(x, (w1, w3), (b1, b3), v, offs, top_k, layout, kept, a, inner, activation, glu, params)
+    h = o.x.new_empty((o.rows if o.keep_h else 0, o.width))
+    if o.glu == "none" and o.activation == "none":
+        y = esmm(Esmm(o.x, o.w1, o.b1, o.v, o.offs, o.top_k, o.layout))
+        return (y.clone() if o.keep_h else h), y
+    a = o.x.new_empty((o.rows, o.inner))
+    _product(o, h if o.keep_h else None, a)
     return h, a
 
 
-def estmm(
-    x: Tensor,
-    g: Tensor,
-    x_index: Tensor | None,
-    g_index: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: Layout,
-    into: Tensor | None = None,
-) -> Tensor:
+def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
     """``dW[e]``, the sum of ``x[row]^T g[row]``: (E, N, K) for ``nk``, (E, K, N) for ``kn``.
 
     Args:
         into: what the result is added to, in its shape and the accumulators' type; it is returned.
     """
-    a, a_index, b, b_index = (x, x_index, g, g_index) if layout == "kn" else (g, g_index, x, x_index)
-    a, b = dense_rows(a), dense_rows(b)
-    experts, m, n, device = offs.shape[0] - 1, a.shape[1], b.shape[1], a.device.index
-    d = a.new_empty((experts, m, n)) if into is None else into
+    o = _by_rows(o)
+    o = o._replace(x=dense_rows(o.x), g=dense_rows(o.g))
+    experts, m, n, device = o.experts, o.x.shape[1], o.g.shape[1], o.x.device.index
+    d = o.x.new_empty((experts, m, n)) if into is None else into
     if not (experts and m and n):
         return d
-    bucket = row_bucket(row_count(a, a_index), experts)
-    gathered = (a_index is not None, b_index is not None)
-    key = EstmmKey(card_of(device), a.dtype, math_of(a.dtype), bucket, m, n, *gathered, aligned(a, b), into is not None)
-    args = (_weight_piece(a, a_index, b, b_index, offs, top_k, d),)
+    key = GemmKey(
+        "estmm",
+        card_of(device),
+        o.x.dtype,
+        math_of(o.x.dtype),
+        row_bucket(o.rows, experts),
+        m,
+        n,
+        gather=o.x_index is not None,
+        fit=aligned(o.x, o.g),
+        accumulate=into is not None,
+        options=(("gather_b", o.g_index is not None),),
+    )
+    args = (_weight_piece(o, d),)
 
     def run(tile: Tile | None) -> None:
         kernel, bm, bn = kernel_for(key, tile)
         launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
 
-    if autotuning() and into is None:  # every timed run of a kernel that adds would add
-        tune_key(key, device, run)
-    run_built(key, run)
+    run_with_tile(key, device, run)
     return d
 
 
-def esfk(
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor,
-    x_index: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: Layout,
-    has_bias: bool,
-    into: Into | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """dX, dW and db of one projection in one launch. No width may be zero.
 
     Args:
         into: what dW, and db if there is a bias, are added to; it is returned instead.
     """
-    x, g, transpose = dense_rows(x), dense_rows(g), (layout if into is None else into.layout) == "nk"
-    stored = _weight(weight, flip(layout))
-    n, columns, k, experts, device = g.shape[0], g.shape[1], x.shape[1], offs.shape[0] - 1, g.device.index
+    x, g, layout = dense_rows(o.x), dense_rows(o.g), o.layout if into is None else into.layout
+    stored = _weight(o.weight, flip(o.layout))
+    n, columns, k, experts, device = g.shape[0], g.shape[1], x.shape[1], o.experts, g.device.index
     dx = g.new_empty((n, k))
     if into is not None:
         dw, db = into.weight, into.bias
     else:
-        dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        db = g.new_empty((experts, columns)) if has_bias else None
+        dw = torch.empty_like(o.weight, memory_format=torch.contiguous_format)
+        db = g.new_empty((experts, columns)) if o.has_bias else None
     fit = aligned(x, g) and not (stored.tensor.data_ptr() | (stored.stride | stored.expert) * g.element_size()) & 15
-    static = (card_of(device), g.dtype, math_of(g.dtype), row_bucket(n, experts), k, columns)
-    key = EsfkKey(*static, stored.layout, x_index is not None, transpose, has_bias, fit, into is not None)
-    pointers = (g, stored.tensor, None, None, None, dx, None, None, None, offs)
+    key = GemmKey(
+        "esfk",
+        card_of(device),
+        g.dtype,
+        math_of(g.dtype),
+        row_bucket(n, experts),
+        k,
+        columns,
+        stored.layout,
+        o.x_index is not None,
+        fit,
+        bias=o.has_bias,
+        accumulate=into is not None,
+        options=(("transpose", layout == "nk"),),
+    )
+    pointers = (g, stored.tensor, None, None, None, dx, None, None, None, o.offs)
     strides = (g.stride(0), stored.stride, stored.expert, k, 0, 0)
     rows = (pointers, _SIZES.pack(*strides, n, 0, k, columns, experts, *divisor(1), 0.0, 0.0))
-    a, a_index, b, b_index = (g, None, x, x_index) if transpose else (x, x_index, g, None)
-    args = (rows, _weight_piece(a, a_index, b, b_index, offs, top_k, dw), ((db,), b""))
+    of_weight = _by_rows(Estmm(x, g, o.x_index, None, o.offs, o.top_k, layout))
+    args = (rows, _weight_piece(of_weight, dw), ((db,), b""))
 
     def run(tile: Tile | None) -> None:
         kernel, bm, bn = kernel_for(key, tile)
@@ -156,70 +133,52 @@ def esfk(
         row_tiles = (n // bm + min(experts, n)) * ceil_div(k, bn)
         launch(kernel, device, (row_tiles + weight_tiles, 1, 1), args)
 
-    if autotuning() and into is None:
-        tune_key(key, device, run)
-    run_built(key, run)
+    run_with_tile(key, device, run)
     return dx, dw, db
 
 
-def _product(
-    x: Tensor,
-    weights: tuple[Tensor, Tensor | None],
-    biases: tuple[Tensor | None, Tensor | None],
-    v: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: Layout,
-    d: Tensor | None,
-    act: Tensor | None,
-    inner: int,
-    activation: str,
-    glu: Glu,
-    params: tuple[float, ...],
-) -> None:
-    """One launch of esmm. `inner` is the width of one glu half."""
+def _product(o: EsmmAct, d: Tensor | None, act: Tensor | None) -> None:
+    """One launch of esmm: h to d and a to act, each if it is given."""
+    x, w1, bias, w3, bias_up, v, offs, top_k, layout, activation, glu, params, _ = o
     x = dense_rows(x)
-    first, second = _weights(weights, layout)
-    bias, bias_up = biases
+    first, second = _weights(w1, w3, layout)
     if bias is not None:
         bias, bias_up = bias.contiguous(), None if bias_up is None else bias_up.contiguous()
-    n, k, experts, device = row_count(x, v), x.shape[1], offs.shape[0] - 1, x.device.index
+    n, k, inner, experts, device = o.rows, x.shape[1], o.inner, offs.shape[0] - 1, x.device.index
     if n == 0 or inner == 0:
         return
-    x_at, w_at, up_at = x.data_ptr(), first.tensor.data_ptr(), 0 if second is None else second.tensor.data_ptr()
     strides = (x.stride(0), first.stride, first.expert)
     steps = strides[0] | strides[1] | strides[2] | (inner if glu == "concat" and first.layout == "kn" else 0)
-    key = EsmmKey(
+    starts = x.data_ptr() | first.tensor.data_ptr() | (0 if second is None else second.data_ptr())
+    key = GemmKey(
+        "esmm",
         card_of(device),
         x.dtype,
         math_of(x.dtype),
         row_bucket(n, experts),
         k,
-        inner,
+        inner if glu == "none" else 2 * inner,
         first.layout,
         v is not None,
-        not (x_at | w_at | up_at | steps * x.element_size()) & 15,
+        not (starts | steps * x.element_size()) & 15,
         activation,
         glu,
         bias is not None,
-        d is not None,
+        options=() if act is None else (("keep_h", d is not None),),
     )
-    up = None if second is None else second.tensor
-    pointers = (x, first.tensor, up, bias, bias_up, d, act, v, None, offs)
-    sizes = (n, experts, *strides, 0 if d is None else d.shape[1], top_k, tuple(params))
+    pointers = (x, first.tensor, second, bias, bias_up, d, act, v, None, offs)
+    sizes = (n, experts, *strides, 0 if d is None else d.shape[1], inner, top_k, tuple(params))
 
     def run(tile: Tile | None) -> None:
-        kernel, grid, shape = _esmm_launch(key, tile, *sizes)
-        launch(kernel, device, grid, ((pointers, shape),))
+        kernel, grid, numbers = _esmm_launch(key, tile, *sizes)
+        launch(kernel, device, grid, ((pointers, numbers),))
 
-    if autotuning():
-        tune_key(key, device, run)
-    run_built(key, run)
+    run_with_tile(key, device, run)
 
 
 @cached_choice
 def _esmm_launch(
-    key: EsmmKey,
+    key: GemmKey,
     tile: Tile | None,
     rows: int,
     experts: int,
@@ -227,36 +186,40 @@ def _esmm_launch(
     w_stride: int,
     w_expert: int,
     width: int,
+    inner: int,
     top_k: int,
     params: tuple[float, ...],
 ) -> tuple[Kernel, tuple[int, int, int], bytes]:
     """Kernel, grid and all arguments but the pointers."""
     kernel, bm, step = kernel_for(key, tile)
     row_tiles = ceil_div(rows // bm + min(experts, rows), _GROUP) * _GROUP
-    strides, sizes = (x_stride, w_stride, w_expert, width, 0, key.inner), (rows, 0, key.inner, key.depth, experts)
-    shape = _SIZES.pack(*strides, *sizes, *divisor(top_k), *constants_of(key.activation, params))
-    return kernel, (row_tiles * ceil_div(key.inner, step), 1, 1), shape
+    strides, sizes = (x_stride, w_stride, w_expert, width, 0, inner), (rows, 0, inner, key.inner, experts)
+    numbers = _SIZES.pack(*strides, *sizes, *divisor(top_k), *constants_of(key.activation, params))
+    return kernel, (row_tiles * ceil_div(inner, step), 1, 1), numbers
 
 
-def _weight_piece(
-    a: Tensor, a_index: Tensor | None, b: Tensor, b_index: Tensor | None, offs: Tensor, top_k: int, d: Tensor
-) -> Piece:
-    """hexa::GemmParams of ``d[e]``, the sum of ``a[row]^T b[row]``."""
-    rows, (experts, m, n) = row_count(a, a_index), d.shape
-    pointers = (a, b, None, None, None, d, None, a_index, b_index, offs)
-    strides, sizes = (a.stride(0), b.stride(0), 0, d.stride(1), d.stride(0), 0), (rows, m, n, 0, experts)
-    return pointers, _SIZES.pack(*strides, *sizes, *divisor(top_k), 0.0, 0.0)
+def _by_rows(o: Estmm) -> Estmm:
+    """The same gradient with the operand that gives the rows of dW first."""
+    return o if o.layout == "kn" else Estmm(o.g, o.x, o.g_index, o.x_index, o.offs, o.top_k, "kn")
 
 
-def _weights(weights: tuple[Tensor, Tensor | None], layout: Layout) -> tuple[_Weight, _Weight | None]:
+def _weight_piece(o: Estmm, d: Tensor) -> Piece:
+    """hexa::GemmParams of ``d[e]``, the sum of ``x[row]^T g[row]``."""
+    experts, m, n = d.shape
+    pointers = (o.x, o.g, None, None, None, d, None, o.x_index, o.g_index, o.offs)
+    strides, sizes = (o.x.stride(0), o.g.stride(0), 0, d.stride(1), d.stride(0), 0), (o.rows, m, n, 0, experts)
+    return pointers, _SIZES.pack(*strides, *sizes, *divisor(o.top_k), 0.0, 0.0)
+
+
+def _weights(first: Tensor, second: Tensor | None, layout: Layout) -> tuple[_Weight, Tensor | None]:
     """Both weights in one layout and with the same strides, without a copy wherever the strides allow."""
-    first = _weight(weights[0], layout)
-    if weights[1] is None:
-        return first, None
-    second = _weight(weights[1], layout)
-    if first[1:] != second[1:]:
-        first, second = _weight(weights[0].contiguous(), layout), _weight(weights[1].contiguous(), layout)
-    return first, second
+    one = _weight(first, layout)
+    if second is None:
+        return one, None
+    other = _weight(second, layout)
+    if one[1:] != other[1:]:
+        one, other = _weight(first.contiguous(), layout), _weight(second.contiguous(), layout)
+    return one, other.tensor
 
 
 def _weight(weight: Tensor, layout: Layout) -> _Weight:

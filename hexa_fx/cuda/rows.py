@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from hexa_fx.cuda.fallback import Unsupported, cuda_kernel
 from hexa_fx.cuda.launch import Kernel, kernel_of, launch
 from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, dense_rows
 from hexa_fx.errors import InputError
+from hexa_fx.ops.operands import ActivateBackward
 from hexa_fx.ops.rows import row_count
 
 log = logging.getLogger(__name__)
@@ -185,17 +187,9 @@ def activate(h: Tensor, activation: str, glu: Glu, params: tuple[float, ...] = (
 
 
 @cuda_kernel("activate_backward")
-def activate_backward(
-    da: Tensor,
-    h: Tensor,
-    top_k_weights: Tensor | None,
-    v: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    glu: Glu,
-    params: tuple[float, ...] = (),
-) -> tuple[Tensor, Tensor, Tensor]:
+def activate_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """One pass over da and h: dh, the scaled a, and the routing weight's gradient as a reduction over the row."""
+    da, h, top_k_weights, v, offs, activation, glu, params = ActivateBackward(*args)
     h, da = dense_rows(h), dense_rows(da)
     n, width, device = h.shape[0], da.shape[1], h.device.index
     dh, a = torch.empty(h.shape, dtype=h.dtype, device=h.device), torch.empty(da.shape, dtype=h.dtype, device=h.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library
 from hexa_fx.ops.activations import activation_backward, activation_forward, check_activation
+from hexa_fx.ops.operands import ActivateBackward
 from hexa_fx.ops.rows import accumulate_dtype, invert, routed_rows
 
 library.define("activate(Tensor h, str activation, str glu, float[] params) -> Tensor")
@@ -71,7 +73,7 @@ def activate_backward(
     return dh, a_scaled, dweights
 
 
-def check(h: Tensor, activation: str, glu: str, params: list[float]) -> None:
+def check(h: Tensor, activation: str, glu: str, params: Sequence[float]) -> None:
     """Checks the arguments of activate."""
     check_activation(activation, glu, params)
     checks.check_floating("activate", ("h",), (h,))
@@ -80,43 +82,27 @@ def check(h: Tensor, activation: str, glu: str, params: list[float]) -> None:
         raise InputError(f"hexa::activate: h is {checks.shape(h)}: gate and up need an even width")
 
 
-def check_backward(
-    da: Tensor,
-    h: Tensor,
-    top_k_weights: Tensor | None,
-    v: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    glu: str,
-    params: list[float],
-) -> None:
+def check_backward(*args: Any) -> None:
     """Checks the arguments of activate_backward."""
-    check(h, activation, glu, params)
-    checks.check_floating("activate_backward", ("h", "da"), (h, da))
-    checks.check_index("activate_backward", h, ("v", "offs"), (v, offs))
-    width = h.shape[1] if glu == "none" else h.shape[1] // 2
-    checks.check_rows("activate_backward", "da", da, width)
-    if top_k_weights is not None and (v is None or offs is None):
+    o = ActivateBackward(*args)
+    check(o.h, o.activation, o.glu, o.params)
+    checks.check_floating("activate_backward", ("h", "da"), (o.h, o.da))
+    checks.check_index("activate_backward", o.h, ("v", "offs"), (o.v, o.offs))
+    width = o.h.shape[1] if o.glu == "none" else o.h.shape[1] // 2
+    checks.check_rows("activate_backward", "da", o.da, width)
+    if o.top_k_weights is not None and (o.v is None or o.offs is None):
         raise InputError("hexa::activate_backward: top_k_weights needs v and offs")
 
 
-def activate_generic(h: Tensor, activation: str, glu: str, params: list[float]) -> Tensor:
+def activate_generic(h: Tensor, activation: str, glu: str, params: Sequence[float]) -> Tensor:
     """Kernel for any device, made of torch's own operators."""
     wide = h.to(accumulate_dtype(h.dtype))
     return activation_forward(wide, activation, glu, params).to(h.dtype)
 
 
-def activate_backward_generic(
-    da: Tensor,
-    h: Tensor,
-    top_k_weights: Tensor | None,
-    v: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    glu: str,
-    params: list[float],
-) -> tuple[Tensor, Tensor, Tensor]:
+def activate_backward_generic(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Kernel for any device, made of torch's own operators."""
+    da, h, top_k_weights, v, offs, activation, glu, params = ActivateBackward(*args)
     wide, da_wide = h.to(accumulate_dtype(h.dtype)), da.to(accumulate_dtype(h.dtype))
     a = activation_forward(wide, activation, glu, params)
     if top_k_weights is None:
@@ -133,22 +119,14 @@ def activate_backward_generic(
     return dh.to(h.dtype), (a * w).to(h.dtype), dweights.to(top_k_weights.dtype)
 
 
-def _fake(h: Tensor, activation: str, glu: str, params: list[float]) -> Tensor:
+def _fake(h: Tensor, activation: str, glu: str, params: Sequence[float]) -> Tensor:
     return h.new_empty((h.shape[0], h.shape[1] if glu == "none" else h.shape[1] // 2))
 
 
-def _fake_backward(
-    da: Tensor,
-    h: Tensor,
-    top_k_weights: Tensor | None,
-    v: Tensor | None,
-    offs: Tensor | None,
-    activation: str,
-    glu: str,
-    params: list[float],
-) -> tuple[Tensor, Tensor, Tensor]:
-    dweights = h.new_empty(0) if top_k_weights is None else torch.empty_like(top_k_weights).contiguous()
-    return h.new_empty(h.shape), da.new_empty(da.shape), dweights
+def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    o = ActivateBackward(*args)
+    dweights = o.h.new_empty(0) if o.top_k_weights is None else torch.empty_like(o.top_k_weights).contiguous()
+    return o.h.new_empty(o.h.shape), o.da.new_empty(o.da.shape), dweights
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

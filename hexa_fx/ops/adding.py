@@ -6,11 +6,14 @@ way into a sum over micro-batches. The part of an expert without rows stays as i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, esfk, ess, estmm, library, tiles
+from hexa_fx.ops.operands import Esfk, Estmm
 from hexa_fx.ops.rows import accumulate_dtype, gather_rows
 from hexa_fx.ops.tiling import whole
 
@@ -80,14 +83,13 @@ def _check_no_gradient(op: str, *tensors: Tensor | None) -> None:
         raise InputError(f"hexa::{op} has no gradient; call it under torch.no_grad()")
 
 
-def check_estmm(into: Tensor, x: Tensor, g: Tensor, *rest: object) -> None:
+def check_estmm(into: Tensor, *args: Any) -> None:
     """Checks the arguments of estmm_add."""
-    estmm.check(x, g, *rest)  # type: ignore[arg-type]
-    offs, layout = rest[2], rest[4]
-    assert isinstance(offs, Tensor)
-    columns = (g.shape[1], x.shape[1]) if layout == "nk" else (x.shape[1], g.shape[1])
-    _check_buffer("estmm_add", "into", into, x, (offs.shape[0] - 1, *columns))
-    _check_no_gradient("estmm_add", into, x, g)
+    estmm.check(*args)
+    o = Estmm(*args)
+    columns = (o.g.shape[1], o.x.shape[1]) if o.layout == "nk" else (o.x.shape[1], o.g.shape[1])
+    _check_buffer("estmm_add", "into", into, o.x, (o.experts, *columns))
+    _check_no_gradient("estmm_add", into, o.x, o.g)
 
 
 def check_ess(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
@@ -97,29 +99,22 @@ def check_ess(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: in
     _check_no_gradient("ess_add", into, g, scale)
 
 
-def check_esfk(into: Tensor, into_bias: Tensor | None, x: Tensor, g: Tensor, weight: Tensor, *rest: object) -> None:
+def check_esfk(into: Tensor, into_bias: Tensor | None, *args: Any) -> None:
     """Checks the arguments of esfk_add."""
-    esfk.check(x, g, weight, *rest, into_bias is not None)  # type: ignore[arg-type,call-arg]
-    _check_buffer("esfk_add", "into", into, x, tuple(weight.shape))
+    o = Esfk._make((*args, into_bias is not None))
+    esfk.check(*o)
+    _check_buffer("esfk_add", "into", into, o.x, tuple(o.weight.shape))
     if into_bias is not None:
-        _check_buffer("esfk_add", "into_bias", into_bias, x, (weight.shape[0], g.shape[1]))
-    _check_no_gradient("esfk_add", into, into_bias, x, g, weight)
+        _check_buffer("esfk_add", "into_bias", into_bias, o.x, (o.experts, o.g.shape[1]))
+    _check_no_gradient("esfk_add", into, into_bias, o.x, o.g, o.weight)
 
 
-def estmm_add_cpu(
-    into: Tensor,
-    x: Tensor,
-    g: Tensor,
-    x_index: Tensor | None,
-    g_index: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: str,
-) -> None:
+def estmm_add_cpu(into: Tensor, *args: Any) -> None:
     """CPU kernel."""
-    x, g = gather_rows(x, x_index, top_k), gather_rows(g, g_index, top_k)
-    tile = whole(None, offs, 1, x)
-    tiles.estmm_add(tile, into, tile.operand(x, None), tile.operand(g, None), False, False, layout)
+    o = Estmm(*args)
+    x, g = gather_rows(o.x, o.x_index, o.top_k), gather_rows(o.g, o.g_index, o.top_k)
+    tile = whole(None, o.offs, 1, x)
+    tiles.estmm_add(tile, into, tile.operand(x, None), tile.operand(g, None), False, False, o.layout)
 
 
 def ess_add_cpu(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> None:
@@ -128,21 +123,12 @@ def ess_add_cpu(into: Tensor, g: Tensor, v: Tensor | None, offs: Tensor, top_k: 
     tiles.ess_add(tile, into, tile.operand(g, v), v is not None, scale)
 
 
-def esfk_add_cpu(
-    into: Tensor,
-    into_bias: Tensor | None,
-    x: Tensor,
-    g: Tensor,
-    weight: Tensor,
-    x_index: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: str,
-) -> Tensor:
+def esfk_add_cpu(into: Tensor, into_bias: Tensor | None, *args: Any) -> Tensor:
     """CPU kernel."""
-    tile = whole(x_index, offs, top_k, x)
-    rows = (tile.operand(x, x_index), tile.operand(g, None))
-    return tile.padded(tiles.esfk_add(tile, into, into_bias, *rows, weight, x_index is not None, layout))
+    o = Esfk._make((*args, into_bias is not None))
+    tile = whole(o.x_index, o.offs, o.top_k, o.x)
+    rows = (tile.operand(o.x, o.x_index), tile.operand(o.g, None))
+    return tile.padded(tiles.esfk_add(tile, into, into_bias, *rows, o.weight, o.x_index is not None, o.layout))
 
 
 def estmm_add_any(into: Tensor, *args: object) -> None:

@@ -7,6 +7,7 @@ It is plain torch with torch's own autograd, so the inputs of every step are sav
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -28,7 +29,7 @@ def dispatch_combine(
     b2: Tensor | None,
     activation: str,
     glu: str,
-    params: list[float],
+    params: Sequence[float],
     layout1: str,
     layout2: str,
     recompute_h: bool = False,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library, tiles
+from hexa_fx.ops.operands import Esfk
+from hexa_fx.ops.rows import row_count
 from hexa_fx.ops.tiling import output, whole
 
 library.define(
@@ -42,37 +46,34 @@ def esfk(
     return dx, dw, db
 
 
-def check(
-    x: Tensor, g: Tensor, weight: Tensor, x_index: Tensor | None, offs: Tensor, top_k: int, layout: str, has_bias: bool
-) -> None:
+def check(*args: Any) -> None:
     """Checks the arguments of esfk."""
-    checks.check_floating("esfk", ("x", "g", "weight"), (x, g, weight))
-    checks.check_index("esfk", x, ("x_index", "offs"), (x_index, offs))
-    _, k, n = checks.check_weight("esfk", "weight", weight, layout, offs)
-    checks.check_rows("esfk", "x", x, k, x_index, top_k)
-    checks.check_rows("esfk", "g", g, n)
-    rows = (x if x_index is None else x_index).shape[0]
-    if rows != g.shape[0]:
-        raise InputError(f"hexa::esfk: x gives {rows} rows and g {g.shape[0]}")
+    o = Esfk(*args)
+    checks.check_floating("esfk", ("x", "g", "weight"), (o.x, o.g, o.weight))
+    checks.check_index("esfk", o.x, ("x_index", "offs"), (o.x_index, o.offs))
+    _, k, n = checks.check_weight("esfk", "weight", o.weight, o.layout, o.offs)
+    checks.check_rows("esfk", "x", o.x, k, o.x_index, o.top_k)
+    checks.check_rows("esfk", "g", o.g, n)
+    rows = row_count(o.x, o.x_index)
+    if rows != o.g.shape[0]:
+        raise InputError(f"hexa::esfk: x gives {rows} rows and g {o.g.shape[0]}")
 
 
-def esfk_cpu(
-    x: Tensor, g: Tensor, weight: Tensor, x_index: Tensor | None, offs: Tensor, top_k: int, layout: str, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def esfk_cpu(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """CPU kernel."""
-    tile = whole(x_index, offs, top_k, x)
-    db_key = "db" if has_bias else None
-    g_rows = tile.operand(g, None)
-    dx = tiles.esfk(tile, "dw", db_key, tile.operand(x, x_index), g_rows, weight, x_index is not None, layout)
-    db = output(tile.tiling, "db") if has_bias else g.new_empty(0)
+    o = Esfk(*args)
+    tile = whole(o.x_index, o.offs, o.top_k, o.x)
+    db_key = "db" if o.has_bias else None
+    rows = (tile.operand(o.x, o.x_index), tile.operand(o.g, None))
+    dx = tiles.esfk(tile, "dw", db_key, *rows, o.weight, o.x_index is not None, o.layout)
+    db = output(tile.tiling, "db") if o.has_bias else o.g.new_empty(0)
     return tile.padded(dx), output(tile.tiling, "dw"), db
 
 
-def _fake(
-    x: Tensor, g: Tensor, weight: Tensor, x_index: Tensor | None, offs: Tensor, top_k: int, layout: str, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    db = g.new_empty((weight.shape[0], g.shape[1]) if has_bias else (0,))
-    return g.new_empty((g.shape[0], x.shape[1])), weight.new_empty(weight.shape), db
+def _fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    o = Esfk(*args)
+    db = o.g.new_empty((o.experts, o.g.shape[1]) if o.has_bias else (0,))
+    return o.g.new_empty((o.g.shape[0], o.x.shape[1])), o.weight.new_empty(o.weight.shape), db
 
 
 library.register_fake("esfk", _fake, check)

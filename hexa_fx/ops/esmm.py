@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hexa_fx.ops import checks, library, tiles
-from hexa_fx.ops.rows import columns_of, flip, invert, row_count
+from hexa_fx.ops.operands import Esmm
+from hexa_fx.ops.rows import flip, invert
 from hexa_fx.ops.tiling import whole
 
 library.define(
@@ -40,29 +41,26 @@ def esmm(
     return y
 
 
-def check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
-) -> None:
+def check(*args: Any) -> None:
     """Checks shapes, dtypes and devices of the arguments."""
-    checks.check_floating("esmm", ("x", "weight", "bias"), (x, weight, bias))
-    checks.check_index("esmm", x, ("v", "offs"), (v, offs))
-    experts, k, n = checks.check_weight("esmm", "weight", weight, layout, offs)
-    checks.check_rows("esmm", "x", x, k, v, top_k)
-    checks.check_bias("esmm", "bias", bias, experts, n)
+    o = Esmm(*args)
+    checks.check_floating("esmm", ("x", "weight", "bias"), (o.x, o.weight, o.bias))
+    checks.check_index("esmm", o.x, ("v", "offs"), (o.v, o.offs))
+    experts, k, n = checks.check_weight("esmm", "weight", o.weight, o.layout, o.offs)
+    checks.check_rows("esmm", "x", o.x, k, o.v, o.top_k)
+    checks.check_bias("esmm", "bias", o.bias, experts, n)
 
 
-def esmm_cpu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
-) -> Tensor:
+def esmm_cpu(*args: Any) -> Tensor:
     """CPU kernel."""
-    tile = whole(v, offs, top_k, x)
-    return tile.padded(tiles.esmm(tile, tile.operand(x, v), weight, bias, v is not None, layout))
+    o = Esmm(*args)
+    tile = whole(o.v, o.offs, o.top_k, o.x)
+    return tile.padded(tiles.esmm(tile, tile.operand(o.x, o.v), o.weight, o.bias, o.v is not None, o.layout))
 
 
-def _fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
-) -> Tensor:
-    return x.new_empty((row_count(x, v), columns_of(weight, layout)))
+def _fake(*args: Any) -> Tensor:
+    o = Esmm(*args)
+    return o.x.new_empty((o.rows, o.columns))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor
 from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.activations import check_activation
-from hexa_fx.ops.cpu import as_kn
 from hexa_fx.ops.esmm import projection_backward
-from hexa_fx.ops.rows import columns_of, row_count
+from hexa_fx.ops.operands import EsmmAct
 from hexa_fx.ops.tiling import output, whole
 
 library.define(
@@ -62,27 +62,14 @@ def esmm_act(
     return h, a
 
 
-def check(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w3: Tensor | None,
-    b3: Tensor | None,
-    v: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: str,
-    activation: str,
-    glu: str,
-    params: list[float],
-    keep_h: bool = True,
-) -> None:
+def check(*args: Any) -> None:
     """Checks shapes, dtypes and devices of the arguments."""
-    checks.check_floating("esmm_act", ("x", "w1", "b1", "w3", "b3"), (x, w1, b1, w3, b3))
-    checks.check_index("esmm_act", x, ("v", "offs"), (v, offs))
-    experts, k, n = checks.check_weight("esmm_act", "w1", w1, layout, offs)
-    checks.check_rows("esmm_act", "x", x, k, v, top_k)
-    check_first_projection("esmm_act", experts, n, w1, b1, w3, b3, activation, glu, params)
+    o = EsmmAct(*args)
+    checks.check_floating("esmm_act", ("x", "w1", "b1", "w3", "b3"), (o.x, o.w1, o.b1, o.w3, o.b3))
+    checks.check_index("esmm_act", o.x, ("v", "offs"), (o.v, o.offs))
+    experts, k, n = checks.check_weight("esmm_act", "w1", o.w1, o.layout, o.offs)
+    checks.check_rows("esmm_act", "x", o.x, k, o.v, o.top_k)
+    check_first_projection("esmm_act", experts, n, o.w1, o.b1, o.w3, o.b3, o.activation, o.glu, o.params)
 
 
 def check_first_projection(
@@ -95,7 +82,7 @@ def check_first_projection(
     b3: Tensor | None,
     activation: str,
     glu: str,
-    params: list[float],
+    params: Sequence[float],
 ) -> None:
     """The weights and biases of the first projection fit the activation and each other."""
     check_activation(activation, glu, params)
@@ -112,48 +99,18 @@ def check_first_projection(
         raise InputError(f"hexa::{op}: w1 is {checks.shape(w1)}: gate and up need an even width")
 
 
-def esmm_act_cpu(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w3: Tensor | None,
-    b3: Tensor | None,
-    v: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: str,
-    activation: str,
-    glu: str,
-    params: list[float],
-    keep_h: bool = True,
-) -> tuple[Tensor, Tensor]:
+def esmm_act_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     """CPU kernel."""
-    tile = whole(v, offs, top_k, x)
-    operands = (tile.operand(x, v), w1, b1, w3, b3, v is not None)
-    a = tiles.esmm_act(tile, "h" if keep_h else None, *operands, layout, activation, glu, params)
-    width = as_kn(w1, layout).shape[2] * (1 if w3 is None else 2)
-    return output(tile.tiling, "h") if keep_h else x.new_empty((0, width)), tile.padded(a)
+    o = EsmmAct(*args)
+    tile = whole(o.v, o.offs, o.top_k, o.x)
+    operands = (tile.operand(o.x, o.v), o.w1, o.b1, o.w3, o.b3, o.v is not None)
+    a = tiles.esmm_act(tile, "h" if o.keep_h else None, *operands, o.layout, o.activation, o.glu, o.params)
+    return output(tile.tiling, "h") if o.keep_h else o.x.new_empty((0, o.width)), tile.padded(a)
 
 
-def _fake(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w3: Tensor | None,
-    b3: Tensor | None,
-    v: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: str,
-    activation: str,
-    glu: str,
-    params: list[float],
-    keep_h: bool = True,
-) -> tuple[Tensor, Tensor]:
-    n, width = row_count(x, v), columns_of(w1, layout)
-    h_width = 2 * width if glu == "split" else width
-    a_width = h_width if glu == "none" else h_width // 2
-    return x.new_empty((n if keep_h else 0, h_width)), x.new_empty((n, a_width))
+def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+    o = EsmmAct(*args)
+    return o.x.new_empty((o.rows if o.keep_h else 0, o.width)), o.x.new_empty((o.rows, o.inner))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

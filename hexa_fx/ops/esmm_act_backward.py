@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hexa_fx.ops import checks, library
 from hexa_fx.ops.activate import check_backward
+from hexa_fx.ops.operands import EsmmActBackward
 
 library.define(
     "esmm_act_backward(Tensor dy, Tensor weight, Tensor h, Tensor? top_k_weights, Tensor v, Tensor offs, SymInt top_k, "
@@ -48,53 +51,30 @@ def esmm_act_backward(
     return dh, a_scaled, dweights
 
 
-def check(
-    dy: Tensor,
-    weight: Tensor,
-    h: Tensor,
-    top_k_weights: Tensor | None,
-    v: Tensor,
-    offs: Tensor,
-    top_k: int,
-    layout: str,
-    activation: str,
-    glu: str,
-    params: list[float],
-) -> None:
+def check(*args: Any) -> None:
     """Checks the arguments of esmm_act_backward."""
-    op = "esmm_act_backward"
-    _, model_size, inner = checks.check_weight(op, "weight", weight, layout)
-    checks.check_rows(op, "dy", dy, model_size)
-    da = h[:, :inner] if h.ndim == 2 else h
-    check_backward(da, h, top_k_weights, v, offs, activation, glu, params)
+    o, op = EsmmActBackward(*args), "esmm_act_backward"
+    _, model_size, inner = checks.check_weight(op, "weight", o.weight, o.layout)
+    checks.check_rows(op, "dy", o.dy, model_size)
+    da = o.h[:, :inner] if o.h.ndim == 2 else o.h
+    check_backward(da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params)
 
 
-def _composed(
-    dy: Tensor,
-    weight: Tensor,
-    h: Tensor,
-    top_k_weights: Tensor | None,
-    v: Tensor,
-    offs: Tensor,
-    top_k: int,
-    layout: str,
-    activation: str,
-    glu: str,
-    params: list[float],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _composed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Kernel of every device: the two operators it stands for."""
-    device = dy.device.type
-    da = library.kernel_for("esmm", device)(dy, weight, None, v, offs, top_k, layout)
+    o = EsmmActBackward(*args)
+    device = o.dy.device.type
+    da = library.kernel_for("esmm", device)(o.dy, o.weight, None, o.v, o.offs, o.top_k, o.layout)
     out: tuple[Tensor, Tensor, Tensor] = library.kernel_for("activate_backward", device)(
-        da, h, top_k_weights, v, offs, activation, glu, params
+        da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params
     )
     return out
 
 
-def _fake(dy: Tensor, weight: Tensor, h: Tensor, top_k_weights: Tensor | None, *rest: object) -> tuple[Tensor, ...]:
-    inner = weight.shape[1] if rest[3] == "nk" else weight.shape[2]
-    dweights = h.new_empty(0) if top_k_weights is None else torch.empty_like(top_k_weights).contiguous()
-    return h.new_empty(h.shape), h.new_empty((h.shape[0], inner)), dweights
+def _fake(*args: Any) -> tuple[Tensor, ...]:
+    o = EsmmActBackward(*args)
+    dweights = o.h.new_empty(0) if o.top_k_weights is None else torch.empty_like(o.top_k_weights).contiguous()
+    return o.h.new_empty(o.h.shape), o.h.new_empty((o.h.shape[0], o.inner)), dweights
 
 
 library.register_fake("esmm_act_backward", _fake, check)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library, tiles
-from hexa_fx.ops.rows import flip, gather_rows, invert
+from hexa_fx.ops.operands import Estmm
+from hexa_fx.ops.rows import flip, gather_rows, invert, row_count
 from hexa_fx.ops.tiling import output, whole
 
 library.define(
@@ -40,36 +41,33 @@ def estmm(
     return y
 
 
-def check(
-    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
-) -> None:
+def check(*args: Any) -> None:
     """Checks the arguments of estmm."""
-    checks.check_floating("estmm", ("x", "g"), (x, g))
-    checks.check_index("estmm", x, ("x_index", "g_index", "offs"), (x_index, g_index, offs))
-    checks.check_layout("estmm", layout)
-    for name, t, index in (("x", x, x_index), ("g", g, g_index)):
+    o = Estmm(*args)
+    checks.check_floating("estmm", ("x", "g"), (o.x, o.g))
+    checks.check_index("estmm", o.x, ("x_index", "g_index", "offs"), (o.x_index, o.g_index, o.offs))
+    checks.check_layout("estmm", o.layout)
+    for name, t, index in (("x", o.x, o.x_index), ("g", o.g, o.g_index)):
         checks.check_matrix("estmm", name, t)
-        checks.check_rows("estmm", name, t, t.shape[1], index, top_k)
-    rows = [(x if x_index is None else x_index).shape[0], (g if g_index is None else g_index).shape[0]]
-    if rows[0] != rows[1]:
-        raise InputError(f"hexa::estmm: x gives {rows[0]} rows and g {rows[1]}")
+        checks.check_rows("estmm", name, t, t.shape[1], index, o.top_k)
+    of_g = row_count(o.g, o.g_index)
+    if o.rows != of_g:
+        raise InputError(f"hexa::estmm: x gives {o.rows} rows and g {of_g}")
 
 
-def estmm_cpu(
-    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
-) -> Tensor:
+def estmm_cpu(*args: Any) -> Tensor:
     """CPU kernel."""
-    x, g = gather_rows(x, x_index, top_k), gather_rows(g, g_index, top_k)
-    tile = whole(None, offs, 1, x)
-    tiles.estmm(tile, "dw", tile.operand(x, None), tile.operand(g, None), False, False, layout)
+    o = Estmm(*args)
+    x, g = gather_rows(o.x, o.x_index, o.top_k), gather_rows(o.g, o.g_index, o.top_k)
+    tile = whole(None, o.offs, 1, x)
+    tiles.estmm(tile, "dw", tile.operand(x, None), tile.operand(g, None), False, False, o.layout)
     return output(tile.tiling, "dw")
 
 
-def _fake(
-    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
-) -> Tensor:
-    size = (g.shape[1], x.shape[1]) if layout == "nk" else (x.shape[1], g.shape[1])
-    return x.new_empty((offs.shape[0] - 1, *size))
+def _fake(*args: Any) -> Tensor:
+    o = Estmm(*args)
+    size = (o.g.shape[1], o.x.shape[1]) if o.layout == "nk" else (o.x.shape[1], o.g.shape[1])
+    return o.x.new_empty((o.experts, *size))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hexa_fx.ops import library
+from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.rows import accumulate_dtype, expert_of_row, expert_rows, flip, gather_rows, invert, routed_rows
 
 logger = logging.getLogger(__name__)
@@ -37,40 +39,25 @@ def reindex_any(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     return v, invert(v), offs
 
 
-def esmm_any(
-    x: Tensor, weight: Tensor, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int, layout: str
-) -> Tensor:
+def esmm_any(*args: Any) -> Tensor:
     """Gather, grouped matmul, bias."""
-    rows = gather_rows(x, v, top_k)
-    kn = weight.transpose(1, 2) if layout == "nk" else weight
-    y = _grouped_mm("esmm", rows, kn, offs)
-    if bias is not None:
-        y = y + expert_rows(bias, offs, y.shape[0])
-    return torch.where(routed_rows(offs, y.shape[0]), y, 0)
+    o = Esmm(*args)
+    rows = gather_rows(o.x, o.v, o.top_k)
+    kn = o.weight.transpose(1, 2) if o.layout == "nk" else o.weight
+    y = _grouped_mm("esmm", rows, kn, o.offs)
+    if o.bias is not None:
+        y = y + expert_rows(o.bias, o.offs, y.shape[0])
+    return torch.where(routed_rows(o.offs, y.shape[0]), y, 0)
 
 
-def esmm_act_any(
-    x: Tensor,
-    w1: Tensor,
-    b1: Tensor | None,
-    w3: Tensor | None,
-    b3: Tensor | None,
-    v: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-    layout: str,
-    activation: str,
-    glu: str,
-    params: list[float],
-    keep_h: bool = True,
-) -> tuple[Tensor, Tensor]:
+def esmm_act_any(*args: Any) -> tuple[Tensor, Tensor]:
     """esmm (two for split), then the activation."""
-    ops = torch.ops.hexa
-    h = ops.esmm(x, w1, b1, v, offs, top_k, layout)
-    if w3 is not None:
-        h = torch.cat((h, ops.esmm(x, w3, b3, v, offs, top_k, layout)), dim=1)
-    a = ops.activate(h, activation, glu, params)
-    return (h if keep_h else h.new_empty((0, h.shape[1]))), a
+    o, ops = EsmmAct(*args), torch.ops.hexa
+    h = ops.esmm(o.x, o.w1, o.b1, o.v, o.offs, o.top_k, o.layout)
+    if o.w3 is not None:
+        h = torch.cat((h, ops.esmm(o.x, o.w3, o.b3, o.v, o.offs, o.top_k, o.layout)), dim=1)
+    a = ops.activate(h, o.activation, o.glu, o.params)
+    return (h if o.keep_h else h.new_empty((0, o.width))), a
 
 
 def ess_any(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None) -> Tensor:
@@ -83,22 +70,19 @@ def ess_any(g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor
     return y.index_add_(0, expert_of_row(offs, rows.shape[0]), rows)[:experts].to(g.dtype)
 
 
-def estmm_any(
-    x: Tensor, g: Tensor, x_index: Tensor | None, g_index: Tensor | None, offs: Tensor, top_k: int, layout: str
-) -> Tensor:
+def estmm_any(*args: Any) -> Tensor:
     """Gather, grouped outer product."""
-    x, g = gather_rows(x, x_index, top_k), gather_rows(g, g_index, top_k)
-    return _grouped_outer("estmm", g, x, offs) if layout == "nk" else _grouped_outer("estmm", x, g, offs)
+    o = Estmm(*args)
+    x, g = gather_rows(o.x, o.x_index, o.top_k), gather_rows(o.g, o.g_index, o.top_k)
+    return _grouped_outer("estmm", g, x, o.offs) if o.layout == "nk" else _grouped_outer("estmm", x, g, o.offs)
 
 
-def esfk_any(
-    x: Tensor, g: Tensor, weight: Tensor, x_index: Tensor | None, offs: Tensor, top_k: int, layout: str, has_bias: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def esfk_any(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Its three parts."""
-    ops = torch.ops.hexa
-    dx = ops.esmm(g, weight, None, None, offs, 1, flip(layout))
-    dw = ops.estmm(x, g, x_index, None, offs, top_k, layout)
-    db = ops.ess(g, None, offs, 1, None) if has_bias else g.new_empty(0)
+    o, ops = Esfk(*args), torch.ops.hexa
+    dx = ops.esmm(o.g, o.weight, None, None, o.offs, 1, flip(o.layout))
+    dw = ops.estmm(o.x, o.g, o.x_index, None, o.offs, o.top_k, o.layout)
+    db = ops.ess(o.g, None, o.offs, 1, None) if o.has_bias else o.g.new_empty(0)
     return dx, dw, db
 
 

@@ -13,7 +13,7 @@ autograd reaches them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def check(
     b2: Tensor | None,
     activation: str,
     glu: str,
-    params: list[float],
+    params: Sequence[float],
     layout1: str,
     layout2: str,
     recompute_h: bool,

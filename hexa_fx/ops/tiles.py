@@ -10,7 +10,7 @@ rows of the tile (a weight's gradient, a sum over tokens) goes to an output of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -61,7 +61,7 @@ def esmm_act(
     layout: str,
     activation: str,
     glu: str,
-    params: list[float],
+    params: Sequence[float],
 ) -> Tensor:
     """`hexa::esmm_act` of a tile: a (rows, I). h goes to the output ``h_key`` where one is given."""
     rows, first = tile.rows(x, gathered), as_kn(w1, layout)
@@ -94,7 +94,7 @@ def _rows_output(tiling: Tiling, width: int) -> Tensor:
     return y
 
 
-def activate(tile: Tile, h: Tensor, activation: str, glu: str, params: list[float]) -> Tensor:
+def activate(tile: Tile, h: Tensor, activation: str, glu: str, params: Sequence[float]) -> Tensor:
     """`hexa::activate` of a tile: a (rows, I)."""
     act, dtype, wide = ACTIVATIONS[activation], h.dtype, tile.tiling.wide
     if dtype != wide:
@@ -115,7 +115,7 @@ def activate_backward(
     top_k_weights: Tensor | None,
     activation: str,
     glu: str,
-    params: list[float],
+    params: Sequence[float],
 ) -> tuple[Tensor, Tensor]:
     """`hexa::activate_backward` of a tile: (dh, a_scaled). dweights go to the output ``dweights_key``."""
     dtype, wide = da.dtype, tile.tiling.wide

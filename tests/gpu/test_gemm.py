@@ -15,9 +15,10 @@ from hexa_fx.codegen.heuristics import Tile
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
-from hexa_fx.cuda import select_sm80 as cuda_plans_sm80
+from hexa_fx.cuda import key_sm80, tile_choice
 from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.ops.activations import activation_forward
+from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
 from tests.gpu.cases import (
     ROUTINGS,
     TF32_TOLERANCE,
@@ -43,7 +44,16 @@ class Operators:
     esfk = staticmethod(lambda *args: torch.ops.hexa.esfk(*args))
 
 
-PATHS = {"sm80": sm80, "op": Operators}
+class Sm80:
+    """The launchers of one family, whatever the card."""
+
+    esmm = staticmethod(lambda *args: sm80.esmm(Esmm(*args)))
+    esmm_act = staticmethod(lambda *args: sm80.esmm_act(EsmmAct(*args)))
+    estmm = staticmethod(lambda *args: sm80.estmm(Estmm(*args)))
+    esfk = staticmethod(lambda *args: sm80.esfk(Esfk(*args)))
+
+
+PATHS = {"sm80": Sm80, "op": Operators}
 TYPES = [("sm80", BF16), ("sm80", F16), ("sm80", F32), ("sm80", F64), ("op", BF16), ("op", F16)]
 
 
@@ -89,11 +99,11 @@ def test_esmm_tf32(tf32: None) -> None:
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
     for layout in ("nk", "kn"):
         x, w = randn(TOKENS, 200, dtype=F32), weight(328, 200, layout, F32)
-        y = sm80.esmm(x, w, None, r.v, r.offs, TOP_K, layout)
+        y = sm80.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, layout))
         error = row_error(y, reference_esmm(x, w, None, r.v, r, layout))
         assert TOLERANCE[F32] < error < TF32_TOLERANCE
         g = randn(r.n, 328, dtype=F32)
-        dw = sm80.estmm(x, g, r.v, None, r.offs, TOP_K, layout)
+        dw = sm80.estmm(Estmm(x, g, r.v, None, r.offs, TOP_K, layout))
         assert row_error(dw, reference_estmm(x, g, r.v, None, r, layout)) < TF32_TOLERANCE
 
 
@@ -111,7 +121,7 @@ def test_infinities_and_nan_stay_where_they_are() -> None:
     for dtype in (BF16, F32):
         x, w = torch.rand(40, 64, device="cuda").to(dtype), torch.rand(3, 32, 64, device="cuda").to(dtype)
         x[5, 7], x[9, 1] = float("inf"), float("nan")
-        y = sm80.esmm(x, w, None, None, r.offs, 1, "nk")
+        y = sm80.esmm(Esmm(x, w, None, None, r.offs, 1, "nk"))
         assert bool(y[5].isinf().all())
         assert bool(y[9].isnan().all())
         rest = torch.ones(40, dtype=torch.bool, device="cuda")
@@ -202,7 +212,7 @@ def test_esfk_of_sm80_reads_what_lies_transposed_and_strided(layout: str) -> Non
     r = make_routing("sentinels", 1500, TOP_K, EXPERTS)
     x, g = randn(r.n, 264, dtype=BF16)[:, :200], randn(r.n, 328, dtype=BF16)
     w = weight(328, 200, "kn" if layout == "nk" else "nk", BF16).transpose(1, 2)
-    dx, dw, db = sm80.esfk(x, g, w, None, r.offs, 1, layout, False)
+    dx, dw, db = sm80.esfk(Esfk(x, g, w, None, r.offs, 1, layout, False))
     assert db is None
     assert_close(dx, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)
     assert_close(dw, reference_estmm(x, g, None, None, r, layout), BF16)
@@ -213,15 +223,14 @@ def test_autotuning_measures_a_bucket_once_and_gives_the_same_values(
 ) -> None:
     table = tmp_path / "tuned"
     monkeypatch.setattr(cuda_tune, "_path", lambda name: table / "card.json")
-    monkeypatch.setattr(cuda_tune, "autotuning", lambda: True)
-    monkeypatch.setattr(sm80, "autotuning", lambda: True)
+    monkeypatch.setattr(tile_choice, "autotuning", lambda: True)
     tiles = [Tile(64, 64, 32, 4, 2, 2), Tile(999, 64, 32, 4, 2, 2), Tile(128, 128, 32, 3, 2, 4)]
-    monkeypatch.setattr(cuda_plans_sm80, "candidates", lambda *args: tiles)
+    monkeypatch.setattr(key_sm80, "candidates", lambda *args: tiles)
     cuda_choosing.forget_choices()
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
     x, w = randn(TOKENS, 200, dtype=BF16), weight(328, 200, "nk", BF16)
     for _ in range(2):
-        y = sm80.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
+        y = sm80.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
         assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), BF16)
     ((problem, (tile, ms)),) = TunedTable.from_json((table / "card.json").read_text()).entries.items()
     assert (problem.op, problem.inner, problem.columns) == ("esmm", 200, 328)

@@ -11,6 +11,7 @@ from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, SWAPPED, TileChoic
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import tile_queue
 from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
+from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from tests.gpu.cases import ROUTINGS, TOLERANCE, assert_close, make_routing, randn, reference_esmm, reference_estmm
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -65,9 +66,9 @@ def test_esmm(tile: str, layout: str, dtype: torch.dtype) -> None:
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         x, rows = randn(TOKENS, k, dtype=dtype), randn(r.n, k, dtype=dtype)
-        y = sm90.esmm(x, w, bias, r.v, r.offs, TOP_K, layout, for_gather(choice))
+        y = sm90.esmm(Esmm(x, w, bias, r.v, r.offs, TOP_K, layout), for_gather(choice))
         assert_close(y, reference_esmm(x, w, bias, r.v, r, layout), dtype)
-        y = sm90.esmm(rows, w, None, None, r.offs, 1, layout, choice)
+        y = sm90.esmm(Esmm(rows, w, None, None, r.offs, 1, layout), choice)
         assert_close(y, reference_esmm(rows, w, None, None, r, layout), dtype)
 
 
@@ -82,7 +83,9 @@ def test_esmm_act_with_swapped_operands(tile: str, activation: str, glu: str, to
         r, x = make_routing(kind, tokens, TOP_K, EXPERTS), randn(tokens, k, dtype=BF16)
         want = reference_esmm(x, w, bias, r.v, r, "nk")
         for store_h in (True, False):
-            h, a = sm90.esmm_act(x, w, bias, None, None, r.v, r.offs, TOP_K, "nk", activation, glu, (), store_h, choice)
+            h, a = sm90.esmm_act(
+                EsmmAct(x, w, bias, None, None, r.v, r.offs, TOP_K, "nk", activation, glu, (), store_h), choice
+            )
             if store_h:
                 assert_close(h, want, BF16)
             activated = activation_forward(want, activation, glu, ())
@@ -101,7 +104,7 @@ def test_esmm_act_backward(tile: str, activation: str, glu: str) -> None:
         dy, h = randn(TOKENS, d, dtype=dtype), randn(r.n, i if glu == "none" else 2 * i, dtype=dtype)
         scale = torch.rand(r.n, device="cuda")
         dh, a, dots = sm90.esmm_act_backward(
-            dy, w2, h, scale, r.v, r.offs, TOP_K, "kn", activation, glu, params, BACKWARD_TILES[tile]
+            EsmmActBackward(dy, w2, h, scale, r.v, r.offs, TOP_K, "kn", activation, glu, params), BACKWARD_TILES[tile]
         )
         da = reference_esmm(dy, w2, None, r.v, r, "kn")
         w = scale.double()[r.v.long()].unsqueeze(1)
@@ -130,7 +133,7 @@ def test_estmm_keeps_experts_apart(tile: str, side: str, layout: str) -> None:
             if rows.shape[0] == r.n:
                 rows[r.routed :] = float("nan")
         xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
-        dw = sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, WEIGHT_TILES[tile])
+        dw = sm90.estmm(Estmm(x, g, xi, gi, r.offs, TOP_K, layout), WEIGHT_TILES[tile])
         assert_close(dw, reference_estmm(x, g, xi, gi, r, layout), BF16)
 
 
@@ -139,7 +142,7 @@ def test_estmm_of_long_experts(tile: str) -> None:
     """More steps than stages, a ragged end each."""
     r = make_routing("random", 3000, 4, 8)
     x, g = randn(r.n, 200, dtype=BF16), randn(r.n, 328, dtype=BF16)
-    dw = sm90.estmm(x, g, None, None, r.offs, 1, "nk", WEIGHT_TILES[tile])
+    dw = sm90.estmm(Estmm(x, g, None, None, r.offs, 1, "nk"), WEIGHT_TILES[tile])
     assert_close(dw, reference_estmm(x, g, None, None, r, "nk"), BF16)
 
 
@@ -149,7 +152,7 @@ def test_esfk_mixes_gathered_and_other_tiles(tile: TileChoice) -> None:
     tokens, top_k, experts, d, n = 3000, 4, 8, 512, 704
     r = make_routing("random", tokens, top_k, experts)
     w, x, g = randn(experts, n, d, dtype=BF16, scale=d**-0.5), randn(tokens, d, dtype=BF16), randn(r.n, n, dtype=BF16)
-    dx, dw, _ = sm90.esfk(x, g, w, r.v, r.offs, top_k, "nk", False, tile)
+    dx, dw, _ = sm90.esfk(Esfk(x, g, w, r.v, r.offs, top_k, "nk", False), tile)
     assert_close(dx, reference_esmm(g, w, None, None, r, "kn"), BF16)
     assert_close(dw, reference_estmm(x, g, r.v, None, r, "nk"), BF16)
 
@@ -161,7 +164,7 @@ def test_esfk(tile: str, layout: str) -> None:
     for kind in ROUTINGS:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         x, g = randn(TOKENS, 200, dtype=BF16), randn(r.n, 328, dtype=BF16)
-        dx, dw, db = sm90.esfk(x, g, w, r.v, r.offs, TOP_K, layout, True, WEIGHT_TILES[tile])
+        dx, dw, db = sm90.esfk(Esfk(x, g, w, r.v, r.offs, TOP_K, layout, True), WEIGHT_TILES[tile])
         flipped = "kn" if layout == "nk" else "nk"
         assert_close(dx, reference_esmm(g, w, None, None, r, flipped), BF16)
         assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), BF16)
@@ -182,7 +185,7 @@ def test_esfk_with_weight_tiles_ahead_of_row_tiles_or_beside_them(
     for kind in ROUTINGS:
         r = make_routing(kind, tokens, 4, experts)
         x, g = randn(tokens, k, dtype=BF16), randn(r.n, n, dtype=BF16)
-        dx, dw, _ = sm90.esfk(x, g, w, r.v, r.offs, 4, "nk", False, WEIGHT_TILES[tile])
+        dx, dw, _ = sm90.esfk(Esfk(x, g, w, r.v, r.offs, 4, "nk", False), WEIGHT_TILES[tile])
         assert_close(dx, reference_esmm(g, w, None, None, r, "kn"), BF16)
         assert_close(dw, reference_estmm(x, g, r.v, None, r, "nk"), BF16)
 
@@ -191,9 +194,9 @@ def test_queue_returns_to_zero() -> None:
     """The tile counter is shared by all launches: one that left it dirty would make the next skip tiles."""
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
     x, w = randn(TOKENS, 200, dtype=BF16), weight(328, 200, "nk", BF16)
-    first = sm90.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
+    first = sm90.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
     for _ in range(2 * tile_queue.QUEUES // 64):
-        again = sm90.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
+        again = sm90.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
     torch.cuda.synchronize()
     assert torch.equal(first, again)
     assert not tile_queue._rings[torch.cuda.current_device()][1].any()

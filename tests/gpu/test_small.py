@@ -19,6 +19,7 @@ from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.ops import activations
+from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from tests.gpu.cases import (
     Routing,
     assert_close,
@@ -134,18 +135,18 @@ def test_products_of_sm80(case: str) -> None:
     dtype, k, n, layout = SM80[case]
     r, w, bias = routing(), weight(n, k, layout, dtype), randn(EXPERTS, n, dtype=dtype)
     x, rows, g = randn(TOKENS, k, dtype=dtype), randn(r.n, k, dtype=dtype), randn(r.n, n, dtype=dtype)
-    y = sm80.esmm(x, w, bias, r.v, r.offs, TOP_K, layout)
+    y = sm80.esmm(Esmm(x, w, bias, r.v, r.offs, TOP_K, layout))
     assert_close(y, reference_esmm(x, w, bias, r.v, r, layout), dtype)
-    y = sm80.esmm(rows, w, None, None, r.offs, 1, layout)
+    y = sm80.esmm(Esmm(rows, w, None, None, r.offs, 1, layout))
     assert_close(y, reference_esmm(rows, w, None, None, r, layout), dtype)
-    dw = sm80.estmm(x, g, r.v, None, r.offs, TOP_K, layout)
+    dw = sm80.estmm(Estmm(x, g, r.v, None, r.offs, TOP_K, layout))
     assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), dtype)
 
 
 def test_few_rows_of_sm80() -> None:
     r = make_routing("random", 5, TOP_K, EXPERTS)
     x, w = randn(5, D, dtype=BF16), weight(N, D, "nk", BF16)
-    y = sm80.esmm(x, w, None, r.v, r.offs, TOP_K, "nk")
+    y = sm80.esmm(Esmm(x, w, None, r.v, r.offs, TOP_K, "nk"))
     assert_close(y, reference_esmm(x, w, None, r.v, r, "nk"), BF16)
 
 
@@ -158,7 +159,7 @@ def check_esmm_act(esmm_act: Activated, activation: str, glu: str, layout: str, 
     columns = 2 * N if glu in ("concat", "interleaved") else N
     x, w1, b1 = randn(TOKENS, D, dtype=BF16), weight(columns, D, layout, BF16), randn(EXPERTS, columns, dtype=BF16)
     w3, b3 = (weight(columns, D, layout, BF16), randn(EXPERTS, N, dtype=BF16)) if glu == "split" else (None, None)
-    h, a = esmm_act(x, w1, b1, w3, b3, r.v, r.offs, TOP_K, layout, activation, glu, params, True, *rest)
+    h, a = esmm_act(EsmmAct(x, w1, b1, w3, b3, r.v, r.offs, TOP_K, layout, activation, glu, params), *rest)
     want = reference_esmm(x, w1, b1, r.v, r, layout)
     if w3 is not None:
         want = torch.cat((want, reference_esmm(x, w3, b3, r.v, r, layout)), 1)
@@ -192,9 +193,9 @@ def test_esmm_of_sm90(tile: str) -> None:
     choice = (TILES | SWAPPED_TILES)[tile]
     r, w, bias = routing(), weight(N, D, "nk", BF16), randn(EXPERTS, N, dtype=BF16)
     x, rows = randn(TOKENS, D, dtype=BF16), randn(r.n, D, dtype=BF16)
-    y = sm90.esmm(x, w, bias, r.v, r.offs, TOP_K, "nk", replace(choice, cluster=1) if choice.swapped else choice)
+    y = sm90.esmm(Esmm(x, w, bias, r.v, r.offs, TOP_K, "nk"), replace(choice, cluster=1) if choice.swapped else choice)
     assert_close(y, reference_esmm(x, w, bias, r.v, r, "nk"), BF16)
-    y = sm90.esmm(rows, w.transpose(1, 2).contiguous(), None, None, r.offs, 1, "kn", choice)
+    y = sm90.esmm(Esmm(rows, w.transpose(1, 2).contiguous(), None, None, r.offs, 1, "kn"), choice)
     assert_close(y, reference_esmm(rows, w, None, None, r, "nk"), BF16)
 
 
@@ -206,7 +207,7 @@ def test_esmm_act_backward_of_sm90(tile: str, case: tuple[str, str]) -> None:
     dy, w2 = randn(TOKENS, D, dtype=BF16), weight(N, D, "kn", BF16)
     h, scale = randn(r.n, N if glu == "none" else 2 * N, dtype=BF16), torch.rand(r.n, device="cuda")
     dh, a, _ = sm90.esmm_act_backward(
-        dy, w2, h, scale, r.v, r.offs, TOP_K, "kn", activation, glu, params, GRADIENT_TILES[tile]
+        EsmmActBackward(dy, w2, h, scale, r.v, r.offs, TOP_K, "kn", activation, glu, params), GRADIENT_TILES[tile]
     )
     da, w = reference_esmm(dy, w2, None, r.v, r, "kn"), scale.double()[r.v.long()].unsqueeze(1)
     w[r.routed :] = 0
@@ -223,14 +224,14 @@ def test_estmm_of_sm90(tile: str, side: str, layout: str) -> None:
     r = routing()
     x, g = randn(TOKENS if side == "x" else r.n, D, dtype=BF16), randn(TOKENS if side == "g" else r.n, N, dtype=BF16)
     xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
-    dw = sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, WEIGHT_TILES[tile])
+    dw = sm90.estmm(Estmm(x, g, xi, gi, r.offs, TOP_K, layout), WEIGHT_TILES[tile])
     assert_close(dw, reference_estmm(x, g, xi, gi, r, layout), BF16)
 
 
 def check_esfk(esfk: Callable[..., tuple[Tensor, Tensor, Tensor | None]], layout: str, *rest: object) -> None:
     r, w = routing(), weight(N, D, layout, BF16)
     x, g = randn(TOKENS, D, dtype=BF16), randn(r.n, N, dtype=BF16)
-    dx, dw, db = esfk(x, g, w, r.v, r.offs, TOP_K, layout, True, *rest)
+    dx, dw, db = esfk(Esfk(x, g, w, r.v, r.offs, TOP_K, layout, True), *rest)
     assert_close(dx, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)
     assert_close(dw, reference_estmm(x, g, r.v, None, r, layout), BF16)
     ones = torch.ones(r.n, 1, dtype=BF16, device="cuda")
@@ -267,7 +268,7 @@ def test_estmm_of_sm90_adds(tile: str, side: str, layout: str, n: int) -> None:
     xi, gi = (r.v if side == "x" else None), (r.v if side == "g" else None)
     into = buffer(EXPERTS, *((n, D) if layout == "nk" else (D, n)))
     before = into.clone()
-    sm90.estmm(x, g, xi, gi, r.offs, TOP_K, layout, WEIGHT_TILES[tile], into)
+    sm90.estmm(Estmm(x, g, xi, gi, r.offs, TOP_K, layout), WEIGHT_TILES[tile], into)
     assert_added(into, before, reference_estmm(x, g, xi, gi, r, layout))
 
 
@@ -278,7 +279,7 @@ def check_esfk_adds(
     x, g = randn(TOKENS, D, dtype=BF16), randn(r.n, n, dtype=BF16)
     into = cuda_operands.Into(buffer(*w.shape), layout, buffer(EXPERTS, n))
     before = [t.clone() for t in (into.weight, into.bias)]
-    dx, _, _ = esfk(x, g, w, r.v, r.offs, TOP_K, layout, True, *rest, into=into)
+    dx, _, _ = esfk(Esfk(x, g, w, r.v, r.offs, TOP_K, layout, True), *rest, into=into)
     assert_close(dx, reference_esmm(g, w, None, None, r, "kn" if layout == "nk" else "nk"), BF16)
     assert_added(into.weight, before[0], reference_estmm(x, g, r.v, None, r, layout))
     ones = torch.ones(r.n, 1, dtype=BF16, device="cuda")
@@ -303,7 +304,7 @@ def test_estmm_of_sm80_and_ess_add(case: str) -> None:
     x, g = randn(TOKENS, k, dtype=dtype), randn(r.n, n, dtype=dtype)
     into, sums = buffer(EXPERTS, *((n, k) if layout == "nk" else (k, n))).to(wide), buffer(EXPERTS, n).to(wide)
     before = [t.clone() for t in (into, sums)]
-    sm80.estmm(x, g, r.v, None, r.offs, TOP_K, layout, into)
+    sm80.estmm(Estmm(x, g, r.v, None, r.offs, TOP_K, layout), into)
     assert_added(into, before[0], reference_estmm(x, g, r.v, None, r, layout))
     torch.ops.hexa.ess_add(sums, g, None, r.offs, 1, None)
     ones = torch.ones(r.n, 1, dtype=dtype, device="cuda")

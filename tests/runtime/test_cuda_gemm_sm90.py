@@ -12,15 +12,16 @@ from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
-from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, SWAPPED, choose_tile
+from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, SWAPPED
 from hexa_fx.codegen.tuned import TunedTable
-from hexa_fx.cuda import arguments, tile_queue
+from hexa_fx.cuda import arguments, arguments_sm90, tile_queue
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import operands as cuda_operands
-from hexa_fx.cuda import select_sm90 as cuda_plans_sm90
 from hexa_fx.cuda import tune as cuda_tune
+from hexa_fx.cuda.key_sm90 import HopperKey
+from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from tests.runtime.cards import HOPPER
 
 T, K, E, D, N = 400, 2, 5, 48, 72
@@ -44,7 +45,7 @@ class Recorder:
         maps, packed = args
         self.grid = grid
         self.maps = [any(maps[i : i + 128]) for i in range(0, 640, 128)]
-        names = list(inspect.signature(cuda_plans_sm90.pack).parameters)
+        names = list(inspect.signature(arguments_sm90.pack).parameters)
         at = names.index("division")
         names[at : at + 1] = ["multiplier", "shift"]
         names[-1:] = ["alpha", "limit"]
@@ -77,14 +78,14 @@ def randn(*shape: int) -> torch.Tensor:
 def test_esmm(recorder: Recorder, layout: str) -> None:
     v, offs = routing()
     x, w, bias = randn(T, D), randn(*((E, N, D) if layout == "nk" else (E, D, N))), randn(E, N)
-    y = sm90.esmm(x, w, bias, v, offs, K, layout)
+    y = sm90.esmm(Esmm(x, w, bias, v, offs, K, layout))
     assert y.shape == (T * K, N)
     assert (recorder.spec.op, recorder.spec.layout, recorder.spec.gather) == ("esmm", layout, True)
     assert recorder.maps == [False, True, False, False, False]
     got = recorder.values
     assert (got["a"], got["v"], got["bias"], got["out"]) == tuple(t.data_ptr() for t in (x, v, bias, y))
     assert [got[name] for name in ("n", "experts", "K", "N", "out_ld", "queue")] == [T * K, E, D, N, N, 64]
-    sm90.esmm(randn(T * K, D), w, None, None, offs, 1, layout)
+    sm90.esmm(Esmm(randn(T * K, D), w, None, None, offs, 1, layout))
     assert recorder.maps == [True, True, False, False, False]
     assert (recorder.spec.gather, recorder.spec.bias, recorder.values["v"]) == (False, False, 0)
 
@@ -95,13 +96,15 @@ def test_esmm_act_and_its_backward(recorder: Recorder, glu: str) -> None:
     columns = 2 * N if glu in ("concat", "interleaved") else N
     w3 = randn(E, N, D) if glu == "split" else None
     activation, params = ("gelu", ()) if glu == "none" else ("swiglu_oai", (1.5, 6.0))
-    h, a = sm90.esmm_act(randn(T, D), randn(E, columns, D), None, w3, None, v, offs, K, "nk", activation, glu, params)
+    h, a = sm90.esmm_act(
+        EsmmAct(randn(T, D), randn(E, columns, D), None, w3, None, v, offs, K, "nk", activation, glu, params)
+    )
     assert (h.shape[1], a.shape[1]) == (N if glu == "none" else 2 * N, N)
     assert recorder.maps == [False, True, glu == "split", False, False]
     assert (recorder.values["alpha"], recorder.values["limit"]) == (params or (0.0, 0.0))
     w = torch.rand(T * K)
     dh, scaled, dots = sm90.esmm_act_backward(
-        randn(T, D), randn(E, D, N), h, w, v, offs, K, "kn", activation, glu, params
+        EsmmActBackward(randn(T, D), randn(E, D, N), h, w, v, offs, K, "kn", activation, glu, params)
     )
     assert (dh.shape, scaled.shape, dots.shape) == (h.shape, a.shape, (T * K,))
     assert (recorder.values["h"], recorder.values["slot_scale"]) == (h.data_ptr(), w.data_ptr())
@@ -112,14 +115,14 @@ def test_esmm_act_and_its_backward(recorder: Recorder, glu: str) -> None:
 def test_weight_gradients(recorder: Recorder, layout: str) -> None:
     v, offs = routing()
     x, g, w = randn(T, D), randn(T * K, N), randn(*((E, N, D) if layout == "nk" else (E, D, N)))
-    assert sm90.estmm(x, g, v, None, offs, K, layout).shape == w.shape
+    assert sm90.estmm(Estmm(x, g, v, None, offs, K, layout)).shape == w.shape
     assert recorder.maps == [False, False, False, False, True]
     assert recorder.values["p"] == x.data_ptr()
     assert recorder.spec.option("transpose") == (layout == "nk")
-    assert sm90.estmm(randn(T * K, D), g, None, None, offs, 1, layout).shape == w.shape
+    assert sm90.estmm(Estmm(randn(T * K, D), g, None, None, offs, 1, layout)).shape == w.shape
     assert recorder.maps == [False, False, False, True, True]
     assert not recorder.spec.option("transpose")
-    dx, dw, db = sm90.esfk(x, g, w, v, offs, K, layout, True)
+    dx, dw, db = sm90.esfk(Esfk(x, g, w, v, offs, K, layout, True))
     assert (dx.shape, dw.shape) == ((T * K, D), w.shape)
     assert db is not None
     assert recorder.maps == [True, True, False, False, True]
@@ -128,9 +131,9 @@ def test_weight_gradients(recorder: Recorder, layout: str) -> None:
 
 def test_no_rows_launch_nothing_and_leave_zero_gradients(recorder: Recorder) -> None:
     offs, none = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
-    assert sm90.esmm(randn(0, D), randn(E, N, D), None, none, offs, K, "nk").shape == (0, N)
-    assert not sm90.estmm(randn(0, D), randn(0, N), none, None, offs, K, "nk").any()
-    dx, dw, db = sm90.esfk(randn(0, D), randn(0, N), randn(E, N, D), none, offs, K, "nk", True)
+    assert sm90.esmm(Esmm(randn(0, D), randn(E, N, D), None, none, offs, K, "nk")).shape == (0, N)
+    assert not sm90.estmm(Estmm(randn(0, D), randn(0, N), none, None, offs, K, "nk")).any()
+    dx, dw, db = sm90.esfk(Esfk(randn(0, D), randn(0, N), randn(E, N, D), none, offs, K, "nk", True))
     assert dx.shape == (0, D)
     assert db is not None
     assert not dw.any()
@@ -141,7 +144,7 @@ def test_no_rows_launch_nothing_and_leave_zero_gradients(recorder: Recorder) -> 
 def test_clusters_launch_whole_and_a_given_tile_is_taken(recorder: Recorder) -> None:
     v, offs = routing()
     tile = sm90.TileChoice(cluster=2)
-    sm90.esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk", tile)
+    sm90.esmm(Esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk"), tile)
     assert recorder.grid == (130, 1, 1)
     assert recorder.spec.option("cluster") == 2
 
@@ -149,14 +152,14 @@ def test_clusters_launch_whole_and_a_given_tile_is_taken(recorder: Recorder) -> 
 def test_a_measured_tile_beats_the_rule(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     v, offs = routing()
     arguments = (randn(T, D), randn(E, N, D), None, v, offs, K, "nk")
-    sm90.esmm(*arguments)
+    sm90.esmm(Esmm(*arguments))
     assert recorder.spec.bm == COOPERATIVE.bm
-    key = cuda_plans_sm90.SpecKey("esmm", BF16, "nk", True)
+    key = HopperKey("esmm", HOPPER, BF16, T * K, E, D, N, "nk", True)
     fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16}
-    table = TunedTable().with_entry(cuda_plans_sm90.problem(key, T * K, E, D, N), fields, 1.0)
+    table = TunedTable().with_entry(key.problem(), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
-    sm90.esmm(*arguments)
+    sm90.esmm(Esmm(*arguments))
     assert (recorder.spec.bm, recorder.values["group_m"]) == (PINGPONG.bm, 16)
 
 
@@ -165,11 +168,11 @@ def test_a_measured_tile_that_cannot_be_generated_is_passed_over(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, fields: dict[str, int]
 ) -> None:
     v, offs = routing()
-    key = cuda_plans_sm90.SpecKey("esmm", BF16, "nk", True)
-    table = TunedTable().with_entry(cuda_plans_sm90.problem(key, T * K, E, D, N), fields, 1.0)
+    key = HopperKey("esmm", HOPPER, BF16, T * K, E, D, N, "nk", True)
+    table = TunedTable().with_entry(key.problem(), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
-    sm90.esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk")
+    sm90.esmm(Esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk"))
     assert recorder.spec.stages == COOPERATIVE.stages
 
 
@@ -180,14 +183,16 @@ def test_a_swapped_tile_reads_gate_and_up_by_turns_and_writes_sheets(
     drawn: dict[int, tuple[object, ...]] = {}
     monkeypatch.setattr(arguments, "tensor_map", lambda at, *args, **more: drawn.update({at: args}) or b"\1" * 128)
     w = randn(E, 2 * N, D)
-    h, a = sm90.esmm_act(randn(T, D), w, None, None, None, v, offs, K, "nk", "silu", "concat", (), True, SWAPPED)
+    h, a = sm90.esmm_act(
+        EsmmAct(randn(T, D), w, None, None, None, v, offs, K, "nk", "silu", "concat", (), True), SWAPPED
+    )
     assert recorder.spec.option("swapped")
     assert drawn[w.data_ptr()][1:4] == ((D, 8, 2, N // 8, E), (D, N * D, 8 * D, 2 * N * D), (64, 8, 2, 8, 1))
     for result in (h, a):
         _, sizes, _, box, swizzle = drawn[result.data_ptr()]
         assert (sizes, box, swizzle) == ((result.shape[1], T * K), (32, 32), 64)
     rows = randn(T * K, D)
-    y = sm90.esmm(rows, w, None, None, offs, 1, "nk", SWAPPED)
+    y = sm90.esmm(Esmm(rows, w, None, None, offs, 1, "nk"), SWAPPED)
     assert drawn[rows.data_ptr()][3:5] == ((64, 32), 128)
     assert drawn[w.data_ptr()][3] == (64, 64, 1)
     assert drawn[y.data_ptr()][3:5] == ((64, 32), 128)
@@ -198,14 +203,13 @@ def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
 ) -> None:
     """The table knows of no layouts: gate and up of an (E, K, N) weight keep the rule's tile."""
     v, offs = routing()
-    key = cuda_plans_sm90.SpecKey("esmm_act", BF16, "nk", True, activation="silu", glu="concat")
-    problem = cuda_plans_sm90.problem(key, T * K, E, D, 2 * N)
-    table = TunedTable().with_entry(problem, asdict(SWAPPED), 1.0)
+    key = HopperKey("esmm_act", HOPPER, BF16, T * K, E, D, 2 * N, "nk", True, "silu", "concat")
+    table = TunedTable().with_entry(key.problem(), asdict(SWAPPED), 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
     for w, swapped in ((randn(E, 2 * N, D), True), (randn(E, D, 2 * N), False)):
         layout = "nk" if swapped else "kn"
-        sm90.esmm_act(randn(T, D), w, None, None, None, v, offs, K, layout, "silu", "concat")
+        sm90.esmm_act(EsmmAct(randn(T, D), w, None, None, None, v, offs, K, layout, "silu", "concat"))
         assert bool(recorder.spec.option("swapped", False)) == swapped
 
 
@@ -214,20 +218,20 @@ def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
 @pytest.mark.parametrize("rows", [64, 1000])
 @pytest.mark.parametrize("glu", ["none", "concat"])
 def test_the_rule_s_tile_can_be_generated(op: str, experts: int, rows: int, glu: str) -> None:
-    act = "act" in op
-    tables = next(size for size in (256, 1024) if experts <= size)
-    key = cuda_plans_sm90.SpecKey(
-        op, BF16, "nk", True, activation="silu" if act else "none", glu=glu if act else "none", tables=tables
-    )
-    render(key.spec(choose_tile(op, rows * experts, experts, 2048, 1536, True)))
+    key = key_of(op, rows * experts, experts, glu)
+    render(key.spec(key.rule()))
 
 
 @pytest.mark.parametrize("op", CANDIDATES)
 def test_every_candidate_can_be_generated(op: str) -> None:
-    glu = "concat" if "act" in op else "none"
-    key = cuda_plans_sm90.SpecKey(op, BF16, "nk", True, activation="silu" if "act" in op else "none", glu=glu)
-    for tile in CANDIDATES[op]:
+    key = key_of(op, 64 * E, E, "concat")
+    for tile in key.candidates():
         render(key._replace(gather=not (tile.swapped and tile.cluster > 1)).spec(tile))
+
+
+def key_of(op: str, rows: int, experts: int, glu: str) -> HopperKey:
+    epilogue = ("silu", glu) if "act" in op else ("none", "none")
+    return HopperKey(op, HOPPER, BF16, rows, experts, 2048, 1536, "nk", True, *epilogue)
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
@@ -240,7 +244,7 @@ def test_a_weight_gradient_is_added_in_boxes_of_floats(
     monkeypatch.setattr(arguments, "tensor_map", lambda *args, **more: drawn.append(args) or b"\1" * 128)
     x, g = randn(T if side == "x" else T * K, D), randn(T if side == "g" else T * K, N)
     into = torch.zeros((E, N, D) if layout == "nk" else (E, D, N))
-    got = sm90.estmm(x, g, v if side == "x" else None, v if side == "g" else None, offs, K, layout, into=into)
+    got = sm90.estmm(Estmm(x, g, v if side == "x" else None, v if side == "g" else None, offs, K, layout), into=into)
     assert got is into
     assert (recorder.spec.accumulate, recorder.spec.out_dtype) == (True, DataType.f32)
     assert recorder.values["dw"] == into.data_ptr()
@@ -258,7 +262,7 @@ def test_esfk_adds(recorder: Recorder, layout: str, split: bool) -> None:
     x, g = randn(T, D), randn(T * K, N)
     into = torch.zeros((E, N, D) if layout == "nk" else (E, D, N))
     target, tile = cuda_operands.Into(into, layout, None), replace(COOPERATIVE, split=split)
-    dx, dw, db = sm90.esfk(x, g, into.to(BF16), v, offs, K, layout, False, tile, target)
+    dx, dw, db = sm90.esfk(Esfk(x, g, into.to(BF16), v, offs, K, layout, False), tile, target)
     assert (dx.shape, dw is into, db) == ((T * K, D), True, None)
     assert (recorder.spec.op, recorder.spec.accumulate) == ("estmm" if split else "esfk", True)
     assert recorder.spec.option("transpose") == (layout == "nk")

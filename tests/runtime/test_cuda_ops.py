@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hexa_fx.cuda.register import KERNELS, register
-from hexa_fx.ops import library
+from hexa_fx.ops import library, operands
 
 LIGHT = """
 import sys
@@ -26,9 +26,32 @@ def test_importing_the_operators_registers_kernels_and_imports_none(first: str) 
     subprocess.run([sys.executable, "-c", LIGHT.format(first=first)], check=True, timeout=120)
 
 
+RECORDS = {
+    "activate_backward": operands.ActivateBackward,
+    "esmm": operands.Esmm,
+    "esmm_act": operands.EsmmAct,
+    "esmm_act_backward": operands.EsmmActBackward,
+    "estmm": operands.Estmm,
+    "esfk": operands.Esfk,
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_has_the_fields_and_defaults_of_its_schema(name: str) -> None:
+    arguments, record = library.overload(name)._schema.arguments, RECORDS[name]
+    assert list(record._fields) == [argument.name for argument in arguments]
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    assert defaults.items() <= record._field_defaults.items()
+
+
 def test_every_kernel_takes_its_schemas_arguments() -> None:
+    """By name, or the operands of a product as ``*args``, which it makes a record of."""
     register()
     for name, load in KERNELS.items():
-        kernel = getattr(load(), name)
-        schema = library.overload(name)._schema
-        assert list(inspect.signature(kernel).parameters) == [argument.name for argument in schema.arguments]
+        names = [argument.name for argument in library.overload(name)._schema.arguments]
+        taken = list(inspect.signature(getattr(load(), name)).parameters)
+        if taken[-1] == "args":
+            own, fields = taken[:-1], RECORDS[name.removesuffix("_add")]._fields
+            assert names in ([*own, *fields], [*own, *fields[:-1]]), name
+        else:
+            assert taken == names, name

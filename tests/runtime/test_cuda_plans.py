@@ -17,6 +17,7 @@ from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import gemm as cuda_gemm
 from hexa_fx.cuda import launch as cuda_launch
 from hexa_fx.cuda import rows as cuda_rows
+from hexa_fx.cuda import tile_choice
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.jit import ToolchainError, background
 from tests.runtime.cards import AMPERE, HOPPER
@@ -253,7 +254,7 @@ def test_what_adds_is_not_measured(recorder: Recorder, monkeypatch: pytest.Monke
     v, offs = routing(rows := 1000)
     x, g = torch.randn(rows // K, D, dtype=torch.bfloat16), torch.randn(rows, N, dtype=torch.bfloat16)
     into, _ = buffers("nk")
-    monkeypatch.setattr(cuda_gemm.sm80, "autotuning", lambda: True)
+    monkeypatch.setattr(tile_choice, "autotuning", lambda: True)
     cuda_gemm.estmm_add(into, x, g, v, None, offs, K, "nk")
     cuda_gemm.esfk_add(into, None, x, g, into.bfloat16(), v, offs, K, "nk")
     assert len(recorder.launches) == 2
