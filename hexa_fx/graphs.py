@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 import torch
@@ -100,6 +101,9 @@ class BlockGraphs:
         """Writes an HTML page with all stages side by side; see `Graphs.to_html`."""
         return Graphs({self.path: self}).to_html(path, arch)
 
+    def _repr_html_(self) -> str:
+        return Graphs({self.path: self})._repr_html_()
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles graphs as text: they are only read, and operators do not pickle."""
         fixed = (self.stages, self.case, self.path, self.facts, self.costs)
@@ -177,7 +181,21 @@ class Graphs(Mapping[str, BlockGraphs]):
         Raises:
             InputError: no block was rewritten, so there is nothing to show.
         """
-        from hexa_fx.inspection.page import PageBlock, page
+        target = Path(path)
+        target.write_text(self._page(title, arch), encoding="utf-8")
+        return target
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the page, in a frame that keeps its styles and keys to itself."""
+        if not any(graphs.stages for graphs in self._by_path.values()):
+            return "<p>no block was rewritten, so there are no graphs; the report says why</p>"
+        text = escape(self._page("graphs", None))
+        return (
+            f'<iframe srcdoc="{text}" title="graphs" style="width:100%;height:720px;border:1px solid #8884"></iframe>'
+        )
+
+    def _page(self, title: str, arch: int | None) -> str:
+        from hexa_fx.inspection.page import PageBlock, page  # jinja2, for those who write pages
 
         drawn = [graphs for graphs in self._by_path.values() if graphs.stages]
         if not drawn:
@@ -192,9 +210,7 @@ class Graphs(Mapping[str, BlockGraphs]):
             )
             for first, *rest in groups.values()
         ]
-        target = Path(path)
-        target.write_text(page(blocks, title), encoding="utf-8")
-        return target
+        return page(blocks, title)
 
 
 class PackedParameters(nn.Module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
+from html import escape
 from typing import Any, Literal
 
 from hexa_fx.errors import PlanError
@@ -134,6 +135,21 @@ class Plan:
         """A few readable lines, for the report."""
         head = f"plan {self.fingerprint}: {self.world} ranks, B_i {list(self.batch)}, cache slots {self.slots}"
         return "\n".join([head, *(describe_layer(layer) for layer in self.layers)])
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        head, *_ = self.describe().splitlines()
+        rows = ""
+        for layer in self.layers:
+            cells = (
+                layer.path,
+                layer.mode.replace("_", "-"),
+                list(layer.shards),
+                layer.cost.reason if layer.cost else "",
+            )
+            rows += f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
+        names = "".join(f"<th>{name}</th>" for name in ("layer", "mode", "channels of every rank", "reason"))
+        return f"<p>{escape(head)}</p><table><tr>{names}</tr>{rows}</table>"
 
 
 def describe_layer(layer: LayerPlan) -> str:
