@@ -23,7 +23,7 @@ from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.passes.switches import switch_off
-from hexa_fx.report import OptimizationReport, with_plan
+from hexa_fx.report import OptimizationReport, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from hexa_fx.runtime.preflight import check_model
@@ -124,10 +124,12 @@ def optimize_(
             _attach(model, "partition", session)
             report = with_plan(report, session.plan, inspector.partitioned)
         else:
+            installed = {}
             for analysis in rewritten:
                 block = model.get_submodule(analysis.path)
                 forms = {mode: switch_off(form, config) for mode, form in analysis.rewritten.items()}
-                install(block, forms.get("train"), forms.get("eval"))
+                installed[analysis.path] = install(block, forms.get("train"), forms.get("eval"))
+            report = with_forwards(report, installed)
             request_kernels_of_steps(model, found.unusual_examples)
         graphs = Graphs.of(found.analyses, inspector)
         _attach(model, "report", report)
@@ -239,7 +241,7 @@ def _complaint(found: ModelAnalysis) -> HexaError | None:
 
 
 def _announce(report: OptimizationReport) -> None:
-    if report.rewritten:
+    if report.rewritten or (report.blocks and not report.refused):
         log.info("%s", report.summary())
     else:
         log.warning("hexa_fx rewrote nothing: %s", report)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import inspect
 
+import torch.fx
+
+from hexa_fx.capture import record_of
 from hexa_fx.inspection.block_report import BlockReport, CheckReport, Status
+from hexa_fx.inspection.costs import Costs, tokens_of, without_backward
 from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import kernels_of
+from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import SourceLocation
 from hexa_fx.passes import BlockAnalysis
+from hexa_fx.passes.detect import RUNS_ALREADY
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.routing_override import ROUTINGS
 
@@ -25,7 +31,7 @@ def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Ins
     modes.update({mode: refusal.reason for mode, refusal in analysis.refusals.items()})
     refusal = next(iter(analysis.refusals.values()), None)
     reason, location = (refusal.reason, refusal.location) if refusal else ("", None)
-    status: Status = "rewritten" if analysis.rewritten else "refused"
+    status: Status = "rewritten" if analysis.rewritten else "already" if reason == RUNS_ALREADY else "refused"
     facts = facts_of(analysis)
     if facts is None or analysis.match is None:
         return BlockReport(analysis.path, status, modes, reason, location, same_as=same_as, seconds=analysis.seconds)
@@ -51,11 +57,28 @@ def describe(analysis: BlockAnalysis, same_as: str | None = None, inspector: Ins
         layout=facts.layout,
         code=_code_of(analysis),
         rewritten_to=_rewritten_to(analysis),
-        costs=inspector.costs(analysis) if analysis.rewritten else None,
+        costs=_costs(analysis, inspector),
         kernels=kernels_of(case) if case is not None and _on_gpu(analysis) else (),
         case=case,
-        small=max((form.small for form in analysis.rewritten.values()), default=0),
+        small_tokens=_small_tokens(analysis, case),
     )
+
+
+def _costs(analysis: BlockAnalysis, inspector: Inspector) -> Costs | None:
+    costs = inspector.costs(analysis) if analysis.rewritten else None
+    if costs is None or "train" in analysis.rewritten:
+        return costs
+    return without_backward(costs, "is that of its own code, which train mode runs")
+
+
+def _small_tokens(analysis: BlockAnalysis, case: FfnCase | None) -> int:
+    """Tokens up to which some mode runs the block's own code on a CPU, from the elements of the first argument that is a tensor."""
+    mode, form = max(analysis.rewritten.items(), key=lambda item: item[1].small, default=(None, None))
+    if mode is None or form is None or not form.small:
+        return 0
+    captured = analysis.captured[mode]
+    first = next(record_of(value).value for _, value in captured.arguments if isinstance(value, torch.fx.Node))
+    return form.small * tokens_of(captured, case) // max(1, first.numel())
 
 
 def _code_of(analysis: BlockAnalysis) -> SourceLocation | None:

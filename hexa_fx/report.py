@@ -16,6 +16,7 @@ from hexa_fx.inspection.operators import op_name
 from hexa_fx.inspection.stages import is_exchange
 from hexa_fx.inspection.text import error_text, lines_of, refusal_lines
 from hexa_fx.plan import Plan
+from hexa_fx.runtime.install import HexaForward
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,14 +43,26 @@ class OptimizationReport:
 
     @property
     def refused(self) -> tuple[BlockReport, ...]:
-        """The blocks that were left as they are."""
+        """The blocks that were left as they are; not those that run on our operators already."""
         return tuple(block for block in self.blocks if block.status == "refused")
 
     def summary(self) -> str:
         """One line: how many blocks were rewritten, and in what time."""
         if not self.blocks:
             return "no MoE block was found; the model is unchanged"
-        return f"{len(self.rewritten)} of {len(self.blocks)} MoE blocks rewritten in {self.seconds:.2f} s"
+        already = sum(block.status == "already" for block in self.blocks)
+        now = sum(bool(block.now) for block in self.rewritten)
+        said = []
+        if already < len(self.blocks):
+            said.append(f"{len(self.rewritten)} of {len(self.blocks) - already} MoE blocks rewritten in {self.seconds:.2f} s")
+        for mode in ("eval", "train"):
+            only = sum(block.state == f"rewritten in {mode} mode only" for block in self.rewritten)
+            said += [f"{only} of them in {mode} mode only"] if only else []
+        if already:
+            said.append(f"{_blocks(already)} already run{'s' * (already == 1)} on hexa_fx's operators")
+        if now:
+            said.append(f"{now} of them run{'s' * (now == 1)} the original code now")
+        return "; ".join(said)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -77,7 +90,7 @@ class OptimizationReport:
         for block in self.blocks:
             sizes = block.sizes if block.num_experts else ""
             weights = f"{block.weights} {block.layout}"
-            table.add_row(block.path, block.status, block.idiom, sizes, block.expert, weights, error_text(block))
+            table.add_row(block.name, block.state, block.idiom, sizes, block.expert, weights, error_text(block))
         return table
 
     def __repr__(self) -> str:
@@ -110,6 +123,15 @@ class OptimizationReport:
         if self.plan:
             console.print(self.plan.describe(), highlight=False)
         console.print(self.summary())
+
+
+def _blocks(count: int) -> str:
+    return f"{count} MoE block{'s' * (count != 1)}"
+
+
+def with_forwards(report: OptimizationReport, installed: Mapping[str, HexaForward]) -> OptimizationReport:
+    """The report with what was installed, by block path, so that it can say what is so later."""
+    return replace(report, blocks=tuple(replace(b, forward=installed.get(b.path)) for b in report.blocks))
 
 
 def with_plan(report: OptimizationReport, plan: Plan, graphs: Mapping[str, torch.fx.Graph]) -> OptimizationReport:

@@ -81,6 +81,10 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "Append to a list of a module or a global, set a key of a dict or an attribute in forward (self.loss = loss), return the "
         "loss, or keep it in the router module, which stays a call.",
     ),
+    (
+        ("after the block was rewritten", "which only its own code calls"),
+        "Call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now.",
+    ),
     (("draws random numbers from",), "Draw with torch.rand and without generator=."),
     (("inside a list, a dict or an object",), "Give the block the tensor as an argument of its own."),
     (
@@ -120,7 +124,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
 DEFAULT = f"{_SAFE} docs/patterns.md lists the ways of writing that are rewritten."
 
 
-_SAYS_IT_ITSELF = re.compile(r"; .*(rewritten|register|multiply|give more|has to be)")
+_SAYS_IT_ITSELF = re.compile(r"; .*(rewritten|undo_|register|multiply|give more|has to be)")
 
 
 def advice(reason: str) -> str:

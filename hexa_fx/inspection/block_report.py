@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from hexa_fx.inspection.advice import advice
@@ -10,8 +10,10 @@ from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.kernels import KernelUse, kernels_of
 from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import SourceLocation
+from hexa_fx.runtime.current import why_original
+from hexa_fx.runtime.install import HexaForward
 
-Status = Literal["rewritten", "refused"]
+Status = Literal["rewritten", "refused", "already"]
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,11 @@ class CheckReport:
     all_experts: bool = False
 
     def __str__(self) -> str:
-        """In words, without the errors."""
+        """In words."""
         reached = ", all experts reached" if self.all_experts else ""
         why = "" if self.dtype == "float64" else ", as the block cannot be copied"
-        return f"checked in {self.dtype}{why} ({self.cases} cases{reached})"
+        errors = f"forward {self.forward_error:.1e}, gradients {self.gradient_error:.1e}"
+        return f"checked in {self.dtype}{why} ({self.cases} cases{reached}), largest relative error {errors}"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class BlockReport:
 
     Args:
         path: the block's path in the model.
-        status: whether it was rewritten.
+        status: ``rewritten`` in at least one mode, ``refused``, or ``already`` where its code calls hexa_fx's operators itself.
         modes: for ``eval`` and ``train``, ``rewritten`` or the reason why that mode runs the original code.
         reason, location: why the block was left as it is, and the line of the user's code behind it.
         idiom: how the user's code runs the experts.
@@ -65,7 +68,8 @@ class BlockReport:
         kernels: on a GPU, the kernels that forward and backward launch. Elsewhere use `kernels_on`.
         case: sizes and dtype of the block's call.
         collectives: the collectives of this rank's graph, in order, if the block is spread over devices.
-        small: on a CPU, inputs of up to this many elements run the block's own code, which is faster for them.
+        small_tokens: on a CPU, inputs of up to this many tokens run the block's own code, which is faster for them.
+        forward: what `optimize` installed, which knows what is so now. It is neither pickled nor copied along.
     """
 
     path: str
@@ -91,13 +95,35 @@ class BlockReport:
     kernels: tuple[KernelUse, ...] = ()
     case: FfnCase | None = None
     collectives: tuple[str, ...] = ()
-    small: int = 0
+    small_tokens: int = 0
+    forward: HexaForward | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         sizes = f", {self.idiom}, {self.sizes}" if self.num_experts else ""
         return (
-            f"<BlockReport {self.path or '(model)'}: {self.status}{sizes}{': ' + self.reason if self.reason else ''}>"
+            f"<BlockReport {self.name}: {self.state}{sizes}{': ' + self.reason if self.reason else ''}>"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "forward": None}
+
+    @property
+    def name(self) -> str:
+        """The path, in words where it is empty."""
+        return self.path or "(the model itself)"
+
+    @property
+    def state(self) -> str:
+        """``rewritten``, with the mode where it is only one; ``left as it is``; ``already on hexa_fx's operators``."""
+        if self.status != "rewritten":
+            return {"refused": "left as it is", "already": "already on hexa_fx's operators"}[self.status]
+        modes = [mode for mode, outcome in self.modes.items() if outcome == "rewritten"]
+        return "rewritten" if len(modes) == len(self.modes) else f"rewritten in {' and '.join(modes)} mode only"
+
+    @property
+    def now(self) -> str:
+        """Why the block would run its own code if it were called now; empty if it would not, or nothing was installed."""
+        return why_original(self.forward) if self.forward is not None else ""
 
     @property
     def sizes(self) -> str:
@@ -107,7 +133,7 @@ class BlockReport:
     @property
     def advice(self) -> str:
         """What to do about the refusal; empty if there is none."""
-        return advice(self.reason) if self.reason else ""
+        return advice(self.reason) if self.reason and self.status != "already" else ""
 
     def kernels_on(self, arch: int, tokens: int | None = None) -> tuple[KernelUse, ...]:
         """The kernels that the block would launch on compute capability ``arch``, for ``tokens`` (default: the example's).
@@ -121,8 +147,11 @@ class BlockReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("case", "kernels")}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_PLAIN}
         found = {name: asdict(v) if hasattr(v, "__dataclass_fields__") else v for name, v in plain.items()}
-        found["advice"] = self.advice
+        found["advice"], found["now"] = self.advice, self.now
         found["kernels"] = [{**asdict(k), "name": k.name, "cached": k.cached} for k in self.kernels]
         return found
+
+
+_NOT_PLAIN = ("case", "kernels", "forward")

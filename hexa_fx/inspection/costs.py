@@ -7,10 +7,11 @@ recorded example, and every tensor that autograd keeps counts once, without para
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.inspection.roles import REGION
-from hexa_fx.inspection.stages import Snapshots
+from hexa_fx.inspection.stages import FfnCase, Snapshots
 from hexa_fx.inspection.view import GraphView
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
@@ -41,13 +42,15 @@ class Cost:
 class Costs:
     """Before and after the rewrite, for ``tokens`` tokens of the example.
 
-    ``device`` is where memory was measured: small layers on a CPU trade memory for time, which they do not on a GPU.
+    ``device`` is where memory was measured: small layers on a CPU trade memory for time, which they do not on a GPU. ``not_saved``
+    says why what is kept for backward is not known.
     """
 
     tokens: int
     before: Cost
     after: Cost
     device: str = "cpu"
+    not_saved: str = ""
 
 
 def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snapshots) -> Costs:
@@ -60,12 +63,25 @@ def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snap
     if "fuse_activation" in stages:
         after_flops += stages["fuse_activation"].flops
         after_moved += stages["fuse_activation"].moved
+    try:
+        saved, after_saved, why = _measured(captured, captured.block.forward), _measured(captured, new, new.weights), ""
+    except Exception as error:  # the block's own: it cannot run with gradients, say
+        log.debug("memory of %s was not measured", captured.path, exc_info=error)
+        saved = after_saved = None
+        why = f"could not be measured ({type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]})"
     return Costs(
-        _tokens(captured, snapshots),
-        Cost(flops, moved, _measured(captured, captured.block.forward, ())),
-        Cost(after_flops, after_moved, _measured(captured, new, new.weights)),
+        tokens_of(captured, snapshots.case),
+        Cost(flops, moved, saved),
+        Cost(after_flops, after_moved, after_saved),
         next((p.device.type for p in captured.block.parameters()), "cpu"),
+        why,
     )
+
+
+def without_backward(costs: Costs, why: str) -> Costs:
+    """The costs of a block of which no rewritten form has a backward."""
+    before, after = replace(costs.before, saved=None), replace(costs.after, saved=None)
+    return replace(costs, before=before, after=after, not_saved=why)
 
 
 def _of_parts(graph: GraphView, roles: Iterable[str]) -> tuple[int, int]:
@@ -73,9 +89,10 @@ def _of_parts(graph: GraphView, roles: Iterable[str]) -> tuple[int, int]:
     return sum(node.flops for node in nodes), sum(node.moved for node in nodes)
 
 
-def _tokens(captured: CapturedBlock, snapshots: Snapshots) -> int:
-    if snapshots.case is not None:
-        return int(snapshots.case.operands["x"].shape[0])
+def tokens_of(captured: CapturedBlock, case: FfnCase | None) -> int:
+    """Tokens of the recorded run; 0 where no tensor looks like them."""
+    if case is not None:
+        return int(case.operands["x"].shape[0])
     floats = [record_of(v).value for _, v in captured.arguments if isinstance(v, torch.fx.Node)]
     first = next((t for t in floats if t.is_floating_point()), None)
     return 0 if first is None else first.numel() // max(1, first.shape[-1])
@@ -84,15 +101,12 @@ def _tokens(captured: CapturedBlock, snapshots: Snapshots) -> int:
 # -- memory kept for backward ------------------------------------------------------------------------------------------
 
 
-def _measured(captured: CapturedBlock, forward: Callable[..., Any], weights: Sequence[torch.Tensor]) -> int | None:
-    """Bytes that autograd keeps besides parameters and ``weights``, or None if the block cannot run this way."""
+def _measured(captured: CapturedBlock, forward: Callable[..., Any], weights: Sequence[torch.Tensor] = ()) -> int:
+    """Bytes that autograd keeps besides parameters and ``weights``. Raises whatever the block raises."""
     state = ModuleState(captured.block)
     try:
         with _training(captured.block), random_state_kept(), torch.enable_grad():
             return _kept(captured, forward, weights)
-    except Exception as error:
-        log.debug("memory of %s was not measured: %s", captured.path, error)
-        return None
     finally:
         state.restore()
 
@@ -122,9 +136,10 @@ def _kept(captured: CapturedBlock, forward: Callable[..., Any], weights: Sequenc
             alive.append(tensor.detach())
         return tensor.detach()  # the tensor itself would keep alive the graph that holds it
 
-    arguments = {name: _argument(value) for name, value in captured.arguments}
+    # by position where possible: a decorated forward may know its arguments by other names
+    given = inspect.signature(forward).bind(**{name: _argument(value) for name, value in captured.arguments})
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = forward(**arguments)
+        result = forward(*given.args, **given.kwargs)
         del result
     return sum(found.values())
 

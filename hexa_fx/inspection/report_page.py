@@ -8,7 +8,7 @@ from typing import Any
 
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.files import asset, render, styles
-from hexa_fx.inspection.text import cost_rows
+from hexa_fx.inspection.text import cost_rows, small_text
 
 
 def report_page(blocks: Sequence[BlockReport], summary: str, plan: str, title: str) -> str:
@@ -35,11 +35,11 @@ def _groups(blocks: Sequence[BlockReport]) -> list[dict[str, Any]]:
     """Blocks that share an analysis and a reason, once."""
     groups: dict[tuple[str, str], dict[str, Any]] = {}
     for block in blocks:
-        key = (block.same_as or block.path, block.reason)
+        key = (block.path if block.same_as is None else block.same_as, block.reason)
         if key in groups:
-            groups[key]["same"].append(block.path)
+            groups[key]["same"].append(block.name)
             continue
-        shown = {"facts": _facts(block), "costs": cost_rows(block.costs), "line": _line(block)}
+        shown = {"facts": _facts(block), "costs": cost_rows(block.costs), "line": _line(block), "notes": _notes(block)}
         groups[key] = {"first": block, "same": [], **shown}
     return list(groups.values())
 
@@ -55,6 +55,16 @@ def _facts(block: BlockReport) -> list[tuple[str, str]]:
         ("weights", f"{block.weights} {block.layout}".strip()),
     ]
     return [(name, str(value)) for name, value in named if value]
+
+
+def _notes(block: BlockReport) -> list[str]:
+    """When a rewritten block's own code runs, and what was not measured."""
+    notes = [f"runs its own code in {mode} mode: {why}" for mode, why in block.modes.items() if why != "rewritten"]
+    notes = notes if block.status == "rewritten" else []
+    notes += [f"runs its own code now: {block.now}"] if block.now else []
+    notes += [small_text(block)] if block.small_tokens else []
+    notes += [f"what is kept for backward {block.costs.not_saved}"] if block.costs and block.costs.not_saved else []
+    return notes
 
 
 def _line(block: BlockReport) -> str:

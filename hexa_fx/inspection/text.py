@@ -13,7 +13,7 @@ from hexa_fx.inspection.costs import Costs
 def lines_of(blocks: Sequence[BlockReport]) -> Iterator[str]:
     """The rewritten blocks, with identical ones gathered; then the blocks left as they are, and why."""
     for first, alike in _gathered(b for b in blocks if b.status == "rewritten"):
-        yield f"  {first.path or '(model)'}: {headline(first)}"
+        yield f"  {first.name}: {headline(first)}"
         yield from (f"      {line}" for line in details(first))
         if alike:
             yield f"      the same in {len(alike)} more: {_span(alike)}"
@@ -22,7 +22,7 @@ def lines_of(blocks: Sequence[BlockReport]) -> Iterator[str]:
 
 def headline(block: BlockReport) -> str:
     """What was found, in one line."""
-    checked = "not checked" if not error_text(block) else f"{block.check or 'checked'}: {error_text(block)}"
+    checked = f"{block.check}" if block.check else "not checked"
     return f"{block.idiom}, {block.sizes}, {block.expert}, {block.weights} weights, {checked}"
 
 
@@ -30,9 +30,9 @@ def details(block: BlockReport) -> Iterator[str]:
     """What a block became, what it costs, and its kernels."""
     if block.rewritten_to:
         written = f"{block.code.code} at {block.code.file}:{block.code.line}" if block.code else "the block"
-        yield f"{written} now runs as {block.rewritten_to}"
-    if block.small:
-        yield f"on a CPU, inputs of up to {block.small} elements run its own code, which is the quicker there"
+        yield f"{written} is {block.state.replace('rewritten', f'rewritten to {block.rewritten_to}')}"
+    if block.small_tokens:
+        yield small_text(block)
     if block.costs is not None:
         yield f"{cost_text(block.costs)}"
     if block.collectives:
@@ -40,6 +40,11 @@ def details(block: BlockReport) -> Iterator[str]:
     for kernel in dict.fromkeys(block.kernels):
         built = {True: "built", False: "not built yet", None: "no compiler found"}[kernel.cached]
         yield f"kernel {kernel.name}, {built}" if kernel.spec else f"{kernel.name}: {kernel.fallback}"
+
+
+def small_text(block: BlockReport) -> str:
+    """Which inputs run the block's own code because they are small."""
+    return f"on a CPU, up to {block.small_tokens} tokens run its own code, which is the quicker there"
 
 
 def cost_text(costs: Costs) -> str:
@@ -51,6 +56,8 @@ def cost_text(costs: Costs) -> str:
     ]
     if before.saved is not None and after.saved is not None:
         parts.append(f"{amount(before.saved, 'B')} -> {amount(after.saved, 'B')} kept for backward on {costs.device}")
+    elif costs.not_saved:
+        parts.append(f"what is kept for backward {costs.not_saved}")
     return f"forward of {costs.tokens} tokens, before -> after: {', '.join(parts)}"
 
 
@@ -103,21 +110,31 @@ def refusal_lines(blocks: Iterable[BlockReport]) -> Iterator[str]:
     """Why blocks, or one of their modes, run the original code, with equal sentences merged."""
     said: dict[tuple[str, str], list[str]] = {}
     for block in blocks:
-        where = f" ({block.location})" if block.location else ""
-        outcomes = block.modes.items() if block.status == "rewritten" else [("", block.reason)]
+        where = f" ({block.location})" if block.location and block.status != "already" else ""
+        if block.now:
+            said.setdefault(("now", block.now), []).append(block.name)
+        outcomes = block.modes.items() if block.status == "rewritten" else [(block.status, block.reason)]
         for mode, outcome in outcomes:
             if outcome != "rewritten":
-                said.setdefault((mode, f"{outcome}{where}"), []).append(block.path or "(model)")
+                said.setdefault((mode, f"{outcome}{where}"), []).append(block.name)
     for (mode, sentence), paths in said.items():
-        does = f"runs the original code in {mode} mode" if mode else "left as it is"
+        does = _DOES[mode]
         more = f"; the same for {len(paths) - 1} more: {_span(paths[1:])}" if len(paths) > 1 else ""
         yield f"{paths[0]}: {does}: {sentence}{more}"
-        if advice(sentence):
+        if mode != "already" and advice(sentence):
             yield f"    what helps: {advice(sentence)}"
 
 
+_DOES = {
+    "now": "runs its own code now",
+    "refused": "left as it is",
+    "already": "left as it is",
+    **{mode: f"runs its own code in {mode} mode" for mode in ("eval", "train")},
+}
+
+
 def _span(blocks: Sequence[BlockReport] | Sequence[str]) -> str:
-    paths = [b if isinstance(b, str) else b.path for b in blocks]
+    paths = [b if isinstance(b, str) else b.name for b in blocks]
     return ", ".join(paths) if len(paths) <= 3 else f"{paths[0]}, {paths[1]}, ... {paths[-1]}"
 
 

@@ -139,6 +139,14 @@ class PackedExperts:
         read: torch.Tensor = _ReadPacked.apply(packed, self._storage, top_k_index, *parameters)
         return read
 
+    def check(self) -> None:
+        """Checks the module tree only.
+
+        Raises:
+            GuardMiss: an expert was replaced or hooked.
+        """
+        self._paths.check()
+
     def refresh(self) -> None:
         """Checks the module tree, and packs the parameters again if they were moved. Call it before the block has any effect.
 
@@ -147,7 +155,7 @@ class PackedExperts:
         """
         if is_compiling():
             return
-        self._paths.check()
+        self.check()
         if _traced():
             return
         parameters = self._paths.tensors()

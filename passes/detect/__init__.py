@@ -47,12 +47,13 @@ from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, shared_by_some, tag, uneven_experts
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
-__all__ = ["MoEMatch", "detect"]
+__all__ = ["RUNS_ALREADY", "MoEMatch", "detect"]
 
 Form = Literal["any", "steps", "free"]
 """How experts are read: in the standard form, and if that is not possible as any steps on rows; in the standard form together with
 steps on single rows before and after the products; only as any steps on rows."""
 
+RUNS_ALREADY = "its experts run on hexa_fx's operators already"
 NO_PRODUCT = (
     "no matrix product with the weights of single experts was seen; experts are like modules in a list or a dictionary, or "
     "parameters with the experts as their first dimension, and their layers are matrix products"
@@ -103,7 +104,7 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, alone: bool, form: F
 def _refuse_own_operators(captured: CapturedBlock) -> None:
     for node in captured.graph.nodes:
         if getattr(node.target, "namespace", "") == "hexa":
-            raise Refuse("its experts run on hexa_fx's operators already; nothing is left to do", node)
+            raise Refuse(RUNS_ALREADY, node)
 
 
 def _detect_family(
