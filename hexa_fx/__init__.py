@@ -5,7 +5,8 @@
 >>> print(opt.report)                               # doctest: +SKIP
 
 `optimize` returns a rewritten model, `optimize_` rewrites in place and can spread experts over devices, `explain` only
-reports, and `undo_` restores. `record_routing` and `replay_routing` note and repeat which experts tokens go to. Their
+reports, and `undo_` restores. `patch_transformers` makes ``experts_implementation="hexa"`` known to transformers.
+`record_routing` and `replay_routing` note and repeat which experts tokens go to. Their
 options are `HexaConfig` and `PartitionConfig`. `debug` shows the graphs between passes,
 and `profile_devices` measures how fast each device is.
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hexa_fx.api import explain, optimize, optimize_, undo_
     from hexa_fx.distributed.profile import profile_devices
     from hexa_fx.inspection.debug import debug
+    from hexa_fx.integrations.transformers import patch_transformers
     from hexa_fx.passes.plan_layers import PartitionConfig
     from hexa_fx.routing.log import RoutingLog
     from hexa_fx.routing.session import record_routing, replay_routing
@@ -36,6 +38,7 @@ __all__ = [
     "explain",
     "optimize",
     "optimize_",
+    "patch_transformers",
     "profile_devices",
     "record_routing",
     "replay_routing",
@@ -49,6 +52,7 @@ _HOMES = {
     "explain": "hexa_fx.api",
     "optimize": "hexa_fx.api",
     "optimize_": "hexa_fx.api",
+    "patch_transformers": "hexa_fx.integrations.transformers",
     "profile_devices": "hexa_fx.distributed.profile",
     "record_routing": "hexa_fx.routing.session",
     "replay_routing": "hexa_fx.routing.session",

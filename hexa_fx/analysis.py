@@ -16,6 +16,7 @@ from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
+from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import BlockAnalysis, analyse
@@ -85,7 +86,7 @@ def _analyse_model(
     around: dict[str, Sequence[Observation]] = {}
     with progress("analysing MoE blocks", 1) as bar, listening(*_stages(bar)):
         bar.say("the model runs on the example inputs")
-        candidates = _observe(model, args, kwargs)
+        candidates = _observe(model, args, kwargs, isinstance(example_inputs, ExampleTokens))
         bar.total = len(candidates)
         for candidate in candidates:
             analysis, same_as = _analyse_candidate(candidate, config, cache)
@@ -112,12 +113,17 @@ def _stages(bar: Bar) -> list[Listener]:
     return [see] if bar.shown else []
 
 
-def _observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Candidate]:
+def _observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: bool) -> list[Candidate]:
     try:
         return observe(model, args, kwargs)
     except Exception as error:
         given = ", ".join([*map(_kind, args), *(f"{name}={_kind(value)}" for name, value in kwargs.items())])
-        error.add_note(f"hexa_fx called the model on the example inputs: {type(model).__name__}({given})")
+        what = (
+            "tokens made by its configuration (give example_inputs if it needs others)"
+            if made
+            else "the example inputs"
+        )
+        error.add_note(f"hexa_fx called the model on {what}: {type(model).__name__}({given})")
         raise
 
 
@@ -159,14 +165,14 @@ def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict
     """Positional and keyword arguments of the call that ``example_inputs`` stands for.
 
     Raises:
-        InputError: it is None, text, or something that yields examples, such as a data loader.
+        InputError: it is text, or something that yields examples, such as a data loader.
     """
     if isinstance(example_inputs, torch.utils.data.DataLoader | Iterator):
         raise InputError(
             f"example_inputs is a {type(example_inputs).__name__}; expected what the model is called with once, such as "
             "next(iter(loader))"
         )
-    if example_inputs is None or isinstance(example_inputs, str):
+    if isinstance(example_inputs, str):
         raise InputError(
             f"example_inputs is {example_inputs!r}; expected a tensor, a tuple of positional arguments, or a mapping of keywords"
         )

@@ -16,6 +16,7 @@ from hexa_fx.capture.copies import copied, deepcopied
 from hexa_fx.config import HexaConfig
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, VerificationError
+from hexa_fx.example_tokens import example_tokens
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.observers import listening
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def optimize(model: Model, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> Model:
+def optimize(model: Model, example_inputs: ExampleInputs | None = None, config: HexaConfig | None = None) -> Model:
     """Returns a new model whose MoE blocks run on expert-specific operators; ``model`` itself keeps its code.
 
     The new model has the same class, parameter names and ``state_dict``, and shares parameters and buffers with ``model``. It
@@ -49,7 +50,8 @@ def optimize(model: Model, example_inputs: ExampleInputs, config: HexaConfig | N
     Args:
         model: any module that contains MoE blocks, on the device and in the floating-point type it will run in.
         example_inputs: arguments of one call: a tensor, a tuple or list of positional arguments, or a mapping of keyword
-            arguments, on the model's device. Any size will do; the rewritten model accepts other sizes.
+            arguments, on the model's device. Any size will do; the rewritten model accepts other sizes. For a language model
+            of transformers it may be left out: tokens are then made by its configuration (`hexa_fx.example_tokens`).
         config: options; by default `HexaConfig.from_environment()`.
 
     Raises:
@@ -65,7 +67,7 @@ def optimize(model: Model, example_inputs: ExampleInputs, config: HexaConfig | N
 
 def optimize_(
     model: Model,
-    example_inputs: ExampleInputs,
+    example_inputs: ExampleInputs | None = None,
     config: HexaConfig | None = None,
     *,
     mesh: DeviceMesh | None = None,
@@ -100,6 +102,9 @@ def optimize_(
         raise InputError("strategy, capacities and partition say how to spread the model over devices; give mesh= too")
     if not isinstance(partition, PartitionConfig | None):
         raise InputError(f"partition is a {type(partition).__name__}; expected a hexa_fx.PartitionConfig")
+    if mesh is not None and example_inputs is None and (partition is None or partition.batch is None):
+        raise InputError("the example inputs stand for the global batch: give them, or PartitionConfig(batch=...)")
+    example_inputs = example_tokens(model) if example_inputs is None else example_inputs
     inspector = Inspector()
     with torch.inference_mode(False), tracing() as trace, listening(inspector.see), kernels_requested():
         found = analyse_model(model, example_inputs, config, inspector)
@@ -153,7 +158,9 @@ def _partition_config(
     return replace(given, batch=batch, slots=slots, prefetch=given.prefetch and config.overlap)
 
 
-def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig | None = None) -> OptimizationReport:
+def explain(
+    model: nn.Module, example_inputs: ExampleInputs | None = None, config: HexaConfig | None = None
+) -> OptimizationReport:
     """Reports what `optimize` would rewrite, and why it would leave the rest alone. The model is not changed.
 
     Args:
@@ -165,6 +172,7 @@ def explain(model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig 
     """
     check_model(model)
     config = _checked(config)
+    example_inputs = example_tokens(model) if example_inputs is None else example_inputs
     with torch.inference_mode(False), tracing() as trace:
         report = analyse_model(model, example_inputs, config, Inspector()).report
         trace.finish(report)

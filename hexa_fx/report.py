@@ -54,7 +54,9 @@ class OptimizationReport:
         now = sum(bool(block.now) for block in self.rewritten)
         said = []
         if already < len(self.blocks):
-            said.append(f"{len(self.rewritten)} of {len(self.blocks) - already} MoE blocks rewritten in {self.seconds:.2f} s")
+            said.append(
+                f"{len(self.rewritten)} of {len(self.blocks) - already} MoE blocks rewritten in {self.seconds:.2f} s"
+            )
         for mode in ("eval", "train"):
             only = sum(block.state == f"rewritten in {mode} mode only" for block in self.rewritten)
             said += [f"{only} of them in {mode} mode only"] if only else []

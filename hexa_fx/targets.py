@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hexa_fx.errors import InputError
-from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
+from hexa_fx.integrations.tiny_models import auto_class, built, default_config, tiny_config
 
 EXPECTED = (
     "expected MODULE:FACTORY or FILE.py:FACTORY (a function that returns a model and example inputs), the model type of a "
@@ -58,10 +58,8 @@ def full_size(target: str) -> nn.Module | None:
     if ":" in target:
         return None
     config = _config(target) if _is_folder(target) else _default_config(target)
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        made: nn.Module = AutoModelForCausalLM.from_config(config)
+        made: nn.Module = auto_class(config, target).from_config(config)
     return made
 
 

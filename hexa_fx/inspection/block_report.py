@@ -100,9 +100,7 @@ class BlockReport:
 
     def __repr__(self) -> str:
         sizes = f", {self.idiom}, {self.sizes}" if self.num_experts else ""
-        return (
-            f"<BlockReport {self.name}: {self.state}{sizes}{': ' + self.reason if self.reason else ''}>"
-        )
+        return f"<BlockReport {self.name}: {self.state}{sizes}{': ' + self.reason if self.reason else ''}>"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "forward": None}

@@ -6,13 +6,13 @@ model that sees pictures too. The model is sized on the meta device before anyth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from hexa_fx.errors import InputError
+from hexa_fx.example_tokens import example_tokens, nested
 
 LARGEST = 50_000_000
 """Parameters. A model that stays larger is refused: a field that sizes it has a name that is not known here."""
@@ -101,7 +101,7 @@ def default_config(model_type: str) -> Any:
 
 def tiny_config(config: Any, whole: bool = False) -> Any:
     """The configuration with tiny widths, changed in place; with few layers and experts too, unless it is to stay ``whole``."""
-    for inner in _nested(config):
+    for inner in nested(config):
         _narrow(inner)
         if not whole:
             _shorten(inner)
@@ -112,15 +112,10 @@ def built(config: Any, name: str, seed: int = 0) -> tuple[nn.Module, dict[str, t
     """A model of the configuration in eval mode, and a batch of token ids for it.
 
     Raises:
-        InputError: it does not build, or has more than `LARGEST` parameters; ``name`` says of what.
+        InputError: transformers has no language model for it, it does not build, or has more than `LARGEST` parameters; ``name``
+            says of what.
     """
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-    causal = config.model_type in CAUSAL
-    if not causal:
-        config.decoder_start_token_id = 0
-    auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForSeq2SeqLM
+    auto = auto_class(config, name)
     try:
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
@@ -136,15 +131,35 @@ def built(config: Any, name: str, seed: int = 0) -> tuple[nn.Module, dict[str, t
         raise InputError(
             f"{name!r} does not build with tiny widths ({type(error).__name__}: {_first_line(error)}); write a factory for it"
         ) from error
-    ids = torch.randint(3, 100, (2, 16))
-    return model.eval(), {"input_ids": ids} if causal else {"input_ids": ids, "labels": ids}
+    return model.eval(), example_tokens(model)
 
 
-def _nested(config: Any) -> Iterator[Any]:
-    yield config
-    for value in list(vars(config).values()):
-        if hasattr(value, "to_dict"):
-            yield from _nested(value)
+_AUTO = (
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
+    "AutoModelForTokenClassification",
+    "AutoModel",
+)
+"""Classes that build a model from a configuration, those of language first."""
+
+
+def auto_class(config: Any, name: str) -> Any:
+    """The class of transformers that builds a model of the configuration.
+
+    Raises:
+        InputError: there is none for language; ``name`` says of what.
+    """
+    import transformers
+
+    known = (getattr(transformers, auto, None) for auto in _AUTO)
+    found = next((auto for auto in known if auto is not None and type(config) in auto._model_mapping), None)
+    if found is None:
+        raise InputError(
+            f"{name!r} is a part of other models, for which transformers has no class of its own; name the whole one"
+        )
+    return found
 
 
 def _fields(config: Any) -> dict[str, Any]:

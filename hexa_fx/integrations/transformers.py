@@ -5,15 +5,16 @@ from __future__ import annotations
 from hexa_fx.errors import InputError
 
 
-def register(name: str = "hexa") -> None:
+def patch_transformers() -> None:
     """Makes ``experts_implementation="hexa"`` known to transformers 5, for the whole process.
 
     After it ``from_pretrained(..., experts_implementation="hexa")`` and ``model.set_experts_implementation("hexa")`` run the
     experts of every family that has the choice on `hexa::moe_ffn`. Routers, parameter names and checkpoints stay the
-    library's; nothing of the choice is written to config.json. Calling it again changes nothing.
+    library's; nothing of the choice is written to config.json. Calling it again changes nothing. It is the library's own registry
+    that is written to; the library looks for no entry points, so it has to be called.
 
-    Unlike `hexa_fx.optimize` it needs no example inputs and verifies nothing: it relies on the library's own contract. Families
-    without the choice (dbrx, switch_transformers, ...) need `hexa_fx.optimize`.
+    Unlike `hexa_fx.optimize` it verifies nothing: it relies on the library's own contract. Families without the choice (dbrx,
+    switch_transformers, ...) need `hexa_fx.optimize`.
 
     Raises:
         InputError: transformers is missing, or older than 5.
@@ -27,4 +28,4 @@ def register(name: str = "hexa") -> None:
         ) from error
     from hexa_fx.integrations.experts import hexa_experts_forward
 
-    ExpertsInterface.register(name, hexa_experts_forward)
+    ExpertsInterface.register("hexa", hexa_experts_forward)

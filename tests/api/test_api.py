@@ -198,4 +198,4 @@ def test_the_demonstration_is_large_enough_for_the_operators():
 
     example, inputs = demo.example()
     for block in hexa_fx.explain(example, inputs).rewritten:
-        assert inputs["input_ids"].numel() * block.hidden_size > block.small
+        assert inputs["input_ids"].numel() > block.small_tokens

@@ -31,7 +31,7 @@ def sentence(call) -> str:
 UNFIT = {
     "a generator": ((x for x in [INPUT]), "next(iter(loader))"),
     "a loader": (torch.utils.data.DataLoader([INPUT]), "next(iter(loader))"),
-    "None": (None, "expected a tensor"),
+    "None": (None, "give example_inputs: a tensor"),
     "text": ("hello", "expected a tensor"),
 }
 

@@ -15,15 +15,15 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 import hexa_fx
+from hexa_fx import patch_transformers
 from hexa_fx.integrations import experts as hexa_experts
 from hexa_fx.integrations.experts import Gate
-from hexa_fx.integrations.transformers import register
 from tests.zoo import families
 from tests.zoo.compare import operators_run
 from tests.zoo.family_table import errors_of
 
 torch.set_num_threads(1)
-register()
+patch_transformers()
 E, D, H, T, K = 5, 8, 6, 11, 3
 
 
@@ -202,8 +202,8 @@ def test_optimize_says_that_nothing_is_left_to_do() -> None:
     ] * 2
 
 
-def test_unknown_implementation_is_the_librarys_error_and_register_repeats() -> None:
-    register(), register()
+def test_unknown_implementation_is_the_librarys_error_and_patching_repeats() -> None:
+    patch_transformers(), patch_transformers()
     assert "hexa" in transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS
     with pytest.raises(ValueError, match="hexa"):
         families.make("mixtral").set_experts_implementation("hexagon")

@@ -70,9 +70,9 @@ def test_the_configuration_switches_it_off():
     variant = by_name(FEW_CALLS[0])
     (x,), _ = variant.inputs(2, 7, torch.float32, 0)
     off = hexa_fx.HexaConfig(verify=False, own_code_when_small=False)
-    assert all(block.small == 0 for block in hexa_fx.explain(variant.make(0).eval(), x, off).blocks)
+    assert all(block.small_tokens == 0 for block in hexa_fx.explain(variant.make(0).eval(), x, off).blocks)
     assert any(
-        block.small > 0
+        block.small_tokens > 0
         for block in hexa_fx.explain(variant.make(0).eval(), x, replace(off, own_code_when_small=True)).blocks
     )
 

@@ -1,0 +1,145 @@
+"""The report says neither more nor less than what is so: every sentence here was once an overstatement."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import pickle
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.inspection.report_page import report_page
+from hexa_fx.report import OptimizationReport
+
+QUICK = hexa_fx.HexaConfig(verify=False)
+
+
+class Dropping(nn.Module):
+    """Stacked experts with a dropout between their projections, which only eval mode can do without."""
+
+    def __init__(self, width: int = 8, hidden: int = 12, experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        self.w1, self.w2 = (nn.Parameter(torch.randn(experts, *s)) for s in ((hidden, width), (width, hidden)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number in range(4):
+            token, slot = torch.where(chosen == number)
+            hidden = nn.functional.dropout(torch.relu(x[token] @ self.w1[number].T), 0.3, self.training)
+            out.index_add_(0, token, hidden @ self.w2[number].T * weights[token, slot, None])
+        return out
+
+
+def html(report: OptimizationReport) -> str:
+    return re.sub(r"\s+", " ", report_page(report.blocks, report.summary(), "", "test"))
+
+
+def test_a_block_that_trains_with_its_own_code_saves_nothing_for_backward() -> None:
+    torch.manual_seed(0)
+    report = hexa_fx.explain(Dropping(), torch.randn(40, 8), QUICK)
+    assert re.fullmatch(r"1 of 1 MoE blocks rewritten in .* s; 1 of them in eval mode only", report.summary())
+    for text in (str(report), html(report)):
+        assert "rewritten in eval mode only" in text or "is rewritten to hexa::moe_ffn in eval mode only" in text
+        assert "what is kept for backward is that of its own code, which train mode runs" in text
+        assert "runs its own code in train mode: dropout is active" in text
+        assert "B kept for backward" not in text
+
+
+def test_errors_have_labels(optimized) -> None:
+    line = next(line for line in str(optimized.report).splitlines() if "loop over experts" in line)
+    assert re.search(r"checked in float64 \(\d+ cases.*\), largest relative error forward \S+, gradients \S+$", line)
+
+
+def test_the_model_itself_has_a_name(models) -> None:
+    report = hexa_fx.explain(models.make().layers[0], models.INPUT, QUICK)
+    assert "  (the model itself): loop over experts" in str(report)
+    assert list(report.table().columns[0].cells) == ["(the model itself)"]
+    assert "<BlockReport (the model itself): rewritten, " in repr(report.blocks[0])
+
+
+def test_small_inputs_are_counted_in_tokens(models, monkeypatch) -> None:
+    """The limit that the forward knows is in elements of its first argument, which has 8 for a token."""
+    monkeypatch.setattr(importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", lambda *_: 247)
+    model = hexa_fx.optimize(models.make(), models.INPUT, QUICK)
+    for text in (str(model.report), html(model.report)):
+        assert "on a CPU, up to 30 tokens run its own code" in text
+
+
+def test_a_report_knows_that_an_expert_was_exchanged(models) -> None:
+    model = hexa_fx.optimize(models.make(), models.INPUT, QUICK)
+    assert "own code now" not in str(model.report)
+    model.layers[0].experts[2] = models.Expert(8, 12)
+    assert "1 of them runs the original code now" in model.report.summary()
+    for text in (str(model.report), html(model.report), model.report.to_json()):
+        assert "was exchanged after the block was rewritten" in text
+    assert "layers.0: runs its own code now: the submodule" in str(model.report)
+    assert "what helps: Call hexa_fx.undo_ and hexa_fx.optimize_" in str(model.report)
+    alone = pickle.loads(pickle.dumps(model.report))  # no model comes with it
+    assert alone.blocks[0].now == ""
+    assert copy.deepcopy(model).report.summary().startswith("2 of 2")
+
+
+def test_a_forward_that_knows_its_arguments_by_other_names_is_measured(models) -> None:
+    """As transformers' decorated experts do, those of gpt_oss among them."""
+
+    class Renamed(models.Block):
+        @functools.wraps(models.Block.forward)
+        def forward(self, *tokens: torch.Tensor) -> torch.Tensor:
+            return models.Block.forward(self, *tokens)
+
+    torch.manual_seed(0)
+    report = hexa_fx.explain(Renamed(), models.INPUT, QUICK)
+    assert re.search(r"\d+.* -> \d+.* kept for backward on cpu", str(report))
+
+
+def test_what_could_not_be_measured_is_said(models, monkeypatch) -> None:
+    monkeypatch.setattr("hexa_fx.inspection.costs._kept", lambda *_: (_ for _ in ()).throw(RuntimeError("not so")))
+    report = hexa_fx.explain(models.make(), models.INPUT, QUICK)
+    for text in (str(report), html(report)):
+        assert "what is kept for backward could not be measured (RuntimeError: not so)" in text
+
+
+@pytest.fixture
+def registered():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    hexa_fx.patch_transformers()
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(config).eval()
+
+
+def test_blocks_that_are_on_the_operators_already_are_not_called_refused(registered, caplog) -> None:
+    registered.set_experts_implementation("hexa")
+    model = hexa_fx.optimize(registered)
+    assert model.report.summary() == "1 MoE block already runs on hexa_fx's operators"
+    assert "left as it is: its experts run on hexa_fx's operators already" in str(model.report)
+    assert "what helps" not in str(model.report)
+    assert model.report.refused == ()
+    assert "already on hexa_fx's operators" in html(model.report).replace("&#39;", "'")
+    assert not caplog.records
+
+
+def test_an_experts_implementation_that_is_set_later_takes_effect_and_is_said(registered, caplog) -> None:
+    model = hexa_fx.optimize(registered, config=QUICK)
+    model.set_experts_implementation("eager")
+    assert "1 of them runs the original code now" in model.report.summary()
+    ids = torch.randint(3, 60, (2, 9))
+    torch.testing.assert_close(model(ids).logits, registered(ids).logits)
+    model(ids)
+    (said,) = [record.message for record in caplog.records if "experts_implementation" in record.message]
+    assert "runs its original forward" in said
+    assert "call hexa_fx.undo_ and hexa_fx.optimize_" in said
