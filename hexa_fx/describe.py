@@ -78,7 +78,7 @@ def _small_tokens(analysis: BlockAnalysis, case: FfnCase | None) -> int:
         return 0
     captured = analysis.captured[mode]
     first = next(record_of(value).value for _, value in captured.arguments if isinstance(value, torch.fx.Node))
-    return form.small * tokens_of(captured, case) // max(1, first.numel())
+    return int(form.small * tokens_of(captured, case) // max(1, first.numel()))
 
 
 def _code_of(analysis: BlockAnalysis) -> SourceLocation | None:

@@ -33,7 +33,7 @@ def example_tokens(model: nn.Module) -> ExampleTokens:
     Raises:
         InputError: the model is none of transformers', or takes no token ids.
     """
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's passes everything on
+    inner: Any = getattr(model, "get_base_model", lambda: model)()  # PEFT's passes everything on
     config, kind = getattr(inner, "config", None), type(inner).__name__
     if not hasattr(config, "get_text_config"):
         raise InputError(

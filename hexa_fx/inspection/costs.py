@@ -63,6 +63,8 @@ def costs_of(captured: CapturedBlock, rewritten: RewrittenBlock, snapshots: Snap
     if "fuse_activation" in stages:
         after_flops += stages["fuse_activation"].flops
         after_moved += stages["fuse_activation"].moved
+    saved: int | None
+    after_saved: int | None
     try:
         saved, after_saved, why = _measured(captured, captured.block.forward), _measured(captured, new, new.weights), ""
     except Exception as error:  # the block's own: it cannot run with gradients, say

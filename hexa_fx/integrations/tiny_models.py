@@ -173,7 +173,7 @@ def _narrow(config: Any) -> None:
             setattr(config, key, value)
     known = _fields(config)
     for key, value in _WIDTHS.items():
-        if _whole_number(known.get(key)):
+        if _whole_number(known.get(key)) and known[key]:  # zero is for what a model does not have
             setattr(config, key, value)
         elif isinstance(known.get(key), list) and all(map(_whole_number, known[key])):
             setattr(config, key, [value] * len(known[key]))
@@ -181,7 +181,7 @@ def _narrow(config: Any) -> None:
         "num_attention_heads"
     ):  # each head has its own, and has to keep it
         config.num_key_value_heads = _WIDTHS["num_attention_heads"]
-    if "qk_rope_head_dim" in known:
+    if known.get("qk_rope_head_dim"):
         _keep_rotary(config, known)
 
 
