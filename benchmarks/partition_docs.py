@@ -81,7 +81,7 @@ def _row(goal: str, fine: int, count: int, said: str) -> list[Row]:
 
 def _auto(runs: Runs) -> list[Row]:
     over = [r["over_best"] for run in runs.values() for r in _of(run, "step time") if "over_best" in r]
-    said = f"at most {100 * (max(over, default=1) - 1):.1f} % slower, {len(over)} points"
+    said = f"at most {max(over, default=1):.3f} times as long, {len(over)} points"
     return _row("`auto` within 5 % of the better mode", sum(o <= 1.05 for o in over), len(over), said)
 
 

@@ -97,7 +97,7 @@ def latency(folder: Path) -> str:
 def _step(record: Record, best: float) -> str:
     text = f"{1e3 * record['step_s']:.1f}"
     if record["name"] not in OURS:
-        text += f" ({record['step_s'] / best:.2f}x)" if best else ""
+        text += f" ({record['step_s'] / best:.2f})" if best else ""
     return f"{text}, {record['largest_batch']}" if "largest_batch" in record else text
 
 

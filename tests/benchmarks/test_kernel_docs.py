@@ -1,4 +1,4 @@
-"""Tables of README.md and docs/kernels.md are what was recorded; a missed goal is set in bold."""
+"""Tables of README.md, docs/results.md and docs/kernels.md, and the plot, are what was recorded; a missed goal is set in bold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kernel_docs as docs
+from benchmarks import results_plot
 from benchmarks.pages import fill
 
 
@@ -30,3 +31,7 @@ def test_what_misses_its_goal_is_bold(tmp_path: Path) -> None:
     assert " / ".join(["**1.26**"] * len(docs.LAYERS)) in line
     assert " / ".join(["1.20"] * len(docs.LAYERS)) in line
     assert "**+5.5 %**" in line
+
+
+def test_the_plot_is_that_of_the_records() -> None:
+    assert results_plot.TARGET.read_text(encoding="utf-8") == results_plot.svg(results_plot.panels(docs.RESULTS))

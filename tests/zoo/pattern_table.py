@@ -117,7 +117,7 @@ def _row(line: Line) -> str:
 
 
 def summary(page: str) -> str:
-    """The page of all blocks in short, one line a section, for the README."""
+    """The page of all blocks in short, one line a section, for docs/supported.md."""
     lines = ["| idiom | blocks | rewritten | for example |", "|---|---|---|---|"]
     for part in page.split("\n## ")[1:]:
         title, *rest = part.splitlines()
@@ -129,11 +129,11 @@ def summary(page: str) -> str:
     return "\n".join(lines)
 
 
-def put_in_readme(table: str, readme: pathlib.Path) -> None:
-    """Between the README's markers, so that the two pages cannot differ."""
+def put_in_overview(table: str, overview: pathlib.Path) -> None:
+    """Between the page's markers, so that the two pages cannot differ."""
     start, end = "<!-- patterns -->\n", "<!-- /patterns -->"
-    before, rest = readme.read_text().split(start)
-    readme.write_text(before + start + table + "\n" + end + rest.split(end)[1])
+    before, rest = overview.read_text().split(start)
+    overview.write_text(before + start + table + "\n" + end + rest.split(end)[1])
 
 
 def main() -> None:
@@ -147,7 +147,7 @@ def main() -> None:
     print(text)
     if options.write:
         options.write.write_text(PREAMBLE + text + "\n")
-        put_in_readme(summary(text), pathlib.Path("README.md"))
+        put_in_overview(summary(text), pathlib.Path("docs/supported.md"))
 
 
 if __name__ == "__main__":
