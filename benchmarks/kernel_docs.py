@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/results.md and docs/kernels.md, from the recorded results.   python -m benchmarks.kernel_docs   writes them."""
+"""What README.md, docs/results.md and docs/kernels.md say of recorded layers.   python -m benchmarks.kernel_docs   writes it."""
 
 from __future__ import annotations
 

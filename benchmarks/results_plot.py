@@ -21,7 +21,8 @@ _LEFT, _WIDTH, _TEXT, _ROW, _TOP = 112, 120, 130, 27, 78
 _STYLE = """
 text{font:12px ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#131820}
 .title{font-size:14px;font-weight:650}.soft{fill:#586373}.end{text-anchor:end}.middle{text-anchor:middle}
-.track{fill:#e6eaef}.bar{fill:#2563eb}.floor{stroke:#131820;stroke-width:2}.paper{fill:#fff}.axis{stroke:#8d98a8;stroke-dasharray:3 3}
+.track{fill:#e6eaef}.bar{fill:#2563eb}
+.floor{stroke:#131820;stroke-width:2}.paper{fill:#fff}.axis{stroke:#8d98a8;stroke-dasharray:3 3}
 @media(prefers-color-scheme:dark){text{fill:#e7ecf3}.soft{fill:#97a3b4}.track{fill:#232b36}.bar{fill:#5b96ff}.floor{stroke:#e7ecf3}
 .paper{fill:#12161d}.axis{stroke:#697688}}
 """.strip()

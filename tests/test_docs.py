@@ -69,6 +69,21 @@ def test_every_page_is_linked() -> None:
     assert not [page.name for page in PAGES[1:-1] if page.resolve() not in linked]
 
 
+def test_every_page_is_on_the_site() -> None:
+    """In the navigation of mkdocs.yml, without which the site is not built."""
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f" {page.name}\n" not in nav]
+
+
+def test_the_reference_has_all_that_the_package_gives() -> None:
+    import hexa_fx
+
+    shown = re.findall(
+        r"^::: [\w.]*\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert set(hexa_fx.__all__) <= set(shown)
+
+
 def test_messages_of_the_troubleshooting_page_exist() -> None:
     """Ours, in the first column; so that a sentence that is changed is changed there too."""
     folders = [*(ROOT / "hexa_fx").rglob("*.py"), *(ROOT / "passes").rglob("*.py")]

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import site
+import subprocess
+import sys
 import tomllib
+import venv
 from pathlib import Path
+
+import pytest
 
 import hexa_fx
 import hexa_fx.passes
@@ -37,3 +45,67 @@ def test_modules_stay_readable() -> None:
         if not path.is_symlink() and (count := len(path.read_text().splitlines())) > 340
     ]
     assert not long
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with nothing but the built wheel, and the packages that it needs from this one."""
+    pytest.importorskip("build", reason="pip install 'hexa-fx[dev]'")
+    folder = tmp_path_factory.mktemp("packaging")
+    tree = shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", tree)  # the wheel from the sdist
+    (wheel,) = (folder / "dist").glob("*.whl")
+    assert len(list((folder / "dist").glob("*.tar.gz"))) == 1
+    venv.create(folder / "empty", symlinks=True)
+    python = folder / "empty" / "bin" / "python"
+    (packages,) = (folder / "empty").glob("lib/*/site-packages")
+    (packages / "needed.pth").write_text("\n".join(site.getsitepackages()))  # their own .pth files are not read
+    _run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel)
+    return python
+
+
+_LEFT_OUT = (".git", ".venv*", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "results", "tests", "docs")
+
+_PROGRAM = """
+import sys, torch, hexa_fx
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(4))
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+print(hexa_fx.__file__)
+model, x = Block(), torch.randn(16, 8)
+optimized = hexa_fx.optimize(model, x)
+torch.testing.assert_close(optimized(x), model(x))
+optimized.report.to_html("report.html")
+optimized.graphs.to_html("graphs.html", 90)
+print([kernel.operator for kernel in optimized.graphs.kernels(80) if kernel.source])
+"""
+
+
+def test_wheel_and_sdist_install_and_run(installed: Path, tmp_path: Path) -> None:
+    """Templates, tables and pages are in it, kernels generate, and the command is there."""
+    said = _run(installed, "-c", _PROGRAM, cwd=tmp_path)
+    assert said.splitlines()[0].startswith(str(installed.parent.parent))
+    assert "'hexa.esmm_act'" in said
+    assert (tmp_path / "graphs.html").stat().st_size > 50_000
+    assert (tmp_path / "report.html").stat().st_size > 5_000
+    assert hexa_fx.__version__ in _run(installed.parent / "hexa-fx", "--version", cwd=tmp_path)
+
+
+def _run(*command: object, cwd: Path | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, cwd=cwd, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,4 +1,4 @@
-"""The README's commands are the ones CI uses, its claims name what shows them, its tables are what was recorded (code: test_docs)."""
+"""The README's commands are those of CI, its claims name what shows them, links lead somewhere (code: test_docs)."""
 
 from __future__ import annotations
 

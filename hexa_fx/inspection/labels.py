@@ -10,6 +10,7 @@ from hexa_fx.inspection.layout import Layout
 from hexa_fx.inspection.picture import Arrow
 
 _CHARACTER, _HEIGHT = 6.4, 13.0
+_BADGE = 8.0  # how far the number of a loop's runs stands out of its box
 _SHARES = (0.5, 0.35, 0.65, 0.2, 0.8)
 
 
@@ -63,4 +64,5 @@ def at(a: tuple[float, float], b: tuple[float, float], share: float) -> tuple[fl
 def _is_free(label: Label, placed: list[Label], layout: Layout) -> bool:
     if any(label.covers(other.x, other.y, other.width, other.height) for other in placed):
         return False
-    return not any(label.covers(box.x, box.y, box.width, box.height) for box in layout.places.values())
+    boxes = layout.places.values()
+    return not any(label.covers(box.x, box.y, box.width + 2 * _BADGE, box.height + _BADGE) for box in boxes)

@@ -34,6 +34,11 @@ function open_(side) {
   view.scrollLeft = (view.scrollWidth - view.clientWidth) / 2;
 }
 
+function isWhole(side) {
+  const view = panes[side].querySelector(".view");
+  return view.scrollHeight <= view.clientHeight && view.scrollWidth <= view.clientWidth;
+}
+
 function zoom(side, factor, x, y) {
   const view = panes[side].querySelector(".view"), before = scales[side];
   const at = [x ?? view.clientWidth / 2, y ?? view.clientHeight / 2];

@@ -132,7 +132,9 @@ function keep(side, box) {
   light(side, box);
   const found = {[side]: [box], [other(side)]: counterparts(side, box)};
   detail.replaceChildren(...Object.keys(panes).map(s => about(s, found[s], s === side)), kernels(box));
+  const seen = Object.keys(panes).filter(s => detail.hidden && isWhole(s));
   detail.hidden = false;
+  seen.forEach(open_);  // what was seen whole stays so, beside the details
   detail.scrollTop = 0;
   bringIntoView(side, box);
   if (found[other(side)].length) bringIntoView(other(side), found[other(side)][0]);
