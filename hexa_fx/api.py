@@ -19,7 +19,9 @@ from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, V
 from hexa_fx.example_tokens import example_tokens
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
+from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import listening
+from hexa_fx.passes.batch_invariance import fix_order
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
@@ -123,7 +125,7 @@ def optimize_(
                 strategy,
                 capacities,
                 _partition_config(partition, config, args, kwargs),
-                finish=functools.partial(switch_off, config=config),
+                finish=functools.partial(_finished, config=config),
                 example=lambda: model(*args, **kwargs),
             )
             _attach(model, "partition", session)
@@ -132,7 +134,7 @@ def optimize_(
             installed = {}
             for analysis in rewritten:
                 block = model.get_submodule(analysis.path)
-                forms = {mode: switch_off(form, config) for mode, form in analysis.rewritten.items()}
+                forms = {mode: _finished(form, config) for mode, form in analysis.rewritten.items()}
                 installed[analysis.path] = install(block, forms.get("train"), forms.get("eval"))
             report = with_forwards(report, installed)
             request_kernels_of_steps(model, found.unusual_examples)
@@ -144,6 +146,11 @@ def optimize_(
         trace.finish(report, graphs)
     _announce(report)
     return model
+
+
+def _finished(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
+    """The block as it is installed."""
+    return fix_order(switch_off(block, config), config)
 
 
 def _partition_config(

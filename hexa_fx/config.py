@@ -24,6 +24,7 @@ class HexaConfig:
         own_code_when_small: on a CPU, a block runs its own code on inputs that are so small that it is faster there.
         analysis_bytes: memory that the analysis of a block may hold beside the model, on its device and on the host (four experts
             in float64 if that is more). Large weights are raised to float64 piece by piece.
+        batch_invariant: a token's result has the same bits in any batch, with or without gradients; slower (docs/training.md).
 
     The remaining fields are techniques of the paper. All are on; switch one off to see what it contributes
     (docs/swin_moe.md). Results stay the same.
@@ -35,7 +36,8 @@ class HexaConfig:
         overlap: weights are gathered ahead of their use (section 3.3).
 
     Raises:
-        InputError: a field has a value of the wrong type, or ``probe_tokens`` is less than 1.
+        InputError: a field has a value of the wrong type, ``probe_tokens`` is less than 1, or ``batch_invariant`` is combined with
+            an ablation.
     """
 
     verify: bool = True
@@ -44,6 +46,7 @@ class HexaConfig:
     probe_tokens: int = 256
     own_code_when_small: bool = True
     analysis_bytes: int = 2 << 30
+    batch_invariant: bool = False
     expert_operators: bool = True
     fused_kernel: bool = True
     topk_memory: bool = True
@@ -57,6 +60,10 @@ class HexaConfig:
                 raise InputError(f"HexaConfig({field.name}={value!r}): expected {type(field.default).__name__}")
         if self.probe_tokens < 1:
             raise InputError(f"HexaConfig(probe_tokens={self.probe_tokens}): expected at least 1")
+        if self.batch_invariant and not (self.expert_operators and self.fused_kernel):
+            raise InputError(
+                "HexaConfig(batch_invariant=True) needs expert_operators and fused_kernel, which are switched off"
+            )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ, **given: bool | int) -> HexaConfig:

@@ -28,17 +28,17 @@ from hexa_fx.ops.program import programs
 from hexa_fx.ops.rows import columns_of
 
 _OPS = torch.ops.hexa
-_WEIGHTS = "Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor w2, Tensor? b2"
-_STATIC = "str activation, str glu, float[] params, str layout1, str layout2, bool recompute_h"
+WEIGHTS = "Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor w2, Tensor? b2"
+STATIC = "str activation, str glu, float[] params, str layout1, str layout2, bool recompute_h"
 
-library.define(f"moe_ffn(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {_WEIGHTS}, {_STATIC}) -> Tensor")
+library.define(f"moe_ffn(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {STATIC}) -> Tensor")
 library.define(
-    f"moe_ffn_forward(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {_WEIGHTS}, {_STATIC}) "
+    f"moe_ffn_forward(Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {STATIC}) "
     "-> (Tensor y, Tensor h, Tensor v, Tensor inv, Tensor offs)"
 )
 library.define(
     "moe_ffn_backward(Tensor dy, Tensor? x, Tensor? h, Tensor v, Tensor inv, Tensor offs, Tensor? top_k_weights, "
-    f"{_WEIGHTS}, SymInt top_k, {_STATIC}, bool[] needs) -> Tensor[]"
+    f"{WEIGHTS}, SymInt top_k, {STATIC}, bool[] needs) -> Tensor[]"
 )
 
 
@@ -136,14 +136,14 @@ _NAMES = ("x", "w1", "b1", "w3", "b3", "w2", "b2")
 _NO_GRADS = (False,) * 8
 
 
-def _moe_ffn(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
+def inference(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
     """Kernel for any device: the forward program for inference."""
     program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, False, _device_of(x, rest[1:7]))
     y: Tensor = program.forward(x, top_k_index, *rest[:7])
     return y
 
 
-def _moe_ffn_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def training(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Kernel for any device: the forward program for training."""
     program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, True, _device_of(x, rest[1:7]))
     out: tuple[Tensor, ...] = program.forward(x, top_k_index, *rest[:7])
@@ -182,17 +182,17 @@ def _h_width(w1: Tensor, glu: str, layout1: str) -> int:
     return 2 * width if glu == "split" else width
 
 
-def _fake(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
+def fake(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
     return x.new_empty((x.shape[0], columns_of(rest[5], rest[11])))
 
 
-def _fake_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def fake_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     w1, glu, layout1, recompute_h = rest[1], rest[8], rest[10], rest[12]
     n = top_k_index.shape[0] * top_k_index.shape[1]
     h = x.new_empty((0 if recompute_h else n, _h_width(w1, glu, layout1)))
     index = torch.empty(n, dtype=torch.int32, device=x.device)
     offs = torch.empty(w1.shape[0] + 1, dtype=torch.int32, device=x.device)
-    return _fake(x, top_k_index, *rest), h, index, torch.empty_like(index), offs
+    return fake(x, top_k_index, *rest), h, index, torch.empty_like(index), offs
 
 
 def _fake_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -> list[Tensor]:
@@ -203,12 +203,12 @@ def _fake_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -
     return [t.new_empty(t.shape) for t, need in zip(like, needs, strict=True) if need]
 
 
-library.register_fake("moe_ffn", _fake, check)
-run = library.register_kernel("moe_ffn", "any", _moe_ffn)
+library.register_fake("moe_ffn", fake, check)
+run = library.register_kernel("moe_ffn", "any", inference)
 library.register_autocast("moe_ffn", cast=(0, 3, 4, 5, 6, 7, 8))
 
-library.register_fake("moe_ffn_forward", _fake_forward, check)
-run_forward = library.register_kernel("moe_ffn_forward", "any", _moe_ffn_forward)
+library.register_fake("moe_ffn_forward", fake_forward, check)
+run_forward = library.register_kernel("moe_ffn_forward", "any", training)
 
 library.register_fake("moe_ffn_backward", _fake_backward)
 run_backward = library.register_kernel("moe_ffn_backward", "any", _moe_ffn_backward)

@@ -26,21 +26,24 @@ _on_cuda: dict[str, Callable[..., Any]] = {}
 Grads = tuple[Tensor | None, ...]
 
 
-class _ByExpertOrder(DirectFunction):
+class ByExpertOrder(DirectFunction):
     """The autograd function over the operators."""
 
     @staticmethod
     def forward(ctx: Any, plain: bool, *args: Any) -> Tensor:
         with _AutoDispatchBelowAutograd():
-            y, h, v, inv, offs = (
-                _run("moe_ffn_forward", run_forward, args) if plain else _OPS.moe_ffn_forward.default(*args)
-            )
+            found = _run("moe_ffn_forward", run_forward, args) if plain else _OPS.moe_ffn_forward.default(*args)
+        return ByExpertOrder.kept(ctx, args, *found)
+
+    @staticmethod
+    def kept(ctx: Any, args: tuple[Any, ...], y: Tensor, h: Tensor, v: Tensor, inv: Tensor, offs: Tensor) -> Tensor:
+        """y, with what backward needs saved."""
         needs = ctx.needs_input_grad[1:]
         x, top_k_index, recompute_h = args[0], args[1], args[14]
         keep_x = x if needs[3] or needs[5] or recompute_h else None
         ctx.save_for_backward(keep_x, None if recompute_h else h, v, inv, offs, *args[2:9])
         ctx.static = (top_k_index.shape[1], *args[9:], [needs[0], *needs[2:9]])
-        return y  # type: ignore[no-any-return]
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
@@ -123,7 +126,7 @@ def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
     if library.is_plain(keyset):
         return plain(*args)
     if is_grad_enabled() and _any_requires_grad(*args):
-        return _ByExpertOrder.apply(False, *args)
+        return ByExpertOrder.apply(False, *args)
     with _AutoDispatchBelowAutograd():
         return _OPS.moe_ffn.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
@@ -137,7 +140,7 @@ def plain(*args: Any) -> Any:
     if found is not None:
         return _Dense.apply(found, *args) if training else found[0]
     if training:
-        return _ByExpertOrder.apply(True, *args)
+        return ByExpertOrder.apply(True, *args)
     return _inference(*args)
 
 

@@ -17,8 +17,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hexa_fx.ops import cpu
-from hexa_fx.ops.activations import ACTIVATIONS, gate_and_up, weighted_backward
+from hexa_fx.ops import cpu, fixed_order
+from hexa_fx.ops.activations import ACTIVATIONS, Activation, Params, gate_and_up, weighted_backward
 from hexa_fx.ops.cpu import as_kn
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.tiling import Tile, Tiling
@@ -42,6 +42,10 @@ def _project(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     groups = tile.groups
     if not groups:
         return x.new_empty((0, weight.shape[2]))
+    if fixed_order.is_fixed():
+        out = x.new_empty((x.shape[0], weight.shape[2]))
+        fixed_order.multiply_groups_into(x, weight, bias, groups, out)
+        return out
     overhead = bias is None and cpu.has_loop_overhead(groups, x.shape[0] * x.shape[1] * weight.shape[2])
     if overhead and cpu.grouped_mm_takes(x, weight):
         first, end, offs = tile.local_offs()
@@ -64,6 +68,7 @@ def esmm_act(
     params: Sequence[float],
 ) -> Tensor:
     """`hexa::esmm_act` of a tile: a (rows, I). h goes to the output ``h_key`` where one is given."""
+    multiply_groups_into = fixed_order.multiply_groups_into if fixed_order.is_fixed() else cpu.multiply_groups_into
     rows, first = tile.rows(x, gathered), as_kn(w1, layout)
     width = first.shape[2] if w3 is None else 2 * first.shape[2]
     kept, tiling = None, tile.tiling
@@ -76,12 +81,12 @@ def esmm_act(
     if w3 is not None:
         h = rows.new_empty((rows.shape[0], width)) if h is None else h
         gate, up = h.chunk(2, dim=1)
-        cpu.multiply_groups_into(rows, first, b1, tile.groups, gate)
-        cpu.multiply_groups_into(rows, as_kn(w3, layout), b3, tile.groups, up)
+        multiply_groups_into(rows, first, b1, tile.groups, gate)
+        multiply_groups_into(rows, as_kn(w3, layout), b3, tile.groups, up)
     elif h is None:
         h = _project(tile, rows, first, b1)
     else:
-        cpu.multiply_groups_into(rows, first, b1, tile.groups, h)
+        multiply_groups_into(rows, first, b1, tile.groups, h)
     if kept is not None and kept is not h:
         kept.copy_(h)
     return activate(tile, h, activation, glu, params)
@@ -99,12 +104,23 @@ def activate(tile: Tile, h: Tensor, activation: str, glu: str, params: Sequence[
     act, dtype, wide = ACTIVATIONS[activation], h.dtype, tile.tiling.wide
     if dtype != wide:
         return activate(tile, h.to(wide), activation, glu, params).to(dtype)
+    if fixed_order.is_fixed():
+        return _activate_fixed(h, act, glu, params)
     if glu == "none":
         return act.forward(h, params)
     gate, up = gate_and_up(h, glu)
     if act.pair:
         return act.forward(gate, up, params or act.params)
     return act.forward(gate, params).mul_(up)
+
+
+def _activate_fixed(h: Tensor, act: Activation, glu: str, params: Params) -> Tensor:
+    if glu == "none":
+        return fixed_order.elementwise(lambda part: act.forward(part, params), h)
+    gate, up = gate_and_up(h, glu)
+    if act.pair:
+        return fixed_order.elementwise(lambda g, u: act.forward(g, u, params or act.params), gate, up)
+    return fixed_order.elementwise(lambda part: act.forward(part, params), gate).mul_(up)
 
 
 def activate_backward(

@@ -7,6 +7,7 @@ forced on the calls that gave them: the operator has to get exactly these, with 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ _NOWHERE = (
 )
 _LOOSE = "its gate values do not follow the ids that are chosen"
 _MASKED = "its router leaves out the scores of experts by a choice of its own, which forced ids cannot undo"
+
+_OPERATORS = re.compile(r"\b\w*(?:moe_ffn|moe_ffn_fixed\.default|reindex)\(")
 
 
 class _Reached(BaseException):
@@ -66,7 +69,7 @@ class _Trial(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = str(getattr(func, "_schema", "")).partition("(")[0]
-        if operator == "hexa::moe_ffn":
+        if operator in ("hexa::moe_ffn", "hexa::moe_ffn_fixed"):
             raise _Reached(args[1], args[2])
         if operator == "hexa::reindex":
             raise _Reached(args[0], None)
@@ -100,7 +103,7 @@ def find_sites(model: nn.Module, around: Mapping[str, Sequence[Observation]]) ->
 def _find(forward: HexaForward, training: bool, path: str, levels: Sequence[Observation]) -> RoutingSite | str:
     program = forward.programs[training]
     assert program is not None
-    if sum(program.source.count(f"{name}(") for name in ("moe_ffn", "reindex")) > 1:
+    if len(_OPERATORS.findall(program.source)) > 1:
         return "it holds several mixtures of experts"
     reason = _NOWHERE
     for level in levels:

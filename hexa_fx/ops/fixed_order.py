@@ -1,0 +1,119 @@
+"""Arithmetic on a CPU in which a row's bits do not depend on the rows beside it.
+
+A matrix product sums in another order for another number of rows, and elementwise functions take other code for the last few
+elements of a tensor. So rows are multiplied in blocks of fixed sizes, the last one filled up with zeros, and activations are
+computed on pieces of a fixed size. That a product gives a row the same bits at every place of a block, and in blocks of every size
+used, is tried once for every shape; where it does not, rows are multiplied one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops.cpu import Group, multiply
+
+log = logging.getLogger(__name__)
+
+_active: ContextVar[bool] = ContextVar("fixed_order", default=False)
+is_fixed = _active.get
+"""Whether this thread's products and activations are to run in a fixed order."""
+
+_BYTES = 64
+"""Rows of a block are a cache line of one column, so that every block starts on a cache line."""
+
+_LARGER = (16, 4)
+"""Sizes of longer blocks, in blocks, that are taken where they give the same bits."""
+
+_PIECE = 1 << 14
+"""Elements of an elementwise piece: whole vectors, and too few for torch to give to several threads."""
+
+
+@contextmanager
+def fixed_order() -> Iterator[None]:
+    """A context in which this thread's expert operators run in a fixed order."""
+    token = _active.set(True)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def multiply_groups_into(x: Tensor, weight: Tensor, bias: Tensor | None, groups: Sequence[Group], out: Tensor) -> None:
+    """`hexa_fx.ops.cpu.multiply_groups_into` in blocks of fixed sizes."""
+    start = 0
+    for expert, first, end in groups:
+        stop = start + end - first
+        _multiply_rows(x[start:stop], weight, bias, expert, out[start:stop])
+        start = stop
+
+
+def _multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, out: Tensor) -> None:
+    sizes = _sizes(
+        x.dtype, weight.dtype, tuple(weight.shape), weight.stride(), bias is not None, torch.get_num_threads()
+    )
+    place = 0
+    while place < len(x):
+        left = len(x) - place
+        size = next((size for size in sizes if size <= left), sizes[-1])
+        taken = min(size, left)
+        block = x.new_zeros((size, x.shape[1]))  # a copy, since a product may depend on where its operands lie
+        block[:taken].copy_(x[place : place + taken])
+        out[place : place + taken].copy_(multiply(block, weight, bias, expert)[:taken])
+        place += taken
+
+
+@lru_cache(maxsize=256)
+def _sizes(
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    strides: tuple[int, ...],
+    has_bias: bool,
+    threads: int,
+) -> tuple[int, ...]:
+    """Numbers of rows, the largest first, for which products with an expert's weight give every row the same bits."""
+    least = max(1, _BYTES // dtype.itemsize)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.empty_strided((1, *shape[1:]), strides, dtype=weight_dtype)
+    weight.copy_(torch.randn((1, *shape[1:]), generator=generator))
+    bias = torch.randn((1, shape[2]), generator=generator).to(weight_dtype) if has_bias else None
+    rows = torch.randn((least * _LARGER[0], shape[1]), generator=generator).to(dtype)
+    alike = multiply(rows[:1].repeat(least, 1), weight, bias, 0)
+    if not _same(alike, alike[:1].expand_as(alike)):
+        log.warning(
+            "products of %d rows depend on the place of a row in them here: rows are multiplied one by one", least
+        )
+        return (1,)
+    expected = torch.cat([multiply(block.clone(), weight, bias, 0) for block in rows.split(least)])
+    larger = [least * many for many in _LARGER]
+    return (*(size for size in larger if _same(_in_blocks(rows, size, weight, bias), expected)), least)
+
+
+def _in_blocks(rows: Tensor, size: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.cat([multiply(block.clone(), weight, bias, 0) for block in rows.split(size)])
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b)
+
+
+def elementwise(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+    """``function`` of tensors of one shape, element by element, whose shape the result has.
+
+    Args:
+        function: of tensors (n,), which it may overwrite.
+    """
+    shape, count = operands[0].shape, operands[0].numel()
+    pieces = -(-count // _PIECE)
+    padded = [operand.new_zeros(pieces * _PIECE) for operand in operands]
+    for whole, operand in zip(padded, operands, strict=True):
+        whole[:count].view(shape).copy_(operand)
+    found = [function(*parts) for parts in zip(*(whole.split(_PIECE) for whole in padded), strict=True)]
+    return torch.cat(found)[:count].view(shape) if found else operands[0].clone()
