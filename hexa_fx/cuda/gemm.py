@@ -18,6 +18,7 @@ from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.fallback import cuda_kernel
 from hexa_fx.cuda.operands import Into, aligned, as_stored
 from hexa_fx.cuda.rows import activate_backward, ess, ess_add, settle, substitute
+from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip
 
@@ -158,7 +159,7 @@ def _held_bias(into: Tensor | None) -> Tensor | None:
 
 
 def _few_rows(rows: int, offs: Tensor) -> bool:
-    return row_bucket(rows, offs.shape[0] - 1) <= DECODE_BUCKET
+    return not is_fixed() and row_bucket(rows, offs.shape[0] - 1) <= DECODE_BUCKET
 
 
 def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:

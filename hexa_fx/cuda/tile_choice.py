@@ -14,9 +14,13 @@ from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.launch import NotBuilt, is_built, say_provisional
 from hexa_fx.cuda.tune import autotuning, tune, tuned_tile
+from hexa_fx.ops.fixed_order import is_fixed
 
 _BUCKETS = 20
 """More than there are buckets of rows per expert with rules of their own."""
+
+FIXED_BUCKET = 6
+"""The bucket whose tile every number of rows takes in a fixed order. A tile sums over K in one order at all of its rows."""
 
 
 class ProductKey(Protocol):
@@ -65,6 +69,8 @@ def chosen_tile(key: ProductKey) -> Any:
 def run_with_tile(key: ProductKey, device: int, run: Callable[[Any], None], tile: Any = None) -> None:
     """Runs with the given tile, else the chosen one, or while its kernel is not built the nearest bucket's that is.
 
+    In a fixed order (`hexa_fx.ops.fixed_order`) it is always the tile that is chosen for one bucket.
+
     Measures first if HEXA_FX_AUTOTUNE asks for it. A kernel that adds is not measured, since every timed run would add. It takes
     the tile of the kernel that stores.
 
@@ -77,6 +83,8 @@ def run_with_tile(key: ProductKey, device: int, run: Callable[[Any], None], tile
     Raises:
         NotBuilt: no kernel is built.
     """
+    if tile is None and is_fixed():
+        tile = chosen_tile(key.at(FIXED_BUCKET))
     if tile is not None:
         run(tile)
         return

@@ -11,6 +11,7 @@ from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.cuda.choosing import collect, typical_card
 from hexa_fx.cuda.kernel_set import FfnLayer, _run, kernel_set, layer_of
 from hexa_fx.ir import FfnSpec
+from hexa_fx.ops.fixed_order import fixed_order
 
 SWIGLU = FfnSpec("silu", "concat")
 REAL = {
@@ -47,6 +48,21 @@ def test_no_number_of_tokens_needs_another_kernel(name: str, arch: int) -> None:
     step = 1 if most == 700 else 97
     every = set.union(*(launched(layer, arch, tokens) for tokens in (*range(1, most, step), most)))
     assert every == set(kernel_set(layer, typical_card(arch), most=most))
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("name", ["bf16", "wide", "float32", "float64 split"])
+def test_in_a_fixed_order_all_numbers_of_tokens_take_the_same_products_and_these_are_built(
+    name: str, arch: int
+) -> None:
+    layer, products = SMALL[name], []
+    for tokens in (1, 3, 40, 300, 700):
+        with collect(typical_card(arch)) as specs, torch.no_grad(), fixed_order():
+            _run(layer, tokens, False)
+        products.append([spec for spec in specs if spec.op.startswith("esmm")])
+    assert len(products[0]) >= 2
+    assert all(each == products[0] for each in products)
+    assert set(products[0]) <= set(kernel_set(layer, typical_card(arch)))
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90])
