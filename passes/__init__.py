@@ -35,6 +35,7 @@ from hexa_fx.errors import CaptureError
 from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.observers import announced, at_block, muted
+from hexa_fx.passes.attempts import ATTEMPTS, Attempt
 from hexa_fx.passes.autocast import with_autocast
 from hexa_fx.passes.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.canonicalize import canonicalize
@@ -47,7 +48,6 @@ from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.perturbation import factors_past_limits
 from hexa_fx.passes.placement import why_misplaced
-from hexa_fx.passes.region import Live
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.verify import VerificationResult, verify
 
@@ -68,24 +68,6 @@ PASSES = {
     **{each.name: each.summary for pipeline in (CUDA, CPU) for each in pipeline.passes},
 }
 """Every pass by the name under which `hexa_fx.observers` reports it, in order."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One way to probe a block. The first one nearly always works; the others are tried if its result differs.
-
-    Args:
-        scale: factor on the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
-        crowded: use many tokens that are nearly alike, so that an expert's capacity is exceeded.
-        live: see `hexa_fx.passes.region.RegionEmitter`; matters where experts give NaN.
-        prefer_earliest, alone: see `hexa_fx.passes.detect.detect`.
-    """
-
-    scale: float = 1.0
-    crowded: bool = False
-    live: Live | None = None
-    prefer_earliest: bool = False
-    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,17 +99,6 @@ class _NotRecorded(Refusal):
 
 _ALIKE = (
     "most tokens of the example are alike here, which hides what goes where: give example inputs with different tokens"
-)
-
-_ATTEMPTS = (
-    Attempt(),
-    Attempt(live="gt"),
-    Attempt(live="ne"),
-    Attempt(crowded=True),
-    Attempt(prefer_earliest=True),
-    Attempt(scale=0.1),
-    Attempt(scale=10.0),
-    Attempt(alone=True),
 )
 
 
@@ -177,10 +148,12 @@ def _was_recorded(analysis: BlockAnalysis) -> bool:
 
 def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     best: BlockAnalysis | None = None
-    for attempt in _ATTEMPTS:
+    for attempt in ATTEMPTS:
         if attempt.alone and (best is None or best.match is None or not best.match.others):
             continue
-        analysis = _analyse_on(observation, config, attempt)
+        graphs = [captured.graph for captured in best.captured.values()] if best is not None else []
+        crowd = max(map(crowd_of, graphs), default=CROWD)  # so that a capacity that the code names is exceeded
+        analysis = _analyse_on(observation, config, attempt, crowd)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis
         if best.match is None or all(check.ok for check in best.checks.values()):
@@ -189,11 +162,11 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
     return best
 
 
-def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt) -> BlockAnalysis:
+def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt, crowd: int) -> BlockAnalysis:
     started = time.perf_counter()
     args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens, attempt.scale)
     if attempt.crowded:
-        args, kwargs = crowded_inputs(args, kwargs, CROWD)
+        args, kwargs = crowded_inputs(args, kwargs, crowd)
     captured: dict[Mode, CapturedBlock] = {}
     rewritten: dict[Mode, RewrittenBlock] = {}
     refusals: dict[Mode, Refusal] = {}

@@ -86,7 +86,7 @@ class _Walk:
         inactive = [n for n in match.captured.graph.nodes if n not in self.stirred and self._may_hide(n)]
         self.from_inactive = descendants(inactive)
         self.ends = {instance.second.node: instance.second.data for instance in match.instances}
-        self.from_index = descendants([n for n in match.routing.nodes if not is_float(n)])
+        self.from_index = descendants([n for n in match.routing.nodes if is_tensor(n) and not is_float(n)])
         self.starts = {c.node for instance in match.instances for c in instance.first}
         self.from_ends = descendants(self.ends)
         self.from_source = descendants([match.source])
@@ -211,6 +211,10 @@ class _Walk:
         """What says which rows go where."""
         name = operation(node)
         if name in _SIZES | _OF_SIZES or self._is_explained(node):
+            return
+        capacity = self.match.routing.capacity
+        if capacity is not None and capacity.is_asked(node):
+            self._also("select", node.all_input_nodes)
             return
         number = not is_tensor(node) and not isinstance(record_of(node).value, (tuple, list))
         changed = is_float(node) and name not in MOVES | MADE | SUMS | PRODUCTS | {"histc"}

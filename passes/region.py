@@ -55,7 +55,7 @@ class RegionEmitter:
         index = self._routing.quantity(routing.index, None)
         self._require_slots(index)
         factor = self._product(routing.after, index, match.of_factor)
-        kept = self._routing.kept(index)
+        kept = self._routing.within_capacity(index, self._routing.kept(index))
         before = self._product(routing.before, index)
         given = tokens
         if match.before is not None:

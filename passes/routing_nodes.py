@@ -10,6 +10,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
+from hexa_fx.ops.ranks import ranks_of_choices
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import Source
 
@@ -36,6 +37,18 @@ class RoutingEmitter:
             dropped = self.graph.call_function(*((operator.invert, (marks,)) if is_bool else (operator.eq, (marks, 0))))
             index = self.graph.call_method("masked_fill", (index, dropped, self.match.num_experts))
         return index
+
+    def within_capacity(self, index: torch.fx.Node, kept: torch.fx.Node) -> torch.fx.Node:
+        """``kept`` with E in the slots that come after their expert was full. ``index``: the ids as the router gives them."""
+        capacity = self.match.routing.capacity
+        if capacity is None:
+            return kept
+        by_weight = capacity.order == "by_weight"
+        weights = (self.quantity(self.match.routing.after[0], index),) if by_weight else ()
+        rank = self.graph.call_function(ranks_of_choices, (index, capacity.order, *weights))
+        limit = capacity.limit if isinstance(capacity.limit, int) else self.outside[capacity.limit]
+        late = self.graph.call_function(operator.ge, (rank, limit))
+        return self.graph.call_method("masked_fill", (kept, late, self.match.num_experts))
 
     def quantity(self, source: Source, index: torch.fx.Node | None, as_marks: bool = False) -> torch.fx.Node:
         """A routing quantity as (T, k); a factor as floating point, ``as_marks`` as it is."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 import torch.fx
+
+from hexa_fx.capture.records import record_of
 
 
 def probe_inputs(
@@ -55,17 +58,25 @@ _COMPARISONS = frozenset("le lt ge gt clamp clamp_ clip min minimum".split())
 
 
 def crowd_of(graph: torch.fx.Graph, least: int = CROWD) -> int:
-    """More tokens than any limit that the code compares with: twice the largest whole number below 2048 in a comparison,
-    or ``least``.
+    """More tokens than any limit that the code compares with: twice the largest whole number below 2048 in a comparison
+    or where a list of integers is cut, or ``least``.
     """
     limits = [
         item
         for node in graph.nodes
         if str(getattr(node.target, "__name__", node.target)) in _COMPARISONS
-        for item in (*node.args, *node.kwargs.values())
+        for item in (*node.args, *node.kwargs.values(), *_cuts_of(node))
         if isinstance(item, int) and not isinstance(item, bool) and 1 < item < 2048
     ]
     return max([least, *(2 * limit for limit in limits)])
+
+
+def _cuts_of(node: torch.fx.Node) -> list[Any]:
+    """Where ``indices[:cut]`` ends."""
+    if node.op == "output" or node.target is not operator.getitem or not isinstance(node.args[1], slice):
+        return []
+    value = record_of(node).value
+    return [] if not isinstance(value, torch.Tensor) or value.is_floating_point() else [node.args[1].stop]
 
 
 def crowded_inputs(

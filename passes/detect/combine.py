@@ -18,6 +18,7 @@ from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.decisions import leaves_decision
 from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes, operation
 from hexa_fx.passes.detect.projections import feature_size
+from hexa_fx.ops.ranks import rank_among_equals
 from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.rules import refuse_randomness
 from hexa_fx.passes.detect.verdict import Refuse
@@ -165,7 +166,7 @@ class _Probes:
         self._tokens = torch.cat([instance.token for instance in instances])
         self._sizes = [len(instance.token) for instance in instances]
         self._real = self._tokens >= 0
-        self._slot = _position_in_token(self._tokens)
+        self._slot = rank_among_equals(self._tokens)
         self._rounds = int(self._slot[self._real].max()) // width + 1 if bool(self._real.any()) else 1
         generator = torch.Generator().manual_seed(5)
         noise = torch.randn(len(self._tokens), width, generator=generator, dtype=torch.float64)
@@ -218,16 +219,3 @@ class _Probes:
 def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
     scale = expected.abs().amax().clamp(min=1.0) if expected.numel() else 1.0
     return bool(((found - expected).abs() <= _TOLERANCE * scale).all())
-
-
-def _position_in_token(tokens: torch.Tensor) -> torch.Tensor:
-    """For every row, how many earlier rows have the same token."""
-    order = torch.argsort(tokens, stable=True)
-    ordered = tokens[order]
-    index = torch.arange(len(tokens), device=tokens.device)
-    first = torch.ones_like(index, dtype=torch.bool)
-    first[1:] = ordered[1:] != ordered[:-1]
-    start = torch.cummax(torch.where(first, index, torch.zeros_like(index)), 0).values
-    position = torch.empty_like(index)
-    position[order] = index - start
-    return position

@@ -12,6 +12,7 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.graph import is_float
+from hexa_fx.ops.ranks import rank_among_equals
 from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -72,11 +73,20 @@ class Slots:
         """``value``: a node's numbers, floating point in float64."""
         self.ids, self.pairs, self.tokens, self.experts, self.value = ids, pairs, tokens, experts, value
         self.top_k = ids.shape[1]
-        self.slot = (ids[pairs.token] == pairs.expert[:, None]).int().argmax(1)
+        self.slot = self.slot_of(pairs)
         taken = torch.zeros_like(ids, dtype=torch.bool)
         taken[pairs.token, self.slot] = True
         sentinel = (ids < 0) | (ids >= experts)
         self._drop(~taken & ~sentinel)
+
+    def slot_of(self, pairs: Pairs) -> torch.Tensor:
+        """The slot of every pair. Rows of a token that an expert is given several times are in the order of its slots."""
+        ids, (token, expert) = self.ids, (pairs.token, pairs.expert)
+        count = self.experts + 2
+        of_token = torch.arange(self.tokens, device=ids.device)[:, None] * count
+        rank = rank_among_equals((of_token + ids.clamp(-1, self.experts) + 1).flatten()).reshape(ids.shape)
+        same = (ids[token] == expert[:, None]) & (rank[token] == rank_among_equals(token * count + expert)[:, None])
+        return same.int().argmax(1)
 
     def _drop(self, dropped: torch.Tensor) -> None:
         self.dropped_token, self.dropped_slot = torch.nonzero(dropped, as_tuple=True)
@@ -88,11 +98,18 @@ class Slots:
 
     def without_rows(self, rows: Pairs) -> Slots:
         """As this one, but of the slots without an expert output only those count as dropped for which no expert gave a row."""
+        return self._dropped_if(rows, False)
+
+    def with_rows(self, rows: Pairs) -> Slots:
+        """As this one, but of the slots without an expert output only those count as dropped for which an expert gave a row."""
+        return self._dropped_if(rows, True)
+
+    def _dropped_if(self, rows: Pairs, wanted: bool) -> Slots:
         given = torch.zeros(self.tokens, self.experts, dtype=torch.bool, device=self.ids.device)
         given[rows.token, rows.expert] = True
         found = copy.copy(self)
         dropped = torch.zeros_like(self.ids, dtype=torch.bool)
-        dropped[self.dropped_token, self.dropped_slot] = ~given[self.dropped_token, self.dropped_expert.long()]
+        dropped[self.dropped_token, self.dropped_slot] = given[self.dropped_token, self.dropped_expert.long()] == wanted
         found._drop(dropped)
         return found
 
@@ -230,6 +247,14 @@ def covered(sources: Sequence[Source], slots: Slots) -> bool:
         if _zero_when_dropped(readings[source.reading], source.reading, slots):
             return True
     return False
+
+
+def by_slot(source: Source, slots: Slots) -> torch.Tensor | None:
+    """The factor of every slot (T, k), also of those without an expert output; None if it is held in columns."""
+    if source.reading == "columns":
+        return None
+    table = dict(_read_factor(slots.value(source.nodes[0]).double(), slots))[source.reading]
+    return table.gather(1, slots.ids.clamp(0, slots.experts - 1).long()) if _by_expert(source.reading) else table
 
 
 def find_mask(

@@ -22,7 +22,7 @@ SIZES = frozenset(("size", "numel", "nelement", "dim"))
 COUNTING = frozenset(["nonzero", "where", "unique", "unique_consecutive", "masked_select", "argwhere"])
 """Operations whose result has as many rows as they find."""
 
-_NUMBERS = frozenset("item tolist __int__ __index__ __float__ numpy __array__".split())
+NUMBERS = frozenset("item tolist __int__ __index__ __float__ numpy __array__".split())
 _SUMS = frozenset("sum bincount count_nonzero histc".split())
 _IDS = COUNTING | frozenset("topk argmax argmin argsort sort".split())
 """Operations that give numbers of experts or tokens, which code may compare with one."""
@@ -90,9 +90,7 @@ def _counts(node: torch.fx.Node) -> bool:
     """Whether the size of the result depends on values."""
     if not node.op.startswith("call"):
         return False
-    if operation(node) in COUNTING | _NUMBERS or (
-        operation(node) == "repeat_interleave" and _has_tensor(node.args[1:])
-    ):
+    if operation(node) in COUNTING | NUMBERS or (operation(node) == "repeat_interleave" and _has_tensor(node.args[1:])):
         return True
     return operation(node) == "getitem" and _has_mask(node.args[1])
 

@@ -12,6 +12,7 @@ from tests.zoo import (
     refusals,
     routers,
     tutorials,
+    truncated,
     unjustified,
 )
 from tests.zoo.variant import Variant
@@ -25,6 +26,7 @@ VARIANTS: tuple[Variant, ...] = (
     *bodies.VARIANTS,
     *library_styles.VARIANTS,
     *tutorials.VARIANTS,
+    *truncated.VARIANTS,
     *unjustified.VARIANTS,
     *refusals.VARIANTS,
 )

@@ -57,6 +57,28 @@ class AtMostAsManyAsTokens(Looped):
         return weights, index
 
 
+class TwoHeads(Looped):
+    """Two gates choose on their own, so that both may choose the same expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(D, E, bias=False)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.stack((self.gate(x), self.other(x)), 1).softmax(-1)
+        weights, index = scores.max(-1)
+        return weights, index
+
+
+class RanksAsIds(Looped):
+    """One weight for every expert, most of them zero, beside ids that repeat, as transformers' nllb_moe gives them."""
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.gate(x).softmax(-1)
+        chosen = F.one_hot(scores.argmax(-1), E)
+        return scores * (scores >= scores.topk(K)[0][:, -1:]), chosen
+
+
 class ConstantFactor(Looped):
     def weighted(self, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         return y * factor * 2.5
@@ -81,6 +103,8 @@ class InFloat32(Looped):
 VARIANTS = (
     variant("sorted_index_select", IndexSelect, "weights of single rows by index_select", inputs=flat_tokens),
     variant("router_topk_of_tokens", AtMostAsManyAsTokens, "topk(min(k, number of tokens))", inputs=flat_tokens),
+    variant("router_two_heads", TwoHeads, "two gates that may choose the same expert", inputs=flat_tokens),
+    variant("router_repeated_ids", RanksAsIds, "an expert is given a token several times", inputs=flat_tokens),
     variant("weight_constant_factor", ConstantFactor, "a constant beside the routing weight", inputs=flat_tokens),
     variant("around_adds_to_its_input", AddsToItsInput, "the residual is added into the input", inputs=flat_tokens),
     variant(

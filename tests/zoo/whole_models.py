@@ -21,7 +21,7 @@ import hexa_fx
 from tests.zoo import families
 from tests.zoo.families import FAMILIES
 
-NOT_YET = {"nllb_moe": "its blocks are refused, and its router casts its own classifier in forward"}
+NOT_YET = {"nllb_moe": "its router casts its own classifier in forward"}
 """Families whose optimized model is not one graph."""
 
 FORWARD_ONLY = {

@@ -1,0 +1,37 @@
+"""The ways in which a block is probed, one after the other, until what was found equals the block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hexa_fx.passes.region import Live
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way to probe a block. The first one nearly always works; the others are tried if its result differs.
+
+    Args:
+        scale: factor on the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
+        crowded: use many tokens that are nearly alike, so that an expert's capacity is exceeded.
+        live: see `hexa_fx.passes.region.RegionEmitter`; matters where experts give NaN.
+        prefer_earliest, alone: see `hexa_fx.passes.detect.detect`.
+    """
+
+    scale: float = 1.0
+    crowded: bool = False
+    live: Live | None = None
+    prefer_earliest: bool = False
+    alone: bool = False
+
+
+ATTEMPTS = (
+    Attempt(),
+    Attempt(live="gt"),
+    Attempt(live="ne"),
+    Attempt(crowded=True),
+    Attempt(prefer_earliest=True),
+    Attempt(scale=0.1),
+    Attempt(scale=10.0),
+    Attempt(alone=True),
+)
