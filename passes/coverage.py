@@ -9,8 +9,7 @@ an input, a mask, a buffer, or an operation that changes values.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,7 +22,6 @@ from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, is_ten
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.operations import (
     CASTS,
-    COMPARED,
     MADE,
     MOVES,
     PRODUCTS,
@@ -33,6 +31,7 @@ from hexa_fx.passes.detect.operations import (
 )
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.tags import Tag
+from hexa_fx.passes.dormant import is_constant, leaves_out_sentinels, restricts
 
 Node = torch.fx.Node
 Role = Literal["outputs", "added", "hidden", "rows", "factor", "select"]
@@ -218,24 +217,11 @@ class _Walk:
             return
         number = not is_tensor(node) and not isinstance(record_of(node).value, (tuple, list))
         changed = is_float(node) and name not in MOVES | MADE | SUMS | PRODUCTS | {"histc"}
-        if not number and (node.op in ("placeholder", "get_attr") or _restricts(node) or changed):
-            if not self._leaves_out_sentinels(node):
+        if not number and (node.op in ("placeholder", "get_attr") or restricts(node) or changed):
+            if not leaves_out_sentinels(node, self.from_index, self.match.num_experts):
                 self._lose(node, "select")
         else:
             self._also("select", node.all_input_nodes)
-
-    def _leaves_out_sentinels(self, node: Node) -> bool:
-        """Whether it tells ids that are no expert's from those that are, and only sets rows of the former to zero.
-
-        The operator leaves such slots out, so nothing is lost.
-        """
-        ids, bounds = node.args[0] if node.args else None, literals([node])
-        if operation(node).strip("_") not in _ORDER or not isinstance(ids, Node) or len(bounds) != 1:
-            return False
-        if ids not in self.from_index or is_float(ids):
-            return False
-        holds = {_ORDER[operation(node).strip("_")](expert, bounds[0]) for expert in range(self.match.num_experts)}
-        return holds == {False} and _zeroes_rows(node)
 
     def _is_read_weight(self, node: Node) -> bool:
         tag = self.tags[node]
@@ -245,15 +231,15 @@ class _Walk:
         """Whether the routing is computed from it, and all in it has an effect on the example, so that numbers tell."""
         if self.twin[node] not in self.behind_read:
             return False
-        return node in self.stirred or not (_is_constant(node) or node in self.from_inactive)
+        return node in self.stirred or not (is_constant(node) or node in self.from_inactive)
 
     def _may_hide(self, node: Node) -> bool:
         """Whether it is a mask or a comparison of one number on the example, so that what it does cannot be seen."""
         if node.op == "output" or not is_tensor(node):
             return False
         held = node.op in ("placeholder", "get_attr") and not self.tags[node].weight
-        compared = node.op.startswith("call") and not is_float(node) and _restricts(node)
-        return (held or compared) and _is_constant(node)
+        compared = node.op.startswith("call") and not is_float(node) and restricts(node)
+        return (held or compared) and is_constant(node)
 
 
 def _bases(match: MoEMatch) -> frozenset[str]:
@@ -276,40 +262,3 @@ def _views_behind(node: Node) -> list[Node]:
         node = node.args[0]
         found.append(node)
     return found
-
-
-def _is_constant(node: Node) -> bool:
-    value = record_of(node).value
-    if not isinstance(value, torch.Tensor) or not value.numel():
-        return True
-    return bool((value == value.flatten()[0]).all())
-
-
-def _restricts(node: Node) -> bool:
-    """Whether an operation compares or bounds numbers, other than to ask which ids are an expert's, or what is not zero."""
-    name = operation(node)
-    if name in ("where", "max", "min", "minimum", "maximum") and len(node.args) + len(node.kwargs) < 2:
-        return False
-    if name in ("eq", "__eq__", "ne", "__ne__"):
-        return any(is_float(n) for n in node.all_input_nodes) and literals([node]) != [0.0]
-    if name in ("gt", "__gt__") and literals([node]) == [0.0]:
-        return is_float(node.all_input_nodes[0]) and _is_constant(node)
-    return name in COMPARED or (is_float(node) and name.rstrip("_") in _BOUNDING)
-
-
-def _zeroes_rows(condition: Node) -> bool:
-    """Whether a condition only says where values are set to zero."""
-    return all(
-        _zeroes_rows(user)
-        if operation(user) in VIEWS
-        else operation(user) in ("masked_fill", "masked_fill_")
-        and user.args[1] is condition
-        and literals([user]) == [0.0]
-        for user in condition.users
-    )
-
-
-_ORDER: dict[str, Callable[[float, float], bool]] = {
-    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
-}
-_BOUNDING = frozenset("clamp clip clamp_min clamp_max minimum maximum".split())

@@ -63,7 +63,7 @@ class RegionEmitter:
         if match.detached:
             tokens = self.graph.call_method("detach", (tokens,))
             before = None if before is None else self.graph.call_method("detach", (before,))
-        past_experts = self._identity(given, index, factor) if match.identity and factor is not None else None
+        past_experts = self._past_experts(given, index, kept, factor)
         index = kept
         slots = before is not None or match.after is not None
         if slots:
@@ -155,13 +155,20 @@ class RegionEmitter:
         dead = self.graph.call_function(torch.logical_not, (alive,))
         return self.graph.call_method("masked_fill", (index, dead, self.match.num_experts))
 
-    def _identity(self, tokens: torch.fx.Node, index: torch.fx.Node, factor: torch.fx.Node) -> torch.fx.Node:
-        """What ids of E and above add, the experts that return the token itself."""
-        chosen = self.graph.call_function(operator.ge, (index, self.match.num_experts))
+    def _past_experts(
+        self, tokens: torch.fx.Node, index: torch.fx.Node, kept: torch.fx.Node, factor: torch.fx.Node | None
+    ) -> torch.fx.Node | None:
+        """The tokens that are added to the output as they are. ``index``: the router's ids, ``kept``: E for no expert."""
+        call, experts = self.graph.call_function, self.match.num_experts
+        if self.match.passing == "unrouted":
+            absent = call(operator.ge, (self._within_sentinel(kept), experts))
+            return call(torch.where, (self.graph.call_method("all", (absent, -1), {"keepdim": True}), tokens, 0.0))
+        if self.match.passing is None or factor is None:
+            return None
         exact = self.graph.call_method("to", (factor, tokens))  # the sum over slots in the tokens' precision
-        masked = self.graph.call_function(operator.mul, (exact, chosen))
+        masked = call(operator.mul, (exact, call(operator.ge, (index, experts))))
         weight = self.graph.call_method("sum", (masked, -1), {"keepdim": True})
-        return self.graph.call_function(operator.mul, (weight, tokens))
+        return call(operator.mul, (weight, tokens))
 
     def _as_rows(self, node: torch.fx.Node, value: torch.Tensor) -> torch.fx.Node:
         return node if value.dim() == 2 else self.graph.call_method("flatten", (node, 0, -2))
@@ -227,7 +234,7 @@ class RegionEmitter:
             return None
         match, source = self.match, record_of(self.match.source).value.dtype
         dtype = record_of(match.body.output).value.dtype if isinstance(match.body, FreeBody) else source
-        if match.identity:
+        if match.passing is not None:
             dtype = torch.promote_types(dtype, source)
         return dtype if match.base is None else torch.promote_types(dtype, record_of(match.base).value.dtype)
 

@@ -29,7 +29,7 @@ from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
 from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
-from hexa_fx.passes.detect.routing import check_identity, find_routing
+from hexa_fx.passes.detect.routing import find_routing, how_tokens_pass
 from hexa_fx.passes.detect.routing_factors import Pairs
 from hexa_fx.passes.detect.row_steps import steps_after, steps_before, steps_of_factor
 from hexa_fx.passes.detect.rows import Instance, match_rows
@@ -189,8 +189,8 @@ def _match_of(
     pairs = _pairs(instances, body, combine)
     offset = explain_offset(pairs, body.down_bias, combine, source, weights, tags, replay)
     routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, replay, prefer_earliest)
-    if offset.identity is not None:
-        check_identity(offset.identity, routing, tokens, experts, combine.node, replay)
+    passed_on = offset.identity
+    passing = None if passed_on is None else how_tokens_pass(passed_on, pairs, routing, experts, combine.node, replay)
     weighing = [source for source in routing.after[:1] if len(source.nodes) == 1] if with_steps else []
     of_factor = steps_of_factor(weighing[0].nodes[0], instances, combine.node, tags) if weighing else None
     last = [instance.second.node for instance in instances]
@@ -200,7 +200,6 @@ def _match_of(
     refuse_stored_intermediates(stored, tags, combine.node)
     refuse_own_backward(combine.node, tags)
     idiom = _idiom([instance.second for instance in instances], captured)
-    identity = offset.identity is not None
     detached = is_cut_off(source, [contraction.data for i in instances for contraction in i.first])
     return MoEMatch(
         captured,
@@ -209,7 +208,7 @@ def _match_of(
         experts,
         body,
         routing,
-        identity,
+        passing,
         branches,
         idiom,
         stored,

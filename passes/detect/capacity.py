@@ -1,8 +1,8 @@
 """Experts with room for a number of tokens: which number it is, and in which order tokens take the places.
 
-Code that cuts lists of tokens (``tokens[:capacity]``), or asks which are still in time, leaves no tensor that says for every choice of the
-router whether it was kept. On an example that overflows, the choices that were kept tell the capacity, since an expert that is full
-has exactly that many rows.
+Code that cuts lists of tokens (``tokens[:capacity]``), or asks which are still in time, leaves no tensor that says for every choice
+of the router whether it was kept. On an example that overflows, the choices that were kept tell the capacity, since an expert that
+is full has exactly that many rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from hexa_fx.ops.ranks import Order, ranks_of_choices
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, literals, operation
 from hexa_fx.passes.detect.routing_factors import Pairs, Slots
 from hexa_fx.passes.detect.size_decisions import COUNTING, NUMBERS
-from hexa_fx.passes.detect.tags import Tag
 
 ORDERS: tuple[Order, ...] = ("by_token", "by_slot", "by_weight")
 

@@ -15,10 +15,10 @@ import torch.fx
 
 from hexa_fx.capture import functional, record_of
 from hexa_fx.capture.replay import Replay
+from hexa_fx.ops.ranks import rank_among_equals
 from hexa_fx.passes.detect.decisions import leaves_decision
 from hexa_fx.passes.detect.graph import ancestors, descendants, effects, is_float, live_nodes, operation
 from hexa_fx.passes.detect.projections import feature_size
-from hexa_fx.ops.ranks import rank_among_equals
 from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.rules import refuse_randomness
 from hexa_fx.passes.detect.verdict import Refuse

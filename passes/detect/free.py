@@ -21,7 +21,7 @@ from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.offset import explain_offset
 from hexa_fx.passes.detect.projections import Contraction
-from hexa_fx.passes.detect.routing import check_identity, find_routing, find_row_factor
+from hexa_fx.passes.detect.routing import find_routing, find_row_factor, how_tokens_pass
 from hexa_fx.passes.detect.routing_factors import Pairs
 from hexa_fx.passes.detect.rows import NOT_TOKENS, Instance, token_sources
 from hexa_fx.passes.detect.rules import (
@@ -127,8 +127,9 @@ class _Search:
         total = self._experts()
         search = (count, total, captured, self.tags, combine.node, self.replay)
         routing = find_routing(pairs, *search, self.prefer_earliest)
-        if offset.identity is not None:
-            check_identity(offset.identity, routing, count, total, combine.node, self.replay)
+        passed_on = offset.identity
+        end_of = (total, combine.node, self.replay)
+        passing = None if passed_on is None else how_tokens_pass(passed_on, pairs, routing, *end_of)
         reader = StepReader(
             captured=captured,
             tags=self.tags,
@@ -158,7 +159,7 @@ class _Search:
             total,
             body,
             routing,
-            offset.identity is not None,
+            passing,
             branches,
             idiom,
             self.stored,

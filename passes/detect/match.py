@@ -10,7 +10,7 @@ from hexa_fx.capture import Access, CapturedBlock, StoredValue
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.decisions import ShapeBranch
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.detect.routing import Routing
+from hexa_fx.passes.detect.routing import Passing, Routing
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.rows import Instance
 
@@ -26,7 +26,7 @@ class MoEMatch:
         num_experts: E.
         body: the expert function and its weights.
         routing: ids and factors.
-        identity: whether ids of E and above stand for experts that return the token itself.
+        passing: which tokens the code adds to the output as they are, past the experts.
         branches: conditions under which the region looks like this.
         idiom: how the experts are run, in words, for reports.
         base: node that the combined outputs are added to, if the code does not start from zeros.
@@ -45,7 +45,7 @@ class MoEMatch:
     num_experts: int
     body: ExpertBody | FreeBody
     routing: Routing
-    identity: bool
+    passing: Passing | None
     branches: tuple[ShapeBranch, ...]
     idiom: str
     stored: tuple[Access | StoredValue, ...] = ()

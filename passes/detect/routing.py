@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.fx
@@ -166,20 +167,30 @@ def find_row_factor(
     return find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
 
 
-def check_identity(
-    factor: torch.Tensor, routing: Routing, tokens: int, experts: int, end: torch.fx.Node, replay: Replay
-) -> None:
-    """Identity experts must add the token with the routing weights of the ids at and above ``experts``.
+Passing = Literal["chosen", "unrouted"]
+"""Which tokens are added to the output as they are: those that chose an id of E or above, with their weight for it; or those that
+no expert was given."""
+
+
+def how_tokens_pass(
+    factor: torch.Tensor, pairs: Pairs, routing: Routing, experts: int, end: torch.fx.Node, replay: Replay
+) -> Passing:
+    """Why tokens are added to the output with ``factor`` (T,).
 
     Raises:
-        Refuse: they add it with another factor.
+        Refuse: they are neither those of identity experts, with the routing weights of the ids at and above ``experts``, nor all
+            those that no expert was given.
     """
+    unrouted = torch.ones_like(factor).index_fill(0, pairs.token, 0.0)
+    if torch.allclose(unrouted, factor, rtol=0.0, atol=1e-6):
+        return "unrouted"
     if routing.index.reading != "token_slot" or [s.reading for s in routing.after] != ["token_slot"] or routing.before:
         raise Refuse("tokens reach the output past the experts, and the routing does not say with which weight", end)
-    ids = record_of(routing.index.nodes[0]).value.reshape(tokens, routing.top_k)
-    weight = replay.value(routing.after[0].nodes[0]).reshape(tokens, routing.top_k).double()
+    ids = record_of(routing.index.nodes[0]).value.reshape(len(factor), routing.top_k)
+    weight = replay.value(routing.after[0].nodes[0]).reshape(len(factor), routing.top_k).double()
     if not torch.allclose((weight * (ids >= experts)).sum(1), factor, rtol=1e-5, atol=1e-6):
         raise Refuse("tokens reach the output past the experts with a weight that is not the router's", end)
+    return "chosen"
 
 
 def _candidates(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node) -> list[torch.fx.Node]:

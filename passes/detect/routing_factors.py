@@ -11,8 +11,8 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.ops.ranks import rank_among_equals
+from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.verdict import Refuse
 

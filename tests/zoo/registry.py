@@ -11,8 +11,8 @@ from tests.zoo import (
     loops,
     refusals,
     routers,
-    tutorials,
     truncated,
+    tutorials,
     unjustified,
 )
 from tests.zoo.variant import Variant

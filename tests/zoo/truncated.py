@@ -131,6 +131,18 @@ class CutSlices(nn.Module):
         return torch.zeros_like(x).index_add(0, order // K, y * weights.reshape(-1)[order, None])
 
 
+class PassesOn(Cut):
+    """Top-1; tokens over capacity stay as they are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate.weight(x).softmax(-1).max(-1)
+        out = x.clone()
+        for number, expert in enumerate(self.experts):
+            token = (index == number).nonzero(as_tuple=True)[0][: int(0.8 * len(x) / E) + 1]
+            out[token] = expert(x[token]) * weights[token].unsqueeze(-1)
+        return out
+
+
 VARIANTS = (
     variant("truncated_sparse_gates", SparseGates, "lists of tokens cut at int(tokens * k / E * factor)"),
     variant("truncated_lists", Cut, "token and slot lists cut at a ceil", inputs=flat_tokens),
@@ -139,5 +151,6 @@ VARIANTS = (
     variant("truncated_keep_of_list", KeepOfList, "a boolean for each of the expert's tokens", inputs=flat_tokens),
     variant("truncated_keep_of_queue", KeepOfQueue, "a boolean for every choice, by expert", inputs=flat_tokens),
     variant("truncated_best_first", BestFirst, "the largest weights are kept", inputs=flat_tokens),
+    variant("truncated_pass_unchanged", PassesOn, "tokens over capacity stay as they are", inputs=flat_tokens),
     variant("truncated_sorted_slices", CutSlices, "a boolean for each sorted row", inputs=flat_tokens),
 )

@@ -1,0 +1,70 @@
+"""What leaves no trace in the numbers of one run: comparisons that all values pass, and conditions on ids that are no expert's."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import record_of
+from hexa_fx.passes.detect.graph import is_float, literals, operation
+from hexa_fx.passes.detect.operations import COMPARED, VIEWS
+
+Node = torch.fx.Node
+
+
+def is_constant(node: Node) -> bool:
+    value = record_of(node).value
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return True
+    return bool((value == value.flatten()[0]).all())
+
+
+def restricts(node: Node) -> bool:
+    """Whether an operation compares or bounds numbers, other than to ask which ids are an expert's, or what is not zero."""
+    name = operation(node)
+    if name in ("where", "max", "min", "minimum", "maximum") and len(node.args) + len(node.kwargs) < 2:
+        return False
+    if name in ("eq", "__eq__", "ne", "__ne__"):
+        return any(is_float(n) for n in node.all_input_nodes) and literals([node]) != [0.0]
+    if name in ("gt", "__gt__") and literals([node]) == [0.0]:
+        return is_float(node.all_input_nodes[0]) and is_constant(node)
+    return name in COMPARED or (is_float(node) and name.rstrip("_") in _BOUNDING)
+
+
+def leaves_out_sentinels(node: Node, from_index: Container[Node], experts: int) -> bool:
+    """Whether it tells ids that are no expert's from those that are, and only sets rows of the former to zero.
+
+    The operator leaves such slots out, so nothing is lost.
+
+    Args:
+        from_index: what is computed from the routing's ids.
+        experts: E.
+    """
+    ids, bounds = node.args[0] if node.args else None, literals([node])
+    if operation(node).strip("_") not in _ORDER or not isinstance(ids, Node) or len(bounds) != 1:
+        return False
+    if ids not in from_index or is_float(ids):
+        return False
+    holds = {_ORDER[operation(node).strip("_")](expert, bounds[0]) for expert in range(experts)}
+    return holds == {False} and _zeroes_rows(node)
+
+
+def _zeroes_rows(condition: Node) -> bool:
+    """Whether a condition only says where values are set to zero."""
+    return all(
+        _zeroes_rows(user)
+        if operation(user) in VIEWS
+        else operation(user) in ("masked_fill", "masked_fill_")
+        and user.args[1] is condition
+        and literals([user]) == [0.0]
+        for user in condition.users
+    )
+
+
+_ORDER: dict[str, Callable[[float, float], bool]] = {
+    name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")
+}
+_BOUNDING = frozenset("clamp clip clamp_min clamp_max minimum maximum".split())
