@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container
+from typing import Any
 
 import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.graph import is_float, literals, operation
-from hexa_fx.passes.detect.operations import COMPARED, VIEWS
+from hexa_fx.passes.detect.operations import CASTS, COMPARED, VIEWS, adds_dimension
 
 Node = torch.fx.Node
 
@@ -35,7 +36,7 @@ def restricts(node: Node) -> bool:
 
 
 def leaves_out_sentinels(node: Node, from_index: Container[Node], experts: int) -> bool:
-    """Whether it tells ids that are no expert's from those that are, and only sets rows of the former to zero.
+    """Whether it tells ids that are no expert's from those that are, and only sets what belongs to the former to zero.
 
     The operator leaves such slots out, so nothing is lost.
 
@@ -49,19 +50,31 @@ def leaves_out_sentinels(node: Node, from_index: Container[Node], experts: int) 
     if ids not in from_index or is_float(ids):
         return False
     holds = {_ORDER[operation(node).strip("_")](expert, bounds[0]) for expert in range(experts)}
-    return holds == {False} and _zeroes_rows(node)
+    return len(holds) == 1 and _zeroes_rows(node, not holds.pop())
 
 
-def _zeroes_rows(condition: Node) -> bool:
-    """Whether a condition only says where values are set to zero."""
-    return all(
-        _zeroes_rows(user)
-        if operation(user) in VIEWS
-        else operation(user) in ("masked_fill", "masked_fill_")
-        and user.args[1] is condition
-        and literals([user]) == [0.0]
-        for user in condition.users
-    )
+def _zeroes_rows(condition: Node, where: bool) -> bool:
+    """Whether a condition only says which values are set to zero: those at which it is ``where``."""
+    return all(_is_zeroing(user, condition, where) for user in condition.users)
+
+
+def _is_zeroing(user: Node, condition: Node, where: bool) -> bool:
+    name = operation(user)
+    if name in VIEWS or adds_dimension(user) or (name in CASTS and not where):
+        return _zeroes_rows(user, where)
+    if name in ("invert", "logical_not", "__invert__", "bitwise_not"):
+        return _zeroes_rows(user, not where)
+    if name in ("masked_fill", "masked_fill_"):
+        return where and user.args[1] is condition and literals([user]) == [0.0]
+    if name == "where" and len(user.args) == 3:
+        return user.args[0] is condition and _is_zero(user.args[1 if where else 2])
+    return name in ("mul", "mul_", "imul", "multiply") and not where
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, Node):
+        return operation(value) in ("zeros", "zeros_like", "new_zeros")
+    return isinstance(value, (int, float)) and value == 0
 
 
 _ORDER: dict[str, Callable[[float, float], bool]] = {

@@ -52,6 +52,8 @@ class Resolution:
                 raise GuardMiss(f"{str(read)!r} changes from call to call")
             return
         if isinstance(holder, nn.Module) and is_parametrized(holder) and _is_computed(holder, key, read.value):
+            if key == "__class__":  # what was read of the class is looked up in this one
+                self._holders[read.is_global, read.root, read.steps] = read.value
             return
         found = place(holder, key)
         self._seen[id(holder), key] = found.value
@@ -103,7 +105,7 @@ class Resolution:
         place_of = (is_global, root, steps)
         if place_of not in self._holders:
             if steps:
-                found = _lookup(self._at(is_global, root, steps[:-1]), steps[-1])
+                found = lookup(self._at(is_global, root, steps[:-1]), steps[-1])
             else:
                 found = sys.modules.get(root) if is_global else submodule(self._block, root)
             self._holders[place_of] = found
@@ -116,15 +118,8 @@ def _is_computed(module: nn.Module, key: Any, noted: Any) -> bool:
     The rewritten forward reads the weight as the module's code does, so it gets what is computed now.
     """
     if key == "__class__":
-        return _lookup(module, key) is noted
+        return type(module).__bases__[0] is noted
     return bool(noted == IsA(torch.Tensor)) and is_parametrized(module, key)
-
-
-def _lookup(holder: Any, key: Any) -> Any:
-    """`lookup`, but of a parametrized module the class that its own was made of."""
-    if key == "__class__" and isinstance(holder, nn.Module) and is_parametrized(holder):
-        return type(holder).__bases__[0]
-    return lookup(holder, key)
 
 
 class _Same:

@@ -60,6 +60,12 @@ _BY_ROW = frozenset(
 )
 
 
+def adds_dimension(node: torch.fx.Node) -> bool:
+    """``m[:, None]``: an index of full slices and None."""
+    index = node.args[1] if operation(node) == "getitem" and len(node.args) > 1 else None
+    return isinstance(index, tuple) and all(item is None or item is Ellipsis or item == slice(None) for item in index)
+
+
 def keeps_rows_apart(node: torch.fx.Node) -> bool:
     """Whether an operation computes every row (all but the last dimension) from that row alone."""
     name = operation(node)

@@ -16,7 +16,7 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.graph import ancestors, descendants, is_float, is_tensor, live_nodes, operation
-from hexa_fx.passes.detect.operations import CASTS, MADE, MOVES, MULTIPLIED, VIEWS, keeps_rows_apart
+from hexa_fx.passes.detect.operations import CASTS, MADE, MOVES, MULTIPLIED, VIEWS, adds_dimension, keeps_rows_apart
 from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.tags import Tag
 
@@ -153,7 +153,7 @@ class _Before:
                 return False
             self.moved[node] = values[0]
             return self._visit(values[0])
-        view = operation(node) in VIEWS or _adds_dimension(node) or _is_like(node)
+        view = operation(node) in VIEWS or adds_dimension(node) or _is_like(node)
         if not (keeps_rows_apart(node) or view):
             return False
         self.nodes.add(node)
@@ -178,12 +178,6 @@ class _Before:
         value = record_of(base).value
         same = same and isinstance(value, torch.Tensor) and bool(value.shape) and value.shape[0] == tokens
         return base if same and not self.tags[base].experts else None
-
-
-def _adds_dimension(node: Node) -> bool:
-    """``m[:, None]``: an index of full slices and None."""
-    index = node.args[1] if operation(node) == "getitem" and len(node.args) > 1 else None
-    return isinstance(index, tuple) and all(item is None or item is Ellipsis or item == slice(None) for item in index)
 
 
 def moved_from(node: Node, source: Node) -> bool:
