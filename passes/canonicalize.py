@@ -86,7 +86,7 @@ def _read(node: torch.fx.Node) -> tuple[list[str], list[torch.fx.Node], str] | N
 
 def _weight_and_data(terms: Sequence[str], operands: Sequence[torch.fx.Node], result: str) -> tuple[int, int] | None:
     """(data, weight): two operands that share a summed index with no other operand."""
-    weights = [not any(n.op == "placeholder" for n in ancestors([operand])) for operand in operands]
+    weights = [_is_weight(operand) for operand in operands]
     for first, second in combinations(range(len(operands)), 2):
         if weights[first] == weights[second]:
             continue
@@ -94,6 +94,13 @@ def _weight_and_data(terms: Sequence[str], operands: Sequence[torch.fx.Node], re
         if set(terms[first]) & set(terms[second]) - others:
             return (second, first) if weights[first] else (first, second)
     return None
+
+
+def _is_weight(node: torch.fx.Node) -> bool:
+    """Whether it is computed from parameters alone, or is those parts of one that ids choose."""
+    while operation(node) == "getitem" and isinstance(node.args[0], torch.fx.Node):
+        node = node.args[0]
+    return not any(n.op == "placeholder" for n in ancestors([node]))
 
 
 def _insert(

@@ -6,6 +6,7 @@ tensors that happen to hold the same numbers, the least surprising reading is pr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,8 +29,9 @@ from hexa_fx.passes.detect.routing_factors import (
     straight_through,
 )
 from hexa_fx.passes.detect.routing_index import find_index, find_repeated, read_ids
+from hexa_fx.passes.detect.size_decisions import NUMBERS
 from hexa_fx.passes.detect.tags import Tag
-from hexa_fx.passes.detect.verdict import Refuse
+from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,16 @@ def find_routing(
     Raises:
         Refuse: the ids or a factor are not among the tensors computed before ``end``.
     """
-    known = _candidates(captured, tags, end)
+    in_order = _candidates(captured, tags, end)
+    known = in_order if prefer_earliest else in_order[::-1]
     inner = inside_calls(captured)
-    in_order, known = known, known if prefer_earliest else known[::-1]
     repeated = find_repeated(pairs, tokens, experts, known)
-    if repeated is None:
-        active = pairs.taken(pairs.effective)
-        index, ids = find_index(active, tokens, experts, known, in_order, inner, end)
-    else:
-        active, (index, ids) = pairs, repeated
+    active = pairs if repeated is not None else pairs.taken(pairs.effective)
+    try:
+        index, ids = repeated or find_index(active, tokens, experts, known, in_order, inner, end)
+    except NoRouting:
+        asked = _asked_by_host(captured, tags, end)
+        index, ids = find_index(active, tokens, experts, asked, asked, inner, end)
     slots = Slots(ids, active, tokens, experts, replay.value)
     before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
     if prefer_earliest and not before:
@@ -198,11 +201,25 @@ def _candidates(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end:
 
     Another one with the same numbers will not do: top-k's values equal the gathered scores only while a correction bias is 0.
     """
-    behind = ancestors([end]) - {end}
+    return _routing_like(captured, tags, ancestors([end]) - {end})
+
+
+def _asked_by_host(
+    captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
+) -> list[torch.fx.Node]:
+    """Tensors that the code turned into numbers before ``end``, as in ``experts[ids[t, k]]``, the latest first."""
+    before = itertools.takewhile(lambda node: node is not end, captured.graph.nodes)
+    asked = ancestors([node for node in before if record_of(node).decision and operation(node) in NUMBERS])
+    return _routing_like(captured, tags, asked)[::-1]
+
+
+def _routing_like(
+    captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], among: set[torch.fx.Node]
+) -> list[torch.fx.Node]:
     return [
         node
         for node in captured.graph.nodes
-        if node in behind
+        if node in among
         and is_tensor(node)
         and not tags[node].experts
         and not tags[node].weight

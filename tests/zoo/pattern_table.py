@@ -39,6 +39,8 @@ SECTIONS = (
     ("sorted_", "Sorted tokens, grouped and gathered products"),
     ("dense_", "Every expert on every token"),
     ("capacity_", "Capacity, dropping, expert choice"),
+    ("truncated_", "Capacity, by cutting lists of tokens"),
+    ("one_token_", "One token at a time"),
     ("router_", "Routers and other outputs"),
     ("shape_", "Sizes"),
     ("body_", "Expert networks"),
