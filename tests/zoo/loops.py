@@ -444,5 +444,5 @@ VARIANTS = (
         "either",
         flat_tokens,
     ),
-    variant("loop_token_by_token", TokenByToken, "one token at a time", "either", flat_tokens),
+    variant("loop_token_by_token", TokenByToken, "one token at a time", inputs=flat_tokens),
 )
