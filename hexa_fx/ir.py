@@ -90,6 +90,7 @@ class InputGuard:
         kind: a tensor, of which ``dtype`` and ``ndim`` count, or a constant, of which ``value`` counts.
         exact_dtype: the recorded code names this very dtype, so another floating-point one will not do.
         device: kind of device, if the recorded code asks for it.
+        contiguous: whether the tensor was, if the recorded code asks how tensors lie in memory.
     """
 
     name: str
@@ -99,6 +100,7 @@ class InputGuard:
     ndim: int | None = None
     exact_dtype: bool = False
     device: str | None = None
+    contiguous: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch.fx import Graph
 from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.perturb import Stirring
-from hexa_fx.capture.probes import CROWD, crowd_of, crowded_inputs, probe_inputs
+from hexa_fx.capture.probes import CROWD, crowded_inputs, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
@@ -39,17 +39,16 @@ from hexa_fx.passes.attempts import ATTEMPTS, Attempt
 from hexa_fx.passes.autocast import with_autocast
 from hexa_fx.passes.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.canonicalize import canonicalize
-from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.complete import detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
 from hexa_fx.passes.host_rules import refusal_of_host
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
-from hexa_fx.passes.perturbation import factors_past_limits
 from hexa_fx.passes.placement import why_misplaced
 from hexa_fx.passes.rewrite import rewrite
-from hexa_fx.passes.verify import VerificationResult, verify
+from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify
+from hexa_fx.passes.verify_settings import settings_of
 
 log = logging.getLogger(__name__)
 
@@ -237,17 +236,12 @@ def _check(
                 other in checks and checks[other].ok and _does_the_same(captured[mode], captured[other])
                 for other in MODES
             )
-            graph = captured[mode].graph
-            settings = VerifySettings(
-                crowd=crowd_of(graph, CROWD if captured[mode].whole_bytes is None else config.probe_tokens),
-                few=config.probe_tokens,
-                brief=brief,
-                factors=factors_past_limits(graph),
-                analysis_bytes=config.analysis_bytes,
-            )
+            settings = settings_of(captured[mode], config, brief)
             with announced("verify", rewritten[mode].graph) as done, muted(), torch_operators():
                 checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
                 done.note = checks[mode].reason or "equal"
+            if checks[mode].only_own_dtype or (brief and any(check.only_own_dtype for check in checks.values())):
+                rewritten[mode] = in_own_dtype_only(rewritten[mode])
         if not checks[mode].ok:
             refusals[mode] = Refusal(
                 observation.path, f"the rewritten block differs from the original: {checks[mode].reason}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe, unlike
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.raised_weight import RaisedWeight
-from hexa_fx.isolation.size import FEW_TOKENS, float64_bytes, is_out_of_memory
+from hexa_fx.isolation.size import float64_bytes, is_out_of_memory
 from hexa_fx.isolation.weight_slices import WeightSlices
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.routing_override import (
@@ -28,39 +28,10 @@ from hexa_fx.passes.routing_override import (
     in_turns,
     rows_for_all,
 )
+from hexa_fx.passes.verify_settings import TOLERANCE, VerifySettings
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward
-
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-
-
-@dataclass(frozen=True)
-class VerifySettings:
-    """How a block is verified.
-
-    Args:
-        sizes: (batch, sequence) of the inputs beside the example's own size. Flat inputs get batch times sequence rows.
-        many_bytes: if the float64 copy is larger than this, gradients, which take the time, are compared in two cases instead
-            of four. Outputs are compared in all cases.
-        brief: compare on the example only, for a mode in which the block does the same as in one that was verified.
-        crowd: how many tokens in a row are sent to the same experts: more than the block's capacity, if it has one.
-        seed: of inputs, cotangents and the random numbers that the block draws.
-        factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.perturbation`.
-        analysis_bytes: memory that the comparison may hold beside the model; see `HexaConfig`.
-        few: tokens that a block whose weights are raised in pieces is tried on at a time, to reach all experts in turns.
-        tolerance: largest accepted difference relative to the tensor's scale, by dtype of the comparison.
-    """
-
-    sizes: tuple[tuple[int, int], ...] = ((2, 5), (3, 7), (1, 1), (0, 4))
-    crowd: int = 160
-    brief: bool = False
-    seed: int = 0
-    factors: tuple[float, ...] = ()
-    many_bytes: int = 256 << 20
-    analysis_bytes: int = 2 << 30
-    few: int = FEW_TOKENS
-    tolerance: Mapping[torch.dtype, float] = field(default_factory=lambda: dict(_TOLERANCE))
 
 
 @dataclass(frozen=True)
@@ -111,7 +82,7 @@ class Comparison:
         self.experts = experts
         stored = forward.stored[bool(subject.module.training)]
         self.state = ModuleState(subject.module, results.shared_holders(subject.module, stored))
-        self.tolerance = settings.tolerance.get(subject.dtype, _TOLERANCE[torch.float16])
+        self.tolerance = settings.tolerance.get(subject.dtype, TOLERANCE[torch.float16])
 
     def cases(self) -> tuple[VerificationCase, ...]:
         try:
@@ -147,9 +118,12 @@ class Comparison:
             backward = routing is ROUTINGS[0] and not large
             yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example, backward)
         yield from self._all_reached(spy.top_k)
-        many = partial(self.inputs.at, 1, self.settings.crowd)
-        name = f"{self.settings.crowd} tokens to the first experts"
-        yield self._forced(name, ROUTINGS[0], spy.top_k, many, gradients=False)
+        for crowd in self.settings.crowds:
+            name = f"{crowd} tokens to the first experts"
+            yield self._forced(name, ROUTINGS[0], spy.top_k, partial(self.inputs.at, 1, crowd), gradients=False)
+        if self.settings.many:
+            given = self.inputs.at(1, self.settings.many, self.subject.dtype)
+            yield self._case(f"{self.settings.many} tokens", given, gradients=False)
 
     def _all_reached(self, top_k: int) -> Iterator[VerificationCase]:
         """Enough tokens for every expert but the first, so that one unlike the others shows; few at a time in large blocks."""

@@ -81,11 +81,13 @@ class Perturbation:
         changes: in order.
         size: (batch, sequence) of the call; None: the example's shapes.
         finite: whether all of the original counts, be it an error, NaN or infinity; else only its finite results do.
+        gradients: whether gradients are compared too.
     """
 
     changes: tuple[Change, ...]
     size: tuple[int, int] | None = None
     finite: bool = True
+    gradients: bool = False
 
     @property
     def name(self) -> str:
@@ -102,9 +104,12 @@ def perturbations(inputs: FreshInputs, module: nn.Module, factors: Sequence[floa
     """
     fixed = (*_arguments(inputs, module), *_kept(module))
     if fixed:
-        yield Perturbation(fixed)
+        yield Perturbation(fixed, gradients=True)
+    no_expert = tuple(_ids_of_no_expert(inputs, module))
+    if no_expert:
+        yield Perturbation(no_expert, finite=False)
     if inputs.tokens_at() is not None:
-        yield Perturbation((_other_magnitudes(inputs, (*_MAGNITUDES, *factors)),))
+        yield Perturbation((_other_magnitudes(inputs, (*_MAGNITUDES, *factors)),), gradients=True)
         yield Perturbation((_with_nan(inputs),), finite=False)
     yield Perturbation((Change("NaN in an expert's weight", _nan_in_an_expert),), finite=False)
 
@@ -139,6 +144,23 @@ def _arguments(inputs: FreshInputs, module: nn.Module) -> Iterator[Change]:
             yield Change(f"the integers {name!r} drawn at random", _drawn(number, (low, high + 1)))
         elif masked and float(leaf.max()) < -_MASKED:
             yield Change(f"the mask {name!r} drawn at random", _masking(number, float(leaf.min())))
+
+
+def _ids_of_no_expert(inputs: FreshInputs, module: nn.Module) -> Iterator[Change]:
+    """Given ids of -1, as padding may have. Where the original can make something of them, it counts."""
+    names = argument_names(module, *inputs.example(torch.float64))
+    for number, kind in enumerate(inputs.kinds):
+        if kind == "ids":
+            yield Change(f"-1 among the ids {names[number]!r}", _without_expert(number))
+
+
+def _without_expert(number: int) -> Callable[[Trial], None]:
+    def make(trial: Trial) -> None:
+        leaf = trial.leaves[number]
+        chosen = torch.rand(leaf.shape, generator=trial.generator) < 0.25
+        trial.leaves[number] = leaf.masked_fill(chosen.to(leaf.device), -1)
+
+    return make
 
 
 def _drawn(number: int, bounds: tuple[int, int]) -> Callable[[Trial], None]:

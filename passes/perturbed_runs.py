@@ -1,4 +1,4 @@
-"""Compares original and rewritten block under perturbations: forward only, since it is about what an example leaves inactive.
+"""Compares original and rewritten block under perturbations, of which those that keep all numbers finite go backward too.
 
 Where the original raises, the rewritten block has to raise as well. With NaN among the inputs or weights only finite results of the
 original count: one-hot dispatch spreads a NaN to every token, and code that counts where NaN is may fail.
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.outcome import Outcome, observe, unlike
+from hexa_fx.isolation.outcome import Outcome, difference, observe, unlike
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.passes.comparison import Subject, VerificationCase
@@ -69,10 +69,23 @@ class PerturbedRuns:
             with torch.no_grad():
                 for change in changes:
                     change.make(trial)
-            return self._compared(name, trial, spec, perturbation.finite)
+            return self._compared(name, trial, spec, perturbation)
         finally:
             with torch.no_grad():
                 trial.undo()
+
+    def as_it_is(self) -> VerificationCase:
+        """The example in the subject's dtype: the kinds of results, and most rows of the numbers."""
+        trial, spec = self._trial(Perturbation(()))
+        original = self._outcome(self.forward.original, trial.leaves, spec, gradients=False)
+        other = self._outcome(self.forward.rewritten, trial.leaves, spec, gradients=False)
+        if isinstance(original, Exception) or isinstance(other, GuardMiss):
+            return VerificationCase("", "skipped")
+        if isinstance(other, Exception):
+            return VerificationCase("", "different", detail=f"only the rewritten block raises {_first_line(other)}")
+        reason, error = apart(original, other, finite=False, rows=torch.median)
+        detail = reason or (_how_far(error) if error > self.tolerance else "")
+        return VerificationCase("", "different" if detail else "equal", error, detail=detail)
 
     def _trial(self, perturbation: Perturbation) -> tuple[Trial, pytree.TreeSpec]:
         dtype, size = self.subject.dtype, perturbation.size
@@ -82,21 +95,30 @@ class PerturbedRuns:
         names = argument_names(self.subject.module, args, kwargs)
         return Trial(self.subject.module, leaves, names, generator, self.experts), spec
 
-    def _compared(self, name: str, trial: Trial, spec: pytree.TreeSpec, finite: bool) -> VerificationCase:
-        original = self._outcome(self.forward.original, trial.leaves, spec)
-        other = self._outcome(self.forward.rewritten, trial.leaves, spec)
+    def _compared(self, name: str, trial: Trial, spec: pytree.TreeSpec, how: Perturbation) -> VerificationCase:
+        original = self._outcome(self.forward.original, trial.leaves, spec, how.gradients)
+        other = self._outcome(self.forward.rewritten, trial.leaves, spec, how.gradients)
         if isinstance(other, GuardMiss):
             return VerificationCase(name, "skipped", detail=f"left to the original: {other}")
         if isinstance(original, Exception) or isinstance(other, Exception):
-            return _errors(name, original, other, finite)
-        reason, error = apart(original, other, finite)
-        if not reason and error <= self.tolerance:
-            return VerificationCase(name, "equal", error)
-        if not reason and self._moves(original, trial.leaves, spec, finite) * _CHAOTIC >= error:
-            return VerificationCase(name, "skipped", detail="rounding alone moves the original as far")
-        return VerificationCase(name, "different", error, detail=reason or _how_far(error))
+            return _errors(name, original, other, how.finite)
+        reason, error = apart(original, other, how.finite)
+        if reason or error > self.tolerance:
+            if not reason and self._moves(original, trial.leaves, spec, how) * _CHAOTIC >= error:
+                return VerificationCase(name, "skipped", detail="rounding alone moves the original as far")
+            return VerificationCase(name, "different", error, detail=reason or _how_far(error))
+        found = difference(original, other)
+        if (
+            found.gradient > self.tolerance
+            and self._moves(original, trial.leaves, spec, how) * _CHAOTIC < found.gradient
+        ):
+            detail = f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
+            return VerificationCase(name, "different", error, found.gradient, detail)
+        return VerificationCase(name, "equal", error, found.gradient)
 
-    def _outcome(self, call: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec) -> Outcome | Exception:
+    def _outcome(
+        self, call: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec, gradients: bool
+    ) -> Outcome | Exception:
         module = self.subject.module
         state = ModuleState(module, results.shared_holders(module, self.forward.stored[bool(module.training)]))
         try:
@@ -104,7 +126,7 @@ class PerturbedRuns:
                 if self.subject.dtype == torch.float64:
                     modes.enter_context(InFloat64(self.subject.own))
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
-                return observe(call, module, state, (args, kwargs), self.seed, gradients=False)
+                return observe(call, module, state, (args, kwargs), self.seed, gradients)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -112,18 +134,24 @@ class PerturbedRuns:
         finally:
             state.restore()
 
-    def _moves(self, original: Outcome, leaves: list[Any], spec: pytree.TreeSpec, finite: bool) -> float:
+    def _moves(self, original: Outcome, leaves: list[Any], spec: pytree.TreeSpec, how: Perturbation) -> float:
         """How far the original's results move when the inputs do by a few roundings."""
         moved = [_nudged(leaf) for leaf in leaves]
-        again = self._outcome(self.forward.original, moved, spec)
-        return float("inf") if isinstance(again, Exception) else apart(original, again, finite)[1]
+        again = self._outcome(self.forward.original, moved, spec, how.gradients)
+        if isinstance(again, Exception):
+            return float("inf")
+        return max(apart(original, again, how.finite)[1], difference(original, again).gradient)
 
 
-def apart(original: Outcome, other: Outcome, finite: bool = True) -> tuple[str, float]:
+Rows: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+def apart(original: Outcome, other: Outcome, finite: bool = True, rows: Rows = torch.max) -> tuple[str, float]:
     """A sentence if two outcomes differ in more than numbers, and the largest difference relative to a row's scale.
 
     Args:
         finite: whether NaN and infinite values have to lie in the same places; else only where the original is finite.
+        rows: of the differences of a tensor's rows, the one that counts.
     """
     for fact in sorted({*original.facts, *other.facts}):
         if str(original.facts.get(fact)) != str(other.facts.get(fact)):
@@ -141,7 +169,7 @@ def apart(original: Outcome, other: Outcome, finite: bool = True) -> tuple[str, 
             return f"{name} is NaN or infinite where the original is finite", 0.0
         if finite and bool((~usual & two.isfinite()).any()):
             return f"{name} is finite where the original is not", 0.0
-        furthest = max(furthest, _furthest_row(one.where(usual, 0.0), two.where(usual, 0.0)))
+        furthest = max(furthest, _of_rows(rows, one.where(usual, 0.0), two.where(usual, 0.0)))
     return "", furthest
 
 
@@ -161,14 +189,14 @@ def _errors(name: str, original: Outcome | Exception, other: Outcome | Exception
     return VerificationCase(name, "different", detail=f"only {which} raises {_first_line(error)}")
 
 
-def _furthest_row(one: torch.Tensor, two: torch.Tensor) -> float:
+def _of_rows(rows: Rows, one: torch.Tensor, two: torch.Tensor) -> float:
     """Rows have magnitudes of their own here, so each is compared with its own scale."""
     if not one.numel():
         return 0.0
     if not one.dim():
         one, two = one[None], two[None]
     scale = one.abs().amax(-1).clamp(min=_TINY)
-    return float(((one - two).abs().amax(-1) / scale).max())
+    return float(rows((one - two).abs().amax(-1) / scale))
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -219,6 +219,7 @@ class _Rewriter:
         called = called_in(self.graph)
         on_dtype = any(not is_within(scope, called) for scope in captured.on_dtype)
         on_device = any(not is_within(scope, called) for scope in captured.on_device)
+        on_layout = any(not is_within(scope, called) for scope in captured.on_layout)
         result = []
         for name, value in captured.arguments:
             if not isinstance(value, torch.fx.Node):
@@ -226,7 +227,8 @@ class _Rewriter:
                 continue
             tensor = record_of(value).value
             exact, device = on_dtype or tensor.dtype in literal_dtypes, tensor.device.type if on_device else None
-            result.append(InputGuard(name, "tensor", None, tensor.dtype, tensor.dim(), exact, device))
+            layout = tensor.is_contiguous() if on_layout else None
+            result.append(InputGuard(name, "tensor", None, tensor.dtype, tensor.dim(), exact, device, layout))
         return tuple(result)
 
 

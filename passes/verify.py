@@ -19,27 +19,43 @@ import torch
 import torch.fx
 from torch import nn
 
-from hexa_fx.ir import RewrittenBlock
-from hexa_fx.passes.comparison import Comparison, Subject, VerificationCase, VerifySettings, size
+from hexa_fx.capture.copies import deepcopied
+from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.isolation.size import raises_in_pieces
+from hexa_fx.passes.comparison import Comparison, Subject, VerificationCase, size
 from hexa_fx.passes.float64_copy import float64_copy_or_none
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.perturbed_runs import PerturbedRuns
+from hexa_fx.passes.verify_settings import VerifySettings
 from hexa_fx.runtime.install import HexaForward, install, uninstall
 
 log = logging.getLogger(__name__)
 
 _LOOSE = 1e-2
+_ROUGH = 0.1
+"""For half of the rows in 16 bits: what shows is another computation, not its rounding."""
 
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """Whether a rewritten block may replace its original, and the cases that say so."""
+    """Whether a rewritten block may replace its original, and the cases that say so.
+
+    Args:
+        ok: whether it may.
+        cases: the comparisons.
+        seconds: what they took.
+        reason: why it may not.
+        dtype: of the comparison.
+        only_own_dtype: why it may do so only in the dtype of the example: in another one it gives something else, or no copy in
+            another one could be made; empty if it may in all.
+    """
 
     ok: bool
     cases: tuple[VerificationCase, ...] = ()
     seconds: float = 0.0
     reason: str = ""
     dtype: torch.dtype = torch.float64
+    only_own_dtype: str = ""
 
 
 def verify(
@@ -74,10 +90,45 @@ def verify(
         if any(case.outcome != "skipped" for case in cases):
             break
         log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))
+    bound = ""
     if not settings.brief and not _reason(cases):
         cases += (_kinds(block, rewritten, (args, dict(kwargs or {})), inputs, settings),)
+        bound = _in_another_dtype(block, rewritten, inputs, settings)
     reason = _reason(cases) or _too_little(cases, inputs, settings)
-    return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype)
+    return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype, bound)
+
+
+def in_own_dtype_only(rewritten: RewrittenBlock) -> RewrittenBlock:
+    """The block as one that runs its own code on floating-point inputs of another dtype than the example's."""
+    guards = (replace(guard, exact_dtype=True) if _is_floating(guard) else guard for guard in rewritten.guards)
+    return replace(rewritten, guards=tuple(guards))
+
+
+def _is_floating(guard: InputGuard) -> bool:
+    return guard.dtype is not None and guard.dtype.is_floating_point
+
+
+def _in_another_dtype(
+    block: nn.Module, rewritten: RewrittenBlock, inputs: FreshInputs, settings: VerifySettings
+) -> str:
+    """Compares both on a copy in another dtype, as after ``block.bfloat16()``; a sentence if they differ.
+
+    A cast to the dtype that a tensor has on the example does nothing there, and is not seen in float64.
+    """
+    own = _own_dtype(block)
+    other = torch.float32 if own == torch.bfloat16 else torch.bfloat16
+    if all(guard.exact_dtype for guard in rewritten.guards if _is_floating(guard)):
+        return ""
+    if raises_in_pieces(block, settings.analysis_bytes):
+        return f"it is too large for a copy in {other}"
+    try:
+        copied = deepcopied(block, {}).to(other)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        return f"it cannot be copied: {error}"
+    with _installed(copied, rewritten) as forward:
+        runs = PerturbedRuns(Subject(copied, other, other, as_it_is=True), forward, inputs, (), _ROUGH)
+        case = runs.as_it_is()
+    return f"in {other}: {case.detail}" if case.outcome == "different" else ""
 
 
 def _kinds(

@@ -14,7 +14,8 @@ import torch
 _DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
 _WHOLE = frozenset({"globals", "eval", "exec"})
 _DEVICE = frozenset({"is_cuda", "is_cpu", "get_device", "is_mps", "is_xpu", "device_type"})
-_KINDS = frozenset({"is_floating_point", "is_complex", "itemsize"})
+_LAYOUT = frozenset("is_contiguous stride storage_offset data_ptr untyped_storage _base _is_view".split())
+_KINDS = frozenset({"is_floating_point", "is_complex", "itemsize", "element_size", "finfo", "iinfo"})
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class CodeReads:
         stores: global names that the code sets.
         decides_on_dtype: whether it compares a dtype, or looks something up by it.
         asks_for_device: whether it asks what kind of device a tensor is on.
+        asks_for_layout: whether it asks how a tensor lies in memory.
     """
 
     chains: tuple[tuple[str, ...], ...]
@@ -34,6 +36,7 @@ class CodeReads:
     stores: frozenset[str]
     decides_on_dtype: bool
     asks_for_device: bool
+    asks_for_layout: bool
 
     @property
     def hidden(self) -> str:
@@ -60,7 +63,12 @@ def code_reads(code: types.CodeType) -> CodeReads:
             imports[imported[name], *_attributes(following)] = None
     stores = frozenset(str(i.argval) for i in instructions if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
     return CodeReads(
-        tuple(chains), tuple(imports), stores, _decides_on_dtype(instructions), _asks_for_device(instructions)
+        tuple(chains),
+        tuple(imports),
+        stores,
+        _decides_on_dtype(instructions),
+        _asks_for_device(instructions),
+        any(i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval in _LAYOUT for i in instructions),
     )
 
 
@@ -83,7 +91,7 @@ def _decides_on_dtype(instructions: list[dis.Instruction]) -> bool:
         if _is_dtype(one, set()) and after.opname == "STORE_FAST"
     }
     for at, instruction in enumerate(instructions):
-        if instruction.opname == "LOAD_ATTR" and instruction.argval in _KINDS:
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and instruction.argval in _KINDS:
             return True
         operands = {"CONTAINS_OP": 8, "COMPARE_OP": 2, "IS_OP": 2, "BINARY_SUBSCR": 1}.get(instruction.opname, 0)
         if any(_is_dtype(i, holds) for i in instructions[max(at - operands, 0) : at]):

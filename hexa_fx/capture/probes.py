@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -55,28 +54,37 @@ CROWD = 160
 """Tokens in a crowded probe, unless the code names a larger capacity."""
 
 _COMPARISONS = frozenset("le lt ge gt clamp clamp_ clip min minimum".split())
+_PARTS = frozenset("getitem split split_with_sizes tensor_split narrow".split())
+_LARGEST = 8192
 
 
-def crowd_of(graph: torch.fx.Graph, least: int = CROWD) -> int:
-    """More tokens than any limit that the code compares with: twice the largest whole number below 2048 in a comparison
-    or where a list of integers is cut, or ``least``.
+def crowds_of(graph: torch.fx.Graph, least: int = CROWD) -> tuple[int, ...]:
+    """Numbers of tokens to try: ``least``, and more than any limit that the code compares with or cuts rows at.
+
+    That is twice the largest whole number up to 8192 in a comparison, where a list of integers is cut, or in a slice or split of
+    rows that left the example whole.
     """
-    limits = [
-        item
-        for node in graph.nodes
-        if str(getattr(node.target, "__name__", node.target)) in _COMPARISONS
-        for item in (*node.args, *node.kwargs.values(), *_cuts_of(node))
-        if isinstance(item, int) and not isinstance(item, bool) and 1 < item < 2048
-    ]
-    return max([least, *(2 * limit for limit in limits)])
+    limits = [limit for node in graph.nodes for limit in _limits(node) if 1 < limit <= _LARGEST and 2 * limit > least]
+    return (least, 2 * max(limits)) if limits else (least,)
 
 
-def _cuts_of(node: torch.fx.Node) -> list[Any]:
-    """Where ``indices[:cut]`` ends."""
-    if node.op == "output" or node.target is not operator.getitem or not isinstance(node.args[1], slice):
+def _limits(node: torch.fx.Node) -> list[int]:
+    name = str(getattr(node.target, "__name__", node.target))
+    if name in _COMPARISONS:
+        return _whole_numbers([*node.args, *node.kwargs.values()])
+    if name not in _PARTS or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return []
-    value = record_of(node).value
-    return [] if not isinstance(value, torch.Tensor) or value.is_floating_point() else [node.args[1].stop]
+    given = record_of(node.args[0]).value
+    rows = given.shape[0] if isinstance(given, torch.Tensor) and given.dim() and given.is_floating_point() else 0
+    first = node.args[1] if len(node.args) > 1 else None
+    if name == "getitem":
+        first = first[0] if isinstance(first, tuple) and first else first
+        first = first.stop if isinstance(first, slice) else None
+    return [number for number in _whole_numbers([first, *node.kwargs.values()]) if number >= rows]
+
+
+def _whole_numbers(values: list[Any]) -> list[int]:
+    return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
 
 
 def crowded_inputs(

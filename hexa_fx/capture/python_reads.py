@@ -44,7 +44,8 @@ _MACHINERY = (
 _TREE = frozenset(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children".split()
 )
-_OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn"})
+_OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference"})
+_OF_ENVIRONMENT = frozenset({"os", "_collections_abc", "collections.abc"})
 _DEEPEST = 12
 
 
@@ -243,11 +244,7 @@ class PythonReads:
     def _noting_environment(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def __getitem__(environment: Any, key: str) -> Any:
             frame: types.FrameType | None = sys._getframe(1)
-            while frame is not None and frame.f_globals.get("__name__") in (
-                "os",
-                "_collections_abc",
-                "collections.abc",
-            ):
+            while frame is not None and frame.f_globals.get("__name__") in _OF_ENVIRONMENT:
                 frame = frame.f_back
             if frame is not None and is_users(str(frame.f_globals.get("__name__"))):
                 self._read(os, "environ")
@@ -263,10 +260,11 @@ class PythonReads:
             frame = frame.f_back
         if frame is None or attribute not in _OF_GRADIENTS or not is_users(str(frame.f_globals.get("__name__"))):
             return
-        if id(tensor) in self._met:
+        if id(tensor) in self._met and attribute != "is_inference":
             self._read(tensor, attribute)
         else:  # of an intermediate value, which has one if gradients are on
-            self.ran.note_state(torch.is_grad_enabled, self.scope())
+            state = torch.is_inference_mode_enabled if attribute == "is_inference" else torch.is_grad_enabled
+            self.ran.note_state(state, self.scope())
 
     # -- after the run --------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ class RanCode:
         """Scopes whose code decides on a dtype."""
         self.on_device: set[str] = set()
         """Scopes whose code asks for a kind of device."""
+        self.on_layout: set[str] = set()
+        """Scopes whose code asks how tensors lie in memory."""
         self.hidden: dict[str, tuple[str, SourceLocation]] = {}
         """Scopes whose code reads names that it does not spell out, by which function, and where."""
 
@@ -80,6 +82,8 @@ class RanCode:
             self.on_dtype.add(scope)
         if found.asks_for_device:
             self.on_device.add(scope)
+        if found.asks_for_layout:
+            self.on_layout.add(scope)
         if found.hidden:
             self.hidden[scope] = f"{found.hidden}()", SourceLocation(code.co_filename, code.co_firstlineno)
         for first, *rest in found.chains if home is not None else ():
@@ -98,10 +102,10 @@ class RanCode:
             else:
                 value = self._read(holder, name, scope)
                 self.note_state(value, scope)
-            if not isinstance(value, (types.ModuleType, type)):
+            if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
                 return
             holder = value
-            if isinstance(holder, type) and not is_users(holder.__module__):
+            if not isinstance(holder, types.ModuleType) and not is_users(holder.__module__ or ""):
                 return
 
     def note_state(self, value: Any, scope: str) -> None:

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,8 +69,8 @@ class CapturedBlock:
         reads: what the run read from Python.
         collections: lists, deques and dicts among what was read that may hold results.
         in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
-        on_dtype: paths of the modules whose code decides on a dtype.
-        on_device: paths of the modules whose code asks for a kind of device.
+        on_dtype, on_device, on_layout: paths of the modules whose code decides on a dtype, or asks for a kind of device or how
+            tensors lie in memory.
         stirred: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it; for people to read.
@@ -95,11 +94,12 @@ class CapturedBlock:
     in_autocast: Mapping[str, bool] = field(default_factory=dict)
     on_dtype: frozenset[str] = frozenset()
     on_device: frozenset[str] = frozenset()
+    on_layout: frozenset[str] = frozenset()
     stirred: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
     analysis_bytes: int = 2 << 30
 
-    @cached_property
+    @functools.cached_property
     def whole_bytes(self) -> int | None:
         """Bytes up to which a weight of the block is copied to float64 as a whole, if large ones are to be raised in pieces."""
         return whole_bytes(self.analysis_bytes) if raises_in_pieces(self.block, self.analysis_bytes) else None
@@ -236,13 +236,12 @@ def _capture(
     recalled = frozenset(name for name, identity in recorder.met.items() if identity in kept_before)
     inside = {id(leaf) for leaf in tree_leaves([bound.args, bound.kwargs])}
     nested = frozenset(name for name, identity in recorder.met.items() if identity in inside)
-    calls = tuple(recorder.calls)
     return CapturedBlock(
         block,
         path,
         recorder.graph,
         recorder.constants,
-        calls,
+        tuple(recorder.calls),
         arguments,
         output,
         stored,
@@ -256,6 +255,7 @@ def _capture(
         in_autocast=recorder.in_autocast,
         on_dtype=frozenset(reads.ran.on_dtype),
         on_device=frozenset(reads.ran.on_device),
+        on_layout=frozenset(reads.ran.on_layout),
         stirred=stirred,
     )
 

@@ -207,6 +207,8 @@ class Recorder(TorchFunctionMode):
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
         if is_bookkeeping(func, name, plain_args, plain_kwargs):
+            if name == "is_inference":
+                self.asked(plain_args[0], name)
             return func(*plain_args, **plain_kwargs)
         if name in SYMBOLIC_FUNCTIONS:
             return self._number_function(SYMBOLIC_FUNCTIONS[name], args)

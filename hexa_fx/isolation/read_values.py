@@ -165,6 +165,7 @@ def keys_inside(value: Any, noted: Any) -> Iterator[Any]:
     if isinstance(value, types.FunctionType):
         if is_users(value.__module__ or ""):
             yield from (name for name in ("__closure__", "__defaults__", "__kwdefaults__") if getattr(value, name))
+            yield from (name for name in vars(value) if not name.startswith("__"))
     elif isinstance(noted, Keys):
         yield from noted.keys
     elif isinstance(value, types.CellType):

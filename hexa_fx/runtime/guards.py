@@ -83,6 +83,8 @@ def _check_input(guard: InputGuard, value: Any) -> None:
         raise GuardMiss(f"the input {guard.name!r} is {value.dtype}; the block was recorded with {guard.dtype}")
     if guard.device is not None and value.device.type != guard.device:
         raise GuardMiss(f"the input {guard.name!r} is on {value.device}; the block was recorded on {guard.device}")
+    if guard.contiguous is not None and value.is_contiguous() != guard.contiguous:
+        raise GuardMiss(f"the input {guard.name!r} lies otherwise in memory, which the block's code asks for")
     if guard.ndim is not None and value.dim() != guard.ndim:
         raise GuardMiss(f"the input {guard.name!r} does not have {guard.ndim} dimensions")
 

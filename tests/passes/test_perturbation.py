@@ -11,11 +11,11 @@ from torch import nn
 from hexa_fx.capture import capture
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.outcome import Outcome
-from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.perturbation import argument_names, factors_past_limits, perturbations
 from hexa_fx.passes.perturbed_runs import apart
 from hexa_fx.passes.verify import verify
+from hexa_fx.passes.verify_settings import VerifySettings
 from tests.runtime.handmade import D, E, ListMoE, list_rewritten
 
 

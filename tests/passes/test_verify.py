@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexa_fx.ir import InputGuard, RewrittenBlock
-from hexa_fx.passes.comparison import VerifySettings
 from hexa_fx.passes.routing_override import ROUTINGS, rows_for_all
 from hexa_fx.passes.verify import VerificationResult, verify
+from hexa_fx.passes.verify_settings import VerifySettings
 from hexa_fx.runtime.install import is_installed
 from tests.runtime.handmade import (
     D,

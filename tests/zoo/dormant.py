@@ -198,7 +198,10 @@ def dormant(seed: int) -> Dormant | None:
     module_name, owner = dice.choice(classes)
     tree = ast.parse(Path(sys.modules[module_name].__file__ or "").read_text())
     what = _insert(tree, owner, FEATURES[name], dice)
-    made = what and mutate._rebuilt(base, home, module_name, ast.fix_missing_locations(tree))
+    try:
+        made = what and mutate._rebuilt(base, home, module_name, ast.fix_missing_locations(tree))
+    except SyntaxError:  # := is not allowed everywhere
+        return None
     if not made:
         return None
     masked = dice.choice(["bool", "int64", "float32"]) if FEATURES[name].kind.startswith("masked") else ""

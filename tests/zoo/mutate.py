@@ -25,6 +25,7 @@ from tests.zoo.registry import VARIANTS
 from tests.zoo.variant import Variant
 
 COMMON = "tests.zoo.common"
+_IMPORTABLE: list[types.ModuleType] = []
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,9 @@ def _replaced_module(name: str, tree: ast.Module) -> Iterator[types.ModuleType]:
     text = ast.unparse(tree)
     filename = f"<mutant of {name} {abs(hash(text)):x}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    module = types.ModuleType(name)
+    module = types.ModuleType(f"{name}_mutant_{abs(hash(text)):x}")
     module.__file__ = filename
+    _stay_importable(module)
     original = sys.modules[name]
     sys.modules[name] = module
     try:
@@ -120,6 +122,16 @@ def _replaced_module(name: str, tree: ast.Module) -> Iterator[types.ModuleType]:
         yield module
     finally:
         sys.modules[name] = original
+
+
+def _stay_importable(module: types.ModuleType) -> None:
+    """Puts it into sys.modules, where globals of a block's code are looked up at every call; takes the oldest ones out."""
+    sys.modules[module.__name__] = module
+    _IMPORTABLE.append(module)
+    while len(_IMPORTABLE) > 8:
+        old = _IMPORTABLE.pop(0)
+        sys.modules.pop(old.__name__, None)
+        linecache.cache.pop(old.__file__ or "", None)
 
 
 def _places(function: ast.FunctionDef, kind: type | tuple[type, ...]) -> list[ast.AST]:

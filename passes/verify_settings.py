@@ -1,0 +1,64 @@
+"""How a block is verified: at which sizes, in how many tokens, and past which limits of its own code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from hexa_fx.capture import CapturedBlock
+from hexa_fx.capture.probes import CROWD, crowds_of
+from hexa_fx.config import HexaConfig
+from hexa_fx.isolation.size import FEW_TOKENS
+from hexa_fx.passes.perturbation import factors_past_limits
+
+_MANY = 3001
+_CHEAP = 1 << 27
+"""Tokens times parameters up to which a case costs little."""
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """How a block is verified.
+
+    Args:
+        sizes: (batch, sequence) of the inputs beside the example's own size. Flat inputs get batch times sequence rows.
+        many_bytes: if the float64 copy is larger than this, gradients, which take the time, are compared in two cases instead
+            of four. Outputs are compared in all cases.
+        brief: compare on the example only, for a mode in which the block does the same as in one that was verified.
+        crowds: how many tokens in a row are sent to the same experts: more than the block's capacity, if it has one.
+        many: tokens of one more case, for what shows only in thousands; 0: none.
+        seed: of inputs, cotangents and the random numbers that the block draws.
+        factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.perturbation`.
+        analysis_bytes: memory that the comparison may hold beside the model; see `HexaConfig`.
+        few: tokens that a block whose weights are raised in pieces is tried on at a time, to reach all experts in turns.
+        tolerance: largest accepted difference relative to the tensor's scale, by dtype of the comparison.
+    """
+
+    sizes: tuple[tuple[int, int], ...] = ((2, 5), (3, 7), (1, 1), (0, 4))
+    crowds: tuple[int, ...] = (160,)
+    many: int = 0
+    brief: bool = False
+    seed: int = 0
+    factors: tuple[float, ...] = ()
+    many_bytes: int = 256 << 20
+    analysis_bytes: int = 2 << 30
+    few: int = FEW_TOKENS
+    tolerance: Mapping[torch.dtype, float] = field(default_factory=lambda: dict(TOLERANCE))
+
+
+def settings_of(captured: CapturedBlock, config: HexaConfig, brief: bool) -> VerifySettings:
+    """The settings for a block, by its recorded run."""
+    in_pieces = captured.whole_bytes is not None
+    numbers = sum(parameter.numel() for parameter in captured.block.parameters())
+    return VerifySettings(
+        crowds=crowds_of(captured.graph, config.probe_tokens if in_pieces else CROWD),
+        many=_MANY if _MANY * numbers <= _CHEAP else 0,
+        few=config.probe_tokens,
+        brief=brief,
+        factors=factors_past_limits(captured.graph),
+        analysis_bytes=config.analysis_bytes,
+    )
