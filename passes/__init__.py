@@ -28,7 +28,7 @@ from torch.fx import Graph
 from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.perturb import Stirring
-from hexa_fx.capture.probes import CROWD, crowded_inputs, probe_inputs
+from hexa_fx.capture.probes import CROWD, crowded_inputs, crowds_of, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
@@ -151,7 +151,9 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
         if attempt.alone and (best is None or best.match is None or not best.match.others):
             continue
         graphs = [captured.graph for captured in best.captured.values()] if best is not None else []
-        crowd = max(map(crowd_of, graphs), default=CROWD)  # so that a capacity that the code names is exceeded
+        crowd = max(
+            (crowds_of(graph)[-1] for graph in graphs), default=CROWD
+        )  # so that a capacity that the code names is exceeded
         analysis = _analyse_on(observation, config, attempt, crowd)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis

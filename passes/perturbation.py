@@ -82,12 +82,14 @@ class Perturbation:
         size: (batch, sequence) of the call; None: the example's shapes.
         finite: whether all of the original counts, be it an error, NaN or infinity; else only its finite results do.
         gradients: whether gradients are compared too.
+        by_token: whether it counts only where the original still gives every other token what it gave before.
     """
 
     changes: tuple[Change, ...]
     size: tuple[int, int] | None = None
     finite: bool = True
     gradients: bool = False
+    by_token: bool = False
 
     @property
     def name(self) -> str:
@@ -107,7 +109,7 @@ def perturbations(inputs: FreshInputs, module: nn.Module, factors: Sequence[floa
         yield Perturbation(fixed, gradients=True)
     no_expert = tuple(_ids_of_no_expert(inputs, module))
     if no_expert:
-        yield Perturbation(no_expert, finite=False)
+        yield Perturbation(no_expert, finite=False, by_token=True)
     if inputs.tokens_at() is not None:
         yield Perturbation((_other_magnitudes(inputs, (*_MAGNITUDES, *factors)),), gradients=True)
         yield Perturbation((_with_nan(inputs),), finite=False)
@@ -147,7 +149,7 @@ def _arguments(inputs: FreshInputs, module: nn.Module) -> Iterator[Change]:
 
 
 def _ids_of_no_expert(inputs: FreshInputs, module: nn.Module) -> Iterator[Change]:
-    """Given ids of -1, as padding may have. Where the original can make something of them, it counts."""
+    """Given ids of -1, as padding may have."""
     names = argument_names(module, *inputs.example(torch.float64))
     for number, kind in enumerate(inputs.kinds):
         if kind == "ids":

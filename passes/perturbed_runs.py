@@ -39,6 +39,7 @@ class PerturbedRuns:
         inputs: the example call and fresh ones like it.
         experts: the weights of the experts.
         tolerance: largest difference relative to a row's scale.
+        gradients: whether they are compared at all.
         factors: see `hexa_fx.passes.perturbation.perturbations`.
         seed: of all random numbers.
     """
@@ -48,6 +49,7 @@ class PerturbedRuns:
     inputs: FreshInputs
     experts: tuple[torch.Tensor, ...]
     tolerance: float
+    gradients: bool = True
     factors: tuple[float, ...] = ()
     seed: int = 0
 
@@ -65,14 +67,31 @@ class PerturbedRuns:
     def _case(self, perturbation: Perturbation, changes: tuple[Change, ...]) -> VerificationCase:
         name = Perturbation(changes).name
         trial, spec = self._trial(perturbation)
+        before = [*trial.leaves]
         try:
             with torch.no_grad():
                 for change in changes:
                     change.make(trial)
+            if perturbation.by_token and not self._leaves_others(before, trial.leaves, spec):
+                return VerificationCase(name, "skipped", detail="the original makes nothing of it")
             return self._compared(name, trial, spec, perturbation)
         finally:
             with torch.no_grad():
                 trial.undo()
+
+    def _leaves_others(self, before: list[Any], leaves: list[Any], spec: pytree.TreeSpec) -> bool:
+        """Whether the original gives tokens whose ids were not changed what it gave them before."""
+        one, two = (self._outcome(self.forward.original, given, spec, gradients=False) for given in (before, leaves))
+        if isinstance(one, Exception) or isinstance(two, Exception) or unlike(one, two):
+            return False
+        old, new = next((old, new) for old, new in zip(before, leaves) if old is not new)
+        kept = (old == new).all(-1).flatten() if old.dim() > 1 else old == new
+        tokens = kept.numel()
+        first, second = one.values.get("output 0"), two.values.get("output 0")
+        if first is None or second is None or not first.dim() or first.shape[:-1].numel() != tokens:
+            return False
+        first, second = (value.reshape(tokens, -1)[kept] for value in (first, second))
+        return bool(torch.allclose(first.double(), second.double(), rtol=1e-6))
 
     def as_it_is(self) -> VerificationCase:
         """The example in the subject's dtype: the kinds of results, and most rows of the numbers."""
@@ -96,8 +115,9 @@ class PerturbedRuns:
         return Trial(self.subject.module, leaves, names, generator, self.experts), spec
 
     def _compared(self, name: str, trial: Trial, spec: pytree.TreeSpec, how: Perturbation) -> VerificationCase:
-        original = self._outcome(self.forward.original, trial.leaves, spec, how.gradients)
-        other = self._outcome(self.forward.rewritten, trial.leaves, spec, how.gradients)
+        gradients = how.gradients and self.gradients
+        original = self._outcome(self.forward.original, trial.leaves, spec, gradients)
+        other = self._outcome(self.forward.rewritten, trial.leaves, spec, gradients)
         if isinstance(other, GuardMiss):
             return VerificationCase(name, "skipped", detail=f"left to the original: {other}")
         if isinstance(original, Exception) or isinstance(other, Exception):
@@ -137,7 +157,7 @@ class PerturbedRuns:
     def _moves(self, original: Outcome, leaves: list[Any], spec: pytree.TreeSpec, how: Perturbation) -> float:
         """How far the original's results move when the inputs do by a few roundings."""
         moved = [_nudged(leaf) for leaf in leaves]
-        again = self._outcome(self.forward.original, moved, spec, how.gradients)
+        again = self._outcome(self.forward.original, moved, spec, how.gradients and self.gradients)
         if isinstance(again, Exception):
             return float("inf")
         return max(apart(original, again, how.finite)[1], difference(original, again).gradient)

@@ -21,7 +21,7 @@ from torch import nn
 
 from hexa_fx.capture.copies import deepcopied
 from hexa_fx.ir import InputGuard, RewrittenBlock
-from hexa_fx.isolation.size import raises_in_pieces
+from hexa_fx.isolation.size import float64_bytes, raises_in_pieces
 from hexa_fx.passes.comparison import Comparison, Subject, VerificationCase, size
 from hexa_fx.passes.float64_copy import float64_copy_or_none
 from hexa_fx.passes.fresh_inputs import FreshInputs
@@ -85,7 +85,10 @@ def verify(
             cases = Comparison(subject, forward, inputs, settings, experts).cases()
             if not settings.brief and not _reason(cases):
                 tolerance = settings.tolerance.get(dtype, _LOOSE)
-                runs = PerturbedRuns(subject, forward, inputs, experts, tolerance, settings.factors, settings.seed)
+                backward = float64_bytes(subject.module) <= settings.many_bytes
+                runs = PerturbedRuns(
+                    subject, forward, inputs, experts, tolerance, backward, settings.factors, settings.seed
+                )
                 cases += tuple(runs.cases())
         if any(case.outcome != "skipped" for case in cases):
             break

@@ -21,11 +21,13 @@ def dense_moe(
 ) -> torch.Tensor:
     """``sum_s w[t, s] * down_e(silu(gate_e(x)) * up_e(x))`` over all experts at once: stands for the real operator."""
     coefficients = torch.zeros(x.shape[0], w1.shape[0], dtype=weights.dtype, device=x.device)
-    coefficients = coefficients.scatter_add(1, index, weights)
+    there = (index >= 0) & (index < w1.shape[0])
+    index = index.clamp(0, w1.shape[0] - 1)
+    coefficients = coefficients.scatter_add(1, index, weights * there)
     gate, up = torch.einsum("td,eid->tei", x, w1).chunk(2, dim=-1)
     y = torch.einsum("tei,edi->ted", F.silu(gate) * up, w2)
-    chosen = torch.zeros_like(coefficients, dtype=torch.bool).scatter(1, index, True)
-    y = y.masked_fill(~chosen[..., None], 0)  # what an expert makes of others' tokens counts for nothing, be it NaN
+    chosen = torch.zeros_like(coefficients, dtype=torch.long).scatter_add(1, index, there.long())
+    y = y.masked_fill(chosen[..., None] == 0, 0)  # what an expert makes of others' tokens counts for nothing, be it NaN
     return torch.einsum("ted,te->td", y, coefficients.to(y.dtype)).to(x.dtype)
 
 
