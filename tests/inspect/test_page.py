@@ -149,15 +149,22 @@ def test_keys_lead_through_the_graphs(page, tmp_path):
         for (const key of ["ArrowDown", "ArrowUp", "x", "ArrowRight"]) { press(key); trail.push(at()); }
         press("Enter");
         const pinned = [kept, detail.hidden];
+        keep("right", boxOf("right", "moe_ffn_default"));
+        detail.querySelector(".kernels button").click();
+        const inside = drawer.contains(document.activeElement) && document.querySelector("main").inert;
+        press("Escape");
+        const outside = drawer.hidden && !document.querySelector("main").inert;
         press("Escape");
         press("]");
-        return {stops, trail, pinned, released: detail.hidden, right: shown.right,
+        return {stops, trail, pinned, inside, outside, released: detail.hidden, right: shown.right,
                 names: boxes("left").every(b => b.getAttribute("aria-label"))};"""
     found = browser.evaluate(page, script, tmp_path)
     assert found["stops"] == 1
     assert found["trail"][:4] == ["left:softmax", "left:topk", "left:softmax", "right:softmax"]
     assert found["trail"][4].startswith("right:")
     assert found["pinned"][1] is False
+    assert found["inside"]
+    assert found["outside"]
     assert found["released"] is True
     assert found["right"] == "lower"
     assert found["names"]

@@ -61,6 +61,7 @@ function kernels(box) {
 /* -- CUDA source --------------------------------------------------------------------------------------------------- */
 
 const drawer = document.getElementById("drawer");
+const behind = document.querySelectorAll("body > :not(#drawer, script, template, dialog)");
 let opener = null;
 
 function openSource(name, text) {
@@ -89,11 +90,13 @@ function openSource(name, text) {
   source.scrollTop = 0;
   if (drawer.hidden) opener = document.activeElement;
   drawer.hidden = false;
+  behind.forEach(e => { e.inert = true; });  // keys stay in the drawer
   document.getElementById("close").focus();
 }
 
 function closeSource() {
   drawer.hidden = true;
+  behind.forEach(e => { e.inert = false; });
   opener?.focus();
 }
 
