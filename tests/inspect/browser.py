@@ -1,13 +1,11 @@
-"""A headless Chromium for tests, and just enough of PNG to look at its pictures."""
+"""A headless Chromium for tests."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import struct
 import subprocess
-import zlib
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -55,44 +53,3 @@ def _run(url: str, profile: Path, *flags: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
-
-
-def pixels(png: Path) -> tuple[int, int, list[bytes]]:
-    """Width, height and rows of an 8-bit RGB or RGBA picture; every pixel as it is stored."""
-    data = png.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    at, packed, header = 8, b"", (0, 0, 0, 0)
-    while at < len(data):
-        length, kind = struct.unpack(">I4s", data[at : at + 8])
-        body = data[at + 8 : at + 8 + length]
-        if kind == b"IHDR":
-            header = struct.unpack(">IIBB", body[:10])
-        elif kind == b"IDAT":
-            packed += body
-        at += 12 + length
-    width, height, depth, colour = header
-    assert (depth, colour in (2, 6)) == (8, True)
-    return (
-        width,
-        height,
-        _unfiltered(zlib.decompress(packed), width * (3 if colour == 2 else 4), height, 3 if colour == 2 else 4),
-    )
-
-
-def _unfiltered(raw: bytes, line: int, height: int, step: int) -> list[bytes]:
-    rows, before = [], bytearray(line)
-    for number in range(height):
-        start = number * (line + 1)
-        kind, row = raw[start], bytearray(raw[start + 1 : start + 1 + line])
-        for i in range(line) if kind else ():
-            left, up = row[i - step] if i >= step else 0, before[i]
-            corner = before[i - step] if i >= step else 0
-            row[i] = (row[i] + (left, up, (left + up) // 2, _paeth(left, up, corner))[kind - 1]) & 255
-        rows.append(bytes(row))
-        before = row
-    return rows
-
-
-def _paeth(a: int, b: int, c: int) -> int:
-    p = a + b - c
-    return min((a, b, c), key=lambda value: abs(p - value))
