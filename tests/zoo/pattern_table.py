@@ -115,7 +115,7 @@ def render(lines: list[Line]) -> str:
 def _row(line: Line) -> str:
     note = f" (a gap: {line.variant.gap})" if line.variant.gap and line.outcome == "refused" else ""
     cells = (line.variant.name, line.variant.why, line.outcome, line.detail + note)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("](", "]\\(") for cell in cells) + " |"
 
 
 def summary(page: str) -> str:
