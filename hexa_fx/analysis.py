@@ -18,8 +18,9 @@ from hexa_fx.describe import describe
 from hexa_fx.errors import InputError
 from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
+from hexa_fx.ir import Refusal
 from hexa_fx.observers import Listener, PassEvent, listening
-from hexa_fx.passes import BlockAnalysis, analyse
+from hexa_fx.passes import BlockAnalysis, analyse, refused
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.progress import Bar, progress
@@ -140,6 +141,8 @@ def _analyse_candidate(
 
     Also returns the path of the identical block whose analysis was reused, if there was one.
     """
+    if candidate.reason:
+        return refused(Refusal(candidate.levels[0].path, candidate.reason)), None
     first: tuple[BlockAnalysis, str | None] | None = None
     for observation in candidate.levels:
         found = _analyse_level(observation, config, cache)

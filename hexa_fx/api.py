@@ -58,7 +58,7 @@ def optimize(model: Model, example_inputs: ExampleInputs | None = None, config: 
 
     Raises:
         InputError: an argument is of no use, or the model has to be prepared differently (it is on the meta device, wrapped,
-            compiled, scripted, quantised or already optimized).
+            compiled, scripted or already optimized).
         NothingRewritten: with ``strict``, no block was rewritten.
         VerificationError: with ``strict``, a rewritten block differs from its original.
         Exception: whatever the model raises on the example inputs.

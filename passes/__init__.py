@@ -45,8 +45,8 @@ from hexa_fx.passes.distinct_tokens import examples, mostly_alike
 from hexa_fx.passes.host_rules import refusal_of_host
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
-from hexa_fx.passes.placement import why_misplaced
 from hexa_fx.passes.rewrite import rewrite
+from hexa_fx.passes.unreadable import why_unreadable
 from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify
 from hexa_fx.passes.verify_settings import settings_of
 
@@ -106,18 +106,19 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
 
     A failure of the passes themselves is a refusal too, so that it does not keep the user from the rest of the model.
     """
-    misplaced = why_misplaced(observation.module)
-    if misplaced:
-        return _refused(Refusal(observation.path, misplaced))
+    unreadable = why_unreadable(observation.module)
+    if unreadable:
+        return refused(Refusal(observation.path, unreadable))
     try:
         found = with_few_enough_tokens(_analyse, observation, config)
-        return _refused(found) if isinstance(found, Refusal) else found
+        return refused(found) if isinstance(found, Refusal) else found
     except Exception as error:
         log.exception("hexa_fx failed on %s; please report this", observation.path or "the model")
-        return _refused(Refusal(observation.path, f"hexa_fx itself failed here with {type(error).__name__}: {error}"))
+        return refused(Refusal(observation.path, f"hexa_fx itself failed here with {type(error).__name__}: {error}"))
 
 
-def _refused(refusal: Refusal) -> BlockAnalysis:
+def refused(refusal: Refusal) -> BlockAnalysis:
+    """Of a block that is left as it is."""
     return BlockAnalysis(refusal.path, None, refusals=dict.fromkeys(MODES, refusal))
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture.copies import copied
+from hexa_fx.capture.overlooked import COMPARISONS, Runs, innermost, packed_experts, why_overlooked
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.random_state import random_state_kept
 
@@ -35,9 +36,13 @@ class Observation:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A place to look for an MoE block: the innermost module that may be one, then the modules around it."""
+    """A place to look for an MoE block: the innermost module that may be one, then the modules around it.
+
+    ``reason`` says of a block that holds what looks like experts why there is nothing to look for; it has one level.
+    """
 
     levels: tuple[Observation, ...]
+    reason: str = ""
 
 
 @dataclass
@@ -48,13 +53,17 @@ class _Selections(TorchFunctionMode):
     selecting: set[str] = field(default_factory=set)
     chained: set[str] = field(default_factory=set)
     """Lists in which a member was given another member's output."""
+    runs: Runs = field(default_factory=Runs)
 
     def __post_init__(self) -> None:
         super().__init__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in SELECTIONS and self.stack:
+        name = getattr(func, "__name__", "")
+        if name in SELECTIONS and self.stack:
             self.selecting.add(self.stack[-1])
+        if name in COMPARISONS and self.stack:
+            self.runs.comparing.add(self.stack[-1])
         return func(*args, **(kwargs or {}))
 
 
@@ -64,19 +73,44 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     Buffers, attributes, hooks and the random state are restored afterwards. Errors of the model itself are not caught.
     """
     suspects = {path for path, module in model.named_modules() if _may_hold_experts(path, module)}
-    if not suspects:
+    packed = {path for path, module in model.named_modules() if packed_experts(module)}
+    if not suspects | packed:
         return []
     recorded: dict[str, Observation] = {}
     mode = _Selections()
     with (
         restored(model),
         random_state_kept(),
-        _hooks(model, suspects, mode, recorded),
+        _hooks(model, suspects | packed, mode, recorded),
         torch.no_grad(),
         mode,
     ):
         model(*args, **kwargs)
-    return _candidates(model, suspects, mode, recorded)
+    found = _candidates(model, suspects, mode, recorded)
+    left = _overlooked(model, suspects | packed, mode, recorded, {candidate.levels[0].path for candidate in found})
+    order = {path: number for number, (path, _) in enumerate(model.named_modules())}
+    return sorted([*found, *left], key=lambda candidate: order[candidate.levels[0].path])
+
+
+def _overlooked(
+    model: nn.Module,
+    suspects: set[str],
+    mode: _Selections,
+    recorded: Mapping[str, Observation],
+    found: set[str],
+) -> list[Candidate]:
+    """Blocks with what looks like experts, beside those that are ``found``, that choose none by index."""
+    left: dict[str, str] = {}
+    for path in suspects:
+        said = None if _is_list_of_layers(path, mode) else why_overlooked(model, path, mode.runs)
+        if said is not None and not any(
+            said[0] == p or _is_inside(p, said[0]) or _is_inside(said[0], p) for p in found
+        ):
+            left.setdefault(*said)
+    return [
+        Candidate((recorded.get(path) or Observation(path, model.get_submodule(path), (), {}),), reason)
+        for path, reason in innermost(left).items()
+    ]
 
 
 def _may_hold_experts(path: str, module: nn.Module) -> bool:
@@ -115,6 +149,7 @@ def _hooks(model: nn.Module, suspects: set[str], mode: _Selections, recorded: di
     def enter(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             mode.stack.append(path)
+            mode.runs.see(path, (*args, *kwargs.values()))
             owner = path.rpartition(".")[0]
             if any(produced_by.get(id(item)) == owner for item in args if isinstance(item, torch.Tensor)):
                 mode.chained.add(owner)

@@ -91,6 +91,10 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         ("a backward of its own, is applied",),
         "Apply the function to the tokens, to the routing weights or to the sum over experts.",
     ),
+    (
+        ("there is no work to leave out", "so there is nothing to choose"),
+        "Nothing is to be done, unless it is meant to choose: then take the topk of the scores and run these experts only.",
+    ),
     (("some experts share a parameter",), "Give every expert a parameter of its own, or one to all of them."),
     (("neither a parameter nor a buffer",), "self.register_buffer(name, tensor, persistent=False) in __init__."),
     (

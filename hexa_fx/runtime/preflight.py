@@ -14,17 +14,6 @@ _PARALLEL = {
     "FullyShardedDataParallel": "FullyShardedDataParallel (FSDP)",
     "FSDPModule": "fully_shard (FSDP2)",
 }
-_QUANTISED_PACKAGES = (
-    "torchao",
-    "bitsandbytes",
-    "auto_gptq",
-    "gptqmodel",
-    "awq",
-    "hqq",
-    "quanto",
-    "compressed_tensors",
-)
-_QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
 
 def check_model(model: nn.Module) -> None:
@@ -32,7 +21,7 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         InputError: the object is no model, or it is already optimized, compiled, scripted, wrapped for data parallelism, sharded,
-            on the meta device, made in inference mode, or quantised.
+            on the meta device, or made in inference mode.
     """
     if not isinstance(model, nn.Module):
         hint = "; call the class to make a model" if isinstance(model, type) else ""
@@ -45,7 +34,6 @@ def check_model(model: nn.Module) -> None:
     for path, module in model.named_modules():
         _check_optimized(path, module)
         _check_parallel(path, module)
-        _check_quantised_module(path, module)
     _check_parameters(model)
 
 
@@ -71,12 +59,6 @@ def _check_parallel(path: str, module: nn.Module) -> None:
             )
 
 
-def _check_quantised_module(path: str, module: nn.Module) -> None:
-    home = type(module).__module__
-    if home.startswith(_QUANTISED_MODULES) or home.split(".")[0] in _QUANTISED_PACKAGES:
-        raise InputError(_quantised(path, f"is a {home}.{type(module).__name__}"))
-
-
 def is_offloaded(module: nn.Module) -> bool:
     """Whether accelerate keeps the module's weights elsewhere and brings them to the device for each call."""
     hook = vars(module).get("_hf_hook")
@@ -88,7 +70,6 @@ def _check_parameters(model: nn.Module) -> None:
     for path, parameter in (*model.named_parameters(), *model.named_buffers()):
         if id(parameter) in away:  # its block is left as it is; the others can be rewritten
             continue
-        homes = {type(value).__module__.split(".")[0] for value in (parameter, parameter.data)}
         if type(parameter.data).__name__ == "DTensor":
             raise InputError(f"{path} is a distributed tensor; optimize the model before sharding it (fully_shard, TP)")
         if parameter.device.type == "meta":
@@ -101,14 +82,3 @@ def _check_parameters(model: nn.Module) -> None:
                 f"{path} was made under torch.inference_mode() and cannot have gradients, which the comparison with the original "
                 "needs; build or load the model outside of it"
             )
-        if parameter.is_quantized or not homes.isdisjoint(_QUANTISED_PACKAGES):
-            raise InputError(_quantised(path, f"is a {type(parameter).__name__} of dtype {parameter.dtype}"))
-        if isinstance(parameter, nn.Parameter) and not (parameter.is_floating_point() or parameter.is_complex()):
-            raise InputError(_quantised(path, f"is a parameter of dtype {parameter.dtype}"))
-
-
-def _quantised(path: str, what: str) -> str:
-    return (
-        f"{path or 'the model'} {what}: the model is quantised, and its experts cannot be read as matrices; "
-        "optimize the model before it is quantised, or dequantise it"
-    )

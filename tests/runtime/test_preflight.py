@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -91,35 +89,3 @@ def test_sharded_parameters(process_group):
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     sharded[0].weight = nn.Parameter(distribute_tensor(sharded[0].weight.detach(), mesh, [Shard(0)]))
     assert "0.weight is a distributed tensor" in refusal(sharded)
-
-
-def test_quantised_by_torch():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            quantised = torch.ao.quantization.quantize_dynamic(model(), {nn.Linear})
-        except (RuntimeError, AttributeError) as error:
-            pytest.skip(f"no quantisation here: {error}")
-    assert "quantised" in refusal(quantised)
-
-
-def test_quantised_by_packages():
-    class Linear4bit(nn.Linear):
-        pass
-
-    Linear4bit.__module__ = "bitsandbytes.nn.modules"
-    assert "0 is a bitsandbytes.nn.modules.Linear4bit" in refusal(nn.Sequential(Linear4bit(2, 2)))
-
-    class AffineQuantizedTensor(torch.Tensor):
-        pass
-
-    AffineQuantizedTensor.__module__ = "torchao.dtypes"
-    bad = model()
-    bad[0].weight = nn.Parameter(bad[0].weight.detach().as_subclass(AffineQuantizedTensor))
-    assert "0.weight is a AffineQuantizedTensor" in refusal(bad)
-
-
-def test_packed_integers():
-    bad = model()
-    bad[0].weight = nn.Parameter(torch.zeros(8, 4, dtype=torch.uint8), requires_grad=False)
-    assert "0.weight is a parameter of dtype torch.uint8: the model is quantised" in refusal(bad)

@@ -1,0 +1,121 @@
+"""Modules that hold what looks like experts but whose code chooses none by index: named, each with the reason.
+
+What looks like experts is a list of modules of equal shapes, or stacked weights, beside a router: a matrix with one row or
+column for each of them. Members of a list are called experts or were given rows of the same tokens. So the layers and heads of
+ordinary models are not named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+SOFT = (
+    "nothing is chosen here: every expert runs on every token and the outputs are weighted (a dense or soft mixture), so there is "
+    "no work to leave out"
+)
+THRESHOLD = (
+    "no fixed number of experts is chosen for every token: a comparison decides, so that one token gets more experts than another; "
+    "it is rewritten if it chooses with topk or argmax"
+)
+SLOTS = "experts run on no tokens: each gets mixtures of all of them (a soft mixture with slots), so there is nothing to choose"
+INTEGERS = (
+    "its experts' weights are integers in buffers ({}), which have no gradient and cannot be read as matrices; a block is "
+    "rewritten if its experts are floating-point parameters"
+)
+NOT_REACHED = "its experts did not run on the example: give an example that reaches them"
+
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
+COMPARISONS = frozenset(
+    "gt ge lt le __gt__ __ge__ __lt__ __le__ greater greater_equal less less_equal where nonzero".split()
+)
+
+
+@dataclass
+class Runs:
+    """What the run on the example showed of modules: rows that they were given, how many, and which compared numbers."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    some: dict[str, torch.Tensor] = field(default_factory=dict)
+    comparing: set[str] = field(default_factory=set)
+
+    def see(self, path: str, args: Iterable[object]) -> None:
+        """Notes the first call of the module at ``path``."""
+        first = next((value for value in args if isinstance(value, torch.Tensor) and value.dim() > 0), None)
+        if first is None or path in self.rows:
+            return
+        self.rows[path] = first.numel() // max(1, first.shape[-1])
+        self.some[path] = first.detach().reshape(self.rows[path], first.shape[-1])[:256, :4].clone()
+
+    def of_same_tokens(self, paths: list[str]) -> bool:
+        """Whether two of the modules were given the same row."""
+        some = [self.some[path] for path in paths if path in self.some and self.some[path].is_floating_point()]
+        seen: set[tuple[float, ...]] = set()
+        for rows in some:
+            theirs = {tuple(row) for row in rows.tolist()}
+            if seen & theirs:
+                return True
+            seen |= theirs
+        return False
+
+
+def packed_experts(module: nn.Module) -> str:
+    """Names and types of buffers of integers that look like experts' weights; empty if there are none."""
+    own = [(name, buffer) for name, buffer in module.named_buffers() if buffer.dtype in _INTEGERS]
+    children = list(module.children())
+    stacked = [(name, b) for name, b in own if b.dim() >= 3 and "." not in name]
+    listed = [(name, b) for name, b in own if b.dim() >= 2] if _are_alike(children) else []
+    return ", ".join(f"{name}: {str(b.dtype).removeprefix('torch.')}" for name, b in (stacked or listed)[:2])
+
+
+def _are_alike(children: list[nn.Module]) -> bool:
+    shapes = {tuple((n, tuple(b.shape)) for n, b in child.named_buffers()) for child in children}
+    return len(children) > 1 and len(shapes) == 1 and shapes != {()}
+
+
+def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] | None:
+    """Path of the block around the experts at ``path`` and why it is left; None if they do not look like experts."""
+    module = model.get_submodule(path)
+    members = [f"{path}.{name}".lstrip(".") for name, _ in module.named_children()]
+    is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) or (len(members) > 1 and not runs.rows.get(path))
+    block = path.rpartition(".")[0] if is_list and path else path
+    integers = packed_experts(module)
+    if integers:
+        return block, INTEGERS.format(integers)
+    count = len(members) if is_list else _stacked(module)
+    if not has_router(model.get_submodule(block), module, count):
+        return None
+    if not is_list:
+        return block, THRESHOLD if _inside(block, runs.comparing) else SOFT
+    if "expert" not in path.rpartition(".")[2].lower() and not runs.of_same_tokens(members):
+        return None
+    given = [runs.rows[member] for member in members if member in runs.rows]
+    if not given:
+        return block, NOT_REACHED
+    if len(set(given)) > 1 or _inside(block, runs.comparing):
+        return block, THRESHOLD
+    return block, SOFT if given[0] == runs.rows.get(block) else SLOTS
+
+
+def _stacked(module: nn.Module) -> int:
+    firsts = [p.shape[0] for p in module.parameters(recurse=False) if p.dim() >= 3]
+    return firsts[0] if len(firsts) > 1 and len(set(firsts)) == 1 else 0
+
+
+def has_router(block: nn.Module, experts: nn.Module, count: int) -> bool:
+    """Whether the block holds, beside its experts, a parameter with a dimension that counts them."""
+    theirs = {id(p) for p in experts.parameters() if experts is not block or p.dim() > 2}
+    own = [p for p in block.parameters() if id(p) not in theirs and p.dim() >= 2]
+    return count > 1 and any(count in parameter.shape for parameter in own)
+
+
+def _inside(path: str, paths: Iterable[str]) -> bool:
+    return any(other == path or other.startswith(f"{path}." if path else "") for other in paths)
+
+
+def innermost(found: Mapping[str, str]) -> dict[str, str]:
+    """Of blocks and their reasons, those that hold no other such block."""
+    return {path: why for path, why in found.items() if not any(p != path and _inside(path, [p]) for p in found)}

@@ -1,0 +1,60 @@
+"""Refuses blocks whose weights cannot be read where they are: offloaded, spread over devices, quantised."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hexa_fx.runtime.preflight import is_offloaded
+
+OFFLOADED = (
+    "its weights are offloaded (accelerate brings them to the device for each call), and cannot be read in place; a block is "
+    "rewritten if it stays on one device: leave room for it in device_map or max_memory, or optimize the model before it is "
+    "dispatched"
+)
+SPREAD = (
+    "its weights lie on several devices ({}); a block is rewritten if it is on one: keep it together in device_map "
+    "(no_split_module_classes)"
+)
+QUANTISED = (
+    "it holds quantised weights, which cannot be read as matrices ({}); a block is rewritten if the quantiser leaves its modules "
+    "as they are (llm_int8_skip_modules, modules_to_not_convert), or if the model is optimized before it is quantised"
+)
+_PACKAGES = frozenset("torchao bitsandbytes auto_gptq gptqmodel awq hqq quanto optimum compressed_tensors".split())
+_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+
+
+def why_unreadable(block: nn.Module) -> str:
+    """A sentence if the block's weights are elsewhere, on several devices or quantised; else empty."""
+    devices = {parameter.device for parameter in block.parameters()}
+    if any(device.type == "meta" for device in devices):
+        return OFFLOADED
+    if any(is_offloaded(module) for module in block.modules()):
+        return OFFLOADED
+    quantised = next((said for path, module in block.named_modules() for said in _quantised(path, module)), "")
+    if quantised:
+        return QUANTISED.format(quantised)
+    return SPREAD.format(", ".join(sorted(map(str, devices)))) if len(devices) > 1 else ""
+
+
+def _quantised(path: str, module: nn.Module) -> list[str]:
+    """What about the module itself is quantised, with its path."""
+    home = type(module).__module__
+    if home.startswith(_MODULES) or home.split(".")[0] in _PACKAGES:
+        return [f"{path or 'the block'} is a {home}.{type(module).__name__}"]
+    found = []
+    for name, parameter in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        homes = {type(value).__module__.split(".")[0] for value in (parameter, parameter.data)}
+        where = f"{path}.{name}".lstrip(".")
+        if parameter.is_quantized or not homes.isdisjoint(_PACKAGES):
+            found.append(f"{where} is a {type(parameter).__name__}")
+        elif isinstance(parameter, nn.Parameter) and not (parameter.is_floating_point() or parameter.is_complex()):
+            found.append(f"{where} is a parameter of dtype {str(parameter.dtype).removeprefix('torch.')}")
+        elif _are_packed(parameter):
+            found.append(f"{where} is a buffer of dtype {str(parameter.dtype).removeprefix('torch.')}")
+    return found
+
+
+def _are_packed(buffer: torch.Tensor) -> bool:
+    """Whether a buffer of integers is as large as weights of experts are, and no table of positions."""
+    return buffer.dim() >= 3 and buffer.dtype in (torch.int8, torch.uint8, torch.int32)

@@ -1,0 +1,175 @@
+"""Blocks that hold what looks like experts and choose none by index are named, each with its reason; other modules are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.capture import overlooked
+
+D, I, E = 8, 12, 4  # noqa: E741
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+
+
+class Listed(Router):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.Linear(I, D)) for _ in range(E))
+
+
+class Masked(Listed):
+    """Experts get the rows whose score is above a limit."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, out = self.gate(x).softmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mask = scores[:, number] > 0.3
+            out[mask] += expert(x[mask]) * scores[mask, number, None]
+        return out
+
+
+class Where(Listed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, out = self.gate(x).sigmoid(), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (token,) = torch.where(scores[:, number].ge(0.5))
+            out = out.index_add(0, token, expert(x[token]) * scores[token, number, None])
+        return out
+
+
+class Soft(Listed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (torch.stack([expert(x) for expert in self.experts], -1) * self.gate(x).softmax(-1)[:, None]).sum(-1)
+
+
+class Slots(Listed):
+    """Soft MoE: one slot an expert, a mixture of all tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x)
+        mixed = scores.softmax(0).t() @ x
+        given = torch.stack([expert(mixed[number]) for number, expert in enumerate(self.experts)])
+        return scores.softmax(1) @ given
+
+
+class Stacked(Router):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.randn(E, D, I)), nn.Parameter(torch.randn(E, I, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(
+            "te,ted->td", self.gate(x).softmax(-1), torch.relu(x @ self.w1).matmul(self.w2).movedim(0, 1)
+        )
+
+
+class Unreached(Listed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gate(x).sum(-1, keepdim=True)
+
+
+class Integers(Router):
+    """A choice like any other, of experts that are buffers of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("w1", (E, D, I)), ("w2", (E, I, D))):
+            self.register_buffer(name, torch.randint(-9, 9, shape, dtype=torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number in range(E):
+            token, slot = torch.where(chosen == number)
+            hidden = torch.relu(x[token] @ self.w1[number].float())
+            out.index_add_(0, token, hidden @ self.w2[number].float() * weights[token, slot, None])
+        return out
+
+
+class Around(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.block(x)
+
+
+X = torch.randn(20, D, generator=torch.Generator().manual_seed(0))
+REASONS = {
+    Masked: overlooked.THRESHOLD,
+    Where: overlooked.THRESHOLD,
+    Soft: overlooked.SOFT,
+    Stacked: overlooked.SOFT,
+    Slots: overlooked.SLOTS,
+    Unreached: overlooked.NOT_REACHED,
+    Integers: overlooked.INTEGERS.format("w1: int8, w2: int8"),
+}
+
+
+@pytest.mark.parametrize("kind", REASONS, ids=lambda kind: kind.__name__)
+def test_it_is_named_with_its_reason(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    report = hexa_fx.explain(Around(kind()), X)
+    assert [(block.path, block.status, block.reason) for block in report.blocks] == [
+        ("block", "refused", REASONS[kind])
+    ]
+    assert f"block: left as it is: {REASONS[kind]}" in str(report)
+    assert "no MoE block was found" not in str(report)
+
+
+def test_integers_in_a_list_too() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("codes", torch.randint(-9, 9, (D, D), dtype=torch.int8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.codes.float()
+
+    block = Masked()
+    block.experts = nn.ModuleList(Packed() for _ in range(E))
+    (found,) = hexa_fx.explain(Around(block), X).blocks
+    assert found.reason == overlooked.INTEGERS.format("0.codes: int8, 1.codes: int8")
+
+
+def test_layers_and_heads_are_not_experts() -> None:
+    class Layers(nn.Module):
+        """As many layers as there are classes, each for all rows; heads on the same rows; a table of positions."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
+            self.heads = nn.ModuleList(nn.Linear(D, 5) for _ in range(2))
+            self.position = nn.Parameter(torch.randn(1, 20, D))
+            self.register_buffer("offsets", torch.zeros(7, 7, dtype=torch.int32))
+            self.classes = nn.Linear(D, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.position[0]
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return self.classes(x) + sum(head(x)[:, :3] for head in self.heads)
+
+    assert hexa_fx.explain(Layers(), X).blocks == ()
+
+
+def test_experts_by_another_name_are_known_by_their_tokens() -> None:
+    class Renamed(Soft):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = self._modules.pop("experts")
+
+        @property
+        def experts(self) -> nn.Module:
+            return self.branches
+
+    (found,) = hexa_fx.explain(Around(Renamed()), X).blocks
+    assert found.reason == overlooked.SOFT
