@@ -21,6 +21,7 @@ ACTIVATIONS = (
     "sigmoid",
     "tanh",
     "swiglu_oai",
+    "swiglu_limited",
 )
 """Names that templates/include/hexa_fx/epilogue/activations.cuh knows: those of hexa_fx.ops.activations."""
 
@@ -66,8 +67,8 @@ def check_activation(spec: KernelSpec) -> Iterable[str]:
     """Reasons why the activation of `spec` cannot be generated."""
     if spec.activation not in ACTIVATIONS:
         yield f"activation {spec.activation!r}; expected one of {', '.join(ACTIVATIONS)}"
-    if spec.activation == "swiglu_oai" and spec.glu == "none":
-        yield "swiglu_oai is a function of gate and up, so glu cannot be none"
+    if spec.activation in ("swiglu_oai", "swiglu_limited") and spec.glu == "none":
+        yield f"{spec.activation} is a function of gate and up, so glu cannot be none"
 
 
 def _check_activate(spec: KernelSpec) -> Iterable[str]:

@@ -39,7 +39,7 @@ def address(tensor: Tensor | None) -> int:
 
 
 def constants_of(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
-    """The two constants (alpha, limit) in a kernel's arguments; 0 where the activation has none."""
+    """The two constants of an activation in a kernel's arguments; 0 where it has none."""
     alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
     return alpha, limit
 

@@ -13,7 +13,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -142,9 +141,7 @@ def _candidates(gated: bool, constants: list[float]) -> Iterator[Gate]:
         for activation in ACTIVATIONS.values():
             if activation.pair and not gated:
                 continue
-            yield Gate(activation.name, glu, activation.params)
-            if activation.params:
-                yield from (Gate(activation.name, glu, p) for p in permutations(constants, len(activation.params)))
+            yield from (Gate(activation.name, glu, params) for params in activation.choices(constants))
 
 
 def _is_it(gate: Gate, h: Tensor, observed: Tensor) -> bool:

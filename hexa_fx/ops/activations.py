@@ -1,13 +1,15 @@
 """The activations an expert may have, each with its derivative, and how gate and up lie in the pre-activation.
 
 An ungated expert computes ``a = act(h)``. A gated one has gate and up in h and computes ``a = act(gate) * up``, unless the
-activation itself is a function of both (`swiglu_oai`).
+activation itself is a function of both (`swiglu_oai`, `swiglu_limited`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations, product
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ class Activation:
         backward: ``(da, h, params) -> dh``; for a pair activation ``(da, gate, up, params) -> (dgate, dup)``.
         params: default constants.
         pair: whether it is a function of gate and up together.
+        limits: whether the constants are limits, which may be equal, or infinite.
     """
 
     name: str
@@ -37,24 +40,45 @@ class Activation:
     backward: Callable[..., Any]
     params: tuple[float, ...] = ()
     pair: bool = False
+    limits: bool = False
+
+    def choices(self, numbers: Sequence[float]) -> Iterator[tuple[float, ...]]:
+        """Its own constants, and all that may be made of positive ``numbers``."""
+        yield self.params
+        count = len(self.params)
+        found = product([*numbers, math.inf], repeat=count) if self.limits else permutations(numbers, count)
+        yield from (choice for choice in found if choice and choice != self.params and set(choice) != {math.inf})
 
 
-def _swiglu_oai(gate: Tensor, up: Tensor, params: Params) -> Tensor:
-    """Clamped swiglu of gpt-oss: ``(clamp(up) + 1) * g * sigmoid(alpha g)``, g = min(gate, limit)."""
-    alpha, limit = params
-    g = gate.clamp(max=limit)
-    return (up.clamp(-limit, limit) + 1) * (g * torch.sigmoid(g * alpha))
+@dataclass(frozen=True)
+class _Limits:
+    """``(clamp(up) + shift) * g * sigmoid(alpha g)``, g = min(gate, limit of the gate)."""
+
+    gate: float
+    up: float
+    alpha: float = 1.0
+    shift: float = 0.0
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        g = gate.clamp(max=self.gate)
+        return self._shifted(up) * (g * torch.sigmoid(g * self.alpha))
+
+    def backward(self, da: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        g = gate.clamp(max=self.gate)
+        s = (g * self.alpha).sigmoid_()
+        swish = g.mul_(s)
+        dswish = (1 - s).mul_(swish).mul_(self.alpha).add_(s)
+        dgate = self._shifted(up).mul_(dswish).mul_(da).mul_(gate <= self.gate)
+        dup = swish.mul_(da).mul_(up.abs() <= self.up)
+        return dgate, dup
+
+    def _shifted(self, up: Tensor) -> Tensor:
+        u = up.clamp(-self.up, self.up)
+        return u.add_(self.shift) if self.shift else u
 
 
-def _swiglu_oai_backward(da: Tensor, gate: Tensor, up: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-    alpha, limit = params
-    g = gate.clamp(max=limit)
-    s = (g * alpha).sigmoid_()
-    swish = g.mul_(s)
-    dswish = (1 - s).mul_(swish).mul_(alpha).add_(s)
-    dgate = up.clamp(-limit, limit).add_(1).mul_(dswish).mul_(da).mul_(gate <= limit)
-    dup = swish.mul_(da).mul_(up.abs() <= limit)
-    return dgate, dup
+def _oai(p: Params) -> _Limits:
+    return _Limits(gate=p[1], up=p[1], alpha=p[0], shift=1.0)
 
 
 def _quick_gelu_backward(da: Tensor, h: Tensor) -> Tensor:
@@ -84,7 +108,21 @@ ACTIVATIONS: dict[str, Activation] = {
             lambda da, h, p: aten.sigmoid_backward.default(da, torch.sigmoid(h)),
         ),
         Activation("tanh", lambda h, p: torch.tanh(h), lambda da, h, p: aten.tanh_backward.default(da, torch.tanh(h))),
-        Activation("swiglu_oai", _swiglu_oai, _swiglu_oai_backward, params=(1.702, 7.0), pair=True),
+        Activation(  # gpt-oss: alpha, limit
+            "swiglu_oai",
+            lambda gate, up, p: _oai(p).forward(gate, up),
+            lambda da, gate, up, p: _oai(p).backward(da, gate, up),
+            params=(1.702, 7.0),
+            pair=True,
+        ),
+        Activation(  # DeepSeek-V4: the limits of gate and up, inf where there is none
+            "swiglu_limited",
+            lambda gate, up, p: _Limits(*p).forward(gate, up),
+            lambda da, gate, up, p: _Limits(*p).backward(da, gate, up),
+            params=(10.0, 10.0),
+            pair=True,
+            limits=True,
+        ),
     )
 }
 """Every activation by its name. `hexa::activate` and its kernels know these and no others."""

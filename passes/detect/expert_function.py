@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import permutations
 
 import torch
 import torch.fx
@@ -41,16 +40,8 @@ def hypotheses(instance: Instance, segment: Sequence[torch.fx.Node]) -> Iterator
         for activation in ACTIVATIONS.values():
             if activation.pair and pairing == "none":
                 continue
-            for params in _param_choices(activation.params, segment):
+            for params in activation.choices([number for number in literals(segment) if number > 0]):
                 yield Hypothesis(activation.name, params, pairing)
-
-
-def _param_choices(defaults: tuple[float, ...], segment: Sequence[torch.fx.Node]) -> Iterator[tuple[float, ...]]:
-    """The activation's own constants, then every choice among the numbers in the code."""
-    yield defaults
-    if defaults:
-        positive = [value for value in literals(segment) if value > 0]
-        yield from (choice for choice in permutations(positive, len(defaults)) if choice != defaults)
 
 
 def activate(hypothesis: Hypothesis, inputs: list[torch.Tensor]) -> torch.Tensor:

@@ -137,6 +137,7 @@ EPILOGUES = [
     ("gelu", "split"),
     ("relu", "interleaved"),
     ("swiglu_oai", "interleaved"),
+    ("swiglu_limited", "concat"),
 ]
 
 

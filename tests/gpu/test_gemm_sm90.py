@@ -42,6 +42,7 @@ BACKWARD_TILES = {
 ACTIVATED = [
     ("silu", "concat"),
     ("swiglu_oai", "interleaved"),
+    ("swiglu_limited", "concat"),
     ("gelu", "none"),
     ("gelu_tanh", "split"),
     ("relu2", "none"),

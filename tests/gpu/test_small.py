@@ -151,7 +151,13 @@ def test_few_rows_of_sm80() -> None:
 
 
 Activated = Callable[..., tuple[Tensor, Tensor]]
-ACTIVATED = [("silu", "concat"), ("swiglu_oai", "interleaved"), ("gelu", "none"), ("gelu_tanh", "split")]
+ACTIVATED = [
+    ("silu", "concat"),
+    ("swiglu_oai", "interleaved"),
+    ("swiglu_limited", "concat"),
+    ("gelu", "none"),
+    ("gelu_tanh", "split"),
+]
 
 
 def check_esmm_act(esmm_act: Activated, activation: str, glu: str, layout: str, *rest: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 
 import pytest
@@ -77,6 +78,11 @@ def clamped_gate(self: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return self.act_fn(gate.clamp(max=self.limit)) * up
 
 
+def shifted_gate(self: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    return self.act_fn(gate + self.limit) * up
+
+
 class Swish(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +101,8 @@ CASES = {
         {"gate": gpt_oss_gate, "is_transposed": True, "has_bias": True},
         Gate("swiglu_oai", "interleaved", (1.3, 2.0)),
     ),
-    "a gate of its own": ({"gate": clamped_gate}, None),
+    "a clamped gate": ({"gate": clamped_gate}, Gate("swiglu_limited", "concat", (2.0, math.inf))),
+    "a gate of its own": ({"gate": shifted_gate}, None),
     "ungated, unknown": ({"act": "mish", "has_gate": False, "has_bias": True}, None),
     "a learned activation, silu at the start": ({"act": Swish()}, None),
     "norm behind the experts": ({"norm": True, "is_transposed": True}, None),

@@ -111,6 +111,7 @@ SPECS = [
     FfnSpec("gelu_tanh", "interleaved", layout1="kn"),
     FfnSpec("silu", "split", layout2="kn"),
     FfnSpec("swiglu_oai", "interleaved", params=(1.702, 7.0)),
+    FfnSpec("swiglu_limited", "concat", params=(0.7, 0.5)),
     FfnSpec("silu", "concat", recompute_h=True),
 ]
 

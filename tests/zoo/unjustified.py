@@ -100,12 +100,36 @@ class InFloat32(Looped):
         return out.to(x.dtype)
 
 
+class LimitedSwiGLU(nn.Module):
+    """Stacked experts on gathered rows, whose gate and up are limited before the activation."""
+
+    def __init__(self, gate: float | None = 0.8, up: float | None = 0.6) -> None:
+        super().__init__()
+        self.router = TopKGate()
+        self.gate_up, self.down = weight(E, D, 2 * I), weight(E, I, D)
+        self.gate_limit, self.up_limit = gate, up
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.router(x)
+        ids = index.reshape(-1)
+        gate, up = torch.bmm(x.repeat_interleave(K, 0).unsqueeze(1), self.gate_up[ids]).chunk(2, -1)
+        if self.gate_limit is not None:
+            gate = gate.clamp(max=self.gate_limit)
+        if self.up_limit is not None:
+            up = up.clamp(-self.up_limit, self.up_limit)
+        y = torch.bmm(F.silu(gate) * up, self.down[ids]).squeeze(1)
+        return (y.view(len(x), K, D) * weights.unsqueeze(-1)).sum(1)
+
+
 VARIANTS = (
     variant("sorted_index_select", IndexSelect, "weights of single rows by index_select", inputs=flat_tokens),
     variant("router_topk_of_tokens", AtMostAsManyAsTokens, "topk(min(k, number of tokens))", inputs=flat_tokens),
     variant("router_two_heads", TwoHeads, "two gates that may choose the same expert", inputs=flat_tokens),
     variant("router_repeated_ids", RanksAsIds, "an expert is given a token several times", inputs=flat_tokens),
     variant("weight_constant_factor", ConstantFactor, "a constant beside the routing weight", inputs=flat_tokens),
+    variant("body_limited_swiglu", LimitedSwiGLU, "gate and up within limits", inputs=flat_tokens),
+    variant("body_limited_gate", LimitedSwiGLU, "the gate below a limit", inputs=flat_tokens, up=None),
+    variant("body_limited_up", LimitedSwiGLU, "up within a limit", inputs=flat_tokens, gate=None),
     variant("around_adds_to_its_input", AddsToItsInput, "the residual is added into the input", inputs=flat_tokens),
     variant(
         "loop_float32_accumulator",

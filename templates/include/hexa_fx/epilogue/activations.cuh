@@ -6,12 +6,23 @@
 
 namespace hexa {
 
-enum class Act { none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, quick_gelu, tanh, swiglu_oai };
+enum class Act { none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, quick_gelu, tanh, swiglu_oai, swiglu_limited };
 enum class Glu { none, concat, interleaved, split };
 
-struct ActParams {  // swiglu_oai
+// swiglu_oai: alpha, and the limit of gate and up. swiglu_limited: the gate's limit in place of alpha, which is 1, and up's.
+struct ActParams {
   float alpha, limit;
 };
+template <Act A>
+inline constexpr bool kLimited = A == Act::swiglu_oai || A == Act::swiglu_limited;
+template <Act A, class F>
+__device__ __forceinline__ F alpha_of(const ActParams& p) {
+  return A == Act::swiglu_oai ? F(p.alpha) : F(1);
+}
+template <Act A, class F>
+__device__ __forceinline__ F gate_limit(const ActParams& p) {
+  return A == Act::swiglu_oai ? F(p.limit) : F(p.alpha);
+}
 
 // One instruction each; relative error about 2^-22. Flushing denormals only moves values below 2^-126.
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -115,12 +126,19 @@ __device__ __forceinline__ F within(F x, F limit) {
   return x < -limit ? -limit : below(x, limit);
 }
 
-// Gated value of (gate, up): act(gate) * up, or swiglu_oai: (clamp(up) + 1) * g * sigmoid(alpha g), g = min(gate, limit).
+// What is added to up within its limit.
+template <Act A, class F>
+__device__ __forceinline__ F shifted(F up) {
+  if constexpr (A == Act::swiglu_oai) return up + F(1);
+  else return up;
+}
+
+// Gated value of (gate, up): act(gate) * up, or with a limit: shifted(clamp(up)) * g * sigmoid(alpha g), g = min(gate, limit).
 template <Act A, bool kFast = true, class F>
 __device__ __forceinline__ F glu(F gate, F up, const ActParams& p) {
-  if constexpr (A == Act::swiglu_oai) {
-    const F g = below(gate, F(p.limit)), u = within(up, F(p.limit));
-    return g * sigmoid_of<kFast>(F(p.alpha) * g) * (u + F(1));
+  if constexpr (kLimited<A>) {
+    const F g = below(gate, gate_limit<A, F>(p)), u = within(up, F(p.limit));
+    return g * sigmoid_of<kFast>(alpha_of<A, F>(p) * g) * shifted<A>(u);
   } else {
     F unused;
     return activate<A, false, kFast>(gate, unused) * up;
@@ -130,18 +148,19 @@ __device__ __forceinline__ F glu(F gate, F up, const ActParams& p) {
 // What a gated value and its derivatives share; see shared_part.
 template <Act A, bool kFast = true, class F>
 __device__ __forceinline__ F glu_shared_part(F gate, const ActParams& p) {
-  if constexpr (A == Act::swiglu_oai) return sigmoid_of<kFast>(F(p.alpha) * below(gate, F(p.limit)));
+  if constexpr (kLimited<A>) return sigmoid_of<kFast>(alpha_of<A, F>(p) * below(gate, gate_limit<A, F>(p)));
   else return shared_part<A, kFast>(gate);
 }
 
 // Gated value, and its derivatives by gate and up; s is what they share.
 template <Act A, bool kFast = true, class F>
 __device__ __forceinline__ F glu_slopes(F gate, F up, F s, const ActParams& p, F& dgate, F& dup) {
-  if constexpr (A == Act::swiglu_oai) {
-    const F limit = F(p.limit), alpha = F(p.alpha), g = below(gate, limit), u = within(up, limit), f = g * s;
-    dgate = gate > limit ? F(0) : (u + F(1)) * s * (F(1) + alpha * g * (F(1) - s));
+  if constexpr (kLimited<A>) {
+    const F limit = F(p.limit), alpha = alpha_of<A, F>(p), top = gate_limit<A, F>(p);
+    const F g = below(gate, top), u = within(up, limit), f = g * s;
+    dgate = gate > top ? F(0) : shifted<A>(u) * s * (F(1) + alpha * g * (F(1) - s));
     dup = up > limit || up < -limit ? F(0) : f;
-    return f * (u + F(1));
+    return f * shifted<A>(u);
   } else {
     F slope;
     const F f = activate<A, true, kFast>(gate, s, slope);
