@@ -139,7 +139,7 @@ def test_fit_shows_all_of_a_graph_and_nothing_is_cut_off(page, tmp_path, size):
     for name, (over, text) in found.items():
         assert not over, name
         assert text >= 7.5, name
-        assert text >= 9 or size[0] < 500, name
+        assert text >= 10 or size[0] < 500, name
 
 
 @needs_chromium
