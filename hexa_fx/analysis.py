@@ -95,7 +95,7 @@ def _analyse_model(
             reports.append(describe(analysis, same_as, inspector))
             if analysis.rewritten:
                 paths = set(with_ancestors(analysis.path))
-                around[analysis.path] = [seen for seen in candidate.levels if seen.path in paths]
+                around[analysis.path] = [seen for seen in candidate.around if seen.path in paths]
             if analysis.rewritten and same_as is None:
                 at_path = (seen for seen in candidate.levels if seen.path == analysis.path)
                 examples |= {seen.path: (seen.args, seen.kwargs) for seen in at_path}

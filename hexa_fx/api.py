@@ -31,6 +31,7 @@ from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from hexa_fx.runtime.preflight import check_model
 from hexa_fx.runtime.warmup import request_kernels_of_steps
+from hexa_fx.sources import peft
 from hexa_fx.tracing import tracing
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ def optimize_(
         _attach(model, "graphs", graphs)
         if mesh is None:
             find_sites(model, found.around)
+            for module in model.modules():
+                peft.hand_over(module)
         trace.finish(report, graphs)
     _announce(report)
     return model
@@ -200,6 +203,7 @@ def undo_(model: Model) -> Model:
                 "the model's expert weights are cut over devices; save it (docs/partition.md) and load it into a new model"
             )
     for module in model.modules():
+        peft.take_back(module)
         if is_installed(module):
             uninstall(module)
         for name, kind in _ATTACHED.items():

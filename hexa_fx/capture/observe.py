@@ -38,11 +38,15 @@ class Observation:
 class Candidate:
     """A place to look for an MoE block: the innermost module that may be one, then the modules around it.
 
-    ``reason`` says of a block that holds what looks like experts why there is nothing to look for; it has one level.
+    Args:
+        levels: modules that may be the block.
+        reason: why there is nothing to look for in a block that holds what looks like experts; it has one level.
+        around: these levels, and further modules around them in which something is selected.
     """
 
     levels: tuple[Observation, ...]
     reason: str = ""
+    around: tuple[Observation, ...] = ()
 
 
 @dataclass
@@ -186,7 +190,7 @@ def with_ancestors(path: str) -> Iterator[str]:
         yield path
 
 
-_LEVELS = 3
+_LEVELS, _AROUND = 3, 6
 
 
 def _candidates(
@@ -201,7 +205,7 @@ def _candidates(
             recorded[p] for p in with_ancestors(path) if p in recorded and _can_be_block(recorded[p], mode.selecting)
         ]
         if around:
-            found.setdefault(around[0].path, Candidate(tuple(around[:_LEVELS])))
+            found.setdefault(around[0].path, Candidate(tuple(around[:_LEVELS]), around=tuple(around[:_AROUND])))
     innermost = {path: c for path, c in found.items() if not any(_is_inside(other, path) for other in found)}
     return [_alone(path, candidate, innermost) for path, candidate in innermost.items()]
 
@@ -224,7 +228,7 @@ def _is_one_stack(module: nn.Module) -> bool:
 def _alone(path: str, candidate: Candidate, others: Mapping[str, Candidate]) -> Candidate:
     """The candidate without the levels that contain another candidate."""
     levels = [o for o in candidate.levels if not any(other != path and _is_inside(other, o.path) for other in others)]
-    return Candidate(tuple(levels))
+    return Candidate(tuple(levels), around=candidate.around)
 
 
 def _is_inside(path: str, other: str) -> bool:

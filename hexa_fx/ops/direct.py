@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
-from hexa_fx.ops import direct_rows, library, moe_ffn_autograd
+from hexa_fx.ops import adapted_weight, direct_rows, library, moe_ffn_autograd
 
 _OPS = torch.ops.hexa
 
 
 def moe_ffn(*args: Any) -> Any:
     """``hexa::moe_ffn``."""
-    return (moe_ffn_autograd.plain if library.is_eager(args[:9], cuda=True) else _OPS.moe_ffn.default)(*args)
+    if library.is_eager(args[:9], cuda=True):
+        return moe_ffn_autograd.plain(*args)
+    adapted = any(isinstance(weight, adapted_weight.AdaptedWeight) for weight in args[3:9])
+    return (adapted_weight.moe_ffn if adapted else _OPS.moe_ffn.default)(*args)
 
 
 def reindex(*args: Any) -> Any:

@@ -17,6 +17,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ir import RoutingSite
 from hexa_fx.routing.calls import ModelCall, in_backward, read_call, recomputed
 from hexa_fx.routing.log import RoutingLog, smallest_dtype
+from hexa_fx.routing.sites import modules_around
 from hexa_fx.routing.tap import RoutingTap
 from hexa_fx.runtime.install import HexaForward
 
@@ -103,7 +104,7 @@ def _layers(model: nn.Module) -> list[_Layer]:
             reasons += [] if forward.sites else [f"{path or 'the model'}: it is spread over devices"]
             continue
         site = next(iter(known.values()))
-        above = list(with_ancestors(path))
+        above = modules_around(model, path)
         if site.above >= len(above):
             reasons.append(f"{path or 'the model'}: the module that holds its router is not in this model")
             continue

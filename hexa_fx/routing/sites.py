@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hexa_fx.capture.observe import Observation
+from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.ir import Choice, RoutingSite
 from hexa_fx.isolation.module_state import ModuleState
@@ -69,7 +69,7 @@ class _Trial(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = str(getattr(func, "_schema", "")).partition("(")[0]
-        if operator in ("hexa::moe_ffn", "hexa::moe_ffn_fixed"):
+        if operator in ("hexa::moe_ffn", "hexa::moe_ffn_fixed", "hexa::moe_ffn_adapted"):
             raise _Reached(args[1], args[2])
         if operator == "hexa::reindex":
             raise _Reached(args[0], None)
@@ -97,21 +97,30 @@ def find_sites(model: nn.Module, around: Mapping[str, Sequence[Observation]]) ->
         assert isinstance(forward, HexaForward)
         for training in (True, False):
             if forward.programs[training] is not None:
-                forward.sites[training] = _find(forward, training, path, levels)
+                forward.sites[training] = _find(forward, training, modules_around(model, path), levels)
 
 
-def _find(forward: HexaForward, training: bool, path: str, levels: Sequence[Observation]) -> RoutingSite | str:
+def modules_around(model: nn.Module, path: str) -> list[str]:
+    """Paths of a block and of the modules around it, without adapters' wrappers, which come and go."""
+    block, *others = with_ancestors(path)
+    return [block, *(other for other in others if not hasattr(model.get_submodule(other), "base_layer"))]
+
+
+def _find(
+    forward: HexaForward, training: bool, paths: Sequence[str], levels: Sequence[Observation]
+) -> RoutingSite | str:
     program = forward.programs[training]
     assert program is not None
     if len(_OPERATORS.findall(program.source)) > 1:
         return "it holds several mixtures of experts"
     reason = _NOWHERE
     for level in levels:
-        above = path.count(".") + bool(path) - level.path.count(".") - bool(level.path)
+        if level.path not in paths:
+            continue
         try:
-            found = _at_level(forward, training, level, above)
+            found = _at_level(forward, training, level, paths.index(level.path))
         except Exception as error:  # of the user's code, on fewer tokens than the example has
-            log.debug("%s: the router was not found: %s", path, error)
+            log.debug("%s: the router was not found: %s", paths[0], error)
             found = (
                 f"its code failed on a part of the example ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             )

@@ -14,10 +14,7 @@ from contextlib import suppress
 from types import CodeType
 from typing import Any
 
-from torch import Tensor, is_grad_enabled, nn
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
-from torch._C._functorch import TransformType, get_interpreter_stack
-from torch.autograd import forward_ad
+from torch import is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
@@ -26,10 +23,13 @@ from hexa_fx.ops import main_grad
 from hexa_fx.runtime import results
 from hexa_fx.runtime.attribute_guards import AttributeGuards
 from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes
+from hexa_fx.runtime.call_kinds import call_sizes, differentiated_by_function, is_small
 from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
+from hexa_fx.sources import peft
+from hexa_fx.sources.adapters import Adapters
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class HexaForward:
         self.num_experts = {True: train.num_experts if train else None, False: eval.num_experts if eval else None}
         self.sites: dict[bool, RoutingSite | str] = {}
         self.restarted: list[Callable[[], None]] = []
+        self.adapters = Adapters()
         self._own_original = original
         self._logged: set[str] = set()
         self._missed_sizes: tuple[Any, ...] | None = None
@@ -110,6 +111,12 @@ class HexaForward:
         """Runs the forward that was there before. ``restarted`` are told, since the rewritten one may have run a part of it."""
         for told in self.restarted:
             told()
+        if self.adapters:
+            with self.adapters.in_place():
+                return self._original(*args, **kwargs)
+        return self._original(*args, **kwargs)
+
+    def _original(self, *args: Any, **kwargs: Any) -> Any:
         if self._own_original is not None:
             return self._own_original(*args, **kwargs)
         module = self.module
@@ -119,9 +126,9 @@ class HexaForward:
         training = bool(self.module.training)
         if self.programs[training] is None:
             return self.original(*args, **kwargs)
-        if _is_small(self.small[training], args, kwargs) and not (is_grad_enabled() and self._has_main_grad(training)):
+        if is_small(self.small[training], args, kwargs) and not (is_grad_enabled() and self._has_main_grad(training)):
             return self.original(*args, **kwargs)
-        if self._missed_sizes is not None and self._missed_sizes == _sizes(training, args, kwargs):
+        if self._missed_sizes is not None and self._missed_sizes == call_sizes(training, args, kwargs):
             return self.original(*args, **kwargs)
         try:
             return self.rewritten(*args, **kwargs)
@@ -129,7 +136,7 @@ class HexaForward:
             reason, of_sizes = str(miss), isinstance(miss, SizeMiss)
         if not is_compiling():
             self._log(reason)
-            self._missed_sizes = _sizes(training, args, kwargs) if of_sizes else None
+            self._missed_sizes = call_sizes(training, args, kwargs) if of_sizes else None
         return self.original(*args, **kwargs)
 
     def rewritten(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +151,7 @@ class HexaForward:
         if program is None:
             raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
         self.attributes[training].check()
-        if _differentiated_by_function():
+        if differentiated_by_function():
             raise GuardMiss("torch.func.grad and forward-mode derivatives go through its own code only")
         values = self._arguments.bind(args, kwargs)
         check_inputs(self.guards[training], values)
@@ -154,7 +161,9 @@ class HexaForward:
         inputs = [values[name] for name in program.inputs]
         for name in self.packed_names[training]:
             getattr(module, name).refresh()
-        result = program.function(module, *inputs)
+        if peft.parametrized(module) and not is_compiling():
+            peft.hand_over_from_now_on(module)
+        result = program.function(self.adapters.seen_from(module) if self.adapters else module, *inputs)
         if dtypes is not None:
             result = in_dtypes(result, dtypes)
         if not self.stored[training]:
@@ -172,6 +181,11 @@ class HexaForward:
         for name, value in values.items():
             if name not in covered[1] and (name not in defaults or value is not defaults[name]):
                 raise GuardMiss(f"the input {name!r} was not given when the block was recorded")
+
+    def takes_adapters(self) -> bool:
+        """Whether the programs run `hexa::moe_ffn` as it is, which takes weights and their adapters apart."""
+        made = [program for program in self.programs.values() if program is not None]
+        return bool(made) and all("hexa_fx_ops_direct_moe_ffn(" in program.source for program in made)
 
     def _has_main_grad(self, training: bool) -> bool:
         """Whether gradients go to ``main_grad`` buffers, which the block's own code knows nothing about."""
@@ -204,34 +218,6 @@ _NO_CODE = HexaForward.__call__.__code__
 _UNPICKLED = frozenset(
     {"_module", "_arguments", "_covered", "_logged", "restarted", "_missed_sizes", "__doc__", "__name__"}
 )
-
-
-def _is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this is a plain CPU call whose first argument is a tensor of at most ``limit`` elements.
-
-    Blocks that are fast in their own code ask this before every call, and looking up a name in the module ``torch`` takes
-    microseconds. So it asks only what is needed: a tracer must see the operators, and must not compare sizes.
-    """
-    if not limit or is_compiling():
-        return False
-    first = args[0] if args else next(iter(kwargs.values()), None)
-    return type(first) is Tensor and first.numel() <= limit and first.is_cpu and not _len_torch_dispatch_stack()
-
-
-def _differentiated_by_function() -> bool:
-    """Whether torch.func.grad, vjp, jvp or forward-mode AD is active. The operators only support backward."""
-    if is_compiling():
-        return False
-    if forward_ad._current_level >= 0:
-        return True
-    stack = get_interpreter_stack() if _are_functorch_transforms_active() else None
-    return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in stack or ())
-
-
-def _sizes(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Everything that size conditions can depend on. If it is the same, they need not be tried again."""
-    values = (*args, *kwargs, *kwargs.values())
-    return training, *(value.shape if isinstance(value, Tensor) else id(value) for value in values)
 
 
 def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock | None) -> HexaForward:

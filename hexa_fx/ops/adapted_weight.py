@@ -1,0 +1,82 @@
+"""A weight with a low-rank addition, as an operand: operators that know it use the factors, everything else gets the sum."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_OPS = torch.ops.hexa
+
+
+@cache
+def say_once(reason: str) -> None:
+    """Logs why a weight and its adapter are added up in every call."""
+    log.warning("adapters on experts are added to their weights in every call: %s", reason)
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedWeight:
+    """``weight + left @ right``, which is formed only where something asks for it that does not know this class.
+
+    Args:
+        weight: (E, P, Q), in either layout.
+        left, right: (E, P, r) and (E, r, Q), scaled.
+    """
+
+    weight: Tensor
+    left: Tensor
+    right: Tensor
+
+    def dense(self) -> Tensor:
+        """The sum, in the weight's dtype."""
+        say_once("the rewritten block does more with the weight than multiply by it")
+        with torch.autocast(self.weight.device.type, enabled=False):
+            return torch.baddbmm(self.weight, self.left, self.right)
+
+    def factors(self, layout: str) -> tuple[Tensor, Tensor]:
+        """A (E, r, K) and C (E, N, r) of `hexa::moe_ffn_adapted`."""
+        if layout == "nk":
+            return self.right, self.left
+        return self.left.transpose(1, 2), self.right.transpose(1, 2)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*map(_formed, args), **{name: _formed(value) for name, value in (kwargs or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.dense()[index]
+
+
+def _formed(value: Any) -> Any:
+    if isinstance(value, AdaptedWeight):
+        return value.dense()
+    return type(value)(map(_formed, value)) if type(value) in (list, tuple) else value
+
+
+def moe_ffn(*args: Any) -> Any:
+    """`hexa::moe_ffn` of arguments of which some weights are adapted."""
+    x, index, gates, w1, b1, w3, b3, w2, b2, *static = args
+    weights: list[Any] = []
+    factors: list[Any] = []
+    for weight, layout in ((w1, static[3]), (w3, static[3]), (w2, static[4])):
+        adapted = isinstance(weight, AdaptedWeight)
+        weights.append(weight.weight if adapted else weight)
+        factors += weight.factors(layout) if adapted else (None, None)
+    one = [1.0] * 3
+    operands = (weights[0], b1, weights[1], b3, weights[2], b2, *factors)
+    return _OPS.moe_ffn_adapted.default(x, index, gates, *operands, one, *static)

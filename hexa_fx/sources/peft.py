@@ -1,0 +1,135 @@
+"""PEFT's adapters on expert parameters (``target_parameters``), without the sum ``W + dW`` that PEFT makes in every call.
+
+PEFT puts a wrapper around the module of the experts. When it is called, it registers a parametrization for as long as the module
+runs. Where that module is a rewritten block, the wrapper hands over the factors instead. Nothing of PEFT is imported, and nothing
+but one attribute of each wrapper's instance is changed; what a wrapper says is asked at every call, so that adapters may be added,
+switched, disabled and merged at any time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from hexa_fx.ops.adapted_weight import say_once
+from hexa_fx.sources.adapters import Adapter, Adapters
+
+_METHOD = "_activate_lora"
+_NEEDED = (_METHOD, "get_delta_factors", "get_base_layer", "parameter_name", "lora_A", "num_experts")
+_FRAMES = 40
+"""How far up the stack wrappers are looked for: each takes a few frames, with hooks some more."""
+
+_SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class HandOver:
+    """Stands for a wrapper's method that activates its adapters.
+
+    Args:
+        wrapper: PEFT's module.
+    """
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        self.wrapper = wrapper
+        self._since: int | None = None
+
+    def __call__(self, active_adapters: Sequence[str]) -> AbstractContextManager[Any]:
+        wrapper: Any = self.wrapper
+        names = [name for name in active_adapters or () if name in wrapper.lora_A]
+        block, adapters = _adapters_of(wrapper)
+        if not names:
+            return nullcontext()
+        if adapters is None or is_compiling() or self._again_as_before() or self._why_not(block):
+            return self._own(active_adapters)
+        factors = [wrapper.get_delta_factors(name) for name in names]
+        left = torch.cat([scale * lhs for lhs, _, scale in factors], 2)
+        right = torch.cat([rhs for _, rhs, _ in factors], 1)
+        adapter = Adapter(left, right, lambda: self._own(active_adapters))
+        return adapters.active(wrapper.parameter_name, adapter)
+
+    def _again_as_before(self) -> bool:
+        """Whether checkpointing computes a forward again that ran before factors were handed over: it has to keep the same tensors.
+
+        Autograd numbers its nodes in the order in which forward makes them.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            if self._since is None:
+                self._since = torch._C._autograd._get_sequence_nr()
+            return False
+        node: Any = torch._C._current_autograd_node()
+        return self._since is None or node._sequence_nr() < self._since
+
+    def _own(self, active_adapters: Sequence[str]) -> AbstractContextManager[Any]:
+        """PEFT's own way: the parameter reads as the sum."""
+        method = getattr(type(self.wrapper), _METHOD)
+        found: AbstractContextManager[Any] = method(self.wrapper, active_adapters)
+        return found
+
+    def _why_not(self, block: nn.Module) -> str:
+        """Why the factors are not handed over, which is said; empty if they are."""
+        wrapper: Any = self.wrapper
+        parameter = block._parameters.get(wrapper.parameter_name)
+        reason = ""
+        if parameter is None:
+            reason = f"{wrapper.parameter_name} is parametrized by something else, too"
+        elif parameter.dim() != 3 or wrapper.num_experts != parameter.shape[0]:
+            reason = f"{wrapper.parameter_name} does not hold one matrix for each expert"
+        elif parameter.dtype not in _SUMMABLE:
+            reason = f"{wrapper.parameter_name} is {parameter.dtype}"
+        if reason:
+            say_once(reason)
+        return reason
+
+
+def hand_over(wrapper: Any) -> bool:
+    """Makes a module hand its factors over, if it is such a wrapper around a rewritten block. Returns whether it is."""
+    if not isinstance(wrapper, nn.Module) or not all(hasattr(wrapper, name) for name in _NEEDED):
+        return False
+    if _adapters_of(wrapper)[1] is None:
+        return False
+    if not isinstance(wrapper.__dict__.get(_METHOD), HandOver):
+        wrapper.__dict__[_METHOD] = HandOver(wrapper)
+    return True
+
+
+def take_back(module: nn.Module) -> None:
+    """Gives a wrapper its own method back."""
+    if isinstance(module.__dict__.get(_METHOD), HandOver):
+        del module.__dict__[_METHOD]
+
+
+def hand_over_from_now_on(block: nn.Module) -> None:
+    """Finds the wrappers that are calling ``block``, which is parametrized now, for their next call.
+
+    An adapter that is added to an optimized model puts wrappers around a block that does not know them.
+    """
+    for caller in _callers():
+        if isinstance(caller, nn.Module) and hasattr(caller, _METHOD) and caller.get_base_layer() is block:  # type: ignore[operator]
+            hand_over(caller)
+
+
+def _callers() -> Iterator[Any]:
+    frame: Any = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame is None:
+            return
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+def _adapters_of(wrapper: Any) -> tuple[nn.Module, Adapters | None]:
+    block: nn.Module = wrapper.get_base_layer()
+    forward: Any = block.__dict__.get("forward")
+    adapters = getattr(forward, "adapters", None)
+    return block, adapters if isinstance(adapters, Adapters) and forward.takes_adapters() else None
+
+
+def parametrized(block: nn.Module) -> bool:
+    """Whether something parametrizes parameters of ``block`` itself."""
+    return "parametrizations" in block._modules

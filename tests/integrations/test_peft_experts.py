@@ -1,0 +1,225 @@
+"""PEFT's adapters on the experts' own parameters: factors reach the operators, and PEFT's way gives the same."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx import HexaConfig
+from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
+from hexa_fx.ops import adapted_weight
+from tests.ops.test_moe_ffn_adapted import Launches
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("peft.tuners.lora.layer").__dict__.get("ParamWrapper") or pytest.skip("no target_parameters")
+
+CONFIG = HexaConfig(own_code_when_small=False)
+BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def made(name="qwen3_moe"):
+    config = tiny_config(default_config(name))
+    config._experts_implementation = "eager"
+    model, inputs = built(config, name)
+    return model.double(), inputs["input_ids"]
+
+
+def lora(targets=BOTH, seed=0, **options):
+    torch.manual_seed(seed)
+    options = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, **options}
+    return peft.LoraConfig(target_modules=[], target_parameters=list(targets), **options)
+
+
+def pair(order, targets=BOTH, name="qwen3_moe", **options):
+    """The adapted original, and the same optimized before or after its adapters were added."""
+    model, ids = made(name)
+    other = copy.deepcopy(model)
+    original = peft.get_peft_model(model, lora(targets, **options))
+    if order == "adapters first":
+        optimized = hexa_fx.optimize_(peft.get_peft_model(other, lora(targets, **options)), ids, CONFIG)
+    else:
+        optimized = peft.get_peft_model(hexa_fx.optimize_(other, ids, CONFIG), lora(targets, **options))
+    return original, optimized, ids
+
+
+def outcome(model, ids):
+    model.zero_grad()
+    logits = model(ids).logits
+    if logits.requires_grad:
+        logits.square().sum().backward()
+    return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(original, optimized, ids):
+    expected, found = outcome(original, ids), outcome(optimized, ids)
+    torch.testing.assert_close(found[0], expected[0])
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in found[1].items():
+        torch.testing.assert_close(gradient, expected[1][name], rtol=1e-6, atol=1e-8)
+
+
+def assert_lean(optimized, ids, adapted=True):
+    """The operator of factors runs, if adapters are active, and weights are never summed up."""
+    optimized(ids)
+    parametrized = []
+    register = nn.utils.parametrize.register_parametrization
+    nn.utils.parametrize.register_parametrization = lambda *args, **kw: (
+        parametrized.append(args) or register(*args, **kw)
+    )
+    try:
+        with Launches() as launches:
+            optimized(ids)
+    finally:
+        nn.utils.parametrize.register_parametrization = register
+    assert ("hexa::moe_ffn_adapted" in " ".join(launches.names_seen())) == adapted
+    assert not parametrized
+    assert not {"aten::baddbmm", "aten::bmm"} & {
+        name for name in launches.names_seen() if launches.size_of(name) > 20000
+    }
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    adapted_weight.say_once.cache_clear()
+
+
+@pytest.mark.parametrize("order", ["adapters first", "optimize first"])
+@pytest.mark.parametrize("targets", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "first", "second"])
+def test_results_and_gradients_are_peft_s(order, targets, caplog):
+    original, optimized, ids = pair(order, targets)
+    assert_same(original, optimized, ids)
+    assert_same(original.train(), optimized.train(), ids)
+    trained = [name for name, p in optimized.named_parameters() if p.grad is not None]
+    assert trained
+    assert all("lora" in name for name in trained)
+    assert_lean(optimized, ids)
+    assert "added to their weights" not in caplog.text
+
+
+def test_transposed_experts_with_biases():
+    """gpt-oss stores (E, in, out), with biases and interleaved gates."""
+    original, optimized, ids = pair("optimize first", name="gpt_oss")
+    assert_same(original, optimized, ids)
+    assert_lean(optimized, ids)
+
+
+def test_rank_stabilised_scaling_and_other_ranks():
+    original, optimized, ids = pair("optimize first", use_rslora=True, r=5)
+    assert_same(original, optimized, ids)
+    assert_lean(optimized, ids)
+
+
+def test_several_adapters_are_switched_disabled_merged_and_deleted():
+    original, optimized, ids = pair("optimize first")
+    for model in (original, optimized):
+        model.add_adapter("other", lora(seed=1, r=2))
+    for model in (original, optimized):
+        for name in ("default", "other"):
+            torch.manual_seed(3 + len(name))
+            for key, p in model.named_parameters():
+                if name in key:
+                    nn.init.normal_(p, std=0.3)
+    results = []
+    for adapter in ("default", "other", "default"):
+        for model in (original, optimized):
+            model.set_adapter(adapter)
+        assert_same(original, optimized, ids)
+        results.append(optimized(ids).logits.detach())
+    assert not torch.allclose(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert_lean(optimized, ids)
+    for model in (original, optimized):
+        model.base_model.set_adapter(["default", "other"])
+    assert_same(original, optimized, ids)
+    assert_lean(optimized, ids)
+    with original.disable_adapter(), optimized.disable_adapter():
+        torch.testing.assert_close(optimized(ids).logits, original(ids).logits)
+        assert_lean(optimized, ids, adapted=False)
+    for model in (original, optimized):
+        model.base_model.set_adapter("default")
+        model.merge_adapter()
+    torch.testing.assert_close(optimized(ids).logits, results[0])
+    assert_lean(optimized, ids, adapted=False)
+    for model in (original, optimized):
+        model.unmerge_adapter()
+        model.delete_adapter("other")
+    assert_same(original, optimized, ids)
+    plain = optimized.merge_and_unload()
+    torch.testing.assert_close(plain(ids).logits, results[0])
+
+
+def test_modules_to_save_are_trained_beside():
+    original, optimized, ids = pair("optimize first", modules_to_save=["lm_head"])
+    assert_same(original.train(), optimized.train(), ids)
+    assert any("lm_head" in name for name in outcome(optimized, ids)[1])
+
+
+def test_gradient_checkpointing():
+    original, optimized, ids = pair("optimize first")
+    for model in (original, optimized):
+        model.train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert_same(original, optimized, ids)
+
+
+def test_autocast():
+    original, optimized, ids = (
+        part.float() if isinstance(part, nn.Module) else part for part in pair("optimize first")
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = original(ids).logits, optimized(ids).logits
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+
+
+def test_a_block_in_its_own_code_has_its_adapters():
+    """Small inputs, or a call that it was not recorded for."""
+    original, optimized, ids = pair("optimize first")
+    for module in optimized.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, hexa_fx.runtime.install.HexaForward):
+            forward.small = {True: 1 << 30, False: 1 << 30}
+    for _ in range(2):
+        assert_same(original, optimized, ids)
+
+
+def test_frozen_experts_without_adapters_have_no_gradient_kernels_and_keep_no_input():
+    model, ids = made()
+    optimized = peft.get_peft_model(
+        hexa_fx.optimize_(model, ids, CONFIG), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    ).train()
+    loss = optimized(ids).logits.sum()
+    with Launches() as launches:
+        loss.backward()
+    assert not any("lora" not in name for name, p in optimized.named_parameters() if p.grad is not None)
+    weight = optimized.base_model.model.model.layers[0].mlp.experts.gate_up_proj.numel()
+    assert launches.largest < weight
+
+
+def test_copies_pickles_and_undo():
+    original, optimized, ids = pair("optimize first")
+    expected = optimized(ids).logits
+    copied = copy.deepcopy(optimized)
+    torch.testing.assert_close(copied(ids).logits, expected)
+    for name, p in copied.named_parameters():
+        if "lora_A" in name:
+            p.data.zero_()
+    assert not torch.allclose(copied(ids).logits, expected)
+    torch.testing.assert_close(optimized(ids).logits, expected)
+    layer, x = optimized.base_model.model.model.layers[0].mlp, torch.randn(1, 9, 64).double()
+    torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x), layer(x))
+    hexa_fx.undo_(optimized)
+    assert not any("_activate_lora" in vars(module) for module in optimized.modules())
+    assert_same(original, optimized, ids)
+
+
+def test_routing_is_recorded_and_replayed_in_adapted_models():
+    for order in ("adapters first", "optimize first"):
+        _, optimized, ids = pair(order)
+        with torch.no_grad(), hexa_fx.record_routing(optimized) as log:
+            expected = optimized(ids).logits
+        with torch.no_grad(), hexa_fx.replay_routing(optimized, log):
+            torch.testing.assert_close(optimized(ids).logits, expected)

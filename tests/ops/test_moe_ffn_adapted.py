@@ -1,0 +1,177 @@
+"""`hexa::moe_ffn_adapted` against `hexa::moe_ffn` on the sum W + s C A, in float64; and what it keeps and computes."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hexa_fx.ops  # noqa: F401  (defines the operators)
+from hexa_fx.errors import InputError
+from hexa_fx.ir import FfnSpec
+
+E, D, H, R = 5, 24, 17, 3
+ADAPTED, PLAIN = torch.ops.hexa.moe_ffn_adapted, torch.ops.hexa.moe_ffn
+SPECS = [
+    FfnSpec("silu", "concat", "nk", "nk"),
+    FfnSpec("gelu", "none", "kn", "kn"),
+    FfnSpec("swiglu_oai", "interleaved", "kn", "nk"),
+    FfnSpec("silu", "split", "nk", "kn"),
+    FfnSpec("silu", "concat", "nk", "nk", (), True),
+]
+NAMES = ("w1", "b1", "w3", "b3", "w2", "b2")
+FACTORS = ("a1", "c1", "a3", "c3", "a2", "c2")
+
+
+def static(spec):
+    return spec.activation, spec.glu, list(spec.params), spec.layout1, spec.layout2, spec.recompute_h
+
+
+def layer(spec, adapted=("1", "2", "3"), bias=True, dtype=torch.float64, tokens=30):
+    torch.manual_seed(0)
+    width = 2 * H if spec.glu in ("concat", "interleaved") else H
+    sizes = {"1": (width, D, spec.layout1), "3": (width, D, spec.layout1), "2": (D, H, spec.layout2)}
+    found = dict.fromkeys((*NAMES, *FACTORS))
+    for number, (n, k, layout) in sizes.items():
+        if number == "3" and spec.glu != "split":
+            continue
+        found[f"w{number}"] = torch.randn((E, n, k) if layout == "nk" else (E, k, n), dtype=dtype) / k**0.5
+        found[f"b{number}"] = torch.randn(E, n, dtype=dtype) if bias else None
+        if number in adapted:
+            found[f"a{number}"] = torch.randn(E, R, k, dtype=dtype)
+            found[f"c{number}"] = torch.randn(n, R, E, dtype=dtype).permute(2, 0, 1)  # as PEFT stores it
+    x, weights = torch.randn(tokens, D, dtype=dtype), torch.rand(tokens, 2, dtype=dtype)
+    index = torch.rand(tokens, E).argsort(1)[:, :2]
+    return {"x": x, "top_k_index": index, "top_k_weights": weights, **found}
+
+
+SCALES = [0.5, 2.0, 0.25]
+
+
+def run(given, spec):
+    return ADAPTED(*given.values(), SCALES, *static(spec))
+
+
+def reference(given, spec):
+    """The same with weights that hold their additions."""
+    summed = {}
+    for number, scale, layout in zip("132", SCALES, (spec.layout1, spec.layout1, spec.layout2)):
+        weight, a, c = (given[f"{letter}{number}"] for letter in "wac")
+        if a is not None:
+            delta = scale * c @ a
+            weight = weight + (delta if layout == "nk" else delta.transpose(1, 2))
+        summed[f"w{number}"] = weight
+    weights = [summed.get(name, given[name]) for name in NAMES]
+    return PLAIN(given["x"], given["top_k_index"], given["top_k_weights"], *weights, *static(spec))
+
+
+def compare(given, spec, frozen=()):
+    leaves = {n: t.requires_grad_(n not in frozen) for n, t in given.items() if t is not None and t.is_floating_point()}
+    wanted = [t for n, t in leaves.items() if n not in frozen]
+    direction = torch.randn_like(given["x"])
+    outcomes = []
+    for function in (run, reference):
+        y = function(given, spec)
+        outcomes.append((y, *torch.autograd.grad((y * direction).sum(), wanted)))
+    for found, expected in zip(*outcomes, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("adapted", ["12", "1", "2", "123", "3"])
+def test_result_and_all_gradients(spec, adapted):
+    compare(layer(spec, adapted), spec)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("frozen", [NAMES, (*NAMES, "x"), (*NAMES, "x", "a1", "a3", "a2"), (*NAMES, "c1", "c2", "c3")])
+def test_gradients_with_frozen_bases(spec, frozen):
+    compare(layer(spec), spec, frozen)
+
+
+@pytest.mark.parametrize(
+    "routing", ["an expert without tokens", "all to one", "none", "one token", "twice", "out of range"]
+)
+def test_ugly_routings(routing):
+    spec = SPECS[0]
+    given = layer(spec)
+    index = given["top_k_index"]
+    if routing in ("none", "one token"):
+        count = 0 if routing == "none" else 1
+        given |= {name: given[name][:count] for name in ("x", "top_k_index", "top_k_weights")}
+    elif routing == "an expert without tokens":
+        given["top_k_index"] = index % (E - 1)
+    elif routing == "out of range":
+        given["top_k_index"] = torch.where(index == 3, E, index)
+    else:
+        given["top_k_index"] = torch.full_like(index, 2)
+    compare(given, spec)
+
+
+@pytest.mark.parametrize("operator", ["moe_ffn_adapted", "moe_ffn_adapted_forward"])
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[3], SPECS[4]], ids=str)
+def test_opcheck(operator, spec):
+    given = layer(spec, dtype=torch.float32, tokens=9)
+    if operator == "moe_ffn_adapted":
+        given["x"].requires_grad_()
+        given["a1"].requires_grad_()
+    torch.library.opcheck(getattr(torch.ops.hexa, operator).default, (*given.values(), SCALES, *static(spec)))
+
+
+def test_compiled():
+    given = layer(SPECS[0], dtype=torch.float32)
+    given["a1"].requires_grad_()
+    compiled = torch.compile(lambda **tensors: run(tensors, SPECS[0]), backend="aot_eager", fullgraph=True)
+    outcomes = []
+    for function in (compiled, lambda **tensors: run(tensors, SPECS[0])):
+        y = function(**given)
+        outcomes.append((y, *torch.autograd.grad(y.sum(), given["a1"])))
+    for found, expected in zip(*outcomes, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+class Launches(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.largest = {}, 0
+
+    def names_seen(self):
+        return set(self.sizes)
+
+    def size_of(self, name):
+        return self.sizes.get(name, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.sizes.setdefault(func._schema.name, 0)
+        for t in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(t, torch.Tensor):
+                self.largest = max(self.largest, t.numel())
+                self.sizes[func._schema.name] = max(self.sizes[func._schema.name], t.numel())
+        return found
+
+
+def test_nothing_is_computed_or_kept_for_frozen_bases():
+    """No tensor as large as a weight is made, no product gives its gradient, and x is kept for A's gradient only."""
+    spec = SPECS[0]
+    given = layer(spec, adapted="2", tokens=4)
+    for name in ("x", "top_k_weights", "a2", "c2"):
+        given[name].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        saved = []
+        y = run(given, spec)
+    own = {given[name].data_ptr() for name in (*NAMES, *FACTORS, "top_k_weights") if given[name] is not None}
+    kept = [t for t in saved if t is not None and t.data_ptr() not in own and t.is_floating_point()]
+    assert sorted(t.numel() for t in kept if t.numel()) == [4 * 2 * 2 * H], "the pre-activation alone"
+    with Launches() as launches, torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Python):
+        torch.autograd.grad(y.sum(), [given[name] for name in ("x", "top_k_weights", "a2", "c2")])
+    assert launches.largest < min(given["w1"].numel(), given["w2"].numel())
+
+
+def test_arguments_that_do_not_fit():
+    spec = SPECS[0]
+    for change, message in (
+        ({"a1": None}, "both of its factors"),
+        ({"a3": torch.zeros(E, R, D).double(), "c3": torch.zeros(E, H, R).double()}, "and a weight"),
+        ({"c1": torch.zeros(E, D, R).double()}, "expected"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run({**layer(spec), **change}, spec)
