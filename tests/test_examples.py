@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parents[1] / "examples"
 SAYS = {
     "transformers_inference": "same tokens",
     "fine_tuning": "saved and loaded by plain transformers",
+    "lora_experts": "loaded by plain PEFT: the same logits",
     "handwritten_moe": "same weights after training",
     "inspect_graph": "The second block runs its own code:",
     "unequal_devices": "of one process",
@@ -32,8 +33,9 @@ def test_all_are_tested_and_listed() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SAYS if name != "unequal_devices"])
 def test_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "fine_tuning":
-        pytest.importorskip("accelerate")
+    needed = {"fine_tuning": "accelerate", "lora_experts": "peft"}
+    if name in needed:
+        pytest.importorskip(needed[name])
     monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     assert SAYS[name] in capsys.readouterr().out

@@ -1,7 +1,6 @@
 """PEFT's adapters on the experts' own parameters: factors reach the operators, and PEFT's way gives the same."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -199,7 +198,7 @@ def test_frozen_experts_without_adapters_have_no_gradient_kernels_and_keep_no_in
     assert launches.largest < weight
 
 
-def test_copies_pickles_and_undo():
+def test_copies_and_undo():
     original, optimized, ids = pair("optimize first")
     expected = optimized(ids).logits
     copied = copy.deepcopy(optimized)
@@ -209,8 +208,6 @@ def test_copies_pickles_and_undo():
             p.data.zero_()
     assert not torch.allclose(copied(ids).logits, expected)
     torch.testing.assert_close(optimized(ids).logits, expected)
-    layer, x = optimized.base_model.model.model.layers[0].mlp, torch.randn(1, 9, 64).double()
-    torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x), layer(x))
     hexa_fx.undo_(optimized)
     assert not any("_activate_lora" in vars(module) for module in optimized.modules())
     assert_same(original, optimized, ids)
