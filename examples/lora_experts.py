@@ -1,4 +1,4 @@
-"""Low-rank adapters on the experts of a transformers model: trained by an optimized model, loaded by plain PEFT and transformers."""
+"""Low-rank adapters on the experts of a transformers model: trained by an optimized model, loaded by plain PEFT."""
 
 from __future__ import annotations
 
