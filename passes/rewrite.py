@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import ChainMap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import Access, CapturedBlock, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, PythonRead, RewrittenBlock
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.detect.graph import ancestors, is_float
+from hexa_fx.passes.detect.graph import ancestors, is_float, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import is_outside
 from hexa_fx.passes.fold_views import fold_views
@@ -53,19 +54,24 @@ class _Rewriter:
     live: Live | None
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     new: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
+    unwritten: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
+    """Copies of what regions read and the code writes to before it has added up their results."""
 
     def run(self) -> RewrittenBlock:
         captured = self.match.captured
         regions = self._regions()
         kept = keep(captured, self._roots(), [*regions])
         self._placeholders(captured)
+        overwritten = self._overwritten(kept)
         for node in sorted(kept.order, key=self._asked_first().__contains__, reverse=True):
             if node in regions:
-                self.new[node] = regions[node].emit()
+                self.new[node] = self._written(node, regions[node].emit())
             elif node in kept.calls:
                 self._call(node, kept)
             else:
                 self._copy(node, kept)
+            if node in overwritten:
+                self.unwritten[node] = self.graph.call_method("clone", (self.new[node],))
         kept_values = tuple(self._map(item.value) for item in self._stored())
         output = self._built(self._map(captured.output))
         self.graph.output((output, kept_values) if kept_values else output)
@@ -91,12 +97,28 @@ class _Rewriter:
         behind = [ancestors([condition]) for condition in conditions]
         return {n for found in behind if not any(n.op == "placeholder" for n in found) for n in found}
 
+    def _overwritten(self, kept: Kept) -> set[torch.fx.Node]:
+        """What regions read, or keep for backward, of inputs and buffers that are written to before they end."""
+        order = {node: place for place, node in enumerate(self.match.captured.graph.nodes)}
+        outputs = {match.output for match in self.match.regions}
+        writes = [node for node in kept.order if writes_outside(node)]
+        found = set()
+        for match in self.match.regions:
+            for node in filter(is_float, _read_by(match)):
+                ends = outputs - {match.output} if node is match.base else outputs
+                for write in (n for n in writes if n in ends or n not in outputs):
+                    between = order[node] < order[write] <= order[match.output]
+                    if between and record_of(node).storage == record_of(write).storage:
+                        found.add(node)
+        return found
+
     def _regions(self) -> dict[torch.fx.Node, RegionEmitter]:
         """By output."""
         found = {}
         for number, match in enumerate(self.match.regions):
             weights = WeightEmitter(self.graph, match.captured, f"_{number + 1}" if number else "")
-            found[match.output] = RegionEmitter(match, self.graph, weights, self.new, self.recompute_h, self.live)
+            outside = ChainMap(self.unwritten, self.new)
+            found[match.output] = RegionEmitter(match, self.graph, weights, outside, self.recompute_h, self.live)
         return found
 
     def _stored(self) -> list[Access | StoredValue]:
@@ -188,6 +210,12 @@ class _Rewriter:
             return operand
         return self.graph.call_method("detach", (operand,))
 
+    def _written(self, node: torch.fx.Node, result: torch.fx.Node) -> torch.fx.Node:
+        """A region's result, in the input or buffer that the code adds it up in, if it does so."""
+        if not writes_outside(node):
+            return result
+        return self.graph.call_method("copy_", (self.new[written_from(node)], result))
+
     def _call(self, node: torch.fx.Node, kept: Kept) -> None:
         """A submodule call, emitted once for all of its results."""
         call = kept.calls[node]
@@ -233,12 +261,16 @@ class _Rewriter:
 
 
 def _roots_of(match: MoEMatch) -> list[torch.fx.Node]:
-    """What the region and its conditions are computed from."""
+    """What the region and its conditions are computed from, and what its result is written to."""
+    written = [written_from(match.output)] if writes_outside(match.output) else []
+    return [*_read_by(match), *written, *(b.condition for b in match.conditions)]
+
+
+def _read_by(match: MoEMatch) -> list[torch.fx.Node]:
     return [
         match.source,
         *(match.body.roots if isinstance(match.body, FreeBody) else ()),
         *match.routing.nodes,
         *([] if match.base is None else [match.base]),
         *(node for steps in match.steps for node in steps.roots),
-        *(b.condition for b in match.conditions),
     ]

@@ -187,7 +187,8 @@ def _match_of(
     body = identify_body(instances, tags, replay, weights, late)
     experts = body.down.matrices.shape[0]
     pairs = _pairs(instances, body, combine)
-    offset = explain_offset(pairs, body.down_bias, combine, source, weights, tags, replay)
+    added = body.down_bias if late is not None else None  # a bias inside the product is part of what was replaced
+    offset = explain_offset(pairs, added, combine, source, weights, tags, replay)
     routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, replay, prefer_earliest)
     passed_on = offset.identity
     passing = None if passed_on is None else how_tokens_pass(passed_on, pairs, routing, experts, combine.node, replay)

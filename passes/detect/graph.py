@@ -87,9 +87,30 @@ def inside_calls(captured: CapturedBlock) -> frozenset[torch.fx.Node]:
 
 
 def effects(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Writes to parameters, buffers or inputs of the block, which count as results."""
-    outside = {record_of(node).storage for node in graph.nodes if node.op in ("placeholder", "get_attr")}
-    return {n for n in graph.nodes if n.op != "output" and record_of(n).writes and record_of(n).storage in outside}
+    """Writes to parameters, buffers or inputs of the block, which count as results: of those that build on each other the last."""
+    found = {node for node in graph.nodes if writes_outside(node)}
+    earlier = {node for last in found for node in found & ancestors([last]) - {last} if _same_storage(node, last)}
+    return found - earlier
+
+
+def writes_outside(node: torch.fx.Node) -> bool:
+    """Whether it writes to a parameter, a buffer or an input of the block."""
+    if node.op == "output" or not record_of(node).writes:
+        return False
+    held = (n for n in node.graph.nodes if n.op in ("placeholder", "get_attr"))
+    return any(_same_storage(node, n) for n in held)
+
+
+def written_from(write: torch.fx.Node) -> torch.fx.Node:
+    """The tensor that ``write``, and the writes that it builds on, go to, as it was before the first of them."""
+    node = write
+    while record_of(node).writes and isinstance(node.args[0], torch.fx.Node) and _same_storage(node.args[0], write):
+        node = node.args[0]
+    return node
+
+
+def _same_storage(first: torch.fx.Node, second: torch.fx.Node) -> bool:
+    return record_of(first).storage is not None and record_of(first).storage == record_of(second).storage
 
 
 def live_nodes(graph: torch.fx.Graph) -> set[torch.fx.Node]:

@@ -90,6 +90,32 @@ class AddsToItsInput(Looped):
         return x
 
 
+class AddsUpInItsInput(Looped):
+    """Every expert adds to the rows of the input; tokens are read from a copy."""
+
+    def start(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, tokens = x.view(-1, D), x.reshape(-1, D).clone()
+        weights, index = self.route(tokens)
+        out = self.start(out)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, expert(tokens[token]) * weights[token, slot, None])
+        return x
+
+
+class AddsUpInZeroedInput(AddsUpInItsInput):
+    def start(self, x: torch.Tensor) -> torch.Tensor:
+        return x.zero_()
+
+
+class AddsUpInScaledInput(AddsUpInItsInput):
+    def start(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(0.5)
+
+
 class InFloat32(Looped):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(x.shape, dtype=torch.float32)
@@ -131,6 +157,9 @@ VARIANTS = (
     variant("body_limited_gate", LimitedSwiGLU, "the gate below a limit", inputs=flat_tokens, up=None),
     variant("body_limited_up", LimitedSwiGLU, "up within a limit", inputs=flat_tokens, gate=None),
     variant("around_adds_to_its_input", AddsToItsInput, "the residual is added into the input", inputs=flat_tokens),
+    variant("around_adds_up_in_its_input", AddsUpInItsInput, "every expert adds to the input"),
+    variant("around_adds_up_in_zeroed_input", AddsUpInZeroedInput, "the input's memory is used for the output"),
+    variant("around_adds_up_in_scaled_input", AddsUpInScaledInput, "experts add to the input times a half"),
     variant(
         "loop_float32_accumulator",
         InFloat32,
