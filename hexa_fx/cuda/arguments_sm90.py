@@ -97,7 +97,7 @@ def rows_map(x: Tensor, rows: int, columns: int | None = None) -> TensorMap:
     """Boxes of `rows` rows x `columns` columns of a (., C) operand: a line or half of one."""
     count, width = x.shape
     columns = columns or line(x)
-    return x, (DTYPES[x.dtype], (width, count), (x.stride(0),), (columns, rows), columns * x.element_size())
+    return x, (DTYPES[x.dtype], (width, count), (x.stride()[0],), (columns, rows), columns * x.element_size())
 
 
 def chunk_map(x: Tensor) -> TensorMap:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm80 import SIZES
 from hexa_fx.codegen.heuristics import Tile, row_bucket
-from hexa_fx.codegen.spec import Layout
+from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.cuda.arguments import Piece
 from hexa_fx.cuda.choosing import cached_choice, card_of
 from hexa_fx.cuda.key_sm80 import GemmKey, kernel_for
@@ -24,6 +24,8 @@ from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.rows import flip
 
 _SIZES = Struct(SIZES)
+_PLAIN: tuple[str, Glu, tuple[float, ...]] = ("none", "none", ())
+_KEEP_H = ((("keep_h", False),), (("keep_h", True),))
 _GROUP = 8
 """Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""
 
@@ -40,18 +42,19 @@ class _Weight(NamedTuple):
 def esmm(o: Esmm) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
     y = o.x.new_empty((o.rows, o.columns))
-    _product(EsmmAct(o.x, o.weight, o.bias, None, None, o.v, o.offs, o.top_k, o.layout, "none", "none"), y, None)
+    _product(o, (o.weight, None), (o.bias, None), _PLAIN, y, None)
     return y
 
 
 def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), and (n, I)."""
-    h = o.x.new_empty((o.rows if o.keep_h else 0, o.width))
+    n, inner = o.rows, o.inner
+    h = o.x.new_empty((n if o.keep_h else 0, inner if o.glu == "none" else 2 * inner))
     if o.glu == "none" and o.activation == "none":
         y = esmm(Esmm(o.x, o.w1, o.b1, o.v, o.offs, o.top_k, o.layout))
         return (y.clone() if o.keep_h else h), y
-    a = o.x.new_empty((o.rows, o.inner))
-    _product(o, h if o.keep_h else None, a)
+    a = o.x.new_empty((n, inner))
+    _product(o, (o.w1, o.w3), (o.b1, o.b3), (o.activation, o.glu, o.params), h if o.keep_h else None, a)
     return h, a
 
 
@@ -62,21 +65,22 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
         into: what the result is added to, in its shape and the accumulators' type; it is returned.
     """
     o = _by_rows(o)
-    o = o._replace(x=dense_rows(o.x), g=dense_rows(o.g))
-    experts, m, n, device = o.experts, o.x.shape[1], o.g.shape[1], o.x.device.index
-    d = o.x.new_empty((experts, m, n)) if into is None else into
+    x, g = o.x, o.g
+    experts, m, n, device = o.experts, x.shape[1], g.shape[1], x.device.index
+    d = x.new_empty((experts, m, n)) if into is None else into
     if not (experts and m and n):
         return d
     key = GemmKey(
         "estmm",
         card_of(device),
-        o.x.dtype,
-        math_of(o.x.dtype),
+        x.dtype,
+        math_of(x.dtype),
         row_bucket(o.rows, experts),
         m,
         n,
-        gather=o.x_index is not None,
-        fit=aligned(o.x, o.g),
+        "nk",
+        o.x_index is not None,
+        aligned(x, g),
         accumulate=into is not None,
         options=(("gather_b", o.g_index is not None),),
     )
@@ -122,7 +126,7 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         options=(("transpose", layout == "nk"),),
     )
     pointers = (g, stored.tensor, None, None, None, dx, None, None, None, o.offs)
-    strides = (g.stride(0), stored.stride, stored.expert, k, 0, 0)
+    strides = (g.stride()[0], stored.stride, stored.expert, k, 0, 0)
     rows = (pointers, _SIZES.pack(*strides, n, 0, k, columns, experts, *divisor(1), 0.0, 0.0))
     of_weight = _by_rows(Estmm(x, g, o.x_index, None, o.offs, o.top_k, layout))
     args = (rows, _weight_piece(of_weight, dw), ((db,), b""))
@@ -137,17 +141,26 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     return dx, dw, db
 
 
-def _product(o: EsmmAct, d: Tensor | None, act: Tensor | None) -> None:
+def _product(
+    o: Esmm | EsmmAct,
+    weights: tuple[Tensor, Tensor | None],
+    biases: tuple[Tensor | None, Tensor | None],
+    epilogue: tuple[str, Glu, tuple[float, ...]],
+    d: Tensor | None,
+    act: Tensor | None,
+) -> None:
     """One launch of esmm: h to d and a to act, each if it is given."""
-    x, w1, bias, w3, bias_up, v, offs, top_k, layout, activation, glu, params, _ = o
-    x = dense_rows(x)
-    first, second = _weights(w1, w3, layout)
+    x, v, offs, (activation, glu, params) = dense_rows(o.x), o.v, o.offs, epilogue
+    first, second = _weights(*weights, o.layout)
+    bias, bias_up = biases
     if bias is not None:
         bias, bias_up = bias.contiguous(), None if bias_up is None else bias_up.contiguous()
-    n, k, inner, experts, device = o.rows, x.shape[1], o.inner, offs.shape[0] - 1, x.device.index
+    result = d if act is None else act
+    assert result is not None
+    (n, inner), k, experts, device = result.shape, x.shape[1], offs.shape[0] - 1, x.device.index
     if n == 0 or inner == 0:
         return
-    strides = (x.stride(0), first.stride, first.expert)
+    strides = (x.stride()[0], first.stride, first.expert)
     steps = strides[0] | strides[1] | strides[2] | (inner if glu == "concat" and first.layout == "kn" else 0)
     starts = x.data_ptr() | first.tensor.data_ptr() | (0 if second is None else second.data_ptr())
     key = GemmKey(
@@ -164,10 +177,11 @@ def _product(o: EsmmAct, d: Tensor | None, act: Tensor | None) -> None:
         activation,
         glu,
         bias is not None,
-        options=() if act is None else (("keep_h", d is not None),),
+        False,
+        () if act is None else _KEEP_H[d is not None],
     )
     pointers = (x, first.tensor, second, bias, bias_up, d, act, v, None, offs)
-    sizes = (n, experts, *strides, 0 if d is None else d.shape[1], inner, top_k, tuple(params))
+    sizes = (n, experts, *strides, 0 if d is None else d.shape[1], inner, o.top_k, tuple(params))
 
     def run(tile: Tile | None) -> None:
         kernel, grid, numbers = _esmm_launch(key, tile, *sizes)
@@ -199,15 +213,18 @@ def _esmm_launch(
 
 
 def _by_rows(o: Estmm) -> Estmm:
-    """The same gradient with the operand that gives the rows of dW first."""
-    return o if o.layout == "kn" else Estmm(o.g, o.x, o.g_index, o.x_index, o.offs, o.top_k, "kn")
+    """The same gradient with the operand first that gives the rows of dW, both with contiguous rows."""
+    x, g, x_index, g_index, offs, top_k, layout = o
+    if layout == "nk":
+        x, g, x_index, g_index = g, x, g_index, x_index
+    return Estmm(dense_rows(x), dense_rows(g), x_index, g_index, offs, top_k, "kn")
 
 
 def _weight_piece(o: Estmm, d: Tensor) -> Piece:
     """hexa::GemmParams of ``d[e]``, the sum of ``x[row]^T g[row]``."""
     experts, m, n = d.shape
     pointers = (o.x, o.g, None, None, None, d, None, o.x_index, o.g_index, o.offs)
-    strides, sizes = (o.x.stride(0), o.g.stride(0), 0, d.stride(1), d.stride(0), 0), (o.rows, m, n, 0, experts)
+    strides, sizes = (o.x.stride()[0], o.g.stride()[0], 0, d.stride()[1], d.stride()[0], 0), (o.rows, m, n, 0, experts)
     return pointers, _SIZES.pack(*strides, *sizes, *divisor(o.top_k), 0.0, 0.0)
 
 
@@ -229,7 +246,7 @@ def _weight(weight: Tensor, layout: Layout) -> _Weight:
     if row == 1 or weight.shape[1] == 1:  # stored transposed: the other layout, as it lies
         return _Weight(weight, flip(layout), column, expert)
     weight = weight.contiguous()
-    return _Weight(weight, layout, weight.stride(1), weight.stride(0))
+    return _Weight(weight, layout, weight.stride()[1], weight.stride()[0])
 
 
 def math_of(dtype: torch.dtype) -> str:

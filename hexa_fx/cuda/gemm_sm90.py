@@ -29,7 +29,7 @@ from hexa_fx.cuda.arguments_sm90 import (
 from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.key_sm90 import HopperKey, choice_for
 from hexa_fx.cuda.launch import launch
-from hexa_fx.cuda.operands import Into, aligned, constants_of
+from hexa_fx.cuda.operands import Into, aligned, ceil_div, constants_of
 from hexa_fx.cuda.tile_choice import run_with_tile
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip
@@ -49,7 +49,7 @@ def unsupported(*tensors: Tensor | None, experts: int) -> str:
             continue
         if t.dtype not in FLOATS:
             return f"{t.dtype} operand; wgmma here multiplies bf16 and f16"
-        if t.stride(-1) != 1 or not aligned(t):
+        if t.stride()[-1] != 1 or not aligned(t):
             return f"operand of shape {tuple(t.shape)} and strides {t.stride()} is not 16-byte aligned along its rows"
     return ""
 
@@ -67,7 +67,7 @@ def esmm(o: Esmm, tile: TileChoice | None = None) -> Tensor:
     def build(tile: TileChoice) -> tuple[Maps, Piece]:
         args = shared_args(v, offs, top_k, n, tile)
         piece = pack(
-            **args, a=x, a_ld=x.stride(0), K=x.shape[1], N=columns, out=y, out_ld=columns, bias=bias, bias_ld=columns
+            **args, a=x, a_ld=x.stride()[0], K=x.shape[1], N=columns, out=y, out_ld=columns, bias=bias, bias_ld=columns
         )
         return Maps(_rows(x, v, tile), _weight(weight, layout, tile), out=result_map(y, tile)), piece
 
@@ -100,7 +100,7 @@ def esmm_act(o: EsmmAct, tile: TileChoice | None = None) -> tuple[Tensor, Tensor
         piece = pack(
             **shared_args(v, offs, top_k, n, tile),
             a=x,
-            a_ld=x.stride(0),
+            a_ld=x.stride()[0],
             K=x.shape[1],
             N=inner,
             out=h if keep_h else None,
@@ -138,21 +138,21 @@ def esmm_act_backward(o: EsmmActBackward, tile: TileChoice | None = None) -> tup
     found: list[Tensor] = []
 
     def build(tile: TileChoice) -> tuple[Maps, Piece]:
-        dots = torch.empty((-(-inner // tile.bn), n), dtype=torch.float32, device=h.device)
+        dots = torch.empty((ceil_div(inner, tile.bn), n), dtype=torch.float32, device=h.device)
         found[:] = [dots]
         weights = _weight(weight, layout, tile)
         piece = pack(
             **shared_args(v, offs, top_k, n, tile),
             a=dy,
-            a_ld=dy.stride(0),
+            a_ld=dy.stride()[0],
             K=dy.shape[1],
             N=inner,
             out=dh,
-            out_ld=dh.stride(0),
+            out_ld=dh.stride()[0],
             act=a,
             act_ld=inner,
             h=h,
-            h_ld=h.stride(0),
+            h_ld=h.stride()[0],
             slot_scale=scale,
             row_dot=dots,
             constants=constants_of(activation, params),
@@ -177,7 +177,8 @@ def estmm(o: Estmm, tile: TileChoice | None = None, into: Tensor | None = None) 
     if v is None and transpose:
         p, q, transpose = q, p, False
     rows, columns, n = p.shape[1], q.shape[1], q.shape[0]
-    dw = o.x.new_empty((experts, columns, rows) if transpose else (experts, rows, columns)) if into is None else into
+    shape = (experts, columns, rows) if transpose else (experts, rows, columns)
+    dw = o.x.new_empty(shape) if into is None else into
     if not n:
         return dw.zero_() if into is None else dw
     if not dw.numel():
@@ -187,7 +188,7 @@ def estmm(o: Estmm, tile: TileChoice | None = None, into: Tensor | None = None) 
     key = HopperKey("estmm", *static, gather=v is not None, accumulate=into is not None, options=options)
 
     def build(tile: TileChoice) -> tuple[Maps, Piece]:
-        piece = pack(**shared_args(v, o.offs, o.top_k, n, tile), p=p, p_ld=p.stride(0), dw=dw, R=rows, C=columns)
+        piece = pack(**shared_args(v, o.offs, o.top_k, n, tile), p=p, p_ld=p.stride()[0], dw=dw, R=rows, C=columns)
         return Maps(p=_whole_rows(p, v), q=rows_map(q, 64), grad=_gradient(dw, p, transpose)), piece
 
     _run(key, p.device.index, build, tile)
@@ -246,7 +247,7 @@ def esfk(o: Esfk, tile: TileChoice | None = None, into: Into | None = None) -> t
                 out=dx,
                 out_ld=rows,
                 p=x,
-                p_ld=x.stride(0),
+                p_ld=x.stride()[0],
                 dw=dw,
                 db=db,
                 R=rows,

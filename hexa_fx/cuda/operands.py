@@ -33,11 +33,6 @@ class Into(NamedTuple):
     bias: Tensor | None
 
 
-def address(tensor: Tensor | None) -> int:
-    """Data pointer, 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def constants_of(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
     """The two constants of an activation in a kernel's arguments; 0 where it has none."""
     alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]
@@ -46,12 +41,13 @@ def constants_of(activation: str, params: tuple[float, ...]) -> tuple[float, flo
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """The matrix with contiguous rows; copied only where one row stride cannot describe it."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    return tensor if tensor.stride()[-1] == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def as_stored(weight: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
     """A view of the weight with the contiguous dimension last, and the layout of that view. Never copies."""
-    if weight.stride(2) != 1 and weight.stride(1) == 1:
+    _, by_row, by_column = weight.stride()
+    if by_column != 1 and by_row == 1:
         return weight.transpose(1, 2), flip(layout)
     return weight, layout
 

@@ -110,7 +110,7 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
     w_dtype = None if weights is None else weights.dtype
     kernel = _combine_kernel(card_of(device).arch, y.dtype, w_dtype, top_k, width, aligned(y, out))
     pointers = (y, weights, inv, _routed(offs), out)
-    args = ((pointers, _COMBINE.pack(y.stride(0), width, width, top_k)),)
+    args = ((pointers, _COMBINE.pack(y.stride()[0], width, width, top_k)),)
     launch(kernel, device, (tokens if width else 0, 1, 1), args)
     return out
 
@@ -160,7 +160,7 @@ def _sum_rows(
     segments = n // SEGMENT_ROWS + min(experts, n)
     partial = torch.empty((segments, width), dtype=wide, device=g.device)
     w_name = "f32" if scale is None else DTYPES[scale.dtype].name
-    args = (((g, v, offs, scale, partial, out), _ESS.pack(g.stride(0), experts, width, top_k, 0)),)
+    args = (((g, v, offs, scale, partial, out), _ESS.pack(g.stride()[0], experts, width, top_k, 0)),)
     kernel = _ess_kernel(
         "ess_partial", card_of(device).arch, g.dtype, w_name, scale is not None, v is not None, aligned(g)
     )
@@ -181,7 +181,7 @@ def activate(h: Tensor, activation: str, glu: Glu, params: tuple[float, ...] = (
         "activate", card_of(h.device.index).arch, h.dtype, "f32", False, activation, glu, width, aligned(h, a)
     )
     pointers = (h, None, None, None, None, a, None, None)
-    args = ((pointers, _ACTIVATE.pack(h.stride(0), 0, n, width, alpha, limit)),)
+    args = ((pointers, _ACTIVATE.pack(h.stride()[0], 0, n, width, alpha, limit)),)
     launch(kernel, h.device.index, (_row_blocks(n, kernel) if width else 0, 1, 1), args)
     return a
 
@@ -204,7 +204,7 @@ def activate_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         "activate_backward", card_of(device).arch, h.dtype, w_name, weights is not None, activation, glu, width, fit
     )
     pointers = (h, da, weights, v, routed, a, dh, dweights)
-    args = ((pointers, _ACTIVATE.pack(h.stride(0), da.stride(0), n, width, alpha, limit)),)
+    args = ((pointers, _ACTIVATE.pack(h.stride()[0], da.stride()[0], n, width, alpha, limit)),)
     launch(kernel, device, (_row_blocks(n, kernel), 1, 1), args)
     return dh, a, dweights
 
