@@ -19,6 +19,7 @@ SAYS = {
     "transformers_inference": "same tokens",
     "fine_tuning": "saved and loaded by plain transformers",
     "lora_experts": "loaded by plain PEFT: the same logits",
+    "grpo_replay": "on the sampler's routing",
     "handwritten_moe": "same weights after training",
     "inspect_graph": "The second block runs its own code:",
     "unequal_devices": "of one process",

@@ -71,7 +71,7 @@ class _Esmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         x, weight, _, v, offs, top_k, layout = args
-        ctx.save_for_backward(x, weight, v, offs)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, v, offs)
         ctx.static = (top_k, layout)
         with _AutoDispatchBelowAutograd():
             return esmm_cpu(*args)
@@ -81,7 +81,7 @@ class _Esmm(torch.autograd.Function):
         return *_by_expert(ctx, grads[0], *ctx.saved_tensors[:4]), None, None, None, None
 
 
-def _by_expert(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, v: Tensor | None, offs: Tensor) -> Grads:
+def _by_expert(ctx: Any, g: Tensor, x: Tensor | None, weight: Tensor, v: Tensor | None, offs: Tensor) -> Grads:
     args = (x, g, weight, v, offs, *ctx.static, ctx.needs_input_grad[:3])
     if not library.is_plain_tensor(g):
         return projection_backward(*args)
@@ -102,8 +102,8 @@ class _PickedEsmm(torch.autograd.Function):
             every = torch.mm(x, flat.t()) if bias is None else torch.addmm(bias.reshape(-1), x, flat.t())
             y = every.view(-1, flat.shape[0] // experts).index_select(0, place)
             y[routed:].zero_()
-        ctx.save_for_backward(x, weight, v, offs, place)
-        ctx.static, ctx.routed = (top_k, layout), routed
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, v, offs, place)
+        ctx.static, ctx.routed, ctx.rows = (top_k, layout), routed, x.shape[0]
         return y
 
     @staticmethod
@@ -117,15 +117,15 @@ class _PickedEsmm(torch.autograd.Function):
         return *(found or _by_expert(ctx, g, x, weight, v, offs)), None, None, None, None
 
 
-def _picked_gradients(ctx: Any, g: Tensor, x: Tensor, weight: Tensor, place: Tensor) -> Grads | None:
+def _picked_gradients(ctx: Any, g: Tensor, x: Tensor | None, weight: Tensor, place: Tensor) -> Grads | None:
     """(dx, dW, db), each if it is needed; None if they are not finite."""
     (_, layout), routed, needs = ctx.static, ctx.routed, ctx.needs_input_grad
     experts, width = weight.shape[0], g.shape[1]
-    every = g.new_zeros((x.shape[0] * experts, width))
+    every = g.new_zeros((ctx.rows * experts, width))
     every.index_add_(0, place[:routed], g[:routed])  # a token may have the same expert twice
     every = every.view(-1, experts * width)
     dx = torch.mm(every, _flat(weight, layout)) if needs[0] else None
-    dw = torch.mm(every.t(), x).view(experts, width, -1) if needs[1] else None
+    dw = torch.mm(every.t(), x).view(experts, width, -1) if needs[1] and x is not None else None
     if dw is not None and layout == "kn":
         dw = dw.transpose(1, 2).contiguous()
     db = every.sum(0).view(experts, width) if needs[2] else None

@@ -65,7 +65,7 @@ def _fake(*args: Any) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, v, offs, top_k, layout = inputs
-    ctx.save_for_backward(x, weight, v, offs)
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, v, offs)
     ctx.static = (top_k, layout, bias is not None)
 
 
@@ -77,7 +77,7 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def projection_backward(
-    x: Tensor,
+    x: Tensor | None,
     g: Tensor,
     weight: Tensor,
     v: Tensor | None,
@@ -86,7 +86,7 @@ def projection_backward(
     layout: str,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients (dx, dW, db) of one esmm, in the operators; each where ``needs`` asks for it."""
+    """Gradients (dx, dW, db) of one esmm, in the operators; each where ``needs`` asks for it. x is read for dW only."""
     ops = torch.ops.hexa
     dx = dw = db = None
     if needs[0] and needs[1]:

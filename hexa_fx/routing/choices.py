@@ -66,6 +66,7 @@ class ChoosingCall:
             ids = self._order(ids)
         leading = self.scores.movedim(self.dim, -1).shape[:-1]
         index = ids.reshape(*leading, ids.shape[1]).movedim(-1, self.dim)
+        index = index.contiguous()  # as the call gives it: a block may have been recorded for this layout alone
         values = None if self.name in ("argmax", "argsort", "multinomial") else self.scores.gather(self.dim, index)
         if self.width == 1 and not self.keepdim:
             index = index.squeeze(self.dim)

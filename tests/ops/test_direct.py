@@ -159,3 +159,21 @@ def test_they_compile_to_the_operators():
     targets = [str(node.target) for node in graphs[0].graph.nodes]
     assert sum("esmm" in target for target in targets) == 2
     assert {op._opname for op in DIRECT} == {"moe_ffn", "reindex", "esmm", "combine"}
+
+
+@pytest.mark.parametrize("size", [8, 96], ids=["picked", "by expert"])
+@pytest.mark.parametrize("through_torch", [False, True])
+def test_esmm_keeps_no_input_for_a_frozen_weight(size, through_torch):
+    torch.manual_seed(0)
+    x, weight = torch.randn(300, size, requires_grad=True), torch.randn(4, size, size)
+    v, inv, offs = torch.ops.hexa.reindex(torch.randint(0, 4, (300, 2)), 4)
+    esmm = torch.ops.hexa.esmm if through_torch else direct.esmm
+    expected = torch.autograd.grad(esmm(x, weight.clone().requires_grad_(), None, v, offs, 2, "nk").square().sum(), x)[
+        0
+    ]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        y = esmm(x, weight, None, v, offs, 2, "nk")
+    assert weight.data_ptr() in saved
+    assert x.data_ptr() not in saved
+    torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], expected)

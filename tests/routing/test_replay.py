@@ -103,6 +103,19 @@ def test_replayed_outputs_and_gradients_are_the_originals_with_forced_ids(name):
     assert not torch.allclose(optimized(ids).logits, found), "the forced routing is not the router's own"
 
 
+def test_a_sixteen_bit_model_as_it_is_loaded():
+    """Grouped products are recorded for the layout of their ids, which forced ids have to have."""
+    model, inputs = built(tiny_config(default_config("qwen3_moe")), "qwen3_moe")
+    model = hexa_fx.optimize_(model.bfloat16(), inputs, CONFIG)
+    with torch.no_grad():
+        with hexa_fx.record_routing(model) as natural:
+            model(**inputs)
+        log = random_log(natural, natural.tokens)
+        with hexa_fx.replay_routing(model, log), hexa_fx.record_routing(model) as seen:
+            model(**inputs)
+    assert torch.equal(seen.ids, log.ids)
+
+
 @pytest.fixture(scope="module")
 def qwen():
     _, model, _ = optimized_of("qwen3_moe")
