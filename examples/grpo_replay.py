@@ -1,7 +1,7 @@
 """Group-relative policy optimization of a small MoE language model, whose trainer routes tokens as the sampler did.
 
-The reward counts even tokens. Completions are sampled in bfloat16 and trained in float32, so that without a replay some tokens would
-go to other experts in training than they went to in sampling.
+The reward counts even tokens. Completions are sampled in bfloat16 and trained in float32, so that without a replay some tokens
+would go to other experts in training than they went to in sampling.
 """
 
 from __future__ import annotations

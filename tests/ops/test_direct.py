@@ -166,7 +166,7 @@ def test_they_compile_to_the_operators():
 def test_esmm_keeps_no_input_for_a_frozen_weight(size, through_torch):
     torch.manual_seed(0)
     x, weight = torch.randn(300, size, requires_grad=True), torch.randn(4, size, size)
-    v, inv, offs = torch.ops.hexa.reindex(torch.randint(0, 4, (300, 2)), 4)
+    v, _, offs = torch.ops.hexa.reindex(torch.randint(0, 4, (300, 2)), 4)
     esmm = torch.ops.hexa.esmm if through_torch else direct.esmm
     expected = torch.autograd.grad(esmm(x, weight.clone().requires_grad_(), None, v, offs, 2, "nk").square().sum(), x)[
         0
