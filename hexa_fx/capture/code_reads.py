@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import itertools
 import types
@@ -10,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from hexa_fx.capture.instructions import Instruction, instructions_of
 
 _DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
 _WHOLE = frozenset({"globals", "eval", "exec"})
@@ -47,9 +48,7 @@ class CodeReads:
 @functools.lru_cache(maxsize=4096)
 def code_reads(code: types.CodeType) -> CodeReads:
     """Reads the instructions of ``code``, without those of functions inside it."""
-    instructions = [
-        i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "PRECALL", "EXTENDED_ARG", "PUSH_NULL")
-    ]
+    instructions = list(instructions_of(code))
     chains, imports, imported = dict[tuple[str, ...], None](), dict[tuple[str, ...], None](), dict[str, str]()
     for at, instruction in enumerate(instructions):
         name, following = str(instruction.argval), instructions[at + 1 :]
@@ -72,18 +71,18 @@ def code_reads(code: types.CodeType) -> CodeReads:
     )
 
 
-def _attributes(following: list[dis.Instruction]) -> Iterator[str]:
+def _attributes(following: list[Instruction]) -> Iterator[str]:
     for instruction in following:
         if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
             return
         yield str(instruction.argval)
 
 
-def _imported_from(following: list[dis.Instruction]) -> Iterator[dis.Instruction]:
+def _imported_from(following: list[Instruction]) -> Iterator[Instruction]:
     return (i for i in following[:16] if i.opname == "IMPORT_FROM")
 
 
-def _decides_on_dtype(instructions: list[dis.Instruction]) -> bool:
+def _decides_on_dtype(instructions: list[Instruction]) -> bool:
     """Whether a dtype, or a variable that holds one, is compared or looked up."""
     holds = {
         str(after.argval)
@@ -99,7 +98,7 @@ def _decides_on_dtype(instructions: list[dis.Instruction]) -> bool:
     return False
 
 
-def _asks_for_device(instructions: list[dis.Instruction]) -> bool:
+def _asks_for_device(instructions: list[Instruction]) -> bool:
     return any(
         i.opname in ("LOAD_ATTR", "LOAD_METHOD")
         and (i.argval in _DEVICE or (i.argval == "type" and instructions[at - 1].argval == "device"))
@@ -107,7 +106,7 @@ def _asks_for_device(instructions: list[dis.Instruction]) -> bool:
     )
 
 
-def _is_dtype(instruction: dis.Instruction, holds: set[str]) -> bool:
+def _is_dtype(instruction: Instruction, holds: set[str]) -> bool:
     if instruction.opname in ("LOAD_ATTR", "LOAD_GLOBAL"):
         return instruction.argval in _DTYPES or instruction.argval == "dtype"
     return instruction.opname.startswith("LOAD_FAST") and instruction.argval in holds

@@ -7,7 +7,6 @@ accepted wherever torch takes an int, and its arithmetic ends up here.
 
 from __future__ import annotations
 
-import dis
 import functools
 import math
 import operator
@@ -18,6 +17,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.fx
+
+from hexa_fx.capture.instructions import instructions_of
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -144,7 +145,7 @@ def _is_subscript(frame: FrameType) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _operations(code: CodeType) -> Mapping[int, str]:
-    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
+    return {instruction.offset: instruction.opname for instruction in instructions_of(code)}
 
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {

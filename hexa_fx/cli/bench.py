@@ -1,106 +1,134 @@
-"""``hexa-fx bench TARGET``"""
+"""``hexa-fx bench TARGET``, ``hexa-fx bench --like NAME``"""
 
 from __future__ import annotations
 
-import copy
-import statistics
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hexa_fx.cli.common import Json, Target, echo_json, errors_shown
+from hexa_fx.cli.common import Json, echo_json, errors_shown
+from hexa_fx.cli.timing import block_runs, compared, model_runs, moved
 from hexa_fx.errors import InputError
 
+if TYPE_CHECKING:
+    from hexa_fx.report import OptimizationReport
+
+OptionalTarget = Annotated[str | None, typer.Argument(help="As for the other commands; leave it out with --like.")]
 Repeat = Annotated[int, typer.Option("--repeat", help="Timed runs of each, taking turns; medians are printed.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+Like = Annotated[
+    str | None,
+    typer.Option("--like", help="A known model at its published widths with random weights, such as Qwen3-30B-A3B."),
+]
+Layers = Annotated[int, typer.Option("--layers", help="With --like: layers of the model.")]
+Tokens = Annotated[int, typer.Option("--tokens", help="With --like: tokens of the batch, in sequences of up to 512.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="With --like: bf16 or f32. Default: bf16 on a GPU, else f32.")]
 
 
 @errors_shown
-def bench(target: Target, repeat: Repeat = 9, device: Device = "cpu", as_json: Json = False) -> None:
-    """Time a model against itself rewritten: forward, and forward with backward."""
+def bench(
+    target: OptionalTarget = None,
+    repeat: Repeat = 9,
+    device: Device = "cpu",
+    like: Like = None,
+    layers: Layers = 2,
+    tokens: Tokens = 4096,
+    dtype: Dtype = "",
+    as_json: Json = False,
+) -> None:
+    """Time a model against itself rewritten: forward, and forward with backward, of the model and of one MoE block in it."""
     import torch
 
     from hexa_fx.api import attached, optimize
-    from hexa_fx.targets import load
 
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"--device {device}: torch sees no GPU here; leave it out to run on the CPU")
-    if repeat < 1:
-        raise InputError(f"--repeat {repeat}: expected at least 1")
-    model, inputs = load(target)
-    model, inputs = model.to(device), _moved(inputs, device)
+    for name, value in {"repeat": repeat, "layers": layers, "tokens": tokens}.items():
+        if value < 1:
+            raise InputError(f"--{name} {value}: expected at least 1")
+    if (target is None) == (like is None):
+        raise InputError("give either a TARGET or --like NAME")
+    model, inputs = _target(str(target), device) if like is None else _published(like, layers, tokens, dtype, device)
     rewritten = optimize(model, inputs)
-    rows = []
-    for what, run in (("forward", _forward), ("forward and backward", _step)):
-        before, after = _medians([partial(run, m, inputs) for m in (model, rewritten)], repeat, device)
-        rows.append((what, before * 1e3, after * 1e3))
     report = attached(rewritten, "report")
+    rows = [compared(what, run, (model, rewritten), repeat, device) for what, run in model_runs(inputs)]
+    if report.rewritten:
+        path = report.rewritten[0].path
+        runs = block_runs(model, inputs, path)
+        blocks = (model.get_submodule(path), rewritten.get_submodule(path))
+        rows += [compared(f"{path or 'the model'}: {what}", run, blocks, repeat, device) for what, run in runs]
     if as_json:
-        echo_json({"target": target, "device": device, "summary": report.summary(), "rows": _named(rows)})
+        found = {
+            "target": target or like,
+            "device": device,
+            "summary": report.summary(),
+            "own_code": _own_code(report, device),
+        }
+        echo_json({**found, "rows": [row.as_dict() for row in rows]})
         return
     typer.echo(report.summary())
-    for what, before, after in rows:
-        typer.echo(f"{what:21} {before:9.2f} -> {after:9.2f} ms  ({before / after:.2f}x)")
+    if _own_code(report, device):
+        typer.echo(_own_code(report, device))
+    for row in rows:
+        typer.echo(str(row))
 
 
-def _named(rows: list[tuple[str, float, float]]) -> list[dict[str, Any]]:
-    return [{"what": what, "original_ms": before, "rewritten_ms": after} for what, before, after in rows]
-
-
-def _medians(runs: list[Callable[[], Any]], repeat: int, device: str) -> list[float]:
-    times: list[list[float]] = [[] for _ in runs]
-    for run in runs:
-        run()
-    for _ in range(repeat):
-        for run, found in zip(runs, times):
-            found.append(_timed(run, device))
-    return [statistics.median(found) for found in times]
-
-
-def _timed(run: Callable[[], Any], device: str) -> float:
-    import torch
-
+def _own_code(report: OptimizationReport, device: str) -> str:
+    """A sentence if blocks run their own code because the example is small, so that two times of the same code are compared."""
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+        return ""
+    small = [b for b in report.rewritten if b.costs is not None and b.costs.tokens <= b.small_tokens]
+    if not small:
+        return ""
+    return (
+        f"{len(small)} of {len(report.rewritten)} rewritten blocks run their own code on this example, which a CPU does faster "
+        f"up to {max(block.small_tokens for block in small)} tokens. Both times are of the same code; "
+        "--like Granite-3.0-1B-A400M --layers 1 times a model of real widths"
+    )
 
 
-def _called(model: Any, inputs: Any) -> Any:
-    from hexa_fx.analysis import call_arguments
+def _target(target: str, device: str) -> tuple[Any, Any]:
+    from hexa_fx.targets import load
 
-    args, kwargs = call_arguments(inputs)
-    return model(*args, **kwargs)
+    model, inputs = load(target)
+    return model.to(device), moved(inputs, device)
 
 
-def _forward(model: Any, inputs: Any) -> None:
+def _published(name: str, layers: int, tokens: int, dtype: str, device: str) -> tuple[Any, Any]:
     import torch
 
-    with torch.no_grad():
-        _called(model, inputs)
+    from hexa_fx.integrations.published import bytes_of, like
+
+    kinds = {"bf16": torch.bfloat16, "f32": torch.float32, "": torch.bfloat16 if device != "cpu" else torch.float32}
+    if dtype not in kinds:
+        raise InputError(f"--dtype {dtype}: expected bf16 or f32")
+    _check_room(f"--like {name} --layers {layers}", bytes_of(name, layers, kinds[dtype]), device)
+    model = like(name, layers, kinds[dtype], device)
+    length = min(tokens, 512)
+    words = int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
+    ids = torch.randint(3, words, (max(1, tokens // length), length), device=device)
+    return model, {"input_ids": ids, "use_cache": False}
 
 
-def _step(model: Any, inputs: Any) -> None:
+def _check_room(what: str, weights: int, device: str) -> None:
+    """Raises `InputError` unless there is room for the weights, their gradients, and the analysis of a block."""
+    from hexa_fx.config import HexaConfig
+
+    needed, free = 2 * weights + HexaConfig.from_environment().analysis_bytes, _free(device)
+    if free is not None and needed > free:
+        raise InputError(
+            f"{what} takes about {needed / 2**30:.1f} GiB on {device} (weights, their gradients, and the analysis), and "
+            f"{free / 2**30:.1f} GiB are free; give fewer --layers, --dtype bf16, or a smaller model such as Granite-3.0-1B-A400M"
+        )
+
+
+def _free(device: str) -> int | None:
+    """Bytes that are free on the device; None where nothing says so."""
     import torch
-    from torch.utils import _pytree as pytree
 
-    output = _called(model, inputs)
-    values = pytree.tree_leaves(dict(output) if hasattr(output, "keys") else output)
-    floats = [v for v in values if isinstance(v, torch.Tensor) and v.requires_grad]
-    if not floats:
-        raise InputError("the model's output has no tensor that wants a gradient, so there is no backward to time")
-    wanted = [p for p in model.parameters() if p.requires_grad]
-    torch.autograd.grad(sum(v.float().mean() for v in floats), wanted, allow_unused=True)  # type: ignore[arg-type]
-
-
-def _moved(inputs: Any, device: str) -> Any:
-    import torch
-    from torch.utils import _pytree as pytree
-
-    return pytree.tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, copy.copy(inputs))
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    table = Path("/proc/meminfo")
+    lines = table.read_text(encoding="ascii").splitlines() if table.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)

@@ -67,7 +67,9 @@ def _check_early(given: Mapping[str, Any]) -> None:
         typical_card(given["arch"])
     for name in ("html", "svg", "dot"):
         path = given.get(name)
-        if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        if path is not None and (
+            path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK)
+        ):
             raise InputError(f"--{name} {path}: cannot be written; give a file in a folder that exists")
 
 
@@ -79,8 +81,9 @@ def _foreign(error: Exception) -> str:
         (f for f in reversed(frames) if not f.filename.startswith(ours) and "/torch/" not in f.filename), frames[-1]
     )
     said = (str(error).splitlines() or [""])[0][:300]
+    called = " ".join(getattr(error, "__notes__", ())) or "check the model and the example inputs"
     return (
-        f"{type(error).__name__}: {said}, raised at {place.filename}:{place.lineno}; check the model and the example inputs. "
+        f"{type(error).__name__}: {said}, raised at {place.filename}:{place.lineno}; {called}. "
         "HEXA_FX_LOGS=debug shows the whole traceback"
     )
 

@@ -207,7 +207,12 @@ def _tested(router: _Router, site: RoutingSite, seen: Mapping[Choice, Tensor], n
     chosen = torch.cat([seen[calls[0]] for calls in site.columns], 1)[:, : site.top_k]
     rows = len(chosen)
     generator = torch.Generator().manual_seed(0)
-    at_random = torch.rand(rows, site.num_experts, generator=generator).argsort(1)[:, : site.top_k].to(chosen.device)
+    at_random = (
+        torch.rand(rows, site.num_experts, generator=generator)
+        .argsort(1)[:, : site.top_k]
+        .contiguous()
+        .to(chosen.device)
+    )
     reached = _forced(router, site, at_random)
     if reached is None or not _agree(reached.index.reshape(-1), at_random.reshape(-1), site.num_experts):
         return _NOWHERE

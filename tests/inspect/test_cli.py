@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import hexa_fx
@@ -93,8 +96,64 @@ def test_env(monkeypatch):
 
 def test_bench():
     found = json.loads(call("bench", FACTORY, "--repeat", "1", "--json"))
-    assert [row["what"] for row in found["rows"]] == ["forward", "forward and backward"]
+    both = ["forward", "forward and backward"]
+    assert [row["what"] for row in found["rows"]] == [*both, *(f"layers.0: {what}" for what in both)]
     assert all(row["original_ms"] > 0 and row["rewritten_ms"] > 0 for row in found["rows"])
+
+
+def test_bench_says_when_the_same_code_is_timed_twice(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", lambda *_: 8000)
+    text = call("bench", FACTORY, "--repeat", "1")
+    assert (
+        "2 of 2 rewritten blocks run their own code on this example, which a CPU does faster up to 1000 tokens" in text
+    )
+    assert "times as fast" in text
+
+
+def test_bench_of_published_widths(monkeypatch):
+    pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "vocab_size": 99,
+        "num_attention_heads": 2,
+    }
+    small = ("granitemoe", {**sizes, "num_key_value_heads": 2})
+    monkeypatch.setitem(importlib.import_module("hexa_fx.integrations.published").PUBLISHED, "Small-1B", small)
+    text = call("bench", "--like", "small-1b", "--layers", "1", "--tokens", "48", "--repeat", "1")
+    assert "1 of 1 MoE blocks rewritten" in text
+    assert "model.layers.0.block_sparse_moe.experts: forward and backward" in text
+
+
+def test_known_models_have_the_layers_that_are_asked_for():
+    pytest.importorskip("transformers")
+    from hexa_fx.integrations.published import PUBLISHED, bytes_of
+
+    for name in PUBLISHED:
+        one, two = (bytes_of(name, layers, torch.bfloat16) for layers in (1, 2))
+        assert one < two < 2 * one + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("--like", "Qwen3-235B-A22B", "--layers", "90"),
+            r"takes about \d+\.\d GiB on cpu .* are free; give fewer --layers",
+        ),
+        (("--like", "qwen3-30b"), "Did you mean Qwen3-30B-A3B"),
+        ((), "give either a TARGET or --like NAME"),
+        (("--like", "OLMoE-1B-7B", "--dtype", "f8"), "--dtype f8: expected bf16 or f32"),
+        (("--like", "OLMoE-1B-7B", "--layers", "0"), "--layers 0: expected at least 1"),
+    ],
+)
+def test_bench_refuses_politely(options, said):
+    assert re.search(said, call("bench", *options, code=2))
+
+
+def test_a_folder_is_no_page(tmp_path):
+    assert "cannot be written; give a file" in call("explain", FACTORY, "--html", tmp_path, code=2)
 
 
 # -- plan --------------------------------------------------------------------------------------------------------------
