@@ -72,7 +72,9 @@ def test_every_page_is_linked() -> None:
 def test_every_page_is_on_the_site() -> None:
     """In the navigation of mkdocs.yml, without which the site is not built."""
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:")[1]
-    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f" {page.name}\n" not in nav]
+    pages = [page.name for page in (ROOT / "docs").glob("*.md")]
+    pages += [f"examples/{script.stem}.md" for script in (ROOT / "examples").glob("*.py")]
+    assert not [page for page in pages if f" {page}\n" not in nav]
 
 
 def test_the_reference_has_all_that_the_package_gives() -> None:
