@@ -41,6 +41,7 @@ from hexa_fx.passes.bounded import check_recorded, refusal_of_layout, with_few_e
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.complete import detect_all
 from hexa_fx.passes.detect import MoEMatch
+from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
 from hexa_fx.passes.host_rules import refusal_of_host
 from hexa_fx.passes.kernel_requests import request_kernels
@@ -214,7 +215,10 @@ def _rewrite_mode(
     if isinstance(match, Refusal):
         return match
     with announced("rewrite", match.captured.graph) as done:
-        rewritten = rewrite(match, config.recompute_h, attempt.live)
+        try:
+            rewritten = rewrite(match, config.recompute_h, attempt.live)
+        except Refuse as found:
+            return found.at(observation.path)
         rewritten = rewritten if config.own_code_when_small else replace(rewritten, small=0)
         done.graph = rewritten.graph
     captured = match.captured

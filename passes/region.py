@@ -19,7 +19,9 @@ from hexa_fx.passes.detect.graph import ancestors, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import Source
 from hexa_fx.passes.detect.row_steps import RowSteps
+from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.emit_rows import RowEmitter
+from hexa_fx.passes.leading_sizes import leading_sizes
 from hexa_fx.passes.routing_nodes import RoutingEmitter
 from hexa_fx.passes.weights import WeightEmitter
 from hexa_fx.runtime import guards
@@ -245,10 +247,15 @@ class RegionEmitter:
             result = self.graph.call_method("to", (result, value.dtype))
         if value.dim() == 2:
             return result
-        like = self._same_leading(value)
+        leading = leading_sizes(self.match.output)
+        if isinstance(leading, tuple):
+            emitted = [self.outside[size] if isinstance(size, torch.fx.Node) else size for size in leading]
+            return self.graph.call_method("reshape", (result, *emitted, value.shape[-1]))
+        like = self._same_leading(value) if leading is None else self.outside[leading]
         if like is None and sum(size != 1 for size in value.shape[:-1]) > 1:
-            raise NotImplementedError(
-                f"no input has the leading sizes {tuple(value.shape[:-1])} of the combined output"
+            raise Refuse(
+                f"the experts' results are laid out as {tuple(value.shape)}, and neither the tokens nor what they are routed by is",
+                self.match.output,
             )
         if like is None:  # one group of all tokens: (1, T, D)
             return self.graph.call_method("reshape", (result, *[1] * (value.dim() - 2), -1, value.shape[-1]))
@@ -256,8 +263,13 @@ class RegionEmitter:
         return self.graph.call_method("reshape", (result, *sizes, value.shape[-1]))
 
     def _same_leading(self, value: torch.Tensor) -> torch.fx.Node | None:
-        for old in (self.match.source, *(n for n in self.outside if n.op == "placeholder")):
+        """A tensor of the block with the leading sizes of ``value``: the tokens, an input, or another, the latest first."""
+        inputs = [n for n in self.outside if n.op == "placeholder"]
+        others = [n for n in reversed(list(self.outside)) if n.op.startswith("call")]
+        for old in (self.match.source, *inputs, *others):
             known = record_of(old).value
+            if not isinstance(known, torch.Tensor) or old not in self.outside:
+                continue
             if known.dim() == value.dim() and known.shape[:-1] == value.shape[:-1]:
                 return self.outside[old]
         return None

@@ -19,6 +19,7 @@ from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import is_outside
 from hexa_fx.passes.fold_views import fold_views
 from hexa_fx.passes.kept_calls import Kept, keep
+from hexa_fx.passes.leading_sizes import leading_sizes
 from hexa_fx.passes.own_code import own_code_limit
 from hexa_fx.passes.region import Live, RegionEmitter
 from hexa_fx.passes.weights import WeightEmitter
@@ -263,7 +264,9 @@ class _Rewriter:
 def _roots_of(match: MoEMatch) -> list[torch.fx.Node]:
     """What the region and its conditions are computed from, and what its result is written to."""
     written = [written_from(match.output)] if writes_outside(match.output) else []
-    return [*_read_by(match), *written, *(b.condition for b in match.conditions)]
+    sizes: list[torch.fx.Node] = []
+    torch.fx.map_arg(leading_sizes(match.output), sizes.append)
+    return [*_read_by(match), *written, *sizes, *(b.condition for b in match.conditions)]
 
 
 def _read_by(match: MoEMatch) -> list[torch.fx.Node]:

@@ -74,10 +74,7 @@ def detect(
     try:
         return _detect(captured, prefer_earliest, alone, form)
     except Refuse as refusal:
-        location = (
-            record_of(refusal.node).location if refusal.node is not None and refusal.node.op != "output" else None
-        )
-        return Refusal(captured.path, refusal.reason, location)
+        return refusal.at(captured.path)
 
 
 def _detect(captured: CapturedBlock, prefer_earliest: bool, alone: bool, form: Form) -> MoEMatch:

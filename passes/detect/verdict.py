@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import torch.fx
 
+from hexa_fx.capture import record_of
+from hexa_fx.ir import Refusal
+
 
 class Refuse(Exception):
     """Ends detection of one block with a sentence for the user and the node whose source line it is about.
 
-    Internal to the detect package: `hexa_fx.passes.detect.detect` returns it as a `hexa_fx.ir.Refusal` value.
+    Internal to the passes: `hexa_fx.passes.detect.detect` returns it as a `hexa_fx.ir.Refusal` value.
     """
 
     def __init__(self, reason: str, node: torch.fx.Node | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
         self.node = node
+
+    def at(self, path: str) -> Refusal:
+        """The refusal of the block at ``path``."""
+        named = self.node is not None and self.node.op != "output"
+        return Refusal(path, self.reason, record_of(self.node).location if named and self.node is not None else None)
 
 
 class NoRouting(Refuse):

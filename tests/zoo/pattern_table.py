@@ -79,12 +79,12 @@ def judge(v: Variant) -> Line:
     return Line(v, "rewritten", "; ".join(dict.fromkeys([*details, *excuses])))
 
 
-def optimized(model: nn.Module, args: tuple, kwargs: dict) -> nn.Module:
+def optimized(model: nn.Module, args: tuple, kwargs: dict, config: hexa_fx.HexaConfig | None = None) -> nn.Module:
     """`hexa_fx.optimize` on a call with positional and keyword arguments."""
     if not kwargs:
-        return hexa_fx.optimize(model, args)
+        return hexa_fx.optimize(model, args, config)
     names = list(inspect.signature(model.forward).parameters)
-    return hexa_fx.optimize(model, {**dict(zip(names, args)), **kwargs})
+    return hexa_fx.optimize(model, {**dict(zip(names, args)), **kwargs}, config)
 
 
 def render(lines: list[Line]) -> str:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.zoo.common import MLP, TopKGate, experts
-from tests.zoo.variant import D, E, I, K, flat_tokens, variant, weight
+from tests.zoo.variant import D, E, I, K, flat_tokens, hidden_states, variant, weight
 
 
 class IndexSelect(nn.Module):
@@ -147,6 +147,29 @@ class LimitedSwiGLU(nn.Module):
         return (y.view(len(x), K, D) * weights.unsqueeze(-1)).sum(1)
 
 
+class Windows(nn.Module):
+    """Windows of seven tokens, whatever the sentences' length; the router sees windows or all tokens."""
+
+    def __init__(self, flat: bool = False) -> None:
+        super().__init__()
+        self.flat, self.gate = flat, nn.Linear(D, E, bias=False)
+        self.up, self.down = weight(E, D, I), weight(E, I, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = x.reshape(-1, 7, D)
+        seen = windows.reshape(-1, D) if self.flat else windows
+        weights, index = self.gate(seen).softmax(-1).topk(K)
+        gates = torch.zeros(*seen.shape[:-1], E, dtype=x.dtype).scatter(-1, index, weights).view(-1, 7, E)
+        hidden = F.gelu(torch.einsum("gsd,edi->gsei", windows, self.up))
+        y = torch.einsum("gsei,eid,gse->gsd", hidden, self.down, gates)
+        return y.cumsum(1).reshape(x.shape)
+
+
+def of_sevens(batch: int, seq: int, dtype: torch.dtype, seed: int) -> tuple[tuple, dict]:
+    """Two sentences of seven tokens, or one of fourteen and more."""
+    return hidden_states(batch, seq, dtype, seed) if (batch, seq) == (2, 7) else hidden_states(1, 14 * seq, dtype, seed)
+
+
 VARIANTS = (
     variant("sorted_index_select", IndexSelect, "weights of single rows by index_select", inputs=flat_tokens),
     variant("router_topk_of_tokens", AtMostAsManyAsTokens, "topk(min(k, number of tokens))", inputs=flat_tokens),
@@ -156,6 +179,8 @@ VARIANTS = (
     variant("body_limited_swiglu", LimitedSwiGLU, "gate and up within limits", inputs=flat_tokens),
     variant("body_limited_gate", LimitedSwiGLU, "the gate below a limit", inputs=flat_tokens, up=None),
     variant("body_limited_up", LimitedSwiGLU, "up within a limit", inputs=flat_tokens, gate=None),
+    variant("shape_windows", Windows, "windows of tokens, as long as the sentences were", inputs=of_sevens),
+    variant("shape_windows_flat", Windows, "the same, routed token by token", inputs=of_sevens, flat=True),
     variant("around_adds_to_its_input", AddsToItsInput, "the residual is added into the input", inputs=flat_tokens),
     variant("around_adds_up_in_its_input", AddsUpInItsInput, "every expert adds to the input"),
     variant("around_adds_up_in_zeroed_input", AddsUpInZeroedInput, "the input's memory is used for the output"),

@@ -1,0 +1,69 @@
+"""Where the leading sizes of a recorded tensor come from: an input of the block, or the numbers that the code reshapes with.
+
+Sizes that are equal on the example need not be so on other inputs: windows of seven tokens, and sentences of seven tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import record_of
+from hexa_fx.passes.detect.graph import CONTRACTIONS, is_tensor, operation
+from hexa_fx.passes.detect.operations import CASTS, EACH, MULTIPLIED, SUMS
+
+Node = torch.fx.Node
+
+_KEEPING = (
+    EACH
+    | MULTIPLIED
+    | CASTS
+    | (SUMS - {"sum", "cumsum", "reduce"})
+    | (CONTRACTIONS - {"einsum", "addmv"})
+    | frozenset(
+        "clone contiguous detach dropout softmax log_softmax layer_norm rms_norm cumsum zeros_like empty_like ones_like full_like "
+        "index_add index_add_ scatter scatter_ scatter_add scatter_add_ index_copy index_copy_ index_put index_put_ set_item copy_ "
+        "zero_ fill_ masked_scatter masked_scatter_ after view_as reshape_as expand_as".split()
+    )
+)
+"""Operations whose result has the leading sizes of an operand."""
+
+
+def leading_sizes(node: Node) -> Node | tuple[Any, ...] | None:
+    """The input with all but the last size of ``node``, or these sizes as numbers and nodes; None if that cannot be told."""
+    leading = record_of(node).value.shape[:-1]
+    while node.op != "placeholder":
+        if not node.op.startswith("call"):
+            return None
+        if operation(node) in ("view", "reshape"):
+            sizes = tuple(_flat(node.args[1:]))
+            return sizes[:-1] if len(sizes) == len(leading) + 1 else None
+        given = [n for n in _operands(node) if record_of(n).value.shape[:-1] == leading]
+        if not given:
+            return None
+        node = given[0]
+    return node
+
+
+def _operands(node: Node) -> list[Node]:
+    """Operands that give the result their leading sizes, if these are equal."""
+    tensors = [n for n in node.all_input_nodes if is_tensor(n)]
+    if operation(node) != "einsum":
+        return tensors if operation(node) in _KEEPING else []
+    equation = node.args[0]
+    if not isinstance(equation, str) or "->" not in equation or "." in equation:
+        return []
+    left, _, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    return [n for n, term in zip(tensors, terms) if len(terms) == len(tensors) and term[:-1] == result[:-1]]
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
