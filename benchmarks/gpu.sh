@@ -1,10 +1,13 @@
 #!/bin/sh
-# Everything that needs a GPU, in one command:   sh benchmarks/gpu.sh [tests | multigpu | sanitize | bench | all] [pytest arguments]
+# Everything that needs a GPU, in one command:   sh benchmarks/gpu.sh [tests | multigpu | sanitize | bench | all | session] [pytest arguments]
 #   tests     tests/gpu; kernels build as tests need them, JOBS processes at a time (default: three quarters of the cores)
 #   multigpu  what needs two GPUs: ranks that die on NCCL, two devices in one process
 #   sanitize  a small case of each kernel (tests/gpu/test_small.py) under compute-sanitizer's memcheck and racecheck; logs to OUT.
 #             Fails on any error or hazard. Needs a driver that lets debuggers in: gVisor's does not
 #   bench     the operators alone, then whole layers; JSON to OUT (default: benchmarks/results)
+#   session   what a change of kernels or launches has to show, on one Hopper GPU in at most 25 minutes: tests/gpu, a part of sanitize,
+#             the seven layers, host times, and with OLD_CUBINS=FOLDER kernels against another revision's (bench_cubins.py). JSON and
+#             logs to OUT; a part that fails or takes too long costs only itself, and the exit status says so
 # `all` is tests and bench. Two processes never build the same kernel, and the cache outlives the run: HEXA_FX_CACHE_DIR says where it is.
 set -eu
 cd "$(dirname "$0")/.."
@@ -33,7 +36,29 @@ sanitize() { # TOOL [pytest arguments]
   return $code
 }
 
+part() { # NAME SECONDS COMMAND...: its output to OUT/NAME.log, its last lines here
+  name=$1 seconds=$2
+  shift 2
+  begin=$(date +%s)
+  timeout -k 10 "$seconds" "$@" >"$out/$name.log" 2>&1 && code=0 || code=$?
+  echo "== $name: exit code $code after $(($(date +%s) - begin)) s"
+  tail -n 12 "$out/$name.log"
+  [ "$code" = 0 ] || failed="$failed $name"
+}
+
 case $what in
+session)
+  failed=
+  layers=mixtral,qwen3-30b,olmoe,dsv3,granite-fine,sonic-7b,sonic-30b
+  part tests 420 sh "$0" tests
+  part sanitize 240 sh "$0" sanitize -k "coop or sm80 or reindex or combine or low2"
+  part layers 420 python3 benchmarks/bench_moe_layer.py --shapes $layers --impls hexa --turns 1 --json "$out/moe_layer.json"
+  part host 150 python3 benchmarks/bench_host.py --json "$out/host.json"
+  [ -z "${OLD_CUBINS:-}" ] || part cubins 120 python3 benchmarks/bench_cubins.py --old "$OLD_CUBINS" --json "$out/cubins.json"
+  echo "failed:${failed:- none}"
+  [ -z "$failed" ]
+  exit
+  ;;
 multigpu)
   # three jobs share the GPUs; the first of each worker builds kernels
   exec python3 -m pytest tests/distributed tests/gpu -m multigpu -n 3 -q --timeout 300 -p no:cacheprovider "$@"

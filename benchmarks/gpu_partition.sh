@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 out=${OUT:-benchmarks/results}
 work=$out/partition_parts
 rm -rf "$work" && mkdir -p "$work"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 HEXA_FX_BUILD_JOBS=${HEXA_FX_BUILD_JOBS:-$(nproc)}
+export HEXA_FX_WAIT_FOR_KERNELS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} PYTHONUNBUFFERED=1 HEXA_FX_BUILD_JOBS=${HEXA_FX_BUILD_JOBS:-$(nproc)}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 smoke=${SMOKE:+--smoke}
 

@@ -56,7 +56,7 @@ class Recording:
     calls: list[TorchCall] = field(default_factory=list)
 
 
-class _Watch(TorchDispatchMode):
+class _TorchCallRecorder(TorchDispatchMode):
     """Sees the torch operators of this thread."""
 
     def __init__(self, recording: Recording) -> None:
@@ -77,7 +77,7 @@ class _Watch(TorchDispatchMode):
 def record(run: Callable[[], Any]) -> Recording:
     """Runs `run` and writes down what it does. Its launches are queued as ever."""
     recording = Recording()
-    with noting() as noted, _Watch(recording):
+    with noting() as noted, _TorchCallRecorder(recording):
         recording.result = run()
     recording.launches, recording.provisional = noted.launches, noted.provisional
     return recording

@@ -19,7 +19,7 @@ from hexa_fx.cuda.arguments import NO_MAP, Pointer, TensorMap, encoded
 from hexa_fx.cuda.launch import LaunchPlan
 from hexa_fx.cuda.record import Recording
 from hexa_fx.cuda.tile_queue import TileQueue, next_queue
-from hexa_fx.cuda.torch_calls import Around, CannotReplay
+from hexa_fx.cuda.torch_calls import CannotReplay, SurroundingCalls
 from hexa_fx.cuda.workspace import Part, Workspace
 from hexa_fx.jit.kernel import KernelHandle
 from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, address_offset
@@ -65,10 +65,10 @@ class Replay:
 
     def __init__(self, recording: Recording, operands: Sequence[Tensor | None], device: int, most: int) -> None:
         self.device = device
-        self._around, recorded = Around.of(recording, operands)
+        self._calls, recorded = SurroundingCalls.of(recording, operands)
         places = _Places(recording, operands, recorded, device)
         steps = [_step(launch, places) for launch in recording.launches if 0 not in launch[1]]
-        self._fresh, self._size = self._around.fresh, places.workspace.lay_out()
+        self._fresh, self._size = self._calls.fresh, places.workspace.lay_out()
         if self._size > most:
             raise CannotReplay(f"it would hold {self._size >> 20} MiB")
         self._offsets, self._within = [part.offset + more for part, more in places.parts], places.within
@@ -99,7 +99,7 @@ class Replay:
         assert like is not None
         fresh = [self._allocate(like, *one) for one in self._fresh]
         workspace = self._allocate(like, (self._size,), (1,), torch.uint8)
-        before = self._around.before(operands)
+        before = self._calls.before(operands)
         start = workspace.data_ptr()
         stream = _C._cuda_getCurrentRawStream(self.device)
         free = self._free.setdefault(stream, [])
@@ -116,7 +116,7 @@ class Replay:
         for kernel, config, parameters in buffer.launches:
             kernel.queue(self.device, config, parameters)
         free.append(buffer)
-        return self._around.after(operands, fresh)
+        return self._calls.after(operands, fresh)
 
     def _allocate(self, like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if _empty_strided is None or (_deterministic() and _fills()):  # then torch writes to what is empty

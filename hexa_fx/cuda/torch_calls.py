@@ -37,7 +37,7 @@ _Run = Callable[[_Known], None]
 
 
 @dataclass(frozen=True)
-class Around:
+class SurroundingCalls:
     """The torch operators of a recording, ready to run on other tensors. It holds no tensor of the recording, only identities.
 
     Attributes:
@@ -54,7 +54,7 @@ class Around:
     _after: tuple[_Run, ...]
 
     @classmethod
-    def of(cls, recording: Recording, operands: Sequence[Tensor | None]) -> tuple[Around, tuple[Tensor, ...]]:
+    def of(cls, recording: Recording, operands: Sequence[Tensor | None]) -> tuple[SurroundingCalls, tuple[Tensor, ...]]:
         """Returns it, and the tensors of the recording that launches may use: those of `fresh`, then the results of `before`.
 
         Args:

@@ -30,7 +30,7 @@ _WORK_OF_AN_ELEMENT = 100
 PART_OF = {"w3": "w1", "b3": "b1"}
 """Operands whose gradient is the second half of another's."""
 
-_MEMORY_BOUND = 24
+MEMORY_BOUND = 24
 """Fewer tokens than this take no less time: reading the weights does."""
 
 _DTYPES = (torch.float32, torch.float64)
@@ -80,7 +80,7 @@ def takes(x: Tensor, top_k_index: Tensor, w1: Tensor, w3: Tensor | None, w2: Ten
     inner = w2.numel() // max(x.shape[1], 1)
     spare = max(experts - top_k, 0) * (weights + _WORK_OF_AN_ELEMENT * inner) // max(experts, 1)
     limit = SPARE_WORK + _SPARE_WORK_OF_AN_EXPERT * min(tokens * top_k, experts)
-    return tokens > 0 and max(tokens, _MEMORY_BOUND) * spare <= limit
+    return tokens > 0 and max(tokens, MEMORY_BOUND) * spare <= limit
 
 
 def ffn_of(

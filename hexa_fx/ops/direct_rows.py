@@ -18,6 +18,7 @@ from hexa_fx.ops.combine import check as check_combine
 from hexa_fx.ops.combine import combine_cpu
 from hexa_fx.ops.combine import gradients as combine_gradients
 from hexa_fx.ops.cpu import all_finite, settle_allocator
+from hexa_fx.ops.dense import MEMORY_BOUND
 from hexa_fx.ops.esmm import check as check_esmm
 from hexa_fx.ops.esmm import esmm_cpu, projection_backward
 from hexa_fx.ops.reindex import check as check_reindex
@@ -62,7 +63,8 @@ def _picks(x: Tensor, weight: Tensor, v: Tensor | None, offs: Tensor) -> bool:
         return False
     experts, one, two = weight.shape
     width = one * two // max(x.shape[1], 1)
-    return (x.shape[0] * experts - row_count(x, v)) * (one * two + _WORK_OF_AN_ELEMENT * width) <= SPARE_WORK
+    pairs = max(x.shape[0], MEMORY_BOUND) * experts - row_count(x, v)  # one row takes as long as reading all weights
+    return pairs * (one * two + _WORK_OF_AN_ELEMENT * width) <= SPARE_WORK
 
 
 class _Esmm(torch.autograd.Function):

@@ -17,7 +17,7 @@ from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.cuda import record as cuda_record
 from hexa_fx.cuda import replay as cuda_replay
-from hexa_fx.cuda import torch_calls as cuda_around
+from hexa_fx.cuda import torch_calls
 from tests.runtime.cards import Cards, Kept, arguments, copied
 
 TOKENS = 200
@@ -197,8 +197,8 @@ def test_nothing_is_written_down_under_capture(hopper: Cards, monkeypatch: pytes
     assert hopper.general == 4
 
 
-def around(run: Callable[[Tensor], Any], x: Tensor) -> cuda_around.Around:
-    return cuda_around.Around.of(cuda_record.record(lambda: run(x)), (x,))[0]
+def around(run: Callable[[Tensor], Any], x: Tensor) -> torch_calls.SurroundingCalls:
+    return torch_calls.SurroundingCalls.of(cuda_record.record(lambda: run(x)), (x,))[0]
 
 
 def test_operators_around_launches_run_on_other_tensors() -> None:
@@ -237,7 +237,7 @@ def test_operators_around_launches_run_on_other_tensors() -> None:
     ],
 )
 def test_operators_that_are_not_understood_are_refused(run: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(cuda_around.CannotReplay, match="it also runs aten"):
+    with pytest.raises(torch_calls.CannotReplay, match="it also runs aten"):
         around(run, torch.arange(6.0))
 
 
