@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import dense
+from hexa_fx.ops import dense, direct_rows
 from hexa_fx.ops.activations import ACTIVATIONS
 from tests.ops.reference import GATED, Layer, Operators, assert_is_loop, layer
 
@@ -131,3 +131,11 @@ def test_outputs_do_not_share_memory_with_what_is_kept(calls):
         y.fill_(float("nan"))
     for a, b in zip(one.grads(y), expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_few_rows_of_wide_experts_are_not_picked() -> None:
+    """One row of eight experts of real width would read all their weights."""
+    x, offs = torch.randn(1, 192), torch.tensor([0, 1, 2, 2, 2, 2, 2, 2, 2], dtype=torch.int32)
+    v = torch.arange(2, dtype=torch.int32)
+    assert not direct_rows._picks(x, torch.randn(8, 768, 192), v, offs)
+    assert direct_rows._picks(x[:, :32], torch.randn(8, 64, 32), v, offs)

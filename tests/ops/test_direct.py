@@ -177,11 +177,3 @@ def test_esmm_keeps_no_input_for_a_frozen_weight(size, through_torch):
     assert weight.data_ptr() in saved
     assert x.data_ptr() not in saved
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), x)[0], expected)
-
-
-def test_few_rows_of_wide_experts_are_not_picked() -> None:
-    """One row of eight experts of real width would read all their weights."""
-    x, offs = torch.randn(1, 192), torch.tensor([0, 1, 2, 2, 2, 2, 2, 2, 2], dtype=torch.int32)
-    v = torch.arange(2, dtype=torch.int32)
-    assert not direct_rows._picks(x, torch.randn(8, 768, 192), v, offs)
-    assert direct_rows._picks(x[:, :32], torch.randn(8, 64, 32), v, offs)
