@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _FEWEST = 4
+_LEAST_BYTES = 1 << 24
 _SHARE = 4
 """Experiments hold the recorded values several times over."""
 
@@ -35,7 +37,8 @@ class TooManyTokens(Exception):
 def with_few_enough_tokens(
     analyse: Callable[[Observation, HexaConfig], Result], observation: Observation, config: HexaConfig
 ) -> Result | Refusal:
-    """``analyse`` on as many tokens as there is memory for. `Refusal`: there is not enough for the fewest."""
+    """``analyse`` on as many tokens, with as much memory for weights in float64, as there is. `Refusal`: it is not enough."""
+    allowed = config.analysis_bytes
     if raises_in_pieces(observation.module, config.analysis_bytes):
         config = replace(config, probe_tokens=min(config.probe_tokens, FEW_TOKENS))
     while True:
@@ -46,10 +49,11 @@ def with_few_enough_tokens(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            config = replace(config, analysis_bytes=max(config.analysis_bytes // 8, _LEAST_BYTES))
         _released(reason)
         if config.probe_tokens <= _FEWEST:
-            return Refusal(observation.path, _sentence(observation, config))
+            return Refusal(observation.path, _sentence(observation, allowed, reason))
         config = replace(config, probe_tokens=max(_FEWEST, min(config.probe_tokens, FEW_TOKENS) // 2))
 
 
@@ -88,14 +92,23 @@ def _released(reason: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _sentence(observation: Observation, config: HexaConfig) -> str:
+def _amount(number: str, unit: str) -> str:
+    return f"{number} {unit}" if unit != "bytes" else f"{float(number) / 2**20:.1f} MiB"
+
+
+def _sentence(observation: Observation, allowed: int, reason: str) -> str:
     devices = {parameter.device for parameter in observation.module.parameters()}
     cuda = sorted((device for device in devices if device.type == "cuda"), key=str)
-    needed = f"{config.analysis_bytes / 2**30:.1f} GiB"
+    needed = f"{allowed / 2**30:.1f} GiB"
+    asked = re.search(r"allocate ([\d.]+) ?(bytes|[KMG]iB)", reason)
+    last = f" (the last attempt asked for {_amount(*asked.groups())} more)" if asked else ""
     if not cuda:
-        return f"there is not enough memory to analyse it, which takes up to {needed} beside the model: free as much and try again"
+        return (
+            f"there is not enough memory to analyse it, which takes up to {needed} beside the model{last}: free as much, or set "
+            "HexaConfig(analysis_bytes=...) to what is free, and try again"
+        )
     free = torch.cuda.mem_get_info(cuda[0])[0] / 2**30
     return (
-        f"there is not enough memory on {cuda[0]} to analyse it, which takes up to {needed} beside the model, and {free:.1f} GiB "
-        "are free: free as much, or optimize the model where more is free (on the host, say) and move the result"
+        f"there is not enough memory on {cuda[0]} to analyse it, which takes up to {needed} beside the model{last}, and "
+        f"{free:.1f} GiB are free: free as much, or optimize the model where more is free (on the host, say) and move the result"
     )

@@ -128,7 +128,9 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
 DEFAULT = f"{_SAFE} docs/patterns.md lists the ways of writing that are rewritten."
 
 
-_SAYS_IT_ITSELF = re.compile(r"; .*(rewritten|undo_|register|multiply|give more|has to be)")
+_SAYS_IT_ITSELF = re.compile(
+    r"not enough memory to analyse|; .*(rewritten|undo_|register|multiply|give more|has to be)"
+)
 
 
 def advice(reason: str) -> str:

@@ -9,6 +9,7 @@ import torch.fx
 
 from hexa_fx.inspection.costs import Costs, costs_of
 from hexa_fx.inspection.stages import Snapshots, Stage, partition_stage, snapshots
+from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.observers import PassEvent, at_block, muted
 from hexa_fx.passes import BlockAnalysis
 
@@ -61,6 +62,11 @@ def _inspected(analysis: BlockAnalysis) -> tuple[Snapshots, Costs | None]:
             taken = snapshots(analysis.match, analysis.rewritten[mode])
         with muted():
             return taken, costs_of(analysis.captured[mode], analysis.rewritten[mode], taken)
-    except Exception:
+    except Exception as error:
+        if is_out_of_memory(error):
+            log.warning(
+                "%s: there was no memory left to measure what it costs; the block itself is fine", analysis.path
+            )
+            return taken, None
         log.exception("hexa_fx could not draw %s; the block itself is fine. Please report this", analysis.path)
         return taken, None

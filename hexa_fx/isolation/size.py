@@ -10,6 +10,9 @@ from hexa_fx.isolation.raised_weight import LEAST_BYTES
 FEW_TOKENS = 32
 """Tokens that such a block is tried on at a time: what its code keeps for them may be as large as its weights."""
 
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "ALLOC_FAILED")
+"""What torch's allocators and CUDA's libraries say."""
+
 _PIECE = 1 << 22
 """Elements that are looked at together."""
 
@@ -35,7 +38,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device or the host has no memory left, or that the analysis may hold no more."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and "not enough memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def is_large(value: torch.Tensor) -> bool:
