@@ -63,10 +63,19 @@ def _multiply_rows(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, 
         left = len(x) - place
         size = next((size for size in sizes if size <= left), sizes[-1])
         taken = min(size, left)
-        block = x.new_zeros((size, x.shape[1]))  # a copy, since a product may depend on where its operands lie
-        block[:taken].copy_(x[place : place + taken])
-        out[place : place + taken].copy_(multiply(block, weight, bias, expert)[:taken])
+        rows, target = x[place : place + taken], out[place : place + taken]
         place += taken
+        if taken == size and _on_a_line(rows):
+            target.copy_(multiply(rows, weight, bias, expert))
+            continue
+        block = x.new_zeros((size, x.shape[1]))
+        block[:taken].copy_(rows)
+        target.copy_(multiply(block, weight, bias, expert)[:taken])
+
+
+def _on_a_line(rows: Tensor) -> bool:
+    """Whether rows lie as a copy of them would; a product may depend on where its operands lie."""
+    return rows.is_contiguous() and rows.data_ptr() % _BYTES == 0
 
 
 @lru_cache(maxsize=256)
@@ -112,8 +121,10 @@ def elementwise(function: Callable[..., Tensor], *operands: Tensor) -> Tensor:
     """
     shape, count = operands[0].shape, operands[0].numel()
     pieces = -(-count // _PIECE)
-    padded = [operand.new_zeros(pieces * _PIECE) for operand in operands]
+    padded = [operand.new_empty(pieces * _PIECE) for operand in operands]
     for whole, operand in zip(padded, operands, strict=True):
         whole[:count].view(shape).copy_(operand)
-    found = [function(*parts) for parts in zip(*(whole.split(_PIECE) for whole in padded), strict=True)]
-    return torch.cat(found)[:count].view(shape) if found else operands[0].clone()
+        whole[count:].zero_()
+    for parts in zip(*(whole.split(_PIECE) for whole in padded), strict=True):
+        parts[0].copy_(function(*parts))
+    return padded[0][:count].view(shape)

@@ -10,6 +10,7 @@ import hexa_fx
 from hexa_fx import HexaConfig
 from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
 from hexa_fx.ops import adapted_weight
+from tests.integrations.test_transformers import Listed, operators_run
 from tests.ops.test_moe_ffn_adapted import Launches
 
 peft = pytest.importorskip("peft")
@@ -220,3 +221,30 @@ def test_routing_is_recorded_and_replayed_in_adapted_models():
             expected = optimized(ids).logits
         with torch.no_grad(), hexa_fx.replay_routing(optimized, log):
             torch.testing.assert_close(optimized(ids).logits, expected)
+
+
+def test_adapters_on_a_list_of_linears_are_switched():
+    """They are code of the experts: what was active when it was optimized runs rewritten, anything else in its own code."""
+
+    def config(rank):
+        return peft.LoraConfig(r=rank, target_modules=["up", "down"], init_lora_weights=False)
+
+    torch.manual_seed(0)
+    x = torch.randn(9, 8, dtype=torch.float64)
+    original = peft.get_peft_model(nn.Sequential(Listed()).double(), config(2))
+    original.add_adapter("other", config(3))
+    optimized = hexa_fx.optimize(original, x, CONFIG)
+    ran = []
+    for adapter in ("default", "other", "default"):
+        for model in (original, optimized):
+            model.set_adapter(adapter)
+        torch.testing.assert_close(optimized(x), original(x))
+        ran.append(operators_run(optimized, (x,)) > 0)
+    assert ran == [True, False, True]
+    with original.disable_adapter(), optimized.disable_adapter():
+        torch.testing.assert_close(optimized(x), original(x))
+    y = optimized(x)
+    with Launches() as launches:
+        y.sum().backward()
+    assert all("lora" in name for name, p in optimized.named_parameters() if p.grad is not None)
+    assert "hexa::estmm" not in launches.names_seen() or launches.size_of("hexa::estmm") < 4 * 8 * 12
