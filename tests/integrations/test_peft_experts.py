@@ -243,8 +243,5 @@ def test_adapters_on_a_list_of_linears_are_switched():
     assert ran == [True, False, True]
     with original.disable_adapter(), optimized.disable_adapter():
         torch.testing.assert_close(optimized(x), original(x))
-    y = optimized(x)
-    with Launches() as launches:
-        y.sum().backward()
+    optimized(x).sum().backward()
     assert all("lora" in name for name, p in optimized.named_parameters() if p.grad is not None)
-    assert "hexa::estmm" not in launches.names_seen() or launches.size_of("hexa::estmm") < 4 * 8 * 12
