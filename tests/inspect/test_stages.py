@@ -139,7 +139,7 @@ def test_a_failure_to_draw_keeps_no_block_from_being_rewritten(models, monkeypat
 
 ZOO = {
     "capacity_gshard_top2": {"canonicalize"},
-    "body_residual": {"no case"},
+    "body_pre_layernorm": {"no case"},
     "body_wider_output": set(),
     "shape_many_experts": set(),
     "loop_packed_side_by_side": set(),
