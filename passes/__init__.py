@@ -27,7 +27,7 @@ from torch.fx import Graph
 
 from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.observe import Observation
-from hexa_fx.capture.perturb import Stirring
+from hexa_fx.capture.perturb import Replacements
 from hexa_fx.capture.probes import CROWD, crowded_inputs, crowds_of, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
@@ -197,9 +197,11 @@ def _rewrite_mode(
     attempt: Attempt,
     reads: list[PythonRead],
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
-    def record(stirring: Stirring) -> CapturedBlock:
+    def record(replacements: Replacements) -> CapturedBlock:
         with announced("capture", Graph()) as done:
-            captured = capture(observation.module, args, kwargs, observation.path, 0, config.analysis_bytes, stirring)
+            captured = capture(
+                observation.module, args, kwargs, observation.path, 0, config.analysis_bytes, replacements
+            )
             done.graph = captured.graph
         check_recorded(captured, config)
         reads.extend(captured.reads)

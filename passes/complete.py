@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.perturb import Stirring
+from hexa_fx.capture.perturb import Replacements
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import Refusal
 from hexa_fx.observers import announced
 from hexa_fx.passes.coverage import Lost, uncovered
 from hexa_fx.passes.detect import Form, MoEMatch, detect
 from hexa_fx.passes.detect.tags import expert_groups, tag
-from hexa_fx.passes.stirring import stirred
+from hexa_fx.passes.replaced_values import replaced
 
 _MOST = 12
 """Values that are changed at most."""
 
 
 def detect_all(
-    record: Callable[[Stirring], CapturedBlock], prefer_earliest: bool = False, alone: bool = False
+    record: Callable[[Replacements], CapturedBlock], prefer_earliest: bool = False, alone: bool = False
 ) -> MoEMatch | Refusal:
     """`detect` on a recorded run, so that nothing is lost; a refusal that names what would be lost if that cannot be.
 
@@ -30,15 +30,15 @@ def detect_all(
         prefer_earliest, alone: as in `detect`.
     """
     first: tuple[CapturedBlock, Refusal] | None = None
-    stirring: Stirring | None = Stirring()
-    while stirring is not None:
+    replacements: Replacements | None = Replacements()
+    while replacements is not None:
         try:
-            captured = record(stirring)
+            captured = record(replacements)
         except CaptureError:
             if first is None:
                 raise
             break
-        found, lost = _announced(captured, stirring, prefer_earliest, alone, ("any", "steps"))
+        found, lost = _announced(captured, replacements, prefer_earliest, alone, ("any", "steps"))
         if isinstance(found, MoEMatch) and not lost:
             return found
         if isinstance(found, Refusal) and not lost:
@@ -46,21 +46,21 @@ def detect_all(
                 return found
             break
         first = first or (captured, _refusal(captured, lost[0]))
-        stirring = stirred(stirring, captured, lost) if len(stirring) < _MOST else None
+        replacements = replaced(replacements, captured, lost) if len(replacements) < _MOST else None
     assert first is not None
-    found, lost = _announced(first[0], Stirring(), prefer_earliest, alone, ("free",))
+    found, lost = _announced(first[0], Replacements(), prefer_earliest, alone, ("free",))
     return found if isinstance(found, MoEMatch) and not lost else first[1]
 
 
 def _announced(
-    captured: CapturedBlock, stirring: Stirring, prefer_earliest: bool, alone: bool, forms: Sequence[Form]
+    captured: CapturedBlock, replacements: Replacements, prefer_earliest: bool, alone: bool, forms: Sequence[Form]
 ) -> tuple[MoEMatch | Refusal, tuple[Lost, ...]]:
     """The match in the first form that loses nothing; else the first one, with what it loses."""
     with announced("detect", captured.graph) as done:
         best: tuple[MoEMatch | Refusal, tuple[Lost, ...]] | None = None
         for form in forms:
             found = detect(captured, prefer_earliest, alone, form)
-            lost = () if isinstance(found, Refusal) else lost_by(found, stirring)
+            lost = () if isinstance(found, Refusal) else lost_by(found, replacements)
             if isinstance(found, MoEMatch) and not lost:
                 best = found, ()
                 break
@@ -72,23 +72,23 @@ def _announced(
     return best
 
 
-def _stirred_nodes(captured: CapturedBlock, stirring: Stirring) -> frozenset[torch.fx.Node]:
-    names = {*stirring.arguments, *stirring.held}
+def _replaced_nodes(captured: CapturedBlock, replacements: Replacements) -> frozenset[torch.fx.Node]:
+    names = {*replacements.arguments, *replacements.held}
     return frozenset(
         node
         for place, node in enumerate(captured.graph.nodes)
-        if place in stirring.results or (node.op in ("placeholder", "get_attr") and node.target in names)
+        if place in replacements.results or (node.op in ("placeholder", "get_attr") and node.target in names)
     )
 
 
-def lost_by(match: MoEMatch, stirring: Stirring) -> tuple[Lost, ...]:
+def lost_by(match: MoEMatch, replacements: Replacements) -> tuple[Lost, ...]:
     """What the regions of a match lose."""
     block = match.captured.block
     parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
         block.named_buffers(remove_duplicate=False)
     )
     tags = tag(match.captured, expert_groups(parameters))
-    active = _stirred_nodes(match.captured, stirring)
+    active = _replaced_nodes(match.captured, replacements)
     return tuple(item for region in match.regions for item in uncovered(region, tags, active))
 
 

@@ -53,22 +53,22 @@ class Lost:
     role: Role
 
 
-def uncovered(match: MoEMatch, tags: Mapping[Node, Tag], stirred: frozenset[Node] = frozenset()) -> tuple[Lost, ...]:
+def uncovered(match: MoEMatch, tags: Mapping[Node, Tag], replaced: frozenset[Node] = frozenset()) -> tuple[Lost, ...]:
     """What the region of ``match`` would lose, in recorded order.
 
     Args:
         match: the region.
         tags: of its graph.
-        stirred: values that were changed in the recorded run, so that they have an effect there.
+        replaced: values that were changed in the recorded run, so that they have an effect there.
     """
-    return _Walk(match, tags, stirred).run()
+    return _Walk(match, tags, replaced).run()
 
 
 @dataclass
 class _Walk:
     match: MoEMatch
     tags: Mapping[Node, Tag]
-    stirred: frozenset[Node]
+    replaced: frozenset[Node]
     lost: dict[Node, Lost] = field(default_factory=dict)
     seen: set[tuple[Role, Node]] = field(default_factory=set)
     todo: list[tuple[Role, Node]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class _Walk:
         self.read = {self.twin[node] for known in read for node in _views_behind(known)}
         self.behind_read = {self.twin[node] for node in ancestors(read)}
         self.bases = _bases(match)
-        inactive = [n for n in match.captured.graph.nodes if n not in self.stirred and self._may_hide(n)]
+        inactive = [n for n in match.captured.graph.nodes if n not in self.replaced and self._may_hide(n)]
         self.from_inactive = descendants(inactive)
         self.ends = {instance.second.node: instance.second.data for instance in match.instances}
         self.from_index = descendants([n for n in match.routing.nodes if is_tensor(n) and not is_float(n)])
@@ -231,7 +231,7 @@ class _Walk:
         """Whether the routing is computed from it, and all in it has an effect on the example, so that numbers tell."""
         if self.twin[node] not in self.behind_read:
             return False
-        return node in self.stirred or not (is_constant(node) or node in self.from_inactive)
+        return node in self.replaced or not (is_constant(node) or node in self.from_inactive)
 
     def _may_hide(self, node: Node) -> bool:
         """Whether it is a mask or a comparison of one number on the example, so that what it does cannot be seen."""

@@ -19,8 +19,8 @@ KINDS = (list, deque, dict)
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to a container: it is ``value``, and lies in ``parent`` under ``key``."""
+class AccessPath:
+    """One path to a container: it is ``value``, and lies in ``parent`` under ``key``."""
 
     container: Container
     parent: dict[Any, Any]
@@ -28,7 +28,7 @@ class Way:
     value: Any
 
 
-def ways_to(wanted: set[int], block: nn.Module, namespaces: Iterable[dict[str, Any]]) -> Iterator[Way]:
+def access_paths_to(wanted: set[int], block: nn.Module, namespaces: Iterable[dict[str, Any]]) -> Iterator[AccessPath]:
     """All ways to the containers with these ids that can be followed again in a later call.
 
     Those through lists and tuples, which shift, or through classes, whose instances may have their own, cannot.
@@ -38,14 +38,14 @@ def ways_to(wanted: set[int], block: nn.Module, namespaces: Iterable[dict[str, A
     for path, module in block.named_modules():
         for steps, value in objects_in(module, lambda name: name not in MODULE_STATE):
             if id(value) in wanted:
-                yield from _way(Container(path, steps, type(value)), module, value)
+                yield from _access(Container(path, steps, type(value)), module, value)
     for namespace in namespaces:
         python_module = sys.modules.get(str(namespace.get("__name__")))
         if python_module is None or vars(python_module) is not namespace:
             continue
         for steps, value in _named(namespace):
             if id(value) in wanted:
-                yield from _way(Container(python_module.__name__, steps, type(value), True), python_module, value)
+                yield from _access(Container(python_module.__name__, steps, type(value), True), python_module, value)
 
 
 def _named(namespace: dict[str, Any]) -> Iterator[tuple[Steps, Any]]:
@@ -57,11 +57,11 @@ def _named(namespace: dict[str, Any]) -> Iterator[tuple[Steps, Any]]:
         yield from (((name, key), inner) for key, inner in contents(value))
 
 
-def _way(container: Container, holder: Any, value: Any) -> Iterator[Way]:
+def _access(container: Container, holder: Any, value: Any) -> Iterator[AccessPath]:
     for key in container.steps[:-1]:
         holder = step(holder, key)
         if isinstance(holder, (list, tuple)):
             return
     parent, key = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {}), container.steps[-1]
     if parent.get(key) is value:
-        yield Way(container, parent, key, value)
+        yield AccessPath(container, parent, key, value)

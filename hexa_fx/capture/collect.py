@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hexa_fx.capture.access_log import KINDS, Way
+from hexa_fx.capture.access_log import KINDS, AccessPath
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.stored import is_liftable
 from hexa_fx.ir import Container, ContainerItem, PythonRead
@@ -58,22 +58,22 @@ class Access:
 
 @dataclass
 class Collecting:
-    """Notes what a run does to the containers at the end of ``ways``.
+    """Notes what a run does to the containers at the end of ``access_paths``.
 
     Args:
-        ways: to be taken while nothing runs.
+        access_paths: to be taken while nothing runs.
         registered: ids of parameters and buffers; a list of such holds no results.
     """
 
-    ways: list[Way]
+    access_paths: list[AccessPath]
     registered: set[int]
     scope: Callable[[], str] = lambda: ""
     lost: bool = False
-    """Whether something changed one of them that is not at the end of a way."""
+    """Whether something changed one of them that is not at the end of a path."""
     _noted: list[Access] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._real = {id(way.value): way.value for way in self.ways}
+        self._real = {id(access.value): access.value for access in self.access_paths}
         self._numbers = {identity: number for number, identity in enumerate(self._real)}
         self._known = {identity: copy.copy(value) for identity, value in self._real.items()}
         self._full = {identity for identity, value in self._real.items() if self._holds_results(value)}
@@ -81,15 +81,15 @@ class Collecting:
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
         """A context in which the code meets stand-ins."""
-        put = [(way, _STAND_INS[type(way.value)](self, way)) for way in self.ways]
-        for way, stand_in in put:
-            way.parent[way.key] = stand_in
+        put = [(access, _STAND_INS[type(access.value)](self, access)) for access in self.access_paths]
+        for access, stand_in in put:
+            access.parent[access.key] = stand_in
         try:
             yield
         finally:
-            for way, stand_in in put:
-                if way.parent.get(way.key) is stand_in:
-                    way.parent[way.key] = way.value
+            for access, stand_in in put:
+                if access.parent.get(access.key) is stand_in:
+                    access.parent[access.key] = access.value
             for value in self._real.values():
                 self._look(value)
 
@@ -102,7 +102,7 @@ class Collecting:
 
     def note(
         self,
-        way: Way,
+        access: AccessPath,
         act: Callable[[], Any],
         problem: str = "",
         changes: bool = True,
@@ -110,13 +110,13 @@ class Collecting:
         value: Any = None,
     ) -> Any:
         """Does ``act`` and notes it, even if it raises an error: that is an answer too."""
-        self._look(way.value)
-        place, owner = ContainerItem(way.container, key), self._numbers[id(way.value)]
+        self._look(access.value)
+        place, owner = ContainerItem(access.container, key), self._numbers[id(access.value)]
         self._noted.append(Access(len(self._noted), owner, place, self.scope(), problem, changes, value))
         try:
             return act()
         finally:
-            self._known[id(way.value)] = copy.copy(way.value)
+            self._known[id(access.value)] = copy.copy(access.value)
 
     def accesses(self, recorder: Recorder) -> tuple[Access, ...]:
         """Everything that was done, with nodes for tensors. Mere reads count only where tensors lie or come to lie.
@@ -130,10 +130,10 @@ class Collecting:
         """Whether a value counts as read from an object only because of what nobody reads, or is noted here."""
         read = {access.owner for access in self._noted if access.problem} - self._changed_owners()
         return any(
-            (way.container.is_global, way.container.root) == (found.is_global, found.root)
-            and way.container.steps == found.steps[: len(way.container.steps)]
-            and self._numbers[id(way.value)] not in read
-            for way in self.ways
+            (access.container.is_global, access.container.root) == (found.is_global, found.root)
+            and access.container.steps == found.steps[: len(access.container.steps)]
+            and self._numbers[id(access.value)] not in read
+            for access in self.access_paths
         )
 
     def _holds_results(self, value: Any) -> bool:
@@ -173,19 +173,19 @@ def _same(one: Any, two: Any) -> bool:
 class _StandIn:
     """For a list, deque or dict; subclasses have the methods."""
 
-    __slots__ = ("collecting", "way")
+    __slots__ = ("access", "collecting")
 
-    def __init__(self, collecting: Collecting, way: Way) -> None:
-        self.collecting, self.way = collecting, way
+    def __init__(self, collecting: Collecting, access: AccessPath) -> None:
+        self.collecting, self.access = collecting, access
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.way.value, name)
-        return self.collecting.note(self.way, lambda: found, _reading(self.way.container), changes=False)
+        found = getattr(self.access.value, name)
+        return self.collecting.note(self.access, lambda: found, _reading(self.access.container), changes=False)
 
 
 def without_stand_in(value: Any) -> Any:
     """The list, deque or dict that a stand-in stands for; anything else as it is."""
-    return value.way.value if issubclass(type(value), _StandIn) else value
+    return value.access.value if issubclass(type(value), _StandIn) else value
 
 
 def _reading(container: Container) -> str:
@@ -197,15 +197,15 @@ def _noting(name: str) -> Callable[..., Any]:
     changes = name in _CHANGES
 
     def method(self: _StandIn, *args: Any, **kwargs: Any) -> Any:
-        container, act = self.way.container, getattr(self.way.value, name)
+        container, act = self.access.container, getattr(self.access.value, name)
         problem = f"changes {container} in place by {name}" if changes else _reading(container)
-        return self.collecting.note(self.way, lambda: act(*args, **kwargs), problem, changes)
+        return self.collecting.note(self.access, lambda: act(*args, **kwargs), problem, changes)
 
     return method
 
 
 def _append(self: _StandIn, item: Any) -> None:
-    self.collecting.note(self.way, functools.partial(self.way.value.append, item), value=item)
+    self.collecting.note(self.access, functools.partial(self.access.value.append, item), value=item)
 
 
 def _extend(self: _StandIn, items: Iterable[Any]) -> None:
@@ -221,10 +221,10 @@ def _add_onto(self: _StandIn, items: Iterable[Any]) -> _StandIn:
 def _set(self: _StandIn, key: Any, value: Any) -> None:
     plain = type(key) in _PLAIN_KEYS
     problem = (
-        "" if plain else f"puts a result into {self.way.container} by a key that is neither text nor a fixed number"
+        "" if plain else f"puts a result into {self.access.container} by a key that is neither text nor a fixed number"
     )
-    act = functools.partial(self.way.value.__setitem__, key, value)
-    self.collecting.note(self.way, act, problem, key=key if plain else None, value=value)
+    act = functools.partial(self.access.value.__setitem__, key, value)
+    self.collecting.note(self.access, act, problem, key=key if plain else None, value=value)
 
 
 def _update(self: _StandIn, *args: Any, **kwargs: Any) -> None:

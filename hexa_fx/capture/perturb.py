@@ -17,7 +17,7 @@ from hexa_fx.isolation.size import is_of_one_number
 
 
 @dataclass(frozen=True)
-class Stirring:
+class Replacements:
     """Other values for what has no effect on the example, so that the recorded run shows what it does.
 
     Args:
@@ -34,11 +34,11 @@ class Stirring:
         return len(self.arguments) + len(self.held) + len(self.results)
 
 
-AS_IT_IS = Stirring()
+AS_IT_IS = Replacements()
 
 
 @contextmanager
-def stirred_parameters(
+def replaced_parameters(
     parameters: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
 ) -> Iterator[dict[str, torch.Tensor]]:
     """A context that yields the new values by name. Parameters keep their identity, and get their own memory back at the end.

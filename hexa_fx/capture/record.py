@@ -19,7 +19,7 @@ from hexa_fx.capture.calls import Unreadable
 from hexa_fx.capture.collect import Access, Collecting, puts
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import namespaces_of, visible_host
-from hexa_fx.capture.perturb import AS_IT_IS, Stirring, stirred_parameters
+from hexa_fx.capture.perturb import AS_IT_IS, Replacements, replaced_parameters
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
@@ -71,7 +71,7 @@ class CapturedBlock:
         in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
         on_dtype, on_device, on_layout: paths of the modules whose code decides on a dtype, or asks for a kind of device or how
             tensors lie in memory.
-        stirred: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
+        replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it; for people to read.
     """
@@ -95,7 +95,7 @@ class CapturedBlock:
     on_dtype: frozenset[str] = frozenset()
     on_device: frozenset[str] = frozenset()
     on_layout: frozenset[str] = frozenset()
-    stirred: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
     analysis_bytes: int = 2 << 30
 
@@ -114,8 +114,8 @@ class CapturedBlock:
         """The parameter, buffer or constant behind a ``get_attr`` target, with the value that it had in the run."""
         if name in self.constants:
             return self.constants[name]
-        if name in self.stirred:
-            return self.stirred[name]
+        if name in self.replaced:
+            return self.replaced[name]
         owner, _, leaf = name.rpartition(".")
         tensor: torch.Tensor = getattr(self.block.get_submodule(owner), leaf)
         return tensor
@@ -136,7 +136,7 @@ def capture(
     path: str = "",
     seed: int = 0,
     analysis_bytes: int = 2 << 30,
-    stirring: Stirring = AS_IT_IS,
+    replacements: Replacements = AS_IT_IS,
 ) -> CapturedBlock:
     """Runs ``block`` once and returns what it did.
 
@@ -149,7 +149,7 @@ def capture(
     """
     effects = SideEffects(block, namespaces_of(block))
     try:
-        run = functools.partial(_capture, block, args, kwargs, path, seed, stirring)
+        run = functools.partial(_capture, block, args, kwargs, path, seed, replacements)
         try:
             found = _with_side_effects(functools.partial(run, False), block, effects)
         except Exception as error:
@@ -166,10 +166,10 @@ def _with_side_effects(run: Callable[..., CapturedBlock], block: nn.Module, effe
     """A run; and if it leaves something beside its output, another one that sees whose code does so and how."""
     found = run()
     in_place, drawn = effects.changed(), bool(effects.drawn())
-    ways = list(effects.ways(in_place, found.collections))
+    access_paths = list(effects.access_paths(in_place, found.collections))
     effects.restore()
-    if ways:
-        collecting = Collecting(ways, {id(tensor) for tensor in (*block.parameters(), *block.buffers())})
+    if access_paths:
+        collecting = Collecting(access_paths, {id(tensor) for tensor in (*block.parameters(), *block.buffers())})
         others = [holder for holder in in_place if not collecting.holds(holder.value)]
         try:
             followed = run(SideEffectMonitor(others, block) if others or drawn else None, collecting)
@@ -189,7 +189,7 @@ def _capture(
     kwargs: dict[str, Any],
     path: str,
     seed: int,
-    stirring: Stirring,
+    replacements: Replacements,
     as_it_is: bool,
     monitor: SideEffectMonitor | None = None,
     collecting: Collecting | None = None,
@@ -204,17 +204,17 @@ def _capture(
         with (
             collecting.stand_ins() if collecting else nullcontext(),
             restored(block) as snapshot,
-            stirred_parameters({} if as_it_is else parameters, {} if as_it_is else stirring.held) as stirred,
+            replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
             random_state_kept(seed),
             torch.set_grad_enabled(not as_it_is),
         ):
-            recorder = Recorder(parameters, sees_gradients=not as_it_is, forced=stirring.results)
+            recorder = Recorder(parameters, sees_gradients=not as_it_is, forced=replacements.results)
             reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
             recorder.leave = monitor.leave if monitor else recorder.leave
             if collecting:
                 collecting.scope = lambda: recorder.scopes[-1]
             with noted_settings(recorder) as settings, reads.noted():
-                result, arguments, given = _run(block, recorder, bound, stirring.arguments)
+                result, arguments, given = _run(block, recorder, bound, replacements.arguments)
             recorder.leave("")
             output = recorder.lift_result(result)
             stored = tuple(stored_values(block, snapshot, settings, recorder))
@@ -256,7 +256,7 @@ def _capture(
         on_dtype=frozenset(reads.ran.on_dtype),
         on_device=frozenset(reads.ran.on_device),
         on_layout=frozenset(reads.ran.on_layout),
-        stirred=stirred,
+        replaced=replaced,
     )
 
 
@@ -268,7 +268,7 @@ def _bind_arguments(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _run(
-    block: nn.Module, recorder: Recorder, bound: inspect.BoundArguments, stirred: Mapping[str, torch.Tensor]
+    block: nn.Module, recorder: Recorder, bound: inspect.BoundArguments, replaced: Mapping[str, torch.Tensor]
 ) -> tuple[Any, tuple[tuple[str, Any], ...], Contents]:
     """Calls the block's forward with copies of the tensors.
 
@@ -278,7 +278,7 @@ def _run(
     holders: list[Holder] = []
 
     def given(name: str, value: Any) -> Any:
-        fresh = copied(stirred.get(name, value))
+        fresh = copied(replaced.get(name, value))
         if isinstance(fresh, (list, dict, set)):
             holders.append(Holder(f"the argument {name!r}", fresh))
         named.append((name, recorder.placeholder(name, fresh) if isinstance(value, torch.Tensor) else value))

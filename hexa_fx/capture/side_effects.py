@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hexa_fx.capture.access_log import KINDS, Way, ways_to
+from hexa_fx.capture.access_log import KINDS, AccessPath, access_paths_to
 from hexa_fx.capture.rng_state import Streams
 from hexa_fx.capture.symint import SYMBOLIC
 from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modules
@@ -43,13 +43,13 @@ class SideEffects:
         held = [holder for holder, _ in self._held.changed()]
         return held + [holder for holder, new in self._global.changed() if any(map(_of_the_run, new))]
 
-    def ways(self, in_place: list[Holder], read: Iterable[Any]) -> Iterator[Way]:
+    def access_paths(self, in_place: list[Holder], read: Iterable[Any]) -> Iterator[AccessPath]:
         """All ways to the lists, deques and dicts among ``in_place`` and ``read``.
 
         The latter count as read (`hexa_fx.capture.python_reads`) until their stand-ins show that they are not, in eval mode say.
         """
         wanted = {id(value) for value in (*(holder.value for holder in in_place), *read) if type(value) in KINDS}
-        return ways_to(wanted, self._block, self._namespaces)
+        return access_paths_to(wanted, self._block, self._namespaces)
 
     def drawn(self) -> list[str]:
         """Streams of random numbers, beside torch's own, that the run drew from."""

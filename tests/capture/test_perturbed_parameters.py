@@ -1,4 +1,4 @@
-"""Recording: parameters of one number are stirred for its time, the code's own no_grad is seen, weights are not copied."""
+"""Recording: parameters of one number are replaced for its time, the code's own no_grad is seen, weights are not copied."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def node_of(block: nn.Module, x: torch.Tensor, name: str) -> torch.fx.Node:
     return nodes[0]
 
 
-def test_parameters_of_one_number_are_stirred_and_put_back() -> None:
+def test_parameters_of_one_number_are_replaced_and_put_back() -> None:
     norm = nn.LayerNorm(4)
     before = {name: (p, p.data_ptr()) for name, p in norm.named_parameters()}
     captured = capture(norm, (torch.randn(3, 4),), {})
-    assert set(captured.stirred) == {"weight", "bias"}
+    assert set(captured.replaced) == {"weight", "bias"}
     assert captured.tensor_of("weight").unique().numel() == 4
     for name, parameter in norm.named_parameters():
         assert parameter is before[name][0]
@@ -56,7 +56,7 @@ def test_code_that_wants_its_ones_is_run_as_it_is() -> None:
                 raise ValueError("only ones")
             return x * self.scale
 
-    assert not capture(Picky(), (torch.randn(2, 3),), {}).stirred
+    assert not capture(Picky(), (torch.randn(2, 3),), {}).replaced
 
 
 def test_the_codes_own_no_grad_is_seen() -> None:

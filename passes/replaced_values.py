@@ -7,18 +7,18 @@ from collections.abc import Iterable
 import torch
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.capture.perturb import Stirring
+from hexa_fx.capture.perturb import Replacements
 from hexa_fx.passes.coverage import Lost
 from hexa_fx.passes.detect.graph import is_tensor, twins
 
 
-def stirred(stirring: Stirring, captured: CapturedBlock, lost: Iterable[Lost]) -> Stirring | None:
-    """``stirring`` and new values for what is lost: masks with zeros, scales other than one, comparisons that some rows fail,
+def replaced(replacements: Replacements, captured: CapturedBlock, lost: Iterable[Lost]) -> Replacements | None:
+    """``replacements`` and new values for what is lost: masks with zeros, scales other than one, comparisons that some rows fail,
     other factors (those of a softmax over scores far apart are exactly one).
 
     None if nothing of it can be given other values.
     """
-    arguments, held, results = dict(stirring.arguments), dict(stirring.held), dict(stirring.results)
+    arguments, held, results = dict(replacements.arguments), dict(replacements.held), dict(replacements.results)
     same = twins(captured.graph)
     place = {node: number for number, node in enumerate(captured.graph.nodes)}
     for item in lost:
@@ -41,8 +41,8 @@ def stirred(stirring: Stirring, captured: CapturedBlock, lost: Iterable[Lost]) -
             continue
         if new is not None:
             known[str(node.target)] = new
-    found = Stirring(arguments, held, results)
-    return found if len(found) > len(stirring) else None
+    found = Replacements(arguments, held, results)
+    return found if len(found) > len(replacements) else None
 
 
 def _chosen(value: torch.Tensor) -> torch.Tensor:
