@@ -7,6 +7,7 @@ import functools
 import importlib
 import pickle
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.inspection.report_page import report_page
+from hexa_fx.progress import Bar
 from hexa_fx.report import OptimizationReport
 
 QUICK = hexa_fx.HexaConfig(verify=False)
@@ -143,3 +145,24 @@ def test_an_experts_implementation_that_is_set_later_takes_effect_and_is_said(re
     (said,) = [record.message for record in caplog.records if "experts_implementation" in record.message]
     assert "runs its original forward" in said
     assert "call hexa_fx.undo_ and hexa_fx.optimize_" in said
+
+
+def test_progress_inside_a_single_block(models, monkeypatch) -> None:
+    said: list[str] = []
+
+    class Seen(Bar):
+        def say(self, doing: str) -> None:
+            said.append(doing)
+
+    @contextmanager
+    def shown(what: str, total: int):
+        yield Seen(what, total, True)
+
+    monkeypatch.setattr("hexa_fx.analysis.progress", shown)
+    hexa_fx.explain(models.make().layers[0], models.INPUT)
+    assert said[0] == "the model runs on the example inputs"
+    for mode in ("eval", "train"):
+        passes = [text for text in said if text.endswith(f"({mode})")]
+        assert [f"the model: {name} ({mode})" in passes for name in ("capture", "detect", "rewrite", "verify")] == [
+            True
+        ] * 4
