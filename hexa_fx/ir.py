@@ -91,6 +91,7 @@ class InputGuard:
         exact_dtype: the recorded code names this very dtype, so another floating-point one will not do.
         device: kind of device, if the recorded code asks for it.
         contiguous: whether the tensor was, if the recorded code asks how tensors lie in memory.
+        requires_grad: whether the tensor did, if the recorded code asks which tensors do.
     """
 
     name: str
@@ -101,6 +102,7 @@ class InputGuard:
     exact_dtype: bool = False
     device: str | None = None
     contiguous: bool | None = None
+    requires_grad: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@ _AUTOCAST = (
     "the code switches autocast on by itself, which a graph does not show; around the block, or in a submodule of its own, it "
     "can stay"
 )
+_TENSOR_HOOKS = (
+    "the code puts hooks on gradients (register_hook), which one run does not show at work; an autograd.Function around the "
+    "experts can stay"
+)
 
 
 def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock) -> Refusal | None:
@@ -32,6 +36,8 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
         if isinstance(read.value, Unreadable):
             return Refusal(captured.path, _UNREADABLE.format(read, read.value.kind), read.location)
     called = called_in(rewritten.graph)
+    if any(not is_within(scope, called) for scope in captured.asks.get("hook", ())):
+        return Refusal(captured.path, _TENSOR_HOOKS)
     if any(on and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
         return Refusal(captured.path, _AUTOCAST)
     return None

@@ -246,18 +246,20 @@ class _Rewriter:
             if isinstance(item, torch.dtype)
         }
         called = called_in(self.graph)
-        on_dtype = any(not is_within(scope, called) for scope in captured.on_dtype)
-        on_device = any(not is_within(scope, called) for scope in captured.on_device)
-        on_layout = any(not is_within(scope, called) for scope in captured.on_layout)
+        asked = {what for what, scopes in captured.asks.items() for scope in scopes if not is_within(scope, called)}
         result = []
         for name, value in captured.arguments:
             if not isinstance(value, torch.fx.Node):
                 result.append(InputGuard(name, "constant", value))
                 continue
             tensor = record_of(value).value
-            exact, device = on_dtype or tensor.dtype in literal_dtypes, tensor.device.type if on_device else None
-            layout = tensor.is_contiguous() if on_layout else None
-            result.append(InputGuard(name, "tensor", None, tensor.dtype, tensor.dim(), exact, device, layout))
+            exact, device = (
+                "dtype" in asked or tensor.dtype in literal_dtypes,
+                tensor.device.type if "device" in asked else None,
+            )
+            layout = tensor.is_contiguous() if "layout" in asked else None
+            gradient = tensor.requires_grad if "gradient" in asked else None
+            result.append(InputGuard(name, "tensor", None, tensor.dtype, tensor.dim(), exact, device, layout, gradient))
         return tuple(result)
 
 

@@ -154,10 +154,13 @@ def _own_dtype(block: nn.Module) -> torch.dtype:
 
 
 def _for_dtype(rewritten: RewrittenBlock, dtype: torch.dtype) -> RewrittenBlock:
-    """The block for a comparison in ``dtype``. `InFloat64` raises recorded dtypes too, so guards on them do not apply there."""
-    if dtype != torch.float64:
-        return rewritten
-    return replace(rewritten, guards=tuple(replace(guard, exact_dtype=False) for guard in rewritten.guards))
+    """The block for a comparison in ``dtype``, in which all inputs want gradients.
+
+    `InFloat64` raises recorded dtypes too, so guards on them do not apply there.
+    """
+    exact = dtype != torch.float64
+    guards = (replace(g, exact_dtype=g.exact_dtype and exact, requires_grad=None) for g in rewritten.guards)
+    return replace(rewritten, guards=tuple(guards))
 
 
 def _subjects(block: nn.Module, settings: VerifySettings) -> Iterator[Subject]:

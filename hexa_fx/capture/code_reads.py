@@ -16,6 +16,11 @@ _DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(va
 _WHOLE = frozenset({"globals", "eval", "exec"})
 _DEVICE = frozenset({"is_cuda", "is_cpu", "get_device", "is_mps", "is_xpu", "device_type"})
 _LAYOUT = frozenset("is_contiguous stride storage_offset data_ptr untyped_storage _base _is_view".split())
+_HARMLESS = frozenset(
+    "AttributeError KeyError ImportError ModuleNotFoundError NameError StopIteration ZeroDivisionError".split()
+)
+"""Errors that no operation on tensors raises."""
+
 _KINDS = frozenset({"is_floating_point", "is_complex", "itemsize", "element_size", "finfo", "iinfo"})
 
 
@@ -27,17 +32,14 @@ class CodeReads:
         chains: a global name and the attributes that are taken of it: ``("config", "scales", "first")``.
         imports: the same of Python modules that the code imports.
         stores: global names that the code sets.
-        decides_on_dtype: whether it compares a dtype, or looks something up by it.
-        asks_for_device: whether it asks what kind of device a tensor is on.
-        asks_for_layout: whether it asks how a tensor lies in memory.
+        asks: ``dtype`` if it compares a dtype, or looks something up by it; ``device`` if it asks what kind of device a tensor is
+            on; ``layout`` if it asks how a tensor lies in memory. All of them if it catches errors of operations on tensors.
     """
 
     chains: tuple[tuple[str, ...], ...]
     imports: tuple[tuple[str, ...], ...]
     stores: frozenset[str]
-    decides_on_dtype: bool
-    asks_for_device: bool
-    asks_for_layout: bool
+    asks: frozenset[str]
 
     @property
     def hidden(self) -> str:
@@ -61,14 +63,27 @@ def code_reads(code: types.CodeType) -> CodeReads:
         elif instruction.opname.startswith("LOAD_FAST") and name in imported:
             imports[imported[name], *_attributes(following)] = None
     stores = frozenset(str(i.argval) for i in instructions if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
-    return CodeReads(
-        tuple(chains),
-        tuple(imports),
-        stores,
-        _decides_on_dtype(instructions),
-        _asks_for_device(instructions),
-        any(i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval in _LAYOUT for i in instructions),
-    )
+    return CodeReads(tuple(chains), tuple(imports), stores, frozenset(_asked(instructions)))
+
+
+def _asked(instructions: list[Instruction]) -> Iterator[str]:
+    catches = _catches_errors(instructions)
+    if catches or _decides_on_dtype(instructions):
+        yield "dtype"
+    if catches or _asks_for_device(instructions):
+        yield "device"
+    if catches or any(i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval in _LAYOUT for i in instructions):
+        yield "layout"
+
+
+def _catches_errors(instructions: list[Instruction]) -> bool:
+    """Whether there is an ``except`` for errors that operations on tensors may raise, or for all."""
+    for one, after in itertools.pairwise(instructions):
+        if one.opname == "PUSH_EXC_INFO" and after.opname == "POP_TOP":
+            return True
+        if after.opname == "CHECK_EXC_MATCH" and str(one.argval) not in _HARMLESS:
+            return True
+    return False
 
 
 def _attributes(following: list[Instruction]) -> Iterator[str]:

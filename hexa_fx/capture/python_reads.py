@@ -44,8 +44,9 @@ _MACHINERY = (
 _TREE = frozenset(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children".split()
 )
-_OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference"})
+_OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference", "register_hook"})
 _OF_ENVIRONMENT = frozenset({"os", "_collections_abc", "collections.abc"})
+_PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
 _DEEPEST = 12
 
 
@@ -111,8 +112,8 @@ class PythonReads:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The tensors that were read, which are neither parameters nor buffers."""
-        found = (edge.value for edges in self._edges.values() for edge in edges.values())
-        return (value for value in found if isinstance(value, torch.Tensor))
+        found = (edge for edges in self._edges.values() for edge in edges.values())
+        return (edge.value for edge in found if isinstance(edge.value, torch.Tensor))
 
     def collections(self) -> Iterator[Any]:
         """Lists, deques and dicts that were read and are empty or hold objects, but no other lists."""
@@ -131,8 +132,8 @@ class PythonReads:
             elif isinstance(holder, types.ModuleType):
                 self._walk(found, (True, holder.__name__), (), holder, frozenset(), ())
         hidden = (
-            PythonRead(scope, (name,), Unreadable("look-up of names"), False, frozenset({scope}), location)
-            for scope, (name, location) in self.ran.hidden.items()
+            PythonRead(scope, (name,), Unreadable(kind), False, frozenset({scope}), location)
+            for scope, (name, kind, location) in self.ran.hidden.items()
         )
         return (*found.values(), *hidden)
 
@@ -210,7 +211,7 @@ class PythonReads:
             return  # made during the run
         reader = str(frame.f_globals.get("__name__", ""))
         if reader.startswith(_MACHINERY):
-            if name != "forward" or reader != "torch.nn.modules.module":
+            if (name, reader) != ("forward", "torch.nn.modules.module"):
                 return
         elif isinstance(holder, nn.Module) and name in _TREE:
             for module in holder.modules():
@@ -222,24 +223,23 @@ class PythonReads:
             return
         if name in REGISTRIES and isinstance(holder, nn.Module):
             self._names(holder, name)
-            return
-        if name not in MODULE_STATE or name == "training":
+        elif name not in MODULE_STATE or name == "training":
             self._read(holder, name)
 
     def _names(self, module: nn.Module, registry: str) -> None:
         names = Names(frozenset(vars(module)[registry]))
         for name in names.names:
             self._read(module, name)
-        edges = self._edges.setdefault(id(module), {})
-        edges.setdefault(registry, Edge(module, registry, names, names)).scopes.add(self.scope())
+        edge = Edge(module, registry, names, names)
+        self._edges.setdefault(id(module), {}).setdefault(registry, edge).scopes.add(self.scope())
 
     def _whole(self, holder: Any) -> None:
         """Notes a read of an object's ``__dict__``."""
         own = own_names(holder)
         for name in own:
             self._read(holder, name)
-        edges = self._edges.setdefault(id(holder), {})
-        edges.setdefault("__dict__", Edge(holder, "__dict__", Names(own), Names(own))).scopes.add(self.scope())
+        edge = Edge(holder, "__dict__", Names(own), Names(own))
+        self._edges.setdefault(id(holder), {}).setdefault("__dict__", edge).scopes.add(self.scope())
 
     def _noting_environment(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def __getitem__(environment: Any, key: str) -> Any:
@@ -256,15 +256,18 @@ class PythonReads:
     def note_of_tensor(self, tensor: torch.Tensor, attribute: str) -> None:
         """Notes that the code asks something of a tensor that is no number of it, such as ``requires_grad``."""
         frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None and str(frame.f_globals.get("__name__")).startswith("hexa_fx."):
+        while frame is not None and str(frame.f_globals.get("__name__")).startswith(_PASSED_THROUGH):
             frame = frame.f_back
         if frame is None or attribute not in _OF_GRADIENTS or not is_users(str(frame.f_globals.get("__name__"))):
             return
-        if id(tensor) in self._met and attribute != "is_inference":
+        if attribute == "register_hook":
+            self.ran.asks["hook"].add(self.scope())
+        elif id(tensor) in self._met and attribute != "is_inference":
             self._read(tensor, attribute)
-        else:  # of an intermediate value, which has one if gradients are on
-            state = torch.is_inference_mode_enabled if attribute == "is_inference" else torch.is_grad_enabled
-            self.ran.note_state(state, self.scope())
+        else:  # an intermediate value has a gradient if gradients are on, and by what it is made of
+            self.ran.asks["gradient"].add(self.scope())
+            for state in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
+                self.ran.note_state(state, self.scope())
 
     # -- after the run --------------------------------------------------------------------------------------------------
 
@@ -274,13 +277,12 @@ class PythonReads:
         These are special methods, functions of base classes, and attributes that the code may have taken of the class itself.
         """
         found = {id(edge.value) for edges in self._edges.values() for edge in edges.values()}
-        holders = [*self._block.modules(), *self._met.values()]
         for module in self._block.modules():
             called = self._edges.get(id(module), {}).get("forward")
             for scope in called.scopes if called else ():
                 self._read(module, "__class__", scope)
                 self._read(type(module), "__call__", scope)
-        classes = {type(holder): holder for holder in reversed(holders)}
+        classes = {type(holder): holder for holder in reversed([*self._block.modules(), *self._met.values()])}
         for cls, holder in classes.items():
             for number, base in enumerate(cls.__mro__):
                 if not is_users(base.__module__):

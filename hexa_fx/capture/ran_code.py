@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.held_objects import MISSING
 from hexa_fx.isolation.lookup import CALLED
+from hexa_fx.isolation.read_values import is_clock
 from hexa_fx.isolation.users_code import is_users
 
 _GENERATED = "<eval_with_key>"
@@ -29,14 +31,12 @@ class RanCode:
     def __init__(self, read: Callable[..., Any], scope: Callable[[], str]) -> None:
         self._read, self._scope = read, scope
         self._scopes: dict[types.CodeType, set[str]] = {}
-        self.on_dtype: set[str] = set()
-        """Scopes whose code decides on a dtype."""
-        self.on_device: set[str] = set()
-        """Scopes whose code asks for a kind of device."""
-        self.on_layout: set[str] = set()
-        """Scopes whose code asks how tensors lie in memory."""
-        self.hidden: dict[str, tuple[str, SourceLocation]] = {}
-        """Scopes whose code reads names that it does not spell out, by which function, and where."""
+        self._location: SourceLocation | None = None
+        self.asks: defaultdict[str, set[str]] = defaultdict(set)
+        """Scopes by what their code asks of tensors: see `CodeReads.asks`. ``gradient`` if it asks whether they have one, ``hook``
+        if it puts hooks on them."""
+        self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
+        """Scopes whose code reads what leaves no trace: by which function, what that is, and where."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -78,14 +78,11 @@ class RanCode:
 
     def _note(self, code: types.CodeType, home: types.ModuleType | None, scope: str) -> None:
         found = code_reads(code)
-        if found.decides_on_dtype:
-            self.on_dtype.add(scope)
-        if found.asks_for_device:
-            self.on_device.add(scope)
-        if found.asks_for_layout:
-            self.on_layout.add(scope)
+        for asked in found.asks:
+            self.asks[asked].add(scope)
+        self._location = SourceLocation(code.co_filename, code.co_firstlineno)
         if found.hidden:
-            self.hidden[scope] = f"{found.hidden}()", SourceLocation(code.co_filename, code.co_firstlineno)
+            self.hidden[scope] = f"{found.hidden}()", "look-up of names", self._location
         for first, *rest in found.chains if home is not None else ():
             if first in vars(home) and not is_ours(vars(home)[first]):
                 self._follow(home, [first, *rest], scope)
@@ -111,6 +108,8 @@ class RanCode:
     def note_state(self, value: Any, scope: str) -> None:
         """Notes a function that asks torch for a state, and what it says."""
         name = str(getattr(value, "__name__", ""))
+        if is_clock(value):
+            self.hidden[scope] = name, "clock", self._location
         if name in torch_state.STATE and str(getattr(value, "__module__", "torch") or "torch").startswith("torch"):
             self._read(torch_state, "STATE", scope)
             self._read(torch_state.STATE, name, scope)

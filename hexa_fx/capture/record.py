@@ -69,8 +69,8 @@ class CapturedBlock:
         reads: what the run read from Python.
         collections: lists, deques and dicts among what was read that may hold results.
         in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
-        on_dtype, on_device, on_layout: paths of the modules whose code decides on a dtype, or asks for a kind of device or how
-            tensors lie in memory.
+        asks: paths of the modules whose code asks for a dtype, a device or a layout, or puts hooks on tensors
+            (`hexa_fx.capture.ran_code.RanCode.asks`).
         replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it; for people to read.
@@ -92,9 +92,7 @@ class CapturedBlock:
     reads: tuple[PythonRead, ...] = ()
     collections: tuple[Any, ...] = ()
     in_autocast: Mapping[str, bool] = field(default_factory=dict)
-    on_dtype: frozenset[str] = frozenset()
-    on_device: frozenset[str] = frozenset()
-    on_layout: frozenset[str] = frozenset()
+    asks: Mapping[str, frozenset[str]] = field(default_factory=dict)
     replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
     as_recorded: torch.fx.Graph | None = None
     analysis_bytes: int = 2 << 30
@@ -253,9 +251,7 @@ def _capture(
         reads=tuple(value for value in reads.values() if not (collecting and collecting.explains(value))),
         collections=tuple(reads.collections()),
         in_autocast=recorder.in_autocast,
-        on_dtype=frozenset(reads.ran.on_dtype),
-        on_device=frozenset(reads.ran.on_device),
-        on_layout=frozenset(reads.ran.on_layout),
+        asks={asked: frozenset(scopes) for asked, scopes in reads.ran.asks.items()},
         replaced=replaced,
     )
 

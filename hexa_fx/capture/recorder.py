@@ -207,7 +207,7 @@ class Recorder(TorchFunctionMode):
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
         if is_bookkeeping(func, name, plain_args, plain_kwargs):
-            if name == "is_inference":
+            if name in ("is_inference", "register_hook"):
                 self.asked(plain_args[0], name)
             return func(*plain_args, **plain_kwargs)
         if name in SYMBOLIC_FUNCTIONS:
@@ -276,6 +276,10 @@ class Recorder(TorchFunctionMode):
         if isinstance(result, (bool, int, float)):
             self.note_decision(node, result)
             return result
+        if isinstance(result, torch.Tensor) and any(result is item for item in (*plain_args, *plain_kwargs.values())):
+            result = result.view_as(
+                result
+            )  # dropout in eval mode gives what it is given: who uses which, only identity tells
         return self._wrap_result(result, node)
 
     def _note_write(self, written: torch.Tensor, node: torch.fx.Node, result: Any) -> Any:

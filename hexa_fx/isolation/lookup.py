@@ -91,7 +91,7 @@ def _of_object(holder: Any, name: str) -> Place:
         return Place(_attribute(holder, name), owner=holder)
     if isinstance(found, functools.cached_property):
         return Place(found, owner=type(holder))
-    if isinstance(found, types.MemberDescriptorType):  # of __slots__
+    if isinstance(found, (types.MemberDescriptorType, types.GetSetDescriptorType)):  # of __slots__, or of C code
         return Place(_attribute(holder, name), owner=holder)
     if found is not MISSING:
         return Place(_of_class(type(holder), name), ((own, MISSING),), type(holder))

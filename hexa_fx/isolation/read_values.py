@@ -10,6 +10,7 @@ import functools
 import pathlib
 import re
 import sys
+import threading
 import types
 import uuid
 import weakref
@@ -56,6 +57,7 @@ CONSTANT = (
 _COPIED = (list, tuple, set, frozenset, dict, deque, bytearray)
 _LONGEST = 4096
 _OWN_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _CACHED = type(functools.lru_cache(lambda: None))
 _SEEN_INTO = (
     types.MethodType,
@@ -153,11 +155,21 @@ def alike(now: Any, noted: Any) -> bool:
 
 def is_unreadable(value: Any, noted: Any) -> bool:
     """Whether an object has a state that nobody can see from outside: an iterator, say, or an object of C code."""
+    if is_clock(value):
+        return True
     if not isinstance(noted, IsA) or isinstance(value, (torch.Tensor, nn.Module)):
         return False
-    if hasattr(type(value), "__next__") or isinstance(value, (set, frozenset)):
+    if hasattr(type(value), "__next__") or isinstance(value, (set, frozenset, threading.local)):
         return True
-    return is_object(value) and not isinstance(value, _SEEN_INTO) and not type(value).__flags__ & _OWN_CLASS
+    own = type(value).__flags__ & (_OWN_CLASS | _IMMUTABLE) == _OWN_CLASS
+    return is_object(value) and not isinstance(value, _SEEN_INTO) and not own
+
+
+def is_clock(value: Any) -> bool:
+    """Whether it is a function that tells the time, or the class of which one asks it."""
+    if value is datetime.datetime or value is datetime.date:
+        return True
+    return isinstance(value, types.BuiltinFunctionType) and value.__module__ == "time"
 
 
 def keys_inside(value: Any, noted: Any) -> Iterator[Any]:

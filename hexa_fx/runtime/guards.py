@@ -85,6 +85,8 @@ def _check_input(guard: InputGuard, value: Any) -> None:
         raise GuardMiss(f"the input {guard.name!r} is on {value.device}; the block was recorded on {guard.device}")
     if guard.contiguous is not None and value.is_contiguous() != guard.contiguous:
         raise GuardMiss(f"the input {guard.name!r} lies otherwise in memory, which the block's code asks for")
+    if guard.requires_grad is not None and value.requires_grad != guard.requires_grad:
+        raise GuardMiss(f"the input {guard.name!r} {'does not want' if guard.requires_grad else 'wants'} a gradient")
     if guard.ndim is not None and value.dim() != guard.ndim:
         raise GuardMiss(f"the input {guard.name!r} does not have {guard.ndim} dimensions")
 

@@ -1,0 +1,217 @@
+"""What a run on the example shows nothing of, and later calls depend on: equal, the block's own code, or refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.capture import capture
+from tests.runtime.handmade import D, E, ListMoE
+
+K = 2
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * scaled.by
+
+
+scaled.by = 1.0
+LOCAL = threading.local()
+
+
+class WithFunction(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return scaled(super().forward(hidden))
+
+
+class InFloat32(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden).float()
+
+
+class ByLayout(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden if hidden.is_contiguous() else 0.5 * hidden)
+
+
+class Catching(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        try:
+            flat = hidden.view(-1, D)
+        except RuntimeError:
+            flat = 0.5 * hidden.reshape(-1, D)
+        return super().forward(flat).view(hidden.shape)
+
+
+class WithInference(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = super().forward(hidden)
+        return 0.5 * out if out.is_inference() else out
+
+
+class WithGradient(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = super().forward(hidden)
+        return out.detach() if hidden.requires_grad else out
+
+
+class CutFarOut(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden[:300])
+
+
+class InParts(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super(InParts, self).forward(part) for part in hidden.split(600)])
+
+
+class Hooked(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = super().forward(hidden)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient.clamp(-1e6, 1e6))
+        return out
+
+
+class Timed(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * (1.0 if time.time() < 1e12 else 0.5)
+
+
+class ByThread(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * getattr(LOCAL, "scale", 1.0)
+
+
+class WithArray(ListMoE):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = array("d", [1.0])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * self.scale[0]
+
+
+class Given(nn.Module):
+    """Stacked weights, gathered by ids that are given: -1 is the last expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(E, D, D)), nn.Parameter(torch.randn(E, D, D))
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        up = torch.einsum("td,tkdi->tki", hidden, self.up[index]).relu()
+        return (torch.einsum("tki,tkid->tkd", up, self.down[index]) * weights[..., None]).sum(1)
+
+
+def tokens(count: int = 12, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, D, dtype=dtype)
+
+
+def set_function(model: nn.Module) -> None:
+    scaled.by = 0.5
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
+    monkeypatch.setattr(scaled, "by", 1.0)
+    torch.manual_seed(0)
+
+
+def optimized(block: type[nn.Module], *given: Any) -> tuple[nn.Module, nn.Module]:
+    model = block().eval()
+    example = given or tokens()
+    return copy.deepcopy(model), hexa_fx.optimize(
+        model, example if isinstance(example, torch.Tensor) else tuple(example)
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "wake", "call"),
+    [
+        (WithFunction, set_function, tokens),
+        (InFloat32, lambda model: model.bfloat16(), lambda: tokens(dtype=torch.bfloat16)),
+        (InFloat32, lambda model: model.double(), lambda: tokens(dtype=torch.float64)),
+        (ByLayout, lambda model: None, lambda: torch.randn(D, 12).t()),
+        (Catching, lambda model: None, lambda: torch.randn(D, 12).t()),
+    ],
+)
+def test_own_code_runs_where_it_gives_something_else(
+    block: type[nn.Module], wake: Callable[[nn.Module], Any], call: Callable[[], torch.Tensor]
+) -> None:
+    original, opt = optimized(block)
+    assert opt.report.rewritten, opt.report
+    for model in (original, opt):
+        wake(model)
+    given = call()
+    expected, found = original(given), opt(given)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected)
+
+
+def test_inference_mode_is_asked_for() -> None:
+    original, opt = optimized(WithInference)
+    given = tokens()
+    with torch.inference_mode():
+        torch.testing.assert_close(opt(given), original(given))
+    torch.testing.assert_close(opt(given), original(given))
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (CutFarOut, "600 tokens"),
+        (InParts, "1200 tokens"),
+        (Hooked, "hooks on gradients"),
+        (WithGradient, "gradient of"),
+        (Timed, "a clock"),
+        (ByThread, "without a trace"),
+        (WithArray, "without a trace"),
+    ],
+)
+def test_what_nothing_can_check_is_refused(block: type[nn.Module], reason: str) -> None:
+    _, opt = optimized(block)
+    assert not opt.report.rewritten
+    assert reason in opt.report.blocks[0].reason
+
+
+def test_ids_that_wrap_around_are_refused() -> None:
+    _, opt = optimized(Given, tokens(), torch.rand(12, E).argsort(-1)[:, :K], torch.rand(12, K))
+    assert not opt.report.rewritten
+    assert "-1 among the ids 'index'" in opt.report.blocks[0].reason
+
+
+class Collecting(ListMoE):
+    """Garbage is collected while it runs, if anyone lets it."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        COLLECTED.append(gc.isenabled())
+        return super().forward(hidden)
+
+
+COLLECTED: list[bool] = []
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_waits_while_a_run_is_recorded(enabled: bool) -> None:
+    """Its callbacks would be taken for code of the block."""
+    COLLECTED.clear()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        capture(Collecting(), (tokens(),), {})
+        assert COLLECTED
+        assert not any(COLLECTED)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
