@@ -76,8 +76,8 @@ class RowEmitter:
             self._named(name, operator.getitem, routed, i) for i, name in enumerate(("v", "inv", "offs"))
         )
         chosen = self._method("index_select", self._method("reshape", index, -1), 0, self._v)
-        self._is_routed = {1: self._named("is_routed", operator.lt, chosen, experts)}
-        self._expert = self._method("clamp", chosen, max=experts - 1)
+        self._expert = self._method("clamp", chosen, 0, experts - 1)
+        self._is_routed = {1: self._named("is_routed", operator.eq, chosen, self._expert)}
 
     def _step(self, node: Node, role: Role) -> Node:
         match role:
