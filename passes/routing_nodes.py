@@ -43,9 +43,7 @@ class RoutingEmitter:
         capacity = self.match.routing.capacity
         if capacity is None:
             return kept
-        by_weight = capacity.order == "by_weight"
-        weights = (self.quantity(self.match.routing.after[0], index),) if by_weight else ()
-        rank = self.graph.call_function(ranks_of_choices, (index, capacity.order, *weights))
+        rank = self.graph.call_function(ranks_of_choices, (index, capacity.order))
         limit = capacity.limit if isinstance(capacity.limit, int) else self.outside[capacity.limit]
         late = self.graph.call_function(operator.ge, (rank, limit))
         return self.graph.call_method("masked_fill", (kept, late, self.match.num_experts))

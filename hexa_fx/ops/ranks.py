@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 
-Order = Literal["by_token", "by_slot", "by_weight"]
-"""Token after token, each with all its choices; all first choices, then all second ones; the largest weights first."""
+Order = Literal["by_token", "by_slot"]
+"""Token after token, each with all its choices; all first choices, then all second ones."""
 
 
 def rank_among_equals(keys: torch.Tensor) -> torch.Tensor:
@@ -20,20 +20,15 @@ def rank_among_equals(keys: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(index).scatter(0, order, index - start)
 
 
-def ranks_of_choices(ids: torch.Tensor, order: Order, weights: torch.Tensor | None = None) -> torch.Tensor:
+def ranks_of_choices(ids: torch.Tensor, order: Order) -> torch.Tensor:
     """For every choice of a router, how many choices of the same expert come before it in ``order``.
 
     Args:
         ids: (T, k) integers.
-        weights: (T, k) floating point, for ``by_weight``; the earlier of two equal ones comes first.
 
     Returns:
         (T, k) int64.
     """
     if order == "by_slot":
         return rank_among_equals(ids.t().reshape(-1)).reshape(ids.shape[1], ids.shape[0]).t()
-    if order == "by_token" or weights is None:
-        return rank_among_equals(ids.reshape(-1)).reshape(ids.shape)
-    by_weight = torch.argsort(weights.detach().reshape(-1), descending=True, stable=True)
-    ranked = rank_among_equals(ids.reshape(-1)[by_weight])
-    return torch.empty_like(ranked).scatter(0, by_weight, ranked).reshape(ids.shape)
+    return rank_among_equals(ids.reshape(-1)).reshape(ids.shape)

@@ -27,7 +27,7 @@ from hexa_fx.passes.detect.decisions import shape_branches
 from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.offset import explain_offset
+from hexa_fx.passes.detect.offset import check_base, explain_offset
 from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
 from hexa_fx.passes.detect.routing import find_routing, how_tokens_pass
 from hexa_fx.passes.detect.routing_factors import Pairs
@@ -187,6 +187,8 @@ def _match_of(
     added = body.down_bias if late is not None else None  # a bias inside the product is part of what was replaced
     offset = explain_offset(pairs, added, combine, source, weights, tags, replay)
     routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, replay, prefer_earliest)
+    if offset.base is not None:
+        check_base(offset.base, routing.weights, ends, combine.node, replay)
     passed_on = offset.identity
     passing = None if passed_on is None else how_tokens_pass(passed_on, pairs, routing, experts, combine.node, replay)
     weighing = [source for source in routing.after[:1] if len(source.nodes) == 1] if with_steps else []

@@ -19,7 +19,8 @@ from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, literals
 from hexa_fx.passes.detect.routing_factors import Pairs, Slots
 from hexa_fx.passes.detect.size_decisions import COUNTING, NUMBERS
 
-ORDERS: tuple[Order, ...] = ("by_token", "by_slot", "by_weight")
+ORDERS: tuple[Order, ...] = ("by_token", "by_slot")
+"""Not by weight: which of two tokens with equal weights is kept, ``topk`` alone knows."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,6 @@ class Capacity:
 def find_capacity(
     pairs: Pairs,
     slots: Slots,
-    weights: torch.Tensor | None,
     end: torch.fx.Node,
     is_expert: Callable[[torch.fx.Node], bool],
 ) -> Capacity | None:
@@ -60,7 +60,6 @@ def find_capacity(
 
     Args:
         pairs: the rows, in order.
-        weights: (T, k) by which choices may be ordered.
         end: the combine.
         is_expert: whether a node depends on experts.
     """
@@ -68,9 +67,7 @@ def find_capacity(
     given[pairs.token, slots.slot_of(pairs)] = True
     valid = (slots.ids >= 0) & (slots.ids < slots.experts)
     for order in ORDERS:
-        if order == "by_weight" and weights is None:
-            continue
-        rank = ranks_of_choices(slots.ids, order, weights)
+        rank = ranks_of_choices(slots.ids, order)
         kept, dropped = rank[given & valid], rank[~given & valid]
         if not len(dropped) or not len(kept) or int(kept.max()) + 1 != int(dropped.min()):
             continue

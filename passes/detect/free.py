@@ -19,7 +19,7 @@ from hexa_fx.passes.detect.decisions import shape_branches
 from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, TokenRows, width_of
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.offset import explain_offset
+from hexa_fx.passes.detect.offset import check_base, explain_offset
 from hexa_fx.passes.detect.projections import Contraction
 from hexa_fx.passes.detect.routing import find_routing, find_row_factor, how_tokens_pass
 from hexa_fx.passes.detect.routing_factors import Pairs
@@ -127,6 +127,8 @@ class _Search:
         total = self._experts()
         search = (count, total, captured, self.tags, combine.node, self.replay)
         routing = find_routing(pairs, *search, self.prefer_earliest)
+        if offset.base is not None:
+            check_base(offset.base, routing.weights, instances, combine.node, self.replay)
         passed_on = offset.identity
         end_of = (total, combine.node, self.replay)
         passing = None if passed_on is None else how_tokens_pass(passed_on, pairs, routing, *end_of)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.combine import Combine
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.routing_factors import Pairs
+from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
@@ -67,6 +68,34 @@ def explain_offset(
         "token itself, nor a tensor that the code had before)",
         combine.node,
     )
+
+
+def check_base(
+    base: torch.fx.Node,
+    weights: Iterable[torch.fx.Node],
+    instances: Iterable[Instance],
+    end: torch.fx.Node,
+    replay: Replay,
+) -> None:
+    """Experts are added onto ``base`` with any routing weights, not only with such that sum to one.
+
+    An expert that returns ``x + f(x)`` adds the token once if the weights of a token sum to one, as they do on most examples.
+    Other weights, here half of the example's, show that it is weighted.
+
+    Args:
+        weights: nodes that hold routing weights. instances: whose products are left out.
+
+    Raises:
+        Refuse: what lies beside the experts' outputs depends on the weights.
+    """
+    halved = {node: 0.5 * replay.value(node) for node in weights}
+    none = {c: torch.zeros_like(replay.value(c)) for c in (instance.second.node for instance in instances)}
+    before, after = (replay.run({**none, **weight}, [end])[end] for weight in ({}, halved))
+    held = replay.value(base).reshape(before.shape)
+    # A late bias of the experts is weighted too, if the weights are not normalised again on their way.
+    expected = held + 0.5 * (before - held)
+    if not any(torch.allclose(after, value, rtol=1e-6, atol=1e-6) for value in (before, expected)):
+        raise Refuse("tokens reach the output past the experts with a weight that is not the router's", end)
 
 
 def _holding(

@@ -22,7 +22,6 @@ from hexa_fx.passes.detect.routing_factors import (
     Pairs,
     Slots,
     Source,
-    by_slot,
     covered,
     find_factor,
     find_mask,
@@ -52,6 +51,11 @@ class Routing:
     after: tuple[Source, ...]
     keep: tuple[Source, ...] = ()
     capacity: Capacity | None = None
+
+    @property
+    def weights(self) -> list[torch.fx.Node]:
+        """The nodes that hold factors on the experts' outputs."""
+        return [node for source in self.after for node in source.nodes]
 
     @property
     def nodes(self) -> list[torch.fx.Node]:
@@ -99,8 +103,7 @@ def find_routing(
         try:
             keep = (find_mask(absent, known, inner, end),)
         except Refuse:
-            weights = by_slot(after[0], slots) if after else None
-            capacity = find_capacity(pairs, slots, weights, end, lambda n: bool(tags[n].experts))
+            capacity = find_capacity(pairs, slots, end, lambda n: bool(tags[n].experts))
             if capacity is None:
                 raise
             slots = slots.with_rows(pairs)

@@ -249,14 +249,6 @@ def covered(sources: Sequence[Source], slots: Slots) -> bool:
     return False
 
 
-def by_slot(source: Source, slots: Slots) -> torch.Tensor | None:
-    """The factor of every slot (T, k), also of those without an expert output; None if it is held in columns."""
-    if source.reading == "columns":
-        return None
-    table = dict(_read_factor(slots.value(source.nodes[0]).double(), slots))[source.reading]
-    return table.gather(1, slots.ids.clamp(0, slots.experts - 1).long()) if _by_expert(source.reading) else table
-
-
 def find_mask(
     slots: Slots, known: Sequence[torch.fx.Node], inner: frozenset[torch.fx.Node], end: torch.fx.Node
 ) -> Source:

@@ -150,7 +150,7 @@ VARIANTS = (
     variant("truncated_first_choices_first", FirstChoicesFirst, "first choices queue first", inputs=flat_tokens),
     variant("truncated_keep_of_list", KeepOfList, "a boolean for each of the expert's tokens", inputs=flat_tokens),
     variant("truncated_keep_of_queue", KeepOfQueue, "a boolean for every choice, by expert", inputs=flat_tokens),
-    variant("truncated_best_first", BestFirst, "the largest weights are kept", inputs=flat_tokens),
+    variant("refuse_truncated_best_first", BestFirst, "topk decides between equal weights", "refused", flat_tokens),
     variant("truncated_pass_unchanged", PassesOn, "tokens over capacity stay as they are", inputs=flat_tokens),
     variant("truncated_sorted_slices", CutSlices, "a boolean for each sorted row", inputs=flat_tokens),
 )

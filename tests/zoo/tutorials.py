@@ -330,7 +330,7 @@ VARIANTS = (
     variant("refuse_counted_warm_up", CountedWarmUp, "condition on a buffer after it was written", "refused"),
     variant("refuse_pixel_convolutions", PixelConvolutions, "1x1 convolutions on images", "either", images),
     variant("refuse_two_levels", TwoLevels, "a group, then an expert of it", "either"),
-    variant("capacity_most_probable_first", MostProbableFirst, "a full expert keeps the most probable tokens"),
+    variant("refuse_most_probable_first", MostProbableFirst, "a full expert keeps the most probable tokens", "refused"),
     variant("refuse_nested", Nested, "nested tensors", "either"),
     variant("refuse_vmap", Vmapped, "torch.func.vmap over the experts", "either"),
     variant("refuse_one_odd_of_many", OneOddOfMany, "one of 48 experts has another activation", "refused"),
