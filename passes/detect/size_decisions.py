@@ -117,4 +117,11 @@ def _is_exact(node: torch.fx.Node) -> bool:
         return False
     if operation(node) in _REMAINDERS:
         return any(type(n) is int for n in node.args)
-    return operation(node) in _EQUALITIES and any(type(n) in (int, float) and n not in (0, 1) for n in node.args)
+    return operation(node) in _EQUALITIES and any(map(_is_certain_number, node.args))
+
+
+def _is_certain_number(value: Any) -> bool:
+    """Whether a count is compared with a number that was not counted too: a constant, or a size of the inputs."""
+    if isinstance(value, torch.fx.Node):
+        return not is_tensor(value) and not any(map(_is_count, ancestors([value])))
+    return type(value) in (int, float) and value not in (0, 1)

@@ -97,7 +97,12 @@ class CountOfMask(Block):
         return 2.0 if (i == 1).sum() == 123 else 1.0
 
 
-NOT_SEEN = [ExactlySeven, EvenCount, CountOfMask]
+class AsManyAsTokens(Block):
+    def factor(self, x, w, i):
+        return 2.0 if (i == 1).sum() == x.shape[0] else 1.0
+
+
+NOT_SEEN = [ExactlySeven, EvenCount, CountOfMask, AsManyAsTokens]
 
 
 class AnyRows(Block):
