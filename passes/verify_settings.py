@@ -14,7 +14,7 @@ from hexa_fx.isolation.size import FEW_TOKENS
 from hexa_fx.passes.perturbation import factors_past_limits
 
 _MANY = 3001
-_CHEAP = 1 << 27
+_CHEAP = 1 << 25
 """Tokens times parameters up to which a case costs little."""
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -38,14 +38,14 @@ def _quiet() -> None:
     logging.getLogger("hexa_fx").setLevel(logging.ERROR)
 
 
-@pytest.mark.parametrize("start", range(0, 60, 20))
+@pytest.mark.parametrize("start", range(0, 40, 20))
 def test_mutants(start: int) -> None:
     counts, wrong = run(range(start, start + 20))
     assert not wrong, "\n".join(wrong)
     assert counts["equal"] + counts["refused"] >= 4, counts
 
 
-@pytest.mark.parametrize("start", range(0, 40, 20))
+@pytest.mark.parametrize("start", [0])
 def test_dormant_features(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features that do nothing on the example, judged awake: equal, refused or the block's own code."""
     monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
@@ -56,7 +56,7 @@ def test_dormant_features(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(v.outcome in JUDGED for _, v, _ in judged) >= 8
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_rewritten_implies_equal(dice: random.Random) -> None:
     """Hypothesis throws the dice, and finds the smallest throws that give a wrong rewrite."""

@@ -80,7 +80,7 @@ def test_pictures_and_tables_come_out_of_any_results(tmp_path):
     assert "| not installed |" in text
     assert "| failed |" in text
     assert "| data below padded | 20 % (29 %) |" in docs.savings(tmp_path)
-    assert "| 200.0 (2.00x) |" in docs.latency(tmp_path)
+    assert "| 200.0 (2.00) |" in docs.latency(tmp_path)
     page = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in docs.SECTIONS)
     filled = docs.fill(page, tmp_path)
     assert docs.fill(filled, tmp_path) == filled

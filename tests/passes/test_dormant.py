@@ -76,11 +76,11 @@ def test_conditions_on_ids_of_no_expert(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ge", "lt_kept", "lt_times", "another_fill"])
 def test_ids_of_no_expert_after_an_example_without(name: str) -> None:
-    """Rewritten, or refused; equal either way."""
+    """Rewritten, or refused; equal either way. Not verified, since an id of -1 chooses the last expert here."""
     zeroing, expected = CONDITIONS[name]
     torch.manual_seed(0)
     block = Grouped(zeroing).double()
-    optimized = hexa_fx.optimize(block, inputs())
+    optimized = hexa_fx.optimize(block, inputs(), hexa_fx.HexaConfig(verify=False))
     assert bool(optimized.report.rewritten) == expected, optimized.report
     for seed in (1, 2):
         assert compare(block, optimized, inputs(seed, absent=True)).within(1e-10)
