@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import datetime
 import decimal
@@ -76,6 +77,22 @@ class IsA:
     """Of an object, module or tensor, its kind. What is read of it is noted by itself."""
 
     kind: type
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        name = _WITHOUT_A_NAME.get(self.kind)
+        return (IsA, (self.kind,)) if name is None else (_is_a_type_of_python, (name,))
+
+
+_WITHOUT_A_NAME = {
+    kind: name
+    for name, kind in vars(types).items()
+    if isinstance(kind, type) and kind.__module__ == "builtins" and not hasattr(builtins, kind.__name__)
+}
+"""Types that `builtins` does not have under their name, such as a closure's cell: pickle does not find them there."""
+
+
+def _is_a_type_of_python(name: str) -> IsA:
+    return IsA(getattr(types, name))
 
 
 @dataclass(frozen=True)

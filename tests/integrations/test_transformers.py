@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("transformers", minversion="5")
 import transformers
 
 import hexa_fx
+from hexa_fx.integrations.tiny_models import tiny_model
 from hexa_fx.runtime.install import is_installed
 from tests.zoo import families
 from tests.zoo.compare import operators_run
@@ -248,3 +250,12 @@ def train_step(accelerator: object, model: nn.Module, optimizer: torch.optim.Opt
     accelerator.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     return loss.detach()
+
+
+def test_an_optimized_model_can_be_pickled() -> None:
+    """What is noted of transformers' decorated forwards holds types that Python has no name for."""
+    model, example = tiny_model("qwen3_moe")
+    optimized = hexa_fx.optimize(model, example, hexa_fx.HexaConfig(own_code_when_small=False))
+    copied = pickle.loads(pickle.dumps(optimized))
+    torch.testing.assert_close(copied(**example).logits, optimized(**example).logits)
+    assert operators_run(copied, (), example)
