@@ -92,8 +92,13 @@ def _value(value: Any) -> Any:
     return (id(value), value.dtype, value.tolist()) if isinstance(value, torch.Tensor) else value
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("trial", TRIALS)
+def _marked(trial: str, number: int, change: str) -> Any:
+    """All changes for one kind of run; the others share its code, and most of their changes are slow tests."""
+    slow = trial != next(iter(TRIALS)) and number % 4
+    return pytest.param(trial, change, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize(("trial", "change"), [_marked(trial, *one) for trial in TRIALS for one in enumerate(CHANGES)])
 def test_what_a_run_changes_is_put_back(trial: str, change: str) -> None:
     torch.manual_seed(0)
     block, x = Block(CHANGES[change]), torch.randn(7, D)
