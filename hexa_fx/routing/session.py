@@ -19,7 +19,7 @@ from hexa_fx.routing.calls import ModelCall, in_backward, read_call, recomputed
 from hexa_fx.routing.log import RoutingLog, smallest_dtype
 from hexa_fx.routing.sites import modules_around
 from hexa_fx.routing.tap import RoutingTap
-from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.install import HexaForward, installed_forward
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +95,8 @@ class _Layer:
 def _layers(model: nn.Module) -> list[_Layer]:
     found, reasons = [], []
     for path, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if not isinstance(forward, HexaForward):
+        forward = installed_forward(module)
+        if forward is None:
             continue
         known = {mode: site for mode, site in forward.sites.items() if isinstance(site, RoutingSite)}
         reasons += [f"{path or 'the model'}: {site}" for site in forward.sites.values() if isinstance(site, str)]

@@ -250,8 +250,8 @@ def uninstall(block: nn.Module) -> None:
     Raises:
         InputError: nothing is installed.
     """
-    forward = block.__dict__.get("forward")
-    if not isinstance(forward, HexaForward):
+    forward = installed_forward(block)
+    if forward is None:
         raise InputError(f"{type(block).__name__} has no rewritten forward to remove")
     for name in {*forward.packed_names[True], *forward.packed_names[False]}:
         del block.__dict__[name]
@@ -260,9 +260,15 @@ def uninstall(block: nn.Module) -> None:
         block.__dict__["forward"] = forward._own_original
 
 
+def installed_forward(block: nn.Module) -> HexaForward | None:
+    """The rewritten forward that ``block`` itself runs, if any."""
+    forward = block.__dict__.get("forward")
+    return forward if isinstance(forward, HexaForward) else None
+
+
 def is_installed(block: nn.Module) -> bool:
     """Whether ``block`` itself runs a rewritten forward."""
-    return isinstance(block.__dict__.get("forward"), HexaForward)
+    return installed_forward(block) is not None
 
 
 def _program(rewritten: RewrittenBlock | None) -> Program | None:
