@@ -1,4 +1,7 @@
-"""`hexa::moe_ffn_fixed`: a token's bits in any batch, and everything else as `hexa::moe_ffn`."""
+"""`hexa::moe_ffn_fixed`: a token's bits in any batch, and everything else as `hexa::moe_ffn`.
+
+`tests/gpu/test_fixed_order.py` runs the same cases on a device, in 16 bits.
+"""
 
 import pytest
 import torch
@@ -14,20 +17,22 @@ from hexa_fx.ops import fixed_order
 EXPERTS = 6
 
 
-def operands(dtype, model=48, inner=33, tokens=150, glu="concat", layouts=("nk", "nk"), bias=True, seed=0):
+def operands(
+    dtype, model=48, inner=33, tokens=150, glu="concat", layouts=("nk", "nk"), bias=True, seed=0, device="cpu"
+):
     torch.manual_seed(seed)
     width = 2 * inner if glu in ("concat", "interleaved") else inner
 
     def weight(inputs, outputs, layout):
         shape = (EXPERTS, outputs, inputs) if layout == "nk" else (EXPERTS, inputs, outputs)
-        return (torch.randn(shape) / inputs**0.5).to(dtype)
+        return (torch.randn(shape) / inputs**0.5).to(device, dtype)
 
     def vector(outputs):
-        return torch.randn(EXPERTS, outputs).to(dtype) if bias else None
+        return torch.randn(EXPERTS, outputs).to(device, dtype) if bias else None
 
-    x = torch.randn(tokens, model).to(dtype)
-    index = torch.rand(tokens, EXPERTS).argsort(1)[:, :3]
-    weights = torch.rand(tokens, 3).to(dtype)
+    x = torch.randn(tokens, model).to(device, dtype)
+    index = torch.rand(tokens, EXPERTS).argsort(1)[:, :3].to(device)
+    weights = torch.rand(tokens, 3).to(device, dtype)
     w3 = weight(model, inner, layouts[0]) if glu == "split" else None
     b3 = vector(inner) if glu == "split" else None
     first = (weight(model, width, layouts[0]), vector(width), w3, b3)
@@ -50,12 +55,16 @@ SPECS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_bits_are_the_same_in_any_batch(dtype, spec):
-    x, index, weights, experts = operands(dtype, glu=spec.glu, layouts=(spec.layout1, spec.layout2))
+    assert_same_bits(*operands(dtype, glu=spec.glu, layouts=(spec.layout1, spec.layout2)), spec)
+
+
+def assert_same_bits(x, index, weights, experts, spec):
+    """The whole batch against parts of permutations of it, with and without gradients."""
     whole = run(x, index, weights, experts, spec)
     assert not torch.equal(whole, torch.zeros_like(whole))
     generator = torch.Generator().manual_seed(0)
     for number in range(25):
-        order = torch.randperm(len(x), generator=generator)
+        order = torch.randperm(len(x), generator=generator).to(x.device)
         for part in order.tensor_split(torch.randint(1, len(x), (number % 7,), generator=generator).sort()[0].tolist()):
             found = run(x[part], index[part], weights[part], experts, spec)
             assert torch.equal(found, whole[part]), "a token's bits depend on its batch"
@@ -88,33 +97,42 @@ def test_gradients_are_those_of_moe_ffn(spec, recompute_h):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(
-    "routing", ["an expert without tokens", "all to one", "none", "one token", "twice", "out of range"]
-)
-def test_ugly_routings(routing):
-    spec = SPECS[0]
-    x, index, weights, experts = operands(torch.float64)
+ROUTINGS = ["an expert without tokens", "all to one", "none", "one token", "twice", "out of range"]
+
+
+def route(routing, x, index, weights, experts):
+    """The operands with another routing in place of the random one."""
     if routing == "an expert without tokens":
         index = index % (EXPERTS - 1)
     elif routing == "all to one":
         index = torch.full_like(index, 2)
-    elif routing == "none":
-        x, index, weights = x[:0], index[:0], weights[:0]
-    elif routing == "one token":
-        x, index, weights = x[:1], index[:1], weights[:1]
+    elif routing in ("none", "one token"):
+        count = 0 if routing == "none" else 1
+        x, index, weights = x[:count], index[:count], weights[:count]
     elif routing == "out of range":
         index = torch.where(index == 3, EXPERTS, index)
-    found = run(x, index, weights, experts, spec)
-    torch.testing.assert_close(found, run(x, index, weights, experts, spec, torch.ops.hexa.moe_ffn))
+    else:
+        index = index[:, :1].expand_as(index)
+    return x, index, weights, experts
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_ugly_routings(routing):
+    given = route(routing, *operands(torch.float64))
+    found = run(*given, SPECS[0])
+    torch.testing.assert_close(found, run(*given, SPECS[0], torch.ops.hexa.moe_ffn))
 
 
 def test_a_nan_stays_with_its_token():
-    x, index, weights, experts = operands(torch.float32)
+    assert_nan_stays(*operands(torch.float32))
+
+
+def assert_nan_stays(x, index, weights, experts):
     expected = run(x, index, weights, experts, SPECS[0])
     x[7] = float("nan")
     found = run(x, index, weights, experts, SPECS[0])
     assert found[7].isnan().all()
-    others = torch.arange(len(x)) != 7
+    others = torch.arange(len(x), device=x.device) != 7
     assert torch.equal(found[others], expected[others])
 
 
