@@ -1,0 +1,154 @@
+"""Formats of packed weights, read number by number from their documented layouts, and against the libraries that define them."""
+
+import math
+
+import pytest
+import torch
+
+from hexa_fx.errors import InputError
+from hexa_fx.formats import FORMATS, FP8_BLOCK, INT8_ROWS, MXFP4, NF4, NF4_DOUBLE, format_of
+
+SHAPES = {
+    "nf4": (3, 6, 96),  # a block goes on in the next row
+    "nf4_double": (2, 160, 128),  # more scales than share one
+    "mxfp4": (3, 5, 96),
+    "fp8_block": (2, 150, 260),
+    "int8_rows": (3, 7, 10),
+}
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def random_codes(f, seed=0):
+    """A packed weight of any codes, and scales of every kind that there may be."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = SHAPES[f.name]
+    packed = torch.randint(0, 256, f.packed_shape(shape), generator=generator, dtype=torch.uint8)
+    if f is FP8_BLOCK:
+        packed = packed.masked_fill((packed & 127) == 127, 3)  # NaN
+    scales = []
+    for wanted, dtype in zip(f.scale_shapes(shape), f.scale_dtypes(), strict=True):
+        if dtype == torch.uint8:
+            scales.append(torch.randint(100, 150, wanted, generator=generator, dtype=dtype))
+        else:
+            scales.append(torch.rand(wanted, generator=generator) + 0.1)
+    return packed.view(f.dtype), scales
+
+
+def value_of(f, packed, scales, e, r, c):
+    """One element, by the layout's description."""
+    columns = SHAPES[f.name][2]
+    flat = r * columns + c
+    if f in (FP8_BLOCK, INT8_ROWS):
+        scale = scales[0][e, r // 128, c // 128] if f is FP8_BLOCK else scales[0][e, r, 0]
+        return packed[e, r, c].float() * scale
+    byte = int(packed[e].flatten()[flat // 2])
+    if f is MXFP4:
+        code = byte >> 4 if c % 2 else byte & 15
+        return torch.tensor(E2M1[code & 7] * (-1 if code & 8 else 1)) * 2.0 ** (int(scales[0][e, r, c // 32]) - 127)
+    code = byte & 15 if c % 2 else byte >> 4
+    block = flat // 64
+    if f is NF4:
+        scale = scales[0][e, block]
+    else:
+        codes, nested, offset, values = scales
+        scale = values[e, int(codes[e, block])] * nested[e, block // 256] + offset[e]
+    return torch.tensor(f.values[code]) * scale
+
+
+@pytest.mark.parametrize("f", FORMATS.values(), ids=lambda f: f.name)
+def test_every_element_is_read_as_the_layout_says(f):
+    packed, scales = random_codes(f)
+    f.check("test", "weight", packed, scales)
+    dense = f.dense(packed, scales, torch.float64)
+    experts, rows, columns = SHAPES[f.name]
+    assert dense.shape == (experts, rows, columns)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(300):
+        e, r, c = (int(torch.randint(0, n, (), generator=generator)) for n in (experts, rows, columns))
+        assert dense[e, r, c] == value_of(f, packed, scales, e, r, c).double()
+
+
+@pytest.mark.parametrize("f", FORMATS.values(), ids=lambda f: f.name)
+def test_rows_read_alone_are_those_of_the_matrix(f):
+    packed, scales = random_codes(f)
+    rows = SHAPES[f.name][1]
+    whole = f.expert(packed, scales, 1, torch.bfloat16)
+    for begin, end in ((0, 1), (1, rows), (2, 4), (rows - 1, rows), (3, 3)):
+        found = f.read(packed, scales, 1, slice(begin, end), torch.bfloat16)
+        assert torch.equal(found, whole[begin:end])
+
+
+@pytest.mark.parametrize("f", FORMATS.values(), ids=lambda f: f.name)
+def test_packing_takes_the_nearest_value(f):
+    """No element is further off than half a step at its size, and what is representable is kept."""
+    torch.manual_seed(0)
+    weight = torch.randn(SHAPES[f.name])
+    weight[0, 1] = 0
+    packed, *scales = f.pack_all(weight)
+    f.check("test", "weight", packed, scales)
+    found = f.dense(packed, scales, torch.float32)
+    limit = {"nf4": 0.16, "nf4_double": 0.17, "mxfp4": 0.34, "fp8_block": 0.07, "int8_rows": 0.005}[f.name]
+    assert (found - weight).abs().max() <= limit * weight.abs().max()
+    assert (found[0, 1].abs() <= 1e-2).all()
+    again, *_ = f.pack_all(found)
+    assert (f.dense(again, scales, torch.float32) - found).norm() <= 1e-2 * found.norm()
+
+
+def test_powers_of_two_and_their_nan():
+    """Every exponent of E8M0: 2^(s - 127); 255 is NaN."""
+    packed = torch.full((1, 256, 16), 0x22, dtype=torch.uint8)  # 1.0
+    dense = MXFP4.dense(packed, [torch.arange(256, dtype=torch.uint8).view(1, 256, 1)], torch.float32)[0, :, 0]
+    assert dense[:255].tolist() == [2.0 ** (s - 127) for s in range(255)]
+    assert math.isnan(dense[255])
+
+
+def test_blocks_of_zeros_and_of_large_numbers_become_themselves():
+    for f in FORMATS.values():
+        for number in (0.0, 1e4):
+            packed, *scales = f.pack_all(torch.full(SHAPES[f.name], number))
+            found = f.dense(packed, scales, torch.float32)
+            torch.testing.assert_close(found, torch.full_like(found, number), rtol=0.2, atol=0)
+
+
+def test_what_does_not_fit_is_said():
+    with pytest.raises(InputError, match="no multiple of 32"):
+        MXFP4.pack_all(torch.zeros(2, 4, 40))
+    with pytest.raises(InputError, match="blocks of 64"):
+        NF4.pack_all(torch.zeros(2, 3, 6))
+    packed, scales = random_codes(NF4)
+    with pytest.raises(InputError, match="absmax of weight"):
+        NF4.check("test", "weight", packed, [scales[0][:, :-1]])
+    with pytest.raises(InputError, match="2 scale tensors"):
+        NF4.check("test", "weight", packed, scales * 2)
+    with pytest.raises(InputError, match="is stored as"):
+        NF4.check("test", "weight", packed.int(), scales)
+    with pytest.raises(InputError, match="expected one of nf4"):
+        format_of("int3")
+
+
+def test_mxfp4_as_transformers_reads_it():
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    packed, (exponents,) = random_codes(MXFP4)
+    experts, rows, columns = SHAPES["mxfp4"]
+    blocks = packed.view(experts, rows, columns // 32, 16)
+    expected = mxfp4.convert_moe_packed_tensors(blocks, exponents, dtype=torch.bfloat16)
+    assert torch.equal(MXFP4.dense(packed, [exponents], torch.bfloat16), expected.transpose(1, 2))
+
+
+def test_nf4_as_bitsandbytes_reads_and_packs_it():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    torch.manual_seed(0)
+    weight = torch.randn(160, 128)
+    for f in (NF4, NF4_DOUBLE):
+        double = f is NF4_DOUBLE
+        theirs, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=double)
+        scales = [state.absmax[None]]
+        if double:
+            scales += [state.state2.absmax[None], state.offset.view(1), state.state2.code.view(1, 256)]
+        ours = theirs.view(1, 160, 64)
+        expected = functional.dequantize_4bit(theirs, state)
+        torch.testing.assert_close(f.expert(ours, scales, 0, torch.float32), expected, rtol=1e-6, atol=1e-7)
+        packed, *own = f.pack(weight)
+        found = f.expert(packed[None], [scale[None] for scale in own], 0, torch.float32)
+        assert (found - expected).norm() <= 1e-2 * expected.norm()
+        assert (packed != ours[0]).float().mean() < 1e-2
