@@ -3,7 +3,7 @@
     python benchmarks/bench_moe_layer.py [--shapes mixtral,...] [--routing balanced,skewed,one] [--impls hexa,...] [--json FILE]
 
 Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is what `hexa_fx.optimize_` makes of
-transformers' experts,
+transformers' experts, ``hexa-invariant`` the same with `HexaConfig(batch_invariant=True)`,
 ``hf-grouped``, ``hf-batched`` and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the
 eager loop over experts written here, ``sonic``, ``liger``, ``scatter``, ``megablocks`` and ``tutel`` other packages where they are
 installed (peers.py); one followed by ``@NAME`` runs only for the shape or the routing of that name. Data is random. Each has its
@@ -43,6 +43,8 @@ from layers import (
     transformers_experts,
 )
 from torch import Tensor, nn
+
+from hexa_fx import HexaConfig
 
 
 def memory(run: Callable[[], Tensor], p: Weights, dy: Tensor) -> dict[str, float]:
@@ -98,6 +100,7 @@ def relative(value: Tensor, reference: Tensor) -> float:
 def implementations(shape: MoeShape, p: Weights, names: list[str], ours: nn.Module) -> dict[str, Callable[[], Tensor]]:
     makers: dict[str, Callable[[], Callable[[], Tensor]]] = {
         "hexa": lambda: layer(ours, p),
+        "hexa-invariant": lambda: layer(optimized_experts(shape, p, HexaConfig(batch_invariant=True)), p),
         "loop": lambda: layer(LoopExperts(shape, p), p),
     }
     for name, implementation in {"hf-grouped": "grouped_mm", "hf-batched": "batched_mm", "hf-eager": "eager"}.items():

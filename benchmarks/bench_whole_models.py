@@ -4,10 +4,10 @@
 
 Models of `benchmarks/real_blocks.py` in bf16 with random weights: published widths, as many layers as asked for, a
 vocabulary of 1024. ``hexa`` is `hexa_fx.optimize_` of the model as it is; the others are values of transformers'
-``experts_implementation``: ``grouped_mm``, ``eager``, ``sonicmoe`` and the like. One that is not installed, or fails, gets a
-row with the reason. *Training* is forward, loss and backward of one batch, without an optimizer; gradients are there before,
-so that peaks do not count them. *Decoding* is greedy `generate` from a short prompt with the model's cache. Peaks are above
-what was allocated before. Each is the median of `--rounds`.
+``experts_implementation``: ``grouped_mm``, ``eager`` and the like; ``sonicmoe`` is the installed package. One that is not
+installed, or fails, gets a row with the reason. *Training* is forward, loss and backward of one batch, without an optimizer;
+gradients are there before, so that peaks do not count them. *Decoding* is greedy `generate` from a short prompt with the
+model's cache. Peaks are above what was allocated before. Each is the median of `--rounds`.
 `--shrink 32 --device cpu --layers 2` tries the script without a GPU.
 """
 
@@ -29,6 +29,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 from benchmarks.bench_real_blocks import environment, synchronize, wait_for_kernels  # noqa: E402
+from benchmarks.peers import register_sonic  # noqa: E402
 from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 
 MIB = 2.0**20
@@ -56,7 +57,8 @@ def measured(model: nn.Module, implementation: str, options: argparse.Namespace)
 
     ids = tokens_of(options.device, options.tokens)
     if implementation != "hexa":
-        model.set_experts_implementation(implementation)
+        name = register_sonic() if implementation == "sonicmoe" else implementation
+        model.set_experts_implementation(name)
         return training(model, ids, options) | decoding(model, options)
     hexa_fx.optimize_(model, {"input_ids": ids[:, :64]})
     try:

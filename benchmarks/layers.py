@@ -97,14 +97,14 @@ def transformers_experts(shape: MoeShape, p: Weights, implementation: str) -> nn
     return experts
 
 
-def optimized_experts(shape: MoeShape, p: Weights) -> nn.Module:
+def optimized_experts(shape: MoeShape, p: Weights, config: hexa_fx.HexaConfig | None = None) -> nn.Module:
     """What `hexa_fx.optimize_` makes of transformers' experts, or of the loop where transformers has none of the kind.
 
     Raises:
         RuntimeError: they were not rewritten; the message is the report.
     """
     original = transformers_experts(shape, p, "eager") if shape.gated and not shape.bias else LoopExperts(shape, p)
-    experts = hexa_fx.optimize_(original, (p.x.detach()[:256], p.ids[:256], p.gates.detach()[:256]))
+    experts = hexa_fx.optimize_(original, (p.x.detach()[:256], p.ids[:256], p.gates.detach()[:256]), config)
     if not experts.report.rewritten:
         raise RuntimeError(str(experts.report))
     builder().wait()  # they build in the background

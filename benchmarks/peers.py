@@ -9,24 +9,58 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 Layer = Callable[[], Tensor]
 
 
-def sonic(shape: Any, p: Any) -> Layer:
-    """SonicMoE, with gate and up side by side as the parameters have them."""
-    general = importlib.import_module("sonicmoe").moe_general_routing_inputs
-    tokens = p.ids.new_tensor(range(shape.tokens)).repeat_interleave(shape.top_k).int()
-    w1, w2 = p.w1.permute(1, 2, 0), p.w2.permute(1, 2, 0)
+def _sonic() -> Callable[..., Tensor]:
+    """SonicMoE of tokens, expert ids and routing weights (T, k), and transformers' weights (E, 2 I, D) and (E, D, I)."""
+    functional, enums = (importlib.import_module(f"sonicmoe.{name}") for name in ("functional", "enums"))
 
-    def run() -> Tensor:
-        ids, gates = p.ids.reshape(-1).int(), p.gates.reshape(-1).float()
-        out = general(p.x, gates, tokens, ids, w1, p.b1, w2, p.b2, shape.experts, concat_layout=True)
-        return out[0] if isinstance(out, tuple) else out
+    def run(
+        x: Tensor, ids: Tensor, gates: Tensor, w1: Tensor, b1: Tensor | None, w2: Tensor, b2: Tensor | None
+    ) -> Tensor:
+        tokens = torch.arange(x.shape[0], device=x.device, dtype=torch.int32).repeat_interleave(ids.shape[1])
+        out = functional.moe_general_routing_inputs(
+            x,
+            gates.reshape(-1).float(),
+            tokens,
+            ids.reshape(-1).int(),
+            w1.permute(1, 2, 0),
+            b1,
+            w2.permute(1, 2, 0),
+            b2,
+            E=w2.shape[0],
+            stream_id=torch.cuda.current_stream().cuda_stream,
+            activation_type=enums.ActivationType.SWIGLU,
+            is_inference_mode_enabled=not torch.is_grad_enabled(),
+            concat_layout=True,
+        )
+        return out[0]  # type: ignore[no-any-return]
 
     return run
+
+
+def sonic(shape: Any, p: Any) -> Layer:
+    """SonicMoE, with gate and up side by side as the parameters have them."""
+    run = _sonic()
+    return lambda: run(p.x, p.ids, p.gates, p.w1, p.b1, p.w2, p.b2)
+
+
+def register_sonic() -> str:
+    """Makes the installed SonicMoE a value of transformers' ``experts_implementation`` (its own asks a hub); returns its name."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    run = _sonic()
+
+    def experts(self: Any, x: Tensor, ids: Tensor, gates: Tensor) -> Tensor:
+        return run(x, ids, gates, self.gate_up_proj, None, self.down_proj, None)
+
+    ALL_EXPERTS_FUNCTIONS.register("sonic-package", experts)
+    return "sonic-package"
 
 
 def liger(shape: Any, p: Any) -> Layer:
