@@ -19,9 +19,9 @@ from hexa_fx.ops.ess import ess
 from hexa_fx.ops.estmm import estmm
 from hexa_fx.ops.fallback import reindex_any as _fallback  # noqa: F401  (registers the generic kernels)
 from hexa_fx.ops.moe_ffn import moe_ffn
-from hexa_fx.ops.moe_ffn_adapted import inference as _adapted  # noqa: F401  (registers the operator)
 from hexa_fx.ops.moe_ffn_autograd import autograd as _autograd  # noqa: F401  (registers the autograd kernel)
 from hexa_fx.ops.moe_ffn_fixed import fixed as _fixed  # noqa: F401  (registers the operator)
+from hexa_fx.ops.moe_ffn_sources import inference as _adapted  # noqa: F401  (registers the operator)
 from hexa_fx.ops.reindex import reindex
 
 __all__ = [

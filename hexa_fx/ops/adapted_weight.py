@@ -42,7 +42,7 @@ class AdaptedWeight:
             return torch.baddbmm(self.weight, self.left, self.right)
 
     def factors(self, layout: str) -> tuple[Tensor, Tensor]:
-        """A (E, r, K) and C (E, N, r) of `hexa::moe_ffn_adapted`."""
+        """A (E, r, K) and C (E, N, r) of `hexa::moe_ffn_sources`."""
         if layout == "nk":
             return self.right, self.left
         return self.left.transpose(1, 2), self.right.transpose(1, 2)
@@ -79,4 +79,4 @@ def moe_ffn(*args: Any) -> Any:
         factors += weight.factors(layout) if adapted else (None, None)
     one = [1.0] * 3
     operands = (weights[0], b1, weights[1], b3, weights[2], b2, *factors)
-    return _OPS.moe_ffn_adapted.default(x, index, gates, *operands, one, *static)
+    return _OPS.moe_ffn_sources.default(x, index, gates, *operands, one, *static)

@@ -69,7 +69,7 @@ class _Trial(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = str(getattr(func, "_schema", "")).partition("(")[0]
-        if operator in ("hexa::moe_ffn", "hexa::moe_ffn_fixed", "hexa::moe_ffn_adapted"):
+        if operator in ("hexa::moe_ffn", "hexa::moe_ffn_fixed", "hexa::moe_ffn_sources"):
             raise _Reached(args[1], args[2])
         if operator == "hexa::reindex":
             raise _Reached(args[0], None)

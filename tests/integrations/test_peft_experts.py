@@ -11,7 +11,7 @@ from hexa_fx import HexaConfig
 from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
 from hexa_fx.ops import adapted_weight
 from tests.integrations.test_transformers import Listed, operators_run
-from tests.ops.test_moe_ffn_adapted import Launches
+from tests.ops.test_moe_ffn_sources import Launches
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("peft.tuners.lora.layer").__dict__.get("ParamWrapper") or pytest.skip("no target_parameters")
@@ -74,7 +74,7 @@ def assert_lean(optimized, ids, adapted=True):
             optimized(ids)
     finally:
         nn.utils.parametrize.register_parametrization = register
-    assert ("hexa::moe_ffn_adapted" in " ".join(launches.names_seen())) == adapted
+    assert ("hexa::moe_ffn_sources" in " ".join(launches.names_seen())) == adapted
     assert not parametrized
     assert not {"aten::baddbmm", "aten::bmm"} & {
         name for name in launches.names_seen() if launches.size_of(name) > 20000

@@ -1,6 +1,6 @@
-"""`hexa::moe_ffn_adapted` against `hexa::moe_ffn` on the sum W + s C A, in float64; and what it keeps and computes.
+"""`hexa::moe_ffn_sources` against `hexa::moe_ffn` on the sum W + s C A, in float64; and what it keeps and computes.
 
-`tests/gpu/test_moe_ffn_adapted.py` runs the same cases on a device, in 16 bits.
+`tests/gpu/test_moe_ffn_sources.py` runs the same cases on a device, in 16 bits.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from hexa_fx.ir import FfnSpec
 
 E, D, H, R = 5, 24, 17, 3
 RAGGED = D, H, R
-ADAPTED, PLAIN = torch.ops.hexa.moe_ffn_adapted, torch.ops.hexa.moe_ffn
+ADAPTED, PLAIN = torch.ops.hexa.moe_ffn_sources, torch.ops.hexa.moe_ffn
 SPECS = [
     FfnSpec("silu", "concat", "nk", "nk"),
     FfnSpec("gelu", "none", "kn", "kn"),
@@ -133,11 +133,11 @@ def test_ugly_routings(routing):
     compare(route(layer(SPECS[0]), routing), SPECS[0])
 
 
-@pytest.mark.parametrize("operator", ["moe_ffn_adapted", "moe_ffn_adapted_forward"])
+@pytest.mark.parametrize("operator", ["moe_ffn_sources", "moe_ffn_sources_forward"])
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[3], SPECS[4]], ids=str)
 def test_opcheck(operator, spec):
     given = layer(spec, dtype=torch.float32, tokens=9)
-    if operator == "moe_ffn_adapted":
+    if operator == "moe_ffn_sources":
         given["x"].requires_grad_()
         given["a1"].requires_grad_()
     torch.library.opcheck(getattr(torch.ops.hexa, operator).default, (*given.values(), SCALES, *static(spec)))

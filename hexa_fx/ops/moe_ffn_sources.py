@@ -1,4 +1,4 @@
-"""``hexa::moe_ffn_adapted``: `hexa::moe_ffn` on weights with low-rank additions, as adapters (LoRA) make them.
+"""``hexa::moe_ffn_sources``: `hexa::moe_ffn` on weights with low-rank additions, as adapters (LoRA) make them.
 
 A projection's weight is ``W + s C A`` with A (E, r, K) and C (E, N, r). The sum is never formed, and what is frozen has no
 gradient, no kernel for one, and nothing saved for one.
@@ -16,9 +16,9 @@ from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
 from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library
 from hexa_fx.ops.direct_function import DirectFunction
-from hexa_fx.ops.low_rank import Projection, Rows, factor_gradients, input_gradient, project
 from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS
 from hexa_fx.ops.moe_ffn import check as check_moe_ffn
+from hexa_fx.ops.projection import Projection, Rows, factor_gradients, input_gradient, project
 from hexa_fx.ops.rows import columns_of
 
 _OPS = torch.ops.hexa
@@ -27,12 +27,12 @@ _INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {_FA
 OPERANDS = ("x", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2", "a1", "c1", "a3", "c3", "a2", "c2")
 """The differentiable operands, in the order of the schema."""
 
-library.define(f"moe_ffn_adapted({_INPUTS}) -> Tensor")
+library.define(f"moe_ffn_sources({_INPUTS}) -> Tensor")
 library.define(
-    f"moe_ffn_adapted_forward({_INPUTS}) -> (Tensor y, Tensor h, Tensor u1, Tensor u3, Tensor v, Tensor inv, Tensor offs)"
+    f"moe_ffn_sources_forward({_INPUTS}) -> (Tensor y, Tensor h, Tensor u1, Tensor u3, Tensor v, Tensor inv, Tensor offs)"
 )
 library.define(
-    "moe_ffn_adapted_backward(Tensor dy, Tensor? x, Tensor? h, Tensor u1, Tensor u3, Tensor v, Tensor inv, Tensor offs, "
+    "moe_ffn_sources_backward(Tensor dy, Tensor? x, Tensor? h, Tensor u1, Tensor u3, Tensor v, Tensor inv, Tensor offs, "
     f"Tensor? top_k_weights, {WEIGHTS}, {_FACTORS}, SymInt top_k, {STATIC}, bool[] needs) -> Tensor[]"
 )
 
@@ -66,7 +66,7 @@ def experts_of(weights: Sequence[Any], factors: Sequence[Any], static: Sequence[
 
 def check(*args: Any) -> None:
     """Checks shapes, dtypes and devices of the arguments."""
-    op, (x, weights, factors) = "moe_ffn_adapted", (args[0], args[3:9], args[9:15])
+    op, (x, weights, factors) = "moe_ffn_sources", (args[0], args[3:9], args[9:15])
     check_moe_ffn(*args[:9], *args[16:])
     if len(args[15]) != 3:
         raise InputError(f"hexa::{op}: scales has {len(args[15])} numbers; expected three, for w1, w3 and w2")
@@ -211,7 +211,7 @@ class _Function(DirectFunction):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         with _AutoDispatchBelowAutograd():
-            y, h, *kept = _OPS.moe_ffn_adapted_forward.default(*args)
+            y, h, *kept = _OPS.moe_ffn_sources_forward.default(*args)
         wanted = ctx.needs_input_grad
         needs = [wanted[0], *wanted[2:15]]
         recompute = args[21]
@@ -223,7 +223,7 @@ class _Function(DirectFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.static[-1]
-        found = iter(_OPS.moe_ffn_adapted_backward.default(grads[0], *ctx.saved_tensors, *ctx.static))
+        found = iter(_OPS.moe_ffn_sources_backward.default(grads[0], *ctx.saved_tensors, *ctx.static))
         dx, *others = [next(found) if need else None for need in needs]
         return dx, None, *others, None, *(None,) * 6
 
@@ -232,7 +232,7 @@ def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
     if is_grad_enabled() and _any_requires_grad(*args):
         return _Function.apply(*args)
     with _AutoDispatchBelowAutograd():
-        return _OPS.moe_ffn_adapted.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        return _OPS.moe_ffn_sources.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
 def _fake(*args: Any) -> Tensor:
@@ -269,12 +269,12 @@ def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
 
 
 _CAST = (0, *range(3, 15))
-library.register_fake("moe_ffn_adapted", _fake, check)
-library.register_kernel("moe_ffn_adapted", "any", inference)
-library.register_autocast("moe_ffn_adapted", cast=_CAST)
-library.register_fake("moe_ffn_adapted_forward", _fake_forward, check)
-library.register_kernel("moe_ffn_adapted_forward", "any", training)
-library.register_fake("moe_ffn_adapted_backward", _fake_backward)
-library.register_kernel("moe_ffn_adapted_backward", "any", backward)
-library.refuse_double_backward("moe_ffn_adapted_backward")
-library.register_autograd_kernel("moe_ffn_adapted", _autograd)
+library.register_fake("moe_ffn_sources", _fake, check)
+library.register_kernel("moe_ffn_sources", "any", inference)
+library.register_autocast("moe_ffn_sources", cast=_CAST)
+library.register_fake("moe_ffn_sources_forward", _fake_forward, check)
+library.register_kernel("moe_ffn_sources_forward", "any", training)
+library.register_fake("moe_ffn_sources_backward", _fake_backward)
+library.register_kernel("moe_ffn_sources_backward", "any", backward)
+library.refuse_double_backward("moe_ffn_sources_backward")
+library.register_autograd_kernel("moe_ffn_sources", _autograd)

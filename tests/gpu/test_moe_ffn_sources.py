@@ -1,4 +1,4 @@
-"""The cases of tests/ops/test_moe_ffn_adapted.py on a device, in 16 bits; nothing is read back while they run."""
+"""The cases of tests/ops/test_moe_ffn_sources.py on a device, in 16 bits; nothing is read back while they run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hexa_fx.ir import FfnSpec
-from tests.ops import test_moe_ffn_adapted as cases
+from tests.ops import test_moe_ffn_sources as cases
 
 SIZES = [cases.RAGGED, (64, 48, 16)]
 """Rows that kernels read element by element, and rows of whole vectors: model size, inner size, rank."""
