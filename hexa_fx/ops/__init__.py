@@ -15,6 +15,7 @@ from hexa_fx.ops.esfk import esfk
 from hexa_fx.ops.esmm import esmm
 from hexa_fx.ops.esmm_act import esmm_act
 from hexa_fx.ops.esmm_act_backward import esmm_act_backward
+from hexa_fx.ops.esmm_packed import expert_by_expert as _packed  # noqa: F401  (registers the operator)
 from hexa_fx.ops.ess import ess
 from hexa_fx.ops.estmm import estmm
 from hexa_fx.ops.fallback import reindex_any as _fallback  # noqa: F401  (registers the generic kernels)

@@ -13,8 +13,6 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-_OPS = torch.ops.hexa
-
 
 @cache
 def say_once(reason: str) -> None:
@@ -66,17 +64,3 @@ def _formed(value: Any) -> Any:
     if isinstance(value, AdaptedWeight):
         return value.dense()
     return type(value)(map(_formed, value)) if type(value) in (list, tuple) else value
-
-
-def moe_ffn(*args: Any) -> Any:
-    """`hexa::moe_ffn` of arguments of which some weights are adapted."""
-    x, index, gates, w1, b1, w3, b3, w2, b2, *static = args
-    weights: list[Any] = []
-    factors: list[Any] = []
-    for weight, layout in ((w1, static[3]), (w3, static[3]), (w2, static[4])):
-        adapted = isinstance(weight, AdaptedWeight)
-        weights.append(weight.weight if adapted else weight)
-        factors += weight.factors(layout) if adapted else (None, None)
-    one = [1.0] * 3
-    operands = (weights[0], b1, weights[1], b3, weights[2], b2, *factors)
-    return _OPS.moe_ffn_sources.default(x, index, gates, *operands, one, *static)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hexa_fx.ops import adapted_weight, direct_rows, library, moe_ffn_autograd
+from hexa_fx.ops import direct_rows, library, moe_ffn_autograd, sources
 
 _OPS = torch.ops.hexa
 
@@ -20,8 +20,7 @@ def moe_ffn(*args: Any) -> Any:
     """``hexa::moe_ffn``."""
     if library.is_eager(args[:9], cuda=True):
         return moe_ffn_autograd.plain(*args)
-    adapted = any(isinstance(weight, adapted_weight.AdaptedWeight) for weight in args[3:9])
-    return (adapted_weight.moe_ffn if adapted else _OPS.moe_ffn.default)(*args)
+    return (sources.moe_ffn if any(map(sources.is_source, args[3:9])) else _OPS.moe_ffn.default)(*args)
 
 
 def reindex(*args: Any) -> Any:
@@ -31,7 +30,7 @@ def reindex(*args: Any) -> Any:
 
 def esmm(*args: Any) -> Any:
     """``hexa::esmm``."""
-    return (direct_rows.esmm if library.is_eager(args[:5]) else _OPS.esmm.default)(*args)
+    return (direct_rows.esmm if library.is_eager(args[:5]) else sources.esmm)(*args)
 
 
 def combine(*args: Any) -> Any:

@@ -152,8 +152,8 @@ def register_autograd_kernel(name: str, kernel: Kernel) -> None:
 def register_autocast(name: str, cast: Sequence[int]) -> None:
     """Under autocast ``hexa::<name>`` behaves like torch.nn.functional.linear.
 
-    Its floating-point arguments at the positions ``cast`` are cast to the autocast dtype (float64 is left alone), and
-    the operator then runs with autocast off.
+    Its floating-point arguments at the positions ``cast`` are cast to the autocast dtype (float64 and packed weights are left
+    alone), and the operator then runs with autocast off.
     """
     for device in _AUTOCAST_DEVICES:
         _LIBRARY.impl(
@@ -215,6 +215,6 @@ def _autocast_kernel(name: str, device: str, cast: frozenset[int]) -> Kernel:
 
 
 def _autocast(value: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == torch.float64:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.itemsize in (1, 8):
         return value
     return value.to(dtype)

@@ -1,31 +1,28 @@
-"""``hexa::moe_ffn_sources``: `hexa::moe_ffn` on weights with low-rank additions, as adapters (LoRA) make them.
+"""``hexa::moe_ffn_sources``: `hexa::moe_ffn` on weights that are packed, have low-rank additions (LoRA), or both.
 
-A projection's weight is ``W + s C A`` with A (E, r, K) and C (E, N, r). The sum is never formed, and what is frozen has no
-gradient, no kernel for one, and nothing saved for one.
+A projection's weight is ``W + s C A`` with A (E, r, K) and C (E, N, r); W is dense, or packed as a format of `hexa_fx.formats`
+says. The sum is never formed, a packed weight never unpacked as a whole, and what is frozen has no gradient, no kernel for one, and
+nothing saved for one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
 
-from hexa_fx.errors import InputError
-from hexa_fx.ops import checks, library
+from hexa_fx.ops import library
 from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS
-from hexa_fx.ops.moe_ffn import check as check_moe_ffn
 from hexa_fx.ops.projection import Projection, Rows, factor_gradients, input_gradient, project
 from hexa_fx.ops.rows import columns_of
+from hexa_fx.ops.sources_arguments import OPERANDS, SOURCES, Arguments, check
 
 _OPS = torch.ops.hexa
-_FACTORS = "Tensor? a1, Tensor? c1, Tensor? a3, Tensor? c3, Tensor? a2, Tensor? c2, float[] scales"
-_INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {_FACTORS}, {STATIC}"
-OPERANDS = ("x", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2", "a1", "c1", "a3", "c3", "a2", "c2")
-"""The differentiable operands, in the order of the schema."""
+_INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}"
 
 library.define(f"moe_ffn_sources({_INPUTS}) -> Tensor")
 library.define(
@@ -33,92 +30,44 @@ library.define(
 )
 library.define(
     "moe_ffn_sources_backward(Tensor dy, Tensor? x, Tensor? h, Tensor u1, Tensor u3, Tensor v, Tensor inv, Tensor offs, "
-    f"Tensor? top_k_weights, {WEIGHTS}, {_FACTORS}, SymInt top_k, {STATIC}, bool[] needs) -> Tensor[]"
+    f"Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}, SymInt top_k, bool[] needs) -> Tensor[]"
 )
 
 
-class Experts(NamedTuple):
-    """The weights as they are computed with.
-
-    Args:
-        first: the first projection, and that of up for glu ``split``.
-        second: the second projection.
-        activation, glu, params: as in `FfnSpec`.
-    """
-
-    first: tuple[Projection, ...]
-    second: Projection
-    activation: str
-    glu: str
-    params: Sequence[float]
-
-
-def experts_of(weights: Sequence[Any], factors: Sequence[Any], static: Sequence[Any]) -> Experts:
-    """The experts of the operator's arguments: six weights, six factors and their scales, five constants."""
-    w1, b1, w3, b3, w2, b2 = weights
-    a1, c1, a3, c3, a2, c2, scales = factors
-    activation, glu, params, layout1, layout2 = static[:5]
-    first: tuple[Projection, ...] = (Projection(w1, b1, a1, c1, scales[0], layout1),)
-    if w3 is not None:
-        first = (*first, Projection(w3, b3, a3, c3, scales[1], layout1))
-    return Experts(first, Projection(w2, b2, a2, c2, scales[2], layout2), activation, glu, params)
-
-
-def check(*args: Any) -> None:
-    """Checks shapes, dtypes and devices of the arguments."""
-    op, (x, weights, factors) = "moe_ffn_sources", (args[0], args[3:9], args[9:15])
-    check_moe_ffn(*args[:9], *args[16:])
-    if len(args[15]) != 3:
-        raise InputError(f"hexa::{op}: scales has {len(args[15])} numbers; expected three, for w1, w3 and w2")
-    checks.check_floating(op, ("x", *OPERANDS[8:]), (x, *factors))
-    for number, (weight, layout) in enumerate(((weights[0], args[19]), (weights[2], args[19]), (weights[4], args[20]))):
-        a, c = factors[2 * number : 2 * number + 2]
-        if (a is None) != (c is None) or (a is not None and weight is None):
-            raise InputError(f"hexa::{op}: a low-rank addition needs both of its factors, and a weight")
-        if a is None or c is None:
-            continue
-        experts, k, n = checks.check_weight(op, "weight", weight, layout)
-        if a.shape != (experts, a.shape[1], k) or c.shape != (experts, n, a.shape[1]):
-            raise InputError(
-                f"hexa::{op}: the factors are {checks.shape(a)} and {checks.shape(c)}; expected ({experts}, r, {k}) and "
-                f"({experts}, {n}, r)"
-            )
-
-
-def _hidden(x: Tensor, experts: Experts, rows: Rows) -> tuple[Tensor, list[Tensor | None]]:
+def _hidden(x: Tensor, first: Sequence[Projection], rows: Rows) -> tuple[Tensor, list[Tensor | None]]:
     """The pre-activation, and the products with A of each first projection."""
-    found = [project(x, projection, rows) for projection in experts.first]
+    found = [project(x, projection, rows) for projection in first]
     parts = [h for h, _ in found]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), [u for _, u in found]
 
 
-def _run(args: Sequence[Any]) -> tuple[Tensor, Tensor, list[Tensor | None], tuple[Tensor, Tensor, Tensor]]:
-    x, top_k_index, top_k_weights = args[:3]
-    experts, top_k = experts_of(args[3:9], args[9:16], args[16:]), top_k_index.shape[1]
-    v, inv, offs = _OPS.reindex(top_k_index, args[3].shape[0])
+def _run(o: Arguments) -> tuple[Tensor, Tensor, list[Tensor | None], tuple[Tensor, Tensor, Tensor]]:
+    top_k = o.top_k_index.shape[1]
+    v, inv, offs = _OPS.reindex(o.top_k_index, o.w1.shape[0])
     rows = Rows(v, offs, top_k)
-    h, u = _hidden(x, experts, rows)
-    a = _OPS.activate(h, experts.activation, experts.glu, experts.params)
-    y_rows, _ = project(a, experts.second, rows.own)
-    return _OPS.combine(y_rows, top_k_weights, inv, offs, top_k), h, u, (v, inv, offs)
+    h, u = _hidden(o.x, o.first, rows)
+    a = _OPS.activate(h, *o.steps)
+    y_rows, _ = project(a, o.second, rows.own)
+    return _OPS.combine(y_rows, o.top_k_weights, inv, offs, top_k), h, u, (v, inv, offs)
 
 
 def inference(*args: Any) -> Tensor:
     """Kernel for any device."""
-    return _run(args)[0]
+    return _run(Arguments(*args))[0]
 
 
 def training(*args: Any) -> tuple[Tensor, ...]:
     """Kernel for any device: the result, and what backward needs."""
-    y, h, u, routing = _run(args)
-    keeps = not args[21]
+    o = Arguments(*args)
+    y, h, u, routing = _run(o)
+    keeps = not o.recompute_h
     kept = [h.new_empty((0, 0)) if each is None or not keeps else each for each in (*u, None)[:2]]
     return y, (h if keeps else h.new_empty((0, h.shape[1]))), *kept, *routing
 
 
 def backward(
     dy: Tensor,
-    x: Tensor | None,
+    x: Any,
     h: Tensor | None,
     u1: Tensor,
     u3: Tensor,
@@ -128,25 +77,23 @@ def backward(
     *rest: Any,
 ) -> list[Tensor]:
     """Kernel for any device: the gradients of the operands that ``needs`` marks."""
-    top_k_weights, weights, factors, top_k, static = rest[0], rest[1:7], rest[7:14], rest[14], rest[15:21]
-    needs = dict(zip(OPERANDS, rest[21], strict=True))
-    experts, rows = experts_of(weights, factors, static), Rows(v, offs, top_k)
+    *others, top_k, marks = rest
+    o, needs = Arguments(x, v, *others), dict(zip(OPERANDS, marks, strict=True))
+    first, second, rows = o.first, o.second, Rows(v, offs, top_k)
     u: list[Tensor | None] = [u1, u3]
-    if static[5] or h is None:
-        assert x is not None
-        h, u = _hidden(x, experts, rows)
+    if o.recompute_h or h is None:
+        h, u = _hidden(x, first, rows)
     found: dict[str, Tensor | None] = {}
-    da, t = input_gradient(dy, experts.second, rows)
-    activation = (experts.activation, experts.glu, experts.params)
-    dh, a_s, dweights = _OPS.activate_backward(da, h, top_k_weights, v, offs, *activation)
+    da, t = input_gradient(dy, second, rows)
+    dh, a_s, dweights = _OPS.activate_backward(da, h, o.top_k_weights, v, offs, *o.steps)
     del da, h
-    _second(found, needs, experts.second, dy, a_s, t, top_k_weights, rows)
+    _second(found, needs, second, dy, a_s, t, o.top_k_weights, rows)
     if needs["top_k_weights"]:
-        found["top_k_weights"] = _with_bias(dweights, weights[5], dy, inv, rows)
-    parts = [part.contiguous() for part in dh.chunk(2, 1)] if len(experts.first) == 2 else [dh]
+        found["top_k_weights"] = _with_bias(dweights, o.b2, dy, inv, rows)
+    parts = [part.contiguous() for part in dh.chunk(2, 1)] if len(first) == 2 else [dh]
     dx: Tensor | None = None
     wanted = needs["x"] or any(needs[name] for name in ("a1", "a3"))
-    for number, projection, g, u_rows in zip("13", experts.first, parts, u):
+    for number, projection, g, u_rows in zip("13", first, parts, u):
         part, t = input_gradient(g, projection, rows.own) if wanted else (None, None)
         dx = part if dx is None or part is None else dx.add_(part)
         _first(found, needs, number, projection, x, u_rows, g, t, rows)
@@ -208,24 +155,31 @@ def _with_bias(dweights: Tensor, b2: Tensor | None, dy: Tensor, inv: Tensor, row
 
 
 class _Function(DirectFunction):
+    """What it keeps besides weights: x if something needs it, h unless it is computed again, and the routing."""
+
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         with _AutoDispatchBelowAutograd():
             y, h, *kept = _OPS.moe_ffn_sources_forward.default(*args)
-        wanted = ctx.needs_input_grad
+        o, wanted = Arguments(*args), ctx.needs_input_grad
         needs = [wanted[0], *wanted[2:15]]
-        recompute = args[21]
-        keep_x = recompute or any(need for name, need in zip(OPERANDS, needs) if name in ("w1", "w3", "a1", "a3"))
-        ctx.save_for_backward(args[0] if keep_x else None, None if recompute else h, *kept, *args[2:15])
-        ctx.static = (args[15], args[1].shape[1], *args[16:], needs)
+        keep_x = o.recompute_h or any(need for name, need in zip(OPERANDS, needs) if name in ("w1", "w3", "a1", "a3"))
+        routed = o.x if keep_x else None, None if o.recompute_h else h, *kept
+        ctx.scales = tuple(map(len, (o.s1, o.s3, o.s2)))
+        ctx.save_for_backward(*routed, *args[2:15], *o.s1, *o.s3, *o.s2)
+        ctx.static = (o.alphas, o.formats, args[20:], o.top_k_index.shape[1], needs)
         return y  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.static[-1]
-        found = iter(_OPS.moe_ffn_sources_backward.default(grads[0], *ctx.saved_tensors, *ctx.static))
+        alphas, formats, static, top_k, needs = ctx.static
+        count, left = len(ctx.saved_tensors) - sum(ctx.scales), iter(ctx.saved_tensors)
+        tensors = [next(left) for _ in range(count)]
+        scales = [[next(left) for _ in range(number)] for number in ctx.scales]
+        sources = (alphas, *scales, formats)
+        found = iter(_OPS.moe_ffn_sources_backward.default(grads[0], *tensors, *sources, *static, top_k, needs))
         dx, *others = [next(found) if need else None for need in needs]
-        return dx, None, *others, None, *(None,) * 6
+        return dx, None, *others, *(None,) * 11
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
@@ -236,35 +190,27 @@ def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
 
 
 def _fake(*args: Any) -> Tensor:
-    x, w2, layout2 = args[0], args[7], args[20]
-    y: Tensor = x.new_empty((x.shape[0], columns_of(w2, layout2)))
-    return y
+    o = Arguments(*args)
+    return o.x.new_empty((o.x.shape[0], columns_of(o.shaped(o.x).w2, o.layout2)))
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    x, index, w1, w3, a1, a3, layout1, recompute = (
-        args[0],
-        args[1],
-        args[3],
-        args[5],
-        args[9],
-        args[11],
-        args[19],
-        args[21],
-    )
-    n, width = index.shape[0] * index.shape[1], columns_of(w1, layout1)
-    h = x.new_empty((0 if recompute else n, width if w3 is None else 2 * width))
-    none = a1 is None or recompute, w3 is None or a3 is None or recompute
-    u = [x.new_empty((0, 0) if absent else (n, a.shape[1])) for absent, a in zip(none, (a1, a3))]
+    o = Arguments(*args)
+    x, index, recompute = o.x, o.top_k_index, o.recompute_h
+    n, width = index.shape[0] * index.shape[1], columns_of(o.shaped(x).w1, o.layout1)
+    h = x.new_empty((0 if recompute else n, width if o.w3 is None else 2 * width))
+    ranks = [None if a is None or recompute else a.shape[1] for a in (o.a1, o.a3)]
+    u = [x.new_empty((0, 0) if rank is None else (n, rank)) for rank in ranks]
     routing = torch.empty(n, dtype=torch.int32, device=x.device)
-    offs = torch.empty(w1.shape[0] + 1, dtype=torch.int32, device=x.device)
+    offs = torch.empty(o.w1.shape[0] + 1, dtype=torch.int32, device=x.device)
     return _fake(*args), h, *u, routing, torch.empty_like(routing), offs
 
 
 def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
-    weights, layout1, needs = args[7:21], args[25], args[28]
-    w1 = weights[1]
-    like = (dy.new_empty((dy.shape[0], w1.shape[2] if layout1 == "nk" else w1.shape[1])), *weights[:13])
+    *others, _, needs = args[7:]
+    o = Arguments(dy, dy, *others)
+    w1 = o.shaped(dy).w1
+    like: tuple[Any, ...] = (dy.new_empty((dy.shape[0], w1.shape[2] if o.layout1 == "nk" else w1.shape[1])), *o[2:15])
     return [t.new_empty(t.shape) for t, need in zip(like, needs, strict=True) if need]
 
 

@@ -1,10 +1,12 @@
-"""A projection of experts with a low-rank addition: ``x @ (W + s C A)^T`` as ``x @ W^T + s (x @ A^T) @ C^T``.
+"""A projection of experts: a weight, dense or packed, with or without a low-rank addition: ``x @ W^T + s (x @ A^T) @ C^T``.
 
-``W + s C A`` never exists. Products with A and C are expert-specific products of their own, with the rank as their width.
+Neither ``W + s C A`` nor a packed W as a whole ever exists. Products with A and C are expert-specific products of their own, with
+the rank as their width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,12 +16,17 @@ from hexa_fx.ops.rows import flip
 
 _OPS = torch.ops.hexa
 
+DENSE = "dense"
+"""The format of a weight that is a tensor of numbers."""
+
 
 class Projection(NamedTuple):
     """One projection of all experts.
 
     Args:
-        weight: (E, N, K) or (E, K, N), as ``layout`` says.
+        weight: (E, N, K) or (E, K, N), as ``layout`` says; or such a weight as ``format`` packs it.
+        scales: that go with a packed weight.
+        format: a name of `hexa_fx.formats.FORMATS`, or `DENSE`.
         bias: (E, N) or None.
         a, c: (E, r, K) and (E, N, r), any strides; both None where there is no addition.
         scale: s.
@@ -27,6 +34,8 @@ class Projection(NamedTuple):
     """
 
     weight: Tensor
+    scales: Sequence[Tensor]
+    format: str
     bias: Tensor | None
     a: Tensor | None
     c: Tensor | None
@@ -47,9 +56,18 @@ class Rows(NamedTuple):
         return Rows(None, self.offs, 1)
 
 
+def _product(x: Tensor, p: Projection, bias: Tensor | None, rows: Rows, layout: str) -> Tensor:
+    """``x @ W^T + b`` with the weight read as ``layout`` says."""
+    if p.format == DENSE:
+        dense: Tensor = _OPS.esmm(x, p.weight, bias, *rows, layout)
+        return dense
+    packed: Tensor = _OPS.esmm_packed(x, p.weight, p.scales, p.format, bias, *rows, layout)
+    return packed
+
+
 def project(x: Tensor, p: Projection, rows: Rows) -> tuple[Tensor, Tensor | None]:
     """(n, N) and ``x @ A^T`` (n, r), None without an addition."""
-    y = _OPS.esmm(x, p.weight, p.bias, *rows, p.layout)
+    y = _product(x, p, p.bias, rows, p.layout)
     if p.a is None or p.c is None:
         return y, None
     u = _OPS.esmm(x, p.a, None, *rows, "nk")
@@ -58,7 +76,7 @@ def project(x: Tensor, p: Projection, rows: Rows) -> tuple[Tensor, Tensor | None
 
 def input_gradient(g: Tensor, p: Projection, rows: Rows) -> tuple[Tensor, Tensor | None]:
     """(n, K) of the gradient g (n, N), and ``g @ C`` (n, r), None without an addition."""
-    dx = _OPS.esmm(g, p.weight, None, *rows, flip(p.layout))
+    dx = _product(g, p, None, rows, flip(p.layout))
     if p.a is None or p.c is None:
         return dx, None
     t = _OPS.esmm(g, p.c, None, *rows, "kn")

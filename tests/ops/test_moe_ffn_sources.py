@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hexa_fx.ops  # noqa: F401  (defines the operators)
 from hexa_fx.errors import InputError
+from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.ir import FfnSpec
 
 E, D, H, R = 5, 24, 17, 3
@@ -23,6 +24,9 @@ SPECS = [
 ]
 NAMES = ("w1", "b1", "w3", "b3", "w2", "b2")
 FACTORS = ("a1", "c1", "a3", "c3", "a2", "c2")
+OPERANDS = ("x", "top_k_index", "top_k_weights", *NAMES, *FACTORS)
+PACKABLE = D_PACKED, H_PACKED, _ = 64, 32, 3
+"""Sizes that every format takes."""
 
 
 def static(spec):
@@ -53,7 +57,9 @@ SCALES = [0.5, 2.0, 0.25]
 
 
 def run(given, spec):
-    return ADAPTED(*given.values(), SCALES, *static(spec))
+    packed = [tuple(given.get(f"s{number}") or ()) for number in "132"]
+    formats = [given.get(f"format{number}", "dense") for number in "132"]
+    return ADAPTED(*(given[name] for name in OPERANDS), SCALES, *packed, formats, *static(spec))
 
 
 def reference(given, spec):
@@ -71,18 +77,35 @@ def reference(given, spec):
 
 def compare(given, spec, frozen=()):
     """Result and gradients against those of the sums on the CPU in float64: exactly, or to the rounding of 16 bits."""
-    exact = {n: t if t is None or not t.is_floating_point() else t.detach().double() for n, t in given.items()}
-    exact = {n: t if t is None else t.cpu() for n, t in exact.items()}
+    exact = {n: exactly(n, given) for n in OPERANDS}
+    frozen = (*frozen, *(f"w{n}" for n in "123" if f"format{n}" in given))
     direction = torch.randn_like(exact["x"])
     outcomes = []
     for function, operands in ((run, given), (reference, exact)):
-        leaves = {n: t for n, t in operands.items() if t is not None and t.is_floating_point() and n not in frozen}
-        for t in leaves.values():
-            t.requires_grad_()
+        leaves = [operands[n] for n in OPERANDS if n not in frozen and operands[n] is not None]
+        leaves = [t.requires_grad_() for t in leaves if t.is_floating_point()]
         y = function(operands, spec)
-        outcomes.append((y, *torch.autograd.grad(y, list(leaves.values()), direction.to(y))))
+        outcomes.append((y, *torch.autograd.grad(y, leaves, direction.to(y))))
     for found, expected in zip(*outcomes, strict=True):
         assert_alike(found, expected)
+
+
+def exactly(name, given):
+    """An operand on the CPU in float64, unpacked."""
+    t = given[name]
+    if t is not None and f"format{name[1:]}" in given and name[0] == "w":
+        t = format_of(given[f"format{name[1:]}"]).dense(t, given[f"s{name[1:]}"], given["x"].dtype)
+    return t if t is None or not t.is_floating_point() else t.detach().double().cpu()
+
+
+def pack(given, format, numbers="123"):
+    """The same with weights that are packed."""
+    given = dict(given)
+    for number in numbers:
+        if given[f"w{number}"] is not None:
+            given[f"w{number}"], *given[f"s{number}"] = format_of(format).pack_all(given[f"w{number}"])
+            given[f"format{number}"] = format
+    return given
 
 
 def assert_alike(found, expected):
@@ -140,7 +163,8 @@ def test_opcheck(operator, spec):
     if operator == "moe_ffn_sources":
         given["x"].requires_grad_()
         given["a1"].requires_grad_()
-    torch.library.opcheck(getattr(torch.ops.hexa, operator).default, (*given.values(), SCALES, *static(spec)))
+    sources = (SCALES, (), (), (), ["dense"] * 3)
+    torch.library.opcheck(getattr(torch.ops.hexa, operator).default, (*given.values(), *sources, *static(spec)))
 
 
 def test_compiled():
@@ -153,6 +177,61 @@ def test_compiled():
         outcomes.append((y, *torch.autograd.grad(y.sum(), given["a1"])))
     for found, expected in zip(*outcomes, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("adapted", ["", "123"], ids=["no adapters", "adapters"])
+def test_packed_weights(format, spec, adapted):
+    compare(pack(layer(spec, adapted, sizes=PACKABLE), format), spec, NAMES if adapted else ())
+
+
+@pytest.mark.parametrize("numbers", ["1", "2"])
+def test_packed_and_dense_weights_side_by_side(numbers):
+    compare(pack(layer(SPECS[3], sizes=PACKABLE), "nf4", numbers), SPECS[3])
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_ugly_routings_of_packed_weights(routing):
+    compare(pack(route(layer(SPECS[0], sizes=PACKABLE), routing), "mxfp4"), SPECS[0])
+
+
+@pytest.mark.parametrize("format", ["nf4_double", "int8_rows"])
+def test_opcheck_with_packed_weights(format):
+    given = pack(layer(SPECS[3], dtype=torch.float32, tokens=9, sizes=PACKABLE), format)
+    given["x"].requires_grad_()
+    given["a1"].requires_grad_()
+    sources = (SCALES, given["s1"], given["s3"], given["s2"], [format] * 3)
+    args = (*(given[name] for name in OPERANDS), *sources, *static(SPECS[3]))
+    torch.library.opcheck(ADAPTED.default, args)
+    _, _, offs = torch.ops.hexa.reindex(given["top_k_index"], E)
+    x = torch.randn(18, D_PACKED, requires_grad=True)
+    rows = (given["w1"], given["s1"], format, given["b1"], None, offs, 1, "nk")
+    torch.library.opcheck(torch.ops.hexa.esmm_packed.default, (x, *rows))
+
+
+def test_compiled_with_packed_weights():
+    given = pack(layer(SPECS[0], dtype=torch.float32, sizes=PACKABLE), "nf4")
+    given["a1"].requires_grad_()
+    compiled = torch.compile(lambda: run(given, SPECS[0]), backend="aot_eager", fullgraph=True)
+    outcomes = []
+    for function in (compiled, lambda: run(given, SPECS[0])):
+        y = function()
+        outcomes.append((y, *torch.autograd.grad(y.sum(), given["a1"])))
+    for found, expected in zip(*outcomes, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_packed_weights_under_autocast():
+    given = pack(layer(SPECS[0], "", dtype=torch.float32, sizes=PACKABLE), "fp8_block")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(given, SPECS[0])
+    assert y.dtype == torch.bfloat16
+    low = {
+        name: t.bfloat16() if name in OPERANDS and t is not None and t.dtype == torch.float32 else t
+        for name, t in given.items()
+    }
+    assert torch.equal(y, run(low | {"top_k_weights": given["top_k_weights"]}, SPECS[0]))
 
 
 class Launches(TorchDispatchMode):
@@ -193,6 +272,17 @@ def test_nothing_is_computed_or_kept_for_frozen_bases():
     assert launches.largest < min(given["w1"].numel(), given["w2"].numel())
 
 
+def test_one_expert_s_matrix_exists_at_a_time():
+    """Nothing as large as all experts' weights is made, forward or backward, and x is not kept."""
+    spec = SPECS[0]
+    given = pack(layer(spec, "", tokens=4, sizes=PACKABLE), "nf4")
+    given["x"].requires_grad_()
+    with Launches() as launches:
+        y = run(given, spec)
+        torch.autograd.grad(y.sum(), given["x"])
+    assert launches.largest <= 2 * H_PACKED * D_PACKED
+
+
 def test_arguments_that_do_not_fit():
     spec = SPECS[0]
     for change, message in (
@@ -202,3 +292,13 @@ def test_arguments_that_do_not_fit():
     ):
         with pytest.raises(InputError, match=message):
             run({**layer(spec), **change}, spec)
+    packed = pack(layer(spec, sizes=PACKABLE), "nf4")
+    for change, message in (
+        ({"format1": "nf5"}, "there is no format"),
+        ({"format1": "mxfp4"}, "exponents of w1"),
+        ({"s2": packed["s2"] * 2}, "scale tensors"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run({**packed, **change}, spec)
+    with pytest.raises(InputError, match="has no gradient; freeze it"):
+        run({**packed, "s1": [packed["s1"][0].requires_grad_()]}, spec)

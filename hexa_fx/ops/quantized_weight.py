@@ -1,0 +1,145 @@
+"""A packed weight as a tensor: operators that know it read its format, everything else gets the numbers that it stands for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hexa_fx.errors import InputError
+from hexa_fx.formats import format_of
+
+log = logging.getLogger(__name__)
+
+_ATEN = torch.ops.aten
+
+
+@cache
+def _say_once(operation: str, shape: tuple[int, ...]) -> None:
+    log.warning("a packed weight of shape %s is unpacked as a whole by %s", shape, operation)
+
+
+class QuantizedWeight(Tensor):
+    """A frozen weight (E, R, C) of a floating-point ``dtype`` whose memory is packed.
+
+    Taking an expert's matrix from it unpacks that one. Copies, moves to a device and conversions keep it packed; a conversion
+    changes in which dtype it is read. Any other operation unpacks all of it, which is logged once.
+
+    Args:
+        packed, scales: as ``format`` (a name of `hexa_fx.formats.FORMATS`) says.
+        dtype: in which it is read.
+    """
+
+    packed: Tensor
+    scales: tuple[Tensor, ...]
+    format: str
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, packed: Tensor, scales: Sequence[Tensor], format: str, dtype: torch.dtype) -> QuantizedWeight:
+        shape = format_of(format).shape_of(packed)
+        made: QuantizedWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=dtype, device=packed.device
+        )
+        made.packed, made.scales, made.format = packed, tuple(scales), format
+        for number, scale in enumerate(made.scales):
+            setattr(made, f"scale{number}", scale)
+        return made
+
+    @classmethod
+    def of(cls, weight: Tensor, format: str) -> QuantizedWeight:
+        """A dense weight (E, R, C), packed expert by expert.
+
+        Raises:
+            InputError: the format does not take this shape, or there is no such format.
+        """
+        packed, *scales = format_of(format).pack_all(weight)
+        return cls(packed, scales, format, weight.dtype)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"QuantizedWeight({self.format}, {tuple(self.shape)}, {self.dtype}, device={self.device})"
+
+    def expert(self, number: int) -> Tensor:
+        """One expert's matrix, unpacked."""
+        return format_of(self.format).expert(self.packed, self.scales, number, self.dtype)
+
+    def dense(self) -> Tensor:
+        """All of it, unpacked."""
+        return format_of(self.format).dense(self.packed, self.scales, self.dtype)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it takes in memory."""
+        return sum(t.numel() * t.element_size() for t in (self.packed, *self.scales))
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["packed", *(f"scale{n}" for n in range(len(self.scales)))], (self.format, self.dtype)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], about: Any, size: Any, stride: Any) -> QuantizedWeight:
+        scales = [inner[f"scale{n}"] for n in range(len(inner) - 1)]
+        return cls(inner["packed"], scales, *about)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _restored, (self.packed, self.scales, self.format, self.dtype, isinstance(self, torch.nn.Parameter))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
+        copied = _restored(*pytree.tree_map_only(Tensor, Tensor.clone, self.__reduce_ex__(2)[1]))
+        memo[id(self)] = copied
+        return copied
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        weight = args[0] if args else None
+        if isinstance(weight, QuantizedWeight):
+            if func in _SAME:
+                return weight._with(func, args[1:], kwargs)
+            if func is _ATEN.copy_.default:
+                return weight._overwrite(args[1])
+            if func is _ATEN.select.int and args[1] == 0:
+                return weight.expert(args[2] % weight.shape[0])
+            if func is _ATEN.unbind.int and (len(args) == 1 or args[1] == 0):
+                return [weight.expert(number) for number in range(weight.shape[0])]
+        found = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, QuantizedWeight)]
+        _say_once(func.name(), tuple(found[0].shape))
+        args, kwargs = pytree.tree_map_only(QuantizedWeight, QuantizedWeight.dense, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _with(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> QuantizedWeight:
+        """The same numbers as another object, perhaps elsewhere or read in another dtype."""
+        dtype = kwargs.get("dtype") or self.dtype
+        kept = {key: value for key, value in kwargs.items() if key not in ("dtype", "memory_format")}
+        packed, *scales = (func(t, *args, **kept) for t in (self.packed, *self.scales))
+        return QuantizedWeight(packed, scales, self.format, dtype)
+
+    def _overwrite(self, source: Tensor) -> QuantizedWeight:
+        if not isinstance(source, QuantizedWeight):
+            packed, *scales = format_of(self.format).pack_all(source.to(self.device))
+        elif source.format == self.format:
+            packed, *scales = source.packed, *source.scales
+        else:
+            raise InputError(f"a weight packed as {source.format} cannot be copied to one packed as {self.format}")
+        for own, other in zip((self.packed, *self.scales), (packed, *scales), strict=True):
+            own.copy_(other)
+        return self
+
+
+_SAME = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default, _ATEN._to_copy.default})
+
+
+def _restored(
+    packed: Tensor, scales: Sequence[Tensor], format: str, dtype: torch.dtype, parameter: bool
+) -> QuantizedWeight:
+    made = QuantizedWeight(packed, scales, format, dtype)
+    return torch.nn.Parameter(made, requires_grad=False) if parameter else made  # type: ignore[return-value]
+
+
+torch.serialization.add_safe_globals([_restored])
