@@ -15,6 +15,7 @@ _MODULES = {
     "ess": "hexa_fx.codegen.family_rows",
     "gemm_sm80": "hexa_fx.codegen.family_gemm_sm80",
     "gather_gemm_sm90": "hexa_fx.codegen.family_gemm_sm90",
+    "packed_gemm": "hexa_fx.codegen.family_packed",
     "reindex": "hexa_fx.codegen.family_reindex",
 }
 

@@ -3,6 +3,7 @@
 //
 // kFast: float by the hardware's approximate exponential and reciprocal, for results that are rounded to 16 bits anyway.
 #pragma once
+#include <hexa_fx/ptx/math.cuh>
 
 namespace hexa {
 
@@ -22,18 +23,6 @@ __device__ __forceinline__ F alpha_of(const ActParams& p) {
 template <Act A, class F>
 __device__ __forceinline__ F gate_limit(const ActParams& p) {
   return A == Act::swiglu_oai ? F(p.limit) : F(p.alpha);
-}
-
-// One instruction each; relative error about 2^-22. Flushing denormals only moves values below 2^-126.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-__device__ __forceinline__ float reciprocal_fast(float x) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
 }
 
 template <bool kFast> __device__ __forceinline__ float exp_of(float x) {

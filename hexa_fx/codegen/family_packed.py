@@ -1,0 +1,125 @@
+"""packed_gemm: grouped products of few rows with weights of four bits, by mma.sync; sm_80 and everything after it.
+
+Serves esmm, with or without an activation in its epilogue, in bf16 and fp16. Weights are (E, N, K) with two codes in a byte and
+a scale for each `block` values along K.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hexa_fx.codegen.cutlass import DataType
+from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family_rows import check_activation
+from hexa_fx.codegen.spec import KernelSpec
+
+FAMILY = "packed_gemm"
+TOKENS = 8
+"""Rows of an expert that are multiplied at a time."""
+MOST_EXPERTS = 512
+DEPTH = 128
+"""Values along K that a warp takes in a step."""
+SCALES = ("f32", "bf16", "e8m0")
+
+_TABLE_BYTES = 256 * 256
+_MOST_WARPS = 16
+_MOST_STEPS = 4
+MOST_DEPTH = DEPTH * _MOST_WARPS * _MOST_STEPS
+"""K, at most: the rows of x stay in registers."""
+
+
+@dataclass(frozen=True)
+class PackedTile:
+    """Shape of one kernel of packed_gemm.
+
+    Args:
+        warps_m: warps of a block side by side along the weight's lines, 32 of them each.
+        warps_k: warps that share K.
+        steps: how often each takes `DEPTH` values of it.
+        blocks: a multiprocessor's blocks that registers have to suffice for.
+    """
+
+    warps_m: int
+    warps_k: int
+    steps: int
+    blocks: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.warps_m * self.warps_k
+
+
+def choose_tile(k: int) -> PackedTile:
+    """The tile of a product over `k` values: eight warps that share K if three steps of each suffice, else sixteen."""
+    chunks = -(-k // DEPTH)
+    sizes = [(steps, -(-chunks // steps)) for steps in range(1, _MOST_STEPS + 1)]
+    few = [size for size in sizes[:3] if size[1] <= 8]
+    steps, warps_k = few[0] if few else next((size for size in sizes[1:] if size[1] <= _MOST_WARPS), sizes[-1])
+    warps_m = max(1, 6 // warps_k)
+    return PackedTile(warps_m, warps_k, steps, max(1, (18 if steps == 1 else 16) // (warps_m * warps_k)))
+
+
+def candidates(k: int) -> list[PackedTile]:
+    """Tiles worth timing for a product over `k` values; some may not fit a card."""
+    found = []
+    chunks = -(-k // DEPTH)
+    for steps in (1, 2, 3, 4):
+        warps_k = -(-chunks // steps)
+        for warps_m in (1, 2, 4):
+            warps = warps_m * warps_k
+            if 4 <= warps <= _MOST_WARPS:
+                most = min(3, 24 // warps, 6 // steps)
+                found += [PackedTile(warps_m, warps_k, steps, blocks) for blocks in range(1, most + 1)]
+    return found
+
+
+def columns_of_tile(spec: KernelSpec) -> int:
+    """Columns of the result (of one glu half) that one unit of work gives."""
+    return int(spec.option("warps_m")) * (32 if spec.glu == "none" else 16)
+
+
+def resident_blocks(spec: KernelSpec) -> int:
+    """Blocks of a multiprocessor at a time."""
+    limit = shared_limit(spec.arch)
+    return max(1, min(int(spec.option("blocks")), (limit + 1024) // (_shape(spec).shared_bytes + 1024)))
+
+
+def _shape(spec: KernelSpec) -> LaunchShape:
+    warps = int(spec.option("warps_m")) * int(spec.option("warps_k"))
+    tables = -(-2 * (MOST_EXPERTS + 1) * 4 // 16) * 16
+    return LaunchShape(threads=32 * warps, shared_bytes=_TABLE_BYTES + tables)
+
+
+def _check(spec: KernelSpec) -> Iterable[str]:
+    if spec.dtype not in (DataType.bf16, DataType.f16):
+        yield f"element type {spec.dtype.name}; expected bf16 or f16"
+    yield from check_activation(spec)
+    if spec.layout != "nk" or not spec.aligned or spec.accumulate:
+        yield "packed weights are (E, N, K), lie at multiples of 16 bytes, and their results are stored"
+    if spec.option("scale") not in SCALES:
+        yield f"scales are {spec.option('scale')}; expected one of {', '.join(SCALES)}"
+    if spec.option("scale") == "e8m0" and spec.dtype == DataType.f16:
+        yield "f16 does not hold every power of two that E8M0 does"
+    block = int(spec.option("block"))
+    if block < 32 or block & (block - 1):
+        yield f"blocks of {block} values; expected a power of two, 32 or more"
+    warps_m, warps_k, steps = (int(spec.option(name)) for name in ("warps_m", "warps_k", "steps"))
+    if not 1 <= steps <= _MOST_STEPS or warps_m < 1 or warps_k < 1 or warps_m * warps_k > _MOST_WARPS:
+        yield f"{warps_m}x{warps_k} warps, {steps} steps; expected at most {_MOST_WARPS} warps and {_MOST_STEPS} steps"
+
+
+FAMILIES = (
+    Family(
+        name=FAMILY,
+        template="packed_gemm.cu.j2",
+        ops=("esmm",),
+        # x, code, code2, scale, scale2, bias, bias2, d, act, v, offs; x_stride, code_expert, scale_expert, d_stride, act_stride,
+        # rows, n, k, experts, top_k (value, magic, shift), alpha, limit, values
+        args=struct.Struct("PPPPPPPPPPP" + "qqqqqiiiiIIIff8I0P"),
+        shape=_shape,
+        check=_check,
+    ),
+)

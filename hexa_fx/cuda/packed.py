@@ -1,0 +1,276 @@
+"""Products of few rows with packed weights through the family packed_gemm, which unpacks on the way to the tensor cores.
+
+With few rows an expert a product only streams weights, and packed ones are a quarter of the bytes. With more rows the same
+weights are unpacked again for each eight of them, and matrices that were unpacked once are better: see `unsupported`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from struct import Struct, pack, unpack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family_packed import (
+    DEPTH,
+    FAMILY,
+    MOST_DEPTH,
+    MOST_EXPERTS,
+    TOKENS,
+    PackedTile,
+    candidates,
+    choose_tile,
+    columns_of_tile,
+    resident_blocks,
+)
+from hexa_fx.codegen.heuristics import row_bucket
+from hexa_fx.codegen.spec import Glu, KernelSpec, Option
+from hexa_fx.codegen.tuned import Problem
+from hexa_fx.cuda.arguments import numbers_of
+from hexa_fx.cuda.choosing import Card, cached_choice, card_of
+from hexa_fx.cuda.gemm_sm80 import divisor
+from hexa_fx.cuda.launch import Kernel, kernel_of, launch
+from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, dense_rows
+from hexa_fx.cuda.tile_choice import chosen_tile, run_with_tile
+from hexa_fx.formats.four_bit import FourBit
+from hexa_fx.ops.activations import inner_width
+from hexa_fx.ops.rows import row_count
+
+MOST_BUCKET = 5
+"""Up to 2^5 rows an expert on average. Codes are unpacked once for each eight rows; a matrix that is unpacked to memory is written
+and read at two bytes a value, which takes as long as some six passes over four bits.
+"""
+
+_SCALES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.uint8: "e8m0"}
+_PLAIN: tuple[str, Glu, tuple[float, ...]] = ("none", "none", ())
+
+
+class PackedWeight(NamedTuple):
+    """A weight (E, N, K) in four bits.
+
+    Args:
+        codes: (E, N, K / 2), uint8.
+        scales: one for each ``format.block`` values of an expert's matrix, read row by row; float32, or uint8 (E8M0).
+        format: what codes mean.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    format: FourBit
+
+    @property
+    def columns(self) -> int:
+        """N."""
+        return self.codes.shape[1]
+
+    @property
+    def inner(self) -> int:
+        """K."""
+        return 2 * self.codes.shape[2]
+
+
+class PackedProduct(NamedTuple):
+    """One product with an activation or without, as `hexa_fx.ops.operands.EsmmAct` but for its weights.
+
+    Args:
+        w1, w3: the weight; up's for glu ``split``.
+    """
+
+    x: Tensor
+    w1: PackedWeight
+    b1: Tensor | None
+    w3: PackedWeight | None
+    b3: Tensor | None
+    v: Tensor | None
+    offs: Tensor
+    top_k: int
+    activation: str = "none"
+    glu: Glu = "none"
+    params: tuple[float, ...] = ()
+    keep_h: bool = True
+
+    @property
+    def rows(self) -> int:
+        """n."""
+        return row_count(self.x, self.v)
+
+    @property
+    def inner(self) -> int:
+        """Columns of the result, and of one half of a gated one."""
+        return inner_width(self.w1.columns, self.glu)
+
+
+class PackedKey(NamedTuple):
+    """Everything that decides the kernel of one product but its tile; as `hexa_fx.cuda.key_sm80.GemmKey`.
+
+    Args:
+        scale: element type of scales, one of `hexa_fx.codegen.family_packed.SCALES`.
+        block: values that share one.
+        high_first: the first of a byte's two codes is its high half.
+    """
+
+    card: Card
+    dtype: torch.dtype
+    bucket: int
+    inner: int
+    columns: int
+    scale: str
+    block: int
+    high_first: bool
+    gather: bool
+    activation: str
+    glu: Glu
+    bias: bool
+    keep_h: bool
+    accumulate: bool = False
+
+    def problem(self) -> Problem:
+        """What tuning knows of it."""
+        return Problem(FAMILY, "esmm", DTYPES[self.dtype].name, self.gather, self.bucket, self.inner, self.columns)
+
+    def tile(self, fields: Any) -> PackedTile:
+        """The tile with these fields."""
+        return PackedTile(**fields)
+
+    def rule(self) -> PackedTile:
+        """The tile that nobody measured."""
+        return choose_tile(self.inner)
+
+    def candidates(self) -> list[PackedTile]:
+        """Tiles worth measuring."""
+        return candidates(self.inner)
+
+    def at(self, bucket: int) -> PackedKey:
+        """The same with another number of rows an expert."""
+        return self._replace(bucket=bucket)
+
+    def spec(self, tile: PackedTile) -> KernelSpec:
+        """The kernel with this tile."""
+        spec = KernelSpec(
+            family=FAMILY,
+            op="esmm",
+            arch=self.card.arch,
+            dtype=DTYPES[self.dtype],
+            bm=TOKENS,
+            bk=DEPTH,
+            gather=self.gather,
+            activation=self.activation,
+            glu=self.glu,
+            bias=self.bias,
+        )
+        packed: dict[str, Option] = {"scale": self.scale, "block": self.block, "high_first": self.high_first}
+        keep: dict[str, Option] = {} if (self.activation, self.glu) == ("none", "none") else {"keep_h": self.keep_h}
+        return spec.with_options(**packed, **keep, **asdict(tile))
+
+
+def unsupported(o: PackedProduct) -> str:
+    """Why packed_gemm does not take these operands, or should not; empty if it does."""
+    weight, card = o.w1, card_of(o.offs.device.index)
+    if card.arch < 80:
+        return f"sm_{card.arch}; the kernels need sm_80 or newer"
+    if o.x.dtype not in (torch.bfloat16, torch.float16):
+        return f"rows are {o.x.dtype}; the kernels multiply bfloat16 and float16"
+    scale = _SCALES.get(weight.scales.dtype)
+    if scale is None or (scale == "e8m0" and o.x.dtype != torch.bfloat16):
+        return f"scales are {weight.scales.dtype} for rows of {o.x.dtype}"
+    if weight.inner % weight.format.block or weight.inner > MOST_DEPTH:
+        return f"lines of {weight.inner} values; the kernels take multiples of {weight.format.block} up to {MOST_DEPTH}"
+    if o.offs.shape[0] - 1 > MOST_EXPERTS:
+        return f"{o.offs.shape[0] - 1} experts; the kernels' tables hold {MOST_EXPERTS}"
+    if row_bucket(o.rows, o.offs.shape[0] - 1) > MOST_BUCKET:
+        return f"{o.rows} rows for {o.offs.shape[0] - 1} experts; matrices that are unpacked once are faster"
+    weights = [w for w in (o.w1, o.w3) if w is not None]
+    if not all(w.codes.is_contiguous() and w.scales.is_contiguous() and aligned(w.codes) for w in weights):
+        return "packed weights do not lie contiguously at multiples of 16 bytes"
+    return "" if aligned(o.x) and o.x.stride()[-1] == 1 else "rows do not lie at multiples of 16 bytes"
+
+
+def esmm(o: PackedProduct) -> Tensor:
+    """``y[p] = x[row(p)] @ W[e(p)]^T + b[e(p)]``, (n, N)."""
+    y = o.x.new_empty((o.rows, o.w1.columns))
+    _product(o, _PLAIN, y, None)
+    return y
+
+
+def esmm_act(o: PackedProduct) -> tuple[Tensor, Tensor]:
+    """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), empty unless it is kept, and (n, I)."""
+    n, inner = o.rows, o.inner
+    h = o.x.new_empty((n if o.keep_h else 0, inner if o.glu == "none" else 2 * inner))
+    a = o.x.new_empty((n, inner))
+    _product(o, (o.activation, o.glu, o.params), h if o.keep_h else None, a)
+    return h, a
+
+
+def _product(
+    o: PackedProduct,
+    epilogue: tuple[str, Glu, tuple[float, ...]],
+    d: Tensor | None,
+    act: Tensor | None,
+) -> None:
+    """One launch: h to d and a to act, each if it is given."""
+    x, weight, (activation, glu, params) = dense_rows(o.x), o.w1, epilogue
+    n, inner, experts, device = o.rows, inner_width(weight.columns, glu), o.offs.shape[0] - 1, x.device.index
+    if n == 0 or inner == 0:
+        return
+    b1, b3 = (None if b is None else b.contiguous() for b in (o.b1, o.b3))
+    key = PackedKey(
+        card_of(device),
+        x.dtype,
+        row_bucket(n, experts),
+        weight.inner,
+        weight.columns,
+        _SCALES[weight.scales.dtype],
+        weight.format.block,
+        weight.format.high_first,
+        o.v is not None,
+        activation,
+        glu,
+        b1 is not None,
+        d is not None,
+    )
+    up = (None, None) if o.w3 is None else (o.w3.codes, o.w3.scales)
+    pointers = (x, weight.codes, up[0], weight.scales, up[1], b1, b3, d, act, o.v, o.offs)
+    sizes = (n, experts, x.stride()[0], 0 if d is None else d.shape[1], inner, o.top_k, tuple(params), weight.format)
+
+    def run(tile: PackedTile | None) -> None:
+        kernel, grid, numbers = _launch(key, tile, *sizes)
+        launch(kernel, device, grid, ((pointers, numbers),))
+
+    run_with_tile(key, device, run)
+
+
+@cached_choice
+def _launch(
+    key: PackedKey,
+    tile: PackedTile | None,
+    rows: int,
+    experts: int,
+    x_stride: int,
+    width: int,
+    inner: int,
+    top_k: int,
+    params: tuple[float, ...],
+    format: FourBit,
+) -> tuple[Kernel, tuple[int, int, int], bytes]:
+    """Kernel, grid and all arguments but the pointers."""
+    spec = key.spec(tile or chosen_tile(key))
+    units = (rows // TOKENS + min(experts, rows)) * ceil_div(inner, columns_of_tile(spec))
+    strides = (x_stride, key.columns * key.inner // 2, key.columns * key.inner // key.block, width, inner)
+    constants = constants_of(key.activation, params)
+    numbers = _numbers().pack(
+        *strides, rows, inner, key.inner, experts, *divisor(top_k), *constants, *_values(format.values, key.dtype)
+    )
+    return kernel_of(spec), (min(units, key.card.multiprocessors * resident_blocks(spec)), 1, 1), numbers
+
+
+def _numbers() -> Struct:
+    return numbers_of(get_family(FAMILY).args)
+
+
+def _values(values: tuple[float, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """The sixteen values as elements, two in a word."""
+    elements = torch.tensor(values, dtype=torch.float32).to(dtype).view(torch.int16).tolist()
+    return unpack("8I", pack("16h", *elements))

@@ -1,0 +1,126 @@
+// A warp's share of packed weights, from memory to the fragments of mma.sync, and the rows that meet them.
+//
+// The sum over k may go in any order, so that lane t of four takes 32 values of a line that follow one another: 16 bytes. Of
+// the 128 values that the four have, instruction q of eight multiplies values 4q .. 4q + 3 of every lane. A lane reads the same places
+// of its row of x, and all of its values of a line have one scale.
+//
+// A byte's two values come from a table in shared memory with a column for each lane: no two lanes meet in a bank, and
+// the byte, as it lies in its word, makes the address with one instruction. Each line of the table is 256 bytes, of which the
+// first half is the table's.
+#pragma once
+#include <hexa_fx/ptx/packed.cuh>
+#include <hexa_fx/types/packed.cuh>
+
+namespace hexa {
+
+struct PackedTable {
+  static constexpr int kLine = 256, kBytes = 256 * kLine;
+
+  template <bool kHighFirst, int kThreads>
+  static __device__ void fill(unsigned char* table, const unsigned (&values)[8]) {
+    const auto value = [&](int code) { return values[code / 2] >> code % 2 * 16 & 0xffffu; };
+    for (int i = threadIdx.x; i < 256 * 8; i += kThreads) {
+      const int byte = i / 8, high = byte >> 4, low = byte & 15;
+      const unsigned pair = value(kHighFirst ? high : low) | value(kHighFirst ? low : high) << 16;
+      *reinterpret_cast<uint4*>(table + byte * kLine + i % 8 * 16) = make_uint4(pair, pair, pair, pair);
+    }
+  }
+  static __device__ unsigned look_up(const unsigned char* table, unsigned word, int i, int lane) {
+    return *reinterpret_cast<const unsigned*>(table + byte_times_256(word, i, lane * 4));
+  }
+};
+
+// Where a lane's values lie along k.
+template <class C>
+struct PackedDepth {
+  static constexpr int kLane = 32, kStep = 4 * kLane;
+
+  // First value of the lane in step `step` of warp `warp` along k; at or behind k if there are none.
+  static __device__ int at(int warp, int step, int lane) { return (warp * C::kSteps + step) * kStep + lane % 4 * kLane; }
+};
+
+// The lines of a unit: two tiles of 16 for each warp, gate and up of the same columns where there is a gate.
+template <class C>
+struct PackedLines {
+  static constexpr int kRows = 16 * C::kWarpsM, kColumns = C::kGlu == Glu::none ? 2 * kRows : kRows;
+
+  // Column of the result (of one half) that row r of tile j of a warp gives.
+  static __device__ int column(int tile, int warp, int j, int r) {
+    return C::kGlu == Glu::none ? tile * kColumns + warp * 32 + j * 16 + r : tile * kColumns + warp * 16 + r;
+  }
+  // Line of the weight that gives column c < n.
+  static __device__ int line(int j, int c, int n) {
+    return C::kGlu == Glu::concat ? j * n + c : C::kGlu == Glu::interleaved ? 2 * c + j : c;
+  }
+};
+
+// Rows g and g + 8 of a tile, one step deep: codes and scales as they lie in memory.
+template <class C>
+struct PackedFragment {
+  using T = typename C::T;
+  uint4 word[2];
+  unsigned scale[2];
+
+  // sum (16 lines, 8 rows) += codes times scales times x
+  __device__ void multiply(float (&sum)[4], const unsigned (&x)[16], const unsigned char* table, int lane) const {
+    const unsigned scales[2] = {pair(scale[0]), pair(scale[1])};
+#pragma unroll
+    for (int q = 0; q < 8; ++q) {
+      unsigned a[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4& words = word[i % 2];
+        const unsigned from = q / 2 == 0 ? words.x : q / 2 == 1 ? words.y : q / 2 == 2 ? words.z : words.w;
+        a[i] = Pair<T>::multiply(PackedTable::look_up(table, from, q % 2 * 2 + i / 2, lane), scales[i % 2]);
+      }
+      const unsigned b[2] = {x[2 * q], x[2 * q + 1]};
+      TensorCore<T>::multiply(sum, a, b);
+    }
+  }
+
+ private:
+  static __device__ unsigned pair(unsigned raw) {
+    constexpr int kShift = C::kScale == Scale::f32 ? 0 : C::kScale == Scale::bf16 ? 16 : 23;
+    return Pair<T>::both(__uint_as_float(raw << kShift));
+  }
+};
+
+// Where a lane finds its fragments of a unit.
+template <class C>
+struct PackedSource {
+  using Lines = PackedLines<C>;
+  static constexpr int kScaleBytes = C::kScale == Scale::f32 ? 4 : C::kScale == Scale::bf16 ? 2 : 1;
+  const unsigned char* code[2];
+  const unsigned char* scale[2];
+  int code_step[2], scale_step[2];  // from row g to g + 8, in bytes
+
+  // Lines behind the last are the last one.
+  __device__ PackedSource(const PackedParams& p, int expert, int tile, int warp, int lane) {
+    const int code_line = p.k / 2, scale_line = p.k / C::kBlock * kScaleBytes;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const bool up = C::kGlu == Glu::split && j == 1;
+      const int low = Lines::line(j, min(Lines::column(tile, warp, j, lane / 4), p.n - 1), p.n);
+      const int high = Lines::line(j, min(Lines::column(tile, warp, j, lane / 4 + 8), p.n - 1), p.n);
+      const void* codes = up ? p.code2 : p.code;
+      const void* scales = up ? p.scale2 : p.scale;
+      code[j] = static_cast<const unsigned char*>(codes) + expert * p.code_expert + static_cast<long long>(low) * code_line;
+      scale[j] = static_cast<const unsigned char*>(scales) +
+                 (expert * p.scale_expert * kScaleBytes + static_cast<long long>(low) * scale_line);
+      code_step[j] = (high - low) * code_line;
+      scale_step[j] = (high - low) * scale_line;
+    }
+  }
+
+  // Values behind the end of a line are those at its start: they meet zeros.
+  __device__ void fetch(PackedFragment<C>& to, int j, int depth, int k, bool wanted) const {
+    const int at = depth < k ? depth : 0;
+    stream16(to.word[0], code[j] + at / 2, wanted);
+    stream16(to.word[1], code[j] + at / 2 + code_step[j], wanted);
+    const unsigned char* scales = scale[j] + at / C::kBlock * kScaleBytes;
+    stream_number<kScaleBytes>(to.scale[0], scales, wanted);
+    stream_number<kScaleBytes>(to.scale[1], scales + scale_step[j], wanted);
+  }
+};
+
+}  // namespace hexa

@@ -1,0 +1,49 @@
+// What a product with packed weights is told: by its template at compile time, and by a launch.
+#pragma once
+#include <hexa_fx/types/gemm_sm80.cuh>
+
+namespace hexa {
+
+enum class Scale { f32, bf16, e8m0 };
+
+struct PackedParams {
+  const void* x;                        // rows (T or n, K)
+  const void* code;                     // weight of expert 0: lines of K / 2 bytes
+  const void* code2;                    // glu split: the up weight
+  const void* scale;                    // lines of K / block scales
+  const void* scale2;                   // glu split: of the up weight
+  const void* bias;                     // (E, N) or (E, 2N) for concat and interleaved
+  const void* bias2;                    // glu split: the up bias
+  void* d;                              // (n, N or 2N) or null
+  void* act;                            // (n, N), with an activation
+  const int* v;                         // v or null
+  const int* offs;                      // (E+1,)
+  long long x_stride;                   // of a row
+  long long code_expert, scale_expert;  // of an expert: bytes, scales
+  long long d_stride, act_stride;
+  int rows;  // n
+  int n, k;  // n of one glu half
+  int experts;
+  Divisor top_k;
+  ActParams act_params;
+  unsigned values[8];  // of the sixteen codes, as elements, two in a word
+};
+
+template <class T_, Scale kScale_, int kBlock_, bool kHighFirst_, int kWarpsM_, int kWarpsK_, int kSteps_, bool kGather_, Act kAct_,
+          Glu kGlu_, bool kBias_, bool kKeep_>
+struct PackedConfig {
+  using T = T_;
+  static constexpr Scale kScale = kScale_;
+  static constexpr int kBlock = kBlock_;           // values along k that share a scale
+  static constexpr bool kHighFirst = kHighFirst_;  // the first of a byte's two codes is its high half
+  static constexpr int kWarpsM = kWarpsM_, kWarpsK = kWarpsK_, kSteps = kSteps_;
+  static constexpr bool kGather = kGather_;
+  static constexpr Act kAct = kAct_;
+  static constexpr Glu kGlu = kGlu_;
+  static constexpr bool kBias = kBias_;
+  static constexpr bool kKeep = kKeep_;  // store the product itself (h)
+  static constexpr bool kActs = kAct_ != Act::none || kGlu_ != Glu::none;
+  static constexpr int kWarps = kWarpsM * kWarpsK, kThreads = 32 * kWarps;
+};
+
+}  // namespace hexa

@@ -1,0 +1,60 @@
+"""Kernels whose own text runs on the host, compiled by g++ with stand-ins for the instructions of a GPU (the folder emulator)."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from hexa_fx.codegen import KernelSpec, render
+from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.templates import INCLUDE_DIR
+from tests.runtime.cards import AMPERE
+
+EMULATOR = Path(__file__).parent / "emulator"
+
+
+class EmulatedKernel:
+    """A built kernel, launched on addresses of CPU tensors."""
+
+    def __init__(self, spec: KernelSpec, folder: Path) -> None:
+        source = render(spec)
+        self.spec, program, library = spec, folder / f"{spec.key}.cpp", folder / f"{spec.key}.so"
+        params = "hexa::PackedParams"
+        entry = (
+            f"emulator::run(grid, {source.launch.threads}, [&] {{ hexa_kernel(*static_cast<const {params}*>(p)); }});"
+        )
+        text = f'#include "emulator.hpp"\n{source.text}\nextern "C" void launch(const void* p, unsigned grid) {{ {entry} }}\n'
+        program.write_text(text)
+        flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{EMULATOR}", f"-I{INCLUDE_DIR}"]
+        subprocess.run(["g++", *flags, str(program), "-o", str(library)], check=True)
+        self._launch = ctypes.CDLL(str(library)).launch
+
+    def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None:
+        """Runs all blocks, one after the other."""
+        self._launch(args[0], ctypes.c_uint(grid[0]))
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory):
+    """Launches run here, as on a card of four multiprocessors."""
+    folder, built = tmp_path_factory.mktemp("kernels"), {}
+
+    def get_kernel(spec: KernelSpec, node: str = "") -> EmulatedKernel:
+        if spec not in built:
+            built[spec] = EmulatedKernel(spec, folder)
+        return built[spec]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_launch, "get_kernel", get_kernel)
+        patch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
+        patch.setenv("HEXA_FX_CACHE_DIR", str(folder))
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        patch.setattr(cuda_choosing, "device_card", lambda device: AMPERE)
+        cuda_choosing.forget_choices()
+        yield
+    cuda_choosing.forget_choices()

@@ -1,0 +1,127 @@
+// Runs a kernel's own text on the host: a block's threads are fibers that take turns, and wait for each other where the device's do.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+struct uint4 {
+  unsigned x, y, z, w;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+struct Index {
+  unsigned x;
+};
+inline Index threadIdx, blockIdx, gridDim;
+alignas(256) unsigned char shared[1 << 18];
+
+using std::max;
+using std::min;
+template <class T> T __ldg(const T* p) { return *p; }
+inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((uint64_t(a) * b) >> 32); }
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline unsigned bits_of(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+namespace emulator {
+
+constexpr int kStack = 1 << 16, kWords = 6;
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStack]};
+  bool done = false;
+  long barriers = 0, meetings = 0;  // that it has come to
+};
+struct Warp {
+  unsigned word[2][32][kWords];
+  long arrived[2] = {0, 0};
+};
+
+inline ucontext_t scheduler;
+inline std::vector<Fiber> fibers;
+inline std::vector<Warp> warps;
+inline const std::function<void()>* body;
+
+inline Fiber& self() { return fibers[threadIdx.x]; }
+inline void pause() {
+  const unsigned me = threadIdx.x;
+  swapcontext(&fibers[me].context, &scheduler);
+  threadIdx.x = me;
+}
+inline void enter() {
+  (*body)();
+  self().done = true;
+  swapcontext(&self().context, &scheduler);
+}
+
+// Every lane gives some words, and sees those of all lanes.
+inline const unsigned (&meet(const unsigned* words, int count))[32][kWords] {
+  Fiber& me = self();
+  Warp& warp = warps[threadIdx.x / 32];
+  const long number = me.meetings++;  // nobody is two ahead, so that two rooms are enough
+  std::copy(words, words + count, warp.word[number % 2][threadIdx.x % 32]);
+  ++warp.arrived[number % 2];
+  while (warp.arrived[number % 2] < 32 * (number / 2 + 1)) pause();
+  return warp.word[number % 2];
+}
+
+inline void run(unsigned blocks, unsigned threads, const std::function<void()>& kernel) {
+  gridDim.x = blocks, body = &kernel;
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    std::memset(shared, 0xcd, sizeof(shared));
+    fibers = std::vector<Fiber>(threads), warps = std::vector<Warp>(threads / 32);
+    for (Fiber& f : fibers) {
+      getcontext(&f.context);
+      f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = kStack, f.context.uc_link = nullptr;
+      makecontext(&f.context, enter, 0);
+    }
+    for (bool some = true; some;) {
+      some = false;
+      for (unsigned i = 0; i < threads; ++i) {
+        if (fibers[i].done) continue;
+        some = true, threadIdx.x = i;
+        swapcontext(&scheduler, &fibers[i].context);
+      }
+    }
+  }
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() {
+  using namespace emulator;
+  const long mine = ++self().barriers;
+  for (bool all = false; !all;) {
+    pause();
+    all = std::all_of(fibers.begin(), fibers.end(), [&](const Fiber& f) { return f.done || f.barriers >= mine; });
+  }
+}
+inline int __shfl_sync(unsigned, int value, int from) {
+  const unsigned word = unsigned(value);
+  return int(emulator::meet(&word, 1)[from][0]);
+}
+inline int __shfl_up_sync(unsigned, int value, int distance) {
+  const unsigned word = unsigned(value);
+  const int lane = int(threadIdx.x % 32);
+  return int(emulator::meet(&word, 1)[lane < distance ? lane : lane - distance][0]);
+}

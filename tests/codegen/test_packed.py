@@ -1,0 +1,126 @@
+"""packed_gemm's own text, run on the host: which lane reads what, rows and lines that end anywhere, work that is dealt out."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from hexa_fx.codegen.family_packed import MOST_DEPTH, PackedTile, candidates, choose_tile
+from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda import packed
+from hexa_fx.cuda.packed import PackedProduct, PackedWeight, unsupported
+from hexa_fx.formats import MXFP4, NF4
+from hexa_fx.ops.activations import activation_forward
+from tests.codegen.emulated import emulated  # noqa: F401
+from tests.gpu.cases import Routing, reference_esmm, reference_reindex, row_error
+from tests.runtime.cards import HOPPER
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+E = 5
+BF16, F16 = torch.bfloat16, torch.float16
+TOLERANCE = {BF16: 5e-3, F16: 7e-4}
+"""Of values, scales, their products and results, each is rounded once."""
+IDS = {
+    "random": [[0, 3], [3, 4], [4, 0], [1, 3], [3, 0]],
+    "all to one": [[2, 2]] * 10,
+    "no expert": [[5, 3], [-1, 0], [5, 5]],
+    "none": [[5, 5]] * 2,
+}
+
+
+def routing(kind: str) -> Routing:
+    return reference_reindex(torch.tensor(IDS[kind]), E)
+
+
+def weight(f, columns, k):
+    codes, scales = f.pack_all(torch.randn(E, columns, k) * k**-0.5)
+    if f is NF4:  # every code, and a block of zeros
+        codes.view(-1)[: 256 * (codes.numel() // 256)] = torch.arange(256, dtype=torch.uint8).repeat(
+            codes.numel() // 256
+        )
+        scales[0, 1] = 0
+    return PackedWeight(codes, scales, f), f.dense(codes, [scales], torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("f", "dtype", "k", "n", "tile"),
+    [
+        (NF4, BF16, 192, 80, None),
+        (NF4, F16, 320, 33, PackedTile(2, 1, 3, 1)),  # a ring that is shorter than a unit
+        (MXFP4, BF16, 288, 64, PackedTile(1, 2, 2, 1)),
+    ],
+    ids=["nf4", "nf4 in f16", "mxfp4"],
+)
+def test_products(emulated, monkeypatch, f, dtype, k, n, tile):  # noqa: F811
+    torch.manual_seed(0)
+    if tile is not None:
+        monkeypatch.setattr(packed, "choose_tile", lambda k: tile)
+        cuda_choosing.forget_choices()
+    (w, dense), bias = weight(f, n, k), torch.randn(E, n, dtype=dtype)
+    for kind in IDS:
+        r = routing(kind)
+        x, rows = torch.randn(len(IDS[kind]), k, dtype=dtype), torch.randn(r.n, k, dtype=dtype)
+        product = PackedProduct(x, w, bias, None, None, r.v, r.offs, r.top_k)
+        assert not unsupported(product)
+        error = row_error(packed.esmm(product), reference_esmm(x, dense, bias, r.v, r, "nk"))
+        assert error < TOLERANCE[dtype], kind
+        product = PackedProduct(rows, w, bias, None, None, None, r.offs, 1)
+        error = row_error(packed.esmm(product), reference_esmm(rows, dense, bias, None, r, "nk"))
+        assert error < TOLERANCE[dtype], kind
+
+
+@pytest.mark.parametrize(
+    ("glu", "activation", "params", "f", "bias", "keep_h"),
+    [
+        ("concat", "silu", (), NF4, False, False),
+        ("interleaved", "swiglu_oai", (1.702, 1.0), MXFP4, True, True),
+        ("split", "gelu", (), NF4, True, True),
+        ("none", "relu2", (), NF4, True, False),
+    ],
+)
+def test_activations(emulated, glu, activation, params, f, bias, keep_h):  # noqa: F811
+    torch.manual_seed(0)
+    inner, k = 40, 192
+    columns = inner if glu in ("none", "split") else 2 * inner
+    w1, dense = weight(f, columns, k)
+    w3, dense3 = weight(f, columns, k) if glu == "split" else (None, None)
+    b1, b3 = (torch.randn(E, columns, dtype=BF16) if there else None for there in (bias, bias and glu == "split"))
+    for kind in ("random", "no expert"):
+        r = routing(kind)
+        x = torch.randn(len(IDS[kind]), k, dtype=BF16)
+        product = PackedProduct(x, w1, b1, w3, b3, r.v, r.offs, r.top_k, activation, glu, params, keep_h)
+        h, a = packed.esmm_act(product)
+        ref = reference_esmm(x, dense, b1, r.v, r, "nk")
+        if w3 is not None:
+            ref = torch.cat([ref, reference_esmm(x, dense3, b3, r.v, r, "nk")], 1)
+        wanted = activation_forward(ref, activation, glu, params)
+        wanted[r.routed :] = 0
+        assert row_error(a, wanted) < 2 * TOLERANCE[BF16]
+        assert row_error(h, ref) < TOLERANCE[BF16] if keep_h else not h.numel()
+
+
+def test_what_is_left_to_other_ways(monkeypatch):
+    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER)
+    cuda_choosing.forget_choices()
+    r, (w, _) = routing("random"), weight(NF4, 64, 128)
+    x = torch.randn(5, 128, dtype=BF16)
+    product = PackedProduct(x, w, None, None, None, r.v, r.offs, r.top_k)
+    assert not unsupported(product)
+    assert "rows are torch.float32" in unsupported(product._replace(x=x.float()))
+    many = torch.zeros(33 * E, dtype=torch.int32)
+    assert "unpacked once" in unsupported(product._replace(v=many))
+    assert "contiguously" in unsupported(product._replace(w1=w._replace(codes=w.codes[:, ::2])))
+    assert "multiples of 16 bytes" in unsupported(product._replace(x=torch.randn(5, 130, dtype=BF16)[:, 1:129]))
+    wide, _ = weight(MXFP4, 2, MOST_DEPTH + 32)
+    assert "up to 8192" in unsupported(product._replace(w1=wide))
+    assert "scales are torch.uint8" in unsupported(product._replace(w1=weight(MXFP4, 64, 128)[0], x=x.half()))
+    cuda_choosing.forget_choices()
+
+
+def test_tiles_cover_the_depth():
+    for k in range(32, MOST_DEPTH + 1, 32):
+        for tile in (choose_tile(k), *candidates(k)):
+            assert tile.warps_k * tile.steps * 128 >= k
+            assert tile.threads <= 512
