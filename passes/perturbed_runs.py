@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
+from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Outcome, difference, observe, unlike
 from hexa_fx.isolation.precision import InFloat64
@@ -143,6 +144,7 @@ class PerturbedRuns:
         state = ModuleState(module, results.shared_holders(module, self.forward.stored[bool(module.training)]))
         try:
             with ExitStack() as modes:
+                modes.enter_context(no_device_asserts(module))
                 if self.subject.dtype == torch.float64:
                     modes.enter_context(InFloat64(self.subject.own))
                 args, kwargs = pytree.tree_unflatten(leaves, spec)

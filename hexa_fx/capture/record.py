@@ -28,6 +28,7 @@ from hexa_fx.capture.stored import UNKNOWN, StoredValue, noted_settings, stored_
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.contents import Contents, Holder
+from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.random_state import random_state_kept
@@ -204,6 +205,7 @@ def _capture(
             restored(block) as snapshot,
             replaced_parameters({} if as_it_is else parameters, {} if as_it_is else replacements.held) as replaced,
             random_state_kept(seed),
+            no_device_asserts(block) if replacements else nullcontext(),
             torch.set_grad_enabled(not as_it_is),
         ):
             recorder = Recorder(parameters, sees_gradients=not as_it_is, forced=replacements.results)

@@ -1,0 +1,60 @@
+"""Trial runs with numbers that a block is not made for leave the device usable: a failed assertion in a kernel would end it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hexa_fx
+from tests.runtime.handmade import D, E, ListMoE
+
+pytestmark = pytest.mark.gpu
+
+
+class GivenIds(nn.Module):
+    """Experts that are given ids, in the idiom of transformers' eager experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(8, 64, 32) / 8)
+        self.w2 = nn.Parameter(torch.randn(8, 32, 64) / 8)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        mask = nn.functional.one_hot(ids, 8).permute(2, 1, 0)
+        for expert in mask.sum((-1, -2)).gt(0).nonzero().flatten():
+            slot, token = torch.where(mask[expert])
+            rows = torch.relu(x[token] @ self.w1[expert]) @ self.w2[expert]
+            out.index_add_(0, token, rows * weights[token, slot, None])
+        return out
+
+
+class Sampled(ListMoE):
+    """A layer that draws noise which NaN in a token turns into no probability."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            torch.multinomial(hidden.reshape(-1, D).float().softmax(-1), 1)
+        return super().forward(hidden)
+
+
+def test_ids_of_no_expert() -> None:
+    torch.manual_seed(0)
+    block = GivenIds().cuda()
+    x, (weights, ids) = torch.randn(40, 64, device="cuda"), torch.rand(40, 8, device="cuda").topk(2)
+    optimized = hexa_fx.optimize(copy.deepcopy(block), (x, ids, weights), hexa_fx.HexaConfig(own_code_when_small=False))
+    assert optimized.report.rewritten, str(optimized.report)
+    torch.testing.assert_close(optimized(x, ids, weights), block(x, ids, weights), rtol=1e-4, atol=1e-4)
+    torch.cuda.synchronize()
+
+
+def test_probabilities_of_nan() -> None:
+    torch.manual_seed(0)
+    block = Sampled().cuda().train()
+    x = torch.randn(2, 9, D, device="cuda")
+    hexa_fx.optimize(block, (x,), hexa_fx.HexaConfig(own_code_when_small=False))
+    torch.cuda.synchronize()
+    assert torch.arange(E, device="cuda").sum().item() == E * (E - 1) // 2
