@@ -202,26 +202,22 @@ class PackedExperts:
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
             packed = shared_storage.adopt(parts)
             if packed is None:
-                self._check_room(parts)
+                packed = self._move(parts)
                 self._repacked_in_a_row += 1
-                packed = shared_storage.move(parts)
         self._packed, self._storage = packed, SharedStorage.of(parts)
         self._ids, self._pointers = list(map(id, tensors)), list(map(torch.Tensor.data_ptr, tensors))
         self._copy_reason = ""
         return True
 
-    def _check_room(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Raises `GuardMiss` unless the device has room for one more copy of these weights, which lasts while they are moved.
-
-        Kernels that take a pointer for every expert would not need them side by side; none does yet.
-        """
-        needed, free = shared_storage.nbytes(parts), shared_storage.free_bytes(parts[0][0].device)
-        if free is not None and needed > free:
+    def _move(self, parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
+        try:
+            return shared_storage.move(parts)
+        except shared_storage.NoRoom as error:
             raise GuardMiss(
                 f"the experts' weights of {self.weight.name!r} cannot be laid side by side on {parts[0][0].device}: that takes "
-                f"{needed / 2**30:.1f} GiB for a while, and {free / 2**30:.1f} GiB are free; optimize the model on the host and "
-                "move it, or use a version of it with stacked weights"
-            )
+                f"{error.needed / 2**30:.1f} GiB for a while, which are not free; optimize the model on the host and move it, or "
+                "use a version of it with stacked weights"
+            ) from None
 
     def _why_not_move(self, tensors: Sequence[torch.Tensor]) -> str:
         if self._repacked_in_a_row >= REPACK_LIMIT:

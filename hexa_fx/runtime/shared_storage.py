@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import nn
+
+from hexa_fx.jit.errors import DriverError
+from hexa_fx.jit.mapped_memory import MappedMemory
+
+PIECE_BYTES = 512 << 20
+"""How much of a large weight is on a GPU twice while it moves, unless one expert is larger."""
+
+log = logging.getLogger(__name__)
+
+
+class NoRoom(Exception):
+    """A device lacks memory for moving parameters.
+
+    Args:
+        needed: bytes that have to be there twice for a while.
+    """
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(needed)
+        self.needed = needed
 
 
 @dataclass(frozen=True)
@@ -97,16 +118,53 @@ def free_bytes(device: torch.device) -> int | None:
 def move(parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
     """Moves the parameters' data into one new stacked tensor, bit for bit, and returns it.
 
-    The parameters stay the same objects; only their ``.data`` becomes a view. Parameters are moved one by one, so the
-    old storages are freed on the way.
+    The parameters stay the same objects; only their ``.data`` becomes a view. Large weights on a GPU are moved a few experts at
+    a time, and what these leave is given back in between, so that there is never a second copy of them.
+
+    Raises:
+        NoRoom: the device has no memory for what has to be there twice for a while. The parameters keep their values.
     """
-    flat = [parameter for part in parts for parameter in part]
+    first, memory = parts[0][0], None
+    if first.is_cuda and nbytes(parts) > PIECE_BYTES:
+        try:
+            memory = MappedMemory(nbytes(parts), first.device.index)
+        except DriverError as error:
+            log.info("expert weights move all at once: %s", error)
+    if memory is not None:
+        return _moved_in_pieces(parts, memory)
+    needed, free = nbytes(parts), free_bytes(first.device)
+    if free is not None and needed > free:
+        raise NoRoom(needed)
     shared = SharedStorage.of(parts)
-    stacked = torch.empty(shared.shape, dtype=flat[0].dtype, device=flat[0].device)
-    for parameter, place in zip(flat, shared.views(stacked)):
-        place.copy_(parameter.detach())
-        parameter.data = place
+    stacked = torch.empty(shared.shape, dtype=first.dtype, device=first.device)
+    _place(parts, stacked)
     return stacked
+
+
+def _moved_in_pieces(parts: Sequence[Sequence[nn.Parameter]], memory: MappedMemory) -> torch.Tensor:
+    shared, dtype = SharedStorage.of(parts), parts[0][0].dtype
+    experts, per_expert = len(parts[0]), nbytes(parts) // len(parts[0])
+    step = max(1, PIECE_BYTES // per_expert)
+    for start in range(0, experts, step):
+        end = min(start + step, experts)
+        free_bytes(parts[0][0].device)
+        try:
+            memory.extend(end * per_expert)
+        except DriverError:
+            raise NoRoom((end - start) * per_expert) from None
+        _place([part[start:end] for part in parts], memory.tensor((end, *shared.shape[1:]), dtype)[start:])
+    stacked = memory.tensor(shared.shape, dtype)
+    for parameter, view in zip((p for part in parts for p in part), shared.views(stacked)):
+        parameter.data = view
+    return stacked
+
+
+def _place(parts: Sequence[Sequence[nn.Parameter]], stacked: torch.Tensor) -> None:
+    """Copies the parameters into a stacked tensor, and frees their own memory one by one."""
+    views = SharedStorage.of(parts).views(stacked)
+    for parameter, view in zip((p for part in parts for p in part), views):
+        view.copy_(parameter.detach())
+        parameter.data = view
 
 
 def stack(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import math
 import multiprocessing
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from hexa_fx.ir import PackedWeight
+from hexa_fx.jit import DriverError
 from hexa_fx.runtime import packing, shared_storage
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import install
@@ -439,6 +442,41 @@ def test_reading_128_experts_costs_little():
         return time.perf_counter() - started
 
     assert min(once() for _ in range(50)) < 2e-3
+
+
+class HostMemory:
+    """Memory that grows as mapped memory does: what lies behind ``mapped`` bytes may not be touched."""
+
+    def __init__(self, nbytes: int, limit: int = 1 << 62) -> None:
+        self.bytes, self.mapped, self.limit = torch.full((nbytes,), 0xFF, dtype=torch.uint8), 0, limit
+
+    def extend(self, nbytes: int) -> None:
+        if nbytes > self.limit:
+            raise DriverError("out of memory", call="cuMemCreate")
+        self.mapped = nbytes
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        assert nbytes <= self.mapped
+        return self.bytes[:nbytes].view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("limit", [1 << 62, 3 * 4 * 2 * D * WIDTH])
+def test_a_few_experts_at_a_time(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = ListMoE(5)
+    gate, up = ([getattr(e, name).weight for e in block.experts] for name in ("w1", "w3"))
+    before = [p.detach().clone() for p in (*gate, *up)]
+    monkeypatch.setattr(shared_storage, "PIECE_BYTES", 2 * 4 * 2 * D * WIDTH + 8)
+    memory: Any = HostMemory(shared_storage.nbytes([gate, up]), limit)
+    if limit < memory.bytes.numel():
+        with pytest.raises(shared_storage.NoRoom):
+            shared_storage._moved_in_pieces([gate, up], memory)
+    else:
+        stacked = shared_storage._moved_in_pieces([gate, up], memory)
+        torch.testing.assert_close(stacked, torch.stack([torch.cat(pair) for pair in zip(before[:5], before[5:])]))
+        assert shared_storage.adopt([gate, up]) is not None
+    for parameter, value in zip((*gate, *up), before):
+        torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
 
 
 def test_no_room_to_lay_side_by_side(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
