@@ -1,0 +1,260 @@
+"""Decode of layers with packed experts on one GPU, beside bf16 and what bytes allow: microseconds a layer.
+
+    python benchmarks/bench_packed.py [--shapes qwen3-30b,gpt-oss-20b] [--tokens 1,8,64] [--layers 6] [--tiles] [--json FILE]
+
+A layer is reindex, both products and combine. Each time is that of a CUDA graph that runs `--layers` layers one after another,
+over their number: they have weights and routings of their own, so that no weight is found in a cache. ``limit`` is the time in
+which the packed bytes of the experts that are reached can be read once, as fast as the card reads one large tensor. ``up`` and
+``down`` are the products alone, the same way. ``error`` is ||out - ref|| / ||ref|| of the first layer against bf16 weights as they
+are unpacked. ``--tiles`` times every tile of both products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from common import environment, steady
+from torch import Tensor
+
+import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
+from hexa_fx.codegen.family_packed import PackedTile, candidates
+from hexa_fx.cuda import choosing, packed
+from hexa_fx.cuda.launch import prebuild
+from hexa_fx.cuda.packed import PackedProduct, PackedWeight
+from hexa_fx.formats import MXFP4, NF4
+from hexa_fx.formats.four_bit import FourBit
+
+OPS, DEVICE = torch.ops.hexa, "cuda"
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer: E experts, k a token, D model size, I intermediate size."""
+
+    experts: int
+    top_k: int
+    model: int
+    inner: int
+    format: FourBit
+    activation: str
+    glu: str
+    params: tuple[float, ...]
+    bias: bool
+
+
+SHAPES = {
+    "qwen3-30b": Shape(128, 8, 2048, 768, NF4, "silu", "concat", (), False),
+    "gpt-oss-20b": Shape(32, 4, 2880, 2880, MXFP4, "swiglu_oai", "interleaved", (1.702, 7.0), True),
+    "tiny": Shape(6, 2, 192, 64, NF4, "silu", "concat", (), False),
+}
+
+
+@dataclass
+class Layer:
+    """A layer's packed weights and biases."""
+
+    shape: Shape
+    w1: PackedWeight
+    w2: PackedWeight
+    b1: Tensor | None
+    b2: Tensor | None
+
+
+@dataclass
+class Call:
+    """What a layer is called with, and its rows in expert order."""
+
+    x: Tensor
+    ids: Tensor
+    gates: Tensor
+    rows: tuple[Tensor, Tensor, Tensor]
+    a: Tensor
+
+
+def random_weight(shape: Shape, columns: int, k: int) -> PackedWeight:
+    """Any codes, under scales that keep results of the operands' size."""
+    f, experts = shape.format, shape.experts
+    codes = torch.randint(0, 256, f.packed_shape((experts, columns, k)), dtype=torch.uint8, device=DEVICE)
+    (size,), (dtype,) = f.scale_shapes((experts, columns, k)), f.scale_dtypes()
+    if dtype == torch.uint8:
+        return PackedWeight(codes, torch.randint(117, 121, size, dtype=dtype, device=DEVICE), f)
+    return PackedWeight(codes, (torch.rand(size, device=DEVICE) + 0.5) * k**-0.5, f)
+
+
+def make_layer(shape: Shape) -> Layer:
+    columns = (2 if shape.glu != "none" else 1) * shape.inner
+    w1, w2 = random_weight(shape, columns, shape.model), random_weight(shape, shape.model, shape.inner)
+    widths = (columns, shape.model)
+    biases = (
+        [torch.randn(shape.experts, width, dtype=BF16, device=DEVICE) for width in widths] if shape.bias else [None] * 2
+    )
+    return Layer(shape, w1, w2, *biases)
+
+
+def make_call(shape: Shape, tokens: int) -> Call:
+    ids = torch.randn(tokens, shape.experts, device=DEVICE).topk(shape.top_k, dim=1).indices
+    x = torch.randn(tokens, shape.model, dtype=BF16, device=DEVICE)
+    gates = torch.rand(tokens, shape.top_k, device=DEVICE).softmax(-1).to(BF16)
+    a = torch.randn(tokens * shape.top_k, shape.inner, dtype=BF16, device=DEVICE)
+    return Call(x, ids, gates, OPS.reindex(ids, shape.experts), a)
+
+
+def up(layer: Layer, c: Call, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    s, (v, _, offs) = layer.shape, rows
+    product = PackedProduct(
+        c.x,
+        layer.w1,
+        layer.b1,
+        None,
+        None,
+        v,
+        offs,
+        s.top_k,
+        s.activation,
+        s.glu,
+        s.params,
+        False,  # type: ignore[arg-type]
+    )
+    return packed.esmm_act(product)[1]
+
+
+def down(layer: Layer, a: Tensor, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return packed.esmm(PackedProduct(a, layer.w2, layer.b2, None, None, None, rows[2], 1))
+
+
+def run_packed(layer: Layer, c: Call) -> Tensor:
+    rows = OPS.reindex(c.ids, layer.shape.experts)
+    y = down(layer, up(layer, c, rows), rows)
+    return OPS.combine(y, c.gates, rows[1], rows[2], layer.shape.top_k)  # type: ignore[no-any-return]
+
+
+def dense(layer: Layer) -> tuple[Tensor | None, ...]:
+    """The layer's operands of moe_ffn, in bf16."""
+    w1, w2 = (w.format.dense(w.codes, [w.scales], BF16) for w in (layer.w1, layer.w2))
+    return w1, layer.b1, None, None, w2, layer.b2
+
+
+def run_dense(shape: Shape, weights: tuple[Tensor | None, ...], c: Call) -> Tensor:
+    static = (shape.activation, shape.glu, list(shape.params), "nk", "nk", False)
+    return OPS.moe_ffn(c.x, c.ids, c.gates, *weights, *static)  # type: ignore[no-any-return]
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """A CUDA graph of the step, after two calls of it."""
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def packed_bytes(shape: Shape, c: Call) -> int:
+    """Of the experts that are reached: codes and scales of both weights."""
+    bits = 4 + (8 if shape.format is MXFP4 else 32) / shape.format.block
+    return int(c.ids.unique().numel() * 3 * shape.model * shape.inner * bits / 8)
+
+
+def read_rate() -> float:
+    """Bytes a second at which the card reads one tensor: a sum over 2 GiB."""
+    large = torch.ones(1 << 30, dtype=BF16, device=DEVICE)
+    return large.nbytes / steady({"read": lambda: large.sum(dtype=torch.float32)}, turns=1)["read"] * 1e3
+
+
+def bench(name: str, tokens: int, options: argparse.Namespace, rate: float, cache: dict[str, Any]) -> dict[str, Any]:
+    shape, count = SHAPES[name], options.layers
+    if cache.get("name") != name:
+        cache.clear()
+        cache.update(name=name, layers=[make_layer(shape) for _ in range(count)])
+        first = dense(cache["layers"][0])
+        cache["dense"] = [first, *(tuple(None if t is None else t.clone() for t in first) for _ in range(count - 1))]
+    layers, calls = cache["layers"], [make_call(shape, tokens) for _ in range(count)]
+    pairs = list(zip(layers, calls, strict=True))
+    steps: dict[str, Callable[[], object]] = {
+        "packed": lambda: [run_packed(layer, c) for layer, c in pairs],
+        "bf16": lambda: [run_dense(shape, w, c) for w, c in zip(cache["dense"], calls, strict=True)],
+        "up": lambda: [up(layer, c, c.rows) for layer, c in pairs],
+        "down": lambda: [down(layer, c.a, c.rows) for layer, c in pairs],
+    }
+    out, ref = run_packed(*pairs[0]).float(), run_dense(shape, cache["dense"][0], calls[0]).float()
+    times = steady({key: captured(step) for key, step in steps.items()}, turns=options.turns)
+    row: dict[str, Any] = {"shape": name, "tokens": tokens, "error": float((out - ref).norm() / ref.norm())}
+    row |= {f"{key}_us": ms * 1e3 / count for key, ms in times.items()}
+    row["bytes"] = sum(packed_bytes(shape, c) for c in calls) / count
+    row["limit_us"] = row["bytes"] / rate * 1e6
+    if options.tiles:
+        row["tiles"] = tile_times(shape, pairs, count)
+    return row
+
+
+def tile_times(shape: Shape, pairs: list[tuple[Layer, Call]], count: int) -> list[dict[str, Any]]:
+    """Microseconds of each product with each tile."""
+    products: dict[str, tuple[int, Callable[[], object]]] = {
+        "up": (shape.model, lambda: [up(layer, c, c.rows) for layer, c in pairs]),
+        "down": (shape.inner, lambda: [down(layer, c.a, c.rows) for layer, c in pairs]),
+    }
+    rows = []
+    for product, (k, step) in products.items():
+        for tile in candidates(k):
+            with fixed_tile(tile):
+                prebuild(step)
+                ms = steady({"tile": captured(step)}, turns=1, warm_s=0.1, timed_s=0.2)["tile"]
+            rows.append({"product": product, **asdict(tile), "us": ms * 1e3 / count})
+            print("     ", rows[-1], flush=True)
+    return rows
+
+
+class fixed_tile:
+    """A context in which every product takes one tile."""
+
+    def __init__(self, tile: PackedTile) -> None:
+        self.patch = mock.patch.object(packed, "chosen_tile", return_value=tile)
+
+    def __enter__(self) -> None:
+        choosing.forget_choices()
+        self.patch.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.patch.stop()
+        choosing.forget_choices()
+
+
+def main() -> None:
+    """Prints a line for each shape and number of tokens, writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="qwen3-30b,gpt-oss-20b")
+    parser.add_argument("--tokens", default="1,8,64")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    rate, rows, cache = read_rate(), [], {}
+    print(f"reads {rate / 1e12:.2f} TB/s", flush=True)
+    for name in options.shapes.split(","):
+        for tokens in map(int, options.tokens.split(",")):
+            row = bench(name, tokens, options, rate, cache)
+            rows.append(row)
+            print(line(row), flush=True)
+            if options.json:
+                found = {"environment": environment(), "bytes_per_second": rate, "layers": options.layers, "rows": rows}
+                options.json.write_text(json.dumps(found, indent=1))
+
+
+def line(row: dict[str, Any]) -> str:
+    times = " ".join(f"{key} {row[f'{key}_us']:7.1f}" for key in ("packed", "bf16", "up", "down", "limit"))
+    return f"{row['shape']:12s} {row['tokens']:3d} tokens   us: {times}   error {row['error'] * 1e3:.2f}e-3"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""packed_gemm against float64 on dequantised weights: the depths of real models, ragged rows and columns, every epilogue."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen.family_packed import PackedTile
+from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda import packed
+from hexa_fx.cuda.packed import PackedProduct, PackedWeight
+from hexa_fx.formats import MXFP4, NF4
+from hexa_fx.formats.four_bit import FourBit
+from hexa_fx.ops.activations import activation_forward
+from tests.gpu import cases
+from tests.gpu.cases import ROUTINGS, make_routing, randn, reference_esmm, row_error
+
+BF16, F16 = torch.bfloat16, torch.float16
+EXPERTS = 12
+TOLERANCE = {BF16: 5e-3, F16: 7e-4}
+"""Of values, scales, their products and results, each is rounded once."""
+DEPTHS = [(NF4, 2048), (NF4, 768), (NF4, 192), (NF4, 4096), (NF4, 7168), (MXFP4, 2880), (MXFP4, 32), (MXFP4, 4096)]
+
+
+@cache
+def weight(f: FourBit, columns: int, k: int) -> tuple[PackedWeight, Tensor]:
+    """Packed, and as it is read, in float64."""
+    codes, scales = f.pack_all(randn(EXPERTS, columns, k, dtype=torch.float32, scale=k**-0.5))
+    return PackedWeight(codes, scales, f), f.dense(codes, [scales], torch.float64)
+
+
+def name(value: object) -> str | None:
+    return value.name if isinstance(value, FourBit) else None
+
+
+@pytest.mark.parametrize(("f", "k"), DEPTHS, ids=name)
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_products(f: FourBit, k: int, kind: str) -> None:
+    (w, dense), bias = weight(f, 88, k), randn(EXPERTS, 88, dtype=BF16)
+    for tokens, top_k in ((1, 4), (8, 4), (64, 3)):
+        r = make_routing(kind, tokens, top_k, EXPERTS)
+        x, rows = randn(tokens, k, dtype=BF16), randn(r.n, k, dtype=BF16)
+        gathered = PackedProduct(x, w, bias, None, None, r.v, r.offs, top_k)
+        assert not packed.unsupported(gathered)
+        assert row_error(packed.esmm(gathered), reference_esmm(x, dense, bias, r.v, r, "nk")) < TOLERANCE[BF16]
+        y = packed.esmm(PackedProduct(rows, w, None, None, None, None, r.offs, 1))
+        assert row_error(y, reference_esmm(rows, dense, None, None, r, "nk")) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize(
+    ("k", "tile"),
+    [
+        (2048, PackedTile(1, 16, 1, 1)),
+        (2048, PackedTile(2, 8, 2, 1)),
+        (2048, PackedTile(2, 4, 4, 1)),
+        (768, PackedTile(4, 3, 2, 1)),
+        (768, PackedTile(1, 6, 1, 3)),
+        (768, PackedTile(4, 2, 3, 2)),
+    ],
+    ids=str,
+)
+def test_tiles(k: int, tile: PackedTile, monkeypatch: pytest.MonkeyPatch) -> None:
+    (w, dense), r = weight(NF4, 200, k), make_routing("random", 40, 4, EXPERTS)
+    x = randn(40, k, dtype=BF16)
+    monkeypatch.setattr(packed, "chosen_tile", lambda key: tile)
+    cuda_choosing.forget_choices()
+    y = packed.esmm(PackedProduct(x, w, None, None, None, r.v, r.offs, 4))
+    cuda_choosing.forget_choices()
+    assert row_error(y, reference_esmm(x, dense, None, r.v, r, "nk")) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize(
+    ("glu", "activation", "params"),
+    [
+        ("concat", "silu", ()),
+        ("interleaved", "swiglu_oai", (1.702, 7.0)),
+        ("split", "gelu", ()),
+        ("none", "relu2", ()),
+    ],
+)
+@pytest.mark.parametrize("f", [NF4, MXFP4], ids=name)
+@pytest.mark.parametrize(("bias", "keep_h"), [(False, False), (True, True)], ids=["", "bias, keep h"])
+def test_activations(
+    f: FourBit, glu: str, activation: str, params: tuple[float, ...], bias: bool, keep_h: bool
+) -> None:
+    columns, k = 72 if glu in ("none", "split") else 144, 320
+    w1, dense = weight(f, columns, k)
+    w3, dense3 = weight(f, columns, k) if glu == "split" else (None, None)
+    b1, b3 = (randn(EXPERTS, columns, dtype=BF16) if there else None for there in (bias, bias and glu == "split"))
+    for kind in ("random", "all_to_one", "sentinels"):
+        r = make_routing(kind, 9, 4, EXPERTS)
+        x = randn(9, k, dtype=BF16)
+        h, a = packed.esmm_act(
+            PackedProduct(x, w1, b1, w3, b3, r.v, r.offs, 4, activation, glu, params, keep_h)  # type: ignore[arg-type]
+        )
+        ref = reference_esmm(x, dense, b1, r.v, r, "nk")
+        if dense3 is not None:
+            ref = torch.cat([ref, reference_esmm(x, dense3, b3, r.v, r, "nk")], 1)
+        wanted = activation_forward(ref, activation, glu, params)  # type: ignore[arg-type]
+        wanted[r.routed :] = 0
+        assert row_error(a, wanted) < 2 * TOLERANCE[BF16]
+        assert row_error(h, ref) < TOLERANCE[BF16] if keep_h else not h.numel()
+
+
+def test_float16() -> None:
+    (w, dense), r = weight(NF4, 88, 768), make_routing("random", 20, 4, EXPERTS)
+    x = randn(20, 768, dtype=F16)
+    y = packed.esmm(PackedProduct(x, w, None, None, None, r.v, r.offs, 4))
+    assert row_error(y, reference_esmm(x, dense, None, r.v, r, "nk")) < TOLERANCE[F16]
+
+
+def test_a_cuda_graph_follows_the_routing() -> None:
+    (w, dense), r = weight(NF4, 88, 768), make_routing("random", 20, 4, EXPERTS)
+    x, v, offs = randn(20, 768, dtype=BF16), r.v.clone(), r.offs.clone()
+    product = PackedProduct(x, w, None, None, None, v, offs, 4)
+    packed.esmm(product)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = packed.esmm(product)
+    for kind in ("all_to_one", "sentinels", "random"):
+        other = make_routing(kind, 20, 4, EXPERTS)
+        v.copy_(other.v), offs.copy_(other.offs)
+        graph.replay()
+        assert row_error(y, reference_esmm(x, dense, None, v, other, "nk")) < TOLERANCE[BF16], kind
+
+
+def test_rows_and_experts_do_not_see_each_other() -> None:
+    """NaN in one row, infinity in one expert's scales."""
+    (w, dense), r = weight(NF4, 88, 768), make_routing("random", 20, 4, EXPERTS)
+    x, scales = randn(20, 768, dtype=BF16), w.scales.clone()
+    x[3], scales[5] = float("nan"), float("inf")
+    y = packed.esmm(PackedProduct(x, w._replace(scales=scales), None, None, None, r.v, r.offs, 4))
+    rows = torch.arange(r.n, device=cases.DEVICE)
+    clean = (r.v // 4 != 3) & ~((rows >= r.offs[5]) & (rows < r.offs[6]))
+    ref = reference_esmm(x, dense, None, r.v, r, "nk")
+    assert row_error(y[clean], ref[clean]) < TOLERANCE[BF16]
+    assert y[~clean].isnan().any(1).all()
