@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from collections.abc import Iterator
@@ -9,6 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start: they are several at once
+
+
+def pytest_collection_finish() -> None:
+    """What was imported so far stays, so the garbage collector need not look at it in every test."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

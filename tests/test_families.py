@@ -19,7 +19,7 @@ torch.set_num_threads(1)
 
 def _marked(family: str, implementation: str) -> Any:
     """One way of transformers to run experts for every family, and all for some; the others share its code, and are slow."""
-    slow = implementation != "eager" and family not in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe")
+    slow = implementation != "eager" and family not in ("mixtral", "deepseek_v3", "gpt_oss")
     return pytest.param(family, implementation, marks=pytest.mark.slow if slow else ())
 
 

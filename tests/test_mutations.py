@@ -38,7 +38,7 @@ def _quiet() -> None:
     logging.getLogger("hexa_fx").setLevel(logging.ERROR)
 
 
-@pytest.mark.parametrize("start", range(0, 40, 20))
+@pytest.mark.parametrize("start", [0])
 def test_mutants(start: int) -> None:
     counts, wrong = run(range(start, start + 20))
     assert not wrong, "\n".join(wrong)
@@ -49,14 +49,14 @@ def test_mutants(start: int) -> None:
 def test_dormant_features(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features that do nothing on the example, judged awake: equal, refused or the block's own code."""
     monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
-    judged = [(seed, *judge_dormant.judge_seed(seed)) for seed in range(start, start + 20)]
+    judged = [(seed, *judge_dormant.judge_seed(seed)) for seed in range(start, start + 12)]
     bad = [(seed, v, what) for seed, v, what in judged if v.outcome in ("WRONG", "CRASH")]
     wrong = [f"seed {s}: {what}: {v.outcome} {v.detail}" for s, v, what in bad]
     assert not wrong, "\n".join(wrong)
-    assert sum(v.outcome in JUDGED for _, v, _ in judged) >= 8
+    assert sum(v.outcome in JUDGED for _, v, _ in judged) >= 5
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_rewritten_implies_equal(dice: random.Random) -> None:
     """Hypothesis throws the dice, and finds the smallest throws that give a wrong rewrite."""

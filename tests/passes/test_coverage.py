@@ -268,12 +268,19 @@ MASKS |= {"rows_after_routing": (RowsAfterRouting, BOOL), "rows": (Rows, BOOL), 
 
 
 def judged(
-    model: nn.Module, example: tuple[Any, ...], change: Callable[[nn.Module], None], *inputs: tuple[Any, ...]
+    model: nn.Module,
+    example: tuple[Any, ...],
+    change: Callable[[nn.Module], None],
+    *inputs: tuple[Any, ...],
+    verify: bool = False,
 ) -> None:
-    """Rewritten, and equal to the original after ``change`` on every input: outputs, gradients and where NaN are."""
+    """Rewritten, and equal to the original after ``change`` on every input: outputs, gradients and where NaN are.
+
+    Without verification, which might drop a block that coverage let through.
+    """
     model = model.double().eval()
     ref = copy.deepcopy(model)
-    opt = hexa_fx.optimize(model, example)
+    opt = hexa_fx.optimize(model, example, hexa_fx.HexaConfig(verify=verify))
     assert opt.report.rewritten, opt.report
     with torch.no_grad():
         change(ref), change(opt)
@@ -288,7 +295,7 @@ def test_masks_of_ones(name: str) -> None:
     block, dtype = MASKS[name]
     torch.manual_seed(0)
     x, y = torch.randn(T, D, dtype=torch.float64), torch.randn(T, D, dtype=torch.float64)
-    judged(block(), (x, ones(dtype)), nothing, (y, padded(dtype)), (y, torch.zeros_like(ones(dtype))))
+    judged(block(), (x, ones(dtype)), nothing, (y, padded(dtype)), (y, torch.zeros_like(ones(dtype))), verify=True)
 
 
 PLACES = {
