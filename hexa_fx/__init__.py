@@ -6,8 +6,8 @@
 
 `optimize` returns a rewritten model, `optimize_` rewrites in place and can spread experts over devices, `explain` only
 reports, and `undo_` restores. `patch_transformers` makes ``experts_implementation="hexa"`` known to transformers.
-`record_routing` and `replay_routing` note and repeat which experts tokens go to. Their
-options are `HexaConfig` and `PartitionConfig`. `debug` shows the graphs between passes,
+`quantize_experts_` packs the experts of an optimized model into 4 or 8 bits. `record_routing` and `replay_routing` note and repeat
+which experts tokens go to. Their options are `HexaConfig` and `PartitionConfig`. `debug` shows the graphs between passes,
 and `profile_devices` measures how fast each device is.
 """
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hexa_fx.inspection.debug import debug
     from hexa_fx.integrations.transformers import patch_transformers
     from hexa_fx.passes.plan_layers import PartitionConfig
+    from hexa_fx.quantize import quantize_experts_
     from hexa_fx.routing.log import RoutingLog
     from hexa_fx.routing.session import record_routing, replay_routing
 
@@ -40,6 +41,7 @@ __all__ = [
     "optimize_",
     "patch_transformers",
     "profile_devices",
+    "quantize_experts_",
     "record_routing",
     "replay_routing",
     "undo_",
@@ -54,6 +56,7 @@ _HOMES = {
     "optimize_": "hexa_fx.api",
     "patch_transformers": "hexa_fx.integrations.transformers",
     "profile_devices": "hexa_fx.distributed.profile",
+    "quantize_experts_": "hexa_fx.quantize",
     "record_routing": "hexa_fx.routing.session",
     "replay_routing": "hexa_fx.routing.session",
     "undo_": "hexa_fx.api",

@@ -12,6 +12,7 @@ from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import SourceLocation
 from hexa_fx.runtime.current import why_original
 from hexa_fx.runtime.install import HexaForward
+from hexa_fx.sources.packed_parameters import packed_parameters
 
 Status = Literal["rewritten", "refused", "already"]
 
@@ -122,6 +123,16 @@ class BlockReport:
     def now(self) -> str:
         """Why the block would run its own code if it were called now; empty if it would not, or nothing was installed."""
         return why_original(self.forward) if self.forward is not None else ""
+
+    @property
+    def packed(self) -> str:
+        """In which format its weights are packed now, and what that saves; empty if they are not."""
+        weights = [] if self.forward is None else list(packed_parameters(self.forward.module).values())
+        if not weights:
+            return ""
+        dense, stored = sum(w.numel() * w.itemsize for w in weights), sum(w.stored_bytes for w in weights)
+        formats = ", ".join(dict.fromkeys(w.format for w in weights))
+        return f"{formats}, {stored / 2**20:.1f} MiB in place of {dense / 2**20:.1f}"
 
     @property
     def sizes(self) -> str:

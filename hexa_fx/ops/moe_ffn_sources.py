@@ -173,8 +173,9 @@ class _Function(DirectFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         alphas, formats, static, top_k, needs = ctx.static
-        count, left = len(ctx.saved_tensors) - sum(ctx.scales), iter(ctx.saved_tensors)
-        tensors = [next(left) for _ in range(count)]
+        saved = ctx.saved_tensors  # checkpointing allows it once
+        left = iter(saved)
+        tensors = [next(left) for _ in range(len(saved) - sum(ctx.scales))]
         scales = [[next(left) for _ in range(number)] for number in ctx.scales]
         sources = (alphas, *scales, formats)
         found = iter(_OPS.moe_ffn_sources_backward.default(grads[0], *tensors, *sources, *static, top_k, needs))

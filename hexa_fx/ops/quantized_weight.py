@@ -108,6 +108,11 @@ class QuantizedWeight(Tensor):
                 return weight.expert(args[2] % weight.shape[0])
             if func is _ATEN.unbind.int and (len(args) == 1 or args[1] == 0):
                 return [weight.expert(number) for number in range(weight.shape[0])]
+        if func._schema.is_mutable:
+            raise InputError(
+                f"{func.name()} would change a packed weight, which only copy_ does: merge adapters into the dense weights that "
+                "it was packed from"
+            )
         found = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, QuantizedWeight)]
         _say_once(func.name(), tuple(found[0].shape))
         args, kwargs = pytree.tree_map_only(QuantizedWeight, QuantizedWeight.dense, (args, kwargs))

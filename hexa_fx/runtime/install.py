@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import CodeType
 from typing import Any
 
@@ -30,6 +30,7 @@ from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
 from hexa_fx.sources import peft
 from hexa_fx.sources.adapters import Adapters
+from hexa_fx.sources.packed_parameters import matrices_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,9 @@ class HexaForward:
         self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
         self.autocast = {True: train.autocast if train else None, False: eval.autocast if eval else None}
         self.small = {True: train.small if train else 0, False: eval.small if eval else 0}
-        self.weights = {True: _weights(train), False: _weights(eval)}
+        graphs = {True: train and train.graph, False: eval and eval.graph}
+        self.weights = {mode: main_grad.parameters_of(graph) if graph else () for mode, graph in graphs.items()}
+        self.matrices = {mode: matrices_of(graph) if graph else () for mode, graph in graphs.items()}
         self.num_experts = {True: train.num_experts if train else None, False: eval.num_experts if eval else None}
         self.sites: dict[bool, RoutingSite | str] = {}
         self.restarted: list[Callable[[], None]] = []
@@ -161,9 +164,8 @@ class HexaForward:
         inputs = [values[name] for name in program.inputs]
         for name in self.packed_names[training]:
             getattr(module, name).refresh()
-        if peft.parametrized(module) and not is_compiling():
-            peft.hand_over_from_now_on(module)
-        result = program.function(self.adapters.seen_from(module) if self.adapters else module, *inputs)
+        with peft.noticed(module) if peft.parametrized(module) and not is_compiling() else nullcontext():
+            result = program.function(self.adapters.seen_from(module) if self.adapters else module, *inputs)
         if dtypes is not None:
             result = in_dtypes(result, dtypes)
         if not self.stored[training]:
@@ -273,10 +275,6 @@ def is_installed(block: nn.Module) -> bool:
 
 def _program(rewritten: RewrittenBlock | None) -> Program | None:
     return None if rewritten is None else Program.of(rewritten.graph, rewritten.path)
-
-
-def _weights(rewritten: RewrittenBlock | None) -> tuple[str, ...]:
-    return () if rewritten is None else main_grad.parameters_of(rewritten.graph)
 
 
 def _packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:

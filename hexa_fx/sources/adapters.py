@@ -23,11 +23,13 @@ class Adapter:
     Args:
         left, right: (E, P, r) and (E, r, Q), of which the product is added to the parameter (E, P, Q).
         in_place: a context in which the parameter itself reads as the sum.
+        base: the parameter, where the module has something else under its name.
     """
 
     left: Tensor
     right: Tensor
     in_place: Callable[[], AbstractContextManager[Any]]
+    base: Tensor | None = None
 
 
 class Adapters:
@@ -68,7 +70,8 @@ class Adapters:
 
     def seen_from(self, module: nn.Module) -> Any:
         """``module`` as a rewritten graph reads it: with adapted weights in place of parameters."""
-        weights = {n: AdaptedWeight(getattr(module, n), a.left, a.right) for n, a in self._active.items()}
+        bases = {n: getattr(module, n) if a.base is None else a.base for n, a in self._active.items()}
+        weights = {n: AdaptedWeight(bases[n], a.left, a.right) for n, a in self._active.items()}
         return _View(module, weights)
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.ops.adapted_weight import say_once
@@ -47,14 +47,11 @@ class HandOver:
             return nullcontext()
         if adapters is None or is_compiling() or self._again_as_before() or self._why_not(block):
             return self._own(active_adapters)
-        factors = [wrapper.get_delta_factors(name) for name in names]
-        left = torch.cat([scale * lhs for lhs, _, scale in factors], 2)
-        right = torch.cat([rhs for _, rhs, _ in factors], 1)
-        adapter = Adapter(left, right, lambda: self._own(active_adapters))
+        adapter = Adapter(*_factors(wrapper, names), lambda: self._own(active_adapters))
         return adapters.active(wrapper.parameter_name, adapter)
 
     def _again_as_before(self) -> bool:
-        """Whether checkpointing computes a forward again that ran before factors were handed over: it has to keep the same tensors.
+        """Whether checkpointing computes a forward again in which factors were handed over late: it has to keep the same tensors.
 
         Autograd numbers its nodes in the order in which forward makes them.
         """
@@ -104,18 +101,41 @@ def take_back(module: nn.Module) -> None:
         del module.__dict__[_METHOD]
 
 
-def hand_over_from_now_on(block: nn.Module) -> None:
-    """Finds the wrappers that are calling ``block``, which is parametrized now, for their next call.
+@contextmanager
+def noticed(block: nn.Module) -> Iterator[None]:
+    """A context in which the wrappers that are calling ``block``, which is parametrized now, have handed their factors over.
 
-    An adapter that is added to an optimized model puts wrappers around a block that does not know them.
+    An adapter that is added to an optimized model puts wrappers around a block that does not know them. From their next call on
+    they hand over by themselves.
     """
-    for caller in _callers():
-        if isinstance(caller, nn.Module) and hasattr(caller, _METHOD) and caller.get_base_layer() is block:  # type: ignore[operator]
-            hand_over(caller)
+    with ExitStack() as stack:
+        for wrapper in list(_callers()):
+            if not isinstance(wrapper, nn.Module) or not hasattr(wrapper, _METHOD):
+                continue
+            if wrapper.get_base_layer() is block and hand_over(wrapper):  # type: ignore[operator]
+                stack.enter_context(_of_this_call(wrapper, block))
+        yield
+
+
+def _of_this_call(wrapper: Any, block: Any) -> AbstractContextManager[Any]:
+    """A context in which the factors of a wrapper that parametrizes ``block`` stand beside the parameter that it parametrizes."""
+    made: Any = getattr(block.parametrizations, wrapper.parameter_name, ())
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    adapters = _adapters_of(wrapper)[1]
+    if len(made) != 1 or not names or adapters is None:
+        return nullcontext()
+    adapter = Adapter(*_factors(wrapper, names), nullcontext, base=made.original)
+    return adapters.active(wrapper.parameter_name, adapter)
+
+
+def _factors(wrapper: Any, names: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """(E, P, r) and (E, r, Q) of all named adapters, side by side."""
+    factors = [wrapper.get_delta_factors(name) for name in names]
+    return torch.cat([scale * lhs for lhs, _, scale in factors], 2), torch.cat([rhs for _, rhs, _ in factors], 1)
 
 
 def _callers() -> Iterator[Any]:
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(3)
     for _ in range(_FRAMES):
         if frame is None:
             return

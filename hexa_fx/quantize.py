@@ -1,0 +1,117 @@
+"""`quantize_experts_`: packs the expert weights of rewritten blocks, which the operators then read as they are."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from hexa_fx.errors import InputError
+from hexa_fx.formats import FORMATS, format_of
+from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.runtime.install import HexaForward, installed_forward
+from hexa_fx.sources import peft
+from hexa_fx.sources.packed_parameters import set_packed
+
+Model = TypeVar("Model", bound=nn.Module)
+FormatName = Literal["nf4", "nf4_double", "mxfp4", "fp8_block", "int8_rows"]
+
+
+class _Place(NamedTuple):
+    """A parameter, by the module that owns it."""
+
+    owner: nn.Module
+    name: str
+
+
+def quantize_experts_(model: Model, format: FormatName) -> Model:
+    """Packs the expert weights of every rewritten block of an optimized model in place, and returns ``model``.
+
+    Weights are packed one expert at a time and the dense ones given up, so that nothing beyond a packed copy of one weight is
+    needed besides the model. Packed weights are frozen. They keep their names and shapes as parameters; ``state_dict`` holds their
+    packed tensors, and a model that was packed the same way loads them.
+
+    Args:
+        model: optimized by `hexa_fx.optimize` or `hexa_fx.optimize_`, before optimizers are built. Adapters may be there already.
+        format: ``nf4`` (4.5 bits a weight), ``nf4_double`` (4.13), ``mxfp4`` (4.25), ``fp8_block`` (8), ``int8_rows`` (8).
+
+    Raises:
+        InputError: there is no such format; no block is rewritten; or the weights of a rewritten block cannot be packed. The model
+            is then unchanged.
+    """
+    format_of(format)
+    blocks = {path: forward for path, module in model.named_modules() if (forward := installed_forward(module))}
+    if not blocks:
+        raise InputError(
+            "quantize_experts_ packs what rewritten blocks read, and no block of this model is rewritten: call hexa_fx.optimize_ "
+            "first (spread over devices, a model keeps dense weights)"
+        )
+    places = [place for path, forward in blocks.items() for place in _places_of(path, forward, format)]
+    by_weight: dict[int, list[_Place]] = {}
+    for place in places:
+        by_weight.setdefault(id(place.owner._parameters[place.name]), []).append(place)
+    for alike in by_weight.values():
+        _pack(alike, format)
+    for forward in blocks.values():
+        forward.small = {True: 0, False: 0}  # its own code would unpack
+    for module in model.modules():
+        peft.hand_over(module)
+    return model
+
+
+def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Place]:
+    """The parameters that hold the block's expert weights.
+
+    Raises:
+        InputError: they cannot be packed.
+    """
+    if not forward.takes_adapters():
+        raise InputError(
+            f"{path or 'the block'} does not run hexa::moe_ffn as it is (batch_invariant, an ablation, or experts of an unusual "
+            "form), which alone reads packed weights"
+        )
+    if forward.packed_names[True] or forward.packed_names[False]:
+        raise InputError(
+            f"{path or 'the block'} has a parameter for each expert; quantize_experts_ packs stacked ones (E, ., .), as "
+            "transformers 5 has them"
+        )
+    made = [training for training, program in forward.programs.items() if program is not None]
+    found = {training: forward.matrices[training] for training in made}
+    if not all(found.values()):
+        raise InputError(
+            f"{path or 'the block'} reads its experts' weights through other operations (a slice, a reshape, a factor); "
+            "quantize_experts_ packs weights that are multiplied as they are"
+        )
+    names = dict.fromkeys(name for weights in found.values() for name in weights)
+    return [_place(path, forward.module, name, format) for name in names]
+
+
+def _place(path: str, block: nn.Module, name: str, format: FormatName) -> _Place:
+    *modules, last = name.split(".")
+    owner = block.get_submodule(".".join(modules))
+    weight = owner._parameters.get(last)
+    where = f"{path}.{name}".lstrip(".")
+    if weight is None:
+        raise InputError(
+            f"{where} is not a parameter of its own at the moment (parametrized, perhaps): undo that first"
+        )
+    if isinstance(weight, QuantizedWeight):
+        raise InputError(f"{where} is packed as {weight.format} already")
+    reason = format_of(format).why_not(weight.shape)
+    if reason:
+        fits = [n for n, f in FORMATS.items() if not f.why_not(weight.shape)]
+        raise InputError(
+            f"{where} of shape {tuple(weight.shape)} cannot be packed as {format}: {reason}; {', '.join(fits)} can"
+        )
+    return _Place(owner, last)
+
+
+def _pack(places: list[_Place], format: FormatName) -> None:
+    """Packs a weight, which several modules may share."""
+    weight = places[0].owner._parameters[places[0].name]
+    assert weight is not None
+    with torch.inference_mode(False), torch.no_grad():
+        made = nn.Parameter(QuantizedWeight.of(weight, format), requires_grad=False)
+    for owner, name in places:
+        set_packed(owner, name, made)

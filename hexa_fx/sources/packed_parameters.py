@@ -1,0 +1,66 @@
+"""Packed weights as parameters of a module, and as plain tensors in its ``state_dict``.
+
+A parameter ``W`` packed as nf4 is saved as ``nf4_W_packed`` and ``nf4_W_absmax``, which any file format takes, and loaded from
+these; from a dense ``W`` it is packed anew. The names do not begin with that of the parameter, since transformers splits weights
+of experts by such names when it saves them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+
+from hexa_fx.formats import format_of
+from hexa_fx.ops.quantized_weight import QuantizedWeight
+
+
+def set_packed(owner: nn.Module, name: str, weight: nn.Parameter) -> None:
+    """Makes a `QuantizedWeight` the parameter ``name`` of ``owner``, in place of the one that is there."""
+    owner._parameters[name] = weight
+    if _save not in owner._state_dict_hooks.values():
+        owner.register_state_dict_post_hook(_save)
+        owner.register_load_state_dict_pre_hook(_load)
+
+
+def matrices_of(graph: torch.fx.Graph) -> tuple[str, ...]:
+    """Paths of the weights that a rewritten graph's experts multiply by; empty if one is not read as it is."""
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default)
+    operands = [node.args[place] for node in nodes for place in (3, 5, 7) if node.args[place] is not None]
+    if not all(isinstance(operand, torch.fx.Node) and operand.op == "get_attr" for operand in operands):
+        return ()
+    return tuple(dict.fromkeys(str(operand.target) for operand in operands if isinstance(operand, torch.fx.Node)))
+
+
+def packed_parameters(module: nn.Module) -> dict[str, QuantizedWeight]:
+    """The packed parameters of a module and those below it, by path."""
+    return {name: p for name, p in module.named_parameters() if isinstance(p, QuantizedWeight)}
+
+
+def _own(module: nn.Module) -> dict[str, QuantizedWeight]:
+    return {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, QuantizedWeight)}
+
+
+def _keys(prefix: str, name: str, weight: QuantizedWeight) -> list[str]:
+    """Of the packed tensor and its scales."""
+    return [f"{prefix}{weight.format}_{name}_{part}" for part in ("packed", *format_of(weight.format).scales)]
+
+
+def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, weight in _own(module).items():
+        if state.pop(prefix + name, None) is not None:
+            state.update(zip(_keys(prefix, name, weight), (weight.packed, *weight.scales), strict=True))
+
+
+def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, weight in _own(module).items():
+        keys = _keys(prefix, name, weight)
+        if all(key in state for key in keys):
+            packed, *scales = (_plain(state.pop(key)) for key in keys)
+            state[prefix + name] = QuantizedWeight(packed, scales, weight.format, weight.dtype)
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.detach() if isinstance(value, nn.Parameter) else value

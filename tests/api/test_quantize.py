@@ -1,0 +1,181 @@
+"""`quantize_experts_`: results and gradients are those of dequantised weights; what is saved loads; refusals are said."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import hexa_fx
+from hexa_fx import HexaConfig
+from hexa_fx.errors import InputError
+from hexa_fx.ops import quantized_weight
+from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.sources.packed_parameters import packed_parameters
+
+E, D, H = 4, 64, 32
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(E, 2 * H, D, dtype=torch.float64) / 8)
+        self.second = nn.Parameter(torch.randn(E, D, H, dtype=torch.float64) / 6)
+
+    def forward(self, x, index, weights):
+        out = torch.zeros_like(x)
+        for number in range(E):
+            token, slot = torch.where(index == number)
+            gate, up = F.linear(x[token], self.first[number]).chunk(2, -1)
+            out.index_add_(0, token, F.linear(F.silu(gate) * up, self.second[number]) * weights[token, slot, None])
+        return out
+
+
+class Model(nn.Module):
+    """Two layers that share the second one's experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False, dtype=torch.float64)
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            weights, index = self.router(x).softmax(-1).topk(2)
+            x = x + block(x, index, weights)
+        return x
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    torch.manual_seed(0)
+    return hexa_fx.optimize_(Model(), torch.randn(20, D, dtype=torch.float64))
+
+
+def packed(optimized, format):
+    """A packed copy, and a dense one with the numbers that the former stands for."""
+    model = hexa_fx.quantize_experts_(copy.deepcopy(optimized), format)
+    dense = Model()
+    weights = {n: p.dense() if isinstance(p, QuantizedWeight) else p.detach() for n, p in model.named_parameters()}
+    dense.load_state_dict(weights)
+    return model, dense
+
+
+@pytest.mark.parametrize("format", ["nf4", "nf4_double", "mxfp4", "fp8_block", "int8_rows"])
+def test_results_and_gradients_are_those_of_dequantised_weights(optimized, format, caplog):
+    quantized_weight._say_once.cache_clear()
+    model, dense = packed(optimized, format)
+    assert {p.format for p in packed_parameters(model).values()} == {format}
+    assert len(packed_parameters(model)) == 4
+    for rows, training in ((20, True), (1, False), (0, True)):
+        x = torch.randn(rows, D, dtype=torch.float64, requires_grad=True)
+        outcomes = []
+        for module in (model, dense):
+            y = module.train(training)(x)
+            outcomes.append((y, *torch.autograd.grad(y.square().sum(), (x, module.router.weight))))
+        for found, expected in zip(*outcomes, strict=True):
+            torch.testing.assert_close(found, expected)
+    assert "unpacked" not in caplog.text
+    assert not [name for name, p in model.named_parameters() if p.requires_grad and "router" not in name]
+
+
+def test_the_report_says_how_weights_are_packed():
+    model = hexa_fx.optimize(Model(), torch.randn(20, D, dtype=torch.float64))
+    assert "packed as" not in str(model.report)
+    hexa_fx.quantize_experts_(model, "mxfp4")
+    dense, kept = 2 * 8 * E * 3 * H * D / 2**21, 17 / 32 * 2 * E * 3 * H * D / 2**21
+    assert f"weights packed as mxfp4, {kept:.1f} MiB in place of {dense:.1f}" in str(model.report)
+
+
+def test_saved_loaded_copied_and_moved(optimized):
+    model, dense = packed(optimized, "nf4_double")
+    x = torch.randn(9, D, dtype=torch.float64)
+    expected = model(x)
+    state = model.state_dict()
+    assert all(type(value) is torch.Tensor for value in state.values())
+    assert "blocks.0.nf4_double_first_absmax" in state
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    fresh = hexa_fx.quantize_experts_(hexa_fx.optimize(Model(), x), "nf4_double")
+    assert not torch.allclose(fresh(x), expected)
+    fresh.load_state_dict(torch.load(buffer, weights_only=True))
+    assert torch.equal(fresh(x), expected)
+    assert torch.equal(copy.deepcopy(model).to("cpu")(x), expected)
+    single = copy.deepcopy(model).float()
+    assert single.blocks[0].first.dtype == torch.float32
+    torch.testing.assert_close(single(x.float()), expected.float(), rtol=1e-4, atol=1e-4)
+    fresh.load_state_dict(dense.state_dict())  # dense numbers are packed when they are loaded
+    torch.testing.assert_close(fresh(x), expected, rtol=0.1, atol=0.1)
+    other = hexa_fx.quantize_experts_(hexa_fx.optimize(Model(), x), "nf4")
+    with pytest.raises(RuntimeError, match="nf4_double_first_packed"):
+        other.load_state_dict(state)
+
+
+def test_a_weight_that_blocks_share_is_packed_once():
+    torch.manual_seed(0)
+    model = Model()
+    model.blocks[1].first = model.blocks[0].first
+    x = torch.randn(20, D, dtype=torch.float64)
+    model = hexa_fx.quantize_experts_(hexa_fx.optimize_(model, x), "nf4")
+    assert model.blocks[1].first is model.blocks[0].first
+    assert isinstance(model.blocks[1].first, QuantizedWeight)
+
+
+def test_undone_the_blocks_read_it_themselves(optimized, caplog):
+    model, dense = packed(optimized, "fp8_block")
+    x = torch.randn(9, D, dtype=torch.float64)
+    torch.testing.assert_close(hexa_fx.undo_(model)(x), dense(x))
+    assert "unpacked" not in caplog.text, "a loop over experts takes one at a time"
+
+
+def test_packed_weights_are_not_changed_in_place(optimized):
+    model, _ = packed(optimized, "nf4")
+    with pytest.raises(InputError, match="merge adapters into the dense weights"):
+        model.blocks[0].first.data += 1
+
+
+def test_what_cannot_be_packed_is_said(optimized):
+    x = torch.randn(20, D, dtype=torch.float64)
+    with pytest.raises(InputError, match="expected one of nf4"):
+        hexa_fx.quantize_experts_(optimized, "int3")
+    with pytest.raises(InputError, match=r"call hexa_fx.optimize_ first"):
+        hexa_fx.quantize_experts_(Model(), "nf4")
+    model, _ = packed(optimized, "nf4")
+    with pytest.raises(InputError, match="packed as nf4 already"):
+        hexa_fx.quantize_experts_(model, "mxfp4")
+    fixed = hexa_fx.optimize_(Model(), x, HexaConfig(batch_invariant=True))
+    with pytest.raises(InputError, match="batch_invariant"):
+        hexa_fx.quantize_experts_(fixed, "nf4")
+
+
+class Listed(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(size, 12), nn.ReLU(), nn.Linear(12, size)) for _ in range(E)
+        )
+
+    def forward(self, x, index, weights):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+def test_lists_and_sizes_that_do_not_fit():
+    x, index, weights = torch.randn(20, 20), torch.rand(20, E).argsort(1)[:, :2], torch.rand(20, 2)
+    with pytest.raises(InputError, match="a parameter for each expert"):
+        hexa_fx.quantize_experts_(hexa_fx.optimize(Listed(20), (x, index, weights)), "nf4")
+    block = Experts().float()
+    block.first = nn.Parameter(torch.randn(E, 2 * H, 20))
+    block.second = nn.Parameter(torch.randn(E, 20, H))
+    made = hexa_fx.optimize(block, (x, index, weights))
+    with pytest.raises(
+        InputError, match=r"first of shape .* cannot be packed as mxfp4: .*; nf4, nf4_double, fp8_block"
+    ):
+        hexa_fx.quantize_experts_(made, "mxfp4")
+    assert not packed_parameters(made), "nothing is packed where something cannot be"
