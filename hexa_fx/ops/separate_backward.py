@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _AutoDispatchBelowAutograd
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from hexa_fx.ops import library
@@ -22,7 +23,7 @@ _WEIGHTS = slice(2, 9)
 """Where the optional operands are among the arguments: top_k_weights, w1, b1, w3, b3, w2, b2."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo  # torch.compiler.disable would import all of dynamo now, a second of every process
 def moe_ffn_without_esfk(*args: Any) -> Tensor:
     """Has the arguments and value of `hexa::moe_ffn`."""
     x, top_k_index, top_k_weights, *weights = args[:9]
