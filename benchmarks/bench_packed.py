@@ -204,7 +204,7 @@ def tile_times(shape: Shape, pairs: list[tuple[Layer, Call]], count: int) -> lis
     }
     rows = []
     for product, (k, step) in products.items():
-        for tile in candidates(k):
+        for tile in candidates(k, shape.format.block):
             with fixed_tile(tile):
                 prebuild(step)
                 ms = steady({"tile": captured(step)}, turns=1, warm_s=0.1, timed_s=0.2)["tile"]

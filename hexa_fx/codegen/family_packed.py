@@ -16,8 +16,6 @@ from hexa_fx.codegen.family_rows import check_activation
 from hexa_fx.codegen.spec import KernelSpec
 
 FAMILY = "packed_gemm"
-TOKENS = 8
-"""Rows of an expert that are multiplied at a time."""
 MOST_EXPERTS = 512
 DEPTH = 128
 """Values along K that a warp takes in a step."""
@@ -26,6 +24,8 @@ SCALES = ("f32", "bf16", "e8m0")
 _TABLE_BYTES = 256 * 256
 _MOST_WARPS = 16
 _MOST_STEPS = 4
+_FEW_ROWS = 1
+"""Bucket up to which four rows at a time suffice for most experts."""
 MOST_DEPTH = DEPTH * _MOST_WARPS * _MOST_STEPS
 """K, at most: the rows of x stay in registers."""
 
@@ -39,12 +39,14 @@ class PackedTile:
         warps_k: warps that share K.
         steps: how often each takes `DEPTH` values of it.
         blocks: a multiprocessor's blocks that registers have to suffice for.
+        on_sums: scales multiply sums, so that nothing is rounded for them; else values, and more rows are multiplied at a time.
     """
 
     warps_m: int
     warps_k: int
     steps: int
     blocks: int
+    on_sums: bool = False
 
     @property
     def threads(self) -> int:
@@ -52,18 +54,24 @@ class PackedTile:
         return 32 * self.warps_m * self.warps_k
 
 
-def choose_tile(k: int) -> PackedTile:
-    """The tile of a product over `k` values: eight warps that share K if three steps of each suffice, else sixteen."""
+def choose_tile(k: int, block: int, bucket: int) -> PackedTile:
+    """The tile of a product over `k` values: eight warps that share K if three steps of each suffice, else sixteen.
+
+    Args:
+        block: values that share a scale.
+        bucket: `hexa_fx.codegen.heuristics.row_bucket` of the launch.
+    """
     chunks = -(-k // DEPTH)
     sizes = [(steps, -(-chunks // steps)) for steps in range(1, _MOST_STEPS + 1)]
     few = [size for size in sizes[:3] if size[1] <= 8]
     steps, warps_k = few[0] if few else next((size for size in sizes[1:] if size[1] <= _MOST_WARPS), sizes[-1])
     warps_m = max(1, 6 // warps_k)
-    return PackedTile(warps_m, warps_k, steps, max(1, (18 if steps == 1 else 16) // (warps_m * warps_k)))
+    blocks = max(1, (18 if steps == 1 else 16) // (warps_m * warps_k))
+    return PackedTile(warps_m, warps_k, steps, blocks, block >= 128 or (block == 64 and bucket <= _FEW_ROWS))
 
 
-def candidates(k: int) -> list[PackedTile]:
-    """Tiles worth timing for a product over `k` values; some may not fit a card."""
+def candidates(k: int, block: int) -> list[PackedTile]:
+    """Tiles worth timing for a product over `k` values in blocks; some may not fit a card."""
     found = []
     chunks = -(-k // DEPTH)
     for steps in (1, 2, 3, 4):
@@ -72,8 +80,14 @@ def candidates(k: int) -> list[PackedTile]:
             warps = warps_m * warps_k
             if 4 <= warps <= _MOST_WARPS:
                 most = min(3, 24 // warps, 6 // steps)
-                found += [PackedTile(warps_m, warps_k, steps, blocks) for blocks in range(1, most + 1)]
+                for on_sums in (False, True) if block >= 64 else (False,):
+                    found += [PackedTile(warps_m, warps_k, steps, blocks, on_sums) for blocks in range(1, most + 1)]
     return found
+
+
+def rows_of_tile(spec: KernelSpec) -> int:
+    """Rows of an expert that are multiplied at a time."""
+    return 4 if spec.option("on_sums") and spec.option("block") == 64 else 8
 
 
 def columns_of_tile(spec: KernelSpec) -> int:
@@ -106,6 +120,8 @@ def _check(spec: KernelSpec) -> Iterable[str]:
     block = int(spec.option("block"))
     if block < 32 or block & (block - 1):
         yield f"blocks of {block} values; expected a power of two, 32 or more"
+    if spec.option("on_sums") and block < 64:
+        yield f"blocks of {block} values cannot be scaled in sums"
     warps_m, warps_k, steps = (int(spec.option(name)) for name in ("warps_m", "warps_k", "steps"))
     if not 1 <= steps <= _MOST_STEPS or warps_m < 1 or warps_k < 1 or warps_m * warps_k > _MOST_WARPS:
         yield f"{warps_m}x{warps_k} warps, {steps} steps; expected at most {_MOST_WARPS} warps and {_MOST_STEPS} steps"

@@ -19,12 +19,12 @@ from hexa_fx.codegen.family_packed import (
     FAMILY,
     MOST_DEPTH,
     MOST_EXPERTS,
-    TOKENS,
     PackedTile,
     candidates,
     choose_tile,
     columns_of_tile,
     resident_blocks,
+    rows_of_tile,
 )
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import Glu, KernelSpec, Option
@@ -40,7 +40,7 @@ from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.rows import row_count
 
 MOST_BUCKET = 5
-"""Up to 2^5 rows an expert on average. Codes are unpacked once for each eight rows; a matrix that is unpacked to memory is written
+"""Up to 2^5 rows an expert on average. Codes are unpacked once for every eight rows; a matrix that is unpacked to memory is written
 and read at two bytes a value, which takes as long as some six passes over four bits.
 """
 
@@ -137,11 +137,11 @@ class PackedKey(NamedTuple):
 
     def rule(self) -> PackedTile:
         """The tile that nobody measured."""
-        return choose_tile(self.inner)
+        return choose_tile(self.inner, self.block, self.bucket)
 
     def candidates(self) -> list[PackedTile]:
         """Tiles worth measuring."""
-        return candidates(self.inner)
+        return candidates(self.inner, self.block)
 
     def at(self, bucket: int) -> PackedKey:
         """The same with another number of rows an expert."""
@@ -154,7 +154,6 @@ class PackedKey(NamedTuple):
             op="esmm",
             arch=self.card.arch,
             dtype=DTYPES[self.dtype],
-            bm=TOKENS,
             bk=DEPTH,
             gather=self.gather,
             activation=self.activation,
@@ -163,7 +162,9 @@ class PackedKey(NamedTuple):
         )
         packed: dict[str, Option] = {"scale": self.scale, "block": self.block, "high_first": self.high_first}
         keep: dict[str, Option] = {} if (self.activation, self.glu) == ("none", "none") else {"keep_h": self.keep_h}
-        return spec.with_options(**packed, **keep, **asdict(tile))
+        spec = spec.with_options(**packed, **keep, **asdict(tile))
+        lines = self.columns // 2 if self.glu in ("concat", "interleaved") else self.columns
+        return spec.with_options(full=lines % columns_of_tile(spec) == 0)
 
 
 def unsupported(o: PackedProduct) -> str:
@@ -257,7 +258,7 @@ def _launch(
 ) -> tuple[Kernel, tuple[int, int, int], bytes]:
     """Kernel, grid and all arguments but the pointers."""
     spec = key.spec(tile or chosen_tile(key))
-    units = (rows // TOKENS + min(experts, rows)) * ceil_div(inner, columns_of_tile(spec))
+    units = (rows // rows_of_tile(spec) + min(experts, rows)) * ceil_div(inner, columns_of_tile(spec))
     strides = (x_stride, key.columns * key.inner // 2, key.columns * key.inner // key.block, width, inner)
     constants = constants_of(key.activation, params)
     numbers = _numbers().pack(

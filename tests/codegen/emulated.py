@@ -41,7 +41,7 @@ class EmulatedKernel:
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory):
-    """Launches run here, as on a card of four multiprocessors."""
+    """Launches run here, as on a card of one multiprocessor, so that a block takes several units of work."""
     folder, built = tmp_path_factory.mktemp("kernels"), {}
 
     def get_kernel(spec: KernelSpec, node: str = "") -> EmulatedKernel:
@@ -54,7 +54,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory):
         patch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
         patch.setenv("HEXA_FX_CACHE_DIR", str(folder))
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-        patch.setattr(cuda_choosing, "device_card", lambda device: AMPERE)
+        patch.setattr(cuda_choosing, "device_card", lambda device: AMPERE._replace(multiprocessors=1))
         cuda_choosing.forget_choices()
         yield
     cuda_choosing.forget_choices()

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 E = 5
 BF16, F16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 5e-3, F16: 7e-4}
-"""Of values, scales, their products and results, each is rounded once."""
+"""Values, scales, their products and results are rounded, each once."""
+ON_SUMS = {BF16: 3.5e-3, F16: 5e-4}
+"""Values and results alone."""
 IDS = {
     "random": [[0, 3], [3, 4], [4, 0], [1, 3], [3, 0]],
     "all to one": [[2, 2]] * 10,
@@ -48,15 +50,16 @@ def weight(f, columns, k):
     ("f", "dtype", "k", "n", "tile"),
     [
         (NF4, BF16, 192, 80, None),
+        (NF4, BF16, 192, 80, PackedTile(1, 2, 1, 1)),
         (NF4, F16, 320, 33, PackedTile(2, 1, 3, 1)),  # a ring that is shorter than a unit
         (MXFP4, BF16, 288, 64, PackedTile(1, 2, 2, 1)),
     ],
-    ids=["nf4", "nf4 in f16", "mxfp4"],
+    ids=["nf4, scales on sums", "nf4", "nf4 in f16", "mxfp4"],
 )
 def test_products(emulated, monkeypatch, f, dtype, k, n, tile):  # noqa: F811
     torch.manual_seed(0)
     if tile is not None:
-        monkeypatch.setattr(packed, "choose_tile", lambda k: tile)
+        monkeypatch.setattr(packed, "chosen_tile", lambda key: tile)
         cuda_choosing.forget_choices()
     (w, dense), bias = weight(f, n, k), torch.randn(E, n, dtype=dtype)
     for kind in IDS:
@@ -65,7 +68,7 @@ def test_products(emulated, monkeypatch, f, dtype, k, n, tile):  # noqa: F811
         product = PackedProduct(x, w, bias, None, None, r.v, r.offs, r.top_k)
         assert not unsupported(product)
         error = row_error(packed.esmm(product), reference_esmm(x, dense, bias, r.v, r, "nk"))
-        assert error < TOLERANCE[dtype], kind
+        assert error < (ON_SUMS if tile is None else TOLERANCE)[dtype], kind
         product = PackedProduct(rows, w, bias, None, None, None, r.offs, 1)
         error = row_error(packed.esmm(product), reference_esmm(rows, dense, bias, None, r, "nk"))
         assert error < TOLERANCE[dtype], kind
@@ -82,7 +85,7 @@ def test_products(emulated, monkeypatch, f, dtype, k, n, tile):  # noqa: F811
 )
 def test_activations(emulated, glu, activation, params, f, bias, keep_h):  # noqa: F811
     torch.manual_seed(0)
-    inner, k = 40, 192
+    inner, k = 96 if glu in ("concat", "interleaved") else 40, 192
     columns = inner if glu in ("none", "split") else 2 * inner
     w1, dense = weight(f, columns, k)
     w3, dense3 = weight(f, columns, k) if glu == "split" else (None, None)
@@ -121,6 +124,6 @@ def test_what_is_left_to_other_ways(monkeypatch):
 
 def test_tiles_cover_the_depth():
     for k in range(32, MOST_DEPTH + 1, 32):
-        for tile in (choose_tile(k), *candidates(k)):
+        for tile in (choose_tile(k, 64, 0), *candidates(k, 64)):
             assert tile.warps_k * tile.steps * 128 >= k
             assert tile.threads <= 512

@@ -125,3 +125,7 @@ inline int __shfl_up_sync(unsigned, int value, int distance) {
   const int lane = int(threadIdx.x % 32);
   return int(emulator::meet(&word, 1)[lane < distance ? lane : lane - distance][0]);
 }
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+  const unsigned word = bits_of(value);
+  return __uint_as_float(emulator::meet(&word, 1)[threadIdx.x % 32 ^ mask][0]);
+}

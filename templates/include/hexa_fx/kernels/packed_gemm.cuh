@@ -3,7 +3,7 @@
 //   D[p, n] = sum_k x[row(p), k] W[e(p)][n, k] + bias[e(p), n], row(p) = v[p] / top_k or p
 //
 // Made for reading packed weights as fast as memory gives them. The weight's lines are the 16 rows of mma.sync, up to eight rows of
-// an expert its columns. Codes come to registers by 16 bytes a lane, a unit ahead, and become elements there; x stays in registers
+// an expert its columns (four, where each has a column for two scales). Codes come to registers by 16 bytes a lane, a unit ahead, and become elements there; x stays in registers
 // while its rows are the same. The warps of a block share k, so that a unit is small, and add up in shared memory: in the half of the
 // table's lines that holds no values.
 #pragma once
@@ -21,17 +21,18 @@ struct PackedGemm {
   using Lines = PackedLines<C>;
   using Depth = PackedDepth<C>;
   using Source = PackedSource<C>;
-  static constexpr int kTokens = 8, kThreads = C::kThreads, kMostExperts = 512;
-  using Schedule = Units<kTokens, kMostExperts, kThreads>;
+  static constexpr int kThreads = C::kThreads, kMostExperts = 512;
+  using Schedule = Units<C::kTokens, kMostExperts, kThreads>;
   static constexpr int kFragments = 2 * C::kSteps, kRing = kFragments <= 4 ? kFragments : C::kSteps;
   static constexpr int kSums = 128 * C::kWarpsM, kEach = (kSums + kThreads - 1) / kThreads;  // of one tile; of them a thread's
   static constexpr int kSharedBytes = PackedTable::kBytes + Schedule::kBytes;
   static_assert(2 * C::kWarps * 8 <= 256, "two times the sums fit behind the table");
 
   static __device__ void run(const PackedParams& p, unsigned char* shared) {
+    Schedule units(reinterpret_cast<int*>(shared + PackedTable::kBytes), p.offs, p.experts,
+                   (p.n + Lines::kColumns - 1) / Lines::kColumns);
     PackedTable::fill<C::kHighFirst, kThreads>(shared, p.values);
-    int* tables = reinterpret_cast<int*>(shared + PackedTable::kBytes);
-    const Schedule units(tables, p.offs, p.experts, (p.n + Lines::kColumns - 1) / Lines::kColumns);
+    units.deal();
     zero_tail(p, units.offs[p.experts]);
     if (units.begin < units.end) PackedGemm(p, shared).work(units);
   }
@@ -57,7 +58,10 @@ struct PackedGemm {
       if constexpr (C::kBias) load_bias(bias, here);
       const bool more = ++unit < units.end;
       const Work next = more ? units.behind(here, unit) : here;
-      const Source ahead(p, next.expert, next.tile, warp_m, lane);
+      const bool moves = next.begin != here.begin;
+      Source ahead = source;
+      if (C::kFull && !moves) ahead.advance(p);
+      else ahead = Source(p, next.expert, next.tile, warp_m, lane);
       float sum[2][4] = {};
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
@@ -69,7 +73,7 @@ struct PackedGemm {
       __syncthreads();
       store(here, buffer, bias);
       if (!more) return;
-      other_rows = next.begin != here.begin;
+      other_rows = moves;
       here = next;
       source = ahead;
     }
@@ -82,8 +86,8 @@ struct PackedGemm {
 
   // Rows that are not there are zero, as is what lies behind k.
   __device__ void load_rows(const Work& here) {
-    const int row = here.begin + lane / 4;
-    const bool there = row < here.end;
+    const int row = here.begin + Depth::row(lane);
+    const bool there = row < here.end && Depth::holds(lane);
     const long long from = !there ? 0 : C::kGather ? static_cast<long long>(p.top_k(__ldg(p.v + row))) : row;
     const T* line = static_cast<const T*>(p.x) + from * p.x_stride;
 #pragma unroll
@@ -113,7 +117,7 @@ struct PackedGemm {
   // A result that a thread adds up, from both tiles: sum i of a lane of the warps that share k.
   struct Place {
     int warp, i, lane;
-    __device__ explicit Place(int number) : warp(number / 128), i(number % 128 / 32), lane(number % 32) {}
+    __device__ explicit Place(unsigned number) : warp(number / 128), i(number % 128 / 32), lane(number % 32) {}
     __device__ int row() const { return lane % 4 * 2 + i % 2; }
     __device__ int column(int tile, int j) const { return Lines::column(tile, warp, j, lane / 4 + i / 2 * 8); }
   };
@@ -122,7 +126,7 @@ struct PackedGemm {
   static __device__ void each(Do&& one) {
 #pragma unroll
     for (int e = 0; e < kEach; ++e)
-      if (kSums % kThreads == 0 || int(threadIdx.x) + e * kThreads < kSums) one(e, Place(threadIdx.x + e * kThreads));
+      if (kSums % kThreads == 0 || threadIdx.x + e * kThreads < kSums) one(e, Place(threadIdx.x + e * kThreads));
   }
 
   __device__ void load_bias(float (&bias)[kEach][2], const Work& here) const {
@@ -140,14 +144,18 @@ struct PackedGemm {
 
   __device__ void store(const Work& here, int buffer, const float (&bias)[kEach][2]) const {
     each([&](int e, const Place& place) {
-      const int row = here.begin + place.row();
-      if (row >= here.end) return;
-      float value[2] = {bias[e][0], bias[e][1]};
+      float value[2] = {};
 #pragma unroll
       for (int w = 0; w < C::kWarpsK; ++w)
 #pragma unroll
         for (int j = 0; j < 2; ++j) value[j] += handed(buffer, place.warp * C::kWarpsK + w, j, place.i, place.lane);
-      put(row, place.column(here.tile, 0), place.column(here.tile, 1), value);
+      if constexpr (C::kGroups == 2) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) value[j] += __shfl_xor_sync(0xffffffffu, value[j], 2);
+      }
+      value[0] += bias[e][0], value[1] += bias[e][1];
+      const int row = here.begin + place.row();
+      if (place.row() < C::kTokens && row < here.end) put(row, place.column(here.tile, 0), place.column(here.tile, 1), value);
     });
   }
 

@@ -37,6 +37,10 @@ struct PackedDepth {
 
   // First value of the lane in step `step` of warp `warp` along k; at or behind k if there are none.
   static __device__ int at(int warp, int step, int lane) { return (warp * C::kSteps + step) * kStep + lane % 4 * kLane; }
+
+  // Row of x that a lane holds for its column. Of the columns of a row each is for one scale, and zero where lanes have another.
+  static __device__ int row(int lane) { return lane / 4 % C::kTokens; }
+  static __device__ bool holds(int lane) { return lane / 4 / C::kTokens == lane % 4 * C::kGroups / 4; }
 };
 
 // The lines of a unit: two tiles of 16 for each warp, gate and up of the same columns where there is a gate.
@@ -61,9 +65,28 @@ struct PackedFragment {
   uint4 word[2];
   unsigned scale[2];
 
-  // sum (16 lines, 8 rows) += codes times scales times x
+  // sum (16 lines, 8 columns) += codes times scales times x
   __device__ void multiply(float (&sum)[4], const unsigned (&x)[16], const unsigned char* table, int lane) const {
-    const unsigned scales[2] = {pair(scale[0]), pair(scale[1])};
+    if constexpr (C::kOnSums) {
+      float part[4] = {};
+      values(part, x, table, lane, [](unsigned pair, int) { return pair; });
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] += number(scale[i / 2]) * part[i];
+    } else {
+      const unsigned scales[2] = {Pair<T>::both(number(scale[0])), Pair<T>::both(number(scale[1]))};
+      values(sum, x, table, lane, [&](unsigned pair, int row) { return Pair<T>::multiply(pair, scales[row]); });
+    }
+  }
+
+ private:
+  static __device__ float number(unsigned raw) {
+    constexpr int kShift = C::kScale == Scale::f32 ? 0 : C::kScale == Scale::bf16 ? 16 : 23;
+    return __uint_as_float(raw << kShift);
+  }
+
+  // sum += values times x, where scaled(pair, row) makes a pair of values of row g or g + 8 what is multiplied.
+  template <class Scaled>
+  __device__ void values(float (&sum)[4], const unsigned (&x)[16], const unsigned char* table, int lane, Scaled scaled) const {
 #pragma unroll
     for (int q = 0; q < 8; ++q) {
       unsigned a[4];
@@ -71,56 +94,59 @@ struct PackedFragment {
       for (int i = 0; i < 4; ++i) {
         const uint4& words = word[i % 2];
         const unsigned from = q / 2 == 0 ? words.x : q / 2 == 1 ? words.y : q / 2 == 2 ? words.z : words.w;
-        a[i] = Pair<T>::multiply(PackedTable::look_up(table, from, q % 2 * 2 + i / 2, lane), scales[i % 2]);
+        a[i] = scaled(PackedTable::look_up(table, from, q % 2 * 2 + i / 2, lane), i % 2);
       }
       const unsigned b[2] = {x[2 * q], x[2 * q + 1]};
       TensorCore<T>::multiply(sum, a, b);
     }
   }
-
- private:
-  static __device__ unsigned pair(unsigned raw) {
-    constexpr int kShift = C::kScale == Scale::f32 ? 0 : C::kScale == Scale::bf16 ? 16 : 23;
-    return Pair<T>::both(__uint_as_float(raw << kShift));
-  }
 };
 
-// Where a lane finds its fragments of a unit.
+// Where a lane finds its fragments of a unit: row g of both tiles, and how far row g + 8 is, in bytes.
 template <class C>
 struct PackedSource {
   using Lines = PackedLines<C>;
   static constexpr int kScaleBytes = C::kScale == Scale::f32 ? 4 : C::kScale == Scale::bf16 ? 2 : 1;
   const unsigned char* code[2];
   const unsigned char* scale[2];
-  int code_step[2], scale_step[2];  // from row g to g + 8, in bytes
+  unsigned code_step[2], scale_step[2];
 
   // Lines behind the last are the last one.
   __device__ PackedSource(const PackedParams& p, int expert, int tile, int warp, int lane) {
-    const int code_line = p.k / 2, scale_line = p.k / C::kBlock * kScaleBytes;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const bool up = C::kGlu == Glu::split && j == 1;
-      const int low = Lines::line(j, min(Lines::column(tile, warp, j, lane / 4), p.n - 1), p.n);
-      const int high = Lines::line(j, min(Lines::column(tile, warp, j, lane / 4 + 8), p.n - 1), p.n);
-      const void* codes = up ? p.code2 : p.code;
-      const void* scales = up ? p.scale2 : p.scale;
-      code[j] = static_cast<const unsigned char*>(codes) + expert * p.code_expert + static_cast<long long>(low) * code_line;
-      scale[j] = static_cast<const unsigned char*>(scales) +
-                 (expert * p.scale_expert * kScaleBytes + static_cast<long long>(low) * scale_line);
-      code_step[j] = (high - low) * code_line;
-      scale_step[j] = (high - low) * scale_line;
+      const int column = Lines::column(tile, warp, j, lane / 4), last = p.n - 1;
+      const unsigned low = Lines::line(j, C::kFull ? column : min(column, last), p.n);
+      const unsigned high = Lines::line(j, C::kFull ? column + 8 : min(column + 8, last), p.n);
+      code[j] = static_cast<const unsigned char*>(up ? p.code2 : p.code) + expert * p.code_expert + low * code_line(p);
+      scale[j] =
+          static_cast<const unsigned char*>(up ? p.scale2 : p.scale) + expert * p.scale_expert * kScaleBytes + low * scale_line(p);
+      code_step[j] = (high - low) * code_line(p);
+      scale_step[j] = (high - low) * scale_line(p);
     }
+  }
+
+  // To the next tile of the same expert, where all lines are there.
+  __device__ void advance(const PackedParams& p) {
+    constexpr unsigned kLines = (C::kGlu == Glu::interleaved ? 2 : 1) * Lines::kColumns;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) code[j] += kLines * code_line(p), scale[j] += kLines * scale_line(p);
   }
 
   // Values behind the end of a line are those at its start: they meet zeros.
   __device__ void fetch(PackedFragment<C>& to, int j, int depth, int k, bool wanted) const {
-    const int at = depth < k ? depth : 0;
+    const unsigned at = depth < k ? depth : 0;
     stream16(to.word[0], code[j] + at / 2, wanted);
-    stream16(to.word[1], code[j] + at / 2 + code_step[j], wanted);
-    const unsigned char* scales = scale[j] + at / C::kBlock * kScaleBytes;
-    stream_number<kScaleBytes>(to.scale[0], scales, wanted);
-    stream_number<kScaleBytes>(to.scale[1], scales + scale_step[j], wanted);
+    stream16(to.word[1], code[j] + (at / 2 + code_step[j]), wanted);
+    const unsigned scales = at / C::kBlock * kScaleBytes;
+    stream_number<kScaleBytes>(to.scale[0], scale[j] + scales, wanted);
+    stream_number<kScaleBytes>(to.scale[1], scale[j] + (scales + scale_step[j]), wanted);
   }
+
+ private:
+  static __device__ unsigned code_line(const PackedParams& p) { return unsigned(p.k) / 2; }
+  static __device__ unsigned scale_line(const PackedParams& p) { return unsigned(p.k) / C::kBlock * kScaleBytes; }
 };
 
 }  // namespace hexa

@@ -4,6 +4,11 @@
 
 namespace hexa {
 
+// 4 bytes from global to shared memory, in the thread's group of copies.
+__device__ inline void copy_async4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
 // 16 bytes that are read once, if wanted; r stays as it is else. Volatile, so that loads stay where they were written.
 __device__ inline void stream16(uint4& r, const void* from, bool wanted) {
   asm volatile(

@@ -1,6 +1,7 @@
 // Work for blocks that stay: the rows of every expert in parts of at most kRows, times the tiles of a weight's lines. Every block
 // takes units that follow one another, about as many as any other, so that most of its units have the same rows.
 #pragma once
+#include <hexa_fx/ptx/packed.cuh>
 
 namespace hexa {
 
@@ -18,10 +19,14 @@ struct Units {
   int experts, tiles;
   int begin, end;  // units of this block
 
-  // All threads together. `shared` has kBytes.
+  // All threads together, then deal(). `shared` has kBytes. The offsets are under way meanwhile.
   __device__ Units(int* shared, const int* offsets, int experts_, int tiles_)
       : offs(shared), first(shared + kMost + 1), experts(experts_), tiles(tiles_) {
-    for (int e = threadIdx.x; e <= experts; e += kThreads) offs[e] = __ldg(offsets + e);
+    for (int e = threadIdx.x; e <= experts; e += kThreads) copy_async4(offs + e, offsets + e);
+    commit_copies();
+  }
+  __device__ void deal() {
+    wait_for_copies<0>();
     __syncthreads();
     if (threadIdx.x < 32) count(threadIdx.x);
     __syncthreads();

@@ -29,12 +29,17 @@ struct PackedParams {
   unsigned values[8];  // of the sixteen codes, as elements, two in a word
 };
 
-template <class T_, Scale kScale_, int kBlock_, bool kHighFirst_, int kWarpsM_, int kWarpsK_, int kSteps_, bool kGather_, Act kAct_,
-          Glu kGlu_, bool kBias_, bool kKeep_>
+template <class T_, Scale kScale_, int kBlock_, bool kOnSums_, bool kHighFirst_, int kWarpsM_, int kWarpsK_, int kSteps_,
+          bool kGather_, Act kAct_, Glu kGlu_, bool kBias_, bool kKeep_, bool kFull_>
 struct PackedConfig {
   using T = T_;
   static constexpr Scale kScale = kScale_;
-  static constexpr int kBlock = kBlock_;           // values along k that share a scale
+  static constexpr int kBlock = kBlock_;  // values along k that share a scale
+  // Scales multiply sums in float32, else values, which are rounded then. On sums, the columns of mma.sync are not only rows of x but
+  // also the scales that 128 values along k have.
+  static constexpr bool kOnSums = kOnSums_;
+  static constexpr int kGroups = !kOnSums_ || kBlock_ >= 128 ? 1 : 128 / kBlock_, kTokens = 8 / kGroups;
+  static_assert(!kOnSums_ || kBlock_ >= 64, "a lane's sums would have several scales");
   static constexpr bool kHighFirst = kHighFirst_;  // the first of a byte's two codes is its high half
   static constexpr int kWarpsM = kWarpsM_, kWarpsK = kWarpsK_, kSteps = kSteps_;
   static constexpr bool kGather = kGather_;
@@ -42,6 +47,7 @@ struct PackedConfig {
   static constexpr Glu kGlu = kGlu_;
   static constexpr bool kBias = kBias_;
   static constexpr bool kKeep = kKeep_;  // store the product itself (h)
+  static constexpr bool kFull = kFull_;  // every unit's lines are there
   static constexpr bool kActs = kAct_ != Act::none || kGlu_ != Glu::none;
   static constexpr int kWarps = kWarpsM * kWarpsK, kThreads = 32 * kWarps;
 };
