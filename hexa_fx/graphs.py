@@ -57,7 +57,7 @@ class BlockGraphs:
         taken = inspector.snapshots(analysis)
         facts = facts_of(analysis)
         return cls(
-            captured.graph.python_code("self").src,
+            captured.code,
             _readable(rewritten, captured.block),
             _lowered(rewritten),
             inspector.with_partition(analysis.path, taken.stages),

@@ -39,7 +39,7 @@ from hexa_fx.passes.attempts import ATTEMPTS, Attempt
 from hexa_fx.passes.autocast import with_autocast
 from hexa_fx.passes.bounded import check_recorded, refusal_of_layout, with_few_enough_tokens
 from hexa_fx.passes.canonicalize import canonicalize
-from hexa_fx.passes.complete import detect_all
+from hexa_fx.passes.complete import Findings, detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.distinct_tokens import examples, mostly_alike
@@ -47,6 +47,7 @@ from hexa_fx.passes.host_rules import refusal_of_host
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.rewrite import rewrite
+from hexa_fx.passes.same_run import seen_before
 from hexa_fx.passes.unreadable import why_unreadable
 from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify
 from hexa_fx.passes.verify_settings import settings_of
@@ -91,6 +92,15 @@ class BlockAnalysis:
     checks: Mapping[Mode, VerificationResult] = field(default_factory=dict)
     seconds: float = 0.0
     reads: tuple[PythonRead, ...] = ()
+
+
+@dataclass
+class _Runs:
+    """The recorded runs of one call in all modes, what they read, and what was found in them."""
+
+    captured: list[CapturedBlock] = field(default_factory=list)
+    reads: list[PythonRead] = field(default_factory=list)
+    found: Findings = field(default_factory=dict)
 
 
 class _NotRecorded(Refusal):
@@ -173,11 +183,11 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt, 
     captured: dict[Mode, CapturedBlock] = {}
     rewritten: dict[Mode, RewrittenBlock] = {}
     refusals: dict[Mode, Refusal] = {}
-    reads: list[PythonRead] = []
+    runs = _Runs()
     match: MoEMatch | None = None
     for mode in MODES:
         with _in_mode(observation.module, mode), at_block(observation.path, mode):
-            outcome = _rewrite_mode(observation, args, kwargs, config, attempt, reads)
+            outcome = _rewrite_mode(observation, args, kwargs, config, attempt, runs)
         if isinstance(outcome, Refusal):
             refusals[mode] = outcome
             continue
@@ -186,7 +196,7 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt, 
         captured[mode], match = found.captured, match or found
     seconds = time.perf_counter() - started
     checks = _check(observation, captured, rewritten, refusals, args, kwargs, config) if config.verify else {}
-    return BlockAnalysis(observation.path, match, captured, rewritten, refusals, checks, seconds, tuple(reads))
+    return BlockAnalysis(observation.path, match, captured, rewritten, refusals, checks, seconds, tuple(runs.reads))
 
 
 def _rewrite_mode(
@@ -195,7 +205,7 @@ def _rewrite_mode(
     kwargs: dict[str, Any],
     config: HexaConfig,
     attempt: Attempt,
-    reads: list[PythonRead],
+    runs: _Runs,
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     def record(replacements: Replacements) -> CapturedBlock:
         with announced("capture", Graph()) as done:
@@ -204,14 +214,16 @@ def _rewrite_mode(
             )
             done.graph = captured.graph
         check_recorded(captured, config)
-        reads.extend(captured.reads)
+        runs.reads.extend(captured.reads)
         with announced("canonicalize", captured.graph) as done:
-            captured = canonicalize(captured)
+            captured = seen_before(canonicalize(captured), runs.captured)
             done.graph = captured.graph
+        if captured.whole_bytes is None:  # else there is no memory for two of them
+            runs.captured.append(captured)
         return captured
 
     try:
-        match = detect_all(record, attempt.prefer_earliest, attempt.alone)
+        match = detect_all(record, runs.found, attempt.prefer_earliest, attempt.alone)
     except CaptureError as error:
         return _NotRecorded(observation.path, str(error))
     if isinstance(match, Refusal):
@@ -241,10 +253,8 @@ def _check(
     checks: dict[Mode, VerificationResult] = {}
     for mode in list(rewritten):
         with _in_mode(observation.module, mode), at_block(observation.path, mode):
-            brief = any(
-                other in checks and checks[other].ok and _does_the_same(captured[mode], captured[other])
-                for other in MODES
-            )
+            same = [other for other in checks if captured[other].graph is captured[mode].graph]
+            brief = any(checks[other].ok for other in same)
             settings = settings_of(captured[mode], config, brief)
             with announced("verify", rewritten[mode].graph) as done, muted(), torch_operators():
                 checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
@@ -257,11 +267,6 @@ def _check(
             )
             del rewritten[mode]
     return checks
-
-
-def _does_the_same(first: CapturedBlock, second: CapturedBlock) -> bool:
-    """Whether the recorded runs are the same calls with the same arguments."""
-    return first.graph.python_code("self").src == second.graph.python_code("self").src
 
 
 @contextmanager

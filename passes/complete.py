@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch.fx
 
@@ -16,19 +19,28 @@ from hexa_fx.passes.detect import Form, MoEMatch, detect
 from hexa_fx.passes.detect.tags import expert_groups, tag
 from hexa_fx.passes.replaced_values import replaced
 
+Found: TypeAlias = tuple[MoEMatch | Refusal, tuple[Lost, ...]]
+Findings: TypeAlias = dict[tuple[Any, ...], Found]
+"""What was found, by the graph and all else that it depends on."""
+
 _MOST = 12
 """Values that are changed at most."""
 
 
 def detect_all(
-    record: Callable[[Replacements], CapturedBlock], prefer_earliest: bool = False, alone: bool = False
+    record: Callable[[Replacements], CapturedBlock],
+    known: Findings,
+    prefer_earliest: bool = False,
+    alone: bool = False,
 ) -> MoEMatch | Refusal:
     """`detect` on a recorded run, so that nothing is lost; a refusal that names what would be lost if that cannot be.
 
     Args:
         record: runs the block with other values for what has no effect on the example.
+        known: what was found in graphs that ``record`` gave before; added to.
         prefer_earliest, alone: as in `detect`.
     """
+    look = partial(_announced, known=known, prefer_earliest=prefer_earliest, alone=alone)
     first: tuple[CapturedBlock, Refusal] | None = None
     replacements: Replacements | None = Replacements()
     while replacements is not None:
@@ -38,7 +50,7 @@ def detect_all(
             if first is None:
                 raise
             break
-        found, lost = _announced(captured, replacements, prefer_earliest, alone, ("any", "steps"))
+        found, lost = look(captured, replacements, forms=("any", "steps"))
         if isinstance(found, MoEMatch) and not lost:
             return found
         if isinstance(found, Refusal) and not lost:
@@ -48,21 +60,30 @@ def detect_all(
         first = first or (captured, _refusal(captured, lost[0]))
         replacements = replaced(replacements, captured, lost) if len(replacements) < _MOST else None
     assert first is not None
-    found, lost = _announced(first[0], Replacements(), prefer_earliest, alone, ("free",))
+    found, lost = look(first[0], Replacements(), forms=("free",))
     return found if isinstance(found, MoEMatch) and not lost else first[1]
 
 
 def _announced(
-    captured: CapturedBlock, replacements: Replacements, prefer_earliest: bool, alone: bool, forms: Sequence[Form]
-) -> tuple[MoEMatch | Refusal, tuple[Lost, ...]]:
+    captured: CapturedBlock,
+    replacements: Replacements,
+    known: Findings,
+    prefer_earliest: bool,
+    alone: bool,
+    forms: Sequence[Form],
+) -> Found:
     """The match in the first form that loses nothing; else the first one, with what it loses."""
+    active = _replaced_nodes(captured, replacements)
     with announced("detect", captured.graph) as done:
-        best: tuple[MoEMatch | Refusal, tuple[Lost, ...]] | None = None
+        best: Found | None = None
         for form in forms:
-            found = detect(captured, prefer_earliest, alone, form)
-            lost = () if isinstance(found, Refusal) else lost_by(found, replacements)
+            key = captured.graph, active, prefer_earliest, alone, form
+            if key not in known:
+                match = detect(captured, prefer_earliest, alone, form)
+                known[key] = match, () if isinstance(match, Refusal) else lost_by(match, active)
+            found, lost = known[key]
             if isinstance(found, MoEMatch) and not lost:
-                best = found, ()
+                best = _with_reads_of(captured, found), ()
                 break
             if best is None or isinstance(best[0], Refusal):
                 best = found, lost
@@ -70,6 +91,12 @@ def _announced(
         said = _refusal(captured, best[1][0]) if best[1] else best[0]
         done.note = f"refused: {said.reason}" if isinstance(said, Refusal) else said.idiom
     return best
+
+
+def _with_reads_of(captured: CapturedBlock, match: MoEMatch) -> MoEMatch:
+    """The match as one in the run of ``captured``, which has the same graph."""
+    others = tuple(replace(other, captured=captured) for other in match.others)
+    return match if match.captured is captured else replace(match, captured=captured, others=others)
 
 
 def _replaced_nodes(captured: CapturedBlock, replacements: Replacements) -> frozenset[torch.fx.Node]:
@@ -81,14 +108,13 @@ def _replaced_nodes(captured: CapturedBlock, replacements: Replacements) -> froz
     )
 
 
-def lost_by(match: MoEMatch, replacements: Replacements) -> tuple[Lost, ...]:
-    """What the regions of a match lose."""
+def lost_by(match: MoEMatch, active: frozenset[torch.fx.Node] = frozenset()) -> tuple[Lost, ...]:
+    """What the regions of a match lose. ``active``: nodes whose values were changed in the recorded run."""
     block = match.captured.block
     parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
         block.named_buffers(remove_duplicate=False)
     )
     tags = tag(match.captured, expert_groups(parameters))
-    active = _replaced_nodes(match.captured, replacements)
     return tuple(item for region in match.regions for item in uncovered(region, tags, active))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,14 +93,23 @@ def _usable(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
 
 def _candidates(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
     """The outermost usable calls."""
-    usable = _usable(captured, places)
-    return [call for call in usable if not any(_covers(other, call) for other in usable)]
+    return _outermost(_usable(captured, places))
 
 
 def _inner_calls(torn: Sequence[ModuleCall], captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
     """The next level of calls, inside calls that cannot stay."""
-    inner = [c for c in _usable(captured, places) if any(_covers(t, c) for t in torn)]
-    return [c for c in inner if not any(_covers(other, c) for other in inner)]
+    return _outermost([c for c in _usable(captured, places) if any(_covers(t, c) for t in torn)])
+
+
+def _outermost(calls: Sequence[ModuleCall]) -> list[ModuleCall]:
+    """The calls that no other one covers, in one walk over where they start."""
+    spans = Counter((call.start, call.end) for call in calls)
+    outer, furthest = set(), 0
+    for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+        if end > furthest and spans[start, end] == 1:
+            outer.add((start, end))
+        furthest = max(furthest, end)
+    return [call for call in calls if (call.start, call.end) in outer]
 
 
 def _writes_of_calls(

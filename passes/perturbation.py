@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import record_of
+from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.raised_weight import stored
 from hexa_fx.passes.detect.graph import is_float, literals, operation
 from hexa_fx.passes.fresh_inputs import FreshInputs
@@ -44,6 +45,7 @@ class Trial:
         names: of the leaves, for sentences.
         generator: of random numbers.
         experts: the weights of the experts.
+        state: what the module keeps besides its parameters, once a forward has run.
     """
 
     module: nn.Module
@@ -51,6 +53,7 @@ class Trial:
     names: list[str]
     generator: torch.Generator
     experts: tuple[torch.Tensor, ...] = ()
+    state: ModuleState | None = None
     before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def write(self, tensor: torch.Tensor, new: torch.Tensor) -> None:

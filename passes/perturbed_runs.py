@@ -73,16 +73,17 @@ class PerturbedRuns:
             with torch.no_grad():
                 for change in changes:
                     change.make(trial)
-            if perturbation.by_token and not self._leaves_others(before, trial.leaves, spec):
+            if perturbation.by_token and not self._leaves_others(before, trial, spec):
                 return VerificationCase(name, "skipped", detail="the original makes nothing of it")
             return self._compared(name, trial, spec, perturbation)
         finally:
             with torch.no_grad():
                 trial.undo()
 
-    def _leaves_others(self, before: list[Any], leaves: list[Any], spec: pytree.TreeSpec) -> bool:
+    def _leaves_others(self, before: list[Any], trial: Trial, spec: pytree.TreeSpec) -> bool:
         """Whether the original gives tokens whose ids were not changed what it gave them before."""
-        one, two = (self._outcome(self.forward.original, given, spec, gradients=False) for given in (before, leaves))
+        leaves, original = trial.leaves, self.forward.original
+        one, two = (self._outcome(original, trial, given, spec, gradients=False) for given in (before, leaves))
         if isinstance(one, Exception) or isinstance(two, Exception) or unlike(one, two):
             return False
         old, new = next((old, new) for old, new in zip(before, leaves) if old is not new)
@@ -97,8 +98,8 @@ class PerturbedRuns:
     def as_it_is(self) -> VerificationCase:
         """The example in the subject's dtype: the kinds of results, and most rows of the numbers."""
         trial, spec = self._trial(Perturbation(()))
-        original = self._outcome(self.forward.original, trial.leaves, spec, gradients=False)
-        other = self._outcome(self.forward.rewritten, trial.leaves, spec, gradients=False)
+        original = self._outcome(self.forward.original, trial, trial.leaves, spec, gradients=False)
+        other = self._outcome(self.forward.rewritten, trial, trial.leaves, spec, gradients=False)
         if isinstance(original, Exception) or isinstance(other, GuardMiss):
             return VerificationCase("", "skipped")
         if isinstance(other, Exception):
@@ -117,49 +118,48 @@ class PerturbedRuns:
 
     def _compared(self, name: str, trial: Trial, spec: pytree.TreeSpec, how: Perturbation) -> VerificationCase:
         gradients = how.gradients and self.gradients
-        original = self._outcome(self.forward.original, trial.leaves, spec, gradients)
-        other = self._outcome(self.forward.rewritten, trial.leaves, spec, gradients)
+        original = self._outcome(self.forward.original, trial, trial.leaves, spec, gradients)
+        other = self._outcome(self.forward.rewritten, trial, trial.leaves, spec, gradients)
         if isinstance(other, GuardMiss):
             return VerificationCase(name, "skipped", detail=f"left to the original: {other}")
         if isinstance(original, Exception) or isinstance(other, Exception):
             return _errors(name, original, other, how.finite)
         reason, error = apart(original, other, how.finite)
         if reason or error > self.tolerance:
-            if not reason and self._moves(original, trial.leaves, spec, how) * _CHAOTIC >= error:
+            if not reason and self._moves(original, trial, spec, how) * _CHAOTIC >= error:
                 return VerificationCase(name, "skipped", detail="rounding alone moves the original as far")
             return VerificationCase(name, "different", error, detail=reason or _how_far(error))
         found = difference(original, other)
-        if (
-            found.gradient > self.tolerance
-            and self._moves(original, trial.leaves, spec, how) * _CHAOTIC < found.gradient
-        ):
+        if found.gradient > self.tolerance and self._moves(original, trial, spec, how) * _CHAOTIC < found.gradient:
             detail = f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
             return VerificationCase(name, "different", error, found.gradient, detail)
         return VerificationCase(name, "equal", error, found.gradient)
 
     def _outcome(
-        self, call: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec, gradients: bool
+        self, call: Callable[..., Any], trial: Trial, leaves: list[Any], spec: pytree.TreeSpec, gradients: bool
     ) -> Outcome | Exception:
-        module = self.subject.module
-        state = ModuleState(module, results.shared_holders(module, self.forward.stored[bool(module.training)]))
+        module = trial.module
+        if trial.state is None:
+            shared = results.shared_holders(module, self.forward.stored[bool(module.training)])
+            trial.state = ModuleState(module, shared)
         try:
             with ExitStack() as modes:
                 modes.enter_context(no_device_asserts(module))
                 if self.subject.dtype == torch.float64:
                     modes.enter_context(InFloat64(self.subject.own))
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
-                return observe(call, module, state, (args, kwargs), self.seed, gradients)
+                return observe(call, module, trial.state, (args, kwargs), self.seed, gradients)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             return error
         finally:
-            state.restore()
+            trial.state.restore()
 
-    def _moves(self, original: Outcome, leaves: list[Any], spec: pytree.TreeSpec, how: Perturbation) -> float:
+    def _moves(self, original: Outcome, trial: Trial, spec: pytree.TreeSpec, how: Perturbation) -> float:
         """How far the original's results move when the inputs do by a few roundings."""
-        moved = [_nudged(leaf) for leaf in leaves]
-        again = self._outcome(self.forward.original, moved, spec, how.gradients and self.gradients)
+        moved = [_nudged(leaf) for leaf in trial.leaves]
+        again = self._outcome(self.forward.original, trial, moved, spec, how.gradients and self.gradients)
         if isinstance(again, Exception):
             return float("inf")
         return max(apart(original, again, how.finite)[1], difference(original, again).gradient)

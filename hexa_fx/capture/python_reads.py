@@ -1,7 +1,7 @@
 """Notes what a recorded run reads from Python, wherever it lies: a graph contains it as it was.
 
 While the block runs, the classes of its modules, and of every object that the code comes to through them, note which attributes
-are read, missing ones included. A profile function tells which functions run; what these can read by global names is in their
+are read, missing ones included. Python tells which functions run; what these can read by global names is in their
 code. Lists, dicts and other built-in kinds cannot note anything, so all that they hold counts as read. What changes without a
 trace, such as an iterator, is noted as such, and a block that depends on it is refused.
 """

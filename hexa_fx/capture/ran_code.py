@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hexa_fx.capture.code_reads import code_reads
+from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.held_objects import MISSING
@@ -30,7 +31,7 @@ class RanCode:
 
     def __init__(self, read: Callable[..., Any], scope: Callable[[], str]) -> None:
         self._read, self._scope = read, scope
-        self._scopes: dict[types.CodeType, set[str]] = {}
+        self._ran: dict[int, tuple[types.CodeType, set[str]]] = {}  # by id: hashing code reads all of it
         self._location: SourceLocation | None = None
         self.asks: defaultdict[str, set[str]] = defaultdict(set)
         """Scopes by what their code asks of tensors: see `CodeReads.asks`. ``gradient`` if it asks whether they have one, ``hook``
@@ -41,40 +42,29 @@ class RanCode:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """A context in which functions that are called are noted."""
-        before: Any = sys.getprofile()
-        sys.setprofile(self._profile)
-        try:
+        with told_of_starts(self._starts):
             yield
-        finally:
-            sys.setprofile(None)
-            if hasattr(before, "enable"):
-                before.enable()
-            elif before is not None:
-                sys.setprofile(before)
 
     def scopes_of(self, member: Any) -> set[str]:
         """Of a member of a class, the modules whose code ran it; empty if it did not run."""
         function = getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
-        return self._scopes.get(getattr(function, "__code__", None), set())  # type: ignore[arg-type]
+        return self._ran.get(id(getattr(function, "__code__", None)), (None, set()))[1]
 
     def mention(self, name: str, member: Any) -> set[str]:
         """Of a plain attribute of a class, the modules whose code has its name in it."""
         if name.startswith("__") or callable(member) or hasattr(member, "__get__"):
             return set()
-        return {scope for code, scopes in self._scopes.items() if name in code.co_names for scope in scopes}
+        return {scope for code, scopes in self._ran.values() if name in code.co_names for scope in scopes}
 
-    def _profile(self, frame: types.FrameType, event: str, argument: Any) -> None:
-        if event != "call":
-            return
-        code, scope = frame.f_code, self._scope()
-        scopes = self._scopes.get(code)
-        if scopes is not None and scope in scopes:
-            return
-        name = str(frame.f_globals.get("__name__", ""))
-        if not is_users(name) or code.co_filename.startswith(_GENERATED):
-            return
-        self._scopes.setdefault(code, set()).add(scope)
-        self._note(code, sys.modules.get(name), scope)
+    def _starts(self, frame: types.FrameType) -> bool:
+        code, scope, home = frame.f_code, self._scope(), frame.f_globals.get("__name__", "")
+        if id(code) in self._ran and scope in self._ran[id(code)][1]:
+            return True
+        if not is_users(str(home)) or code.co_filename.startswith(_GENERATED):
+            return False
+        self._ran.setdefault(id(code), (code, set()))[1].add(scope)
+        self._note(code, sys.modules.get(str(home)), scope)
+        return True
 
     def _note(self, code: types.CodeType, home: types.ModuleType | None, scope: str) -> None:
         found = code_reads(code)

@@ -99,6 +99,10 @@ class CapturedBlock:
     analysis_bytes: int = 2 << 30
 
     @functools.cached_property
+    def code(self) -> str:
+        return str(self.graph.python_code("self").src)
+
+    @functools.cached_property
     def whole_bytes(self) -> int | None:
         """Bytes up to which a weight of the block is copied to float64 as a whole, if large ones are to be raised in pieces."""
         return whole_bytes(self.analysis_bytes) if raises_in_pieces(self.block, self.analysis_bytes) else None
@@ -116,8 +120,7 @@ class CapturedBlock:
         if name in self.replaced:
             return self.replaced[name]
         owner, _, leaf = name.rpartition(".")
-        tensor: torch.Tensor = getattr(self.block.get_submodule(owner), leaf)
-        return tensor
+        return getattr(self.block.get_submodule(owner), leaf)  # type: ignore[no-any-return]
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
@@ -137,7 +140,7 @@ def capture(
     analysis_bytes: int = 2 << 30,
     replacements: Replacements = AS_IT_IS,
 ) -> CapturedBlock:
-    """Runs ``block`` once and returns what it did.
+    """What one run of ``block`` did.
 
     Parameters, buffers and the global random state are left unchanged. Gradients are on, so that the code's own ``no_grad``
     shows. Parameters whose elements are all equal, such as new biases, get random numbers for the run: adding zero or
@@ -166,7 +169,8 @@ def _with_side_effects(run: Callable[..., CapturedBlock], block: nn.Module, effe
     found = run()
     in_place, drawn = effects.changed(), bool(effects.drawn())
     access_paths = list(effects.access_paths(in_place, found.collections))
-    effects.restore()
+    if in_place or drawn:
+        effects.restore()
     if access_paths:
         collecting = Collecting(access_paths, {id(tensor) for tensor in (*block.parameters(), *block.buffers())})
         others = [holder for holder in in_place if not collecting.holds(holder.value)]

@@ -41,7 +41,7 @@ class SideEffects:
     def changed(self) -> list[Holder]:
         """What the run changed. Of globals, only those that tensors of the run were put into: others are caches and counters."""
         held = [holder for holder, _ in self._held.changed()]
-        return held + [holder for holder, new in self._global.changed() if any(map(_of_the_run, new))]
+        return held + [holder for holder, new in self._global.changed() if _has_results(new)]
 
     def access_paths(self, in_place: list[Holder], read: Iterable[Any]) -> Iterator[AccessPath]:
         """All ways to the lists, deques and dicts among ``in_place`` and ``read``.
@@ -59,8 +59,7 @@ class SideEffects:
         """Of globals, too, only what holds tensors of the run is put back."""
         self._streams.restore()
         self._held.restore()
-        changed = {id(holder.value) for holder in self.changed()}
-        self._global.restore(lambda holder: id(holder.value) in changed)
+        self._global.restore(_has_results)
 
 
 def _of_outside_modules(block: nn.Module) -> Iterator[Holder]:
@@ -118,6 +117,10 @@ def _may_hold(value: Any) -> bool:
     return is_object(value) and (
         isinstance(value, (list, dict, set, deque)) or type(value).__module__.partition(".")[0] not in _OF_OTHERS
     )
+
+
+def _has_results(new: list[Any]) -> bool:
+    return any(map(_of_the_run, new))
 
 
 def _of_the_run(value: Any) -> bool:

@@ -183,7 +183,8 @@ def _next(name: str, title: str, graph: GraphView, before: Stage) -> Stage:
 
 def _captured_view(captured: CapturedBlock, graph: torch.fx.Graph) -> GraphView:
     values = {node: record_of(node).value for node in graph.nodes if node.op != "output"}
-    return view_of(graph, values, _code(graph), lambda n: _with_code(record_of(n).location), _is_view)
+    code = captured.code if graph is captured.graph else _code(graph)
+    return view_of(graph, values, code, lambda n: _with_code(record_of(n).location), _is_view)
 
 
 def _code(graph: torch.fx.Graph) -> str:

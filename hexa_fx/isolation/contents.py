@@ -50,11 +50,12 @@ class Contents:
         for _, before in self._before:
             yield from (value for _, value in before)
 
-    def restore(self, wanted: Callable[[Holder], bool] = lambda holder: True) -> None:
-        """Puts back what is not as it was."""
-        for holder, before in self._before:
-            if wanted(holder) and not _same(holder.value, before):
-                _put_back(holder.value, before)
+    def restore(self, wanted: Callable[[list[Any]], bool] = lambda new: True) -> None:
+        """Puts back what is not as it was, if what is new in it is to go."""
+        before = {id(holder): contained for holder, contained in self._before}
+        for holder, new in self.changed():
+            if wanted(new):
+                _put_back(holder.value, before[id(holder)])
 
 
 def held_by_modules(module: nn.Module) -> Iterator[Holder]:

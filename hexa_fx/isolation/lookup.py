@@ -86,7 +86,7 @@ def _of_object(holder: Any, name: str) -> Place:
     own = getattr_plain(holder)
     if name in own:
         return Place(own[name], ((own, own[name]),))
-    found = inspect.getattr_static(type(holder), name, MISSING)
+    found = next((vars(base)[name] for base in type(holder).__mro__ if name in vars(base)), MISSING)
     if getattr_of(type(holder)) is not object.__getattribute__ and not isinstance(found, property):
         return Place(_attribute(holder, name), owner=holder)
     if isinstance(found, functools.cached_property):

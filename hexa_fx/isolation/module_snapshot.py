@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hooks" in name)
 
 
 class ModuleSnapshot:
@@ -28,7 +29,7 @@ class ModuleSnapshot:
     def __init__(self, root: nn.Module) -> None:
         self._kept = {id(module): _kept_by(module) for module in root.modules()}
         self._values = [(b, b.detach().clone()) for b in root.buffers() if not _overlaps_itself(b)]
-        stores = {id(value): value for value in self.values() if _is_store(value)}
+        stores = {id(v): v for v in self.values() if type(v) is torch.Tensor and _is_store(v)}
         self._stores = [(tensor, tensor.clone()) for tensor in stores.values()]
 
     def attributes(self, module: nn.Module) -> Mapping[str, Any]:
@@ -100,7 +101,7 @@ class _Kept:
 def _kept_by(module: nn.Module) -> _Kept:
     own = module.__dict__
     registries = [own[name] for name in _REGISTRIES if isinstance(own.get(name), dict)]  # TorchScript has its own
-    hooks = [held for name, held in own.items() if "hooks" in name and isinstance(held, dict)]
+    hooks = [held for name in _HOOKS if isinstance(held := own.get(name), dict)]
     registered = [(held, dict(held)) for held in registries]
     return _Kept(module, dict(own), registered, hooks, [(held, dict(held)) for held in hooks if held])
 
@@ -112,9 +113,9 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     )
 
 
-def _is_store(value: Any) -> bool:
+def _is_store(value: torch.Tensor) -> bool:
     """Whether it is a tensor that code may keep counts in, though it is no buffer: no result, and no view of anything."""
-    if type(value) is not torch.Tensor or value.is_meta or value.layout is not torch.strided:
+    if value.is_meta or value.layout is not torch.strided:
         return False
     return value.is_leaf and not value.requires_grad and value._base is None and not _overlaps_itself(value)
 

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 _LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
+_RAISED = frozenset({torch.dtype, tuple, list, dict})
 GROUPED = frozenset({"grouped_mm", "_grouped_mm"})
 
 
@@ -28,12 +29,12 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        asked = {_CASTS.get(name), *(value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype))}
-        args, kwargs = raised(args), raised(kwargs)
+        name, given = getattr(func, "__name__", ""), (args, kwargs or {})
+        args, kwargs = raised(given[0]), raised(given[1])
         if (name in _CASTS or name == "to") and args and isinstance(args[0], torch.Tensor):
             cast = args[0].double() if name in _CASTS else func(*args, **kwargs)
-            return cast.clone() if cast is args[0] and asked - {None, self._own} else cast
+            named = (value for value in (*given[0], *given[1].values()) if isinstance(value, torch.dtype))
+            return cast.clone() if cast is args[0] and {_CASTS.get(name), *named} - {None, self._own} else cast
         if name in GROUPED and args[0].dtype == torch.float64 and args[1].dim() == 3:
             return grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
@@ -41,12 +42,13 @@ class InFloat64(TorchFunctionMode):
 
 def raised(value: Any) -> Any:
     """The arguments of a call, with lower floating dtypes replaced by float64."""
-    if isinstance(value, torch.dtype):
+    kind = type(value)
+    if kind is torch.dtype:
         return torch.float64 if value in _LOWER else value
-    if isinstance(value, dict):
+    if kind is dict and value:
         return {key: raised(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(raised(item) for item in value)
+    if kind in (tuple, list) and any(type(item) in _RAISED for item in value):
+        return kind([raised(item) for item in value])
     return value
 
 

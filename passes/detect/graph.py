@@ -88,7 +88,9 @@ def inside_calls(captured: CapturedBlock) -> frozenset[torch.fx.Node]:
 
 def effects(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Writes to parameters, buffers or inputs of the block, which count as results: of those that build on each other the last."""
-    found = {node for node in graph.nodes if writes_outside(node)}
+    held = {record_of(node).storage for node in _held(graph)} - {None}
+    found = {node for node in graph.nodes if node.op != "output" and record_of(node).writes}
+    found = {node for node in found if record_of(node).storage in held}
     earlier = {node for last in found for node in found & ancestors([last]) - {last} if _same_storage(node, last)}
     return found - earlier
 
@@ -97,8 +99,12 @@ def writes_outside(node: torch.fx.Node) -> bool:
     """Whether it writes to a parameter, a buffer or an input of the block."""
     if node.op == "output" or not record_of(node).writes:
         return False
-    held = (n for n in node.graph.nodes if n.op in ("placeholder", "get_attr"))
-    return any(_same_storage(node, n) for n in held)
+    return any(_same_storage(node, n) for n in _held(node.graph))
+
+
+def _held(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Parameters, buffers and inputs of the block."""
+    return [*graph.find_nodes(op="placeholder", sort=False), *graph.find_nodes(op="get_attr", sort=False)]
 
 
 def written_from(write: torch.fx.Node) -> torch.fx.Node:

@@ -1,0 +1,82 @@
+"""Whether two recorded runs of a block show the same, so that what is found in one of them holds of the other.
+
+Most blocks do the same in train mode as in eval mode. They are recorded in both, since only that shows it, and searched once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+from hexa_fx.capture import CapturedBlock, record_of
+
+_OF_THE_RUN = frozenset({"graph", "reads", "collections", "as_recorded"})
+"""Fields that are compared otherwise, or that detection does not see."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def seen_before(captured: CapturedBlock, earlier: Iterable[CapturedBlock]) -> CapturedBlock:
+    """The block on the graph of an earlier run that shows the same, with what its own run read; else as it is."""
+    same = next((known for known in earlier if same_run(known, captured)), None)
+    return (
+        captured if same is None else dataclasses.replace(same, reads=captured.reads, collections=captured.collections)
+    )
+
+
+def same_run(first: CapturedBlock, second: CapturedBlock) -> bool:
+    """Whether both made the same calls, with the same values, in the same memory, from the same places in the code."""
+    if len(first.graph.nodes) != len(second.graph.nodes):
+        return False
+    memory: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+    if not all(_same_node(one, two, *memory) for one, two in zip(first.graph.nodes, second.graph.nodes)):
+        return False
+    names = (field.name for field in dataclasses.fields(CapturedBlock) if field.name not in _OF_THE_RUN)
+    return all(_same(getattr(first, name), getattr(second, name)) for name in names)
+
+
+def _same_node(one: torch.fx.Node, two: torch.fx.Node, there: dict[Any, Any], back: dict[Any, Any]) -> bool:
+    if one.op != two.op or one.name != two.name or one.target != two.target:
+        return False
+    a, b = record_of(one), record_of(two)
+    if there.setdefault(a.storage, b.storage) != b.storage or back.setdefault(b.storage, a.storage) != a.storage:
+        return False
+    if any(getattr(a, name) != getattr(b, name) for name in ("scope", "location", "writes", "decision", "gradient")):
+        return False
+    return _same(one.args, two.args) and _same(one.kwargs, two.kwargs) and _same(a.value, b.value)
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Equality as far as it can be told; nodes by name."""
+    if one is two:
+        return True
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, torch.fx.Node):
+        return bool(one.name == two.name)
+    if isinstance(one, torch.Tensor):
+        return _same_tensor(one, two)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(two) and all(_same(a, b) for a, b in zip(one, two))
+    if isinstance(one, Mapping):
+        return list(one) == list(two) and all(map(_same, one.values(), two.values()))
+    if isinstance(one, slice):
+        return _same((one.start, one.stop, one.step), (two.start, two.stop, two.step))
+    if dataclasses.is_dataclass(one):
+        return all(_same(getattr(one, field.name), getattr(two, field.name)) for field in dataclasses.fields(one))
+    return isinstance(one, (*_PLAIN, frozenset)) and bool(one == two)
+
+
+def _same_tensor(one: torch.Tensor, two: torch.Tensor) -> bool:
+    def kind(value: torch.Tensor) -> tuple[Any, ...]:
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+
+    if kind(one) != kind(two):
+        return False
+    if one.is_meta or (one.data_ptr() != 0 and one.data_ptr() == two.data_ptr()):
+        return True
+    return bool(torch.equal(one, two))
