@@ -6,34 +6,30 @@ weights are unpacked again for each eight of them, and matrices that were unpack
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from struct import Struct, pack, unpack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_packed import (
-    DEPTH,
     FAMILY,
     MOST_DEPTH,
     MOST_EXPERTS,
     PackedTile,
-    candidates,
-    choose_tile,
     columns_of_tile,
     resident_blocks,
     rows_of_tile,
 )
 from hexa_fx.codegen.heuristics import row_bucket
-from hexa_fx.codegen.spec import Glu, KernelSpec, Option
-from hexa_fx.codegen.tuned import Problem
+from hexa_fx.codegen.spec import Glu
 from hexa_fx.cuda.arguments import numbers_of
-from hexa_fx.cuda.choosing import Card, cached_choice, card_of
+from hexa_fx.cuda.choosing import cached_choice, card_of
 from hexa_fx.cuda.gemm_sm80 import divisor
+from hexa_fx.cuda.key_packed import PackedKey
 from hexa_fx.cuda.launch import Kernel, kernel_of, launch
-from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, dense_rows
+from hexa_fx.cuda.operands import aligned, ceil_div, constants_of, dense_rows
 from hexa_fx.cuda.tile_choice import chosen_tile, run_with_tile
 from hexa_fx.formats.four_bit import FourBit
 from hexa_fx.ops.activations import inner_width
@@ -101,70 +97,6 @@ class PackedProduct(NamedTuple):
     def inner(self) -> int:
         """Columns of the result, and of one half of a gated one."""
         return inner_width(self.w1.columns, self.glu)
-
-
-class PackedKey(NamedTuple):
-    """Everything that decides the kernel of one product but its tile; as `hexa_fx.cuda.key_sm80.GemmKey`.
-
-    Args:
-        scale: element type of scales, one of `hexa_fx.codegen.family_packed.SCALES`.
-        block: values that share one.
-        high_first: the first of a byte's two codes is its high half.
-    """
-
-    card: Card
-    dtype: torch.dtype
-    bucket: int
-    inner: int
-    columns: int
-    scale: str
-    block: int
-    high_first: bool
-    gather: bool
-    activation: str
-    glu: Glu
-    bias: bool
-    keep_h: bool
-    accumulate: bool = False
-
-    def problem(self) -> Problem:
-        """What tuning knows of it."""
-        return Problem(FAMILY, "esmm", DTYPES[self.dtype].name, self.gather, self.bucket, self.inner, self.columns)
-
-    def tile(self, fields: Any) -> PackedTile:
-        """The tile with these fields."""
-        return PackedTile(**fields)
-
-    def rule(self) -> PackedTile:
-        """The tile that nobody measured."""
-        return choose_tile(self.inner, self.block, self.bucket)
-
-    def candidates(self) -> list[PackedTile]:
-        """Tiles worth measuring."""
-        return candidates(self.inner, self.block)
-
-    def at(self, bucket: int) -> PackedKey:
-        """The same with another number of rows an expert."""
-        return self._replace(bucket=bucket)
-
-    def spec(self, tile: PackedTile) -> KernelSpec:
-        """The kernel with this tile."""
-        spec = KernelSpec(
-            family=FAMILY,
-            op="esmm",
-            arch=self.card.arch,
-            dtype=DTYPES[self.dtype],
-            bk=DEPTH,
-            gather=self.gather,
-            activation=self.activation,
-            glu=self.glu,
-            bias=self.bias,
-        )
-        packed: dict[str, Option] = {"scale": self.scale, "block": self.block, "high_first": self.high_first}
-        keep: dict[str, Option] = {} if (self.activation, self.glu) == ("none", "none") else {"keep_h": self.keep_h}
-        spec = spec.with_options(**packed, **keep, **asdict(tile))
-        lines = self.columns // 2 if self.glu in ("concat", "interleaved") else self.columns
-        return spec.with_options(full=lines % columns_of_tile(spec) == 0)
 
 
 def unsupported(o: PackedProduct) -> str:

@@ -29,6 +29,13 @@ def gemm() -> ModuleType:
     return gemm
 
 
+def packed_layer() -> ModuleType:
+    """A layer with packed weights."""
+    from hexa_fx.cuda import packed_layer
+
+    return packed_layer
+
+
 def layer() -> ModuleType:
     """The operators of a whole layer."""
     from hexa_fx.cuda import layer
@@ -50,6 +57,7 @@ KERNELS: dict[str, Load] = {
     "estmm_add": gemm,
     "ess_add": rows,
     "esfk_add": gemm,
+    "moe_ffn_sources": packed_layer,
 }
 """By operator: what imports the module that holds its kernel under the operator's name."""
 

@@ -9,7 +9,7 @@ import torch
 
 from hexa_fx.codegen.family_packed import MOST_DEPTH, PackedTile, candidates, choose_tile
 from hexa_fx.cuda import choosing as cuda_choosing
-from hexa_fx.cuda import packed
+from hexa_fx.cuda import packed, packed_layer
 from hexa_fx.cuda.packed import PackedProduct, PackedWeight, unsupported
 from hexa_fx.formats import MXFP4, NF4
 from hexa_fx.ops.activations import activation_forward
@@ -102,6 +102,25 @@ def test_activations(emulated, glu, activation, params, f, bias, keep_h):  # noq
         wanted[r.routed :] = 0
         assert row_error(a, wanted) < 2 * TOLERANCE[BF16]
         assert row_error(h, ref) < TOLERANCE[BF16] if keep_h else not h.numel()
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["concat", "split"])
+def test_a_layer(emulated, monkeypatch, split):  # noqa: F811
+    torch.manual_seed(0)
+    hidden, inner = 128, 64
+    (w1, _), (w2, _) = weight(NF4, inner if split else 2 * inner, hidden), weight(NF4, hidden, inner)
+    w3 = weight(NF4, inner, hidden)[0] if split else None
+    b2, x, index = torch.randn(E, hidden, dtype=BF16), torch.randn(5, hidden, dtype=BF16), torch.tensor(IDS["random"])
+    scales = [[w.scales] if w is not None else [] for w in (w1, w3, w2)]
+    operands = (w1.codes, None, None if w3 is None else w3.codes, None, w2.codes, b2)
+    static = ("silu", "split" if split else "concat", [], "nk", "nk", False)
+    sources = (*[None] * 6, [0.0] * 3, *scales, ["nf4", "nf4" if split else "dense", "nf4"])
+    args = (x, index, torch.rand(5, 2).to(BF16), *operands, *sources, *static)
+    monkeypatch.setattr(packed_layer, "reindex", torch.ops.hexa.reindex)
+    monkeypatch.setattr(packed_layer, "combine", torch.ops.hexa.combine)
+    monkeypatch.setattr(packed_layer, "generic", None)
+    want = torch.ops.hexa.moe_ffn_sources(*args)
+    assert row_error(packed_layer._few_rows(packed_layer.Arguments(*args)), want) < 3 * TOLERANCE[BF16]
 
 
 def test_what_is_left_to_other_ways(monkeypatch):

@@ -147,3 +147,24 @@ def test_rows_and_experts_do_not_see_each_other() -> None:
     ref = reference_esmm(x, dense, None, r.v, r, "nk")
     assert row_error(y[clean], ref[clean]) < TOLERANCE[BF16]
     assert y[~clean].isnan().any(1).all()
+
+
+@pytest.mark.parametrize("f", [NF4, MXFP4], ids=name)
+def test_a_layer(f: FourBit) -> None:
+    """Through the operator, which takes four launches; against the same with weights as they are read."""
+    hidden, inner = 320, 192
+    (w1, dense1), (w2, dense2), b2 = (
+        weight(f, 2 * inner, hidden),
+        weight(f, hidden, inner),
+        randn(EXPERTS, hidden, dtype=BF16),
+    )
+    for tokens in (1, 8, 64):
+        r = make_routing("random", tokens, 4, EXPERTS)
+        x, gates = randn(tokens, hidden, dtype=BF16), torch.rand(tokens, 4, device=cases.DEVICE)
+        static = ("silu", "concat", [], "nk", "nk", False)
+        sources = (*[None] * 6, [0.0] * 3, [w1.scales], [], [w2.scales], [f.name, "dense", f.name])
+        operands = (w1.codes, None, None, None, w2.codes, b2)
+        out = torch.ops.hexa.moe_ffn_sources(x, r.index, gates, *operands, *sources, *static)
+        exact = (dense1, None, None, None, dense2, b2.double())
+        want = torch.ops.hexa.moe_ffn(x.double(), r.index, gates.double(), *exact, *static)
+        assert row_error(out, want) < 2 * TOLERANCE[BF16]

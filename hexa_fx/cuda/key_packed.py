@@ -1,0 +1,78 @@
+"""Which kernel of packed_gemm a product takes: what is static in a launch, and the tile that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import torch
+
+from hexa_fx.codegen.family_packed import DEPTH, FAMILY, PackedTile, candidates, choose_tile, columns_of_tile
+from hexa_fx.codegen.spec import Glu, KernelSpec, Option
+from hexa_fx.codegen.tuned import Problem
+from hexa_fx.cuda.choosing import Card
+from hexa_fx.cuda.operands import DTYPES
+
+
+class PackedKey(NamedTuple):
+    """Everything that decides the kernel of one product but its tile; as `hexa_fx.cuda.key_sm80.GemmKey`.
+
+    Args:
+        scale: element type of scales, one of `hexa_fx.codegen.family_packed.SCALES`.
+        block: values that share one.
+        high_first: the first of a byte's two codes is its high half.
+    """
+
+    card: Card
+    dtype: torch.dtype
+    bucket: int
+    inner: int
+    columns: int
+    scale: str
+    block: int
+    high_first: bool
+    gather: bool
+    activation: str
+    glu: Glu
+    bias: bool
+    keep_h: bool
+    accumulate: bool = False
+
+    def problem(self) -> Problem:
+        """What tuning knows of it."""
+        return Problem(FAMILY, "esmm", DTYPES[self.dtype].name, self.gather, self.bucket, self.inner, self.columns)
+
+    def tile(self, fields: Any) -> PackedTile:
+        """The tile with these fields."""
+        return PackedTile(**fields)
+
+    def rule(self) -> PackedTile:
+        """The tile that nobody measured."""
+        return choose_tile(self.inner, self.block, self.bucket)
+
+    def candidates(self) -> list[PackedTile]:
+        """Tiles worth measuring."""
+        return candidates(self.inner, self.block)
+
+    def at(self, bucket: int) -> PackedKey:
+        """The same with another number of rows an expert."""
+        return self._replace(bucket=bucket)
+
+    def spec(self, tile: PackedTile) -> KernelSpec:
+        """The kernel with this tile."""
+        spec = KernelSpec(
+            family=FAMILY,
+            op="esmm",
+            arch=self.card.arch,
+            dtype=DTYPES[self.dtype],
+            bk=DEPTH,
+            gather=self.gather,
+            activation=self.activation,
+            glu=self.glu,
+            bias=self.bias,
+        )
+        packed: dict[str, Option] = {"scale": self.scale, "block": self.block, "high_first": self.high_first}
+        keep: dict[str, Option] = {} if (self.activation, self.glu) == ("none", "none") else {"keep_h": self.keep_h}
+        spec = spec.with_options(**packed, **keep, **asdict(tile))
+        lines = self.columns // 2 if self.glu in ("concat", "interleaved") else self.columns
+        return spec.with_options(full=lines % columns_of_tile(spec) == 0)
