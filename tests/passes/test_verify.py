@@ -188,7 +188,9 @@ def test_one_wrong_expert_of_many_is_found(moe, make):
         result = verify(ListMoE(MANY), list_rewritten(True, moe, MANY), example())
     else:
         result = verify(StackedExperts(MANY), stacked_rewritten(moe), routing(6, num_experts=MANY))
-    assert failing(result) == {"one expert without tokens"} or (moe in SHOWN_EARLIER and result.cases[0].outcome == "equal")
+    assert failing(result) == {"one expert without tokens"} or (
+        moe in SHOWN_EARLIER and result.cases[0].outcome == "equal"
+    )
 
 
 @pytest.mark.parametrize("make", ["list", "stacked"])
