@@ -37,7 +37,8 @@ def test_as_on_a_cpu(v: Variant) -> None:
         pytest.skip(f"the block is for CPUs: {error}")
     opt = pattern_table.optimized(model, *on_device(v.inputs(*SIZES[0], dtype, 0)))
     blocks = opt.report.blocks
-    assert any(b.status == "rewritten" for b in blocks) == (v.expect == "rewritten"), str(opt.report)
+    if v.expect != "either":
+        assert any(b.status == "rewritten" for b in blocks) == (v.expect == "rewritten"), str(opt.report)
     assert not any("itself failed" in b.reason for b in blocks), str(opt.report)
     if v.name == "refuse_call_parity":
         return  # its result depends on how often it was called
