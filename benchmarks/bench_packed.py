@@ -25,11 +25,13 @@ from torch import Tensor
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.codegen.family_packed import PackedTile, candidates
+from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda import choosing, packed
 from hexa_fx.cuda.launch import prebuild
 from hexa_fx.cuda.packed import PackedProduct, PackedWeight
 from hexa_fx.formats import MXFP4, NF4
 from hexa_fx.formats.four_bit import FourBit
+from hexa_fx.jit import background
 
 OPS, DEVICE = torch.ops.hexa, "cuda"
 BF16 = torch.bfloat16
@@ -185,6 +187,7 @@ def bench(name: str, tokens: int, options: argparse.Namespace, rate: float, cach
         "up": lambda: [up(layer, c, c.rows) for layer, c in pairs],
         "down": lambda: [down(layer, c.a, c.rows) for layer, c in pairs],
     }
+    prebuild(lambda: [step() for step in steps.values()])
     out, ref = run_packed(*pairs[0]).float(), run_dense(shape, cache["dense"][0], calls[0]).float()
     times = steady({key: captured(step) for key, step in steps.items()}, turns=options.turns)
     row: dict[str, Any] = {"shape": name, "tokens": tokens, "error": float((out - ref).norm() / ref.norm())}
@@ -198,19 +201,29 @@ def bench(name: str, tokens: int, options: argparse.Namespace, rate: float, cach
 
 def tile_times(shape: Shape, pairs: list[tuple[Layer, Call]], count: int) -> list[dict[str, Any]]:
     """Microseconds of each product with each tile."""
+    block = shape.format.block
     products: dict[str, tuple[int, Callable[[], object]]] = {
         "up": (shape.model, lambda: [up(layer, c, c.rows) for layer, c in pairs]),
         "down": (shape.inner, lambda: [down(layer, c.a, c.rows) for layer, c in pairs]),
     }
     rows = []
+    background.prebuild(
+        [spec for k, step in products.values() for tile in candidates(k, block) for spec in wanted(tile, step)]
+    )
     for product, (k, step) in products.items():
-        for tile in candidates(k, shape.format.block):
+        for tile in candidates(k, block):
             with fixed_tile(tile):
-                prebuild(step)
                 ms = steady({"tile": captured(step)}, turns=1, warm_s=0.1, timed_s=0.2)["tile"]
             rows.append({"product": product, **asdict(tile), "us": ms * 1e3 / count})
             print("     ", rows[-1], flush=True)
     return rows
+
+
+def wanted(tile: PackedTile, step: Callable[[], object]) -> list[KernelSpec]:
+    """The kernels of a step with this tile."""
+    with fixed_tile(tile), choosing.collect() as specs:
+        step()
+    return list(dict.fromkeys(specs))
 
 
 class fixed_tile:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
@@ -24,6 +24,8 @@ SCALES = ("f32", "bf16", "e8m0")
 _TABLE_BYTES = 256 * 256
 _MOST_WARPS = 16
 _MOST_STEPS = 4
+_ROOM = {1: 18, 2: 16, 3: 16, 4: 8}
+"""By steps: warps of a multiprocessor whose registers suffice."""
 _FEW_ROWS = 1
 """Bucket up to which four rows at a time suffice for most experts."""
 MOST_DEPTH = DEPTH * _MOST_WARPS * _MOST_STEPS
@@ -66,7 +68,7 @@ def choose_tile(k: int, block: int, bucket: int) -> PackedTile:
     few = [size for size in sizes[:3] if size[1] <= 8]
     steps, warps_k = few[0] if few else next((size for size in sizes[1:] if size[1] <= _MOST_WARPS), sizes[-1])
     warps_m = max(1, 6 // warps_k)
-    blocks = max(1, (18 if steps == 1 else 16) // (warps_m * warps_k))
+    blocks = max(1, _ROOM[steps] // (warps_m * warps_k))
     return PackedTile(warps_m, warps_k, steps, blocks, block >= 128 or (block == 64 and bucket <= _FEW_ROWS))
 
 
@@ -74,14 +76,12 @@ def candidates(k: int, block: int) -> list[PackedTile]:
     """Tiles worth timing for a product over `k` values in blocks; some may not fit a card."""
     found = []
     chunks = -(-k // DEPTH)
-    for steps in (1, 2, 3, 4):
+    for steps, most in _ROOM.items():
         warps_k = -(-chunks // steps)
-        for warps_m in (1, 2, 4):
-            warps = warps_m * warps_k
+        for warps in (warps_m * warps_k for warps_m in (1, 2, 4)):
             if 4 <= warps <= _MOST_WARPS:
-                most = min(3, 24 // warps, 6 // steps)
-                for on_sums in (False, True) if block >= 64 else (False,):
-                    found += [PackedTile(warps_m, warps_k, steps, blocks, on_sums) for blocks in range(1, most + 1)]
+                tile = PackedTile(warps // warps_k, warps_k, steps, max(1, min(3, most // warps)))
+                found += [tile, replace(tile, on_sums=True)] if block >= 64 else [tile]
     return found
 
 

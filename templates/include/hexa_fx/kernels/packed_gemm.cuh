@@ -23,7 +23,8 @@ struct PackedGemm {
   using Source = PackedSource<C>;
   static constexpr int kThreads = C::kThreads, kMostExperts = 512;
   using Schedule = Units<C::kTokens, kMostExperts, kThreads>;
-  static constexpr int kFragments = 2 * C::kSteps, kRing = kFragments <= 4 ? kFragments : C::kSteps;
+  // Fragments that are under way. Registers hold all of a unit's, or where x takes many a part.
+  static constexpr int kFragments = 2 * C::kSteps, kRing = C::kSteps <= 2 ? kFragments : C::kSteps == 3 ? 3 : 2;
   static constexpr int kSums = 128 * C::kWarpsM, kEach = (kSums + kThreads - 1) / kThreads;  // of one tile; of them a thread's
   static constexpr int kSharedBytes = PackedTable::kBytes + Schedule::kBytes;
   static_assert(2 * C::kWarps * 8 <= 256, "two times the sums fit behind the table");
