@@ -45,6 +45,31 @@ def _block(name: str, cold: dict[str, Any], warm: dict[str, Any]) -> list[object
     ]
 
 
+def whole(folder: Path) -> str:
+    """All layers of a model on one card."""
+    found = json.loads((folder / "whole_h100.json").read_text())
+    head = [
+        "layers",
+        "weights (GiB)",
+        "optimize, empty cache (s)",
+        "beside it: device (GiB)",
+        "host (GiB)",
+        "logits against the original's",
+    ]
+    rows = [
+        [
+            row["layers"],
+            f"{row['weights_gib']:.1f}",
+            f"{row['seconds']:.1f}",
+            f"{row['device_gib']:.2f}",
+            f"{row['host_gib']:.2f}",
+            f"{row['logits_difference']:.1%} of their norm",
+        ]
+        for row in found["rows"]
+    ]
+    return table(head, rows) + _measured(found)
+
+
 def tiny(folder: Path) -> str:
     """Seconds of processor time on tiny models, by experts and layers."""
     found = json.loads((folder / "optimize_time_cpu.json").read_text())
@@ -59,7 +84,7 @@ def _measured(found: dict[str, Any]) -> str:
     return "\n\nMeasured with " + ", ".join(f"{k} {v}" for k, v in found["environment"].items() if k != "command") + "."
 
 
-SECTIONS = {"blocks": blocks, "tiny": tiny}
+SECTIONS = {"blocks": blocks, "whole": whole, "tiny": tiny}
 
 
 def main() -> None:
