@@ -17,6 +17,7 @@ _MODULES = {
     "gather_gemm_sm90": "hexa_fx.codegen.family_gemm_sm90",
     "packed_gemm": "hexa_fx.codegen.family_packed",
     "reindex": "hexa_fx.codegen.family_reindex",
+    "unpack": "hexa_fx.codegen.family_unpack",
 }
 
 

@@ -16,7 +16,7 @@ from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.fallback import cuda_kernel
-from hexa_fx.cuda.operands import Into, aligned, as_stored
+from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored
 from hexa_fx.cuda.rows import activate_backward, ess, ess_add, settle, substitute
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
@@ -33,13 +33,18 @@ SM80_ONLY = ("tanh",)
 def esmm(*args: Any) -> Tensor:
     """See hexa_fx.ops.esmm."""
     o = Esmm(*args)
+    return esmm_segment(o, Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True))
+
+
+def esmm_segment(o: Esmm, segment: Segment) -> Tensor:
+    """The same of some experts: ``offs`` is a part of those of all, and all rows are in ``x`` and ``v``."""
     x, weight, bias, v, offs, top_k, layout = o
     stored, as_layout = as_stored(weight, layout)
     if as_layout != layout:
         o = Esmm(x, stored, bias, v, offs, top_k, as_layout)
-    if _few_rows(x, v, offs) or not _hopper(offs, (o.columns,), x, stored, *_stored(bias)):
-        return sm80.esmm(o)
-    return sm90.esmm(o)
+    if _few_rows(segment.rows, offs) or not _hopper(offs, (o.columns,), x, stored, *_stored(bias)):
+        return sm80.esmm(o, segment)
+    return sm90.esmm(o, segment=segment)
 
 
 @cuda_kernel("esmm_act")
@@ -49,7 +54,7 @@ def esmm_act(*args: Any) -> tuple[Tensor, Tensor]:
     if o.w3 is not None and (o.b1 is None) != (o.b3 is None):  # kernels take both biases or none
         b1, b3 = (o.w1.new_zeros((o.w1.shape[0], o.inner)) if b is None else b for b in (o.b1, o.b3))
         o = o._replace(b1=b1, b3=b3)
-    if _only_sm80(o.activation, o.glu) or _few_rows(o.x, o.v, o.offs):
+    if _only_sm80(o.activation, o.glu) or _few_rows(o.rows, o.offs):
         return sm80.esmm_act(o)
     if not _hopper(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3)):
         return sm80.esmm_act(o)
@@ -63,7 +68,7 @@ def esmm_act_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     weight, layout = as_stored(o.weight, o.layout)
     if layout != o.layout:
         o = o._replace(weight=weight, layout=layout)
-    gates, few = o.top_k_weights, _few_rows(o.dy, o.v, o.offs)
+    gates, few = o.top_k_weights, _few_rows(o.v.shape[0], o.offs)
     if _only_sm80(o.activation, o.glu) or few or not _hopper(o.offs, (o.inner,), o.dy, weight, o.h):
         da = sm80.esmm(Esmm(o.dy, weight, None, o.v, o.offs, o.top_k, layout))
         return activate_backward(da, o.h, gates, o.v, o.offs, o.activation, o.glu, o.params)  # type: ignore[no-any-return]
@@ -130,7 +135,7 @@ def _fused(o: Esfk) -> ModuleType | None:
         return None
     if _hopper(o.offs, (o.x.shape[1], o.g.shape[1]), o.x, o.g, o.weight):
         return sm90
-    return None if _few_rows(o.g, None, o.offs) else sm80
+    return None if _few_rows(o.g.shape[0], o.offs) else sm80
 
 
 def _hopper_adds(o: Estmm) -> bool:
@@ -160,8 +165,8 @@ def _held_bias(into: Tensor | None) -> Tensor | None:
     return into if into is None or (into.is_contiguous() and aligned(into)) else substitute(into)
 
 
-def _few_rows(x: Tensor, v: Tensor | None, offs: Tensor) -> bool:
-    return not is_fixed() and row_bucket((x if v is None else v).shape[0], offs.shape[0] - 1) <= DECODE_BUCKET
+def _few_rows(rows: int, offs: Tensor) -> bool:
+    return not is_fixed() and row_bucket(rows, offs.shape[0] - 1) <= DECODE_BUCKET
 
 
 def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:

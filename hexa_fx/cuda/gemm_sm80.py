@@ -18,7 +18,7 @@ from hexa_fx.cuda.arguments import Piece
 from hexa_fx.cuda.choosing import cached_choice, card_of
 from hexa_fx.cuda.key_sm80 import GemmKey, kernel_for
 from hexa_fx.cuda.launch import Kernel, launch
-from hexa_fx.cuda.operands import Into, aligned, ceil_div, constants_of, dense_rows
+from hexa_fx.cuda.operands import Into, Segment, aligned, ceil_div, constants_of, dense_rows
 from hexa_fx.cuda.tile_choice import run_with_tile
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.rows import flip
@@ -39,10 +39,10 @@ class _Weight(NamedTuple):
     expert: int
 
 
-def esmm(o: Esmm) -> Tensor:
+def esmm(o: Esmm, segment: Segment | None = None) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
-    y = o.x.new_empty((o.rows, o.columns))
-    _product(o, (o.weight, None), (o.bias, None), _PLAIN, y, None)
+    y = o.x.new_empty((o.rows, o.columns)) if segment is None else segment.out
+    _product(o, (o.weight, None), (o.bias, None), _PLAIN, y, None, segment)
     return y
 
 
@@ -148,6 +148,7 @@ def _product(
     epilogue: tuple[str, Glu, tuple[float, ...]],
     d: Tensor | None,
     act: Tensor | None,
+    segment: Segment | None = None,
 ) -> None:
     """One launch of esmm: h to d and a to act, each if it is given."""
     x, v, offs, (activation, glu, params) = dense_rows(o.x), o.v, o.offs, epilogue
@@ -168,7 +169,7 @@ def _product(
         card_of(device),
         x.dtype,
         math_of(x.dtype),
-        row_bucket(n, experts),
+        row_bucket(n if segment is None else segment.rows, experts),
         k,
         inner if glu == "none" else 2 * inner,
         first.layout,
@@ -181,7 +182,8 @@ def _product(
         () if act is None else _KEEP_H[d is not None],
     )
     pointers = (x, first.tensor, second, bias, bias_up, d, act, v, None, offs)
-    sizes = (n, experts, *strides, 0 if d is None else d.shape[1], inner, o.top_k, tuple(params))
+    written = n if segment is None or segment.last else 0
+    sizes = (n, written, experts, *strides, 0 if d is None else d.shape[1], inner, o.top_k, tuple(params))
 
     def run(tile: Tile | None) -> None:
         kernel, grid, numbers = _esmm_launch(key, tile, *sizes)
@@ -195,6 +197,7 @@ def _esmm_launch(
     key: GemmKey,
     tile: Tile | None,
     rows: int,
+    written: int,
     experts: int,
     x_stride: int,
     w_stride: int,
@@ -204,10 +207,10 @@ def _esmm_launch(
     top_k: int,
     params: tuple[float, ...],
 ) -> tuple[Kernel, tuple[int, int, int], bytes]:
-    """Kernel, grid and all arguments but the pointers."""
+    """Kernel, grid and all arguments but the pointers. Of the rows those before `written` that belong to no expert are zeroed."""
     kernel, bm, step = kernel_for(key, tile)
     row_tiles = ceil_div(rows // bm + min(experts, rows), _GROUP) * _GROUP
-    strides, sizes = (x_stride, w_stride, w_expert, width, 0, inner), (rows, 0, inner, key.inner, experts)
+    strides, sizes = (x_stride, w_stride, w_expert, width, 0, inner), (written, 0, inner, key.inner, experts)
     numbers = _SIZES.pack(*strides, *sizes, *divisor(top_k), *constants_of(key.activation, params))
     return kernel, (row_tiles * ceil_div(inner, step), 1, 1), numbers
 

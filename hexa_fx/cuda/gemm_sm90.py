@@ -29,7 +29,7 @@ from hexa_fx.cuda.arguments_sm90 import (
 from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.key_sm90 import HopperKey, choice_for
 from hexa_fx.cuda.launch import launch
-from hexa_fx.cuda.operands import Into, aligned, ceil_div, constants_of
+from hexa_fx.cuda.operands import Into, Segment, aligned, ceil_div, constants_of
 from hexa_fx.cuda.tile_choice import run_with_tile
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip
@@ -54,18 +54,19 @@ def unsupported(*tensors: Tensor | None, experts: int) -> str:
     return ""
 
 
-def esmm(o: Esmm, tile: TileChoice | None = None) -> Tensor:
+def esmm(o: Esmm, tile: TileChoice | None = None, segment: Segment | None = None) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
     x, weight, bias, v, offs, top_k, layout = o
     n, columns, bias = o.rows, o.columns, _packed(bias)
-    y = x.new_empty((n, columns))
+    y = x.new_empty((n, columns)) if segment is None else segment.out
     if not n:
         return y
-    sizes = (n, weight.shape[0], x.shape[1], columns)
+    written = n if segment is None or segment.last else 0
+    sizes = (n if segment is None else segment.rows, weight.shape[0], x.shape[1], columns)
     key = HopperKey("esmm", card_of(x.device.index), x.dtype, *sizes, layout, v is not None, bias=bias is not None)
 
     def build(tile: TileChoice) -> tuple[Maps, Piece]:
-        args = shared_args(v, offs, top_k, n, tile)
+        args = shared_args(v, offs, top_k, written, tile)
         piece = pack(
             **args, a=x, a_ld=x.stride()[0], K=x.shape[1], N=columns, out=y, out_ld=columns, bias=bias, bias_ld=columns
         )

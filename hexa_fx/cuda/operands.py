@@ -33,6 +33,20 @@ class Into(NamedTuple):
     bias: Tensor | None
 
 
+class Segment(NamedTuple):
+    """A product of some of the experts, whose rows are a part of all.
+
+    Args:
+        out: (n, N), of all experts. Rows before those of the first expert are left alone.
+        rows: how many of them these experts have if all have the same.
+        last: whether rows behind those of the last expert belong to no expert, and are zeroed; else they are left alone.
+    """
+
+    out: Tensor
+    rows: int
+    last: bool
+
+
 def constants_of(activation: str, params: tuple[float, ...]) -> tuple[float, float]:
     """The two constants of an activation in a kernel's arguments; 0 where it has none."""
     alpha, limit = (*(tuple(params) or ACTIVATIONS[activation].params), 0.0, 0.0)[:2]

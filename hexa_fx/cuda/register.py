@@ -36,6 +36,13 @@ def packed_layer() -> ModuleType:
     return packed_layer
 
 
+def unpack() -> ModuleType:
+    """Products with packed weights."""
+    from hexa_fx.cuda import unpack
+
+    return unpack
+
+
 def layer() -> ModuleType:
     """The operators of a whole layer."""
     from hexa_fx.cuda import layer
@@ -50,6 +57,7 @@ KERNELS: dict[str, Load] = {
     "activate": rows,
     "activate_backward": rows,
     "esmm": gemm,
+    "esmm_packed": unpack,
     "esmm_act": gemm,
     "esmm_act_backward": gemm,
     "estmm": gemm,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 from pathlib import Path
 
@@ -24,7 +25,7 @@ class EmulatedKernel:
     def __init__(self, spec: KernelSpec, folder: Path) -> None:
         source = render(spec)
         self.spec, program, library = spec, folder / f"{spec.key}.cpp", folder / f"{spec.key}.so"
-        params = "hexa::PackedParams"
+        params = re.search(r"hexa_kernel\(const __grid_constant__ (\S+) p\)", source.text)[1]
         entry = (
             f"emulator::run(grid, {source.launch.threads}, [&] {{ hexa_kernel(*static_cast<const {params}*>(p)); }});"
         )

@@ -80,7 +80,7 @@ CUTE_DEVICE void tabulate(Smem<C>& sm, const GroupedParams& p) {
   if (lane == 0) {
     sm.expert_at[p.experts] = uint16_t(p.experts);
     sm.m_tiles[p.experts] = done;
-    sm.m_tiles[p.experts + 1] = done + own_tiles(p.n - sm.offs[p.experts]);
+    sm.m_tiles[p.experts + 1] = done + own_tiles(max(p.n - sm.offs[p.experts], 0));
   }
 }
 

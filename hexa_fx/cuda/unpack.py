@@ -1,0 +1,108 @@
+"""Products with packed weights on CUDA: few rows by a kernel that unpacks on its way, others group by group of unpacked experts.
+
+A group's matrices go into a buffer of at most 256 MiB, which the next group uses again, and the grouped product runs on the group's
+rows: its offsets are a part of all, so that nothing is read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family_unpack import FAMILY, VALUES_A_BLOCK
+from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.cuda import packed as few_rows
+from hexa_fx.cuda.arguments import numbers_of
+from hexa_fx.cuda.choosing import cached_choice, card_of
+from hexa_fx.cuda.fallback import Unsupported, cuda_kernel
+from hexa_fx.cuda.gemm import esmm_segment
+from hexa_fx.cuda.launch import Kernel, kernel_of, launch
+from hexa_fx.cuda.operands import DTYPES, Segment, ceil_div
+from hexa_fx.formats import format_of
+from hexa_fx.formats.blocks import Blocks
+from hexa_fx.formats.format import Format
+from hexa_fx.formats.four_bit import FourBit, Nf4Double
+from hexa_fx.ops.esmm_packed import EsmmPacked
+from hexa_fx.ops.fixed_order import is_fixed
+from hexa_fx.ops.operands import Esmm
+
+MOST_BYTES = 256 << 20
+"""Of unpacked matrices at a time; one expert's if that is more."""
+
+_CHUNK = 8
+_ARGS = numbers_of(get_family(FAMILY).args)
+
+
+@cuda_kernel("esmm_packed")
+def esmm_packed(*args: Any) -> Tensor:
+    """See hexa_fx.ops.esmm_packed."""
+    o = EsmmPacked(*args)
+    product = _of_few_rows(o)
+    if product is not None and not few_rows.unsupported(product):
+        return few_rows.esmm(product)
+    format, (experts, rows, columns) = format_of(o.format), format_of(o.format).shape_of(o.packed)
+    reason = _unsupported(format, o.packed, rows, columns)
+    if reason:
+        raise Unsupported(reason)
+    scales = [scale.contiguous() for scale in o.scales]
+    y = o.x.new_empty((o.rows, o.columns))
+    groups = list(_groups(experts, rows * columns * o.x.element_size()))
+    buffer = o.x.new_empty((groups[0][1], rows, columns))
+    for first, end in groups:
+        matrices = buffer[: end - first]
+        unpack(format, o.packed[first:end], [scale[first:end] for scale in scales], matrices)
+        bias = None if o.bias is None else o.bias[first:end]
+        product_of_group = Esmm(o.x, matrices, bias, o.v, o.offs[first : end + 1], o.top_k, o.layout)  # type: ignore[arg-type]
+        esmm_segment(product_of_group, Segment(y, ceil_div(o.rows * (end - first), experts), end == experts))
+    return y
+
+
+def _of_few_rows(o: EsmmPacked) -> few_rows.PackedProduct | None:
+    """The product as the kernels for few rows see it; None for a format or a layout that they do not know."""
+    format = format_of(o.format)
+    if not isinstance(format, FourBit) or len(o.scales) != 1 or o.layout != "nk" or is_fixed():
+        return None
+    weight = few_rows.PackedWeight(o.packed, o.scales[0], format)
+    return few_rows.PackedProduct(o.x, weight, o.bias, None, None, o.v, o.offs, o.top_k)
+
+
+def _unsupported(format: Format, packed: Tensor, rows: int, columns: int) -> str:
+    """Why the unpacking kernel does not take a weight; empty if it does."""
+    if not packed.is_contiguous() or packed.data_ptr() % _CHUNK:
+        return "the packed weight does not lie contiguously at a multiple of 8 bytes"
+    if columns % _CHUNK if isinstance(format, Blocks) else rows * columns % _CHUNK:
+        return f"rows of {columns} values; eight at a time are unpacked"
+    return ""
+
+
+def _groups(experts: int, expert_bytes: int) -> Iterator[tuple[int, int]]:
+    """First expert and end of groups of as even a size as fits; the first is the largest."""
+    count = ceil_div(experts * expert_bytes, MOST_BYTES)
+    step = max(1, min(ceil_div(experts, max(count, 1)), MOST_BYTES // max(expert_bytes, 1)))
+    return ((first, min(first + step, experts)) for first in range(0, experts, step))
+
+
+def unpack(format: Format, packed: Tensor, scales: Sequence[Tensor], out: Tensor) -> None:
+    """Writes the matrices of a packed weight to ``out`` (E, R, C), contiguous, in one launch; bits as the reference reads them.
+
+    Args:
+        packed, scales: contiguous but for the experts' dimension, which follows from the shapes.
+    """
+    experts, rows, columns = out.shape
+    scale, nested, offset, map = scales if isinstance(format, Nf4Double) else (scales[0], None, None, None)
+    values = rows * columns
+    blocks = ceil_div(values, VALUES_A_BLOCK)
+    code = format.values if isinstance(format, FourBit) else (0.0,) * 16
+    nests = 0 if nested is None else nested.shape[1]
+    numbers = _ARGS.pack(values, columns, scale[0].numel(), nests, blocks, *code)
+    kernel = _kernel(card_of(out.device.index).arch, out.dtype, format.name)
+    launch(kernel, out.device.index, (experts * blocks, 1, 1), (((packed, scale, nested, offset, map, out), numbers),))
+
+
+@cached_choice
+def _kernel(arch: int, dtype: torch.dtype, format: str) -> Kernel:
+    return kernel_of(KernelSpec(FAMILY, "unpack", arch, dtype=DTYPES[dtype]).with_options(format=format))
