@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import pairwise
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_products_group_by_group(emulated, monkeypatch, most, layout):  # noqa: 
     def product(o: Esmm, segment):
         seen.append(o.weight.shape[0])
         bounds = o.offs.tolist()
-        for e, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for e, (start, end) in enumerate(pairwise(bounds)):
             rows = o.x[o.v[start:end].long() // o.top_k]
             matrix = o.weight[e].t() if o.layout == "nk" else o.weight[e]
             segment.out[start:end] = torch.addmm(o.bias[e], rows, matrix)

@@ -31,6 +31,8 @@ using std::max;
 using std::min;
 template <class T> T __ldg(const T* p) { return *p; }
 inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((uint64_t(a) * b) >> 32); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __uint_as_float(unsigned bits) {
   float x;
   std::memcpy(&x, &bits, 4);

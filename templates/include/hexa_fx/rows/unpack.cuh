@@ -42,7 +42,7 @@ struct Unpack {
     T* out = static_cast<T*>(p.out) + before;
     unsigned word[kUnroll][kBytes / 4], scale[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {  // every load before the first use
+    for (int i = 0; i < kUnroll; ++i) {
       const int at = min(first + i * kStep, p.values - kChunk);
 #pragma unroll
       for (int j = 0; j < kBytes / 4; ++j) stream_number<4>(word[i][j], packed + at / kChunk * kBytes + 4 * j, true);
