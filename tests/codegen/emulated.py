@@ -31,7 +31,16 @@ class EmulatedKernel:
         )
         text = f'#include "emulator.hpp"\n{source.text}\nextern "C" void launch(const void* p, unsigned grid) {{ {entry} }}\n'
         program.write_text(text)
-        flags = ["-std=c++17", "-O2", "-fno-strict-aliasing", "-w", "-shared", "-fPIC", f"-I{EMULATOR}", f"-I{INCLUDE_DIR}"]
+        flags = [
+            "-std=c++17",
+            "-O2",
+            "-fno-strict-aliasing",
+            "-w",
+            "-shared",
+            "-fPIC",
+            f"-I{EMULATOR}",
+            f"-I{INCLUDE_DIR}",
+        ]
         subprocess.run(["g++", *flags, str(program), "-o", str(library)], check=True)
         self._launch = ctypes.CDLL(str(library)).launch
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hexa_fx.cuda import unpack
+from hexa_fx.formats import FORMATS
 from hexa_fx.ir import FfnSpec
 from tests.ops import test_moe_ffn_sources as cases
 
 SIZES = [cases.RAGGED, (64, 48, 16)]
 """Rows that kernels read element by element, and rows of whole vectors: model size, inner size, rank."""
+
+PACKABLE = (256, 128, 16)
+"""Sizes that every format takes."""
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -51,3 +56,74 @@ def test_no_host_synchronisation() -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_unpacked_bits_are_those_of_the_reference(format: str, dtype: torch.dtype) -> None:
+    f = FORMATS[format]
+    packed, *scales = f.pack_all(torch.randn(3, 320, 1088, device="cuda"))
+    for first, end in ((0, 3), (1, 2)):
+        parts = [scale[first:end] for scale in scales]
+        found = torch.empty(end - first, 320, 1088, dtype=dtype, device="cuda")
+        unpack.unpack(f, packed[first:end], parts, found)
+        assert torch.equal(found, f.dense(packed[first:end], parts, dtype))
+
+
+@pytest.mark.parametrize("most", [1 << 16, 256 << 20], ids=["groups of experts", "all at once"])
+@pytest.mark.parametrize("tokens", [6, 300, 3000])
+@pytest.mark.parametrize("spec", cases.SPECS, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_packed_weights(format: str, spec: FfnSpec, tokens: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, for which kernels unpack weights on the way, and many, for which they are unpacked before."""
+    monkeypatch.setattr(unpack, "MOST_BYTES", most)
+    for adapted in ("", "123"):
+        given = cases.layer(spec, adapted, dtype=torch.bfloat16, tokens=tokens, device="cuda", sizes=PACKABLE)
+        cases.compare(cases.pack(given, format), spec, cases.NAMES if adapted else ())
+
+
+@pytest.mark.parametrize("tokens", [30, 900])
+@pytest.mark.parametrize("routing", cases.ROUTINGS)
+def test_ugly_routings_of_packed_weights(routing: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpack, "MOST_BYTES", 1 << 16)
+    spec = cases.SPECS[0]
+    given = cases.layer(spec, dtype=torch.bfloat16, tokens=tokens, device="cuda", sizes=PACKABLE)
+    cases.compare(cases.pack(cases.route(given, routing), "nf4"), spec)
+
+
+@pytest.mark.parametrize("tokens", [30, 900])
+@pytest.mark.parametrize("format", ["nf4", "nf4_double", "mxfp4", "fp8_block"])
+def test_packed_weights_without_synchronisation_and_in_a_cuda_graph(
+    format: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpack, "MOST_BYTES", 1 << 16)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    spec = cases.SPECS[0]
+    given = cases.pack(cases.layer(spec, dtype=torch.bfloat16, tokens=tokens, device="cuda", sizes=PACKABLE), format)
+    leaves = [given[name].requires_grad_() for name in ("x", *cases.FACTORS) if given[name] is not None]
+    dy = torch.randn_like(given["x"])
+
+    def step() -> list[torch.Tensor]:
+        y = cases.run(given, spec)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        given["x"].copy_(torch.randn_like(given["x"]))
+        given["top_k_index"].copy_(torch.randint_like(given["top_k_index"], 0, cases.E))
+    graph.replay()
+    torch.cuda.synchronize()
+    for got, want in zip(captured, step(), strict=True):
+        assert torch.equal(got, want)

@@ -10,6 +10,8 @@ import pytest
 
 from hexa_fx.cuda.register import KERNELS, register
 from hexa_fx.ops import library, operands
+from hexa_fx.ops.esmm_packed import EsmmPacked
+from hexa_fx.ops.sources_arguments import Arguments
 
 LIGHT = """
 import sys
@@ -31,8 +33,10 @@ RECORDS = {
     "esmm": operands.Esmm,
     "esmm_act": operands.EsmmAct,
     "esmm_act_backward": operands.EsmmActBackward,
+    "esmm_packed": EsmmPacked,
     "estmm": operands.Estmm,
     "esfk": operands.Esfk,
+    "moe_ffn_sources": Arguments,
 }
 
 

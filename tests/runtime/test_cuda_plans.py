@@ -311,7 +311,7 @@ class Hopper:
         self.unsupported = cuda_gemm.sm90.unsupported
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        def operator(*args: object) -> object:
+        def operator(*args: object, **rest: object) -> object:
             self.calls.append(name)
             return (None, None, None) if name == "esfk" else None
 
