@@ -8,11 +8,8 @@ that nobody gets a stale result.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
-from operator import is_
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,10 +19,10 @@ from torch.compiler import is_compiling
 from torch.nn.modules import module as torch_module
 
 from hexa_fx.ir import PythonRead, RewrittenBlock
-from hexa_fx.isolation.held_objects import MISSING
 from hexa_fx.isolation.read_values import movable
+from hexa_fx.runtime.compiled_checks import any_of, still_the_same
 from hexa_fx.runtime.guards import HOOKS, GuardMiss
-from hexa_fx.runtime.resolution import Resolution, is_still, submodule
+from hexa_fx.runtime.resolution import Resolution, submodule
 
 _OF_ALL = (
     torch_module._global_forward_hooks,
@@ -76,60 +73,31 @@ class AttributeGuards:
     def bind(self, block: nn.Module) -> None:
         """Watches ``block`` from now on: the same one, or a copy that may still be incomplete."""
         self._block = weakref.ref(block)
-        self._ready = False
+        self._found: Resolution | None = None
+        self._is_same: Callable[[], bool] | None = None
+        self._are_hooked: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
         """Raises `GuardMiss` if anything changed."""
         if is_compiling():
             return
-        if not (self._ready and self._is_same()):
+        if self._is_same is None and self._found is not None:
+            self._is_same = still_the_same(self._found)
+        if self._is_same is None or not self._is_same():
             self._resolve()  # raises if something differs, and otherwise knows the new objects
-        if any(self._hooks):
+        if self._are_hooked():
             raise GuardMiss("an expert has hooks, which only its own code calls")
 
-    def _is_same(self) -> bool:
-        return (
-            all(map(is_, map(dict.get, self._dicts, self._keys, _NOTHING), self._values))
-            and all(map(is_, map(type, self._objects), self._types))
-            and self._classes_are_same()
-            and list(map(len, self._counted)) == self._counts
-            and (not self._whole or _equal(self._whole, self._copies))
-            and all(itertools.starmap(is_still, self._slow))
-        )
-
-    def _classes_are_same(self) -> bool:
-        if all(map(is_, map(getattr, self._owners, self._names, _NOTHING), self._given)):
-            return True
-        now = list(map(getattr, self._owners, self._names, _NOTHING))  # class methods are bound anew each time
-        return all(type(one) is type(two) and one == two for one, two in zip(now, self._given))
-
     def _resolve(self) -> None:
-        block, self._ready = self._block(), False
+        block, self._found, self._is_same = self._block(), None, None
         assert block is not None
-        found = Resolution(block, self.reads, self.packed)
-        self._dicts, self._keys, self._values = _columns(found.dicts, 3)
-        self._owners, self._names, self._given = _columns(found.owners, 3)
-        self._objects, self._types = _columns(found.objects, 2)
-        self._counted, self._counts = _columns(found.counted, 2)
-        self._whole, self._copies = _columns(found.whole, 2)
-        self._slow = found.slow
+        self._found = Resolution(block, self.reads, self.packed)
         inner = [submodule(block, path) for path in self.inner]
-        self._hooks = [*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)]
-        self._ready = True
+        self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
 
     def __getstate__(self) -> dict[str, Any]:
         reads = tuple(dataclasses.replace(read, value=movable(read.value)) for read in self.reads)
         return {"reads": reads, "packed": self.packed, "inner": self.inner}
-
-
-_NOTHING = repeat(MISSING)
-
-
-def _equal(now: list[Any], copies: list[Any]) -> bool:
-    try:
-        return bool(now == copies)
-    except (RuntimeError, ValueError):  # there are tensors or arrays in one of them now
-        return False
 
 
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
@@ -146,10 +114,6 @@ def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:
 def is_within(scope: str, paths: frozenset[str]) -> bool:
     """Whether the module at ``scope`` is one of those at ``paths``, or in one."""
     return any(scope == path or scope.startswith(f"{path}.") for path in paths)
-
-
-def _columns(rows: Sequence[tuple[Any, ...]], width: int) -> tuple[list[Any], ...]:
-    return tuple(list(column) for column in zip(*rows)) if rows else tuple([] for _ in range(width))
 
 
 def _and_above(path: str) -> Iterator[str]:

@@ -22,16 +22,19 @@ def kind_of(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> tuple[to
     return (torch.get_autocast_dtype(device), *(tensor.dtype for tensor in tensors))
 
 
+def may_be_on() -> bool:
+    """Whether autocast is on for some device, or a compiler asks."""
+    return is_compiling() or _is_any_autocast_enabled()
+
+
 def dtypes_under_autocast(
-    known: AutocastDtypes | None, guards: Sequence[InputGuard], values: Mapping[str, Any]
+    known: AutocastDtypes, guards: Sequence[InputGuard], values: Mapping[str, Any]
 ) -> tuple[torch.dtype | None, ...] | None:
     """The dtypes that results must have in this call; None if autocast is off.
 
     Raises:
         GuardMiss: they are not known.
     """
-    if known is None or (not is_compiling() and not _is_any_autocast_enabled()):
-        return None
     first = next((values[guard.name] for guard in guards if guard.kind == "tensor"), None)
     if first is None or not torch.is_autocast_enabled(first.device.type):
         return None

@@ -59,7 +59,20 @@ def check_inputs(guards: Sequence[InputGuard], values: Mapping[str, Any]) -> Non
     for guard in guards:
         if guard.name not in values:
             raise GuardMiss(f"the input {guard.name!r} is missing")
-        _check_input(guard, values[guard.name])
+        check_input(guard, values[guard.name])
+
+
+def check_coverage(
+    guards: Sequence[InputGuard], read: Sequence[str], values: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Raises `GuardMiss` unless every argument that the graph neither reads nor guards has its default value."""
+    for name in read:
+        if name not in values:
+            raise GuardMiss(f"the input {name!r} is missing")
+    covered = {*read, *(guard.name for guard in guards)}
+    for name, value in values.items():
+        if name not in covered and (name not in defaults or value is not defaults[name]):
+            raise GuardMiss(f"the input {name!r} was not given when the block was recorded")
 
 
 def dtype_class(dtype: torch.dtype) -> str:
@@ -71,7 +84,8 @@ def dtype_class(dtype: torch.dtype) -> str:
     return "bool" if dtype == torch.bool else "integer"
 
 
-def _check_input(guard: InputGuard, value: Any) -> None:
+def check_input(guard: InputGuard, value: Any) -> None:
+    """Raises `GuardMiss` if one input differs from what was traced."""
     if guard.kind == "constant":
         _check_constant(guard, value)
         return

@@ -22,9 +22,10 @@ from hexa_fx.ir import ModuleAttribute, PackedWeight, RewrittenBlock, RoutingSit
 from hexa_fx.ops import main_grad
 from hexa_fx.runtime import results
 from hexa_fx.runtime.attribute_guards import AttributeGuards
-from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes
+from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes, may_be_on
 from hexa_fx.runtime.call_kinds import call_sizes, differentiated_by_function, is_small
-from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_inputs
+from hexa_fx.runtime.compiled_checks import inputs_of
+from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
@@ -87,14 +88,8 @@ class HexaForward:
             attributes.bind(module)
         self.__name__ = "forward"
         self.__doc__ = type(module).forward.__doc__
-        self._covered = {training: self._coverage(training) for training in (True, False)}
+        self._forms: dict[tuple[Any, ...], Callable[[Any, Any], list[Any] | None]] = {}
         self._arguments = ArgumentNames.of(self._own_original or type(module).forward, self._own_original is None)
-
-    def _coverage(self, training: bool) -> tuple[tuple[str, ...], frozenset[str]]:
-        """Names of the arguments that the graph reads, and of those that it reads or guards."""
-        program = self.programs[training]
-        read = program.inputs if program else ()
-        return read, frozenset(read) | {guard.name for guard in self.guards[training]}
 
     @property
     def module(self) -> nn.Module:
@@ -156,12 +151,9 @@ class HexaForward:
         self.attributes[training].check()
         if differentiated_by_function():
             raise GuardMiss("torch.func.grad and forward-mode derivatives go through its own code only")
-        values = self._arguments.bind(args, kwargs)
-        check_inputs(self.guards[training], values)
-        self._check_coverage(values, training)
-        dtypes = dtypes_under_autocast(self.autocast[training], self.guards[training], values)
+        inputs = self._inputs_of(program, training, args, kwargs)
+        dtypes = self._dtypes_under_autocast(training, args, kwargs)
         results.check(module, self.stored[training])
-        inputs = [values[name] for name in program.inputs]
         for name in self.packed_names[training]:
             getattr(module, name).refresh()
         with peft.noticed(module) if peft.parametrized(module) and not is_compiling() else nullcontext():
@@ -174,15 +166,25 @@ class HexaForward:
         results.leave(module, self.stored[training], kept)
         return output
 
-    def _check_coverage(self, values: dict[str, Any], training: bool) -> None:
-        """Raises `GuardMiss` unless every argument that the graph neither reads nor guards has its default value."""
-        defaults, covered = self._arguments.defaults, self._covered[training]
-        for name in covered[0]:
-            if name not in values:
-                raise GuardMiss(f"the input {name!r} is missing")
-        for name, value in values.items():
-            if name not in covered[1] and (name not in defaults or value is not defaults[name]):
-                raise GuardMiss(f"the input {name!r} was not given when the block was recorded")
+    def _inputs_of(self, program: Program, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The inputs of the program, checked."""
+        if not is_compiling():
+            form = training, len(args), *kwargs
+            if form not in self._forms:
+                self._forms[form] = inputs_of(form[1:], self._arguments, self.guards[training], program.inputs)
+            inputs = self._forms[form](args, kwargs)
+            if inputs is not None:
+                return inputs
+        values = self._arguments.bind(args, kwargs)
+        check_inputs(self.guards[training], values)
+        check_coverage(self.guards[training], program.inputs, values, self._arguments.defaults)
+        return [values[name] for name in program.inputs]
+
+    def _dtypes_under_autocast(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        known = self.autocast[training]
+        if known is None or not may_be_on():
+            return None
+        return dtypes_under_autocast(known, self.guards[training], self._arguments.bind(args, kwargs))
 
     def takes_adapters(self) -> bool:
         """Whether the programs run `hexa::moe_ffn` as it is, which takes weights and their adapters apart."""
@@ -218,7 +220,7 @@ class HexaForward:
 
 _NO_CODE = HexaForward.__call__.__code__
 _UNPICKLED = frozenset(
-    {"_module", "_arguments", "_covered", "_logged", "restarted", "_missed_sizes", "__doc__", "__name__"}
+    {"_module", "_arguments", "_forms", "_logged", "restarted", "_missed_sizes", "__doc__", "__name__"}
 )
 
 

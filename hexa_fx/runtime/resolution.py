@@ -42,6 +42,7 @@ class Resolution:
         self._through = {(read.is_global, read.root, read.steps[:-1]) for read in reads}
         for read in sorted(reads, key=lambda read: len(read.steps)):
             self._add(read)
+        del self._block, self._holders, self._seen  # what stays keeps no module alive that is in no place itself
 
     def _add(self, read: PythonRead) -> None:
         holder, key = self._at(read.is_global, read.root, read.steps[:-1]), read.steps[-1]

@@ -1,0 +1,225 @@
+"""The checks of every call as written functions: they agree with the slow ones, and are short."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.ir import InputGuard, PythonRead
+from hexa_fx.isolation.read_values import snapshot
+from hexa_fx.runtime import compiled_checks
+from hexa_fx.runtime.attribute_guards import AttributeGuards
+from hexa_fx.runtime.compiled_checks import inputs_of
+from hexa_fx.runtime.guards import GuardMiss, check_coverage, check_inputs
+from hexa_fx.runtime.install import installed_forward
+from hexa_fx.runtime.signature import ArgumentNames
+from tests.detect.mixture import D, Mixture
+
+
+def _forward(x: Any, ids: Any, scale: float = 1.0, mask: Any = None, *, factor: Any = 2) -> None: ...
+
+
+_ARGUMENTS = ArgumentNames.of(_forward, False)
+_GUARDS = (
+    InputGuard("x", "tensor", None, torch.float32, 2, exact_dtype=False, device="cpu", contiguous=True),
+    InputGuard("ids", "tensor", None, torch.int64, 1, exact_dtype=True, requires_grad=False),
+    InputGuard("scale", "constant", 1.0),
+    InputGuard("factor", "constant", 2),
+)
+_X = [
+    torch.randn(3, 4),
+    torch.randn(3, 4).bfloat16(),
+    torch.randn(4, 3).t(),
+    torch.randn(3),
+    torch.ones(3, 4).long(),
+    nn.Parameter(torch.randn(3, 4)),
+    torch.randn(3, 4, device="meta"),
+    None,
+    1.0,
+]
+_IDS = [torch.arange(3), torch.arange(3).int(), torch.arange(3).bool(), torch.ones(3)]
+
+
+def _slowly(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    values = _ARGUMENTS.bind(args, kwargs)
+    check_inputs(_GUARDS, values)
+    check_coverage(_GUARDS, ("x", "ids"), values, _ARGUMENTS.defaults)
+    return [values["x"], values["ids"]]
+
+
+_REST: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((), {}),
+    ((1.0,), {}),
+    ((True,), {}),
+    ((torch.ones(()),), {}),
+    ((1.0, None), {}),
+    ((1.0, torch.ones(3)), {}),
+    ((1.0, None, 2), {}),
+    ((), {"factor": 2}),
+    ((), {"factor": 2.0}),
+    ((), {"factor": float("nan")}),
+    ((), {"mask": None}),
+    ((), {"mask": 0}),
+    ((), {"scale": 1.0, "mask": None, "factor": 2}),
+    ((), {"other": 1}),
+]
+
+
+@pytest.mark.parametrize("rest", _REST, ids=str)
+def test_written_checks_of_inputs_agree_with_the_slow_ones(rest: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    for x, ids, by_name in itertools.product(_X, _IDS, (False, True)):
+        args, kwargs = rest
+        if by_name and not args:
+            kwargs = {"ids": ids, "x": x, **kwargs}
+        else:
+            args = (x, ids, *args)
+        found = inputs_of((len(args), *kwargs), _ARGUMENTS, _GUARDS, ("x", "ids"))(args, kwargs)
+        try:
+            expected = _slowly(args, kwargs)
+        except GuardMiss:
+            assert found is None
+        else:
+            assert found is not None
+            assert all(one is two for one, two in zip(found, expected, strict=True))
+
+
+def test_what_is_missing_is_left_to_the_slow_checks() -> None:
+    assert inputs_of((1,), _ARGUMENTS, _GUARDS, ("x", "ids"))((torch.randn(3, 4),), {}) is None
+
+
+class Settings:
+    """Every kind of place that something is read from."""
+
+    limit = 3.0
+
+    def __init__(self) -> None:
+        self.k, self.names, self.table, self.inner = 2, [1, 2], {"a": 1}, SimpleNamespace(on=True)
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.linear = Settings(), nn.Linear(2, 2)
+        self.top_k = 2
+
+
+class Blocks(Mixture):
+    def __init__(self, copies: int) -> None:
+        super().__init__()
+        self.experts.extend([e for _ in range(copies) for e in Mixture().experts])
+        self.router = nn.Linear(D, len(self.experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x)[2]
+
+
+_STEPS: list[tuple[Any, ...]] = [
+    ("top_k",),
+    ("config",),
+    ("config", "k"),
+    ("config", "limit"),
+    ("config", "names"),
+    ("config", "table"),
+    ("config", "inner"),
+    ("config", "inner", "on"),
+    ("config", "missing"),
+    ("linear",),
+    ("training",),
+]
+
+
+def _guards(block: Holder) -> AttributeGuards:
+    def value(steps: tuple[Any, ...]) -> Any:
+        found: Any = block
+        for key in steps:
+            found = getattr(found, key, compiled_checks.MISSING)
+        return found
+
+    guards = AttributeGuards(block, reads=[PythonRead("", steps, snapshot(value(steps))) for steps in _STEPS])
+    for _ in range(3):
+        guards.check()
+    return guards
+
+
+def _set(path: str, value: Any) -> Any:
+    def change(block: Holder) -> None:
+        owner, _, name = f"block.{path}".rpartition(".")
+        setattr(eval(owner, {"block": block}), name, value)
+
+    return pytest.param(change, id=path)
+
+
+@pytest.mark.parametrize("most", [400, 0], ids=["written out", "many"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("top_k", 3),
+        _set("top_k", 2.0),
+        _set("config.k", True),
+        _set("config.limit", 4.0),
+        _set("config.names", [1]),
+        _set("config.table", {}),
+        _set("config.inner.on", 1),
+        _set("config.missing", None),
+        _set("linear", nn.Identity()),
+        _set("training", False),
+        _set("config", None),
+        pytest.param(lambda block: block.config.names.append(3), id="appended"),
+        pytest.param(lambda block: block.config.table.update(a=2), id="updated"),
+        pytest.param(lambda block: delattr(block, "top_k"), id="deleted"),
+        pytest.param(lambda block: block.linear.register_forward_hook(print), id="hooked"),
+    ],
+)
+def test_written_checks_of_attributes_see_every_change(change: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_checks, "_MOST", most)
+    block = Holder()
+    guards = _guards(block)
+    change(block)
+    with pytest.raises(GuardMiss):
+        guards.check()
+
+
+def test_another_object_that_says_the_same_is_taken() -> None:
+    block = Holder()
+    guards = _guards(block)
+    block.config = Settings()
+    for _ in range(3):
+        guards.check()
+    block.config.k = 3
+    with pytest.raises(GuardMiss):
+        guards.check()
+
+
+def test_the_checks_of_a_call_are_few_python_calls() -> None:
+    """However much was read: a bound on what is called in Python, which no busy machine can break."""
+    counts = []
+    for copies in (0, 2):
+        x = torch.randn(6, D)
+        opt = hexa_fx.optimize(Blocks(copies).eval(), x, hexa_fx.HexaConfig(own_code_when_small=False, verify=False))
+        forward = installed_forward(opt)
+        assert forward is not None
+        program = forward.programs[False]
+        called = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal called
+            called += event == "call"
+
+        for _ in range(2):
+            opt(x)
+        sys.setprofile(count)
+        try:
+            forward.attributes[False].check()
+            forward._inputs_of(program, False, (x,), {})
+        finally:
+            sys.setprofile(None)
+        counts.append(called)
+    assert counts[0] == counts[1]
+    assert counts[0] <= 12
