@@ -22,7 +22,7 @@ import torch
 from common import LARGE, SHAPES, MoeShape, environment, routing, steady
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import kernel as cuda_kernel
 
 Run = Callable[[], object]
 PRODUCTS = ("up", "down", "dA", "dW2", "dX", "dW1")
@@ -129,7 +129,7 @@ def main() -> None:
     for name in options.shapes.split(","):
         torch.manual_seed(0)
         found = launches(SHAPES[name])
-        cuda_launch.prebuild(lambda f=found: [run() for each, (run, _) in f.items() if not each.startswith("dense")])
+        cuda_kernel.prebuild(lambda f=found: [run() for each, (run, _) in f.items() if not each.startswith("dense")])
         measured = {each: meter.measure(run) for each, (run, _) in found.items()}
         times = {each: milliseconds for each, (milliseconds, _, _) in measured.items()}
         times["dense dX + dW1"] = times["dense dX"] + times["dense dW1"]

@@ -106,16 +106,19 @@ def compare(run: Callable[[], object], old: Path) -> dict[str, float]:
     """Milliseconds of both."""
     from common import steady
 
-    from hexa_fx.cuda.launch import noting
+    from hexa_fx.cuda.choosing import collect, forget_choices
+    from hexa_fx.cuda.kernel import kernel_of
 
-    with noting() as noted:
+    with collect() as specs:
         run()
-    kernel = noted.launches[0].kernel
+    kernel = kernel_of(specs[0])
     own = kernel.handle
     other = KernelHandle(render(kernel.spec), Entry("old", old.parent, old.read_bytes()), driver())
 
     def with_handle(handle: KernelHandle) -> None:
-        kernel.loaded = handle
+        if kernel.loaded is not handle:  # plans hold handles
+            forget_choices()
+            kernel_of(kernel.spec).loaded = kernel.loaded = handle
         run()
 
     return steady({"new": lambda: with_handle(own), "old": lambda: with_handle(other)}, turns=3)

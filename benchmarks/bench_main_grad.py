@@ -24,7 +24,7 @@ from common import SHAPES, environment, medians
 from layers import MIB, Weights, layer, make_weights, optimized_experts
 
 from hexa_fx.cuda import register as cuda_ops
-from hexa_fx.cuda.launch import prebuild
+from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.ops import main_grad
 
 ROUNDS = 3

@@ -26,8 +26,8 @@ from torch import Tensor
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.codegen.family_packed import PackedTile, candidates
 from hexa_fx.codegen.spec import KernelSpec
-from hexa_fx.cuda import choosing, packed
-from hexa_fx.cuda.launch import prebuild
+from hexa_fx.cuda import calls, choosing, packed
+from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.cuda.packed import PackedProduct, PackedWeight
 from hexa_fx.formats import MXFP4, NF4
 from hexa_fx.formats.four_bit import FourBit
@@ -230,7 +230,7 @@ class fixed_tile:
     """A context in which every product takes one tile."""
 
     def __init__(self, tile: PackedTile) -> None:
-        self.patch = mock.patch.object(packed, "chosen_tile", return_value=tile)
+        self.patch = mock.patch.object(calls, "chosen_tile", return_value=tile)
 
     def __enter__(self) -> None:
         choosing.forget_choices()

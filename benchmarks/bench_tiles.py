@@ -21,9 +21,11 @@ from common import LARGE, SHAPES, MoeShape, environment, medians, routing
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, TileChoice
 from hexa_fx.codegen.tuned import Problem, TunedTable
+from hexa_fx.cuda import calls
 from hexa_fx.cuda import gemm_sm90 as sm90
-from hexa_fx.cuda import launch as cuda_launch
-from hexa_fx.cuda.tile_choice import ProductKey
+from hexa_fx.cuda import kernel as cuda_kernel
+from hexa_fx.cuda.choosing import forget_choices
+from hexa_fx.cuda.product import ProductKey
 from hexa_fx.errors import KernelError
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 
@@ -62,17 +64,18 @@ def products(shape: MoeShape) -> dict[str, tuple[Product, Callable[[], object]]]
 def launched(run: Callable[[], object]) -> Problem:
     """What the table calls the one launch that `run` makes."""
     found: list[Problem] = []
-    run_with_tile = sm90.run_with_tile
+    chosen_tile = calls.chosen_tile
 
-    def recorded(key: ProductKey, *rest: Any) -> None:
+    def recorded(key: ProductKey) -> Any:
         found.append(key.problem())
-        run_with_tile(key, *rest)
+        return chosen_tile(key)
 
-    sm90.run_with_tile = recorded  # type: ignore[assignment]
+    forget_choices()
+    calls.chosen_tile = recorded  # type: ignore[assignment]
     try:
         run()
     finally:
-        sm90.run_with_tile = run_with_tile
+        calls.chosen_tile = chosen_tile
     return found[0]
 
 
@@ -89,7 +92,7 @@ def main() -> None:
         torch.manual_seed(0)
         chosen = {op: each for op, each in products(SHAPES[name]).items() if op in options.only.split(",")}
         if not rows:
-            cuda_launch.prebuild(lambda c=chosen: [run(t) for op, (run, _) in c.items() for t in CANDIDATES[op]])
+            cuda_kernel.prebuild(lambda c=chosen: [run(t) for op, (run, _) in c.items() for t in CANDIDATES[op]])
         for op, (run, dense) in chosen.items():
             runs: dict[str, Callable[[], object]] = {"dense": dense}
             for tile in CANDIDATES[op]:

@@ -18,7 +18,7 @@ DEVICE = "cuda:0"
 
 def prebuild(worlds: Sequence[int], names: Sequence[str]) -> None:
     """Runs every product that the sections will run, in the sizes of every rank count, without launching anything."""
-    from hexa_fx.cuda.launch import prebuild as build
+    from hexa_fx.cuda.kernel import prebuild as build
 
     def run() -> None:
         for world in worlds:

@@ -17,7 +17,7 @@ import hexa_fx
 from benchmarks.swin_moe.baselines import DroplessExperts, NoExperts, PaddedExperts
 from benchmarks.swin_moe.libraries import MegablocksExperts, TutelExperts
 from benchmarks.swin_moe.model import Experts, MoeMlp, SwinConfig, SwinMoe
-from hexa_fx.cuda.launch import prebuild
+from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.distributed.gradients import ignore_in_ddp
 from hexa_fx.passes.plan_layers import PartitionConfig
 

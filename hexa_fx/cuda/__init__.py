@@ -1,1 +1,1 @@
-"""Runs the operators on NVIDIA GPUs: chooses kernels, launches them, and replays calls that were seen before."""
+"""Runs the operators on NVIDIA GPUs: plans what a call launches, once for all calls of its kind, and runs the plan."""

@@ -14,9 +14,9 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
-from hexa_fx.cuda.choosing import card_of
-from hexa_fx.cuda.fallback import cuda_kernel
+from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored
+from hexa_fx.cuda.planning import planning_of
 from hexa_fx.cuda.rows import activate_backward, ess, ess_add, settle, substitute
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
@@ -33,18 +33,17 @@ SM80_ONLY = ("tanh",)
 def esmm(*args: Any) -> Tensor:
     """See hexa_fx.ops.esmm."""
     o = Esmm(*args)
-    return esmm_segment(o, Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True))
+    return esmm_segment(o, into=Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True))
 
 
-def esmm_segment(o: Esmm, segment: Segment) -> Tensor:
+@product
+def esmm_segment(o: Esmm, into: Segment) -> Tensor:
     """The same of some experts: ``offs`` is a part of those of all, and all rows are in ``x`` and ``v``."""
-    x, weight, bias, v, offs, top_k, layout = o
-    stored, as_layout = as_stored(weight, layout)
-    if as_layout != layout:
-        o = Esmm(x, stored, bias, v, offs, top_k, as_layout)
-    if _few_rows(segment.rows, offs) or not _hopper(offs, (o.columns,), x, stored, *_stored(bias)):
-        return sm80.esmm(o, segment)
-    return sm90.esmm(o, segment=segment)
+    weight, layout = as_stored(o.weight, o.layout)
+    o = o._replace(weight=weight, layout=layout)
+    if _few_rows(into.rows, o.offs) or not _hopper(o.offs, (o.columns,), o.x, weight, *_stored(o.bias)):
+        return sm80.esmm(o, into=into)
+    return sm90.esmm(o, into=into)
 
 
 @cuda_kernel("esmm_act")
@@ -66,15 +65,14 @@ def esmm_act_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.esmm_act_backward. One launch on Hopper, two elsewhere."""
     o = EsmmActBackward(*args)
     weight, layout = as_stored(o.weight, o.layout)
-    if layout != o.layout:
-        o = o._replace(weight=weight, layout=layout)
+    o = o._replace(weight=weight, layout=layout)
     gates, few = o.top_k_weights, _few_rows(o.v.shape[0], o.offs)
     if _only_sm80(o.activation, o.glu) or few or not _hopper(o.offs, (o.inner,), o.dy, weight, o.h):
         da = sm80.esmm(Esmm(o.dy, weight, None, o.v, o.offs, o.top_k, layout))
         return activate_backward(da, o.h, gates, o.v, o.offs, o.activation, o.glu, o.params)  # type: ignore[no-any-return]
     dh, a_scaled, dots = sm90.esmm_act_backward(o)
     if gates is None:
-        return dh, a_scaled, o.h.new_empty(0)
+        return dh, a_scaled, o.h.new_empty((0,))
     return dh, a_scaled, dots.view(gates.shape).to(gates.dtype)
 
 
@@ -94,10 +92,10 @@ def esfk(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     fused = _fused(o)
     if fused is not None:
         dx, dw, db = fused.esfk(o)
-        return dx, dw, o.g.new_empty(0) if db is None else db
+        return dx, dw, o.g.new_empty((0,)) if db is None else db
     dx = _input_gradient(o)
     dw = sm80.estmm(Estmm(o.x, o.g, o.x_index, None, o.offs, o.top_k, o.layout))
-    return dx, dw, ess(o.g, None, o.offs, 1, None) if o.has_bias else o.g.new_empty(0)
+    return dx, dw, ess(o.g, None, o.offs, 1, None) if o.has_bias else o.g.new_empty((0,))
 
 
 @cuda_kernel("estmm_add")
@@ -171,7 +169,7 @@ def _few_rows(rows: int, offs: Tensor) -> bool:
 
 def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:
     """Whether the Hopper family takes these operands and stores results of these widths."""
-    card = card_of(offs.device.index)
+    card = planning_of(offs).card
     if card.family_arch != 90 or card.arch != 90 or any(width % 8 for width in widths):
         return False
     return not sm90.unsupported(*operands, experts=offs.shape[0] - 1)

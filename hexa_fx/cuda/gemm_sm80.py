@@ -6,26 +6,23 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 from __future__ import annotations
 
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm80 import SIZES
-from hexa_fx.codegen.heuristics import Tile, row_bucket
-from hexa_fx.codegen.spec import Glu, Layout
-from hexa_fx.cuda.arguments import Piece
-from hexa_fx.cuda.choosing import cached_choice, card_of
-from hexa_fx.cuda.key_sm80 import GemmKey, kernel_for
-from hexa_fx.cuda.launch import Kernel, launch
+from hexa_fx.codegen.heuristics import row_bucket
+from hexa_fx.codegen.spec import Layout
+from hexa_fx.cuda.calls import product
+from hexa_fx.cuda.choosing import cached_choice
+from hexa_fx.cuda.kernel import Kernel
 from hexa_fx.cuda.operands import Into, Segment, aligned, ceil_div, constants_of, dense_rows
-from hexa_fx.cuda.tile_choice import run_with_tile
+from hexa_fx.cuda.planning import Piece, planning_of
+from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
 from hexa_fx.ops.rows import flip
 
 _SIZES = Struct(SIZES)
-_PLAIN: tuple[str, Glu, tuple[float, ...]] = ("none", "none", ())
-_KEEP_H = ((("keep_h", False),), (("keep_h", True),))
 _GROUP = 8
 """Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""
 
@@ -39,25 +36,29 @@ class _Weight(NamedTuple):
     expert: int
 
 
-def esmm(o: Esmm, segment: Segment | None = None) -> Tensor:
+@product
+def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
-    y = o.x.new_empty((o.rows, o.columns)) if segment is None else segment.out
-    _product(o, (o.weight, None), (o.bias, None), _PLAIN, y, None, segment)
-    return y
+    into = into or Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True)
+    plain = EsmmAct(o.x, o.weight, o.bias, None, None, o.v, o.offs, o.top_k, o.layout, "none", "none")
+    _rows(plain, into.out, None, into.rows, into.last)
+    return into.out
 
 
+@product
 def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), and (n, I)."""
     n, inner = o.rows, o.inner
-    h = o.x.new_empty((n if o.keep_h else 0, inner if o.glu == "none" else 2 * inner))
-    if o.glu == "none" and o.activation == "none":
-        y = esmm(Esmm(o.x, o.w1, o.b1, o.v, o.offs, o.top_k, o.layout))
-        return (y.clone() if o.keep_h else h), y
+    h = o.x.new_empty((n if o.keep_h else 0, o.width))
     a = o.x.new_empty((n, inner))
-    _product(o, (o.w1, o.w3), (o.b1, o.b3), (o.activation, o.glu, o.params), h if o.keep_h else None, a)
+    if o.glu == "none" and o.activation == "none":
+        _rows(o, a, None, n)
+        return (a.clone() if o.keep_h else h), a
+    _rows(o, h if o.keep_h else None, a, n)
     return h, a
 
 
+@product
 def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
     """``dW[e]``, the sum of ``x[row]^T g[row]``: (E, N, K) for ``nk``, (E, K, N) for ``kn``.
 
@@ -65,35 +66,27 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
         into: what the result is added to, in its shape and the accumulators' type; it is returned.
     """
     o = _by_rows(o)
-    x, g = o.x, o.g
-    experts, m, n, device = o.experts, x.shape[1], g.shape[1], x.device.index
+    x, g, experts = o.x, o.g, o.experts
+    m, n = x.shape[1], g.shape[1]
     d = x.new_empty((experts, m, n)) if into is None else into
     if not (experts and m and n):
         return d
-    key = GemmKey(
+    options = (("gather_b", o.g_index is not None),)
+    kernel, bm, bn = _kernel(
         "estmm",
-        card_of(device),
-        x.dtype,
-        math_of(x.dtype),
-        row_bucket(o.rows, experts),
-        m,
-        n,
-        "nk",
-        o.x_index is not None,
-        aligned(x, g),
+        x,
+        (o.rows, experts, m, n),
+        gather=o.x_index is not None,
+        fit=aligned(x, g),
         accumulate=into is not None,
-        options=(("gather_b", o.g_index is not None),),
+        options=options,
     )
-    args = (_weight_piece(o, d),)
-
-    def run(tile: Tile | None) -> None:
-        kernel, bm, bn = kernel_for(key, tile)
-        launch(kernel, device, (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1), args)
-
-    run_with_tile(key, device, run)
+    grid = (experts * ceil_div(m, bm) * ceil_div(n, bn), 1, 1)
+    planning_of(x).launch(kernel, grid, (_weight_piece(o, d),))
     return d
 
 
+@product
 def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     """dX, dW and db of one projection in one launch. No width may be zero.
 
@@ -102,25 +95,20 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     """
     x, g, layout = dense_rows(o.x), dense_rows(o.g), o.layout if into is None else into.layout
     stored = _weight(o.weight, flip(o.layout))
-    n, columns, k, experts, device = g.shape[0], g.shape[1], x.shape[1], o.experts, g.device.index
+    n, columns, k, experts = g.shape[0], g.shape[1], x.shape[1], o.experts
     dx = g.new_empty((n, k))
     if into is not None:
         dw, db = into.weight, into.bias
     else:
-        dw = torch.empty_like(o.weight, memory_format=torch.contiguous_format)
-        db = g.new_empty((experts, columns)) if o.has_bias else None
+        dw, db = o.weight.new_empty(o.weight.shape), g.new_empty((experts, columns)) if o.has_bias else None
     fit = aligned(x, g) and not (stored.tensor.data_ptr() | (stored.stride | stored.expert) * g.element_size()) & 15
-    key = GemmKey(
+    kernel, bm, bn = _kernel(
         "esfk",
-        card_of(device),
-        g.dtype,
-        math_of(g.dtype),
-        row_bucket(n, experts),
-        k,
-        columns,
-        stored.layout,
-        o.x_index is not None,
-        fit,
+        g,
+        (n, experts, k, columns),
+        layout=stored.layout,
+        gather=o.x_index is not None,
+        fit=fit,
         bias=o.has_bias,
         accumulate=into is not None,
         options=(("transpose", layout == "nk"),),
@@ -129,90 +117,62 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     strides = (g.stride()[0], stored.stride, stored.expert, k, 0, 0)
     rows = (pointers, _SIZES.pack(*strides, n, 0, k, columns, experts, *divisor(1), 0.0, 0.0))
     of_weight = _by_rows(Estmm(x, g, o.x_index, None, o.offs, o.top_k, layout))
-    args = (rows, _weight_piece(of_weight, dw), ((db,), b""))
-
-    def run(tile: Tile | None) -> None:
-        kernel, bm, bn = kernel_for(key, tile)
-        weight_tiles = experts * ceil_div(dw.shape[1], bm) * ceil_div(dw.shape[2], bn)
-        row_tiles = (n // bm + min(experts, n)) * ceil_div(k, bn)
-        launch(kernel, device, (row_tiles + weight_tiles, 1, 1), args)
-
-    run_with_tile(key, device, run)
+    weight_tiles = experts * ceil_div(dw.shape[1], bm) * ceil_div(dw.shape[2], bn)
+    row_tiles = (n // bm + min(experts, n)) * ceil_div(k, bn)
+    pieces = (rows, _weight_piece(of_weight, dw), ((db,), b""))
+    planning_of(x).launch(kernel, (row_tiles + weight_tiles, 1, 1), pieces)
     return dx, dw, db
 
 
-def _product(
-    o: Esmm | EsmmAct,
-    weights: tuple[Tensor, Tensor | None],
-    biases: tuple[Tensor | None, Tensor | None],
-    epilogue: tuple[str, Glu, tuple[float, ...]],
-    d: Tensor | None,
-    act: Tensor | None,
-    segment: Segment | None = None,
-) -> None:
-    """One launch of esmm: h to d and a to act, each if it is given."""
-    x, v, offs, (activation, glu, params) = dense_rows(o.x), o.v, o.offs, epilogue
-    first, second = _weights(*weights, o.layout)
-    bias, bias_up = biases
-    if bias is not None:
-        bias, bias_up = bias.contiguous(), None if bias_up is None else bias_up.contiguous()
+def _rows(o: EsmmAct, d: Tensor | None, act: Tensor | None, rows: int, last: bool = True) -> None:
+    """One launch of esmm: h to d and a to act, each if it is given. `rows` and `last` are of a `Segment`."""
+    x, v, offs = dense_rows(o.x), o.v, o.offs
+    first, second = _weights(o.w1, o.w3, o.layout)
+    bias, bias_up = (None if b is None else b.contiguous() for b in (o.b1, o.b3))
     result = d if act is None else act
     assert result is not None
-    (n, inner), k, experts, device = result.shape, x.shape[1], offs.shape[0] - 1, x.device.index
+    (n, inner), k, experts = result.shape, x.shape[1], offs.shape[0] - 1
     if n == 0 or inner == 0:
         return
+    activation, glu, params = (o.activation, o.glu, o.params) if act is not None else ("none", "none", ())
     strides = (x.stride()[0], first.stride, first.expert)
     steps = strides[0] | strides[1] | strides[2] | (inner if glu == "concat" and first.layout == "kn" else 0)
     starts = x.data_ptr() | first.tensor.data_ptr() | (0 if second is None else second.data_ptr())
-    key = GemmKey(
+    kernel, bm, bn = _kernel(
         "esmm",
-        card_of(device),
-        x.dtype,
-        math_of(x.dtype),
-        row_bucket(n if segment is None else segment.rows, experts),
-        k,
-        inner if glu == "none" else 2 * inner,
-        first.layout,
-        v is not None,
-        not (starts | steps * x.element_size()) & 15,
-        activation,
-        glu,
-        bias is not None,
-        False,
-        () if act is None else _KEEP_H[d is not None],
+        x,
+        (rows, experts, k, inner if glu == "none" else 2 * inner),
+        layout=first.layout,
+        gather=v is not None,
+        fit=not (starts | steps * x.element_size()) & 15,
+        activation=activation,
+        glu=glu,
+        bias=bias is not None,
+        options=() if act is None else (("keep_h", d is not None),),
     )
+    sizes = (0 if d is None else d.shape[1], 0, inner, n if last else 0, 0, inner, k, experts)
+    numbers = (*strides, *sizes, *divisor(o.top_k), *constants_of(activation, params))
+    grid = (ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP * ceil_div(inner, bn), 1, 1)
     pointers = (x, first.tensor, second, bias, bias_up, d, act, v, None, offs)
-    written = n if segment is None or segment.last else 0
-    sizes = (n, written, experts, *strides, 0 if d is None else d.shape[1], inner, o.top_k, tuple(params))
-
-    def run(tile: Tile | None) -> None:
-        kernel, grid, numbers = _esmm_launch(key, tile, *sizes)
-        launch(kernel, device, grid, ((pointers, numbers),))
-
-    run_with_tile(key, device, run)
+    planning_of(x).launch(kernel, grid, ((pointers, _SIZES.pack(*numbers)),))
 
 
-@cached_choice
-def _esmm_launch(
-    key: GemmKey,
-    tile: Tile | None,
-    rows: int,
-    written: int,
-    experts: int,
-    x_stride: int,
-    w_stride: int,
-    w_expert: int,
-    width: int,
-    inner: int,
-    top_k: int,
-    params: tuple[float, ...],
-) -> tuple[Kernel, tuple[int, int, int], bytes]:
-    """Kernel, grid and all arguments but the pointers. Of the rows those before `written` that belong to no expert are zeroed."""
-    kernel, bm, step = kernel_for(key, tile)
-    row_tiles = ceil_div(rows // bm + min(experts, rows), _GROUP) * _GROUP
-    strides, sizes = (x_stride, w_stride, w_expert, width, 0, inner), (written, 0, inner, key.inner, experts)
-    numbers = _SIZES.pack(*strides, *sizes, *divisor(top_k), *constants_of(key.activation, params))
-    return kernel, (row_tiles * ceil_div(inner, step), 1, 1), numbers
+def _kernel(op: str, x: Tensor, sizes: tuple[int, int, int, int], **static: Any) -> tuple[Kernel, int, int]:
+    """The kernel of a product; its tile's rows, and the columns (of one glu half) that a tile covers.
+
+    Args:
+        op: of `GemmKey`.
+        x: an operand.
+        sizes: rows, experts, inner and columns of `GemmKey`.
+        static: its other fields.
+    """
+    planning, (rows, experts, inner, columns) = planning_of(x), sizes
+    family, rows = "esfk_sm80" if op == "esfk" else "gemm_sm80", (experts or 1) << row_bucket(rows, experts)
+    key = GemmKey(
+        family, op, planning.card, x.dtype, planning.math_of(x.dtype), rows, experts, inner, columns, **static
+    )
+    tile = planning.tile_of(key)
+    return kernel_for(key, tile), tile.bm, tile.bn if key.glu == "none" else tile.bn // 2
 
 
 def _by_rows(o: Estmm) -> Estmm:
@@ -250,15 +210,6 @@ def _weight(weight: Tensor, layout: Layout) -> _Weight:
         return _Weight(weight, flip(layout), column, expert)
     weight = weight.contiguous()
     return _Weight(weight, layout, weight.stride()[1], weight.stride()[0])
-
-
-def math_of(dtype: torch.dtype) -> str:
-    """How elements of this type are multiplied: on tensor cores, as three products of TF32, or by plain instructions."""
-    if dtype == torch.float64:
-        return "simt"
-    if dtype != torch.float32:
-        return "tensor"
-    return "tensor" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fast_f32"
 
 
 @cached_choice

@@ -7,16 +7,20 @@ on tensors without data at one number of tokens in each interval between them, a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tiles_sm90 import ROW_LIMITS
-from hexa_fx.cuda.choosing import Card, collect
+from hexa_fx.cuda.calls import chosen, planned
+from hexa_fx.cuda.choosing import Card
+from hexa_fx.cuda.layer import PROGRAMS
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops.program import OPERANDS, programs
+from hexa_fx.ops.program import OPERANDS
+from hexa_fx.ops.rows import accumulate_dtype, columns_of
 
 MOST_TOKENS = 65536
 """Tokens of one call up to which every kernel is in a layer's set."""
@@ -110,9 +114,7 @@ def kernel_set(layer: FfnLayer, card: Card, training: bool = True, most: int = M
     """
     found: dict[KernelSpec, None] = {}
     for tokens in token_counts(layer.experts, layer.top_k, most):
-        with collect(card) as specs, torch.no_grad():
-            _run(layer, tokens, training)
-        found.update(dict.fromkeys(specs))
+        found.update(dict.fromkeys(launched(layer, card, tokens, training)))
     return tuple(found)
 
 
@@ -123,29 +125,34 @@ def token_counts(experts: int, top_k: int, most: int) -> list[int]:
     return sorted({tokens for limit in (0, *limits) if (tokens := limit // top_k + 1) <= most})
 
 
-def _run(layer: FfnLayer, tokens: int, training: bool) -> None:
-    """The layer's programs at a number of tokens. Their launches are collected."""
+def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) -> list[KernelSpec]:
+    """The kernels that a layer launches at a number of tokens, in order."""
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
+
+    def plan(name: str, *args: Any) -> list[KernelSpec]:
+        return [kernel.spec for kernel in planned(PROGRAMS[name], args, card, chosen()).kernels]
 
     spec, dtype = layer.spec, layer.w1.dtype
     hidden = layer.w2.shape[1] if spec.layout2 == "nk" else layer.w2.shape[2]
     x, index = empty(tokens, hidden, dtype=dtype), empty(tokens, layer.top_k, dtype=layer.index)
     gates = None if layer.gates is None else empty(tokens, layer.top_k, dtype=layer.gates)
-    given = (True, gates is not None, *(weight is not None for weight in layer.weights))
-    static = (spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h)
-    programs(static, given, (False,) * len(given), False, "cuda").forward(x, index, gates, *layer.weights)
-    if not training:
-        return
-    needs = tuple(name in layer.grads and there for name, there in zip(OPERANDS, given, strict=True))
-    added = tuple(name in layer.added for name in OPERANDS[1:])
-    both = programs(static, given, needs, True, "cuda", added)
-    y, *saved = both.forward(x, index, gates, *layer.weights)
-    h = None if spec.recompute_h else [saved.pop(0)]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
     operands = (gates, *layer.weights)
+    static = (spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h)
+    found = plan("moe_ffn", x, index, *operands, *static)
+    if not training:
+        return found
+    rows, every = tokens * layer.top_k, (x, *operands)
+    needs = [name in layer.grads and t is not None for name, t in zip(OPERANDS, every, strict=True)]
+    wide = accumulate_dtype(dtype)
     buffers = [
-        empty(*t.shape, dtype=wide) if add and t is not None else None for add, t in zip(added, operands, strict=True)
+        empty(*t.shape, dtype=wide) if name in layer.added and t is not None else None
+        for name, t in zip(OPERANDS[1:], operands, strict=True)
     ]
-    both.backward(y, x, h, *saved, *operands, layer.top_k, *buffers)
+    columns = columns_of(layer.w1, spec.layout1) * (2 if spec.glu == "split" else 1)
+    h = None if spec.recompute_h else empty(rows, columns, dtype=dtype)
+    v, inv, offs = (empty(size, dtype=torch.int32) for size in (rows, rows, layer.experts + 1))
+    found += plan("moe_ffn_forward", x, index, *operands, *static)
+    found += plan("moe_ffn_backward", x, x, h, v, inv, offs, *operands, layer.top_k, *static, needs, *buffers)
+    return found

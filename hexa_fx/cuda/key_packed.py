@@ -15,7 +15,7 @@ from hexa_fx.cuda.operands import DTYPES
 
 
 class PackedKey(NamedTuple):
-    """Everything that decides the kernel of one product but its tile; as `hexa_fx.cuda.key_sm80.GemmKey`.
+    """Everything that decides the kernel of one product but its tile; as `hexa_fx.cuda.product.GemmKey`.
 
     Args:
         scale: element type of scales, one of `hexa_fx.codegen.family_packed.SCALES`.

@@ -1,56 +1,57 @@
-"""``hexa::moe_ffn``, its forward for training and its backward on CUDA: a call like an earlier one is replayed with new addresses.
+"""``hexa::moe_ffn``, its forward for training and its backward on CUDA: planned as a whole when a call of a kind comes again.
 
-For a small layer a device needs less time than the host, which chooses kernels, encodes their tensor maps and allocates what
-they write. All of that follows from types, shapes, strides and alignment, so it is done once for each combination: the second
-such call is recorded on the general path, and later ones replay the recording. A call that does more (a fallback, checked mode,
-autotuning) stays on the general path, and so does one that the general path refuses.
+For a small layer a device needs less time than the host, which runs a program of operators and allocates what each of them writes.
+All of that follows from types, shapes, strides and alignment. A call that does more (a fallback, checked mode, autotuning) stays on
+the general path, operator by operator, and so does one that the general path refuses.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hexa_fx.cuda.choosing import collection, on_forget
+from hexa_fx.cuda.calls import chosen, described, float32_math, on_device, planned
+from hexa_fx.cuda.choosing import card_of, collection, on_forget
 from hexa_fx.cuda.fallback import falls_back
-from hexa_fx.cuda.gemm_sm80 import math_of
-from hexa_fx.cuda.launch import some_missing
-from hexa_fx.cuda.record import record
-from hexa_fx.cuda.replay import Replay
-from hexa_fx.cuda.torch_calls import CannotReplay
+from hexa_fx.cuda.kernel import NotBuilt
+from hexa_fx.cuda.plan import CallPlan
+from hexa_fx.cuda.planning import CannotPlan
 from hexa_fx.cuda.tune import autotuning
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
+from hexa_fx.ops.fixed_order import is_fixed
+from hexa_fx.ops.moe_ffn import backward_on, forward_on
 
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 256 << 20
-"""Calls whose rows take more memory than this are not replayed: they keep the device busy for longer than the host."""
+"""Calls whose rows take more memory than this are not planned as a whole: they keep the device busy for longer than the host."""
 MOST_WORKSPACE = 512 << 20
-"""How much memory a replay may take at once for all that lies between its launches."""
-
-_OPERANDS = 9
-_FOR_BACKWARD = 13
-"""How many tensors `moe_ffn` and `moe_ffn_backward` take. They come first among the arguments."""
+"""How much memory a plan may take at once for all that lies between its launches."""
 _MOST = 1024
 """Most kinds of call to keep."""
 
-Key = tuple[Any, ...]
 General = Callable[..., Any]
-Operands = tuple[Tensor | None, ...]
 
-_known: dict[Key, Replay | None] = {}
-"""None: seen once, or not to be replayed. The latter are in `_general`, too."""
-_general: set[Key] = set()
+PROGRAMS: dict[str, General] = {
+    "moe_ffn": partial(forward_on, "cuda", False),
+    "moe_ffn_forward": partial(forward_on, "cuda", True),
+    "moe_ffn_backward": partial(backward_on, "cuda"),
+}
+"""What runs an operator of the layer by operators, on tensors or on stand-ins for them. Arguments are not checked."""
+
+_known: dict[tuple[Any, ...], CallPlan | None] = {}
+"""None: seen once, or not to be planned. The latter are in `_general`, too."""
+_general: set[tuple[Any, ...]] = set()
 
 
 @on_forget
 def forget() -> None:
-    """Drops every recorded call."""
+    """Drops every plan."""
     _known.clear()
     _general.clear()
 
@@ -62,12 +63,12 @@ def moe_ffn(general: General, *args: Any) -> Tensor:
         general: the general path, which checks its arguments.
         args: the operator's fifteen arguments, unchecked.
     """
-    return _call("", general, args, args[1], args[3])  # type: ignore[no-any-return]
+    return _call("moe_ffn", general, args, args, args[1], args[3])  # type: ignore[no-any-return]
 
 
 def moe_ffn_forward(general: General, *args: Any) -> tuple[Tensor, ...]:
     """``hexa::moe_ffn_forward`` on plain CUDA tensors; as `moe_ffn`."""
-    return _call("forward", general, args, args[1], args[3])  # type: ignore[no-any-return]
+    return _call("moe_ffn_forward", general, args, args, args[1], args[3])  # type: ignore[no-any-return]
 
 
 def moe_ffn_backward(general: General, *args: Any) -> list[Tensor]:
@@ -76,83 +77,55 @@ def moe_ffn_backward(general: General, *args: Any) -> list[Tensor]:
     Args:
         args: the operator's twenty-one, then the buffers that gradients are added to, one or None for each operand after x, if any.
     """
-    found: list[Tensor] = _call("backward", general, args, args[3], args[7])
-    if isinstance(args[2], list):
-        args[2].clear()
+    dy, x, h, *rest = args
+    in_list = isinstance(h, list)
+    flat = (dy, x, h[0] if in_list else h, *rest)
+    found: list[Tensor] = _call("moe_ffn_backward", general, args, flat, args[3], args[7])
+    if in_list:
+        h.clear()
     return found
 
 
-def _call(part: str, general: General, args: tuple[Any, ...], slots: Tensor, w1: Tensor) -> Any:
+def _call(name: str, general: General, args: Any, flat: tuple[Any, ...], slots: Tensor, w1: Tensor) -> Any:
     about = slots.numel() * sum(w1.shape[1:]) * w1.element_size()
     if not 0 < about <= MOST_BYTES or falls_back() or collection() is not None:
         return general(*args)
-    operands, static = _split(args) if part == "backward" else (args[:_OPERANDS], args[_OPERANDS:])
     try:
-        key, addresses = _describe(part, operands, static)
+        kind, tensors, addresses = described(flat)
     except RuntimeError:  # a tensor without strides
         return general(*args)
-    replay = _known.get(key)
-    if replay is None:
-        return _first_calls(lambda: general(*args), operands, key)
-    if replay.device != torch._C._cuda_getDevice():
-        return general(*args)
+    devices = tuple([t.device for t in tensors])
+    key = (name, devices, float32_math(flat[0].dtype), is_fixed(), library.kernel_generation, *kind)
+    plan = _known.get(key)
+    if plan is None:
+        plan = _second(name, flat, key)
+        if plan is None:
+            found = general(*args)
+            _known.setdefault(key)
+            return found
     try:
-        return replay(operands, addresses)
+        return on_device(plan, tensors, addresses, devices[0])
     except KernelError:  # the general path reports it and falls back
         _known.pop(key, None)
         return general(*args)
 
 
-def _split(args: tuple[Any, ...]) -> tuple[Operands, tuple[Any, ...]]:
-    """Tensors of a backward call, and its constants, of which ``activation, glu, params`` come first as in `moe_ffn`."""
-    dy, x, h, *rest = args[:_FOR_BACKWARD]
-    top_k, *static, needs = args[_FOR_BACKWARD : _FOR_BACKWARD + 8]
-    buffers = args[_FOR_BACKWARD + 8 :]
-    return (dy, x, h[0] if isinstance(h, list) else h, *rest, *buffers), (*static, top_k, *needs)
-
-
-def _describe(part: str, operands: Operands, static: tuple[Any, ...]) -> tuple[Key, list[int]]:
-    """Returns everything that a call's launches depend on except addresses, and the addresses."""
-    x = operands[0]
-    assert x is not None
-    addresses = [0 if t is None else t.data_ptr() for t in operands]
-    tensors = [None if t is None else (t.dtype, t.shape, t.stride(), t.device) for t in operands]
-    low = 0
-    for address in addresses:
-        low |= address
-    low &= 15
-    activation, glu, params, *rest = static
-    key = (
-        part,
-        *tensors,
-        low and tuple(address & 15 for address in addresses),
-        activation,
-        glu,
-        tuple(params),
-        *rest,
-        math_of(x.dtype),
-        library.kernel_generation,
-    )
-    return key, addresses
-
-
-def _first_calls(general: Callable[[], Any], operands: Operands, key: Key) -> Any:
-    """Runs the general path. Records the second call, since the first one builds kernels and makes programs."""
-    if key in _general or some_missing() or autotuning() or torch.cuda.is_current_stream_capturing():
-        return general()
-    if key not in _known:
+def _second(name: str, args: tuple[Any, ...], key: tuple[Any, ...]) -> CallPlan | None:
+    """The plan of a call of a kind that was seen before, if it can be planned and its kernels are there."""
+    if key not in _known or key in _general or autotuning():
         if len(_known) >= _MOST:
             forget()
-        _known[key] = None
-        return general()
-    x = operands[0]
-    assert x is not None
-    recording = record(general)
-    if recording.provisional:
-        return recording.result
+        return None
     try:
-        _known[key] = Replay(recording, operands, x.device.index, MOST_WORKSPACE)
-    except CannotReplay as reason:
-        log.debug("hexa::moe_ffn of %d tokens is launched kernel by kernel: %s", x.shape[0], reason)
+        plan = planned(PROGRAMS[name], args, card_of(args[0].device.index), chosen())
+        if plan.workspace > MOST_WORKSPACE:
+            raise CannotPlan(f"it would hold {plan.workspace >> 20} MiB")
+        plan.load()
+    except NotBuilt:
+        return None
+    except KernelError as reason:
+        log.debug("hexa::%s is launched operator by operator: %s", name, reason)
         _general.add(key)
-    return recording.result
+        return None
+    _known[key] = plan
+    return plan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -45,6 +47,11 @@ class Segment(NamedTuple):
     out: Tensor
     rows: int
     last: bool
+
+
+def numbers_of(args: Struct) -> Struct:
+    """The numbers behind the pointers that an argument struct begins with."""
+    return Struct(re.sub(r"^(\d*P)+", "", args.format))
 
 
 def constants_of(activation: str, params: tuple[float, ...]) -> tuple[float, float]:

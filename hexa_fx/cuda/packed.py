@@ -24,13 +24,13 @@ from hexa_fx.codegen.family_packed import (
 )
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import Glu
-from hexa_fx.cuda.arguments import numbers_of
-from hexa_fx.cuda.choosing import cached_choice, card_of
+from hexa_fx.cuda.calls import product
+from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.gemm_sm80 import divisor
+from hexa_fx.cuda.kernel import kernel_of
 from hexa_fx.cuda.key_packed import PackedKey
-from hexa_fx.cuda.launch import Kernel, kernel_of, launch
-from hexa_fx.cuda.operands import aligned, ceil_div, constants_of, dense_rows
-from hexa_fx.cuda.tile_choice import chosen_tile, run_with_tile
+from hexa_fx.cuda.operands import aligned, ceil_div, constants_of, dense_rows, numbers_of
+from hexa_fx.cuda.planning import Operand, planning_of
 from hexa_fx.formats.four_bit import FourBit
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.rows import row_count
@@ -101,7 +101,8 @@ class PackedProduct(NamedTuple):
 
 def unsupported(o: PackedProduct) -> str:
     """Why packed_gemm does not take these operands, or should not; empty if it does."""
-    weight, card = o.w1, card_of(o.offs.device.index)
+    weight = o.w1
+    card = planning_of(o.offs).card if isinstance(o.offs, Operand) else card_of(o.offs.device.index)
     if card.arch < 80:
         return f"sm_{card.arch}; the kernels need sm_80 or newer"
     if o.x.dtype not in (torch.bfloat16, torch.float16):
@@ -121,6 +122,7 @@ def unsupported(o: PackedProduct) -> str:
     return "" if aligned(o.x) and o.x.stride()[-1] == 1 else "rows do not lie at multiples of 16 bytes"
 
 
+@product
 def esmm(o: PackedProduct) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)]^T + b[e(p)]``, (n, N)."""
     y = o.x.new_empty((o.rows, o.w1.columns))
@@ -128,6 +130,7 @@ def esmm(o: PackedProduct) -> Tensor:
     return y
 
 
+@product
 def esmm_act(o: PackedProduct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), empty unless it is kept, and (n, I)."""
     n, inner = o.rows, o.inner
@@ -145,12 +148,13 @@ def _product(
 ) -> None:
     """One launch: h to d and a to act, each if it is given."""
     x, weight, (activation, glu, params) = dense_rows(o.x), o.w1, epilogue
-    n, inner, experts, device = o.rows, inner_width(weight.columns, glu), o.offs.shape[0] - 1, x.device.index
+    n, inner, experts = o.rows, inner_width(weight.columns, glu), o.offs.shape[0] - 1
     if n == 0 or inner == 0:
         return
     b1, b3 = (None if b is None else b.contiguous() for b in (o.b1, o.b3))
+    planning = planning_of(x)
     key = PackedKey(
-        card_of(device),
+        planning.card,
         x.dtype,
         row_bucket(n, experts),
         weight.inner,
@@ -166,37 +170,15 @@ def _product(
     )
     up = (None, None) if o.w3 is None else (o.w3.codes, o.w3.scales)
     pointers = (x, weight.codes, up[0], weight.scales, up[1], b1, b3, d, act, o.v, o.offs)
-    sizes = (n, experts, x.stride()[0], 0 if d is None else d.shape[1], inner, o.top_k, tuple(params), weight.format)
-
-    def run(tile: PackedTile | None) -> None:
-        kernel, grid, numbers = _launch(key, tile, *sizes)
-        launch(kernel, device, grid, ((pointers, numbers),))
-
-    run_with_tile(key, device, run)
-
-
-@cached_choice
-def _launch(
-    key: PackedKey,
-    tile: PackedTile | None,
-    rows: int,
-    experts: int,
-    x_stride: int,
-    width: int,
-    inner: int,
-    top_k: int,
-    params: tuple[float, ...],
-    format: FourBit,
-) -> tuple[Kernel, tuple[int, int, int], bytes]:
-    """Kernel, grid and all arguments but the pointers."""
-    spec = key.spec(tile or chosen_tile(key))
-    units = (rows // rows_of_tile(spec) + min(experts, rows)) * ceil_div(inner, columns_of_tile(spec))
-    strides = (x_stride, key.columns * key.inner // 2, key.columns * key.inner // key.block, width, inner)
-    constants = constants_of(key.activation, params)
-    numbers = _numbers().pack(
-        *strides, rows, inner, key.inner, experts, *divisor(top_k), *constants, *_values(format.values, key.dtype)
-    )
-    return kernel_of(spec), (min(units, key.card.multiprocessors * resident_blocks(spec)), 1, 1), numbers
+    tile: PackedTile = planning.tile_of(key)
+    spec = key.spec(tile)
+    units = (n // rows_of_tile(spec) + min(experts, n)) * ceil_div(inner, columns_of_tile(spec))
+    values = key.columns * key.inner
+    strides = (x.stride()[0], values // 2, values // key.block, 0 if d is None else d.shape[1], inner)
+    constants, codes = constants_of(activation, params), _values(weight.format.values, x.dtype)
+    numbers = _numbers().pack(*strides, n, inner, key.inner, experts, *divisor(o.top_k), *constants, *codes)
+    grid = (min(units, key.card.multiprocessors * resident_blocks(spec)), 1, 1)
+    planning.launch(kernel_of(spec), grid, ((pointers, numbers),))
 
 
 def _numbers() -> Struct:

@@ -9,7 +9,8 @@ from torch import Tensor
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import Glu
 from hexa_fx.cuda import packed
-from hexa_fx.cuda.fallback import cuda_kernel, generic
+from hexa_fx.cuda.calls import falls_back
+from hexa_fx.cuda.fallback import generic
 from hexa_fx.cuda.packed import PackedProduct, PackedWeight
 from hexa_fx.cuda.rows import combine, reindex
 from hexa_fx.formats import FORMATS
@@ -19,7 +20,7 @@ from hexa_fx.ops.projection import Projection, Rows, project
 from hexa_fx.ops.sources_arguments import Arguments
 
 
-@cuda_kernel("moe_ffn_sources")
+@falls_back("moe_ffn_sources")
 def moe_ffn_sources(*args: Any) -> Tensor:
     """See hexa_fx.ops.moe_ffn_sources. With nothing added to packed weights, four launches."""
     y = _few_rows(Arguments(*args))

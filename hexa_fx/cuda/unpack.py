@@ -7,7 +7,7 @@ rows: its offsets are a part of all, so that nothing is read back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,13 @@ from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_unpack import FAMILY, VALUES_A_BLOCK
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda import packed as few_rows
-from hexa_fx.cuda.arguments import numbers_of
-from hexa_fx.cuda.choosing import cached_choice, card_of
-from hexa_fx.cuda.fallback import Unsupported, cuda_kernel
+from hexa_fx.cuda.calls import falls_back, product
+from hexa_fx.cuda.choosing import cached_choice
+from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.gemm import esmm_segment
-from hexa_fx.cuda.launch import Kernel, kernel_of, launch
-from hexa_fx.cuda.operands import DTYPES, Segment, ceil_div
+from hexa_fx.cuda.kernel import Kernel, kernel_of
+from hexa_fx.cuda.operands import DTYPES, Segment, ceil_div, numbers_of
+from hexa_fx.cuda.planning import planning_of
 from hexa_fx.formats import format_of
 from hexa_fx.formats.blocks import Blocks
 from hexa_fx.formats.format import Format
@@ -37,7 +38,7 @@ _CHUNK = 8
 _ARGS = numbers_of(get_family(FAMILY).args)
 
 
-@cuda_kernel("esmm_packed")
+@falls_back("esmm_packed")
 def esmm_packed(*args: Any) -> Tensor:
     """See hexa_fx.ops.esmm_packed."""
     o = EsmmPacked(*args)
@@ -57,7 +58,7 @@ def esmm_packed(*args: Any) -> Tensor:
         unpack(format, o.packed[first:end], [scale[first:end] for scale in scales], matrices)
         bias = None if o.bias is None else o.bias[first:end]
         product_of_group = Esmm(o.x, matrices, bias, o.v, o.offs[first : end + 1], o.top_k, o.layout)  # type: ignore[arg-type]
-        esmm_segment(product_of_group, Segment(y, ceil_div(o.rows * (end - first), experts), end == experts))
+        esmm_segment(product_of_group, into=Segment(y, ceil_div(o.rows * (end - first), experts), end == experts))
     return y
 
 
@@ -92,15 +93,32 @@ def unpack(format: Format, packed: Tensor, scales: Sequence[Tensor], out: Tensor
     Args:
         packed, scales: contiguous but for the experts' dimension, which follows from the shapes.
     """
-    experts, rows, columns = out.shape
     scale, nested, offset, map = scales if isinstance(format, Nf4Double) else (scales[0], None, None, None)
+    _unpack(Unpacking(packed, scale, nested, offset, map, format), into=out)
+
+
+class Unpacking(NamedTuple):
+    """A packed weight: its codes, what scales them, and the format."""
+
+    packed: Tensor
+    scale: Tensor
+    nested: Tensor | None
+    offset: Tensor | None
+    map: Tensor | None
+    format: Format
+
+
+@product
+def _unpack(o: Unpacking, into: Tensor) -> None:
+    experts, rows, columns = into.shape
     values = rows * columns
     blocks = ceil_div(values, VALUES_A_BLOCK)
-    code = format.values if isinstance(format, FourBit) else (0.0,) * 16
-    nests = 0 if nested is None else nested.shape[1]
-    numbers = _ARGS.pack(values, columns, scale[0].numel(), nests, blocks, *code)
-    kernel = _kernel(card_of(out.device.index).arch, out.dtype, format.name)
-    launch(kernel, out.device.index, (experts * blocks, 1, 1), (((packed, scale, nested, offset, map, out), numbers),))
+    code = o.format.values if isinstance(o.format, FourBit) else (0.0,) * 16
+    nests = 0 if o.nested is None else o.nested.shape[1]
+    numbers = _ARGS.pack(values, columns, o.scale[0].numel(), nests, blocks, *code)
+    planning = planning_of(o.packed)
+    kernel = _kernel(planning.card.arch, into.dtype, o.format.name)
+    planning.launch(kernel, (experts * blocks, 1, 1), (((*o[:5], into), numbers),))
 
 
 @cached_choice

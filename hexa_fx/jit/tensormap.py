@@ -1,9 +1,9 @@
-"""Tensor maps for the bulk tensor copy engine (TMA), encoded from Python and kept per (address, shape, strides)."""
+"""Tensor maps for the bulk tensor copy engine (TMA), encoded from Python."""
 
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
@@ -20,7 +20,6 @@ _SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 _PROMOTE = {0: 0, 64: 1, 128: 2, 256: 3}
 
 
-@lru_cache(maxsize=8192)
 def tensor_map(
     pointer: int,
     dtype: DataType,

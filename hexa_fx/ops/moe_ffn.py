@@ -136,36 +136,42 @@ _NAMES = ("x", "w1", "b1", "w3", "b3", "w2", "b2")
 _NO_GRADS = (False,) * 8
 
 
-def inference(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
-    """Kernel for any device: the forward program for inference."""
-    program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, False, _device_of(x, rest[1:7]))
-    y: Tensor = program.forward(x, top_k_index, *rest[:7])
-    return y
-
-
-def training(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """Kernel for any device: the forward program for training."""
-    program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, True, _device_of(x, rest[1:7]))
-    out: tuple[Tensor, ...] = program.forward(x, top_k_index, *rest[:7])
-    if rest[12]:
+def forward_on(device: str, training: bool, x: Tensor, top_k_index: Tensor, *rest: Any) -> Any:
+    """The forward program of a device type: y, for training y, h, v, inv and offs. Arguments are not checked."""
+    program = programs(_static(rest[7:]), (True, *_given(rest[:7])), _NO_GRADS, training, device)
+    out = program.forward(x, top_k_index, *rest[:7])
+    if training and rest[12]:
         y, v, inv, offs = out
         return y, x.new_empty((0, _h_width(rest[1], rest[8], rest[10]))), v, inv, offs
     return out
 
 
-def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | list[Tensor] | None, *rest: Any) -> list[Tensor]:
-    """Kernel for any device: the backward program. If h is passed in a list, it is freed after its last use.
+def backward_on(device: str, dy: Tensor, x: Tensor | None, h: Tensor | list[Tensor] | None, *rest: Any) -> list[Tensor]:
+    """The backward program of a device type. If h is passed in a list, it is freed after its last use.
 
     Buffers to add gradients to may follow the operator's own arguments, one or None for each operand after x. These gradients are
     not among the results.
     """
-    if isinstance(h, Tensor):
-        h = [h]
+    h = [h] if h is not None and not isinstance(h, list) else h
     weights, top_k, static, needs, buffers = rest[3:10], rest[10], rest[11:17], tuple(rest[17]), rest[18:]
-    device = _device_of(dy, weights[1:])
     program = programs(_static(static), (True, *_given(weights)), needs, True, device, _given(buffers))
     out: tuple[Tensor, ...] = program.backward(dy, x, h, *rest[:3], *weights, top_k, *buffers)
     return list(out)
+
+
+def inference(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
+    """Kernel for any device: the forward program for inference."""
+    return forward_on(_device_of(x, rest[1:7]), False, x, top_k_index, *rest)  # type: ignore[no-any-return]
+
+
+def training(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    """Kernel for any device: the forward program for training."""
+    return forward_on(_device_of(x, rest[1:7]), True, x, top_k_index, *rest)  # type: ignore[no-any-return]
+
+
+def _moe_ffn_backward(dy: Tensor, x: Tensor | None, h: Tensor | list[Tensor] | None, *rest: Any) -> list[Tensor]:
+    """Kernel for any device: the backward program."""
+    return backward_on(_device_of(dy, rest[4:10]), dy, x, h, *rest)
 
 
 def _device_of(x: Tensor, weights: Iterable[Tensor | None]) -> str:

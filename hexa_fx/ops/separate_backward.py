@@ -1,7 +1,7 @@
 """`hexa::moe_ffn` with an operator each for dX, dW and db of the first projection, in place of one `esfk` for all three.
 
 It runs when the fused kernel is switched off (``HexaConfig.fused_kernel``), as the yardstick for what that saves. Everything else
-is as in `hexa_fx.ops.moe_ffn_autograd`, except that no call is replayed and gradients are not added to ``main_grad``.
+is as in `hexa_fx.ops.moe_ffn_autograd`, except that no layer is planned as a whole and gradients are not added to ``main_grad``.
 """
 
 from __future__ import annotations

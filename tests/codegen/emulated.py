@@ -12,7 +12,8 @@ import torch
 
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.cuda import choosing as cuda_choosing
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import kernel as cuda_kernel
+from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.templates import INCLUDE_DIR
 from tests.runtime.cards import AMPERE
 
@@ -44,9 +45,13 @@ class EmulatedKernel:
         subprocess.run(["g++", *flags, str(program), "-o", str(library)], check=True)
         self._launch = ctypes.CDLL(str(library)).launch
 
-    def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None:
+    def config(self, grid: tuple[int, int, int], stream: int) -> tuple[int, int, int]:
+        """What `queue` takes."""
+        return grid
+
+    def queue(self, device: int, config: tuple[int, int, int], parameters: ctypes.Array[ctypes.c_void_p]) -> None:
         """Runs all blocks, one after the other."""
-        self._launch(args[0], ctypes.c_uint(grid[0]))
+        self._launch(ctypes.c_void_p(parameters[0]), ctypes.c_uint(config[0]))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,9 @@ def emulated(tmp_path_factory: pytest.TempPathFactory):
         return built[spec]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_launch, "get_kernel", get_kernel)
+        patch.setattr(cuda_kernel, "get_kernel", get_kernel)
+        patch.setattr(cuda_plan, "_empty_strided", None)
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
         patch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
         patch.setenv("HEXA_FX_CACHE_DIR", str(folder))
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)

@@ -50,15 +50,15 @@ def test_products_group_by_group(emulated, monkeypatch, most, layout):  # noqa: 
     bias = torch.randn(experts, 64 if layout == "nk" else 32, dtype=torch.bfloat16)
     seen = []
 
-    def product(o: Esmm, segment):
+    def product(o: Esmm, into):
         seen.append(o.weight.shape[0])
         bounds = o.offs.tolist()
         for e, (start, end) in enumerate(pairwise(bounds)):
             rows = o.x[o.v[start:end].long() // o.top_k]
             matrix = o.weight[e].t() if o.layout == "nk" else o.weight[e]
-            segment.out[start:end] = torch.addmm(o.bias[e], rows, matrix)
-        if segment.last:
-            segment.out[bounds[-1] :] = 0
+            into.out[start:end] = torch.addmm(o.bias[e], rows, matrix)
+        if into.last:
+            into.out[bounds[-1] :] = 0
 
     monkeypatch.setattr(cuda_unpack, "esmm_segment", product)
     monkeypatch.setattr(cuda_unpack, "MOST_BYTES", most)

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from hexa_fx.codegen import heuristics
 from hexa_fx.codegen.heuristics import Tile
 from hexa_fx.codegen.tuned import TunedTable
+from hexa_fx.cuda import calls as cuda_calls
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
-from hexa_fx.cuda import key_sm80, tile_choice
 from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
@@ -224,9 +225,9 @@ def test_autotuning_measures_a_bucket_once_and_gives_the_same_values(
 ) -> None:
     table = tmp_path / "tuned"
     monkeypatch.setattr(cuda_tune, "_path", lambda name: table / "card.json")
-    monkeypatch.setattr(tile_choice, "autotuning", lambda: True)
+    monkeypatch.setattr(cuda_calls, "autotuning", lambda: True)
     tiles = [Tile(64, 64, 32, 4, 2, 2), Tile(999, 64, 32, 4, 2, 2), Tile(128, 128, 32, 3, 2, 4)]
-    monkeypatch.setattr(key_sm80, "candidates", lambda *args: tiles)
+    monkeypatch.setattr(heuristics, "candidates", lambda *args: tiles)
     cuda_choosing.forget_choices()
     r = make_routing("random", TOKENS, TOP_K, EXPERTS)
     x, w = randn(TOKENS, 200, dtype=BF16), weight(328, 200, "nk", BF16)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import moe_ffn
 from hexa_fx.ops.activations import activation_forward
@@ -193,7 +193,7 @@ def test_without_a_compiler_torch_takes_over_and_one_sentence_says_so(
     want = expert.reference()
     monkeypatch.setenv("HEXA_FX_DISABLE_JIT", "1")
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda_launch, "get_kernel", kernel.get_kernel.__wrapped__)
+    monkeypatch.setattr(cuda_kernel, "get_kernel", kernel.get_kernel.__wrapped__)
     cuda_choosing.forget_choices()
     expert.step()
     results = expert.step()

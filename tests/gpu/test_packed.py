@@ -73,11 +73,10 @@ def test_products(f: FourBit, k: int, kind: str) -> None:
     ],
     ids=str,
 )
-def test_tiles(k: int, tile: PackedTile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles(k: int, tile: PackedTile) -> None:
     (w, dense), r = weight(NF4, 200, k), make_routing("random", 40, 4, EXPERTS)
     x = randn(40, k, dtype=BF16)
-    monkeypatch.setattr(packed, "chosen_tile", lambda key: tile)
-    y = packed.esmm(PackedProduct(x, w, None, None, None, r.v, r.offs, 4))
+    y = packed.esmm(PackedProduct(x, w, None, None, None, r.v, r.offs, 4), tile)
     assert row_error(y, reference_esmm(x, dense, None, r.v, r, "nk")) < TOLERANCE[BF16]
 
 

@@ -310,7 +310,7 @@ def test_estmm_of_sm80_and_ess_add(case: str) -> None:
     x, g = randn(TOKENS, k, dtype=dtype), randn(r.n, n, dtype=dtype)
     into, sums = buffer(EXPERTS, *((n, k) if layout == "nk" else (k, n))).to(wide), buffer(EXPERTS, n).to(wide)
     before = [t.clone() for t in (into, sums)]
-    sm80.estmm(Estmm(x, g, r.v, None, r.offs, TOP_K, layout), into)
+    sm80.estmm(Estmm(x, g, r.v, None, r.offs, TOP_K, layout), into=into)
     assert_added(into, before[0], reference_estmm(x, g, r.v, None, r, layout))
     torch.ops.hexa.ess_add(sums, g, None, r.offs, 1, None)
     ones = torch.ones(r.n, 1, dtype=dtype, device="cuda")

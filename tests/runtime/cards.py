@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx.codegen import KernelSpec, get_family, render
-from hexa_fx.cuda import arguments as arguments_of_launches
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda import layer as cuda_layer
-from hexa_fx.cuda import replay as cuda_replay
-from hexa_fx.cuda import tile_queue
+from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.jit import Entry, KernelHandle, builder
 from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.moe_ffn import check
@@ -105,7 +103,7 @@ class Cards:
 
     def stand_in(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         """Takes the place of a card of the Ampere family. ``folder`` is for the cache."""
-        monkeypatch.setattr(cuda_launch, "get_kernel", self.get_kernel)
+        monkeypatch.setattr(cuda_kernel, "get_kernel", self.get_kernel)
         monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
         monkeypatch.setattr(cuda_fallback, "fallbacks", {})
         monkeypatch.setattr(cuda_fallback, "_permanent", set())
@@ -113,7 +111,7 @@ class Cards:
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: self.stream, raising=False)
         monkeypatch.setattr(cuda_choosing, "device_card", lambda device: AMPERE)
-        monkeypatch.setattr(cuda_replay, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+        monkeypatch.setattr(cuda_plan, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         cuda_choosing.forget_choices()
 
@@ -121,14 +119,13 @@ class Cards:
         """Of the Hopper family from now on: tensor maps begin with their address, queues lie in a ring."""
         turns = cycle(range(0x10000, 0x10000 + 8 * 4096, 8))
         monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER)
-        for module in (tile_queue, cuda_replay):
-            monkeypatch.setattr(module, "next_queue", lambda device: next(turns))
-        monkeypatch.setattr(cuda_replay, "address_offset", lambda: 0)
+        monkeypatch.setattr(cuda_plan, "next_queue", lambda device: next(turns))
+        monkeypatch.setattr(cuda_plan, "address_offset", lambda: 0)
 
         def tensor_map(pointer: int, *rest: object, **more: object) -> bytes:
             return pointer.to_bytes(8, "little") + repr(rest).encode()[-100:].ljust(MAP - 8)
 
-        monkeypatch.setattr(arguments_of_launches, "tensor_map", tensor_map)
+        monkeypatch.setattr(cuda_plan, "tensor_map", tensor_map)
 
     def get_kernel(self, spec: KernelSpec, node: str = "") -> KernelHandle:
         card = self.card(spec, self.launches, self.during, self.fail)
@@ -143,9 +140,8 @@ class Cards:
             return self.get_kernel(spec) if builder().ready(spec) else None
 
         monkeypatch.delenv("HEXA_FX_WAIT_FOR_KERNELS")
-        monkeypatch.setattr(cuda_launch, "loaded_kernel", loaded_kernel)
-        monkeypatch.setattr(cuda_launch, "_missing", {})
-        monkeypatch.setattr(cuda_launch, "_said", set())
+        monkeypatch.setattr(cuda_kernel, "loaded_kernel", loaded_kernel)
+        monkeypatch.setattr(cuda_kernel, "_said", set())
 
     def run_general(self, *args: Any) -> Any:
         return self._forward(False, args)
@@ -211,6 +207,15 @@ class Kept(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []
+        self._allocate: Any = None
+
+    def __enter__(self) -> Any:
+        self._allocate, cuda_plan._empty_strided = cuda_plan._empty_strided, None  # so that a mode sees it
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        cuda_plan._empty_strided = self._allocate
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

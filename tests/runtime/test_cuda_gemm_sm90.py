@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import ctypes
+import struct
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
 from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, SWAPPED
 from hexa_fx.codegen.tuned import TunedTable
-from hexa_fx.cuda import arguments, arguments_sm90, tile_queue
+from hexa_fx.cuda import arguments_sm90
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm90 as sm90
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda import operands as cuda_operands
+from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.cuda import tune as cuda_tune
-from hexa_fx.cuda.key_sm90 import HopperKey
+from hexa_fx.cuda.product import HOPPER as FAMILY
+from hexa_fx.cuda.product import GemmKey
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from tests.runtime.cards import HOPPER
 
@@ -36,32 +39,49 @@ class Recorder:
     maps: list[bool]
     values: dict[str, float]
 
+    def __init__(self) -> None:
+        self.encoded: list[tuple[object, ...]] = []
+        self.drawn: dict[int, tuple[object, ...]] = {}
+
+    def tensor_map(self, address: int, *args: object) -> bytes:
+        """The address, and which of `encoded` it is."""
+        self.encoded.append(args)
+        return struct.pack("QQ112x", address, len(self.encoded))
+
     def get_kernel(self, spec: KernelSpec, node: str = "") -> Recorder:
         render(spec)
         self.spec = spec
         return self
 
-    def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None:
-        maps, packed = args
-        self.grid = grid
+    def config(self, grid: tuple[int, int, int], stream: int) -> tuple[int, int, int]:
+        return grid
+
+    def queue(self, device: int, config: tuple[int, int, int], parameters: ctypes.Array[ctypes.c_void_p]) -> None:
+        maps, packed = (ctypes.string_at(at, size) for at, size in zip(parameters, (9 * 128, ARGS.size), strict=True))
+        self.grid = config
+        for address, number in (struct.unpack_from("QQ", maps, at) for at in range(0, len(maps), 128)):
+            if number:
+                self.drawn[address] = self.encoded[number - 1]
         self.maps = [any(maps[i : i + 128]) for i in range(0, 640, 128)]
-        names = list(inspect.signature(arguments_sm90.pack).parameters)
+        names = [*arguments_sm90.POINTERS, *arguments_sm90.NUMBERS, "alpha", "limit"]
         at = names.index("division")
         names[at : at + 1] = ["multiplier", "shift"]
-        names[-1:] = ["alpha", "limit"]
         self.values = dict(zip(names, ARGS.unpack(packed), strict=True))
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(cuda_launch, "get_kernel", recorder.get_kernel)
+    monkeypatch.setattr(cuda_kernel, "get_kernel", recorder.get_kernel)
     monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER._replace(multiprocessors=131))
-    monkeypatch.setattr(tile_queue, "next_queue", lambda device: 64)
-    monkeypatch.setattr(arguments, "tensor_map", lambda *args, **more: b"\1" * 128)
+    monkeypatch.setattr(cuda_plan, "next_queue", lambda device: 64)
+    monkeypatch.setattr(cuda_plan, "_empty_strided", None)
+    monkeypatch.setattr(cuda_plan, "address_offset", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(cuda_plan, "tensor_map", recorder.tensor_map)
     cuda_choosing.forget_choices()
     return recorder
 
@@ -154,7 +174,7 @@ def test_a_measured_tile_beats_the_rule(recorder: Recorder, monkeypatch: pytest.
     arguments = (randn(T, D), randn(E, N, D), None, v, offs, K, "nk")
     sm90.esmm(Esmm(*arguments))
     assert recorder.spec.bm == COOPERATIVE.bm
-    key = HopperKey("esmm", HOPPER, BF16, T * K, E, D, N, "nk", True)
+    key = GemmKey(FAMILY, "esmm", HOPPER, BF16, "tensor", T * K, E, D, N, "nk", True)
     fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16}
     table = TunedTable().with_entry(key.problem(), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
@@ -168,7 +188,7 @@ def test_a_measured_tile_that_cannot_be_generated_is_passed_over(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, fields: dict[str, int]
 ) -> None:
     v, offs = routing()
-    key = HopperKey("esmm", HOPPER, BF16, T * K, E, D, N, "nk", True)
+    key = GemmKey(FAMILY, "esmm", HOPPER, BF16, "tensor", T * K, E, D, N, "nk", True)
     table = TunedTable().with_entry(key.problem(), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
@@ -176,12 +196,9 @@ def test_a_measured_tile_that_cannot_be_generated_is_passed_over(
     assert recorder.spec.stages == COOPERATIVE.stages
 
 
-def test_a_swapped_tile_reads_gate_and_up_by_turns_and_writes_sheets(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_swapped_tile_reads_gate_and_up_by_turns_and_writes_sheets(recorder: Recorder) -> None:
     v, offs = routing()
-    drawn: dict[int, tuple[object, ...]] = {}
-    monkeypatch.setattr(arguments, "tensor_map", lambda at, *args, **more: drawn.update({at: args}) or b"\1" * 128)
+    drawn = recorder.drawn
     w = randn(E, 2 * N, D)
     h, a = sm90.esmm_act(
         EsmmAct(randn(T, D), w, None, None, None, v, offs, K, "nk", "silu", "concat", (), True), SWAPPED
@@ -203,7 +220,7 @@ def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
 ) -> None:
     """The table knows of no layouts: gate and up of an (E, K, N) weight keep the rule's tile."""
     v, offs = routing()
-    key = HopperKey("esmm_act", HOPPER, BF16, T * K, E, D, 2 * N, "nk", True, "silu", "concat")
+    key = GemmKey(FAMILY, "esmm_act", HOPPER, BF16, "tensor", T * K, E, D, 2 * N, "nk", True, "silu", "concat")
     table = TunedTable().with_entry(key.problem(), asdict(SWAPPED), 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
@@ -229,26 +246,22 @@ def test_every_candidate_can_be_generated(op: str) -> None:
         render(key._replace(gather=not (tile.swapped and tile.cluster > 1)).spec(tile))
 
 
-def key_of(op: str, rows: int, experts: int, glu: str) -> HopperKey:
+def key_of(op: str, rows: int, experts: int, glu: str) -> GemmKey:
     epilogue = ("silu", glu) if "act" in op else ("none", "none")
-    return HopperKey(op, HOPPER, BF16, rows, experts, 2048, 1536, "nk", True, *epilogue)
+    return GemmKey(FAMILY, op, HOPPER, BF16, "tensor", rows, experts, 2048, 1536, "nk", True, *epilogue)
 
 
 @pytest.mark.parametrize("layout", ["nk", "kn"])
 @pytest.mark.parametrize("side", ["x", "g", "neither"])
-def test_a_weight_gradient_is_added_in_boxes_of_floats(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, layout: str, side: str
-) -> None:
+def test_a_weight_gradient_is_added_in_boxes_of_floats(recorder: Recorder, layout: str, side: str) -> None:
     v, offs = routing()
-    drawn: list[tuple[object, ...]] = []
-    monkeypatch.setattr(arguments, "tensor_map", lambda *args, **more: drawn.append(args) or b"\1" * 128)
     x, g = randn(T if side == "x" else T * K, D), randn(T if side == "g" else T * K, N)
     into = torch.zeros((E, N, D) if layout == "nk" else (E, D, N))
     got = sm90.estmm(Estmm(x, g, v if side == "x" else None, v if side == "g" else None, offs, K, layout), into=into)
     assert got is into
     assert (recorder.spec.accumulate, recorder.spec.out_dtype) == (True, DataType.f32)
     assert recorder.values["dw"] == into.data_ptr()
-    (dtype, sizes, _, box, swizzle) = next(args[1:] for args in drawn if args[0] == into.data_ptr())
+    dtype, sizes, _, box, swizzle = recorder.drawn[into.data_ptr()]
     assert (dtype, sizes) == (DataType.f32, (*into.shape[:0:-1], E))
     turned = recorder.spec.option("transpose")
     assert turned == ((side, layout) in (("x", "nk"), ("g", "kn")))

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hexa_fx.codegen import KernelSpec, render
-from hexa_fx.cuda.choosing import collect, typical_card
-from hexa_fx.cuda.kernel_set import FfnLayer, _run, kernel_set, layer_of
+from hexa_fx.cuda import kernel_set as cuda_kernel_set
+from hexa_fx.cuda.choosing import typical_card
+from hexa_fx.cuda.kernel_set import FfnLayer, kernel_set, layer_of
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.fixed_order import fixed_order
 
@@ -36,9 +37,7 @@ SMALL = {
 
 
 def launched(layer: FfnLayer, arch: int, tokens: int) -> set[KernelSpec]:
-    with collect(typical_card(arch)) as specs, torch.no_grad():
-        _run(layer, tokens, True)
-    return set(specs)
+    return set(cuda_kernel_set.launched(layer, typical_card(arch), tokens))
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -57,8 +56,8 @@ def test_in_a_fixed_order_all_numbers_of_tokens_take_the_same_products_and_these
 ) -> None:
     layer, products = SMALL[name], []
     for tokens in (1, 3, 40, 300, 700):
-        with collect(typical_card(arch)) as specs, torch.no_grad(), fixed_order():
-            _run(layer, tokens, False)
+        with fixed_order():
+            specs = cuda_kernel_set.launched(layer, typical_card(arch), tokens, training=False)
         products.append([spec for spec in specs if spec.op.startswith("esmm")])
     assert len(products[0]) >= 2
     assert all(each == products[0] for each in products)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
@@ -16,8 +15,6 @@ from hexa_fx.codegen import get_family
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import layer as cuda_layer
-from hexa_fx.cuda import record as cuda_record
-from hexa_fx.cuda import replay as cuda_replay
 from hexa_fx.errors import InputError
 from hexa_fx.ops import library
 from tests.runtime.cards import Cards, D, E, H, Kept, T, arguments, copied
@@ -87,9 +84,8 @@ def test_what_is_played_again_is_what_the_general_path_launches(cards: Cards, ca
 
 @pytest.mark.usefixtures("apart")
 def test_the_workspace_is_as_large_as_what_lies_in_it_and_is_the_only_allocation_beside_the_result(
-    cards: Cards, monkeypatch: pytest.MonkeyPatch
+    cards: Cards,
 ) -> None:
-    monkeypatch.setattr(cuda_replay, "_empty_strided", None)  # a mode sees the other way to allocate
     args = arguments()
     for _ in range(2):
         cards.run(args)
@@ -142,7 +138,7 @@ def test_a_call_of_another_kind_is_written_down_for_itself(cards: Cards, change:
     want, _ = launched(cards, args, lambda: cards.run_general(*args))
     for _ in range(3):
         cards.run(args)
-    assert cards.general == ran + 3
+    assert cards.general == ran + 2
     assert launched(cards, args, lambda: cards.run(args))[0] == want
 
 
@@ -155,7 +151,7 @@ def test_other_products_of_float32_are_other_kernels(cards: Cards) -> None:
                 cards.run(args)
     finally:
         matmul.fp32_precision = before
-    assert cards.general == 4
+    assert cards.general == 2
     assert len({launch.spec for launch in cards.launches if launch.spec.op == "esmm"}) == 4
 
 
@@ -180,7 +176,7 @@ def test_what_is_made_of_operands_is_made_again(cards: Cards, monkeypatch: pytes
         cards.run(args)
     with Kept() as kept:
         cards.run(copied(args))
-    assert cards.general == 2
+    assert cards.general == 1
     first, last = cards.launches[4:8], cards.launches[8:]
     assert [launch.spec for launch in first] == [launch.spec for launch in last]
     made = {t.data_ptr(): t for t in kept.tensors if isinstance(t, Tensor)}
@@ -190,7 +186,6 @@ def test_what_is_made_of_operands_is_made_again(cards: Cards, monkeypatch: pytes
 
 
 REFUSED: dict[str, Callable[[list[Any]], None]] = {
-    "operands share an address": lambda args: args.__setitem__(5, args[3]),
     "no tokens": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=0)[:3]),
     "it is large": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=60)[:3]),
     "it would hold much": lambda args: args.__setitem__(slice(0, 3), arguments(tokens=45)[:3]),
@@ -251,7 +246,7 @@ def test_forgotten_plans_are_made_anew(cards: Cards) -> None:
     for forget in (cuda_choosing.forget_choices, lambda: library.__setattr__("kernel_generation", -1)):
         for _ in range(4):
             cards.run(args)
-        assert cards.general == 2
+        assert cards.general == 1
         cards.general = 0
         generation = library.kernel_generation
         forget()
@@ -278,10 +273,10 @@ def test_nothing_is_kept_of_calls_that_only_collect_kernels(cards: Cards) -> Non
     assert (cards.general, len(specs), cards.launches) == (3, 12, [])
     for _ in range(3):
         cards.run(args)
-    assert (cards.general, len(cards.launches)) == (5, 12)
+    assert (cards.general, len(cards.launches)) == (4, 12)
 
 
-def test_on_another_device_than_the_current_one_the_general_path_runs(
+def test_on_another_device_than_the_current_one_the_plan_runs_there(
     cards: Cards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = arguments()
@@ -291,7 +286,7 @@ def test_on_another_device_than_the_current_one_the_general_path_runs(
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext(switched.append(index)))
     cards.run(args)
-    assert (cards.general, len(switched)) == (3, 4)
+    assert (cards.general, len(switched)) == (1, 1)
 
 
 def test_every_call_launches_on_the_stream_that_is_current(cards: Cards) -> None:
@@ -318,7 +313,7 @@ def test_a_call_in_the_midst_of_another_has_arguments_of_its_own(cards: Cards) -
     assert [first[0], first[4]] == [other[1].data_ptr(), args[1].data_ptr()]
     assert cards.launches[1].values[1] == other[3].data_ptr()
     assert cards.launches[5].values[1] == args[3].data_ptr()
-    assert cards.general == 2
+    assert cards.general == 1
 
 
 def test_a_refused_launch_goes_back_to_the_general_path_which_says_so(
@@ -329,14 +324,14 @@ def test_a_refused_launch_goes_back_to_the_general_path_which_says_so(
         cards.run(args)
     cards.fail.add("cuLaunchKernelEx")
     got = cards.run(args)
-    assert cards.general == 3
+    assert cards.general == 2
     assert "out of luck" in cuda_fallback.fallbacks["reindex"]
     assert sum("hexa::esmm falls back" in r.message for r in caplog.records) == 1
     want = torch.ops.hexa.moe_ffn.default(*args)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     cards.fail.clear()
     cards.run(args)
-    assert cards.general == 4  # for good
+    assert cards.general == 3  # for good
 
 
 def test_memory_is_filled_where_torch_fills_it(cards: Cards) -> None:
@@ -348,29 +343,4 @@ def test_memory_is_filled_where_torch_fills_it(cards: Cards) -> None:
         assert cards.run(args).isnan().all()  # these kernels write nothing
     finally:
         torch.use_deterministic_algorithms(False)
-    assert cards.general == 2
-
-
-def test_what_another_thread_launches_meanwhile_is_not_written_down(cards: Cards) -> None:
-    args, other = arguments(), copied(arguments())
-
-    def elsewhere() -> None:
-        thread = threading.Thread(target=lambda: cards.run_general(*other))
-        thread.start()
-        thread.join()
-
-    cards.run_general(*args)
-    cards.during.append(elsewhere)
-    recording = cuda_record.record(lambda: cards.run_general(*args))
-    assert len(cards.launches) == 12
-    assert len(recording.launches) == 4
-    assert all(call.is_view for call in recording.calls)
-    (((ids, *_), _),) = recording.launches[0].arguments
-    assert ids is args[1]
-
-
-def test_other_torch_operators_of_a_call_are_named() -> None:
-    recording = cuda_record.record(lambda: torch.empty(3).add_(1).mul(2))
-    others = [str(call.function) for call in recording.calls if not call.is_view]
-    assert others == ["aten.add_.Tensor", "aten.mul.Tensor"]
-    assert len(recording.allocated) == 1
+    assert cards.general == 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,13 @@ import torch
 from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, get_family, render
+from hexa_fx.cuda import calls as cuda_calls
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import gemm as cuda_gemm
-from hexa_fx.cuda import launch as cuda_launch
+from hexa_fx.cuda import kernel as cuda_kernel
+from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.cuda import rows as cuda_rows
-from hexa_fx.cuda import tile_choice
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.jit import ToolchainError, background
 from tests.runtime.cards import AMPERE, HOPPER
@@ -53,16 +54,20 @@ class Handle:
     recorder: Recorder
     spec: KernelSpec
 
-    def launch(self, device: int, grid: tuple[int, int, int], args: tuple[bytes, ...], stream: int) -> None:
+    def config(self, grid: tuple[int, int, int], stream: int) -> tuple[int, int, int]:
+        return grid
+
+    def queue(self, device: int, config: tuple[int, int, int], parameters: ctypes.Array[ctypes.c_void_p]) -> None:
         layout: struct.Struct = get_family(self.spec.family).args
-        assert [len(a) for a in args] == [layout.size]
-        self.recorder.launches.append(Launch(self.spec, grid, layout.unpack(args[0])))
+        (at,) = parameters
+        self.recorder.launches.append(Launch(self.spec, config, layout.unpack(ctypes.string_at(at, layout.size))))
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(cuda_launch, "get_kernel", recorder.get_kernel)
+    monkeypatch.setattr(cuda_kernel, "get_kernel", recorder.get_kernel)
+    monkeypatch.setattr(cuda_plan, "_empty_strided", None)
     monkeypatch.setenv("HEXA_FX_WAIT_FOR_KERNELS", "1")
     monkeypatch.setattr(cuda_fallback, "fallbacks", {})
     cuda_choosing.forget_choices()
@@ -254,7 +259,8 @@ def test_what_adds_is_not_measured(recorder: Recorder, monkeypatch: pytest.Monke
     v, offs = routing(rows := 1000)
     x, g = torch.randn(rows // K, D, dtype=torch.bfloat16), torch.randn(rows, N, dtype=torch.bfloat16)
     into, _ = buffers("nk")
-    monkeypatch.setattr(tile_choice, "autotuning", lambda: True)
+    monkeypatch.setattr(cuda_calls, "autotuning", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     cuda_gemm.estmm_add(into, x, g, v, None, offs, K, "nk")
     cuda_gemm.esfk_add(into, None, x, g, into.bfloat16(), v, offs, K, "nk")
     assert len(recorder.launches) == 2
@@ -303,46 +309,33 @@ def test_division_by_multiplication_is_exact(value: int) -> None:
     assert magic < 2**32
 
 
-class Hopper:
-    """Stands where the Hopper launchers would be; says which operator came, and refuses what they refuse."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.unsupported = cuda_gemm.sm90.unsupported
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        def operator(*args: object, **rest: object) -> object:
-            self.calls.append(name)
-            return (None, None, None) if name == "esfk" else None
-
-        return operator
-
-
 @pytest.fixture
-def hopper(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Hopper:
-    hopper = Hopper()
-    monkeypatch.setattr(cuda_gemm, "sm90", hopper)
+def hopper(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card is of the Hopper family. Its kernels are only collected."""
     monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER)
-    return hopper
+    cuda_choosing.forget_choices()
 
 
 def operands(dtype: torch.dtype = torch.bfloat16, tokens: int = 400, width: int = N) -> tuple[torch.Tensor, ...]:
     return torch.randn(tokens, D, dtype=dtype), torch.randn(E, width, D, dtype=dtype), *routing(tokens * K)
 
 
-def test_hopper_takes_what_it_can(hopper: Hopper, recorder: Recorder) -> None:
+@pytest.mark.usefixtures("hopper")
+def test_hopper_takes_what_it_can() -> None:
     x, w, v, offs = operands()
-    cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
-    cuda_gemm.esmm(x, w.mT.contiguous().mT, None, v, offs, K, "nk")
-    cuda_gemm.esmm_act(x, w, None, w, None, v, offs, K, "nk", "silu", "split")
-    cuda_gemm.estmm(x, torch.randn(800, N, dtype=x.dtype), v, None, offs, K, "nk")
-    cuda_gemm.esfk(x, torch.randn(800, N, dtype=x.dtype), w, v, offs, K, "nk", False)
-    assert hopper.calls == ["esmm", "esmm", "esmm_act", "estmm", "esfk"]
-    assert not recorder.launches
+    with cuda_choosing.collect() as specs:
+        cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
+        cuda_gemm.esmm(x, w.mT.contiguous().mT, None, v, offs, K, "nk")
+        cuda_gemm.esmm_act(x, w, None, w, None, v, offs, K, "nk", "silu", "split")
+        cuda_gemm.estmm(x, torch.randn(800, N, dtype=x.dtype), v, None, offs, K, "nk")
+        cuda_gemm.esfk(x, torch.randn(800, N, dtype=x.dtype), w, v, offs, K, "nk", False)
+    assert [spec.op for spec in specs] == ["esmm", "esmm", "esmm_act", "estmm", "esfk"]
+    assert {spec.family for spec in specs} == {"gather_gemm_sm90"}
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("case", ["float32", "odd width", "odd stride", "few rows", "tanh", "both gathered"])
-def test_what_hopper_leaves_goes_to_the_other_family(hopper: Hopper, recorder: Recorder, case: str) -> None:
+def test_what_hopper_leaves_goes_to_the_other_family(case: str) -> None:
     x, w, v, offs = operands(
         torch.float32 if case == "float32" else torch.bfloat16,
         4 if case == "few rows" else 400,
@@ -350,14 +343,14 @@ def test_what_hopper_leaves_goes_to_the_other_family(hopper: Hopper, recorder: R
     )
     if case == "odd stride":
         x = torch.randn(400, D + 1, dtype=x.dtype)[:, :D]
-    if case == "tanh":
-        cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "tanh", "none")
-    elif case == "both gathered":
-        cuda_gemm.estmm(x, torch.randn(400, N, dtype=x.dtype), v, v, offs, K, "nk")
-    else:
-        cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
-    assert not hopper.calls
-    assert recorder.launches
+    with cuda_choosing.collect() as specs:
+        if case == "tanh":
+            cuda_gemm.esmm_act(x, w, None, None, None, v, offs, K, "nk", "tanh", "none")
+        elif case == "both gathered":
+            cuda_gemm.estmm(x, torch.randn(400, N, dtype=x.dtype), v, v, offs, K, "nk")
+        else:
+            cuda_gemm.esmm(x, w, None, v, offs, K, "nk")
+    assert {spec.family for spec in specs} == {"gemm_sm80"}
 
 
 def test_kernels_are_collected_without_launching_and_built_together(
@@ -373,7 +366,7 @@ def test_kernels_are_collected_without_launching_and_built_together(
         cuda_gemm.esmm(a, w.mT.contiguous().mT, None, None, offs, 1, "kn")
         cuda_rows.combine(h, None, v, offs, K)
 
-    assert cuda_launch.prebuild(step) == 3
+    assert cuda_kernel.prebuild(step) == 3
     assert built == [["esmm", "esmm", "combine"]]
     assert not recorder.launches
     step()
@@ -388,4 +381,4 @@ def test_prebuilding_without_a_compiler_leaves_the_word_to_the_operators(
 
     monkeypatch.setattr(background, "prebuild", refuse)
     x, w, v, offs = operands()
-    assert cuda_launch.prebuild(lambda: cuda_gemm.esmm(x, w, None, v, offs, K, "nk")) == 0
+    assert cuda_kernel.prebuild(lambda: cuda_gemm.esmm(x, w, None, v, offs, K, "nk")) == 0

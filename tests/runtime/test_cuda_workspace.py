@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hexa_fx.cuda import layer as cuda_layer
-from hexa_fx.cuda.workspace import Workspace
+from hexa_fx.cuda.workspace import Part, lay_out
 from tests.runtime.cards import Cards
 
 MIB = 1 << 20
@@ -17,17 +17,12 @@ MIB = 1 << 20
 
 def laid_out(parts: list[tuple[int, int, int]]) -> tuple[list[range], int]:
     """Where parts of (size, first launch, last launch) lie, and the size of all."""
-    tensors = [torch.empty(size, dtype=torch.uint8) for size, *_ in parts]
-    workspace = Workspace(tensors)
-    for launch in range(max(last for *_, last in parts) + 1):
-        for t, (_, first, last) in zip(tensors, parts, strict=True):
-            if launch in (first, last):
-                assert workspace.use(t.data_ptr(), launch) is not None
-    whole = workspace.lay_out()
-    found = [workspace.use(t.data_ptr(), parts[i][2]) for i, t in enumerate(tensors)]
-    return [
-        range(one[0].offset, one[0].offset + t.numel()) for one, t in zip(found, tensors, strict=True) if one
-    ], whole
+    found = [Part(size) for size, *_ in parts]
+    for part, (_, first, last) in zip(found, parts, strict=True):
+        part.use(first)
+        part.use(last)
+    whole = lay_out(found)
+    return [range(one.offset, one.offset + size) for one, (size, *_) in zip(found, parts, strict=True)], whole
 
 
 def test_parts_in_use_at_the_same_time_have_places_of_their_own() -> None:
@@ -56,14 +51,10 @@ def test_memory_is_shared(parts: list[tuple[int, int, int]], kib: int) -> None:
     assert laid_out(parts)[1] == kib << 10
 
 
-def test_an_address_within_a_part_belongs_to_it() -> None:
-    tensors = [torch.empty(1000), torch.empty(10)]
-    workspace = Workspace(tensors)
-    found = workspace.use(tensors[0].data_ptr() + 40, 0)
-    assert found is not None
-    assert found[1] == 40
-    assert workspace.use(tensors[0].data_ptr() + 4000, 0) is None
-    assert workspace.lay_out() == 4096  # of the other part nothing is used
+def test_a_part_that_no_launch_uses_takes_no_memory() -> None:
+    used, unused = Part(4000), Part(10)
+    used.use(0)
+    assert lay_out([used, unused]) == 4096
 
 
 SWIN = {"data-centric": (16384, 2048), "model-centric": (32768, 1024), "not partitioned": (16384, 2048)}
@@ -89,4 +80,4 @@ def test_a_step_of_swins_layers_on_two_devices_is_played_again(hopper: Cards, ca
         every = (torch.empty_like(y), x, [saved[0]], *saved[1:], *weights, top_k, *static, needs)
         cuda_layer.moe_ffn_backward(hopper.run_general_backward, *every)
     assert hopper.general == 0
-    assert all(replay._size <= 257 * MIB for replay in cuda_layer._known.values() if replay is not None)
+    assert all(plan.workspace <= 257 * MIB for plan in cuda_layer._known.values() if plan is not None)

@@ -1,0 +1,230 @@
+"""Runs operators on CUDA tensors: plans a call when one of its kind comes first, keeps the plan, and runs it from then on.
+
+Two calls are of a kind if their operands have the same types, shapes, strides and alignment, and their other arguments are equal.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hexa_fx.cuda.choosing import Card, card_of, collection, on_forget
+from hexa_fx.cuda.fallback import falls_back_for_good, generic, record_fallback
+from hexa_fx.cuda.kernel import NotBuilt, say_provisional
+from hexa_fx.cuda.plan import CallPlan
+from hexa_fx.cuda.planning import Operand, Planning
+from hexa_fx.cuda.product import ProductKey, Tile, built_tile, chosen_tile, fixed_tile
+from hexa_fx.cuda.tune import autotuning, tune
+from hexa_fx.errors import KernelError
+from hexa_fx.ops.fixed_order import is_fixed
+
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
+TileOf = Callable[[ProductKey], Tile]
+Given = tuple[ProductKey | None, Tile | None]
+Kind = tuple[Any, ...]
+
+_MOST = 4096
+"""Most plans to keep."""
+_plans: dict[Kind, CallPlan] = {}
+on_forget(_plans.clear)
+
+
+def float32_math(dtype: torch.dtype) -> str:
+    """How float32 is multiplied at present: on tensor cores, or as three products of TF32. For a call that begins with it."""
+    if dtype != torch.float32:
+        return ""
+    return "tensor" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fast_f32"
+
+
+def described(args: Sequence[Any]) -> tuple[list[Any], list[Tensor], list[int]]:
+    """Everything that a call's launches depend on except addresses, and its tensors with their addresses."""
+    kind: list[Any] = []
+    tensors, addresses, low = [], [], 0
+    for a in args:
+        if isinstance(a, Tensor):
+            at = a.data_ptr()
+            low |= at
+            tensors.append(a)
+            addresses.append(at)
+            kind.append((a.dtype, a.shape, a.stride()))
+        else:
+            kind.append(tuple(a) if isinstance(a, list) else a)
+    kind.append(tuple([at & 15 for at in addresses]) if low & 15 else 0)
+    return kind, tensors, addresses
+
+
+def planned(function: Callable[..., Any], args: Sequence[Any], card: Card, tile_of: TileOf) -> CallPlan:
+    """The plan of a call, of which the first argument is a tensor. Needs no device; its tensors need no data.
+
+    Raises:
+        KernelError: we have no kernel for these operands.
+    """
+    planning = Planning(card, float32_math(args[0].dtype), tile_of)
+    operands = [
+        planning.operand(a.dtype, a.shape, a.stride(), a.data_ptr() & 15) if isinstance(a, Tensor) else a for a in args
+    ]
+    return CallPlan(planning, function(*operands), sum(isinstance(a, Operand) for a in operands))
+
+
+def chosen() -> TileOf:
+    """What chooses the tiles of this thread's products."""
+    return fixed_tile if is_fixed() else chosen_tile
+
+
+def cuda_kernel(name: str) -> Callable[[F], F]:
+    """Decorates the code of ``hexa::<name>`` on CUDA, which plans on `Operand`, so that it runs on tensors too, or falls back."""
+
+    def decorate(function: F) -> F:
+        on_tensors = falls_back(name)(lambda *args: _run(name, function, args))
+
+        @functools.wraps(function)
+        def kernel(*args: Any) -> Any:
+            return function(*args) if isinstance(args[0], Operand) else on_tensors(*args)
+
+        return kernel  # type: ignore[return-value]
+
+    return decorate
+
+
+def falls_back(name: str) -> Callable[[F], F]:
+    """Decorates the code of ``hexa::<name>`` on CUDA tensors.
+
+    It falls back to the generic implementation when there is no compiler, when a kernel does not build, or when there is no
+    kernel for the operands, and while a kernel is being built. The reason is logged once per operator.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def kernel(*args: Any) -> Any:
+            found = collection()
+            if found is not None and found.card is not None:
+                return function(*args)
+            if falls_back_for_good(name):
+                return generic(name)(*args)
+            try:
+                return function(*args)
+            except NotBuilt as error:
+                say_provisional(name, "torch's own operators", error)
+                return generic(name)(*args)
+            except KernelError as error:
+                record_fallback(name, error)
+                return generic(name)(*args)
+
+        return kernel  # type: ignore[return-value]
+
+    return decorate
+
+
+def _run(name: Any, function: Callable[..., Any], args: Sequence[Any], given: Given = (None, None)) -> Any:
+    """Runs a call.
+
+    Args:
+        name: of the operator, or what else tells the function.
+        function: its code.
+        args: its arguments, of which the first is a tensor.
+        given: a product and the tile to take for it. No product is the first.
+    """
+    device, found, fixed = args[0].device, collection(), is_fixed()
+    kind, tensors, addresses = described(args)
+    where = device.index if found is None or found.card is None else found.card
+    key = (name, given, where, fixed, float32_math(args[0].dtype), *kind)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _first(name, function, args, given)
+        if len(_plans) >= _MOST:
+            _plans.clear()
+        if not (autotuning() and torch.cuda.is_current_stream_capturing()):  # else tiles are measured another time
+            _plans[key] = plan
+    if found is not None:
+        return plan.collected(tensors, found)
+    try:
+        plan.load()
+    except NotBuilt as reason:
+        if fixed or given[1] is not None:
+            raise
+        plan = planned(function, args, card_of(device.index), built_tile)
+        plan.load()
+        say_provisional(getattr(name, "__name__", name), "another tile", reason)
+    return on_device(plan, tensors, addresses, device)
+
+
+def on_device(plan: CallPlan, tensors: Sequence[Tensor], addresses: Sequence[int], device: torch.device) -> Any:
+    """Runs a loaded plan on a device, current or not."""
+    if device.index == torch._C._cuda_getDevice():
+        return plan(tensors, addresses, device)
+    with torch.cuda.device(device.index):
+        return plan(tensors, addresses, device)
+
+
+def _first(name: Any, function: Callable[..., Any], args: Sequence[Any], given: Given) -> CallPlan:
+    """The plan of a call with the given tile or the chosen ones, which are measured first if HEXA_FX_AUTOTUNE asks for it.
+
+    A kernel that adds is not measured, since every timed run would add. It takes the tile of the kernel that stores.
+    """
+    device, keys, otherwise = args[0].device.index, list[ProductKey](), chosen()
+
+    def tile_of(key: ProductKey) -> Tile:
+        keys.append(key)
+        product, tile = given
+        return tile if tile is not None and key == (product or keys[0]) else otherwise(key)
+
+    plan = planned(function, args, card_of(device), tile_of)
+    if given[1] is not None or not autotuning() or is_fixed():
+        return plan
+    for key in keys:
+        if not key.accumulate and _measured(name, function, args, key):
+            return _first(name, function, args, given)
+    return plan
+
+
+def _measured(name: Any, function: Callable[..., Any], args: Sequence[Any], key: ProductKey) -> bool:
+    """Whether the tiles of a product of a call were measured now."""
+    tiles = [asdict(tile) for tile in key.candidates()]
+    device = args[0].device.index
+    best = tune(
+        key.problem(),
+        device,
+        tiles,
+        lambda tile: key.spec(key.tile(tile)),
+        lambda tile: _run(name, function, args, (key, key.tile(tile))),
+    )
+    return best is not None
+
+
+def product(function: Callable[..., R]) -> Callable[..., R]:
+    """Decorates a family's code of a product, which plans on operands, so that it also runs on tensors, with any tile.
+
+    It takes a record of operands, such as those of `hexa_fx.ops.operands`, whose first field is a tensor, on tensors a tile, and
+    what the result is added to.
+    """
+
+    @functools.wraps(function)
+    def run(o: Any, tile: Tile | None = None, into: Any = None) -> R:
+        def on(*leaves: Any) -> R:
+            each = iter(leaves)
+            record, target = _rebuilt(o, each), _rebuilt(into, each)
+            return function(record) if into is None else function(record, into=target)
+
+        if isinstance(o[0], Operand):
+            return function(o) if into is None else function(o, into=into)
+        return _run(function, on, [*_leaves(o), *_leaves(into)], (None, tile))  # type: ignore[no-any-return]
+
+    return run
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What is in a record, and in the records in it."""
+    return [leaf for one in value for leaf in _leaves(one)] if hasattr(value, "_fields") else [value]
+
+
+def _rebuilt(value: Any, leaves: Iterator[Any]) -> Any:
+    """A record of the same kinds with other leaves."""
+    if not hasattr(value, "_fields"):
+        return next(leaves)
+    return type(value)(*[_rebuilt(one, leaves) for one in value])

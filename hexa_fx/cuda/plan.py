@@ -1,0 +1,326 @@
+"""A call that was planned, to be run on any tensors like those it was planned for: few allocations, little packing, and one driver
+call per launch.
+
+The addresses of a call are those of its operands, of what it allocates, of tile queues, and of parts of one workspace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, groupby
+from operator import itemgetter
+from struct import Struct
+from typing import Any, NamedTuple
+
+import torch
+from torch import _C, Tensor
+
+from hexa_fx.cuda.choosing import Collection
+from hexa_fx.cuda.kernel import Kernel, NotBuilt
+from hexa_fx.cuda.planning import (
+    CannotPlan,
+    Launch,
+    Operand,
+    Planning,
+    Pointer,
+    TensorMap,
+    TileQueue,
+    TorchCall,
+    contiguous_strides,
+    replaced,
+)
+from hexa_fx.cuda.tile_queue import next_queue
+from hexa_fx.cuda.workspace import Part, lay_out
+from hexa_fx.jit.kernel import KernelHandle
+from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, address_offset, tensor_map
+from hexa_fx.ops import library
+
+_deterministic, _fills = _C._get_deterministic_algorithms, _C._get_deterministic_fill_uninitialized_memory
+
+_empty_strided: Callable[..., Tensor] | None = getattr(_C._dynamo.guards, "_empty_strided_cuda", None)
+"""What compiled graphs allocate with, on the current device: quicker than the same through torch's dispatcher."""
+
+_struct = lru_cache(maxsize=1024)(Struct)
+_ADDRESSES = [ctypes.c_void_p * count for count in range(3)]
+_SOME_ADDRESS = 1 << 20
+"""For tensor maps whose address will be exchanged."""
+
+
+class _Memory:
+    """One call's tensors, their addresses behind a zero for what is not there, and where its workspace begins."""
+
+    __slots__ = ("addresses", "device", "tensors", "work")
+
+    def __init__(self, tensors: Sequence[Tensor], addresses: Sequence[int], device: torch.device) -> None:
+        self.tensors, self.addresses, self.device, self.work = [*tensors], [0, *addresses], device, 0
+
+    def add(self, t: Tensor) -> None:
+        self.tensors.append(t)
+        self.addresses.append(t.data_ptr())
+
+
+class CallPlan:
+    """What a call does, on whichever tensors.
+
+    Args:
+        planning: what its code asked for.
+        result: what its code returned, with operands for tensors.
+        given: how many tensors it takes.
+
+    Attributes:
+        kernels: in the order of their launches.
+        workspace: bytes of memory that it works in.
+    """
+
+    def __init__(self, planning: Planning, result: Any, given: int) -> None:
+        self._given, self._result = given, replaced(result, planning.whole)
+        self._steps, planning.steps = _needed(planning.steps, self._result), []  # else operands would hold each other
+        calls = [step for step in self._steps if isinstance(step, TorchCall)]
+        launches = [step for step in self._steps if isinstance(step, Launch)]
+        self.kernels = [launch.kernel for launch in launches]
+        tensors: set[int] = set()
+        replaced([self._result, [call.args for call in calls]], lambda o: tensors.add(o.place))
+        # a call's tensors, in order: those it is given, what it allocates, results of torch's functions
+        self._fresh, parts, places = [], {}, [*range(given)]
+        for place, (shape, dtype) in planning.allocated.items():
+            if place in tensors:
+                places.append(place)
+                self._fresh.append((shape, contiguous_strides(shape), dtype))
+            else:
+                parts[place] = Part(dtype.itemsize * math.prod(shape))
+        places += [made.place for call in calls for made in call.results]
+        self._at = {place: number for number, place in enumerate(places)}
+        self._parts = parts
+        for number, launch in enumerate(launch for launch in launches if 0 not in launch.grid):
+            for pointer in _pointers(launch):
+                if isinstance(pointer, Operand) and pointer.place in parts:
+                    parts[pointer.place].use(number)
+        self.workspace = lay_out(parts.values())
+        self._runs: list[Callable[[_Memory], None]] | None = None
+
+    def load(self) -> None:
+        """Makes it ready to run.
+
+        Raises:
+            NotBuilt: a kernel is not there yet; all that are missing were requested.
+            SpecError, ToolchainError, BuildError, DriverError: one cannot be had.
+            CannotPlan: the driver's tensor maps cannot be given other addresses.
+        """
+        steps = self._steps  # before the question, since another thread may load it meanwhile
+        if self._runs is not None:
+            return
+        _load(self.kernels)
+        runs: list[Callable[[_Memory], None]] = []
+        for launching, some in groupby(steps, lambda step: isinstance(step, Launch)):
+            if launching:
+                launches = [step for step in some if isinstance(step, Launch) and 0 not in step.grid]
+                runs += [_Batch(launches, self._at, self._parts)] if launches else []
+            else:
+                runs += [self._torch(step) for step in some if isinstance(step, TorchCall)]
+        self._runs, self._steps = runs, []
+
+    def __call__(self, tensors: Sequence[Tensor], addresses: Sequence[int], device: torch.device) -> Any:
+        """Runs the call and returns its result. `load` comes before.
+
+        Args:
+            tensors: like those it was planned for.
+            addresses: theirs.
+            device: theirs, which is torch's current one.
+
+        Raises:
+            DriverError: the driver refused a launch.
+        """
+        memory = _Memory(tensors, addresses, device)
+        if _empty_strided is None or (_deterministic() and _fills()):  # then torch writes to what is empty
+            for shape, _, dtype in self._fresh:
+                memory.add(tensors[0].new_empty(shape, dtype=dtype))
+            work = tensors[0].new_empty((self.workspace,), dtype=torch.uint8) if self.workspace else None
+        else:
+            for form in self._fresh:
+                memory.add(_empty_strided(*form))
+            work = _empty_strided((self.workspace,), (1,), torch.uint8) if self.workspace else None
+        if work is not None:
+            memory.work = work.data_ptr()
+        for run in self._runs or ():
+            run(memory)
+        return self._of(memory.tensors)
+
+    def _of(self, tensors: Sequence[Tensor]) -> Any:
+        found, at = self._result, self._at
+        if isinstance(found, Operand):
+            return tensors[at[found.place]]
+        return replaced(found, lambda o: tensors[at[o.place]])
+
+    def _torch(self, call: TorchCall) -> Callable[[_Memory], None]:
+        at = self._at
+
+        def run(memory: _Memory) -> None:
+            args = replaced(call.args, lambda o: memory.tensors[at[o.place]])
+            with library.without_autocast():
+                found = call.function(*args, **call.kwargs)
+            if call.results:
+                for t in [found] if isinstance(found, Tensor) else found:
+                    memory.add(t)
+
+        return run
+
+    def collected(self, tensors: Sequence[Tensor], collection: Collection) -> Any:
+        """Notes its kernels in place of running it. What it returns is uninitialised; whole numbers are zero."""
+        collection.specs.extend(kernel.spec for kernel in self.kernels)
+        made: dict[int, Tensor] = {}
+
+        def tensor(o: Operand) -> Tensor:
+            if o.place < self._given:
+                return tensors[o.place]
+            if o.place not in made:
+                made[o.place] = tensors[0].new_empty(o.shape, dtype=o.dtype)
+                if not o.dtype.is_floating_point:  # torch's operators may index by them
+                    made[o.place].zero_()
+            return made[o.place]
+
+        return replaced(self._result, tensor)
+
+
+def _needed(steps: Sequence[Launch | TorchCall], result: Any) -> list[Launch | TorchCall]:
+    """The steps without functions of torch whose results nobody reads."""
+    read: set[int] = set()
+    found: list[Launch | TorchCall] = []
+
+    def reads(value: Any) -> None:
+        replaced(value, lambda o: read.add(o.place))
+
+    reads(result)
+    for step in reversed(steps):
+        if isinstance(step, Launch):
+            reads(_pointers(step))
+        elif step.results and not any(made.place in read for made in step.results):
+            continue
+        else:
+            reads(step.args)
+        found.append(step)
+    return found[::-1]
+
+
+def _load(kernels: Iterable[Kernel]) -> None:
+    missing = None
+    for kernel in kernels:
+        try:
+            _ = kernel.handle
+        except NotBuilt as error:
+            missing = missing or error
+    if missing is not None:
+        raise missing
+
+
+class _Buffer(NamedTuple):
+    """The parameters of launches, and for each launch what `KernelHandle.queue` takes."""
+
+    memory: ctypes.Array[ctypes.c_char]
+    launches: tuple[tuple[KernelHandle, bytes, ctypes.Array[Any]], ...]
+
+
+class _Batch:
+    """Launches that follow each other. Their parameters lie one behind the other and are packed at once."""
+
+    def __init__(self, launches: Sequence[Launch], at: dict[int, int], parts: dict[int, Part]) -> None:
+        self._at, self._parts, self._queues = at, parts, 0
+        self._work, self._shifted, self._constants = list[int](), list[tuple[int, int]](), list[bytes]()
+        self._launches: list[tuple[Kernel, tuple[int, int, int], int, int]] = []
+        forms, numbers = "", list[tuple[int, int]]()
+        for launch in launches:
+            form, values = _fields(launch)
+            maps, size = TENSOR_MAP_BYTES * len(launch.maps), _struct(form).size
+            pad = -size % 8  # pointers of the next launch are aligned
+            forms += f"{form}{pad}x"
+            self._launches.append((launch.kernel, launch.grid, maps, size + pad))
+            numbers += map(self._number, values)
+        self._struct, self._known = _struct(forms), 1 + len(at)
+        first = (0, *accumulate((self._known, self._queues, len(self._work), len(self._shifted))))
+        self._pick = itemgetter(*[first[kind] + number for kind, number in numbers])
+        self._free: dict[int, list[_Buffer]] = {}
+
+    def _number(self, value: Pointer | bytes) -> tuple[int, int]:
+        """Kind of a value (address, queue, place in the workspace, place in a tensor, constant), and its number in the kind."""
+        if value is None:
+            return 0, 0
+        if isinstance(value, bytes):
+            self._constants.append(value)
+            return 4, len(self._constants) - 1
+        if isinstance(value, TileQueue):
+            self._queues += 1
+            return 1, self._queues - 1
+        assert isinstance(value, Operand)
+        if not value.numel():  # as torch gives an address
+            return 0, 0
+        part, more = self._parts.get(value.place), value.offset * value.element_size()
+        if part is not None:
+            self._work.append(part.offset + more)
+            return 2, len(self._work) - 1
+        number = 1 + self._at[value.place]
+        if not more:
+            return 0, number
+        self._shifted.append((number, more))
+        return 3, len(self._shifted) - 1
+
+    def __call__(self, memory: _Memory) -> None:
+        stream = _C._cuda_getCurrentRawStream(memory.device.index)
+        free = self._free.get(stream)
+        if free is None:
+            free = self._free.setdefault(stream, [])
+        try:
+            buffer = free.pop()  # whoever holds it has it alone: threads need no lock
+        except IndexError:
+            buffer = self._buffer(stream)
+        known, work = memory.addresses, memory.work
+        values = (
+            *known,
+            *[0] * (self._known - len(known)),
+            *[next_queue(memory.device) for _ in range(self._queues)],
+            *[work + offset for offset in self._work],
+            *[known[number] + more for number, more in self._shifted],
+            *self._constants,
+        )
+        self._struct.pack_into(buffer.memory, 0, *self._pick(values))
+        device = memory.device.index
+        for kernel, config, parameters in buffer.launches:
+            kernel.queue(device, config, parameters)
+        free.append(buffer)
+
+    def _buffer(self, stream: int) -> _Buffer:
+        memory = ctypes.create_string_buffer(self._struct.size)
+        launches, at = [], ctypes.addressof(memory)
+        for kernel, grid, maps, size in self._launches:
+            starts = (at, at + maps) if maps else (at,)
+            launches.append((kernel.handle, kernel.handle.config(grid, stream), _ADDRESSES[len(starts)](*starts)))
+            at += size
+        return _Buffer(memory, tuple(launches))
+
+
+def _pointers(launch: Launch) -> list[Pointer]:
+    """What a launch has the addresses of."""
+    of_maps = [one.tensor for one in launch.maps if one is not None]
+    return [*of_maps, *(pointer for pointers, _ in launch.pieces for pointer in pointers)]
+
+
+def _fields(launch: Launch) -> tuple[str, list[Pointer | bytes]]:
+    """The format of a launch's parameters, and their values."""
+    forms, values = zip(*map(_map_fields, launch.maps), strict=True) if launch.maps else ((), ())
+    form, flat = "".join(forms), [value for each in values for value in each]
+    for pointers, numbers in launch.pieces:
+        form += f"{len(pointers)}P{len(numbers)}s"
+        flat += [*pointers, numbers]
+    return form, flat
+
+
+def _map_fields(one: TensorMap | None) -> tuple[str, list[Pointer | bytes]]:
+    """Of a tensor map: what is before its address, the address, and what is after it."""
+    if one is None:
+        return f"{TENSOR_MAP_BYTES}s", [bytes(TENSOR_MAP_BYTES)]
+    at = address_offset()
+    if at is None:
+        raise CannotPlan("this driver's tensor maps do not hold the address as it is")
+    whole = tensor_map(_SOME_ADDRESS, *one.args)
+    return f"{at}sP{TENSOR_MAP_BYTES - at - 8}s", [whole[:at], one.tensor, whole[at + 8 :]]

@@ -1,0 +1,215 @@
+"""Which kernel a product takes: what is static in it, and the tile that follows from that, a measured one or the family's rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hexa_fx.codegen import heuristics, tiles_sm90
+from hexa_fx.codegen.cutlass import MathOperation
+from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family import validate
+from hexa_fx.codegen.family_gemm_sm90 import TABLES, line_elements
+from hexa_fx.codegen.heuristics import row_bucket
+from hexa_fx.codegen.spec import Glu, KernelSpec, Layout, Option, SpecError
+from hexa_fx.codegen.tuned import Problem
+from hexa_fx.cuda.choosing import Card, cached_choice
+from hexa_fx.cuda.fallback import Unsupported
+from hexa_fx.cuda.kernel import Kernel, NotBuilt, is_built, kernel_of
+from hexa_fx.cuda.operands import DTYPES
+from hexa_fx.cuda.tune import tuned_tile
+
+HOPPER = "gather_gemm_sm90"
+
+FIXED_BUCKET = 6
+"""The bucket whose tile every number of rows takes in a fixed order. A tile sums over K in one order at all of its rows."""
+
+_BUCKETS = 20
+"""More than there are buckets of rows per expert with rules of their own."""
+
+Tile = Any
+"""A family's tiles have a class of their own."""
+
+
+class ProductKey(Protocol):
+    """All that decides the kernel of a product but its tile."""
+
+    @property
+    def card(self) -> Card:
+        """What the kernel is for."""
+
+    @property
+    def accumulate(self) -> bool:
+        """Whether the result is added to."""
+
+    def problem(self) -> Problem:
+        """What tuning knows of it."""
+
+    def tile(self, fields: Any) -> Tile:
+        """The tile with these fields. Raises TypeError for those of another version."""
+
+    def rule(self) -> Tile:
+        """The tile that nobody measured."""
+
+    def candidates(self) -> Sequence[Tile]:
+        """Tiles worth measuring."""
+
+    def at(self, bucket: int) -> ProductKey:
+        """The same with as many rows an expert as `hexa_fx.codegen.heuristics.row_bucket` calls by this number."""
+
+    def spec(self, tile: Tile) -> KernelSpec:
+        """The kernel with this tile."""
+
+
+class GemmKey(NamedTuple):
+    """Of the families gemm_sm80, esfk_sm80 and gather_gemm_sm90.
+
+    Args:
+        family: ``gemm_sm80``, ``esfk_sm80`` or `HOPPER`.
+        op: of the family.
+        math: ``tensor``, ``fast_f32`` or ``simt``.
+        rows, experts: n and E. The families of sm_80 know of n only its bucket.
+        inner, columns: contraction and columns of the weight; of a weight's gradient its rows and columns; for esfk_sm80 the
+            columns of X and of dY.
+        layout: of the weight as it is multiplied: for esfk in dX = dY W^T.
+        gather: the first row operand is gathered; the second by option ``gather_b``.
+        fit: addresses and strides are multiples of 16 bytes.
+        accumulate: weight gradients are added to what is there.
+        options: of the kernel, besides those that follow from tile and experts.
+    """
+
+    family: str
+    op: str
+    card: Card
+    dtype: torch.dtype
+    math: str
+    rows: int
+    experts: int
+    inner: int
+    columns: int
+    layout: Layout = "nk"
+    gather: bool = False
+    fit: bool = True
+    activation: str = "none"
+    glu: Glu = "none"
+    bias: bool = False
+    accumulate: bool = False
+    options: tuple[tuple[str, Option], ...] = ()
+
+    @property
+    def bucket(self) -> int:
+        """`row_bucket` of the launch."""
+        return row_bucket(self.rows, self.experts)
+
+    def at(self, bucket: int) -> GemmKey:
+        """The same with another number of rows an expert."""
+        return self._replace(rows=(self.experts or 1) << bucket)
+
+    def problem(self) -> Problem:
+        """What tuning knows of it."""
+        name = DTYPES[self.dtype].name
+        gather = self.gather or ("gather_b", True) in self.options
+        name = name if self.family == HOPPER else f"{name} {self.math}"
+        return Problem(self.family, self.op, name, gather, self.bucket, self.inner, self.columns)
+
+    def tile(self, fields: Any) -> Tile:
+        """The tile with these fields. Raises TypeError for those of another version."""
+        return tiles_sm90.TileChoice(**fields) if self.family == HOPPER else heuristics.Tile(**fields)
+
+    def rule(self) -> Tile:
+        """The tile that nobody measured. Both results of esfk_sm80 have to be worth its width."""
+        if self.family == HOPPER:
+            return tiles_sm90.choose_tile(self.op, self.rows, self.experts, self.inner, self.columns, self.gather)
+        columns = min(self.inner, self.columns) if self.op == "esfk" else self.columns
+        arch = self.card.family_arch
+        return heuristics.choose_tile(self.op, arch, DTYPES[self.dtype], self.math, self.bucket, columns)
+
+    def candidates(self) -> Sequence[Tile]:
+        """Tiles worth measuring."""
+        if self.family == HOPPER:
+            return tiles_sm90.CANDIDATES[self.op]
+        return heuristics.candidates(self.op, DTYPES[self.dtype], self.math, self.bucket)
+
+    def spec(self, tile: Tile) -> KernelSpec:
+        """The kernel with this tile."""
+        if self.card.arch < 80:
+            raise Unsupported(f"sm_{self.card.arch}; the kernels need sm_80 or newer")
+        dtype = DTYPES[self.dtype]
+        own, options = _of_hopper(self, tile) if isinstance(tile, tiles_sm90.TileChoice) else _of_sm80(self, tile)
+        spec = KernelSpec(
+            family=self.family,
+            op=self.op,
+            arch=self.card.arch,
+            dtype=dtype,
+            bm=tile.bm,
+            bn=tile.bn,
+            stages=tile.stages,
+            layout=self.layout,
+            gather=self.gather,
+            activation=self.activation,
+            glu=self.glu,
+            bias=self.bias,
+            aligned=self.fit,
+            **own,
+        ).with_options(**options, **dict(self.options))
+        return spec.adding() if self.accumulate else spec
+
+
+def _of_hopper(key: GemmKey, tile: tiles_sm90.TileChoice) -> tuple[dict[str, Any], dict[str, Option]]:
+    """Fields and options. Tables in shared memory are the smallest that hold the experts."""
+    tables = next(size for size in TABLES if key.experts <= size)
+    swapped: dict[str, Option] = {"swapped": True} if tile.swapped else {}
+    own = {"bk": line_elements(DTYPES[key.dtype]), "schedule": tile.kernel_schedule}
+    return own, {"cluster": tile.cluster, "experts": tables, **swapped}
+
+
+def _of_sm80(key: GemmKey, tile: heuristics.Tile) -> tuple[dict[str, Any], dict[str, Option]]:
+    exact = key.math == "fast_f32"
+    math = MathOperation.multiply_add_fast_f32 if exact else MathOperation.multiply_add
+    simt: dict[str, Option] = {"simt": True} if key.math == "simt" else {}
+    return {"bk": tile.bk, "math": math}, {"warps_m": tile.warps_m, "warps_n": tile.warps_n, **simt}
+
+
+@cached_choice
+def kernel_for(key: ProductKey, tile: Tile) -> Kernel:
+    """The kernel of a product with a tile."""
+    return kernel_of(key.spec(tile))
+
+
+@cached_choice
+def chosen_tile(key: ProductKey) -> Tile:
+    """The measured tile where a table has one that this kernel can take, else the rule's."""
+    found = tuned_tile(key.problem(), key.card.name)
+    if found is not None:
+        with suppress(SpecError, TypeError):  # measured by another version, or with fewer experts
+            tile = key.tile(found)
+            spec = key.spec(tile)
+            validate(get_family(spec.family), spec)
+            return tile
+    return key.rule()
+
+
+@cached_choice
+def fixed_tile(key: ProductKey) -> Tile:
+    """The tile that every number of rows takes in a fixed order (`hexa_fx.ops.fixed_order`)."""
+    return chosen_tile(key.at(FIXED_BUCKET))
+
+
+def built_tile(key: ProductKey) -> Tile:
+    """The chosen tile, or while its kernel is not built that of the nearest bucket whose kernel is.
+
+    Raises:
+        NotBuilt: there is none.
+    """
+    tile = chosen_tile(key)
+    if is_built(key.spec(tile)):
+        return tile
+    here = key.problem().rows
+    for bucket in sorted(range(_BUCKETS), key=lambda bucket: abs(bucket - here)):
+        tile = chosen_tile(key.at(bucket))
+        if is_built(key.spec(tile)):
+            return tile
+    raise NotBuilt(f"its kernel ({key.problem().family}) is being built")
