@@ -67,6 +67,8 @@ _OPEN: dict[str, dict[str, Any]] = {
     "GraniteMoeHybridConfig": {"layer_types": ["linear_attention", "full_attention"] * 16},
     "HunYuanMoEV1Config": {"head_dim": 16},
     "Lfm2MoeConfig": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "Qwen3OmniMoeThinkerConfig": {"vision_start_token_id": 3},
+    "Step3p7TextConfig": {"sliding_window": 16},
     "Qwen4ExpTextConfig": {"layer_types": ["linear_attention", "full_attention"] * 20},
 }
 """Fields that a default configuration leaves open, or sets so that its own code cannot run; by class."""
@@ -183,6 +185,9 @@ def _narrow(config: Any) -> None:
         config.num_key_value_heads = _WIDTHS["num_attention_heads"]
     if known.get("qk_rope_head_dim"):
         _keep_rotary(config, known)
+    sections = getattr(config, "ignore_keys_at_rope_validation", ())
+    if "mrope_section" in sections and "mrope_interleaved" not in sections:
+        _keep_sections(config)
 
 
 def _keep_rotary(config: Any, known: dict[str, Any]) -> None:
@@ -191,6 +196,14 @@ def _keep_rotary(config: Any, known: dict[str, Any]) -> None:
         config.qk_head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     if "head_dim" in known:
         config.head_dim = config.qk_rope_head_dim * (known["head_dim"] // known["qk_rope_head_dim"])
+
+
+def _keep_sections(config: Any) -> None:
+    """Time, height and width share the channels that positions turn; the code has widths of its own if the field is missing."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turned = int(head * config.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
+    third = turned // 3
+    config.rope_parameters["mrope_section"] = [turned - 2 * third, third, third]
 
 
 def _shorten(config: Any) -> None:
