@@ -203,7 +203,7 @@ def _keep_sections(config: Any) -> None:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     turned = int(head * config.rope_parameters.get("partial_rotary_factor", 1.0)) // 2
     third = turned // 3
-    config.rope_parameters["mrope_section"] = [turned - 2 * third, third, third]
+    config.rope_parameters["mrope_section"] = [third, third, turned - 2 * third]
 
 
 def _shorten(config: Any) -> None:
