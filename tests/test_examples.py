@@ -19,6 +19,7 @@ SAYS = {
     "transformers_inference": "same tokens",
     "fine_tuning": "saved and loaded by plain transformers",
     "lora_experts": "loaded by plain PEFT: the same logits",
+    "qlora_one_gpu": "the adapters alone were saved",
     "grpo_replay": "on the sampler's routing",
     "handwritten_moe": "same weights after training",
     "inspect_graph": "The second block runs its own code:",
@@ -34,7 +35,7 @@ def test_all_are_tested_and_listed() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SAYS if name != "unequal_devices"])
 def test_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = {"fine_tuning": "accelerate", "lora_experts": "peft"}
+    needed = {"fine_tuning": "accelerate", "lora_experts": "peft", "qlora_one_gpu": "peft"}
     if name in needed:
         pytest.importorskip(needed[name])
     monkeypatch.setattr(sys, "argv", [name])

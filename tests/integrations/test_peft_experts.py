@@ -86,6 +86,15 @@ def _fresh():
     adapted_weight.say_once.cache_clear()
 
 
+def test_adapters_on_a_copy_of_an_optimized_model(caplog):
+    model, ids = made()
+    optimized = copy.deepcopy(hexa_fx.optimize_(copy.deepcopy(model), ids, CONFIG))
+    original, optimized = (peft.get_peft_model(m, lora()) for m in (model, optimized))
+    assert_same(original, optimized, ids)
+    assert_lean(optimized, ids)
+    assert "original forward" not in caplog.text
+
+
 @pytest.mark.parametrize("order", ["adapters first", "optimize first"])
 @pytest.mark.parametrize("targets", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "first", "second"])
 def test_results_and_gradients_are_peft_s(order, targets, caplog):
