@@ -73,7 +73,7 @@ def panels(folder: Path) -> list[Panel]:
         label = f"{_NAMES[model].split('-')[0].split()[0]}, T = {count}"
         tokens.append(Bar(label, ours / theirs, f"{ours:.2f} of {theirs:.2f} ms, eager {eager:.1f}"))
     return [
-        Panel("Training step", "forward + backward; black: plain matmuls", time),
+        Panel("Training step", "forward + backward; line: plain matmuls", time),
         Panel("Memory kept for backward", "saved activations", memory),
         Panel("Decoding", "forward of T tokens", tokens),
     ]

@@ -46,7 +46,7 @@ def _card(exhibit: Exhibit) -> dict[str, Any]:
         "name": exhibit.name,
         "graphs": exhibit.graphs,
         "report": exhibit.report,
-        "count": f"{len(rewritten)} of {len(exhibit.blocks)} blocks rewritten",
+        "count": f"{len(rewritten)} of {len(exhibit.blocks)} rewritten",
         "refused": len(rewritten) < len(exhibit.blocks),
         "written": first.idiom if first else "",
         "expert": first.expert if first else "",
