@@ -64,6 +64,11 @@ FEW_ROWS = 56
 the weights once for an expert of 65 rows.
 """
 
+NARROW = replace(COOPERATIVE, bn=128, stages=6)
+"""For products of up to `NARROW_COLUMNS` columns, such as low-rank factors, which only stream their rows."""
+
+NARROW_COLUMNS = 64
+
 CLUSTER_ROWS = 128
 """Rows an expert beyond which two tiles of one expert share the first projection's weights."""
 
@@ -99,6 +104,8 @@ def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gath
         if mean <= FEW_ROWS:
             return replace(PINGPONG, stages=2) if many else PINGPONG
         return replace(COOPERATIVE, bn=128) if many else COOPERATIVE
+    if op in ("esmm", "estmm") and columns <= NARROW_COLUMNS:
+        return NARROW
     if op == "esmm_act" and mean > CLUSTER_ROWS:  # fewer reads from L2, less power
         return replace(COOPERATIVE, cluster=2)
     return COOPERATIVE

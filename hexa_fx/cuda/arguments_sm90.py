@@ -10,7 +10,7 @@ from hexa_fx.codegen.family_gemm_sm90 import ARGS, LINE_BYTES
 from hexa_fx.codegen.spec import Layout
 from hexa_fx.codegen.tiles_sm90 import TileChoice
 from hexa_fx.cuda.choosing import cached_choice
-from hexa_fx.cuda.operands import DTYPES, ceil_div, numbers_of
+from hexa_fx.cuda.operands import DTYPES, Added, ceil_div, numbers_of
 from hexa_fx.cuda.planning import Piece, TensorMap
 
 _NUMBERS = numbers_of(ARGS)
@@ -89,6 +89,17 @@ def result_map(x: Tensor, tile: TileChoice, halves: int = 1) -> TensorMap:
     `halves`.
     """
     return rows_map(x, 32, tile.bn // 2 // halves) if tile.swapped else chunk_map(x)
+
+
+def added_maps(
+    added: Added | None, layout: Layout, tile: TileChoice, mixed: bool = False
+) -> dict[str, TensorMap | None]:
+    """What a second product is read through, in the places of maps that row products have no use for. Zeros follow its columns."""
+    if added is None:
+        return {}
+    c = mixed_map(added.c, tile.fetch) if mixed else weight_map(added.c, layout, tile.bn // 2, tile.fetch)
+    up = None if added.c3 is None else weight_map(added.c3, layout, tile.bn // 2)
+    return {"p": rows_map(added.u, tile.row_box), "q": c, "grad": up}
 
 
 def mixed_map(weight: Tensor, fetch: int) -> TensorMap:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hexa_fx.codegen.heuristics import row_bucket
@@ -17,8 +18,9 @@ from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored
 from hexa_fx.cuda.planning import planning_of
-from hexa_fx.cuda.rows import activate_backward, ess, ess_add, settle, substitute
+from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, settle, substitute
 from hexa_fx.ops.fixed_order import is_fixed
+from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip
 
@@ -49,15 +51,8 @@ def esmm_segment(o: Esmm, into: Segment) -> Tensor:
 @cuda_kernel("esmm_act")
 def esmm_act(*args: Any) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.esmm_act."""
-    o = EsmmAct(*args)
-    if o.w3 is not None and (o.b1 is None) != (o.b3 is None):  # kernels take both biases or none
-        b1, b3 = (o.w1.new_zeros((o.w1.shape[0], o.inner)) if b is None else b for b in (o.b1, o.b3))
-        o = o._replace(b1=b1, b3=b3)
-    if _only_sm80(o.activation, o.glu) or _few_rows(o.rows, o.offs):
-        return sm80.esmm_act(o)
-    if not _hopper(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3)):
-        return sm80.esmm_act(o)
-    return sm90.esmm_act(o)
+    o = _both_biases(EsmmAct(*args))
+    return sm90.esmm_act(o) if _hopper_activates(o) else sm80.esmm_act(o)
 
 
 @cuda_kernel("esmm_act_backward")
@@ -66,14 +61,57 @@ def esmm_act_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     o = EsmmActBackward(*args)
     weight, layout = as_stored(o.weight, o.layout)
     o = o._replace(weight=weight, layout=layout)
-    gates, few = o.top_k_weights, _few_rows(o.v.shape[0], o.offs)
-    if _only_sm80(o.activation, o.glu) or few or not _hopper(o.offs, (o.inner,), o.dy, weight, o.h):
+    if not _hopper_differentiates(o):
         da = sm80.esmm(Esmm(o.dy, weight, None, o.v, o.offs, o.top_k, layout))
-        return activate_backward(da, o.h, gates, o.v, o.offs, o.activation, o.glu, o.params)  # type: ignore[no-any-return]
-    dh, a_scaled, dots = sm90.esmm_act_backward(o)
-    if gates is None:
-        return dh, a_scaled, o.h.new_empty((0,))
-    return dh, a_scaled, dots.view(gates.shape).to(gates.dtype)
+        return activate_backward(da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params)  # type: ignore[no-any-return]
+    return _by_slot(o, *sm90.esmm_act_backward(o))
+
+
+@cuda_kernel("esmm_low_rank")
+def esmm_low_rank(*args: Any) -> Tensor:
+    """See hexa_fx.ops.low_rank. One launch on Hopper, two and an addition elsewhere."""
+    o = EsmmLowRank(*args)
+    weight, layout = as_stored(o.weight, o.layout)
+    c = (o.c if layout == o.layout else o.c.transpose(1, 2)).contiguous()
+    o, base = o._replace(weight=weight, layout=layout, c=c), o.base
+    few = _few_rows(base.rows, o.offs)
+    if few or not _hopper(o.offs, (base.columns,), o.x, weight, o.u, c, *_stored(o.bias)):
+        return _with_second(esmm(*o.base), o.u, c, o.offs, layout)
+    return sm90.esmm_low_rank(o)
+
+
+@cuda_kernel("esmm_act_low_rank")
+def esmm_act_low_rank(*args: Any) -> tuple[Tensor, Tensor]:
+    """See hexa_fx.ops.low_rank. One launch on Hopper."""
+    o = EsmmActLowRank(*args)
+    c, c3, base = o.c.contiguous(), None if o.c3 is None else o.c3.contiguous(), _both_biases(o.base)
+    if _hopper_activates(base, o.u, c, c3):
+        return sm90.esmm_act_low_rank(EsmmActLowRank(*base, o.u, c, c3))
+    rows = (o.v, o.offs, o.top_k, o.layout)
+    h = esmm_low_rank(o.x, o.w1, o.b1, *rows, o.u, c)
+    if o.w3 is not None:
+        h = torch.cat((h, esmm_low_rank(o.x, o.w3, o.b3, *rows, o.u, c3)), 1)
+    a = activate(h, o.activation, o.glu, o.params)
+    return (h if o.keep_h else h.new_empty((0, base.width))), a
+
+
+@cuda_kernel("esmm_act_backward_low_rank")
+def esmm_act_backward_low_rank(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """See hexa_fx.ops.low_rank. One launch on Hopper."""
+    o = EsmmActBackwardLowRank(*args)
+    weight, layout = as_stored(o.weight, o.layout)
+    c = (o.c if layout == o.layout else o.c.transpose(1, 2)).contiguous()
+    o = o._replace(weight=weight, layout=layout, c=c)
+    if _hopper_differentiates(o.base, o.u, c):
+        return _by_slot(o.base, *sm90.esmm_act_backward_low_rank(o))
+    da = esmm_low_rank(o.dy, weight, None, o.v, o.offs, o.top_k, layout, o.u, c)
+    return activate_backward(da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params)  # type: ignore[no-any-return]
+
+
+def _with_second(y: Tensor, u: Tensor, c: Tensor, offs: Tensor, layout: Layout) -> Tensor:
+    """y with a second product added."""
+    planning_of(y).run(Tensor.add_, y, esmm(u, c, None, None, offs, 1, layout))
+    return y
 
 
 @cuda_kernel("estmm")
@@ -161,6 +199,36 @@ def _held(into: Tensor, layout: Layout, on_hopper: bool) -> tuple[Tensor, Layout
 
 def _held_bias(into: Tensor | None) -> Tensor | None:
     return into if into is None or (into.is_contiguous() and aligned(into)) else substitute(into)
+
+
+def _both_biases(o: EsmmAct) -> EsmmAct:
+    """Kernels take both biases of gate and up or none."""
+    if o.w3 is None or (o.b1 is None) == (o.b3 is None):
+        return o
+    b1, b3 = (o.w1.new_zeros((o.w1.shape[0], o.inner)) if b is None else b for b in (o.b1, o.b3))
+    return o._replace(b1=b1, b3=b3)
+
+
+def _hopper_activates(o: EsmmAct, *added: Tensor | None) -> bool:
+    """Whether the Hopper family computes this projection and its activation."""
+    if _only_sm80(o.activation, o.glu) or _few_rows(o.rows, o.offs):
+        return False
+    return _hopper(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *added)
+
+
+def _hopper_differentiates(o: EsmmActBackward, *added: Tensor | None) -> bool:
+    """Whether the Hopper family computes this gradient of an activation."""
+    if _only_sm80(o.activation, o.glu) or _few_rows(o.v.shape[0], o.offs):
+        return False
+    return _hopper(o.offs, (o.inner,), o.dy, o.weight, o.h, *added)
+
+
+def _by_slot(o: EsmmActBackward, dh: Tensor, a_scaled: Tensor, dots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The routing weights' gradients in their shape and type, or nothing if there are none."""
+    gates = o.top_k_weights
+    if gates is None:
+        return dh, a_scaled, o.h.new_empty((0,))
+    return dh, a_scaled, dots.view(gates.shape).to(gates.dtype)
 
 
 def _few_rows(rows: int, offs: Tensor) -> bool:

@@ -16,6 +16,7 @@ from hexa_fx.codegen.tiles_sm90 import TileChoice
 from hexa_fx.cuda.arguments_sm90 import (
     Maps,
     added_map,
+    added_maps,
     chunk_map,
     division,
     mixed_map,
@@ -25,9 +26,10 @@ from hexa_fx.cuda.arguments_sm90 import (
     weight_map,
 )
 from hexa_fx.cuda.calls import product
-from hexa_fx.cuda.operands import Into, Segment, aligned, ceil_div, constants_of
+from hexa_fx.cuda.operands import Added, Into, Segment, aligned, ceil_div, constants_of
 from hexa_fx.cuda.planning import TensorMap, TileQueue, planning_of
 from hexa_fx.cuda.product import HOPPER, GemmKey, kernel_for
+from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip
 
@@ -52,26 +54,55 @@ def unsupported(*tensors: Tensor | None, experts: int) -> str:
 def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
     into = into or Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True)
-    plain = EsmmAct(o.x, o.weight, o.bias, None, None, o.v, o.offs, o.top_k, o.layout, "none", "none")
-    _rows("esmm", plain, into.out, None, into.rows, into.last)
+    _rows("esmm", _plain(o), into.out, None, into.rows, into.last)
     return into.out
+
+
+@product
+def esmm_low_rank(o: EsmmLowRank) -> Tensor:
+    """The same with a second product."""
+    y = o.x.new_empty((o.base.rows, o.base.columns))
+    _rows("esmm", _plain(o.base), y, None, o.base.rows, added=Added(o.u, o.c))
+    return y
+
+
+def _plain(o: Esmm) -> EsmmAct:
+    return EsmmAct(o.x, o.weight, o.bias, None, None, o.v, o.offs, o.top_k, o.layout, "none", "none")
 
 
 @product
 def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)``: (n, I) or (n, 2I), and (n, I). Without `keep_h` (inference) h is empty."""
+    return _activated(o, None)
+
+
+@product
+def esmm_act_low_rank(o: EsmmActLowRank) -> tuple[Tensor, Tensor]:
+    """The same with a second product."""
+    return _activated(o.base, Added(o.u, o.c, o.c3))
+
+
+def _activated(o: EsmmAct, added: Added | None) -> tuple[Tensor, Tensor]:
     h, a = o.x.new_empty((o.rows if o.keep_h else 0, o.width)), o.x.new_empty((o.rows, o.inner))
-    _rows("esmm_act", o, h if o.keep_h else None, a, o.rows)
+    _rows("esmm_act", o, h if o.keep_h else None, a, o.rows, added=added)
     return h, a
 
 
-def _rows(op: str, o: EsmmAct, out: Tensor | None, act: Tensor | None, rows: int, last: bool = True) -> None:
+def _rows(
+    op: str,
+    o: EsmmAct,
+    out: Tensor | None,
+    act: Tensor | None,
+    rows: int,
+    last: bool = True,
+    added: Added | None = None,
+) -> None:
     """One launch of a row product: h to out and a to act, each if it is given. `rows` and `last` are of a `Segment`."""
     x, w1, layout, inner = o.x, o.w1, o.layout, o.inner
     if not o.rows:
         return
     bias, bias_up = (None if b is None else b.contiguous() for b in (o.b1, o.b3))
-    options = () if act is None else (("store_h", o.keep_h),)
+    options = (*(() if act is None else (("store_h", o.keep_h),)), *_low_rank(added))
     sizes, static = (rows, w1.shape[0], x.shape[1], o.width), (layout, o.v is not None)
     epilogue = {"activation": o.activation, "glu": o.glu, "bias": bias is not None, "options": options}
     (key, tile), halves = _tiled(op, x, *sizes, *static, **epilogue), 1 if o.glu == "none" else 2
@@ -82,6 +113,7 @@ def _rows(op: str, o: EsmmAct, out: Tensor | None, act: Tensor | None, rows: int
         up=None if o.w3 is None else weight_map(o.w3, layout, tile.bn // 2),
         out=None if out is None else result_map(out, tile, halves),
         act=None if act is None else result_map(act, tile, halves),
+        **added_maps(added, layout, tile, mixed),
     )
     leading = {"a_ld": x.stride()[0], "out_ld": o.width, "act_ld": 0 if act is None else inner}
     bias_ld = w1.shape[1] if layout == "nk" else w1.shape[2]
@@ -90,6 +122,7 @@ def _rows(op: str, o: EsmmAct, out: Tensor | None, act: Tensor | None, rows: int
         "n": o.rows if last else 0,
         "K": x.shape[1],
         "N": inner,
+        "R": 0 if added is None else added.rank,
         "bias_ld": bias_ld,
         "constants": constants_of(o.activation, o.params),
     }
@@ -103,19 +136,32 @@ def esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         dh like h, a_scaled (n, I), and d(weights) by slot (n,) in float32: <da, a>.
     """
+    return _activation_gradient(o, None)
+
+
+@product
+def esmm_act_backward_low_rank(o: EsmmActBackwardLowRank) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with a second product."""
+    return _activation_gradient(o.base, Added(o.u, o.c))
+
+
+def _activation_gradient(o: EsmmActBackward, added: Added | None) -> tuple[Tensor, Tensor, Tensor]:
     dy, weight, h, inner, n = o.dy, o.weight, o.h, o.inner, o.v.shape[0]
     scale = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
     dh, a = h.new_empty(h.shape), h.new_empty((n, inner))
     if not n:
         return dh, a, h.new_empty((0,), dtype=torch.float32)
     sizes, glu = (n, weight.shape[0], dy.shape[1], inner), "concat" if o.glu == "split" else o.glu
-    key, tile = _tiled("esmm_act_backward", dy, *sizes, o.layout, True, activation=o.activation, glu=glu)
+    epilogue = {"activation": o.activation, "glu": glu, "options": _low_rank(added)}
+    key, tile = _tiled("esmm_act_backward", dy, *sizes, o.layout, True, **epilogue)
     dots = h.new_empty((ceil_div(inner, tile.bn), n), dtype=torch.float32)
     weights = weight_map(weight, o.layout, tile.bn // 2, tile.fetch)
-    maps = Maps(weight=weights, h=chunk_map(h), out=chunk_map(dh), act=chunk_map(a))
+    second = added_maps(added, o.layout, tile)
+    maps = Maps(weight=weights, h=chunk_map(h), out=chunk_map(dh), act=chunk_map(a), **second)
     leading = {"a_ld": dy.stride()[0], "out_ld": dh.stride()[0], "act_ld": inner, "h_ld": h.stride()[0]}
     tensors = {"a": dy, "out": dh, "act": a, "h": h, "slot_scale": scale, "row_dot": dots}
-    more = {"K": dy.shape[1], "N": inner, "constants": constants_of(o.activation, o.params)}
+    sizes_of = {"K": dy.shape[1], "N": inner, "R": 0 if added is None else added.rank}
+    more = {**sizes_of, "constants": constants_of(o.activation, o.params)}
     _launch(key, tile, maps, o.v, o.offs, o.top_k, **tensors, **leading, **more)
     return dh, a, dots.sum(0) if dots.shape[0] > 1 else dots[0]
 
@@ -189,6 +235,11 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     sizes = {"K": columns, "N": rows, "out_ld": rows, "p_ld": x.stride()[0], "R": rows, "C": columns}
     _launch(key, tile, maps, v, offs, top_k, out=dx, p=x, dw=dw, db=db, **sizes)
     return dx, dw, db
+
+
+def _low_rank(added: Added | None) -> tuple[tuple[str, bool], ...]:
+    """Options of a kernel that adds a second product."""
+    return () if added is None else (("low_rank", True),)
 
 
 def _tiled(op: str, x: Tensor, *sizes: Any, **static: Any) -> tuple[GemmKey, TileChoice]:

@@ -49,6 +49,24 @@ class Segment(NamedTuple):
     last: bool
 
 
+class Added(NamedTuple):
+    """A second product that a row product adds in its accumulators, see `hexa_fx.ops.low_rank`.
+
+    Args:
+        u: (n, r), rows in expert order.
+        c, c3: (E, N, r) or (E, r, N), as the weight they go with; contiguous.
+    """
+
+    u: Tensor
+    c: Tensor
+    c3: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.u.shape[1]
+
+
 def numbers_of(args: Struct) -> Struct:
     """The numbers behind the pointers that an argument struct begins with."""
     return Struct(re.sub(r"^(\d*P)+", "", args.format))

@@ -16,7 +16,7 @@ from hexa_fx.cuda.rows import combine, reindex
 from hexa_fx.formats import FORMATS
 from hexa_fx.formats.four_bit import FourBit
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.projection import Projection, Rows, project
+from hexa_fx.ops.projection import Projection, Rows, narrowed, project
 from hexa_fx.ops.sources_arguments import Arguments
 
 
@@ -46,7 +46,8 @@ def _few_rows(o: Arguments) -> Tensor | None:
     w2 = _weight(o.second)
     second = None if w2 is None else PackedProduct(a, w2, o.b2, None, None, None, offs, 1)
     if second is None or o.second.a is not None or packed.unsupported(second):
-        y, _ = project(a, o.second, Rows(None, offs, 1))
+        rows = Rows(None, offs, 1)
+        y = project(a, o.second, rows, narrowed(a, o.second, rows))
     else:
         y = packed.esmm(second)
     return combine(y, o.top_k_weights, inv, offs, top_k)  # type: ignore[no-any-return]

@@ -58,7 +58,8 @@ def esmm_cpu(*args: Any) -> Tensor:
     return tile.padded(tiles.esmm(tile, tile.operand(o.x, o.v), o.weight, o.bias, o.v is not None, o.layout))
 
 
-def _fake(*args: Any) -> Tensor:
+def fake(*args: Any) -> Tensor:
+    """Empty results."""
     o = Esmm(*args)
     return o.x.new_empty((o.rows, o.columns))
 
@@ -102,7 +103,7 @@ def projection_backward(
     return dx, dw, db if needs[2] else None
 
 
-library.register_fake("esmm", _fake, check)
+library.register_fake("esmm", fake, check)
 library.register_kernel("esmm", "cpu", esmm_cpu)
 library.register_autograd("esmm", _backward, _setup_context)
 library.register_autocast("esmm", cast=(0, 1, 2))

@@ -108,7 +108,8 @@ def esmm_act_cpu(*args: Any) -> tuple[Tensor, Tensor]:
     return output(tile.tiling, "h") if o.keep_h else o.x.new_empty((0, o.width)), tile.padded(a)
 
 
-def _fake(*args: Any) -> tuple[Tensor, Tensor]:
+def fake(*args: Any) -> tuple[Tensor, Tensor]:
+    """Empty results."""
     o = EsmmAct(*args)
     return o.x.new_empty((o.rows if o.keep_h else 0, o.width)), o.x.new_empty((o.rows, o.inner))
 
@@ -141,7 +142,7 @@ def _backward(ctx: Any, dh: Tensor | None, da: Tensor | None) -> tuple[Tensor | 
     return dx, dw1, db1, dw3, db3, *(None,) * 8
 
 
-library.register_fake("esmm_act", _fake, check)
+library.register_fake("esmm_act", fake, check)
 library.register_kernel("esmm_act", "cpu", esmm_act_cpu)
 library.register_autograd("esmm_act", _backward, _setup_context)
 library.register_autocast("esmm_act", cast=(0, 1, 2, 3, 4))

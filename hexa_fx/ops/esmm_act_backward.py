@@ -71,13 +71,14 @@ def _composed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out
 
 
-def _fake(*args: Any) -> tuple[Tensor, ...]:
+def fake(*args: Any) -> tuple[Tensor, ...]:
+    """Empty results."""
     o = EsmmActBackward(*args)
     dweights = o.h.new_empty(0) if o.top_k_weights is None else torch.empty_like(o.top_k_weights).contiguous()
     return o.h.new_empty(o.h.shape), o.h.new_empty((o.h.shape[0], o.inner)), dweights
 
 
-library.register_fake("esmm_act_backward", _fake, check)
+library.register_fake("esmm_act_backward", fake, check)
 library.register_kernel("esmm_act_backward", "cpu", _composed)
 library.register_kernel("esmm_act_backward", "any", _composed)
 library.refuse_double_backward("esmm_act_backward")

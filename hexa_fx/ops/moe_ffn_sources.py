@@ -17,8 +17,19 @@ from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
 from hexa_fx.ops import library
 from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS
-from hexa_fx.ops.projection import Projection, Rows, factor_gradients, input_gradient, project
-from hexa_fx.ops.rows import columns_of
+from hexa_fx.ops.projection import (
+    DENSE,
+    Projection,
+    Rows,
+    added_gradient,
+    factor_gradients,
+    input_gradient,
+    narrowed,
+    narrowed_gradient,
+    project,
+    side_by_side,
+)
+from hexa_fx.ops.rows import columns_of, flip
 from hexa_fx.ops.sources_arguments import OPERANDS, SOURCES, Arguments, check
 
 _OPS = torch.ops.hexa
@@ -26,80 +37,116 @@ _INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {SOU
 
 library.define(f"moe_ffn_sources({_INPUTS}) -> Tensor")
 library.define(
-    f"moe_ffn_sources_forward({_INPUTS}) -> (Tensor y, Tensor h, Tensor u1, Tensor u3, Tensor v, Tensor inv, Tensor offs)"
+    f"moe_ffn_sources_forward({_INPUTS}) -> (Tensor y, Tensor h, Tensor u1, Tensor u3, Tensor u2, Tensor v, Tensor inv, "
+    "Tensor offs)"
 )
 library.define(
-    "moe_ffn_sources_backward(Tensor dy, Tensor? x, Tensor? h, Tensor u1, Tensor u3, Tensor v, Tensor inv, Tensor offs, "
+    "moe_ffn_sources_backward(Tensor dy, Tensor? x, Tensor? h, Tensor u1, Tensor u3, Tensor u2, Tensor v, Tensor inv, Tensor offs, "
     f"Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}, SymInt top_k, bool[] needs) -> Tensor[]"
 )
 
 
-def _hidden(x: Tensor, first: Sequence[Projection], rows: Rows) -> tuple[Tensor, list[Tensor | None]]:
-    """The pre-activation, and the products with A of each first projection."""
-    found = [project(x, projection, rows) for projection in first]
-    parts = [h for h, _ in found]
-    return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)), [u for _, u in found]
+def _hidden(x: Tensor, first: Sequence[Projection], rows: Rows, u: Sequence[Tensor | None]) -> Tensor:
+    """The pre-activation. u: the products with A of each first projection."""
+    parts = [project(x, p, rows, each) for p, each in zip(first, u, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _run(o: Arguments) -> tuple[Tensor, Tensor, list[Tensor | None], tuple[Tensor, Tensor, Tensor]]:
+def _activated(o: Arguments, rows: Rows, u: Sequence[Tensor | None], keep_h: bool) -> tuple[Tensor, Tensor]:
+    """The pre-activation, without rows unless it is kept, and the activation."""
+    if any(p.format != DENSE for p in o.first):
+        h = _hidden(o.x, o.first, rows, u)
+        a: Tensor = _OPS.activate(h, *o.steps)
+        return (h if keep_h else h.new_empty((0, h.shape[1]))), a
+    operands, added = (o.x, o.w1, o.b1, o.w3, o.b3, *rows, o.layout1, *o.steps, keep_h), side_by_side(o.first, u)
+    found: tuple[Tensor, Tensor] = (
+        _OPS.esmm_act(*operands) if added is None else _OPS.esmm_act_low_rank(*operands, *added)
+    )
+    return found
+
+
+def _run(o: Arguments, keep_h: bool) -> tuple[Tensor, ...]:
+    """The result, what `training` adds to it: h, the products with A of w1, w3 and w2 (or None), and the routing."""
     top_k = o.top_k_index.shape[1]
     v, inv, offs = _OPS.reindex(o.top_k_index, o.w1.shape[0])
     rows = Rows(v, offs, top_k)
-    h, u = _hidden(o.x, o.first, rows)
-    a = _OPS.activate(h, *o.steps)
-    y_rows, _ = project(a, o.second, rows.own)
-    return _OPS.combine(y_rows, o.top_k_weights, inv, offs, top_k), h, u, (v, inv, offs)
+    u = [narrowed(o.x, p, rows) for p in o.first]
+    h, a = _activated(o, rows, u, keep_h)
+    u2 = narrowed(a, o.second, rows.own)
+    y_rows = project(a, o.second, rows.own, u2)
+    del a
+    y = _OPS.combine(y_rows, o.top_k_weights, inv, offs, top_k)
+    none = h.new_empty((0, 0))
+    return y, h, *(none if each is None else each for each in (*u, None)[:2]), none if u2 is None else u2, v, inv, offs
 
 
 def inference(*args: Any) -> Tensor:
     """Kernel for any device."""
-    return _run(Arguments(*args))[0]
+    return _run(Arguments(*args), keep_h=False)[0]
 
 
 def training(*args: Any) -> tuple[Tensor, ...]:
     """Kernel for any device: the result, and what backward needs."""
     o = Arguments(*args)
-    y, h, u, routing = _run(o)
-    keeps = not o.recompute_h
-    kept = [h.new_empty((0, 0)) if each is None or not keeps else each for each in (*u, None)[:2]]
-    return y, (h if keeps else h.new_empty((0, h.shape[1]))), *kept, *routing
+    return _run(o, keep_h=not o.recompute_h)
 
 
 def backward(
     dy: Tensor,
     x: Any,
-    h: Tensor | None,
+    h: Tensor | list[Tensor] | None,
     u1: Tensor,
     u3: Tensor,
+    u2: Tensor,
     v: Tensor,
     inv: Tensor,
     offs: Tensor,
     *rest: Any,
 ) -> list[Tensor]:
-    """Kernel for any device: the gradients of the operands that ``needs`` marks."""
+    """Kernel for any device: the gradients of the operands that ``needs`` marks. An h in a list is freed after its last use."""
     *others, top_k, marks = rest
     o, needs = Arguments(x, v, *others), dict(zip(OPERANDS, marks, strict=True))
     first, second, rows = o.first, o.second, Rows(v, offs, top_k)
-    u: list[Tensor | None] = [u1, u3]
-    if o.recompute_h or h is None:
-        h, u = _hidden(x, first, rows)
+    u = [each if p.a is not None else None for p, each in zip(first, (u1, u3))]
+    h = h.pop() if isinstance(h, list) else h
+    h = _hidden(x, first, rows, u) if o.recompute_h or h is None else h
     found: dict[str, Tensor | None] = {}
-    da, t = input_gradient(dy, second, rows)
-    dh, a_s, dweights = _OPS.activate_backward(da, h, o.top_k_weights, v, offs, *o.steps)
-    del da, h
-    _second(found, needs, second, dy, a_s, t, o.top_k_weights, rows)
+    t = narrowed_gradient(dy, second, rows)
+    dh, a_s, dweights = _activation_gradient(dy, h, t, o, rows)
+    del h
+    _second(found, needs, second, dy, a_s, u2, t, o.top_k_weights, rows)
+    del a_s
     if needs["top_k_weights"]:
         found["top_k_weights"] = _with_bias(dweights, o.b2, dy, inv, rows)
-    parts = [part.contiguous() for part in dh.chunk(2, 1)] if len(first) == 2 else [dh]
+    parts = dh.chunk(2, 1) if len(first) == 2 else (dh,)
     dx: Tensor | None = None
-    wanted = needs["x"] or any(needs[name] for name in ("a1", "a3"))
     for number, projection, g, u_rows in zip("13", first, parts, u):
-        part, t = input_gradient(g, projection, rows.own) if wanted else (None, None)
-        dx = part if dx is None or part is None else dx.add_(part)
+        wanted = needs["x"] or needs[f"a{number}"]
+        t = narrowed_gradient(g, projection, rows.own) if wanted else None
         _first(found, needs, number, projection, x, u_rows, g, t, rows)
-    if needs["x"] and dx is not None:
+        if needs["x"]:
+            part = input_gradient(g, projection, rows.own, t)
+            dx = part if dx is None else dx.add_(part)
+    if dx is not None:
         found["x"] = _OPS.combine(dx, None, inv, offs, top_k)
     return [gradient for name in OPERANDS if needs[name] and (gradient := found[name]) is not None]
+
+
+def _activation_gradient(
+    dy: Tensor, h: Tensor, t: Tensor | None, o: Arguments, rows: Rows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dh, the activations times their routing weights, and the routing weights' gradients. t: dy's products with C."""
+    second = o.second
+    if second.format != DENSE:
+        da = input_gradient(dy, second, rows, t)
+        found = _OPS.activate_backward(da, h, o.top_k_weights, rows.v, rows.offs, *o.steps)
+    else:
+        operands = (dy, o.w2, h, o.top_k_weights, *rows, flip(o.layout2), *o.steps)
+        added = added_gradient(second, t)
+        fused = _OPS.esmm_act_backward, _OPS.esmm_act_backward_low_rank
+        found = fused[0](*operands) if added is None else fused[1](*operands, *added)
+    dh, a_s, dweights = found
+    return dh, a_s, dweights
 
 
 def _second(
@@ -108,13 +155,16 @@ def _second(
     p: Projection,
     dy: Tensor,
     a_s: Tensor,
+    u: Tensor,
     t: Tensor | None,
     top_k_weights: Tensor | None,
     rows: Rows,
 ) -> None:
-    """Gradients of the second projection. a_s: (n, I), the activations times their routing weights."""
+    """Gradients of the second projection. a_s: (n, I), activations times routing weights; u: (n, r) of those without weights."""
     if p.a is not None and (needs["a2"] or needs["c2"]):
-        u = _OPS.esmm(a_s, p.a, None, *rows.own, "nk") if needs["c2"] else None
+        assert rows.v is not None
+        if top_k_weights is not None and needs["c2"]:
+            u = (u * top_k_weights.reshape(-1, 1).index_select(0, rows.v)).type_as(u)
         found["a2"], found["c2"] = factor_gradients(a_s, u, dy, t, p, rows.own, rows, (needs["a2"], needs["c2"]))
     if needs["w2"]:
         found["w2"] = _OPS.estmm(a_s, dy, None, rows.v, rows.offs, rows.top_k, p.layout)
@@ -173,12 +223,17 @@ class _Function(DirectFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         alphas, formats, static, top_k, needs = ctx.static
-        saved = ctx.saved_tensors  # checkpointing allows it once
-        left = iter(saved)
-        tensors = [next(left) for _ in range(len(saved) - sum(ctx.scales))]
+        x, h, *saved = ctx.saved_tensors
+        plain = library.is_plain_tensor(grads[0])
+        if plain and h is not None:
+            h = [h]  # backward pops it and frees it after its last use
+            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        count, left = len(saved) - sum(ctx.scales), iter(saved)
+        tensors = [next(left) for _ in range(count)]
         scales = [[next(left) for _ in range(number)] for number in ctx.scales]
-        sources = (alphas, *scales, formats)
-        found = iter(_OPS.moe_ffn_sources_backward.default(grads[0], *tensors, *sources, *static, top_k, needs))
+        run = run_backward if plain else _OPS.moe_ffn_sources_backward.default
+        with _AutoDispatchBelowAutograd():
+            found = iter(run(grads[0], x, h, *tensors, alphas, *scales, formats, *static, top_k, needs))
         dx, *others = [next(found) if need else None for need in needs]
         return dx, None, *others, *(None,) * 11
 
@@ -200,7 +255,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     x, index, recompute = o.x, o.top_k_index, o.recompute_h
     n, width = index.shape[0] * index.shape[1], columns_of(o.shaped(x).w1, o.layout1)
     h = x.new_empty((0 if recompute else n, width if o.w3 is None else 2 * width))
-    ranks = [None if a is None or recompute else a.shape[1] for a in (o.a1, o.a3)]
+    ranks = [None if a is None else a.shape[1] for a in (o.a1, o.a3, o.a2)]
     u = [x.new_empty((0, 0) if rank is None else (n, rank)) for rank in ranks]
     routing = torch.empty(n, dtype=torch.int32, device=x.device)
     offs = torch.empty(o.w1.shape[0] + 1, dtype=torch.int32, device=x.device)
@@ -208,7 +263,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
-    *others, _, needs = args[7:]
+    *others, _, needs = args[8:]
     o = Arguments(dy, dy, *others)
     w1 = o.shaped(dy).w1
     like: tuple[Any, ...] = (dy.new_empty((dy.shape[0], w1.shape[2] if o.layout1 == "nk" else w1.shape[1])), *o[2:15])
@@ -222,6 +277,6 @@ library.register_autocast("moe_ffn_sources", cast=_CAST)
 library.register_fake("moe_ffn_sources_forward", _fake_forward, check)
 library.register_kernel("moe_ffn_sources_forward", "any", training)
 library.register_fake("moe_ffn_sources_backward", _fake_backward)
-library.register_kernel("moe_ffn_sources_backward", "any", backward)
+run_backward = library.register_kernel("moe_ffn_sources_backward", "any", backward)
 library.refuse_double_backward("moe_ffn_sources_backward")
 library.register_autograd_kernel("moe_ffn_sources", _autograd)

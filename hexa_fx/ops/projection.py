@@ -1,7 +1,7 @@
 """A projection of experts: a weight, dense or packed, with or without a low-rank addition: ``x @ W^T + s (x @ A^T) @ C^T``.
 
-Neither ``W + s C A`` nor a packed W as a whole ever exists. Products with A and C are expert-specific products of their own, with
-the rank as their width.
+Neither ``W + s C A`` nor a packed W as a whole ever exists. ``x @ A^T`` is an expert-specific product with the rank as its width;
+that with C is added in the accumulators of ``x @ W^T`` (`hexa_fx.ops.low_rank`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hexa_fx.ops.rows import flip
+from hexa_fx.ops.rows import columns_of, flip
 
 _OPS = torch.ops.hexa
 
@@ -42,6 +42,16 @@ class Projection(NamedTuple):
     scale: float
     layout: str
 
+    @property
+    def left(self) -> Tensor:
+        """``s C``."""
+        assert self.c is not None
+        return self.c if self.scale == 1 else self.c * self.scale
+
+    def added(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """u (n, r) = ``x @ A^T``, and ``s C`` as the weight lies."""
+        return u, self.left if self.layout == "nk" else self.left.transpose(1, 2)
+
 
 class Rows(NamedTuple):
     """Where rows are read: in expert order if v is None, else gathered from tokens with top_k slots each."""
@@ -56,31 +66,62 @@ class Rows(NamedTuple):
         return Rows(None, self.offs, 1)
 
 
-def _product(x: Tensor, p: Projection, bias: Tensor | None, rows: Rows, layout: str) -> Tensor:
-    """``x @ W^T + b`` with the weight read as ``layout`` says."""
+def narrowed(x: Tensor, p: Projection, rows: Rows) -> Tensor | None:
+    """``x @ A^T`` (n, r); None without an addition."""
+    return None if p.a is None else _OPS.esmm(x, p.a, None, *rows, "nk")
+
+
+def project(x: Tensor, p: Projection, rows: Rows, u: Tensor | None) -> Tensor:
+    """(n, N), of rows and their products with A."""
+    return _product(x, p, p.bias, rows, p.layout, None if u is None else p.added(u))
+
+
+def narrowed_gradient(g: Tensor, p: Projection, rows: Rows) -> Tensor | None:
+    """The gradient of `narrowed` from that of the projection's result, ``g @ (s C)`` (n, r); None without an addition."""
+    return None if p.c is None else _OPS.esmm(g, p.left, None, *rows, "kn")
+
+
+def added_gradient(p: Projection, t: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """What the rows' gradient has besides ``g @ W``: t (n, r), and A as the weight is read there."""
+    if t is None or p.a is None:
+        return None
+    return t, p.a if p.layout == "nk" else p.a.transpose(1, 2)
+
+
+def input_gradient(g: Tensor, p: Projection, rows: Rows, t: Tensor | None) -> Tensor:
+    """(n, K), of the gradient g (n, N) and its products with C."""
+    return _product(g, p, None, rows, flip(p.layout), added_gradient(p, t))
+
+
+def _product(
+    x: Tensor, p: Projection, bias: Tensor | None, rows: Rows, layout: str, added: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """``x @ W^T + b`` with the weight read as ``layout`` says, and the product of ``added``."""
     if p.format == DENSE:
-        dense: Tensor = _OPS.esmm(x, p.weight, bias, *rows, layout)
+        operands = (x, p.weight, bias, *rows, layout)
+        dense: Tensor = _OPS.esmm(*operands) if added is None else _OPS.esmm_low_rank(*operands, *added)
         return dense
     packed: Tensor = _OPS.esmm_packed(x, p.weight, p.scales, p.format, bias, *rows, layout)
-    return packed
+    return packed if added is None else packed.add_(_OPS.esmm(added[0], added[1], None, *rows.own, layout))
 
 
-def project(x: Tensor, p: Projection, rows: Rows) -> tuple[Tensor, Tensor | None]:
-    """(n, N) and ``x @ A^T`` (n, r), None without an addition."""
-    y = _product(x, p, p.bias, rows, p.layout)
-    if p.a is None or p.c is None:
-        return y, None
-    u = _OPS.esmm(x, p.a, None, *rows, "nk")
-    return y.add_(_OPS.esmm(u, p.c, None, *rows.own, "nk"), alpha=p.scale), u
-
-
-def input_gradient(g: Tensor, p: Projection, rows: Rows) -> tuple[Tensor, Tensor | None]:
-    """(n, K) of the gradient g (n, N), and ``g @ C`` (n, r), None without an addition."""
-    dx = _product(g, p, None, rows, flip(p.layout))
-    if p.a is None or p.c is None:
-        return dx, None
-    t = _OPS.esmm(g, p.c, None, *rows, "kn")
-    return dx.add_(_OPS.esmm(t, p.a, None, *rows.own, "kn"), alpha=p.scale), t
+def side_by_side(
+    first: Sequence[Projection], u: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """The additions of a first projection, or of gate and up, as one: U of both, and each C with zeros where U is the other's."""
+    given = [each for each in u if each is not None]
+    if not given:
+        return None
+    if len(first) == 1:
+        return *first[0].added(given[0]), None
+    before, width, wide = 0, sum(each.shape[1] for each in given), []
+    for p, each in zip(first, u, strict=True):
+        rank = 0 if each is None else each.shape[1]
+        c = p.left if rank else p.weight.new_zeros((p.weight.shape[0], columns_of(p.weight, p.layout), 0))
+        c = torch.nn.functional.pad(c, (before, width - before - rank))
+        wide.append(c if p.layout == "nk" else c.transpose(1, 2))
+        before += rank
+    return torch.cat(given, 1), wide[0], wide[1]
 
 
 def factor_gradients(
@@ -97,13 +138,14 @@ def factor_gradients(
 
     Args:
         x, u: rows that the projection was given, and their products with A.
-        g, t: the gradient of what it gave, and its products with C.
+        g, t: the gradient of what it gave, and its products with s C.
         of_x, of_g: how rows of x and of g are read; u and t are in expert order.
     """
     da = dc = None
     top_k = max(of_x.top_k, of_g.top_k)
     if needs[0] and t is not None:
-        da = _OPS.estmm(x, t, of_x.v, None, of_x.offs, top_k, "nk").mul_(p.scale)
+        da = _OPS.estmm(x, t, of_x.v, None, of_x.offs, top_k, "nk")
     if needs[1] and u is not None:
-        dc = _OPS.estmm(u, g, None, of_g.v, of_g.offs, top_k, "nk").mul_(p.scale)
+        dc = _OPS.estmm(u, g, None, of_g.v, of_g.offs, top_k, "nk")
+        dc = dc if p.scale == 1 else dc.mul_(p.scale)
     return da, dc

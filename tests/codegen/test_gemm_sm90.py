@@ -73,6 +73,30 @@ def test_results_leave_through_as_many_chunks_as_there_is_room_for(experts: int,
     assert render(spec).launch.shared_bytes <= shared_limit(90)
 
 
+@pytest.mark.parametrize("op", ROW_OPS)
+def test_a_row_product_that_adds_a_second_one_is_another_kernel_of_the_same_size(op: str) -> None:
+    spec = spec_of(op)
+    adding = render(spec.with_options(low_rank=True))
+    assert "LowRank = true" in adding.text
+    assert "LowRank" not in render(spec).text
+    assert adding.launch == render(spec).launch
+
+
+@pytest.mark.parametrize("op", ["estmm", "esfk"])
+def test_weight_gradients_have_no_second_product(op: str) -> None:
+    with pytest.raises(SpecError, match="has no second product"):
+        render(spec_of(op).with_options(low_rank=True))
+
+
+@pytest.mark.parametrize("op", ["esmm", "estmm"])
+@pytest.mark.parametrize("experts", [128, 1024])
+def test_narrow_products_have_more_stages(op: str, experts: int) -> None:
+    tile = choose_tile(op, 131072, experts, 2048, 16, True)
+    assert tile.stages > choose_tile(op, 131072, experts, 2048, 768, True).stages
+    spec = spec_of(op, bn=tile.bn, stages=tile.stages).with_options(experts=1024)
+    assert render(spec).launch.shared_bytes <= shared_limit(90)
+
+
 def swapped(op: str, **more: object) -> KernelSpec:
     spec = spec_of(op, bm=SWAPPED.bm, bn=SWAPPED.bn, stages=SWAPPED.stages, **more)
     return spec.with_options(swapped=True)

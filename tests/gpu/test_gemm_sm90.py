@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, PINGPONG, SWAPPED, TileChoice
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED, TileChoice
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import tile_queue
 from hexa_fx.ops.activations import ACTIVATIONS, activation_backward, activation_forward
+from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from tests.gpu.cases import ROUTINGS, TOLERANCE, assert_close, make_routing, randn, reference_esmm, reference_estmm
 
@@ -30,7 +31,8 @@ def for_gather(tile: TileChoice) -> TileChoice:
 
 SQUARE = replace(PINGPONG, bm=128, bn=128, stages=6)
 TILES = {"coop": COOPERATIVE, "coop2": paired(COOPERATIVE), "pp": SQUARE, "low2": paired(replace(PINGPONG, stages=5))}
-WEIGHT_TILES = {"coop": COOPERATIVE, "coop3": replace(COOPERATIVE, stages=3)}
+WEIGHT_TILES = {"coop": COOPERATIVE, "coop3": replace(COOPERATIVE, stages=3), "narrow": NARROW}
+RANKS = [8, 16, 64, 136]
 SWAPPED_TILES = {"swapped2": paired(SWAPPED), "swapped3": replace(SWAPPED, bm=320, stages=3)}
 BACKWARD_TILES = {
     "coop": COOPERATIVE,
@@ -73,6 +75,54 @@ def test_esmm(tile: str, layout: str, dtype: torch.dtype) -> None:
         assert_close(y, reference_esmm(rows, w, None, None, r, layout), dtype)
 
 
+def second_product(rows: int, n: int, rank: int, layout: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return randn(rows, rank, dtype=dtype), weight(n, rank, layout, dtype)
+
+
+@pytest.mark.parametrize("tile", [*TILES, *SWAPPED_TILES])
+@pytest.mark.parametrize(("layout", "dtype"), [("nk", BF16), ("kn", F16)])
+@pytest.mark.parametrize("rank", RANKS)
+def test_esmm_with_a_second_product(tile: str, layout: str, dtype: torch.dtype, rank: int) -> None:
+    k, n, choice = 200, 328, (TILES | SWAPPED_TILES)[tile]
+    w, bias = weight(n, k, layout, dtype), randn(EXPERTS, n, dtype=dtype)
+    for kind, tokens in (*((kind, TOKENS) for kind in ROUTINGS), ("random", 5000)):
+        r = make_routing(kind, tokens, TOP_K, EXPERTS)
+        x, rows = randn(tokens, k, dtype=dtype), randn(r.n, k, dtype=dtype)
+        u, c = second_product(r.n, n, rank, layout, dtype)
+        more = reference_esmm(u, c, None, None, r, layout)
+        y = sm90.esmm_low_rank(EsmmLowRank(x, w, bias, r.v, r.offs, TOP_K, layout, u, c), for_gather(choice))
+        assert_close(y, reference_esmm(x, w, bias, r.v, r, layout) + more, dtype)
+        y = sm90.esmm_low_rank(EsmmLowRank(rows, w, None, None, r.offs, 1, layout, u, c), choice)
+        assert_close(y, reference_esmm(rows, w, None, None, r, layout) + more, dtype)
+
+
+@pytest.mark.parametrize("tile", ["coop", "coop2", "swapped2", "swapped3"])
+@pytest.mark.parametrize(
+    ("activation", "glu"), [("silu", "concat"), ("swiglu_oai", "interleaved"), ("gelu_tanh", "split")]
+)
+@pytest.mark.parametrize("rank", [16, 136])
+def test_esmm_act_with_a_second_product(tile: str, activation: str, glu: str, rank: int) -> None:
+    k, inner, choice = 200, 136, for_gather((TILES | SWAPPED_TILES)[tile])
+    if choice.swapped and glu != "concat":
+        pytest.skip("a swapped tile takes gate and up side by side")
+    params, width = ACTIVATIONS[activation].params, inner if glu == "split" else 2 * inner
+    w, w3 = weight(width, k, "nk", BF16), weight(width, k, "nk", BF16) if glu == "split" else None
+    for kind in ROUTINGS:
+        r, x = make_routing(kind, TOKENS, TOP_K, EXPERTS), randn(TOKENS, k, dtype=BF16)
+        (u, c), c3 = second_product(r.n, width, rank, "nk", BF16), None
+        want = reference_esmm(x, w, None, r.v, r, "nk") + reference_esmm(u, c, None, None, r, "nk")
+        if w3 is not None:
+            c3 = weight(width, rank, "nk", BF16)
+            up = reference_esmm(x, w3, None, r.v, r, "nk") + reference_esmm(u, c3, None, None, r, "nk")
+            want = torch.cat((want, up), 1)
+        static = (r.v, r.offs, TOP_K, "nk", activation, glu, params, True)
+        h, a = sm90.esmm_act_low_rank(EsmmActLowRank(x, w, None, w3, None, *static, u, c, c3), choice)
+        assert_close(h, want, BF16)
+        activated = activation_forward(want, activation, glu, params)
+        activated[r.routed :] = 0
+        assert_close(a, activated, BF16, 2)
+
+
 @pytest.mark.parametrize("tile", SWAPPED_TILES)
 @pytest.mark.parametrize(("activation", "glu"), [("silu", "concat"), ("relu2", "none")])
 @pytest.mark.parametrize("tokens", [40, TOKENS, 1100], ids=["few", "one tile", "many tiles"])
@@ -96,7 +146,8 @@ def test_esmm_act_with_swapped_operands(tile: str, activation: str, glu: str, to
 
 @pytest.mark.parametrize("tile", BACKWARD_TILES)
 @pytest.mark.parametrize(("activation", "glu"), ACTIVATED)
-def test_esmm_act_backward(tile: str, activation: str, glu: str) -> None:
+@pytest.mark.parametrize("rank", [0, 16])
+def test_esmm_act_backward(tile: str, activation: str, glu: str, rank: int) -> None:
     d, i, dtype = 200, 136, BF16
     params = ACTIVATIONS[activation].params
     w2 = weight(i, d, "kn", dtype)
@@ -104,10 +155,14 @@ def test_esmm_act_backward(tile: str, activation: str, glu: str) -> None:
         r = make_routing(kind, TOKENS, TOP_K, EXPERTS)
         dy, h = randn(TOKENS, d, dtype=dtype), randn(r.n, i if glu == "none" else 2 * i, dtype=dtype)
         scale = torch.rand(r.n, device="cuda")
-        dh, a, dots = sm90.esmm_act_backward(
-            EsmmActBackward(dy, w2, h, scale, r.v, r.offs, TOP_K, "kn", activation, glu, params), BACKWARD_TILES[tile]
-        )
+        given = EsmmActBackward(dy, w2, h, scale, r.v, r.offs, TOP_K, "kn", activation, glu, params)
         da = reference_esmm(dy, w2, None, r.v, r, "kn")
+        if rank:
+            u, c = second_product(r.n, i, rank, "kn", dtype)
+            dh, a, dots = sm90.esmm_act_backward_low_rank(EsmmActBackwardLowRank(*given, u, c), BACKWARD_TILES[tile])
+            da += reference_esmm(u, c, None, None, r, "kn")
+        else:
+            dh, a, dots = sm90.esmm_act_backward(given, BACKWARD_TILES[tile])
         w = scale.double()[r.v.long()].unsqueeze(1)
         w[r.routed :] = 0
         a_ref = activation_forward(h.double(), activation, glu, params)
@@ -139,10 +194,11 @@ def test_estmm_keeps_experts_apart(tile: str, side: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("tile", WEIGHT_TILES)
-def test_estmm_of_long_experts(tile: str) -> None:
+@pytest.mark.parametrize(("rows", "columns"), [(200, 328), (200, 16), (16, 328)])
+def test_estmm_of_long_experts(tile: str, rows: int, columns: int) -> None:
     """More steps than stages, a ragged end each."""
     r = make_routing("random", 3000, 4, 8)
-    x, g = randn(r.n, 200, dtype=BF16), randn(r.n, 328, dtype=BF16)
+    x, g = randn(r.n, rows, dtype=BF16), randn(r.n, columns, dtype=BF16)
     dw = sm90.estmm(Estmm(x, g, None, None, r.offs, 1, "nk"), WEIGHT_TILES[tile])
     assert_close(dw, reference_estmm(x, g, None, None, r, "nk"), BF16)
 

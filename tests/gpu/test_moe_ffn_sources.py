@@ -12,6 +12,8 @@ from tests.ops import test_moe_ffn_sources as cases
 
 SIZES = [cases.RAGGED, (64, 48, 16)]
 """Rows that kernels read element by element, and rows of whole vectors: model size, inner size, rank."""
+RANKS = [(200, 136, 8), (136, 328, 64), (264, 72, 72)]
+"""Ragged sizes of whole vectors, ranks of part of a step of the contraction, of one, and of more than one."""
 
 PACKABLE = (256, 128, 16)
 """Sizes that every format takes."""
@@ -31,11 +33,20 @@ def test_gradients_with_frozen_bases(spec: FfnSpec, frozen: tuple[str, ...]) -> 
     cases.compare(cases.layer(spec, dtype=torch.bfloat16, tokens=200, device="cuda", sizes=SIZES[1]), spec, frozen)
 
 
+@pytest.mark.parametrize("sizes", RANKS, ids=str)
+@pytest.mark.parametrize("spec", cases.SPECS, ids=str)
+def test_ranks(spec: FfnSpec, sizes: tuple[int, int, int]) -> None:
+    frozen = tuple(name for name in cases.NAMES if name[0] == "w")
+    for tokens in (200, 1500):
+        cases.compare(cases.layer(spec, dtype=torch.bfloat16, tokens=tokens, device="cuda", sizes=sizes), spec, frozen)
+
+
+@pytest.mark.parametrize("tokens", [30, 400])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("routing", cases.ROUTINGS)
-def test_ugly_routings(routing: str, sizes: tuple[int, int, int]) -> None:
+def test_ugly_routings(routing: str, sizes: tuple[int, int, int], tokens: int) -> None:
     spec = cases.SPECS[0]
-    given = cases.layer(spec, dtype=torch.bfloat16, device="cuda", sizes=sizes)
+    given = cases.layer(spec, dtype=torch.bfloat16, tokens=tokens, device="cuda", sizes=sizes)
     cases.compare(cases.route(given, routing), spec)
 
 

@@ -266,7 +266,7 @@ def test_nothing_is_computed_or_kept_for_frozen_bases():
         y = run(given, spec)
     own = {given[name].data_ptr() for name in (*NAMES, *FACTORS, "top_k_weights") if given[name] is not None}
     kept = [t for t in saved if t is not None and t.data_ptr() not in own and t.is_floating_point()]
-    assert sorted(t.numel() for t in kept if t.numel()) == [4 * 2 * 2 * H], "the pre-activation alone"
+    assert sorted(t.numel() for t in kept if t.numel()) == [4 * 2 * R, 4 * 2 * 2 * H], "h, and the products with A"
     with Launches() as launches, torch._C._IncludeDispatchKeyGuard(torch._C.DispatchKey.Python):
         torch.autograd.grad(y.sum(), [given[name] for name in ("x", "top_k_weights", "a2", "c2")])
     assert launches.largest < min(given["w1"].numel(), given["w2"].numel())

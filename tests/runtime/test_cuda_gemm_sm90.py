@@ -13,7 +13,7 @@ from cutlass_library import DataType
 
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.codegen.family_gemm_sm90 import ARGS
-from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, SWAPPED
+from hexa_fx.codegen.tiles_sm90 import CANDIDATES, COOPERATIVE, PINGPONG, SWAPPED, TileChoice
 from hexa_fx.codegen.tuned import TunedTable
 from hexa_fx.cuda import arguments_sm90
 from hexa_fx.cuda import choosing as cuda_choosing
@@ -24,6 +24,7 @@ from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.cuda import tune as cuda_tune
 from hexa_fx.cuda.product import HOPPER as FAMILY
 from hexa_fx.cuda.product import GemmKey
+from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from tests.runtime.cards import HOPPER
 
@@ -108,6 +109,32 @@ def test_esmm(recorder: Recorder, layout: str) -> None:
     sm90.esmm(Esmm(randn(T * K, D), w, None, None, offs, 1, layout))
     assert recorder.maps == [True, True, False, False, False]
     assert (recorder.spec.gather, recorder.spec.bias, recorder.values["v"]) == (False, False, 0)
+
+
+RANK = 8
+
+
+@pytest.mark.parametrize(("glu", "tile"), [("concat", None), ("concat", SWAPPED), ("split", None)])
+def test_a_second_product_is_read_through_maps_that_row_products_have_no_other_use_for(
+    recorder: Recorder, glu: str, tile: TileChoice | None
+) -> None:
+    v, offs = routing()
+    columns, split = 2 * N if glu == "concat" else N, glu == "split"
+    w, w3, c, c3 = (randn(E, columns, k) if given else None for k in (D, RANK) for given in (True, split))
+    act = EsmmAct(randn(T, D), w, None, w3, None, v, offs, K, "nk", "silu", glu, (), True)
+    h, _ = sm90.esmm_act_low_rank(EsmmActLowRank(*act, u := randn(T * K, RANK), c, c3), tile)
+    assert recorder.maps == [False, True, split, True, True]
+    assert (recorder.spec.option("low_rank"), recorder.values["R"]) == (True, RANK)
+    sm90.esmm_act(act, tile)
+    assert recorder.maps == [False, True, split, False, False]
+    assert (recorder.spec.option("low_rank"), recorder.values["R"]) == (0, 0)
+    back = EsmmActBackward(randn(T, D), randn(E, D, N), h, None, v, offs, K, "kn", "silu", "concat", ())
+    sm90.esmm_act_backward_low_rank(EsmmActBackwardLowRank(*back, u, randn(E, RANK, N)))
+    assert recorder.maps == [False, True, False, True, True]
+    assert (recorder.spec.option("low_rank"), recorder.values["R"]) == (True, RANK)
+    down = Esmm(h, randn(E, D, 2 * N), None, None, offs, 1, "nk")
+    sm90.esmm_low_rank(EsmmLowRank(*down, u, randn(E, D, RANK)), tile)
+    assert recorder.maps == [True, True, False, True, True]
 
 
 @pytest.mark.parametrize("glu", ["none", "concat", "interleaved", "split"])

@@ -11,6 +11,7 @@ import pytest
 from hexa_fx.cuda.register import KERNELS, register
 from hexa_fx.ops import library, operands
 from hexa_fx.ops.esmm_packed import EsmmPacked
+from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from hexa_fx.ops.sources_arguments import Arguments
 
 LIGHT = """
@@ -33,6 +34,9 @@ RECORDS = {
     "esmm": operands.Esmm,
     "esmm_act": operands.EsmmAct,
     "esmm_act_backward": operands.EsmmActBackward,
+    "esmm_low_rank": EsmmLowRank,
+    "esmm_act_low_rank": EsmmActLowRank,
+    "esmm_act_backward_low_rank": EsmmActBackwardLowRank,
     "esmm_packed": EsmmPacked,
     "estmm": operands.Estmm,
     "esfk": operands.Esfk,

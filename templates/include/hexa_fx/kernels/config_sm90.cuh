@@ -3,6 +3,9 @@
 //   row tile     D[p, :] = epilogue(A[row(p), :] @ W[e(p)] + bias[e(p)])            ESMM, p a row in expert order
 //   weight tile  dW[e]   = sum over rows p of e of P[row(p), :]^T Q[p, :]            ESTMM, with column sums of Q: ESS
 //
+// `low_rank` row tiles add U[p, :] @ C[e(p)] to the product before the epilogue: the last steps of the contraction are over U, rows in expert
+// order, and C, both by the copy engine, which fills up the last step with zeros.
+//
 // One persistent CTA an SM: warpgroup 0 loads (warps 0 and 1 gather, 2 hands gathered stages over, 3 runs the copy engine and the
 // queue), warpgroups 1 and 2 multiply and store. (Four warpgroups do not fit: a 64x256 wgmma needs 154 registers.) Which rows belong to
 // which tile follows on the device from `offs`, so grids and sizes are static. `cooperative`: both consumers share a tile of 128 rows, 64
@@ -44,7 +47,7 @@ struct GroupedParams {
   int a_ld, out_ld, act_ld, h_ld;
   int K, N;     // contraction; columns of the result (for gated weights of one half)
   int bias_ld;  // elements a bias row
-  int p_ld, R, C;
+  int p_ld, R, C;  // low_rank: R columns of U
   int group_m;  // tiles along M that share B in L2
   ActParams act_params;
 };
@@ -61,6 +64,7 @@ struct TileConfig {
   static constexpr bool RowOp = Ops_ & 1, WeightOp = Ops_ & 2;
   static constexpr bool GatherRows = GatherRows_, GatherWeight = GatherWeight_;
   static constexpr bool AddGrad = false;            // weight tiles add to floats instead of storing T
+  static constexpr bool LowRank = false;            // row tiles add a second product
   static constexpr int RowBox = Swapped ? 32 : 64;  // rows that the copy engine brings at a time
   static constexpr bool AnyGather = (RowOp && GatherRows) || (WeightOp && GatherWeight);
   static constexpr int Blocks = BM / (PingPong ? 64 : 128);  // of 64 rows, of a consumer warpgroup
@@ -73,5 +77,15 @@ inline constexpr int kGatherWarps = C::Swapped ? 3 : 2;
 
 // Tensor maps of a launch: what is read, then what is written a chunk at a time.
 enum Map { kRowsMap, kWeightMap, kUpMap, kPMap, kQMap, kHMap, kOutMap, kActMap, kGradMap, kMaps };
+// What a second product is read through: maps of weight tiles, which such kernels have none of. U, C, and C of up columns.
+inline constexpr Map kAddedRowsMap = kPMap, kAddedWeightMap = kQMap, kAddedUpMap = kGradMap;
+
+// Steps of the contraction of a row tile's second product.
+template <class C>
+CUTE_DEVICE int low_rank_steps(const GroupedParams& p) {
+  static_assert(!C::LowRank || !C::WeightOp, "the maps and sizes of the second product are those of weight tiles");
+  if constexpr (C::LowRank) return ceil_div(p.R, int(C::BK));
+  else return 0;
+}
 
 }  // namespace hexa::sm90

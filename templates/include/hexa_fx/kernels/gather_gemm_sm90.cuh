@@ -37,7 +37,7 @@ CUTE_DEVICE void gather_gemm(const TmaDescriptor* maps, const GroupedParams& p) 
     if (warp == 3) Copier<C>{sm, p, maps, C::Cluster > 1 ? int(block_rank_in_cluster()) : 0}.run();
     if constexpr (C::AnyGather) {
       if (warp < kGatherWarps<C>) Gatherer<C>{sm, p}.run();
-      if (!C::Swapped && warp == 2) RelayWarp<C>{sm}.run();
+      if (!C::Swapped && warp == 2) RelayWarp<C>{sm, p}.run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::ConsumerRegisters>();

@@ -27,20 +27,32 @@ struct Copier {
   CUTE_DEVICE uint64_t* open(uint32_t a_bytes = kABytes) {
     Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);
     uint64_t* bar = &sm.full[pipe.index];
-    if constexpr (C::AnyGather && !Gathered) Barrier::arrive(bar);
+    if constexpr (C::AnyGather && !Gathered && !C::Swapped) Barrier::arrive(bar);
     TxBarrier::arrive_and_expect_tx(bar, kBBytes + (Gathered ? 0 : a_bytes));
     return bar;
   }
 
+  // A in order, in boxes of rows; those of the tile past `blocks` are not read.
+  CUTE_DEVICE void load_rows(uint64_t* bar, const Tile& t, int k, int blocks, Map from) {
+    const TmaDescriptor* map = maps + from;
+    for (int i = kShareRows ? rank : 0; i < blocks; i += kShareRows ? C::Cluster : 1) {
+      uint8_t* dst = sm.a[pipe.index] + i * (C::RowBox * kLineBytes);
+      const int row = t.row0 + C::RowBox * i;
+      if constexpr (kShareRows) SM90_TMA_LOAD_MULTICAST_2D::copy(map, bar, 3, kEvictNormal, dst, k * C::BK, row);
+      else SM90_TMA_LOAD_2D::copy(map, bar, kEvictNormal, dst, k * C::BK, row);
+    }
+  }
+
   // B in two halves. In a cluster that shares it each CTA copies one half to both.
+  template <Map Weight, Map Up>
   CUTE_DEVICE void load_weight(uint64_t* bar, const Tile& t, int k) {
     if constexpr (C::Swapped && C::PairedWeight) {  // eight gate and eight up columns by turns
-      SM90_TMA_LOAD_5D::copy(maps + kWeightMap, bar, kEvictNormal, sm.b[pipe.index], k * C::BK, 0, 0, t.n0 / 8, t.expert);
+      SM90_TMA_LOAD_5D::copy(maps + Weight, bar, kEvictNormal, sm.b[pipe.index], k * C::BK, 0, 0, t.n0 / 8, t.expert);
       return;
     }
     halves(t, [&](int half, bool shared) {
       const bool up_tensor = C::SplitWeight && half == 1;
-      const TmaDescriptor* map = maps + (up_tensor ? kUpMap : kWeightMap);
+      const TmaDescriptor* map = maps + (up_tensor ? Up : Weight);
       const int n = t.n0 * C::WeightColumnScale + (up_tensor ? 0 : half * (C::PairedWeight ? p.N : C::BN / 2));
       uint8_t* dst = sm.b[pipe.index] + half * (C::BN / 2) * kLineBytes;
       if constexpr (!C::WeightKN) copy_3d(map, bar, dst, k * C::BK, n, t.expert, shared);
@@ -65,19 +77,20 @@ struct Copier {
   }
 
   CUTE_DEVICE void row_tile(const Tile& t, int from, int to) {
-    const int blocks = ceil_div(t.rows, C::RowBox);  // of rows; the others of the tile are not read
-    for (int k = from; k < to; ++k) {
+    const int blocks = ceil_div(t.rows, C::RowBox), own = to - low_rank_steps<C>(p);
+    for (int k = from; k < own; ++k) {
       uint64_t* bar = open<C::GatherRows>(blocks * (C::RowBox * kLineBytes));
-      if constexpr (!C::GatherRows) {
-        for (int i = kShareRows ? rank : 0; i < blocks; i += kShareRows ? C::Cluster : 1) {
-          uint8_t* dst = sm.a[pipe.index] + i * (C::RowBox * kLineBytes);
-          const int row = t.row0 + C::RowBox * i;
-          if constexpr (kShareRows) SM90_TMA_LOAD_MULTICAST_2D::copy(maps + kRowsMap, bar, 3, kEvictNormal, dst, k * C::BK, row);
-          else SM90_TMA_LOAD_2D::copy(maps + kRowsMap, bar, kEvictNormal, dst, k * C::BK, row);
-        }
-      }
-      load_weight(bar, t, k);
+      if constexpr (!C::GatherRows) load_rows(bar, t, k, blocks, kRowsMap);
+      load_weight<kWeightMap, kUpMap>(bar, t, k);
       pipe.template next<C::Stages>();
+    }
+    if constexpr (C::LowRank) {
+      for (int k = 0; k < to - own; ++k) {
+        uint64_t* bar = open<false>(blocks * (C::RowBox * kLineBytes));
+        load_rows(bar, t, k, blocks, kAddedRowsMap);
+        load_weight<kAddedWeightMap, kAddedUpMap>(bar, t, k);
+        pipe.template next<C::Stages>();
+      }
     }
     if (C::Borrow && to == t.k_tiles) {  // a stage of nothing: the epilogue's, once the tile's last steps leave it
       Barrier::wait(&sm.empty[pipe.index], pipe.phase ^ 1);

@@ -32,6 +32,16 @@ struct Gatherer {
     pipe.template next<C::Stages>();
   }
 
+  // The copy engine brings the steps of the second product. Waiting for their room keeps the parity of `empty` from being two rounds
+  // behind. Consumers of swapped tiles count the gathering threads in every step.
+  CUTE_DEVICE void pass_low_rank() {
+    for (int k = 0; k < low_rank_steps<C>(p); ++k) {
+      wait_for_room();
+      if constexpr (C::Swapped) issued();
+      else pipe.template next<C::Stages>();
+    }
+  }
+
   CUTE_DEVICE uint32_t stage_address() const { return cast_smem_ptr_to_uint(sm.a[0]) + pipe.index * Smem<C>::ABytes; }
 
   // 8 threads a line of a row; a thread keeps addresses of its BM / 8 rows for the whole tile. Rows past the end repeat the
@@ -47,7 +57,7 @@ struct Gatherer {
     }
     const uint32_t offset = swizzled(r, c);
     const int blocks = t.rows > 64 ? kRows / 8 : 1;
-    for (int k = 0; k < t.k_tiles; ++k) {
+    for (int k = 0; k < t.k_tiles - low_rank_steps<C>(p); ++k) {
       wait_for_room();
       const uint32_t dst = opaque(stage_address() + offset);
       const int bytes = k * C::BK + c * kPiece < p.K ? kPieceBytes : 0;
@@ -62,6 +72,7 @@ struct Gatherer {
       CUTE_UNROLL
       for (int i = 0; i < kRows; ++i) row[i] = opaque(row[i] + Operand::bytes(C::BK));
     }
+    pass_low_rank();
     if constexpr (C::Borrow) pipe.template next<C::Stages>();
   }
 
@@ -79,7 +90,7 @@ struct Gatherer {
     }
     const uint32_t offset = swizzled(r, c);
     const int passes = ceil_div(t.rows - r, kTogether);
-    for (int k = 0; k < t.k_tiles; ++k) {
+    for (int k = 0; k < t.k_tiles - low_rank_steps<C>(p); ++k) {
       const int left = __shfl_sync(~0u, passes, lane_id());  // itself: the compiler would keep all that follows from it, and spill
       wait_for_room();
       const uint32_t dst[2] = {opaque(stage_address() + offset), opaque(stage_address() + (offset ^ 64))};
@@ -90,6 +101,7 @@ struct Gatherer {
       CUTE_UNROLL
       for (int i = 0; i < kPasses; ++i) row[i] = opaque(row[i] + Operand::bytes(C::BK));
     }
+    pass_low_rank();
   }
 
   // A warp loads 32 of a step's 64 rows, 8 lanes 64 features of one. A lane knows one row's offset a step ahead. It asks for that row's
@@ -163,6 +175,7 @@ struct Gatherer {
 template <class C>
 struct RelayWarp {
   Smem<C>& sm;
+  const GroupedParams& p;
   Pipe pipe;
   uint32_t parity = 0;  // of `landed`, a bit a stage: tiles without gathered operand pass it by, so the pipe's phase is not its
   CUTE_DEVICE void run() {
@@ -175,13 +188,14 @@ struct RelayWarp {
         continue;
       }
       if (lane_id() == 0) {
-        for (int k = 0; k < t.k_tiles; ++k) {
+        for (int k = 0; k < t.k_tiles - low_rank_steps<C>(p); ++k) {
           Barrier::wait(&sm.landed[pipe.index], (parity >> pipe.index) & 1);
           parity ^= 1u << pipe.index;
           cutlass::arch::fence_view_async_shared();
           Barrier::arrive(&sm.full[pipe.index]);
           pipe.template next<C::Stages>();
         }
+        if constexpr (C::LowRank) pipe.template skip<C::Stages>(low_rank_steps<C>(p));
         if constexpr (C::Borrow) pipe.template next<C::Stages>();
       }
       __syncwarp();

@@ -148,7 +148,7 @@ CUTE_DEVICE Tile decode(const Smem<C>& sm, const GroupedParams& p, const Counts<
     t.rows = min(rows, end - t.row0);
     t.n0 = n * C::RowColumns;
     t.n_tile = n;
-    t.k_tiles = expert < p.experts ? ceil_div(p.K, C::BK) : 0;
+    t.k_tiles = expert < p.experts ? ceil_div(p.K, C::BK) + low_rank_steps<C>(p) : 0;
   } else {
     raster<C>(q - row_units, c.w_m, c.w_n, p.group_m, rank, m, n, t.multicast);
     t.kind = kWeightTile;
