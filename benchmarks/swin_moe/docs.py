@@ -31,7 +31,7 @@ def _cell(record: Record | None, value: Callable[[Record], str]) -> str:
     if "error" in record:
         return "failed"
     if "skipped" in record:
-        return "not installed" if record["skipped"].startswith("not installed") else "not run"
+        return "not run"
     return value(record)
 
 
@@ -73,9 +73,13 @@ def _saved(peak: dict[tuple[str, int], float], ours: str, other: str, k: int) ->
 
 
 def _in_order(records: Iterable[Record]) -> list[str]:
-    """Contestants that were tried, as `TITLES` has them."""
-    there = {r["name"] for r in records}
+    """Contestants that were tried and installed, as `TITLES` has them."""
+    there = {r["name"] for r in records if _is_installed(r)}
     return [name for name in TITLES if name in there]
+
+
+def _is_installed(record: Record) -> bool:
+    return not str(record.get("skipped", "")).startswith("not installed")
 
 
 def latency(folder: Path) -> str:
@@ -114,6 +118,7 @@ def saturated(folder: Path) -> str:
             _cell(r, lambda r: f"{r['peak_gib']:.1f}"),
         ]
         for r in records
+        if _is_installed(r)
     ]
     return table(["top-4, batch 256 a device", "ms a step", "over the faster of ours", "GiB"], rows)
 
