@@ -19,10 +19,11 @@ FormatName = Literal["nf4", "nf4_double", "mxfp4", "fp8_block", "int8_rows"]
 
 
 class _Place(NamedTuple):
-    """A parameter, by the module that owns it."""
+    """A parameter, by the module that owns it, and whether it holds (K, N) matrices, which are packed transposed."""
 
     owner: nn.Module
     name: str
+    transposed: bool
 
 
 def quantize_experts_(model: Model, format: FormatName) -> Model:
@@ -83,11 +84,11 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Pla
             f"{path or 'the block'} reads its experts' weights through other operations (a slice, a reshape, a factor); "
             "quantize_experts_ packs weights that are multiplied as they are"
         )
-    names = dict.fromkeys(name for weights in found.values() for name in weights)
-    return [_place(path, forward.module, name, format) for name in names]
+    layouts = {name: layout for weights in found.values() for name, layout in weights.items()}
+    return [_place(path, forward.module, name, layout == "kn", format) for name, layout in layouts.items()]
 
 
-def _place(path: str, block: nn.Module, name: str, format: FormatName) -> _Place:
+def _place(path: str, block: nn.Module, name: str, transposed: bool, format: FormatName) -> _Place:
     *modules, last = name.split(".")
     owner = block.get_submodule(".".join(modules))
     weight = owner._parameters.get(last)
@@ -98,13 +99,14 @@ def _place(path: str, block: nn.Module, name: str, format: FormatName) -> _Place
         )
     if isinstance(weight, QuantizedWeight):
         raise InputError(f"{where} is packed as {weight.format} already")
-    reason = format_of(format).why_not(weight.shape)
+    shape = weight.transpose(1, 2).shape if transposed else weight.shape
+    reason = format_of(format).why_not(shape)
     if reason:
-        fits = [n for n, f in FORMATS.items() if not f.why_not(weight.shape)]
+        fits = [n for n, f in FORMATS.items() if not f.why_not(shape)]
         raise InputError(
             f"{where} of shape {tuple(weight.shape)} cannot be packed as {format}: {reason}; {', '.join(fits)} can"
         )
-    return _Place(owner, last)
+    return _Place(owner, last, transposed)
 
 
 def _pack(places: list[_Place], format: FormatName) -> None:
@@ -112,6 +114,6 @@ def _pack(places: list[_Place], format: FormatName) -> None:
     weight = places[0].owner._parameters[places[0].name]
     assert weight is not None
     with torch.inference_mode(False), torch.no_grad():
-        made = nn.Parameter(QuantizedWeight.of(weight, format), requires_grad=False)
-    for owner, name in places:
+        made = nn.Parameter(QuantizedWeight.of(weight, format, places[0].transposed), requires_grad=False)
+    for owner, name, _ in places:
         set_packed(owner, name, made)

@@ -25,7 +25,7 @@ def _say_once(operation: str, shape: tuple[int, ...]) -> None:
 
 
 class QuantizedWeight(Tensor):
-    """A frozen weight (E, R, C) of a floating-point ``dtype`` whose memory is packed.
+    """A frozen weight (E, ., .) of a floating-point ``dtype`` whose memory is packed.
 
     Taking an expert's matrix from it unpacks that one. Copies, moves to a device and conversions keep it packed; a conversion
     changes in which dtype it is read. Any other operation unpacks all of it, which is logged once.
@@ -33,44 +33,52 @@ class QuantizedWeight(Tensor):
     Args:
         packed, scales: as ``format`` (a name of `hexa_fx.formats.FORMATS`) says.
         dtype: in which it is read.
+        transposed: whether the matrices that are packed are the weight's, transposed. Formats share scales along rows, and rows are
+            to be those of (N, K).
     """
 
     packed: Tensor
     scales: tuple[Tensor, ...]
     format: str
+    transposed: bool
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, packed: Tensor, scales: Sequence[Tensor], format: str, dtype: torch.dtype) -> QuantizedWeight:
-        shape = format_of(format).shape_of(packed)
+    def __new__(
+        cls, packed: Tensor, scales: Sequence[Tensor], format: str, dtype: torch.dtype, transposed: bool = False
+    ) -> QuantizedWeight:
+        experts, rows, columns = format_of(format).shape_of(packed)
+        shape = (experts, columns, rows) if transposed else (experts, rows, columns)
         made: QuantizedWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=dtype, device=packed.device
         )
-        made.packed, made.scales, made.format = packed, tuple(scales), format
+        made.packed, made.scales, made.format, made.transposed = packed, tuple(scales), format, transposed
         for number, scale in enumerate(made.scales):
             setattr(made, f"scale{number}", scale)
         return made
 
     @classmethod
-    def of(cls, weight: Tensor, format: str) -> QuantizedWeight:
-        """A dense weight (E, R, C), packed expert by expert.
+    def of(cls, weight: Tensor, format: str, transposed: bool = False) -> QuantizedWeight:
+        """A dense weight (E, ., .), packed expert by expert.
 
         Raises:
             InputError: the format does not take this shape, or there is no such format.
         """
-        packed, *scales = format_of(format).pack_all(weight)
-        return cls(packed, scales, format, weight.dtype)
+        packed, *scales = format_of(format).pack_all(weight.transpose(1, 2) if transposed else weight)
+        return cls(packed, scales, format, weight.dtype, transposed)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantizedWeight({self.format}, {tuple(self.shape)}, {self.dtype}, device={self.device})"
 
     def expert(self, number: int) -> Tensor:
         """One expert's matrix, unpacked."""
-        return format_of(self.format).expert(self.packed, self.scales, number, self.dtype)
+        matrix = format_of(self.format).expert(self.packed, self.scales, number, self.dtype)
+        return matrix.t() if self.transposed else matrix
 
     def dense(self) -> Tensor:
         """All of it, unpacked."""
-        return format_of(self.format).dense(self.packed, self.scales, self.dtype)
+        matrices = format_of(self.format).dense(self.packed, self.scales, self.dtype)
+        return matrices.transpose(1, 2) if self.transposed else matrices
 
     @property
     def stored_bytes(self) -> int:
@@ -78,7 +86,7 @@ class QuantizedWeight(Tensor):
         return sum(t.numel() * t.element_size() for t in (self.packed, *self.scales))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["packed", *(f"scale{n}" for n in range(len(self.scales)))], (self.format, self.dtype)
+        return ["packed", *(f"scale{n}" for n in range(len(self.scales)))], (self.format, self.dtype, self.transposed)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], about: Any, size: Any, stride: Any) -> QuantizedWeight:
@@ -86,7 +94,8 @@ class QuantizedWeight(Tensor):
         return cls(inner["packed"], scales, *about)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restored, (self.packed, self.scales, self.format, self.dtype, isinstance(self, torch.nn.Parameter))
+        about = self.format, self.dtype, self.transposed, isinstance(self, torch.nn.Parameter)
+        return _restored, (self.packed, self.scales, *about)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
         copied = _restored(*pytree.tree_map_only(Tensor, Tensor.clone, self.__reduce_ex__(2)[1]))
@@ -123,12 +132,13 @@ class QuantizedWeight(Tensor):
         dtype = kwargs.get("dtype") or self.dtype
         kept = {key: value for key, value in kwargs.items() if key not in ("dtype", "memory_format")}
         packed, *scales = (func(t, *args, **kept) for t in (self.packed, *self.scales))
-        return QuantizedWeight(packed, scales, self.format, dtype)
+        return QuantizedWeight(packed, scales, self.format, dtype, self.transposed)
 
     def _overwrite(self, source: Tensor) -> QuantizedWeight:
         if not isinstance(source, QuantizedWeight):
-            packed, *scales = format_of(self.format).pack_all(source.to(self.device))
-        elif source.format == self.format:
+            numbers = source.to(self.device)
+            packed, *scales = format_of(self.format).pack_all(numbers.transpose(1, 2) if self.transposed else numbers)
+        elif (source.format, source.transposed) == (self.format, self.transposed):
             packed, *scales = source.packed, *source.scales
         else:
             raise InputError(f"a weight packed as {source.format} cannot be copied to one packed as {self.format}")
@@ -141,9 +151,9 @@ _SAME = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.defaul
 
 
 def _restored(
-    packed: Tensor, scales: Sequence[Tensor], format: str, dtype: torch.dtype, parameter: bool
+    packed: Tensor, scales: Sequence[Tensor], format: str, dtype: torch.dtype, transposed: bool, parameter: bool
 ) -> QuantizedWeight:
-    made = QuantizedWeight(packed, scales, format, dtype)
+    made = QuantizedWeight(packed, scales, format, dtype, transposed)
     return torch.nn.Parameter(made, requires_grad=False) if parameter else made  # type: ignore[return-value]
 
 

@@ -66,7 +66,7 @@ class HexaForward:
         self.small = {True: train.small if train else 0, False: eval.small if eval else 0}
         graphs = {True: train and train.graph, False: eval and eval.graph}
         self.weights = {mode: main_grad.parameters_of(graph) if graph else () for mode, graph in graphs.items()}
-        self.matrices = {mode: matrices_of(graph) if graph else () for mode, graph in graphs.items()}
+        self.matrices = {mode: matrices_of(graph) if graph else {} for mode, graph in graphs.items()}
         self.num_experts = {True: train.num_experts if train else None, False: eval.num_experts if eval else None}
         self.sites: dict[bool, RoutingSite | str] = {}
         self.restarted: list[Callable[[], None]] = []

@@ -25,13 +25,18 @@ def set_packed(owner: nn.Module, name: str, weight: nn.Parameter) -> None:
         owner.register_load_state_dict_pre_hook(_load)
 
 
-def matrices_of(graph: torch.fx.Graph) -> tuple[str, ...]:
-    """Paths of the weights that a rewritten graph's experts multiply by; empty if one is not read as it is."""
-    nodes = graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default)
-    operands = [node.args[place] for node in nodes for place in (3, 5, 7) if node.args[place] is not None]
-    if not all(isinstance(operand, torch.fx.Node) and operand.op == "get_attr" for operand in operands):
-        return ()
-    return tuple(dict.fromkeys(str(operand.target) for operand in operands if isinstance(operand, torch.fx.Node)))
+def matrices_of(graph: torch.fx.Graph) -> dict[str, str]:
+    """Paths of the weights that a rewritten graph's experts multiply by, with their layouts; empty if one is not read as it is."""
+    found: dict[str, str] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default):
+        for operand, layout in ((3, 12), (5, 12), (7, 13)):
+            weight = node.args[operand]
+            if weight is None:
+                continue
+            if not isinstance(weight, torch.fx.Node) or weight.op != "get_attr":
+                return {}
+            found[str(weight.target)] = str(node.args[layout])
+    return found
 
 
 def packed_parameters(module: nn.Module) -> dict[str, QuantizedWeight]:
@@ -59,7 +64,7 @@ def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
         keys = _keys(prefix, name, weight)
         if all(key in state for key in keys):
             packed, *scales = (_plain(state.pop(key)) for key in keys)
-            state[prefix + name] = QuantizedWeight(packed, scales, weight.format, weight.dtype)
+            state[prefix + name] = QuantizedWeight(packed, scales, weight.format, weight.dtype, weight.transposed)
 
 
 def _plain(value: Tensor) -> Tensor:
