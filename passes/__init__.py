@@ -103,6 +103,10 @@ class _Runs:
     found: Findings = field(default_factory=dict)
 
 
+_Differed = dict[tuple[Mode, str], VerificationResult]
+"""Of rewritten code that is not the block's, by mode and text."""
+
+
 class _NotRecorded(Refusal):
     """The block raised an error on the inputs."""
 
@@ -159,6 +163,7 @@ def _was_recorded(analysis: BlockAnalysis) -> bool:
 
 def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     best: BlockAnalysis | None = None
+    differed: _Differed = {}
     for attempt in ATTEMPTS:
         if attempt.alone and (best is None or best.match is None or not best.match.others):
             continue
@@ -166,7 +171,7 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
         crowd = max(
             (crowds_of(graph)[-1] for graph in graphs), default=CROWD
         )  # so that a capacity that the code names is exceeded
-        analysis = _analyse_on(observation, config, attempt, crowd)
+        analysis = _analyse_on(observation, config, attempt, crowd, differed)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis
         if best.match is None or all(check.ok for check in best.checks.values()):
@@ -175,7 +180,9 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
     return best
 
 
-def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt, crowd: int) -> BlockAnalysis:
+def _analyse_on(
+    observation: Observation, config: HexaConfig, attempt: Attempt, crowd: int, differed: _Differed
+) -> BlockAnalysis:
     started = time.perf_counter()
     args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens, attempt.scale)
     if attempt.crowded:
@@ -195,7 +202,9 @@ def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt, 
         request_kernels(found.captured, rewritten[mode], training=mode == "train")
         captured[mode], match = found.captured, match or found
     seconds = time.perf_counter() - started
-    checks = _check(observation, captured, rewritten, refusals, args, kwargs, config) if config.verify else {}
+    checks: dict[Mode, VerificationResult] = {}
+    if config.verify:
+        checks = _check(observation, captured, rewritten, refusals, args, kwargs, config, differed)
     return BlockAnalysis(observation.path, match, captured, rewritten, refusals, checks, seconds, tuple(runs.reads))
 
 
@@ -248,17 +257,22 @@ def _check(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     config: HexaConfig,
+    differed: _Differed,
 ) -> dict[Mode, VerificationResult]:
-    """Compares every rewritten mode with the original. One that differs becomes a refusal."""
+    """Compares every rewritten mode with the original. One that differs becomes a refusal, also if another attempt gives it."""
     checks: dict[Mode, VerificationResult] = {}
     for mode in list(rewritten):
         with _in_mode(observation.module, mode), at_block(observation.path, mode):
             same = [other for other in checks if captured[other].graph is captured[mode].graph]
             brief = any(checks[other].ok for other in same)
             settings = settings_of(captured[mode], config, brief)
+            code = mode, rewritten[mode].graph.python_code("self").src
+            known = differed.get(code) or next((checks[other] for other in same if not checks[other].ok), None)
             with announced("verify", rewritten[mode].graph) as done, muted(), torch_operators():
-                checks[mode] = verify(observation.module, rewritten[mode], args, kwargs, settings)
+                checks[mode] = known or verify(observation.module, rewritten[mode], args, kwargs, settings)
                 done.note = checks[mode].reason or "equal"
+            if any(case.outcome == "different" for case in checks[mode].cases):
+                differed[code] = checks[mode]
             if checks[mode].only_own_dtype or (brief and any(check.only_own_dtype for check in checks.values())):
                 rewritten[mode] = in_own_dtype_only(rewritten[mode])
         if not checks[mode].ok:

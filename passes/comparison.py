@@ -85,8 +85,9 @@ class Comparison:
         self.tolerance = settings.tolerance.get(subject.dtype, TOLERANCE[torch.float16])
 
     def cases(self) -> tuple[VerificationCase, ...]:
+        """Up to the first that differs: it is reason enough."""
         try:
-            return tuple(self._each())
+            return up_to_different(self._each())
         finally:
             self.state.restore()
 
@@ -251,6 +252,15 @@ def _repeated(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     return run
+
+
+def up_to_different(cases: Iterator[VerificationCase]) -> tuple[VerificationCase, ...]:
+    found = []
+    for case in cases:
+        found.append(case)
+        if case.outcome == "different":
+            break
+    return tuple(found)
 
 
 def size(batch: int, sequence: int) -> str:

@@ -22,7 +22,7 @@ from torch import nn
 from hexa_fx.capture.copies import deepcopied
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.size import float64_bytes, raises_in_pieces
-from hexa_fx.passes.comparison import Comparison, Subject, VerificationCase, size
+from hexa_fx.passes.comparison import Comparison, Subject, VerificationCase, size, up_to_different
 from hexa_fx.passes.float64_copy import float64_copy_or_none
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.perturbed_runs import PerturbedRuns
@@ -42,7 +42,7 @@ class VerificationResult:
 
     Args:
         ok: whether it may.
-        cases: the comparisons.
+        cases: the comparisons, up to the first that differs.
         seconds: what they took.
         reason: why it may not.
         dtype: of the comparison.
@@ -89,7 +89,7 @@ def verify(
                 runs = PerturbedRuns(
                     subject, forward, inputs, experts, tolerance, backward, settings.factors, settings.seed
                 )
-                cases += tuple(runs.cases())
+                cases += up_to_different(runs.cases())
         if any(case.outcome != "skipped" for case in cases):
             break
         log.info("%s is verified in its own precision: in %s %s", rewritten.path, dtype, _reason(cases))

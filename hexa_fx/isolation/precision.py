@@ -45,7 +45,7 @@ def raised(value: Any) -> Any:
     kind = type(value)
     if kind is torch.dtype:
         return torch.float64 if value in _LOWER else value
-    if kind is dict and value:
+    if isinstance(value, dict) and value:  # torch.fx has a class of its own
         return {key: raised(item) for key, item in value.items()}
     if kind in (tuple, list) and any(type(item) in _RAISED for item in value):
         return kind([raised(item) for item in value])

@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.lookup import lookup, own_names, place
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
+from hexa_fx.runtime.decoding import is_switch_of_generate
 from hexa_fx.runtime.guards import GuardMiss
 
 _AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now"
@@ -58,7 +59,7 @@ class Resolution:
             return
         found = place(holder, key)
         self._seen[id(holder), key] = found.value
-        if not alike(found.value, read.value):
+        if not alike(found.value, read.value) and not is_switch_of_generate(key, read.value, found.value):
             raise GuardMiss(_said(read, found.value))
         through = (read.is_global, read.root, read.steps) in self._through
         if isinstance(found.value, torch.Tensor) and not through:

@@ -1,0 +1,71 @@
+"""`generate` runs the operators, though it sets another `experts_implementation` while it decodes on a GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import hexa_fx
+from tests.zoo.compare import _CountHexa
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Qwen3MoeForCausalLM(config).eval()
+    model.set_experts_implementation("grouped_mm")
+    hexa_fx.optimize_(model, torch.randint(1, 64, (1, 12)))
+    assert model.config._experts_implementation == "grouped_mm"
+    return model
+
+
+@contextmanager
+def as_on_a_gpu(self: Any) -> Iterator[None]:
+    self.set_experts_implementation({"": "batched_mm"})
+    yield
+    self.set_experts_implementation({"": "grouped_mm"})
+
+
+def operators_in_generate(model: Any, new: int) -> int:
+    with _CountHexa() as count:
+        model.generate(torch.randint(1, 64, (1, 5)), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+    return count.calls
+
+
+def test_every_step_runs_the_operators(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(type(model), "_optimize_model_for_decode", as_on_a_gpu)
+    with caplog.at_level(logging.WARNING, logger="hexa_fx"):
+        more = operators_in_generate(model, 6) - operators_in_generate(model, 3)
+    assert more >= 3
+    assert "original forward" not in caplog.text
+
+
+def test_what_the_user_sets_is_run(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    ids = torch.randint(1, 64, (1, 5))
+    model.set_experts_implementation("batched_mm")
+    with caplog.at_level(logging.WARNING, logger="hexa_fx"), _CountHexa() as count, torch.no_grad():
+        model(ids)
+    assert count.calls == 0
+    assert "_experts_implementation_internal" in caplog.text
