@@ -1,10 +1,11 @@
 """Low-rank adapters on experts: one layer's forward and backward, and a whole step of a model, on one GPU.
 
-    python benchmarks/bench_adapters.py [layer] [model] [--rank 16] [--layers 6] [--tokens 16384] [--json FILE]
+    python benchmarks/bench_adapters.py [layer] [products] [model] [--rank 16] [--layers 6] [--tokens 16384] [--json FILE]
 
 `layer` is transformers' Qwen3-MoE experts at Qwen3-30B's widths with PEFT's ``target_parameters``. Rows: ``full`` trains the
 weights themselves, ``frozen`` has gradients of the input and the routing weights alone, ``adapters`` those of the adapters too,
-``peft`` is PEFT on ``grouped_mm``; all but the last are optimized by hexa_fx. Times as in bench_moe_layer.py. `model` has
+``peft`` is PEFT on ``grouped_mm``; all but the last are optimized by hexa_fx. Times as in bench_moe_layer.py. `products` are
+that layer's launches one by one, with the second product in the accumulator and without; narrow ones with a few tiles. `model` has
 `--layers` layers, in train mode: a step is forward, loss and backward, with adapters on attention, or on attention and experts.
 Peaks are above what was allocated before, with gradients there already.
 `--shrink 32 --device cpu --tokens 64` tries the script without a GPU.
@@ -15,6 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,10 @@ from real_blocks import make, tokens_of
 from torch import Tensor, nn
 
 import hexa_fx
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW
+from hexa_fx.cuda import gemm_sm90 as sm90
+from hexa_fx.cuda.kernel import NotBuilt
+from hexa_fx.ops.operands import Esmm, Estmm
 
 Row = dict[str, Any]
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -81,6 +88,67 @@ def inputs(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return x.requires_grad_(), ids, weights.bfloat16().requires_grad_(), dy
 
 
+def product_rows(options: argparse.Namespace) -> Iterator[Row]:
+    """One row a product of the adapted layer."""
+    config, ops = make("qwen3-30b", "meta", options.shrink).config, torch.ops.hexa
+    experts, top_k = config.num_experts, config.num_experts_per_tok
+    model, inner = config.hidden_size, config.moe_intermediate_size
+    x, ids, gates, dy = (t.detach() for t in inputs(options))
+    v, _, offs = ops.reindex(ids, experts)
+    n, rank = v.shape[0], options.rank
+    gathered, own = (v, offs, top_k), (None, offs, 1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, device=options.device) * 0.02
+
+    w1, w2, u = random(experts, 2 * inner, model), random(experts, model, inner), random(n, rank)
+    a, h = random(n, inner), random(n, 2 * inner)
+    a1, c1 = random(experts, rank, model), random(experts, 2 * inner, rank)
+    a2, c2 = random(experts, rank, inner), random(experts, model, rank)
+    act, none = ("silu", "concat", []), (None, None, None)
+    up, down = (x, w1, *none, *gathered, "nk", *act, True), (a, w2, None, *own, "nk")
+    da, dx = (dy, w2, h, gates, *gathered, "kn", *act), (h, w1, None, *own, "kn")
+    narrow = {
+        "x A1": Esmm(x, a1, None, *gathered, "nk"),
+        "a A2": Esmm(a, a2, None, *own, "nk"),
+        "dy C2": Esmm(dy, c2, None, *gathered, "kn"),
+        "dh C1": Esmm(h, c1, None, *own, "kn"),
+        "dA1": Estmm(x, u, v, None, offs, top_k, "nk"),
+        "dC1": Estmm(u, h, None, None, offs, 1, "nk"),
+        "dA2": Estmm(a, u, None, None, offs, 1, "nk"),
+        "dC2": Estmm(u, dy, None, v, offs, top_k, "nk"),
+    }
+    runs: dict[str, Callable[[], object]] = {
+        "up": lambda: ops.esmm_act(*up),
+        "up, second product": lambda: ops.esmm_act_low_rank(*up, u, c1, None),
+        "down": lambda: ops.esmm(*down),
+        "down, second product": lambda: ops.esmm_low_rank(*down, u, c2),
+        "dA": lambda: ops.esmm_act_backward(*da),
+        "dA, second product": lambda: ops.esmm_act_backward_low_rank(*da, u, a2),
+        "dX": lambda: ops.esmm(*dx),
+        "dX, second product": lambda: ops.esmm_low_rank(*dx, u, a1),
+    }
+    for name, record in narrow.items():
+        operator = ops.esmm if isinstance(record, Esmm) else ops.estmm
+        runs[name] = lambda operator=operator, record=record: operator(*record)
+        if options.device == "cpu":
+            continue
+        product: Any = sm90.esmm if isinstance(record, Esmm) else sm90.estmm
+        for tile in (replace(NARROW, stages=4), COOPERATIVE):
+            label = f"{name}, {tile.bm}x{tile.bn}, {tile.stages} stages"
+            runs[label] = lambda product=product, record=record, tile=tile: product(record, tile)
+    if options.device == "cpu":
+        milliseconds = {name: 1e3 * timed(lambda run=run: run(), 1)[0] for name, run in runs.items()}
+    else:
+        for run in runs.values():
+            with suppress(NotBuilt):
+                run()
+        wait_for_kernels()
+        milliseconds = steady(runs, options.turns, 0.2, 0.3)
+    for name, found in milliseconds.items():
+        yield {"question": "products", "product": name, "ms": round(found, 4)}
+
+
 def spread(model: nn.Module) -> None:
     """PEFT's adapters begin with zeros in one factor; random data takes the power that training takes."""
     for name, p in model.named_parameters():
@@ -114,6 +182,9 @@ def model_rows(options: argparse.Namespace) -> Iterator[Row]:
             del model, step
 
 
+QUESTIONS = {"layer": layer_rows, "products": product_rows, "model": model_rows}
+
+
 def main() -> None:
     """Prints a JSON line a row; `--json` keeps them with what they depend on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -129,7 +200,7 @@ def main() -> None:
     options = parser.parse_args()
     found: list[Row] = []
     for question in options.questions:
-        for row in (layer_rows if question == "layer" else model_rows)(options):
+        for row in QUESTIONS[question](options):
             print(json.dumps(row), flush=True)
             found.append(row)
         if options.json is not None:

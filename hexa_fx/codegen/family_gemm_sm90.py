@@ -50,7 +50,7 @@ class GemmShape:
     row_columns: int
     transpose_weight: bool
     column_sums: bool
-    low_rank: bool
+    low_rank: int
     borrow: bool
     staging_bytes: int
     max_experts: int
@@ -62,7 +62,7 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
     """Template values of `spec`.
 
     Options: ``store_h``, ``transpose`` (dW as (E, C, R)), ``cluster``, ``experts`` (room in the tables), ``swapped`` (see
-    mma/swapped_sm90.cuh), ``low_rank`` (row tiles add a second product).
+    mma/swapped_sm90.cuh), ``low_rank`` (row tiles add a second product, of which a step has so many parts of 16).
     """
     row, weight = spec.op != "estmm", spec.op in ("estmm", "esfk")
     kind = {"esmm_act": "activate", "esmm_act_backward": "activate_backward"}.get(spec.op, "store")
@@ -85,7 +85,7 @@ def gemm_shape(spec: KernelSpec) -> GemmShape:
         row_columns=spec.bn // 2 if paired or inter else spec.bn,
         transpose_weight=bool(spec.option("transpose", False)),
         column_sums=spec.op == "esfk",
-        low_rank=bool(spec.option("low_rank", False)),
+        low_rank=int(spec.option("low_rank")),
         borrow=_borrows(spec),
         staging_bytes=_chunks(spec) * CHUNK_BYTES,
         max_experts=_experts(spec),
@@ -165,7 +165,7 @@ def _check(spec: KernelSpec) -> Iterable[str]:
         )
     if spec.accumulate and spec.op in ROW_OPS:
         yield f"{spec.op} adds to nothing; estmm and esfk do"
-    if spec.op not in ROW_OPS and spec.option("low_rank", False):
+    if spec.op not in ROW_OPS and spec.option("low_rank"):
         yield f"{spec.op} has no second product; row products have"
     if not spec.aligned:
         yield "the copy engine needs 16-byte aligned addresses and strides"

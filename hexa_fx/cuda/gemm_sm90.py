@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS
+from hexa_fx.codegen.family_gemm_sm90 import LINE_BYTES, MAX_EXPERTS
 from hexa_fx.codegen.tiles_sm90 import TileChoice
 from hexa_fx.cuda.arguments_sm90 import (
     Maps,
@@ -34,6 +34,8 @@ from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from hexa_fx.ops.rows import flip
 
 FLOATS = (torch.bfloat16, torch.float16)
+INNER = 16
+"""Contraction of one wgmma of them."""
 
 
 def unsupported(*tensors: Tensor | None, experts: int) -> str:
@@ -237,9 +239,9 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     return dx, dw, db
 
 
-def _low_rank(added: Added | None) -> tuple[tuple[str, bool], ...]:
+def _low_rank(added: Added | None) -> tuple[tuple[str, int], ...]:
     """Options of a kernel that adds a second product."""
-    return () if added is None else (("low_rank", True),)
+    return () if added is None else (("low_rank", min(ceil_div(added.rank, INNER), LINE_BYTES // 2 // INNER)),)
 
 
 def _tiled(op: str, x: Tensor, *sizes: Any, **static: Any) -> tuple[GemmKey, TileChoice]:

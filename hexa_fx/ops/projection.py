@@ -44,9 +44,9 @@ class Projection(NamedTuple):
 
     @property
     def left(self) -> Tensor:
-        """``s C``."""
+        """``s C``, contiguous."""
         assert self.c is not None
-        return self.c if self.scale == 1 else self.c * self.scale
+        return (self.c if self.scale == 1 else self.c * self.scale).contiguous()
 
     def added(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """u (n, r) = ``x @ A^T``, and ``s C`` as the weight lies."""

@@ -131,6 +131,9 @@ def _of_this_call(wrapper: Any, block: Any) -> AbstractContextManager[Any]:
 def _factors(wrapper: Any, names: Sequence[str]) -> tuple[Tensor, Tensor]:
     """(E, P, r) and (E, r, Q) of all named adapters, side by side."""
     factors = [wrapper.get_delta_factors(name) for name in names]
+    if len(factors) == 1:
+        left, right, scale = factors[0]
+        return (scale * left).contiguous(), right
     return torch.cat([scale * lhs for lhs, _, scale in factors], 2), torch.cat([rhs for _, rhs, _ in factors], 1)
 
 

@@ -76,8 +76,8 @@ def test_results_leave_through_as_many_chunks_as_there_is_room_for(experts: int,
 @pytest.mark.parametrize("op", ROW_OPS)
 def test_a_row_product_that_adds_a_second_one_is_another_kernel_of_the_same_size(op: str) -> None:
     spec = spec_of(op)
-    adding = render(spec.with_options(low_rank=True))
-    assert "LowRank = true" in adding.text
+    adding = render(spec.with_options(low_rank=1))
+    assert "LowRank = 1" in adding.text
     assert "LowRank" not in render(spec).text
     assert adding.launch == render(spec).launch
 
@@ -85,7 +85,7 @@ def test_a_row_product_that_adds_a_second_one_is_another_kernel_of_the_same_size
 @pytest.mark.parametrize("op", ["estmm", "esfk"])
 def test_weight_gradients_have_no_second_product(op: str) -> None:
     with pytest.raises(SpecError, match="has no second product"):
-        render(spec_of(op).with_options(low_rank=True))
+        render(spec_of(op).with_options(low_rank=1))
 
 
 @pytest.mark.parametrize("op", ["esmm", "estmm"])

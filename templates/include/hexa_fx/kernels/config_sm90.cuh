@@ -64,7 +64,7 @@ struct TileConfig {
   static constexpr bool RowOp = Ops_ & 1, WeightOp = Ops_ & 2;
   static constexpr bool GatherRows = GatherRows_, GatherWeight = GatherWeight_;
   static constexpr bool AddGrad = false;            // weight tiles add to floats instead of storing T
-  static constexpr bool LowRank = false;            // row tiles add a second product
+  static constexpr int LowRank = 0;                 // row tiles add a second product: wgmma's parts of a step that are not zeros
   static constexpr int RowBox = Swapped ? 32 : 64;  // rows that the copy engine brings at a time
   static constexpr bool AnyGather = (RowOp && GatherRows) || (WeightOp && GatherWeight);
   static constexpr int Blocks = BM / (PingPong ? 64 : 128);  // of 64 rows, of a consumer warpgroup
@@ -83,8 +83,8 @@ inline constexpr Map kAddedRowsMap = kPMap, kAddedWeightMap = kQMap, kAddedUpMap
 // Steps of the contraction of a row tile's second product.
 template <class C>
 CUTE_DEVICE int low_rank_steps(const GroupedParams& p) {
-  static_assert(!C::LowRank || !C::WeightOp, "the maps and sizes of the second product are those of weight tiles");
-  if constexpr (C::LowRank) return ceil_div(p.R, int(C::BK));
+  static_assert(C::LowRank == 0 || !C::WeightOp, "the maps and sizes of the second product are those of weight tiles");
+  if constexpr (C::LowRank > 0) return ceil_div(p.R, int(C::BK));
   else return 0;
 }
 

@@ -46,11 +46,12 @@ struct Consumer {
       if constexpr (C::Kind == Epilogue::activate_backward) epilogue.begin();
       if constexpr (C::Borrow) give_back();
     };
+    const int low_rank = low_rank_steps<C>(p);
     wait_turn();
     if (C::Blocks > 1 && block_row(C::Blocks - 1) < t.rows)
-      loop.template run<C::Blocks, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
-    else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
-    else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none, begin);
+      loop.template run<C::Blocks, false>(sm, pipe, t.k_tiles, group, acc, none, begin, 0, low_rank);
+    else if (block_row(0) < t.rows) loop.template run<1, false>(sm, pipe, t.k_tiles, group, acc, none, begin, 0, low_rank);
+    else loop.template run<0, false>(sm, pipe, t.k_tiles, group, acc, none, begin, 0, low_rank);
     if constexpr (C::Kind == Epilogue::activate_backward) {
       uint32_t places = folded(tiles);
       epilogue.run(acc, pipe, places);

@@ -38,7 +38,7 @@ struct SwappedConsumer {
   CUTE_DEVICE void row_tile(const Tile& t) {
     float acc[C::BM / 2];
     const float add[2] = {bias(t, 0), bias(t, 1)};
-    SwappedLoop<C>{sm, group}.run(typename C::Widths{}, pipe, t, acc);
+    SwappedLoop<C>{sm, group, low_rank_steps<C>(p)}.run(typename C::Widths{}, pipe, t, acc);
     CUTE_UNROLL
     for (int s = 0; s < C::BM / Sheets<C>::kRows; ++s) {
       if (s * Sheets<C>::kRows >= t.rows) break;

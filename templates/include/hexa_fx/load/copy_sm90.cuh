@@ -84,7 +84,7 @@ struct Copier {
       load_weight<kWeightMap, kUpMap>(bar, t, k);
       pipe.template next<C::Stages>();
     }
-    if constexpr (C::LowRank) {
+    if constexpr (C::LowRank > 0) {
       for (int k = 0; k < to - own; ++k) {
         uint64_t* bar = open<false>(blocks * (C::RowBox * kLineBytes));
         load_rows(bar, t, k, blocks, kAddedRowsMap);

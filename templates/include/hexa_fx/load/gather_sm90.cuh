@@ -195,7 +195,7 @@ struct RelayWarp {
           Barrier::arrive(&sm.full[pipe.index]);
           pipe.template next<C::Stages>();
         }
-        if constexpr (C::LowRank) pipe.template skip<C::Stages>(low_rank_steps<C>(p));
+        if constexpr (C::LowRank > 0) pipe.template skip<C::Stages>(low_rank_steps<C>(p));
         if constexpr (C::Borrow) pipe.template next<C::Stages>();
       }
       __syncwarp();

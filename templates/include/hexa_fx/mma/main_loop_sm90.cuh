@@ -19,10 +19,10 @@ struct MainLoop {
   // A stage is given back when the step behind it is queued; in weight tiles, when that step's first product is: this keeps the tensor
   // cores busy meanwhile, and loads get most of a step more to come. Row tiles are no faster with that.
   // `Active` of the warpgroup's 64-row blocks hold rows. `group` is the consumer warpgroup. `meanwhile` is called once, behind the first step's
-  // multiplications. Of a weight tile's step 0 the first `odd` rows count.
+  // multiplications. Of a weight tile's step 0 the first `odd` rows count. The last `low_rank` steps are of the second product.
   template <int Active, bool Sum, class Acc, class Meanwhile>
   CUTE_DEVICE void run(Smem<C>& sm, Pipe& pipe, int k_tiles, int group, Acc& acc, ColumnSum<C>& sum, Meanwhile meanwhile,
-                       int odd = 0) {
+                       int odd = 0, int low_rank = 0) {
     Tensor a = make_tensor(make_smem_ptr(reinterpret_cast<T*>(sm.a)), typename M::LayoutA{});
     Tensor b = make_tensor(make_smem_ptr(reinterpret_cast<T*>(sm.b)), typename M::LayoutB{});
     auto slice = mma.get_slice(C::PingPong ? 0 : group * 128);
@@ -54,12 +54,12 @@ struct MainLoop {
       k = 1;
     }
     if (Weight) mma.accumulate_ = GMMA::ScaleOut::One;
-    for (; k < k_tiles; ++k) {
+    auto step = [&](auto parts) {
       Barrier::wait(&sm.full[pipe.index], pipe.phase);
       if constexpr (Active > 0) {
         warpgroup_arrive();
         CUTE_UNROLL
-        for (int kk = 0; kk < size<2>(fa); ++kk) {
+        for (int kk = 0; kk < parts; ++kk) {
           CUTE_UNROLL
           for (int m = 0; m < Active; ++m) gemm(mma, fa(_, m, kk, pipe.index), fb(_, 0, kk, pipe.index), acc(_, m, 0));
           mma.accumulate_ = GMMA::ScaleOut::One;
@@ -79,6 +79,11 @@ struct MainLoop {
       }
       previous = pipe.index;
       pipe.template next<C::Stages>();
+    };
+    const int whole = k_tiles - (Weight ? 0 : low_rank);
+    for (; k < whole; ++k) step(size<2>(fa));
+    if constexpr (!Weight && C::LowRank > 0) {
+      for (; k < k_tiles; ++k) step(Int<C::LowRank>{});
     }
     if constexpr (C::PingPong) NamedBarrier::arrive(256, kTurnBarrier + (group ^ 1));
     if constexpr (Active > 0) {

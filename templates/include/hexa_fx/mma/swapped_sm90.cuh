@@ -15,6 +15,7 @@ struct SwappedLoop {
   static_assert(is_same_v<typename Operand::Scale, Unscaled>, "this main loop multiplies operands as they lie in memory");
   Smem<C>& sm;
   int group;  // consumer warpgroup, 0 or 1
+  int low_rank;  // steps of the second product
 
   // The tile's product with `Rows` rows, of which some may be another tile's: their results go nowhere.
   template <int Rows>
@@ -31,14 +32,13 @@ struct SwappedLoop {
     for (int i = 0; i < Rows / 2; ++i) acc[i] = 0.f;
     fence();
     int previous = -1;
-#pragma unroll 1
-    for (int k = 0; k < t.k_tiles; ++k) {
+    auto step = [&](auto parts) {
       Barrier::wait(&sm.full[pipe.index], pipe.phase);
       if constexpr (C::GatherRows) cutlass::arch::fence_view_async_shared();
       const uint32_t a = a0 + pipe.index * Smem<C>::BBytes, b = b0 + pipe.index * Smem<C>::ABytes;
       warpgroup_arrive();
       CUTE_UNROLL
-      for (int kk = 0; kk < C::BK / Operand::kInner; ++kk) {
+      for (int kk = 0; kk < parts; ++kk) {
         const uint64_t weight = swizzled_operand(a + kk * kStepA);
         Wgmma<kFirst>::add(weight, swizzled_operand(b + kk * kStepB), acc);
         if constexpr (Rows > kFirst)
@@ -49,6 +49,12 @@ struct SwappedLoop {
       if (previous >= 0) release(sm, previous);
       previous = pipe.index;
       pipe.template next<C::Stages>();
+    };
+#pragma unroll 1
+    for (int k = 0; k < t.k_tiles - low_rank; ++k) step(Int<C::BK / Operand::kInner>{});
+    if constexpr (C::LowRank > 0) {
+#pragma unroll 1
+      for (int k = 0; k < low_rank; ++k) step(Int<C::LowRank>{});
     }
     warpgroup_wait<0>();
     fence();
