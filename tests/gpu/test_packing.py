@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -16,37 +17,34 @@ pytestmark = pytest.mark.gpu
 EXPERTS, ROWS, COLUMNS = 12, 3000, 1000
 
 
-def free() -> int:
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
-
-
 def test_a_list_moves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held is counted in this process: others share the device."""
     piece = 2 * 4 * ROWS * COLUMNS
     monkeypatch.setattr(shared_storage, "PIECE_BYTES", piece)
     monkeypatch.setattr(packing, "COPY_ELEMENTS", 0)
     block = nn.ModuleList(nn.Linear(COLUMNS, ROWS, bias=False, device="cuda") for _ in range(EXPERTS))
-    expected = torch.stack([expert.weight.detach() for expert in block])
-    before, least = free(), []
+    expected = torch.stack([expert.weight.detach().cpu() for expert in block])
+    held: list[int] = []
+    memories: list[weakref.ref[shared_storage.MappedMemory]] = []
     extend = shared_storage.MappedMemory.extend
 
     def watched(self: shared_storage.MappedMemory, nbytes: int) -> None:
         extend(self, nbytes)
-        least.append(torch.cuda.mem_get_info()[0])
+        held.append(torch.cuda.memory_allocated() + self.mapped)
+        memories.append(weakref.ref(self))
 
     monkeypatch.setattr(shared_storage.MappedMemory, "extend", watched)
+    before = torch.cuda.memory_allocated()
     read = PackedExperts(block, PackedWeight("w", (tuple(f"{e}.weight" for e in range(EXPERTS)),)))
     packed = read()
-    assert len(least) == EXPERTS // 2
-    torch.testing.assert_close(packed.detach(), expected, rtol=0, atol=0)
-    assert before - min(least) <= piece + (16 << 20)
+    assert len(held) == EXPERTS // 2
+    torch.testing.assert_close(packed.detach().cpu(), expected, rtol=0, atol=0)
+    assert max(held) <= before + piece + (4 << 20)
     (packed * 2).sum().backward()
     assert block[3].weight.grad is not None
     assert bool((block[3].weight.grad == 2).all())
-    x = torch.randn(5, COLUMNS, device="cuda")
-    torch.testing.assert_close(block[7](x), x @ expected[7].t())
-    with_block = free()
-    del packed, read, block
-    assert free() - with_block >= 4 * EXPERTS * ROWS * COLUMNS
+    x = torch.randn(5, COLUMNS)
+    torch.testing.assert_close(block[7](x.cuda()).cpu(), x @ expected[7].t(), rtol=1e-4, atol=1e-4)
+    del packed, read, block, x
+    gc.collect()
+    assert memories[0]() is None, "the memory is not given back"

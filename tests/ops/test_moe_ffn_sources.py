@@ -95,7 +95,9 @@ def exactly(name, given):
     t = given[name]
     if t is not None and f"format{name[1:]}" in given and name[0] == "w":
         t = format_of(given[f"format{name[1:]}"]).dense(t, given[f"s{name[1:]}"], given["x"].dtype)
-    return t if t is None or not t.is_floating_point() else t.detach().double().cpu()
+    if t is None:
+        return t
+    return (t.detach().double() if t.is_floating_point() else t).cpu()
 
 
 def pack(given, format, numbers="123"):
