@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import pathlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -171,10 +170,8 @@ def _attempt(act: Callable[[], str]) -> Verdict:
 def _reason(error: Exception) -> str:
     """One line, without addresses and symbols."""
     text = str(error)
-    caused = re.search(r"Caused by: (.*?)  #", text)
     if "data-dependent" in text:
-        line = caused.group(1).strip() if caused else ""
-        return "depends on data" + (f": `{line}`" if line else "")
+        return "depends on data"
     return f"{type(error).__name__}: {text.strip().splitlines()[0][:90]}" if text.strip() else type(error).__name__
 
 
