@@ -65,7 +65,9 @@ def test_every_file_of_a_walk_exists_and_comes_once(title):
 
 def test_a_model_takes_the_walk():
     walk, made = steps("A model"), []
-    called = next(number for number, (file, _) in enumerate(walk) if file.startswith("hexa_fx/runtime/guards"))
+    called = next(
+        number for number, (file, _) in enumerate(walk) if file.startswith("hexa_fx/runtime/attribute_guards")
+    )
     ran = trace(lambda: made.append(hexa_fx.optimize(*models.factory(), hexa_fx.HexaConfig(verify=False))))
     assert_in_order([step for step in walk[:called] if step[0] != "passes/verify.py"], ran)
     program._made.cache_clear()

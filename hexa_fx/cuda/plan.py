@@ -6,60 +6,32 @@ The addresses of a call are those of its operands, of what it allocates, of tile
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
-from itertools import accumulate, groupby
-from operator import itemgetter
-from struct import Struct
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import _C, Tensor
 
+from hexa_fx.cuda.batch import Batch, CallMemory, pointers_of
 from hexa_fx.cuda.choosing import Collection
 from hexa_fx.cuda.kernel import Kernel, NotBuilt
 from hexa_fx.cuda.planning import (
-    CannotPlan,
     Launch,
     Operand,
     Planning,
-    Pointer,
-    TensorMap,
-    TileQueue,
     TorchCall,
     contiguous_strides,
     replaced,
 )
-from hexa_fx.cuda.tile_queue import next_queue
 from hexa_fx.cuda.workspace import Part, lay_out
-from hexa_fx.jit.kernel import KernelHandle
-from hexa_fx.jit.tensormap import TENSOR_MAP_BYTES, address_offset, tensor_map
 from hexa_fx.ops import library
 
 _deterministic, _fills = _C._get_deterministic_algorithms, _C._get_deterministic_fill_uninitialized_memory
 
 _empty_strided: Callable[..., Tensor] | None = getattr(_C._dynamo.guards, "_empty_strided_cuda", None)
 """What compiled graphs allocate with, on the current device: quicker than the same through torch's dispatcher."""
-
-_struct = lru_cache(maxsize=1024)(Struct)
-_ADDRESSES = [ctypes.c_void_p * count for count in range(3)]
-_SOME_ADDRESS = 1 << 20
-"""For tensor maps whose address will be exchanged."""
-
-
-class _Memory:
-    """One call's tensors, their addresses behind a zero for what is not there, and where its workspace begins."""
-
-    __slots__ = ("addresses", "device", "tensors", "work")
-
-    def __init__(self, tensors: Sequence[Tensor], addresses: Sequence[int], device: torch.device) -> None:
-        self.tensors, self.addresses, self.device, self.work = [*tensors], [0, *addresses], device, 0
-
-    def add(self, t: Tensor) -> None:
-        self.tensors.append(t)
-        self.addresses.append(t.data_ptr())
 
 
 class CallPlan:
@@ -95,11 +67,11 @@ class CallPlan:
         self._at = {place: number for number, place in enumerate(places)}
         self._parts = parts
         for number, launch in enumerate(launch for launch in launches if 0 not in launch.grid):
-            for pointer in _pointers(launch):
+            for pointer in pointers_of(launch):
                 if isinstance(pointer, Operand) and pointer.place in parts:
                     parts[pointer.place].use(number)
         self.workspace = lay_out(parts.values())
-        self._runs: list[Callable[[_Memory], None]] | None = None
+        self._runs: list[Callable[[CallMemory], None]] | None = None
 
     def load(self) -> None:
         """Makes it ready to run.
@@ -113,11 +85,11 @@ class CallPlan:
         if self._runs is not None:
             return
         _load(self.kernels)
-        runs: list[Callable[[_Memory], None]] = []
+        runs: list[Callable[[CallMemory], None]] = []
         for launching, some in groupby(steps, lambda step: isinstance(step, Launch)):
             if launching:
                 launches = [step for step in some if isinstance(step, Launch) and 0 not in step.grid]
-                runs += [_Batch(launches, self._at, self._parts)] if launches else []
+                runs += [Batch(launches, self._at, self._parts)] if launches else []
             else:
                 runs += [self._torch(step) for step in some if isinstance(step, TorchCall)]
         self._runs, self._steps = runs, []
@@ -133,7 +105,7 @@ class CallPlan:
         Raises:
             DriverError: the driver refused a launch.
         """
-        memory = _Memory(tensors, addresses, device)
+        memory = CallMemory(tensors, addresses, device)
         if _empty_strided is None or (_deterministic() and _fills()):  # then torch writes to what is empty
             for shape, _, dtype in self._fresh:
                 memory.add(tensors[0].new_empty(shape, dtype=dtype))
@@ -154,10 +126,10 @@ class CallPlan:
             return tensors[at[found.place]]
         return replaced(found, lambda o: tensors[at[o.place]])
 
-    def _torch(self, call: TorchCall) -> Callable[[_Memory], None]:
+    def _torch(self, call: TorchCall) -> Callable[[CallMemory], None]:
         at = self._at
 
-        def run(memory: _Memory) -> None:
+        def run(memory: CallMemory) -> None:
             args = replaced(call.args, lambda o: memory.tensors[at[o.place]])
             with library.without_autocast():
                 found = call.function(*args, **call.kwargs)
@@ -195,7 +167,7 @@ def _needed(steps: Sequence[Launch | TorchCall], result: Any) -> list[Launch | T
     reads(result)
     for step in reversed(steps):
         if isinstance(step, Launch):
-            reads(_pointers(step))
+            reads(pointers_of(step))
         elif step.results and not any(made.place in read for made in step.results):
             continue
         else:
@@ -213,114 +185,3 @@ def _load(kernels: Iterable[Kernel]) -> None:
             missing = missing or error
     if missing is not None:
         raise missing
-
-
-class _Buffer(NamedTuple):
-    """The parameters of launches, and for each launch what `KernelHandle.queue` takes."""
-
-    memory: ctypes.Array[ctypes.c_char]
-    launches: tuple[tuple[KernelHandle, bytes, ctypes.Array[Any]], ...]
-
-
-class _Batch:
-    """Launches that follow each other. Their parameters lie one behind the other and are packed at once."""
-
-    def __init__(self, launches: Sequence[Launch], at: dict[int, int], parts: dict[int, Part]) -> None:
-        self._at, self._parts, self._queues = at, parts, 0
-        self._work, self._shifted, self._constants = list[int](), list[tuple[int, int]](), list[bytes]()
-        self._launches: list[tuple[Kernel, tuple[int, int, int], int, int]] = []
-        forms, numbers = "", list[tuple[int, int]]()
-        for launch in launches:
-            form, values = _fields(launch)
-            maps, size = TENSOR_MAP_BYTES * len(launch.maps), _struct(form).size
-            pad = -size % 8  # pointers of the next launch are aligned
-            forms += f"{form}{pad}x"
-            self._launches.append((launch.kernel, launch.grid, maps, size + pad))
-            numbers += map(self._number, values)
-        self._struct, self._known = _struct(forms), 1 + len(at)
-        first = (0, *accumulate((self._known, self._queues, len(self._work), len(self._shifted))))
-        self._pick = itemgetter(*[first[kind] + number for kind, number in numbers])
-        self._free: dict[int, list[_Buffer]] = {}
-
-    def _number(self, value: Pointer | bytes) -> tuple[int, int]:
-        """Kind of a value (address, queue, place in the workspace, place in a tensor, constant), and its number in the kind."""
-        if value is None:
-            return 0, 0
-        if isinstance(value, bytes):
-            self._constants.append(value)
-            return 4, len(self._constants) - 1
-        if isinstance(value, TileQueue):
-            self._queues += 1
-            return 1, self._queues - 1
-        assert isinstance(value, Operand)
-        if not value.numel():  # as torch gives an address
-            return 0, 0
-        part, more = self._parts.get(value.place), value.offset * value.element_size()
-        if part is not None:
-            self._work.append(part.offset + more)
-            return 2, len(self._work) - 1
-        number = 1 + self._at[value.place]
-        if not more:
-            return 0, number
-        self._shifted.append((number, more))
-        return 3, len(self._shifted) - 1
-
-    def __call__(self, memory: _Memory) -> None:
-        stream = _C._cuda_getCurrentRawStream(memory.device.index)
-        free = self._free.get(stream)
-        if free is None:
-            free = self._free.setdefault(stream, [])
-        try:
-            buffer = free.pop()  # whoever holds it has it alone: threads need no lock
-        except IndexError:
-            buffer = self._buffer(stream)
-        known, work = memory.addresses, memory.work
-        values = (
-            *known,
-            *[0] * (self._known - len(known)),
-            *[next_queue(memory.device) for _ in range(self._queues)],
-            *[work + offset for offset in self._work],
-            *[known[number] + more for number, more in self._shifted],
-            *self._constants,
-        )
-        self._struct.pack_into(buffer.memory, 0, *self._pick(values))
-        device = memory.device.index
-        for kernel, config, parameters in buffer.launches:
-            kernel.queue(device, config, parameters)
-        free.append(buffer)
-
-    def _buffer(self, stream: int) -> _Buffer:
-        memory = ctypes.create_string_buffer(self._struct.size)
-        launches, at = [], ctypes.addressof(memory)
-        for kernel, grid, maps, size in self._launches:
-            starts = (at, at + maps) if maps else (at,)
-            launches.append((kernel.handle, kernel.handle.config(grid, stream), _ADDRESSES[len(starts)](*starts)))
-            at += size
-        return _Buffer(memory, tuple(launches))
-
-
-def _pointers(launch: Launch) -> list[Pointer]:
-    """What a launch has the addresses of."""
-    of_maps = [one.tensor for one in launch.maps if one is not None]
-    return [*of_maps, *(pointer for pointers, _ in launch.pieces for pointer in pointers)]
-
-
-def _fields(launch: Launch) -> tuple[str, list[Pointer | bytes]]:
-    """The format of a launch's parameters, and their values."""
-    forms, values = zip(*map(_map_fields, launch.maps), strict=True) if launch.maps else ((), ())
-    form, flat = "".join(forms), [value for each in values for value in each]
-    for pointers, numbers in launch.pieces:
-        form += f"{len(pointers)}P{len(numbers)}s"
-        flat += [*pointers, numbers]
-    return form, flat
-
-
-def _map_fields(one: TensorMap | None) -> tuple[str, list[Pointer | bytes]]:
-    """Of a tensor map: what is before its address, the address, and what is after it."""
-    if one is None:
-        return f"{TENSOR_MAP_BYTES}s", [bytes(TENSOR_MAP_BYTES)]
-    at = address_offset()
-    if at is None:
-        raise CannotPlan("this driver's tensor maps do not hold the address as it is")
-    whole = tensor_map(_SOME_ADDRESS, *one.args)
-    return f"{at}sP{TENSOR_MAP_BYTES - at - 8}s", [whole[:at], one.tensor, whole[at + 8 :]]

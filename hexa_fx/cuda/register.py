@@ -7,70 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 from hexa_fx.cuda.modes import runs_torch_only
 
-Load = Callable[[], ModuleType]
+_ROWS = ("reindex", "combine", "ess", "ess_add", "activate", "activate_backward")
+_PRODUCTS = (
+    *("esmm", "esmm_act", "esmm_act_backward", "estmm", "estmm_add", "esfk", "esfk_add"),
+    *("esmm_low_rank", "esmm_act_low_rank", "esmm_act_backward_low_rank"),
+)
+_LAYERS = ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward")
+KERNELS = (*_ROWS, *_PRODUCTS, "esmm_packed", "moe_ffn_sources")
+"""The operators that have kernels, which run in the function of their name (`kernel`)."""
 
 
-def rows() -> ModuleType:
-    """The kernels that read and write rows."""
-    from hexa_fx.cuda import rows
+@cache
+def kernel(name: str) -> Callable[..., Any]:
+    """What runs ``hexa::<name>``. Imports it and all others."""
+    from hexa_fx.cuda import gemm, layer, packed_layer, rows, unpack
 
-    return rows
-
-
-def gemm() -> ModuleType:
-    """The kernels of products."""
-    from hexa_fx.cuda import gemm
-
-    return gemm
-
-
-def packed_layer() -> ModuleType:
-    """A layer with packed weights."""
-    from hexa_fx.cuda import packed_layer
-
-    return packed_layer
-
-
-def unpack() -> ModuleType:
-    """Products with packed weights."""
-    from hexa_fx.cuda import unpack
-
-    return unpack
-
-
-def layer() -> ModuleType:
-    """The operators of a whole layer."""
-    from hexa_fx.cuda import layer
-
-    return layer
-
-
-KERNELS: dict[str, Load] = {
-    "reindex": rows,
-    "combine": rows,
-    "ess": rows,
-    "activate": rows,
-    "activate_backward": rows,
-    "esmm": gemm,
-    "esmm_packed": unpack,
-    "esmm_act": gemm,
-    "esmm_act_backward": gemm,
-    "esmm_low_rank": gemm,
-    "esmm_act_low_rank": gemm,
-    "esmm_act_backward_low_rank": gemm,
-    "estmm": gemm,
-    "esfk": gemm,
-    "estmm_add": gemm,
-    "ess_add": rows,
-    "esfk_add": gemm,
-    "moe_ffn_sources": packed_layer,
-}
-"""By operator: what imports the module that holds its kernel under the operator's name."""
+    modules = {
+        rows: _ROWS,
+        gemm: _PRODUCTS,
+        unpack: ("esmm_packed",),
+        packed_layer: ("moe_ffn_sources",),
+        layer: _LAYERS,
+    }
+    found: Callable[..., Any] = next(getattr(module, name) for module, names in modules.items() if name in names)
+    return found
 
 
 @cache
@@ -81,21 +45,15 @@ def register() -> None:
     def by_torch(name: str) -> Callable[..., Any]:
         return lambda *args: library.kernel_for(name, "any")(*args)
 
-    for name, load in KERNELS.items():
-        library.register_kernel(name, "cuda", _lazy(name, load, by_torch(name)))
-    for name in ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward"):
-        moe_ffn_autograd.register_on_cuda(name, _lazy(name, layer, lambda general, *args: general(*args)))
+    for name in KERNELS:
+        library.register_kernel(name, "cuda", _lazy(name, by_torch(name)))
+    for name in _LAYERS:
+        moe_ffn_autograd.register_on_cuda(name, _lazy(name, lambda general, *args: general(*args)))
 
 
-def _lazy(name: str, load: Load, by_torch: Callable[..., Any]) -> Callable[..., Any]:
-    found: list[Callable[..., Any]] = []
+def _lazy(name: str, by_torch: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        return (by_torch if runs_torch_only() else kernel(name))(*args)
 
-    def kernel(*args: Any) -> Any:
-        if runs_torch_only():
-            return by_torch(*args)
-        if not found:
-            found.append(getattr(load(), name))
-        return found[0](*args)
-
-    kernel.__name__ = name
-    return kernel
+    run.__name__ = name
+    return run
