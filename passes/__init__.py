@@ -26,6 +26,7 @@ from torch import nn
 from torch.fx import Graph
 
 from hexa_fx.capture import CapturedBlock, capture
+from hexa_fx.capture.calls import raised_at
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.perturb import Replacements
 from hexa_fx.capture.probes import CROWD, crowded_inputs, crowds_of, probe_inputs
@@ -234,7 +235,7 @@ def _rewrite_mode(
     try:
         match = detect_all(record, runs.found, attempt.prefer_earliest, attempt.alone)
     except CaptureError as error:
-        return _NotRecorded(observation.path, str(error))
+        return _NotRecorded(observation.path, str(error), raised_at(error.__cause__))
     if isinstance(match, Refusal):
         return match
     with announced("rewrite", match.captured.graph) as done:

@@ -1,14 +1,13 @@
 """What an example holds fixed and a later call may not: the changes under which a rewritten block is tried.
 
-Every `Change` does one thing to a call or to the module, and says what. Several of them make a `Perturbation`, which is one
-comparison; `hexa_fx.passes.perturbed_runs` makes it, and takes it apart if the two forwards differ.
+`hexa_fx.passes.trial` says what a change is; `hexa_fx.passes.perturbed_runs` makes them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import record_of
-from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.raised_weight import stored
 from hexa_fx.passes.detect.graph import is_float, literals, operation
 from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.trial import Change, Perturbation, Trial
 
 _LIMITS = frozenset(
     "clamp clamp_ clamp_min clamp_min_ clamp_max clamp_max_ clip clip_ minimum maximum max min hardtanh hardtanh_ relu6 "
@@ -35,78 +33,20 @@ _MASKED = -1e4
 """Floats below it, of an argument without large positive ones, mark what is masked."""
 
 
-@dataclass
-class Trial:
-    """A call in the making: a module and what it is called with. `undo` puts the module back.
-
-    Args:
-        module: the module that is changed in place.
-        leaves: the arguments without their structure, changed in place.
-        names: of the leaves, for sentences.
-        generator: of random numbers.
-        experts: the weights of the experts.
-        state: what the module keeps besides its parameters, once a forward has run.
-    """
-
-    module: nn.Module
-    leaves: list[Any]
-    names: list[str]
-    generator: torch.Generator
-    experts: tuple[torch.Tensor, ...] = ()
-    state: ModuleState | None = None
-    before: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    def write(self, tensor: torch.Tensor, new: torch.Tensor) -> None:
-        """Puts other numbers into (part of) a parameter or buffer until `undo`."""
-        tensor = stored(tensor)
-        self.before.append((tensor, tensor.detach().clone()))
-        tensor.detach().copy_(new)
-
-    def undo(self) -> None:
-        while self.before:
-            tensor, value = self.before.pop()
-            tensor.detach().copy_(value)
-
-
-@dataclass(frozen=True)
-class Change:
-    """One change of a trial, and how a sentence names it."""
-
-    name: str
-    make: Callable[[Trial], None]
-
-
-@dataclass(frozen=True)
-class Perturbation:
-    """Changes that are tried together.
-
-    Args:
-        changes: in order.
-        size: (batch, sequence) of the call; None: the example's shapes.
-        finite: whether all of the original counts, be it an error, NaN or infinity; else only its finite results do.
-        gradients: whether gradients are compared too.
-        by_token: whether it counts only where the original still gives every other token what it gave before.
-    """
-
-    changes: tuple[Change, ...]
-    size: tuple[int, int] | None = None
-    finite: bool = True
-    gradients: bool = False
-    by_token: bool = False
-
-    @property
-    def name(self) -> str:
-        return ", ".join(change.name for change in self.changes)
-
-
-def perturbations(inputs: FreshInputs, module: nn.Module, factors: Sequence[float]) -> Iterator[Perturbation]:
+def perturbations(
+    inputs: FreshInputs, module: nn.Module, factors: Sequence[float], watched: Collection[str] = ()
+) -> Iterator[Perturbation]:
     """What is tried of a block.
 
     Args:
         inputs: the example call and fresh ones like it.
         module: the block.
         factors: on the tokens, from `factors_past_limits`.
+        watched: paths of submodules in whose other mode a guard leaves the call to the original.
     """
+    modes = tuple(_other_modes(module, watched))
+    if modes:
+        yield Perturbation(modes)
     fixed = (*_arguments(inputs, module), *_kept(module))
     if fixed:
         yield Perturbation(fixed, gradients=True)
@@ -205,6 +145,25 @@ def _in_attributes(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in child.__dict__.items():
             if isinstance(value, torch.Tensor) and not torch._debug_has_internal_overlap(value):
                 yield f"{path}.{name}".lstrip("."), value
+
+
+def _other_modes(module: nn.Module, watched: Collection[str]) -> Iterator[Change]:
+    """Submodules that ask for their mode and that no guard watches, each put into the other one apart from the block."""
+    for path, child in module.named_modules():
+        if path and path not in watched and _asks_for_mode(type(child)):  # type: ignore[arg-type]
+            yield Change(f"{path!r} in the other mode", partial(_flip, child))
+
+
+def _flip(module: nn.Module, trial: Trial) -> None:
+    module.training = not module.training
+    trial.modes.append(module)
+
+
+@cache
+def _asks_for_mode(kind: type) -> bool:
+    members = (member for base in kind.__mro__ if base is not nn.Module for member in vars(base).values())
+    codes = (getattr(getattr(member, "__func__", member), "__code__", None) for member in members)
+    return any("training" in code.co_names for code in codes if code is not None)
 
 
 def _moved(tensor: torch.Tensor) -> Callable[[Trial], None]:

@@ -21,7 +21,8 @@ from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.passes.comparison import Subject, VerificationCase
 from hexa_fx.passes.fresh_inputs import FreshInputs
-from hexa_fx.passes.perturbation import Change, Perturbation, Trial, argument_names, perturbations
+from hexa_fx.passes.perturbation import argument_names, perturbations
+from hexa_fx.passes.trial import Change, Perturbation, Trial
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward
@@ -56,7 +57,10 @@ class PerturbedRuns:
 
     def cases(self) -> Iterator[VerificationCase]:
         """One for every perturbation. Of one with several changes, the sentence names the change that makes a difference."""
-        for perturbation in perturbations(self.inputs, self.subject.module, self.factors):
+        module = self.subject.module
+        reads = self.forward.attributes[bool(module.training)].reads
+        watched = {read.root for read in reads if not read.is_global and read.steps == ("training",)}
+        for perturbation in perturbations(self.inputs, module, self.factors, watched):
             case = self._case(perturbation, perturbation.changes)
             if case.outcome == "equal" or len(perturbation.changes) == 1:
                 yield case

@@ -150,3 +150,27 @@ def user_location() -> SourceLocation | None:
             return SourceLocation(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+_AS_A_KEY = (
+    "it looks numbers up that it has read from tensors (by tolist() or item(), as keys of a dict, in a set), and a recorded run "
+    "knows them for its own tokens alone; leave what is chosen in tensors, as torch.where(ids == e) does"
+)
+
+
+def why_not_recorded(error: Exception) -> str:
+    """A sentence about an error that a block raises while it is recorded: of numbers that are symbolic then, what to do instead."""
+    if isinstance(error, Unreadable):
+        return str(error)
+    return _AS_A_KEY if "unhashable type: non-nested Sym" in str(error) else f"{type(error).__name__}: {error}"
+
+
+def raised_at(error: BaseException | None) -> SourceLocation | None:
+    """The innermost line of the user's code in an error's traceback."""
+    found, trace = None, error.__traceback__ if error is not None else None
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        if module != "torch" and not module.startswith(("torch.", "hexa_fx.", "contextlib")):
+            found = SourceLocation(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    return found

@@ -9,7 +9,6 @@ trace, such as an iterator, is noted as such, and a block that depends on it is 
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.access_log import KINDS
+from hexa_fx.capture.asked_of_python import asking_noted
 from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.collect import without_stand_in
 from hexa_fx.capture.ran_code import RanCode, is_ours
@@ -45,7 +45,6 @@ _TREE = frozenset(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children".split()
 )
 _OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference", "register_hook"})
-_OF_ENVIRONMENT = frozenset({"os", "_collections_abc", "collections.abc"})
 _PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
 _DEEPEST = 12
 
@@ -90,19 +89,16 @@ class PythonReads:
         """A context in which reads are noted, but for those of the garbage collector's callbacks: it waits until the end."""
         collected = gc.isenabled()
         gc.disable()
-        environment = os._Environ.__getitem__
-        os._Environ.__getitem__ = self._noting_environment(environment)  # type: ignore[method-assign]
         self._running = True
         for module in self._block.modules():
             self._patch(type(module))
         try:
-            with self.ran.noted():
+            with asking_noted(self._read), self.ran.noted():
                 yield
         finally:
             self._running = False  # what is met from now on stays as it is
             if collected:
                 gc.enable()
-            os._Environ.__getitem__ = environment  # type: ignore[method-assign]
             for cls, own in self._patched.items():
                 if own is None:
                     type.__delattr__(cls, "__getattribute__")
@@ -240,18 +236,6 @@ class PythonReads:
             self._read(holder, name)
         edge = Edge(holder, "__dict__", Names(own), Names(own))
         self._edges.setdefault(id(holder), {}).setdefault("__dict__", edge).scopes.add(self.scope())
-
-    def _noting_environment(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def __getitem__(environment: Any, key: str) -> Any:
-            frame: types.FrameType | None = sys._getframe(1)
-            while frame is not None and frame.f_globals.get("__name__") in _OF_ENVIRONMENT:
-                frame = frame.f_back
-            if frame is not None and is_users(str(frame.f_globals.get("__name__"))):
-                self._read(os, "environ")
-                self._read(os.environ, key)
-            return plain(environment, key)
-
-        return __getitem__
 
     def note_of_tensor(self, tensor: torch.Tensor, attribute: str) -> None:
         """Notes that the code asks something of a tensor that is no number of it, such as ``requires_grad``."""

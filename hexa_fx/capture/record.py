@@ -15,7 +15,7 @@ import torch.fx
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hexa_fx.capture.calls import Unreadable
+from hexa_fx.capture.calls import why_not_recorded
 from hexa_fx.capture.collect import Access, Collecting, puts
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import namespaces_of, visible_host
@@ -225,14 +225,10 @@ def _capture(
             accesses = collecting.accesses(recorder) if collecting else ()
             kept_before = {id(leaf) for leaf in tree_leaves(list(snapshot.values()))}
             kept_before |= {id(tensor) for tensor in reads.tensors()}
-    except CaptureError:
-        raise
-    except Unreadable as error:
-        raise CaptureError(str(error), path=path or type(block).__name__) from error
     except Exception as error:
-        if is_out_of_memory(error):
+        if isinstance(error, CaptureError) or is_out_of_memory(error):
             raise
-        raise CaptureError(f"{type(error).__name__}: {error}", path=path or type(block).__name__) from error
+        raise CaptureError(why_not_recorded(error), path=path or type(block).__name__) from error
     changed = [ChangedInPlace(holder.label, False, frozenset({""})) for holder, _ in given.changed()]
     changed += [ChangedInPlace(*found) for found in monitor.found()] if monitor else []
     kept = [item.value for item in stored if item.value is not UNKNOWN] + puts(accesses)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hexa_fx.capture import capture, record_of
+from hexa_fx.capture.calls import raised_at
 from hexa_fx.capture.replay import Replay
 from hexa_fx.errors import CaptureError
 
@@ -108,6 +109,21 @@ def test_a_write_through_a_view_is_seen_by_later_reads():
 def test_the_blocks_own_error_is_in_the_message(block):
     with pytest.raises(CaptureError, match=r"could not record 'here'.*RuntimeError"):
         capture(block, (torch.randn(2, 5, 7),), {}, path="here")
+
+
+def test_numbers_of_tensors_as_keys_are_named_with_the_place():
+    class Keyed(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = {number: place for place, number in enumerate(x.argmax(-1).tolist())}
+            return x * len(places)
+
+    with pytest.raises(
+        CaptureError, match=r"could not record 'Keyed': it looks numbers up .* leave what is chosen"
+    ) as found:
+        capture(Keyed(), (torch.randn(3, 4),), {})
+    place = raised_at(found.value.__cause__)
+    assert place is not None
+    assert place.file == __file__
 
 
 def test_wrong_arguments_are_named(block):

@@ -70,6 +70,29 @@ class FreeOfNan(ListMoE):
         return torch.nan_to_num(super().forward(hidden))
 
 
+class Dropped(ListMoE):
+    """Dropout that may be switched on apart from the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.drop(super().forward(hidden))
+
+
+class WithoutOnes(ListMoE):
+    """A result without a batch of one."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden).squeeze(0)
+
+
+class WithoutSequencesOfOne(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden).squeeze(1)
+
+
 FORGOTTEN: dict[type[nn.Module], str] = {
     Scaled: "other numbers in 'scale'",
     Switched: "other numbers in 'on'",
@@ -77,6 +100,9 @@ FORGOTTEN: dict[type[nn.Module], str] = {
     ClampedFarOut: "tokens of other magnitudes",
     Bounded: "tokens of other magnitudes",
     FreeOfNan: "NaN",
+    Dropped: "'drop' in the other mode",
+    WithoutOnes: "batch 1, sequence 7",
+    WithoutSequencesOfOne: "batch 6, sequence 1",
 }
 
 
@@ -124,6 +150,13 @@ class Strict(ListMoE):
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         torch.zeros(1, device=hidden.device)[ids]
         return super().forward(hidden)
+
+
+def test_submodules_are_in_their_modes_again() -> None:
+    block = Dropped().eval()
+    plain = list_rewritten(False)
+    verify(block, replace(plain, guards=plain.guards[:1]), (torch.randn(2, 6, D),))
+    assert not any(module.training for module in block.modules())
 
 
 def test_where_the_original_raises_both_must() -> None:

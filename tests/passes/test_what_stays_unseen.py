@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import threading
 import time
 from array import array
@@ -32,6 +33,26 @@ LOCAL = threading.local()
 class WithFunction(ListMoE):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return scaled(super().forward(hidden))
+
+
+log = logging.getLogger(__name__)
+
+
+class Logging(ListMoE):
+    """Hangs on whether somebody wants to see debugging messages."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = super().forward(hidden)
+        return out * 2 if log.isEnabledFor(logging.DEBUG) else out
+
+
+class ByLevel(ListMoE):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = log.getChild("inner")
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * (self.log.getEffectiveLevel() + 1)
 
 
 class InFloat32(ListMoE):
@@ -126,6 +147,9 @@ def set_function(model: nn.Module) -> None:
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
     monkeypatch.setattr(scaled, "by", 1.0)
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    monkeypatch.setattr(log, "level", logging.NOTSET)
+    log.manager._clear_cache()
     torch.manual_seed(0)
 
 
@@ -158,6 +182,17 @@ def test_own_code_runs_where_it_gives_something_else(
     expected, found = original(given), opt(given)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("wake", [lambda: log.setLevel(logging.DEBUG), lambda: logging.root.setLevel(logging.DEBUG)])
+@pytest.mark.parametrize("block", [Logging, ByLevel])
+def test_the_level_of_a_logger_is_a_condition(block: type[nn.Module], wake: Callable[[], None]) -> None:
+    original, opt = optimized(block)
+    assert opt.report.rewritten, opt.report
+    given = tokens()
+    torch.testing.assert_close(opt(given), original(given))
+    wake()
+    torch.testing.assert_close(opt(given), original(given))
 
 
 def test_inference_mode_is_asked_for() -> None:
