@@ -13,19 +13,6 @@ _turns: dict[int, int] = {}
 _making = Lock()
 
 
-class TileQueue:
-    """The next free queue of a device, another one at every look (`hexa_fx.cuda.arguments.Pointer`)."""
-
-    __slots__ = ("device",)
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def data_ptr(self) -> int:
-        """Its address."""
-        return next_queue(self.device)
-
-
 def next_queue(device: torch.device) -> int:
     """Address of two zeros, which the kernel leaves zero, so that a ring of them serves all streams.
 
