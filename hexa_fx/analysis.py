@@ -26,6 +26,7 @@ from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.warmup import Example
+from hexa_fx.sources.packed_parameters import unpacked
 
 ExampleInputs: TypeAlias = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -159,7 +160,8 @@ def _analyse_level(
     known = cache.find(observation)
     if known is not None:
         return moved_to(known, observation.path), known.path
-    analysis = analyse(observation, config)
+    with unpacked(observation.module):
+        analysis = analyse(observation, config)
     cache.add(observation, analysis)
     return analysis, None
 

@@ -32,6 +32,7 @@ from hexa_fx.runtime.install import install, is_installed, uninstall
 from hexa_fx.runtime.preflight import check_model
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
+from hexa_fx.sources.packed_parameters import adopt_loaded, packed_parameters
 from hexa_fx.tracing import tracing
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def optimize_(
     if mesh is not None and example_inputs is None and (partition is None or partition.batch is None):
         raise InputError("the example inputs stand for the global batch: give them, or PartitionConfig(batch=...)")
     example_inputs = example_tokens(model) if example_inputs is None else example_inputs
+    adopt_loaded(model)
     inspector = Inspector()
     with torch.inference_mode(False), tracing() as trace, listening(inspector.see), kernels_requested():
         found = analyse_model(model, example_inputs, config, inspector)
@@ -137,6 +139,8 @@ def optimize_(
                 block = model.get_submodule(analysis.path)
                 forms = {mode: _finished(form, config) for mode, form in analysis.rewritten.items()}
                 installed[analysis.path] = install(block, forms.get("train"), forms.get("eval"))
+                if packed_parameters(block):  # its own code would unpack
+                    installed[analysis.path].small = {True: 0, False: 0}
             report = with_forwards(report, installed)
             request_kernels_of_steps(model, found.unusual_examples)
         graphs = Graphs.of(found.analyses, inspector)

@@ -18,7 +18,8 @@ SPREAD = (
 )
 QUANTISED = (
     "it holds quantised weights, which cannot be read as matrices ({}); a block is rewritten if the quantiser leaves its modules "
-    "as they are (llm_int8_skip_modules, modules_to_not_convert), or if the model is optimized before it is quantised"
+    "as they are (llm_int8_skip_modules, modules_to_not_convert), or if the model is optimized before it is quantised "
+    "(hexa_fx.quantize_experts_ packs stacked experts)"
 )
 _PACKAGES = frozenset("torchao bitsandbytes auto_gptq gptqmodel awq hqq quanto optimum compressed_tensors".split())
 _MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")

@@ -66,7 +66,7 @@ class FourBit(Format):
         pairs = sorted(enumerate(self.values), key=lambda pair: (pair[1], -pair[0]))
         code_of = {value: code for code, value in pairs}  # of the two zeros the positive one
         ordered = torch.tensor(list(code_of), dtype=torch.float32, device=blocks.device)
-        nearest = torch.bucketize(blocks, (ordered[1:] + ordered[:-1]) / 2)
+        nearest = torch.bucketize(blocks.contiguous(), (ordered[1:] + ordered[:-1]) / 2)
         return torch.tensor(list(code_of.values()), dtype=torch.uint8, device=blocks.device)[nearest]
 
     def _packed(self, codes: Tensor, shape: Sequence[int]) -> Tensor:

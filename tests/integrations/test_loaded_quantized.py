@@ -1,0 +1,99 @@
+"""Models whose experts are packed when they are optimized: transformers' FP8 modules, and models that were packed before."""
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.errors import InputError
+from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.sources.packed_parameters import packed_parameters
+from tests.api.test_quantize import D as WIDTH
+from tests.api.test_quantize import Model
+
+fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+E, D, H = 4, 256, 128
+
+
+def loaded():
+    """A layer as `from_pretrained` leaves it for a checkpoint in FP8 blocks."""
+    from transformers import Qwen3MoeConfig
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(hidden_size=D, moe_intermediate_size=H, num_experts=E, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    experts = fp8.FP8Experts(config, block_size=(128, 128))
+    for name in ("gate_up_proj", "down_proj"):
+        weight, scales = getattr(experts, name), getattr(experts, f"{name}_scale_inv")
+        weight.data = (torch.randn(weight.shape) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        scales.data = torch.rand(scales.shape) / 1000 + 1e-4
+        weight.requires_grad_(False)
+        scales.requires_grad_(False)
+    return experts
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.experts = loaded()
+
+    def forward(self, x):
+        weights, index = self.router(x).softmax(-1).topk(2)
+        return x + self.experts(x, index, weights)
+
+
+def by_their_weights(layer, x):
+    """The layer with what transformers' own function makes of its weights."""
+    weights, index = layer.router(x).softmax(-1).topk(2)
+    first, second = (
+        fp8._dequantize_fp8_weight(
+            getattr(layer.experts, name), getattr(layer.experts, f"{name}_scale_inv"), (128, 128), x.dtype
+        )
+        for name in ("gate_up_proj", "down_proj")
+    )
+    y = x.clone()
+    for e in range(E):
+        token, slot = torch.where(index == e)
+        gate, up = (x[token] @ first[e].t()).chunk(2, -1)
+        y = y.index_add(0, token, (nn.functional.silu(gate) * up @ second[e].t()) * weights[token, slot, None])
+    return y
+
+
+def test_fp8_experts_of_transformers_are_read_as_they_are():
+    layer, x = Layer(), torch.randn(40, D)
+    original = Layer()
+    original.load_state_dict(layer.state_dict())
+    made = hexa_fx.optimize_(layer, x)
+    assert {p.format for p in packed_parameters(made).values()} == {"fp8_block"}
+    assert "packed as fp8_block" in str(made.report)
+    assert made.experts.gate_up_proj.packed.data_ptr() != 0
+    outcomes = []
+    for function, of in ((made, made), (lambda x: by_their_weights(original, x), original)):
+        rows = x.clone().requires_grad_()
+        y = function(rows)
+        outcomes.append((y, *torch.autograd.grad(y.square().sum(), (rows, of.router.weight))))
+    for found, expected in zip(*outcomes, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_scales_of_other_blocks_are_refused():
+    layer = Layer()
+    layer.experts.down_proj_scale_inv = nn.Parameter(torch.ones(E, 4, 2), requires_grad=False)
+    with pytest.raises(InputError, match="load the model dequantised"):
+        hexa_fx.optimize_(layer, torch.randn(40, D))
+
+
+@pytest.mark.parametrize("format", ["nf4", "mxfp4"])
+def test_a_packed_model_is_optimized_again(format):
+    torch.manual_seed(0)
+    x = torch.randn(20, WIDTH, dtype=torch.float64, requires_grad=True)
+    model = hexa_fx.undo_(hexa_fx.quantize_experts_(hexa_fx.optimize_(Model(), x.detach()), format))
+    expected = model(x)
+    gradient = torch.autograd.grad(expected.square().sum(), x)[0]
+    made = hexa_fx.optimize_(model, x.detach())
+    assert len(made.report.rewritten) == 2
+    assert all(isinstance(block.first, QuantizedWeight) for block in made.blocks), "packed again after the analysis"
+    found = made(x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), x)[0], gradient)
