@@ -22,22 +22,25 @@ def say_once(reason: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class AdaptedWeight:
-    """``weight + left @ right``, which is formed only where something asks for it that does not know this class.
+    """``weight + scale * left @ right``, which is formed only where something asks for it that does not know this class.
 
     Args:
         weight: (E, P, Q), in either layout.
-        left, right: (E, P, r) and (E, r, Q), scaled.
+        left, right: (E, P, r) and (E, r, Q), in any floating dtype.
+        scale: what their product is multiplied by.
     """
 
     weight: Tensor
     left: Tensor
     right: Tensor
+    scale: float = 1.0
 
     def dense(self) -> Tensor:
         """The sum, in the weight's dtype."""
         say_once("the rewritten block does more with the weight than multiply by it")
         with torch.autocast(self.weight.device.type, enabled=False):
-            return torch.baddbmm(self.weight, self.left, self.right)
+            left, right = (factor.to(self.weight.dtype) for factor in (self.left, self.right))
+            return torch.baddbmm(self.weight, left, right, alpha=self.scale)
 
     def factors(self, layout: str) -> tuple[Tensor, Tensor]:
         """A (E, r, K) and C (E, N, r) of `hexa::moe_ffn_sources`."""

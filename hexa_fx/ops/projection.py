@@ -28,7 +28,7 @@ class Projection(NamedTuple):
         scales: that go with a packed weight.
         format: a name of `hexa_fx.formats.FORMATS`, or `DENSE`.
         bias: (E, N) or None.
-        a, c: (E, r, K) and (E, N, r), any strides; both None where there is no addition.
+        a, c: (E, r, K) and (E, N, r), any strides and dtype; both None where there is no addition.
         scale: s.
         layout: of the weight.
     """
@@ -42,15 +42,16 @@ class Projection(NamedTuple):
     scale: float
     layout: str
 
-    @property
-    def left(self) -> Tensor:
-        """``s C``, contiguous."""
+    def left(self, rows: Tensor) -> Tensor:
+        """``s C`` for products with these rows."""
         assert self.c is not None
-        return (self.c if self.scale == 1 else self.c * self.scale).contiguous()
+        c = _multiplied_with(rows, self.c)
+        return c if self.scale == 1 else c * self.scale
 
     def added(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """u (n, r) = ``x @ A^T``, and ``s C`` as the weight lies."""
-        return u, self.left if self.layout == "nk" else self.left.transpose(1, 2)
+        c = self.left(u)
+        return u, c if self.layout == "nk" else c.transpose(1, 2)
 
 
 class Rows(NamedTuple):
@@ -66,9 +67,14 @@ class Rows(NamedTuple):
         return Rows(None, self.offs, 1)
 
 
+def _multiplied_with(rows: Tensor, factor: Tensor) -> Tensor:
+    """A factor in the rows' dtype, contiguous. Copies are made where they are read, so that none is kept for backward."""
+    return factor.to(rows.dtype, memory_format=torch.contiguous_format).contiguous()
+
+
 def narrowed(x: Tensor, p: Projection, rows: Rows) -> Tensor | None:
     """``x @ A^T`` (n, r); None without an addition."""
-    return None if p.a is None else _OPS.esmm(x, p.a, None, *rows, "nk")
+    return None if p.a is None else _OPS.esmm(x, _multiplied_with(x, p.a), None, *rows, "nk")
 
 
 def project(x: Tensor, p: Projection, rows: Rows, u: Tensor | None) -> Tensor:
@@ -78,14 +84,15 @@ def project(x: Tensor, p: Projection, rows: Rows, u: Tensor | None) -> Tensor:
 
 def narrowed_gradient(g: Tensor, p: Projection, rows: Rows) -> Tensor | None:
     """The gradient of `narrowed` from that of the projection's result, ``g @ (s C)`` (n, r); None without an addition."""
-    return None if p.c is None else _OPS.esmm(g, p.left, None, *rows, "kn")
+    return None if p.c is None else _OPS.esmm(g, p.left(g), None, *rows, "kn")
 
 
 def added_gradient(p: Projection, t: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """What the rows' gradient has besides ``g @ W``: t (n, r), and A as the weight is read there."""
     if t is None or p.a is None:
         return None
-    return t, p.a if p.layout == "nk" else p.a.transpose(1, 2)
+    a = _multiplied_with(t, p.a)
+    return t, a if p.layout == "nk" else a.transpose(1, 2)
 
 
 def input_gradient(g: Tensor, p: Projection, rows: Rows, t: Tensor | None) -> Tensor:
@@ -117,7 +124,7 @@ def side_by_side(
     before, width, wide = 0, sum(each.shape[1] for each in given), []
     for p, each in zip(first, u, strict=True):
         rank = 0 if each is None else each.shape[1]
-        c = p.left if rank else p.weight.new_zeros((p.weight.shape[0], columns_of(p.weight, p.layout), 0))
+        c = p.left(given[0]) if rank else p.weight.new_zeros((p.weight.shape[0], columns_of(p.weight, p.layout), 0))
         c = torch.nn.functional.pad(c, (before, width - before - rank))
         wide.append(c if p.layout == "nk" else c.transpose(1, 2))
         before += rank
@@ -144,8 +151,8 @@ def factor_gradients(
     da = dc = None
     top_k = max(of_x.top_k, of_g.top_k)
     if needs[0] and t is not None:
-        da = _OPS.estmm(x, t, of_x.v, None, of_x.offs, top_k, "nk")
+        da = _OPS.estmm(x, t, of_x.v, None, of_x.offs, top_k, "nk").type_as(p.a)
     if needs[1] and u is not None:
-        dc = _OPS.estmm(u, g, None, of_g.v, of_g.offs, top_k, "nk")
+        dc = _OPS.estmm(u, g, None, of_g.v, of_g.offs, top_k, "nk").type_as(p.c)
         dc = dc if p.scale == 1 else dc.mul_(p.scale)
     return da, dc

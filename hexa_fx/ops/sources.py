@@ -14,7 +14,6 @@ from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import flip
 
 _OPS = torch.ops.hexa
-_NO_ADDITION = [1.0] * 3
 
 
 def is_source(weight: Any) -> bool:
@@ -34,7 +33,9 @@ def moe_ffn(*args: Any) -> Any:
     factors = [factor for source in all_of for factor in source.factors]
     packed = *(source.scales for source in all_of), [source.format for source in all_of]
     static = activation, glu, params, layout1, second.layout, recompute_h
-    return _OPS.moe_ffn_sources.default(x, index, gates, *operands, *factors, _NO_ADDITION, *packed, *static)
+    return _OPS.moe_ffn_sources.default(
+        x, index, gates, *operands, *factors, [source.scale for source in all_of], *packed, *static
+    )
 
 
 class _Source(NamedTuple):
@@ -44,6 +45,7 @@ class _Source(NamedTuple):
     scales: tuple[Tensor, ...]
     format: str
     factors: tuple[Tensor | None, Tensor | None]
+    scale: float
     layout: str
 
     def read_as(self, layout: str) -> _Source:
@@ -58,10 +60,10 @@ class _Source(NamedTuple):
 def _source(weight: Any, layout: str) -> _Source:
     adapted = isinstance(weight, AdaptedWeight)
     base = weight.weight if adapted else weight
-    factors = weight.factors(layout) if adapted else (None, None)
+    factors, scale = (weight.factors(layout), weight.scale) if adapted else ((None, None), 1.0)
     if not isinstance(base, QuantizedWeight):
-        return _Source(base, (), DENSE, factors, layout)
-    return _Source(base.packed, base.scales, base.format, factors, flip(layout) if base.transposed else layout)
+        return _Source(base, (), DENSE, factors, scale, layout)
+    return _Source(base.packed, base.scales, base.format, factors, scale, flip(layout) if base.transposed else layout)
 
 
 def esmm(x: Tensor, weight: Any, *rest: Any) -> Any:

@@ -27,7 +27,7 @@ class Arguments(NamedTuple):
 
     Args:
         w1, w3, w2: as in `hexa_fx.ops.moe_ffn`, or packed.
-        a1 to c2: factors A (E, r, K) and C (E, N, r) of each projection's addition.
+        a1 to c2: factors A (E, r, K) and C (E, N, r) of each projection's addition, in any floating dtype.
         alphas: what the three additions (of w1, w3, w2) are multiplied by.
         s1, s3, s2: scale tensors of packed weights, otherwise empty.
         formats: of w1, w3 and w2, a name of `hexa_fx.formats.FORMATS`, or ``dense``.
@@ -102,7 +102,11 @@ def check(*args: object) -> None:
             check_packed(OP, name, o.x, weight, scales, format)
     shaped = o.shaped(o.x)
     check_moe_ffn(*shaped[:9], *shaped[20:])
-    checks.check_floating(OP, ("x", *OPERANDS[8:]), (o.x, *o[9:15]))
+    for name, factor in zip(OPERANDS[8:], o[9:15], strict=True):
+        if factor is not None and (factor.dtype not in checks.FLOATING or factor.device != o.x.device):
+            raise InputError(
+                f"hexa::{OP}: {name} is {factor.dtype} on {factor.device}; expected numbers on {o.x.device}"
+            )
     weights = (shaped.w1, o.a1, o.c1, o.layout1), (shaped.w3, o.a3, o.c3, o.layout1), (shaped.w2, o.a2, o.c2, o.layout2)
     for weight, a, c, layout in weights:
         _check_factors(weight, a, c, layout)

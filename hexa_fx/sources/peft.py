@@ -128,13 +128,29 @@ def _of_this_call(wrapper: Any, block: Any) -> AbstractContextManager[Any]:
     return adapters.active(wrapper.parameter_name, adapter)
 
 
-def _factors(wrapper: Any, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """(E, P, r) and (E, r, Q) of all named adapters, side by side."""
-    factors = [wrapper.get_delta_factors(name) for name in names]
+def _factors(wrapper: Any, names: Sequence[str]) -> tuple[Tensor, Tensor, float]:
+    """(E, P, r) and (E, r, Q) of all named adapters, side by side, and what the product is multiplied by."""
+    factors = [type(wrapper).get_delta_factors(_Wrapper(wrapper, name), name) for name in names]
     if len(factors) == 1:
         left, right, scale = factors[0]
-        return (scale * left).contiguous(), right
-    return torch.cat([scale * lhs for lhs, _, scale in factors], 2), torch.cat([rhs for _, rhs, _ in factors], 1)
+        return left, right, scale
+    left, right = torch.cat([scale * lhs for lhs, _, scale in factors], 2), torch.cat([rhs for _, rhs, _ in factors], 1)
+    return left, right, 1.0
+
+
+class _Wrapper:
+    """A wrapper as PEFT's method sees it that casts factors to the dtype of the parameter: here, of the adapter, so that these are
+    views of the adapter's own weights, and no copy is kept for backward.
+    """
+
+    def __init__(self, wrapper: Any, name: str) -> None:
+        self._wrapper, self._name = wrapper, name
+
+    def get_param(self) -> Any:
+        return self._wrapper.lora_A[self._name].weight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapper, name)
 
 
 def _callers() -> Iterator[Any]:

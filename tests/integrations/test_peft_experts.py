@@ -208,6 +208,22 @@ def test_frozen_experts_without_adapters_have_no_gradient_kernels_and_keep_no_in
     assert launches.largest < weight
 
 
+def test_backward_keeps_the_adapters_own_weights_and_no_copies():
+    model, ids = made()
+    model = peft.get_peft_model(hexa_fx.optimize_(model.bfloat16(), ids, CONFIG), lora())
+    weights = [p for n, p in model.named_parameters() if "lora" in n]
+    assert {p.dtype for p in weights} == {torch.float32}
+    model(ids)
+    saved = set()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.add(t.untyped_storage().data_ptr()) or t, lambda t: t
+    ):
+        loss = model(ids).logits.square().sum()
+    assert {p.untyped_storage().data_ptr() for p in weights} <= saved
+    loss.backward()
+    assert all(p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in weights)
+
+
 def test_copies_and_undo():
     original, optimized, ids = pair("optimize first")
     expected = optimized(ids).logits

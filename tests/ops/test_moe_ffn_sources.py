@@ -236,6 +236,22 @@ def test_packed_weights_under_autocast():
     assert torch.equal(y, run(low | {"top_k_weights": given["top_k_weights"]}, SPECS[0]))
 
 
+def test_factors_of_another_dtype_are_kept_as_they_are_and_have_gradients_of_it():
+    spec, outcomes = SPECS[3], []
+    saved = []
+    for dtype in (torch.float32, torch.float64):
+        given = layer(spec, dtype=torch.float32)
+        factors = {name: given[name].to(dtype).requires_grad_() for name in FACTORS}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = run(given | factors, spec)
+        assert {t.data_ptr() for t in factors.values()} < {t.data_ptr() for t in saved if t is not None}
+        found = torch.autograd.grad(y.sum(), list(factors.values()))
+        assert {t.dtype for t in found} == {dtype}
+        outcomes.append((y, *(t.float() for t in found)))
+    for found, expected in zip(*outcomes, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 class Launches(TorchDispatchMode):
     def __init__(self):
         super().__init__()
