@@ -54,12 +54,12 @@ struct MainLoop {
       k = 1;
     }
     if (Weight) mma.accumulate_ = GMMA::ScaleOut::One;
-    auto step = [&](auto parts) {
+    for (; k < k_tiles - low_rank; ++k) {
       Barrier::wait(&sm.full[pipe.index], pipe.phase);
       if constexpr (Active > 0) {
         warpgroup_arrive();
         CUTE_UNROLL
-        for (int kk = 0; kk < parts; ++kk) {
+        for (int kk = 0; kk < size<2>(fa); ++kk) {
           CUTE_UNROLL
           for (int m = 0; m < Active; ++m) gemm(mma, fa(_, m, kk, pipe.index), fb(_, 0, kk, pipe.index), acc(_, m, 0));
           mma.accumulate_ = GMMA::ScaleOut::One;
@@ -79,11 +79,24 @@ struct MainLoop {
       }
       previous = pipe.index;
       pipe.template next<C::Stages>();
-    };
-    const int whole = k_tiles - (Weight ? 0 : low_rank);
-    for (; k < whole; ++k) step(size<2>(fa));
-    if constexpr (!Weight && C::LowRank > 0) {
-      for (; k < k_tiles; ++k) step(Int<C::LowRank>{});
+    }
+    if constexpr (!Weight && C::LowRank > 0) {  // written out: kernels without it keep their code
+      for (; k < k_tiles; ++k) {
+        Barrier::wait(&sm.full[pipe.index], pipe.phase);
+        if constexpr (Active > 0) {
+          warpgroup_arrive();
+          CUTE_UNROLL
+          for (int kk = 0; kk < C::LowRank; ++kk) {
+            CUTE_UNROLL
+            for (int m = 0; m < Active; ++m) gemm(mma, fa(_, m, kk, pipe.index), fb(_, 0, kk, pipe.index), acc(_, m, 0));
+          }
+          warpgroup_commit_batch();
+          warpgroup_wait<1>();
+        }
+        if (previous >= 0) release(sm, previous);
+        previous = pipe.index;
+        pipe.template next<C::Stages>();
+      }
     }
     if constexpr (C::PingPong) NamedBarrier::arrive(256, kTurnBarrier + (group ^ 1));
     if constexpr (Active > 0) {
