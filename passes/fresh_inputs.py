@@ -189,7 +189,7 @@ class FreshInputs:
         if kind == "unsigned":
             return torch.rand(shape, dtype=torch.float64, generator=generator) * _finite(leaf.max()) + 1e-3
         if kind == "bool":
-            return torch.rand(shape, generator=generator) < leaf.double().mean()
+            return torch.rand(shape, generator=generator) < float(leaf.double().mean())
         if kind == "integer":
             return torch.randint(int(leaf.min()), int(leaf.max()) + 1, shape, generator=generator)
         return self._routed(leaf, kind, shape, draw)

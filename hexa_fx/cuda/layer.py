@@ -77,6 +77,8 @@ def moe_ffn_backward(general: General, *args: Any) -> list[Tensor]:
     Args:
         args: the operator's twenty-one, then the buffers that gradients are added to, one or None for each operand after x, if any.
     """
+    if not _is_small(args[3], args[7]):
+        return general(*args)  # type: ignore[no-any-return]  # before anything else refers to h, which is freed on the way
     dy, x, h, *rest = args
     in_list = isinstance(h, list)
     flat = (dy, x, h[0] if in_list else h, *rest)
@@ -86,9 +88,12 @@ def moe_ffn_backward(general: General, *args: Any) -> list[Tensor]:
     return found
 
 
+def _is_small(slots: Tensor, w1: Tensor) -> bool:
+    return 0 < slots.numel() * sum(w1.shape[1:]) * w1.element_size() <= MOST_BYTES
+
+
 def _call(name: str, general: General, args: Any, flat: tuple[Any, ...], slots: Tensor, w1: Tensor) -> Any:
-    about = slots.numel() * sum(w1.shape[1:]) * w1.element_size()
-    if not 0 < about <= MOST_BYTES or falls_back() or collection() is not None:
+    if not _is_small(slots, w1) or falls_back() or collection() is not None:
         return general(*args)
     try:
         kind, tensors, addresses = described(flat)

@@ -143,7 +143,8 @@ def _vectors(
     held = [
         n for n in captured.graph.nodes if n.op == "get_attr" and n in behind and tags[n].weight and not tags[n].experts
     ]
-    return [n for n in held if record_of(n).value.shape == (experts,) and bool((record_of(n).value != 0).all())]
+    numbers = [n for n in held if record_of(n).value.shape == (experts,) and bool((record_of(n).value != 0).all())]
+    return [n for n in numbers if record_of(n).value.device == record_of(end).value.device]
 
 
 def find_row_factor(
@@ -204,7 +205,11 @@ def _candidates(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end:
 
     Another one with the same numbers will not do: top-k's values equal the gathered scores only while a correction bias is 0.
     """
-    return _routing_like(captured, tags, ancestors([end]) - {end})
+    device = record_of(
+        end
+    ).value.device  # what lies on another one was moved here before it could meet the experts' outputs
+    behind = ancestors([end]) - {end}
+    return [n for n in _routing_like(captured, tags, behind) if record_of(n).value.device == device]
 
 
 def _asked_by_host(

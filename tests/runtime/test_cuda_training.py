@@ -158,6 +158,25 @@ def test_the_list_that_held_h_is_empty_afterwards(hopper: Cards) -> None:
         assert not kept
 
 
+def test_the_h_of_a_large_layer_is_freed_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_layer, "MOST_BYTES", 0)
+    given = arguments(tokens=TOKENS)
+    freed: list[bool] = []
+
+    def general(*args: Any) -> list[Tensor]:
+        seen = weakref.ref(args[2][0])
+        args[2].pop()
+        freed.append(seen() is None)
+        return []
+
+    v = inv = offs = torch.zeros(1, dtype=torch.int32)
+    needs = [True] * 8
+    cuda_layer.moe_ffn_backward(
+        general, given[0], given[0], [torch.randn(4, 4)], v, inv, offs, *given[2:9], 2, *given[9:], needs
+    )
+    assert freed == [True]
+
+
 def test_other_gradients_are_another_kind_of_call(hopper: Cards) -> None:
     args = arguments(tokens=TOKENS)
     saved = forward(hopper, args)
