@@ -45,10 +45,10 @@ struct GroupedParams {
   int n, experts;
   unsigned div_mul, div_shift;  // v / top_k == umulhi(2 v, div_mul) >> div_shift
   int a_ld, out_ld, act_ld, h_ld;
-  int K, N;     // contraction; columns of the result (for gated weights of one half)
-  int bias_ld;  // elements a bias row
+  int K, N;        // contraction; columns of the result (for gated weights of one half)
+  int bias_ld;     // elements a bias row
   int p_ld, R, C;  // low_rank: R columns of U
-  int group_m;  // tiles along M that share B in L2
+  int group_m;     // tiles along M that share B in L2
   ActParams act_params;
 };
 

@@ -14,7 +14,7 @@ struct SwappedLoop {
   using Operand = typename C::Operand;
   static_assert(is_same_v<typename Operand::Scale, Unscaled>, "this main loop multiplies operands as they lie in memory");
   Smem<C>& sm;
-  int group;  // consumer warpgroup, 0 or 1
+  int group;     // consumer warpgroup, 0 or 1
   int low_rank;  // steps of the second product
 
   // The tile's product with `Rows` rows, of which some may be another tile's: their results go nowhere.
