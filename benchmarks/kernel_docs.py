@@ -1,4 +1,4 @@
-"""What README.md, docs/results.md and docs/kernels.md say of recorded layers.   python -m benchmarks.kernel_docs   writes it."""
+"""What pages say of recorded layers and models.   python -m benchmarks.kernel_docs   writes it."""
 
 from __future__ import annotations
 
@@ -164,10 +164,48 @@ def _by_case(path: Path) -> Rows:
     return {f"{row['shape']} {row['routing']} {row['impl']}": row for row in rows}
 
 
+_WAYS = {
+    "full": "all weights trained, hexa_fx",
+    "frozen": "weights frozen, gradients of the input and the routing weights, hexa_fx",
+    "adapters": "adapters on frozen weights, PEFT and hexa_fx",
+    "peft": "adapters on frozen weights, PEFT and transformers' `grouped_mm`",
+}
+
+
+def adapters(folder: Path) -> str:
+    """Forward and backward of a layer with adapters, beside the same without."""
+    rows = json.loads((folder / "adapters_h200.json").read_text())["rows"]
+    return table(["", "ms"], [[_WAYS[row["way"]], f"{row['ms']:.2f}"] for row in rows])
+
+
+def packed(folder: Path) -> str:
+    """Decoding with packed experts, beside bf16 and what bytes allow, on two cards."""
+    head = ["layer", "format", "tokens", "card", "packed (us)", "bf16 (us)", "limit (us)"]
+    lines = []
+    for card in ("h200", "h100"):
+        for row in json.loads((folder / f"packed_decode_{card}.json").read_text())["rows"]:
+            times = [f"{row[key]:.1f}" for key in ("packed_us", "bf16_us", "limit_us")]
+            form = "NF4" if row["shape"] == "qwen3-30b" else "MXFP4"
+            lines.append([row["shape"], form, row["tokens"], card.upper(), *times])
+    return table(head, lines)
+
+
+def models(folder: Path) -> str:
+    """Training and decoding of whole models, by implementation."""
+    keys = ("train_tokens_s", "train_peak_mib", "decode_tokens_s", "decode_peak_mib")
+    head = ["model", "implementation", "training (tokens/s)", "its peak (MiB)", "decoding (tokens/s)", "its peak (MiB)"]
+    rows = json.loads((folder / "whole_models_h200.json").read_text())["rows"]
+    return table(
+        head,
+        [[row["model"], row["impl"], *(f"{row[key]:,.0f}" for key in keys)] for row in rows if "reason" not in row],
+    )
+
+
 PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     ROOT / "README.md": {"headline": headline},
-    ROOT / "docs" / "results.md": {"layers": summary, "decode": decode},
+    ROOT / "docs" / "results.md": {"models": models, "layers": summary, "decode": decode},
     ROOT / "docs" / "kernels.md": {"layers": layers, "launches": launches},
+    ROOT / "docs" / "fine_tuning.md": {"adapters": adapters, "packed": packed},
 }
 
 if __name__ == "__main__":

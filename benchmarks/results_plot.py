@@ -1,6 +1,7 @@
-"""The README's plot, from the recorded results.   python -m benchmarks.results_plot   writes docs/images/results.svg.
+"""Plots of the recorded results.   python -m benchmarks.results_plot   writes docs/images/results.svg and whole_models.svg.
 
-Everything is drawn as a share of what transformers' ``grouped_mm`` takes, so that layers of all sizes fit one scale.
+Layers are drawn as a share of what transformers' ``grouped_mm`` takes, whole models as a share of the model's largest value, so
+that all sizes fit one scale.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "docs" / "images" / "results.svg"
+WHOLE_MODELS = ROOT / "docs" / "images" / "whole_models.svg"
 
 _NAMES = {"mixtral": "Mixtral 8x7B", "qwen3-30b": "Qwen3-30B", "olmoe": "OLMoE", "dsv3": "DeepSeek-V3"}
 _NAMES |= {"granite-fine": "Granite, fine", "sonic-7b": "7B, fine", "sonic-30b": "30B, fine"}
-_LEFT, _WIDTH, _TEXT, _ROW, _TOP = 112, 120, 130, 27, 78
+_IMPLEMENTATIONS = {"hexa": "hexa_fx", "sonicmoe": "SonicMoE"}
+_LEFT, _WIDTH, _TEXT, _ROW, _TOP = 130, 120, 130, 27, 78
 
 _STYLE = """
 text{font:12px ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#131820}
@@ -26,6 +29,9 @@ text{font:12px ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,
 @media(prefers-color-scheme:dark){text{fill:#e7ecf3}.soft{fill:#97a3b4}.track{fill:#232b36}.bar{fill:#5b96ff}.floor{stroke:#e7ecf3}
 .paper{fill:#12161d}.axis{stroke:#697688}}
 """.strip()
+
+
+Row = dict[str, Any]
 
 
 class Bar(NamedTuple):
@@ -79,18 +85,38 @@ def panels(folder: Path) -> list[Panel]:
     ]
 
 
-def svg(found: Sequence[Panel]) -> str:
-    """The panels side by side."""
+def whole_models(folder: Path) -> list[Panel]:
+    """Tokens a second and peaks of training and decoding, by model and implementation."""
+    found = json.loads((folder / "whole_models_h200.json").read_text())["rows"]
+    rows = [row for row in found if "reason" not in row]
+    titles = [("Training", "train"), ("Decoding", "decode")]
+    return [
+        Panel(f"{title}: {what}", about, [_bar(row, rows, f"{key}_{unit}", written) for row in rows])
+        for title, key in titles
+        for what, about, unit, written in (
+            ("tokens a second", "longer is better", "tokens_s", "{:,.0f}"),
+            ("peak memory", "above the weights, shorter is better", "peak_mib", "{:,.0f} MiB"),
+        )
+    ]
+
+
+def _bar(row: Row, rows: Sequence[Row], key: str, written: str) -> Bar:
+    most = max(other[key] for other in rows if other["model"] == row["model"])
+    name = f"{_NAMES[row['model'].removesuffix('-8x7b')].split()[0]}, {_IMPLEMENTATIONS.get(row['impl'], row['impl'])}"
+    return Bar(name, row[key] / most, written.format(row[key]))
+
+
+def svg(found: Sequence[Panel], title: str, note: str) -> str:
+    """The panels side by side, a note below."""
     most = max(len(panel.bars) for panel in found)
     width, height = len(found) * (_LEFT + _WIDTH + _TEXT) + 64, _TOP + most * _ROW + 34
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">'
     ]
-    parts.append(f"<title>hexa_fx as a share of transformers' grouped_mm</title><style>{_STYLE}</style>")
+    parts.append(f"<title>{title}</title><style>{_STYLE}</style>")
     parts.append(f'<rect class="paper" width="{width}" height="{height}" rx="10" fill="#fff"/>')
     for number, panel in enumerate(found):
         parts += _panel(panel, 12 + number * (_LEFT + _WIDTH + _TEXT))
-    note = "one MoE layer in bf16 on one NVIDIA H200; a full track is transformers' grouped_mm: shorter is better"
     parts.append(f'<text class="soft" x="12" y="{height - 12}">{note}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
@@ -113,10 +139,21 @@ def _panel(panel: Panel, left: int) -> list[str]:
     return parts
 
 
-def _rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+def _rows(path: Path) -> dict[tuple[str, str], Row]:
     rows = json.loads(path.read_text())["rows"]
     return {(row["shape"], row["impl"]): row for row in rows if row["routing"] == "balanced"}
 
 
+def drawn(folder: Path) -> dict[Path, str]:
+    """Every plot, by where it belongs."""
+    layers = "one MoE layer in bf16 on one NVIDIA H200; a full track is transformers' grouped_mm: shorter is better"
+    models = "layers of published widths in bf16 on one NVIDIA H200; a full track is the largest value of the model"
+    return {
+        TARGET: svg(panels(folder), "hexa_fx as a share of transformers' grouped_mm", layers),
+        WHOLE_MODELS: svg(whole_models(folder), "whole models with hexa_fx and other implementations", models),
+    }
+
+
 if __name__ == "__main__":
-    TARGET.write_text(svg(panels(RESULTS)), encoding="utf-8")
+    for place, text in drawn(RESULTS).items():
+        place.write_text(text, encoding="utf-8")
