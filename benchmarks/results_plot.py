@@ -24,10 +24,10 @@ _LEFT, _WIDTH, _TEXT, _ROW, _TOP = 130, 120, 130, 27, 78
 _STYLE = """
 text{font:12px ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#131820}
 .title{font-size:14px;font-weight:650}.soft{fill:#586373}.end{text-anchor:end}.middle{text-anchor:middle}
-.track{fill:#e6eaef}.bar{fill:#2563eb}
+.track{fill:#e6eaef}.bar{fill:#2563eb}.other{fill:#8d98a8}
 .floor{stroke:#131820;stroke-width:2}.paper{fill:#fff}.axis{stroke:#8d98a8;stroke-dasharray:3 3}
 @media(prefers-color-scheme:dark){text{fill:#e7ecf3}.soft{fill:#97a3b4}.track{fill:#232b36}.bar{fill:#5b96ff}.floor{stroke:#e7ecf3}
-.paper{fill:#12161d}.axis{stroke:#697688}}
+.other{fill:#697688}.paper{fill:#12161d}.axis{stroke:#697688}}
 """.strip()
 
 
@@ -35,12 +35,15 @@ Row = dict[str, Any]
 
 
 class Bar(NamedTuple):
-    """A row of a panel: the share that is drawn, what is written beside it, and the share of plain matrix products if known."""
+    """A row of a panel: the share that is drawn, what is written beside it, the share of plain matrix products if known, and whose
+    it is.
+    """
 
     name: str
     share: float
     text: str
     floor: float | None = None
+    ours: bool = True
 
 
 class Panel(NamedTuple):
@@ -102,35 +105,36 @@ def whole_models(folder: Path) -> list[Panel]:
 
 def _bar(row: Row, rows: Sequence[Row], key: str, written: str) -> Bar:
     most = max(other[key] for other in rows if other["model"] == row["model"])
-    name = f"{_NAMES[row['model'].removesuffix('-8x7b')].split()[0]}, {_IMPLEMENTATIONS.get(row['impl'], row['impl'])}"
-    return Bar(name, row[key] / most, written.format(row[key]))
+    model = _NAMES[row["model"].removesuffix("-8x7b")].split()[0].split("-")[0]
+    name = f"{model}, {_IMPLEMENTATIONS.get(row['impl'], row['impl'])}"
+    return Bar(name, row[key] / most, written.format(row[key]), ours=row["impl"] == "hexa")
 
 
-def svg(found: Sequence[Panel], title: str, note: str) -> str:
-    """The panels side by side, a note below."""
-    most = max(len(panel.bars) for panel in found)
-    width, height = len(found) * (_LEFT + _WIDTH + _TEXT) + 64, _TOP + most * _ROW + 34
+def svg(found: Sequence[Panel], title: str, note: str, across: int) -> str:
+    """The panels, so many in a row, and a note below."""
+    high = _TOP + max(len(panel.bars) for panel in found) * _ROW
+    width, height = across * (_LEFT + _WIDTH + _TEXT) + 64, -(-len(found) // across) * high + 34
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">'
     ]
     parts.append(f"<title>{title}</title><style>{_STYLE}</style>")
     parts.append(f'<rect class="paper" width="{width}" height="{height}" rx="10" fill="#fff"/>')
     for number, panel in enumerate(found):
-        parts += _panel(panel, 12 + number * (_LEFT + _WIDTH + _TEXT))
+        parts += _panel(panel, 12 + number % across * (_LEFT + _WIDTH + _TEXT), number // across * high)
     parts.append(f'<text class="soft" x="12" y="{height - 12}">{note}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _panel(panel: Panel, left: int) -> list[str]:
+def _panel(panel: Panel, left: int, top: int) -> list[str]:
     start = left + _LEFT
-    parts = [f'<text class="title" x="{left}" y="30">{panel.title}</text>']
-    parts.append(f'<text class="soft" x="{left}" y="49">{panel.about}</text>')
+    parts = [f'<text class="title" x="{left}" y="{top + 30}">{panel.title}</text>']
+    parts.append(f'<text class="soft" x="{left}" y="{top + 49}">{panel.about}</text>')
     for number, bar in enumerate(panel.bars):
-        y = _TOP + number * _ROW
+        y, kind = top + _TOP + number * _ROW, "bar" if bar.ours else "other"
         parts.append(f'<text class="end" x="{start - 8}" y="{y + 4}">{bar.name}</text>')
         parts.append(f'<rect class="track" x="{start}" y="{y - 8}" width="{_WIDTH}" height="16" rx="3"/>')
         parts.append(
-            f'<rect class="bar" x="{start}" y="{y - 8}" width="{_WIDTH * min(1.0, bar.share):.1f}" height="16" rx="3"/>'
+            f'<rect class="{kind}" x="{start}" y="{y - 8}" width="{_WIDTH * min(1.0, bar.share):.1f}" height="16" rx="3"/>'
         )
         if bar.floor is not None:
             x = start + _WIDTH * bar.floor
@@ -147,10 +151,10 @@ def _rows(path: Path) -> dict[tuple[str, str], Row]:
 def drawn(folder: Path) -> dict[Path, str]:
     """Every plot, by where it belongs."""
     layers = "one MoE layer in bf16 on one NVIDIA H200; a full track is transformers' grouped_mm: shorter is better"
-    models = "layers of published widths in bf16 on one NVIDIA H200; a full track is the largest value of the model"
+    models = "six layers of published widths in bf16 on one NVIDIA H200; a full track is the largest value of the model"
     return {
-        TARGET: svg(panels(folder), "hexa_fx as a share of transformers' grouped_mm", layers),
-        WHOLE_MODELS: svg(whole_models(folder), "whole models with hexa_fx and other implementations", models),
+        TARGET: svg(panels(folder), "hexa_fx as a share of transformers' grouped_mm", layers, 3),
+        WHOLE_MODELS: svg(whole_models(folder), "whole models with hexa_fx and other implementations", models, 2),
     }
 
 
