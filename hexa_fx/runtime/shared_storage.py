@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -147,24 +147,30 @@ def _moved_in_pieces(parts: Sequence[Sequence[nn.Parameter]], memory: MappedMemo
     step = max(1, PIECE_BYTES // per_expert)
     for start in range(0, experts, step):
         end = min(start + step, experts)
-        free_bytes(parts[0][0].device)
+        torch.cuda.empty_cache()  # what the experts before have left
         try:
             memory.extend(end * per_expert)
         except DriverError:
             raise NoRoom((end - start) * per_expert) from None
         _place([part[start:end] for part in parts], memory.tensor((end, *shared.shape[1:]), dtype)[start:])
     stacked = memory.tensor(shared.shape, dtype)
-    for parameter, view in zip((p for part in parts for p in part), shared.views(stacked)):
+    for parameter, view in _with_views(parts, stacked):
         parameter.data = view
     return stacked
 
 
 def _place(parts: Sequence[Sequence[nn.Parameter]], stacked: torch.Tensor) -> None:
     """Copies the parameters into a stacked tensor, and frees their own memory one by one."""
-    views = SharedStorage.of(parts).views(stacked)
-    for parameter, view in zip((p for part in parts for p in part), views):
+    for parameter, view in _with_views(parts, stacked):
         view.copy_(parameter.detach())
         parameter.data = view
+
+
+def _with_views(
+    parts: Sequence[Sequence[nn.Parameter]], stacked: torch.Tensor
+) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Every parameter, with its place in the stacked tensor."""
+    return zip((parameter for part in parts for parameter in part), SharedStorage.of(parts).views(stacked))
 
 
 def stack(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
