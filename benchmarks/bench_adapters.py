@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_real_blocks import environment, wait_for_kernels
+from bench_real_blocks import keep, wait_for_kernels
 from bench_whole_models import timed
 from common import steady
 from peft import LoraConfig, get_peft_model
@@ -203,9 +203,7 @@ def main() -> None:
         for row in QUESTIONS[question](options):
             print(json.dumps(row), flush=True)
             found.append(row)
-        if options.json is not None:
-            kept = {"environment": environment(options.device), "rows": found}
-            options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        keep(found, options)
 
 
 if __name__ == "__main__":

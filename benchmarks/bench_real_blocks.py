@@ -285,6 +285,13 @@ def environment(device: str) -> dict[str, str]:
     return found | {"device": torch.cuda.get_device_name() if device != "cpu" else platform.machine()}
 
 
+def keep(rows: list[Row], options: argparse.Namespace) -> None:
+    """Writes what was measured so far, with what it depends on, to the file that `--json` names."""
+    if options.json is not None:
+        found = {"environment": environment(options.device), "rows": rows}
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Prints a JSON line a row; `--json` keeps them with what they depend on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -311,10 +318,7 @@ def main() -> None:
     ):
         rows.append(row)
         print(json.dumps(row), flush=True)
-        if options.json:
-            options.json.write_text(
-                json.dumps({"environment": environment(options.device), "rows": rows}, indent=1) + "\n"
-            )
+        keep(rows, options)
 
 
 if __name__ == "__main__":

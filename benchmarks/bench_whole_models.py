@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from benchmarks.bench_real_blocks import environment, synchronize, wait_for_kernels  # noqa: E402
+from benchmarks.bench_real_blocks import keep, synchronize, wait_for_kernels  # noqa: E402
 from benchmarks.peers import register_sonic  # noqa: E402
 from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 
@@ -131,9 +131,7 @@ def main() -> None:
         for row in rows(name, options):
             print(json.dumps(row), flush=True)
             found.append(row)
-    if options.json is not None:
-        kept = {"environment": environment(options.device), "rows": found}
-        options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    keep(found, options)
 
 
 if __name__ == "__main__":
