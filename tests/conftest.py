@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start: they are several at once
+os.environ.setdefault("CI", "1")  # where torch only warns of operators whose results share memory, it raises then
 
 
 def pytest_collection_finish() -> None:

@@ -76,8 +76,9 @@ def _run(o: Arguments, keep_h: bool) -> tuple[Tensor, ...]:
     y_rows = project(a, o.second, rows.own, u2)
     del a
     y = _OPS.combine(y_rows, o.top_k_weights, inv, offs, top_k)
-    none = h.new_empty((0, 0))
-    return y, h, *(none if each is None else each for each in (*u, None)[:2]), none if u2 is None else u2, v, inv, offs
+    u1, u3 = (*u, None)[:2]
+    # What there is none of has a tensor of its own: results of a custom operator may not share one.
+    return y, h, *(h.new_empty((0, 0)) if each is None else each for each in (u1, u3, u2)), v, inv, offs
 
 
 def inference(*args: Any) -> Tensor:
