@@ -10,8 +10,7 @@ float32, converting one expert's weight at a time, and results are rounded once.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import pairwise
 
@@ -178,8 +177,3 @@ def has_grouped_mm() -> bool:
     except (RuntimeError, NotImplementedError, AttributeError):
         return False
     return bool((y == 4).all())
-
-
-def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether the sums of all tensors are finite, and hence their elements."""
-    return all(math.isfinite(t.sum().item()) for t in tensors)

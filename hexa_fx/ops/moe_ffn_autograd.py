@@ -1,8 +1,8 @@
-"""How autograd runs `hexa::moe_ffn`: through operators, by their kernels directly, or the dense way.
+"""How autograd runs `hexa::moe_ffn`: through operators, or by their kernels directly.
 
 A compiler, a dispatch mode or a tensor subclass sees ``moe_ffn_forward`` and ``moe_ffn_backward`` as operators. On plain
 tensors with nothing of that kind active, kernels are called directly, because torch's dispatcher takes as long to reach a
-Python kernel as a small layer takes to run. Layers that are small enough run the dense way (`hexa_fx.ops.dense`).
+Python kernel as a small layer takes to run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
 from torch.autograd import forward_ad
 
 from hexa_fx.errors import InputError
-from hexa_fx.ops import dense, library, main_grad
+from hexa_fx.ops import library, main_grad
 from hexa_fx.ops.direct_function import DirectFunction
-from hexa_fx.ops.moe_ffn import check, run, run_backward, run_forward
-from hexa_fx.ops.program import OPERANDS
+from hexa_fx.ops.moe_ffn import run, run_backward, run_forward
 
 _OPS = torch.ops.hexa
 _on_cuda: dict[str, Callable[..., Any]] = {}
@@ -59,45 +58,6 @@ class ByExpertOrder(DirectFunction):
         return _by_argument(main_grad.add(buffers, found, plain))
 
 
-class _Dense(DirectFunction):
-    """The autograd function of the dense way. Its result was computed beforehand, to see whether it is finite."""
-
-    @staticmethod
-    def forward(ctx: Any, found: tuple[Tensor, dense.Kept], *args: Any) -> Tensor:
-        y, kept = found
-        needs = ctx.needs_input_grad[1:]
-        ctx.save_for_backward(args[0] if needs[3] or needs[5] else None, kept.h, kept.share, *args[1:9])
-        ctx.static = (*args[9:], [needs[0], *needs[2:9]])
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Grads:
-        dy = grads[0]
-        x, h, share, top_k_index, *operands = ctx.saved_tensors
-        *static, needs = ctx.static
-        kept, plain, buffers = dense.Kept(h, share), library.is_plain_tensor(dy), main_grad.of(operands, needs)
-        if plain:
-            with _AutoDispatchBelowAutograd(), library.without_autocast():
-                ffn = dense.ffn_of(*operands[1:], *static[:5])
-                found = dense.backward(dy, x, top_k_index, operands[0], ffn, kept, _wanted(needs))
-            if found is not None:
-                every = dense.by_operand(found, operands[3] is not None, *static[3:5])
-                wanted = [every.get(name) if need else None for name, need in zip(OPERANDS, needs, strict=True)]
-                return _by_argument(main_grad.add(buffers, wanted))
-        with torch.no_grad():
-            v, inv, offs = _OPS.reindex.default(top_k_index, operands[1].shape[0])
-            rows = dense.rows(kept, top_k_index, v, offs)
-        top_k = top_k_index.shape[1]
-        direct = main_grad.direct(operands, buffers) if plain else ()
-        late = _gradients(plain, direct, dy, x, rows, v, inv, offs, *operands, top_k, *static, needs)
-        return _by_argument(main_grad.add(buffers, late, plain))
-
-
-def _wanted(needs: Iterable[bool]) -> frozenset[str]:
-    """The names that `dense.backward` uses for the wanted `OPERANDS`."""
-    return frozenset(dense.PART_OF.get(name, name) for name, need in zip(OPERANDS, needs, strict=True) if need)
-
-
 def _gradients(plain: bool, direct: main_grad.Buffers, *args: Any) -> list[Tensor | None]:
     """Gradients in the order of `OPERANDS`, by ``moe_ffn_backward`` of the arguments; None for what went into a buffer."""
     needs = args[-1]
@@ -133,15 +93,9 @@ def autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
 
 def plain(*args: Any) -> Any:
     """``hexa::moe_ffn`` with autograd, where nothing but autograd has to see it."""
-    training = is_grad_enabled() and _any_requires_grad(*args)
-    if _on_cuda and not training and args[0].is_cuda:
-        return _run("moe_ffn", _inference, args)
-    found = _try_dense(args)
-    if found is not None:
-        return _Dense.apply(found, *args) if training else found[0]
-    if training:
+    if is_grad_enabled() and _any_requires_grad(*args):
         return ByExpertOrder.apply(True, *args)
-    return _inference(*args)
+    return _run("moe_ffn", _inference, args)
 
 
 def _inference(*args: Any) -> Tensor:
@@ -162,16 +116,6 @@ def register_on_cuda(name: str, kernel: Callable[..., Any]) -> None:
         kernel: takes the general implementation, then the operator's arguments, unchecked.
     """
     _on_cuda[name] = kernel
-
-
-def _try_dense(args: tuple[Any, ...]) -> tuple[Tensor, dense.Kept] | None:
-    """The result of the dense way if it is faster and gives one; else None."""
-    x, top_k_index, top_k_weights, *rest, recompute_h = args
-    if recompute_h or not dense.takes(x, top_k_index, w1=rest[0], w3=rest[2], w2=rest[4]):
-        return None
-    check(*args)
-    with _AutoDispatchBelowAutograd(), library.without_autocast():
-        return dense.forward(x, top_k_index, top_k_weights, dense.ffn_of(*rest))
 
 
 library.register_autograd_kernel("moe_ffn", autograd)

@@ -12,18 +12,13 @@ from torch import Tensor
 from hexa_fx import ops
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
-from hexa_fx.ops import dense, library, main_grad
+from hexa_fx.ops import library, main_grad
 from tests.ops.reference import GATED, Layer, Operators, layer, row_error
 
 T, K, E, D, N = 30, 2, 5, 12, 8
 EMPTY = 3
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 LAYOUTS = ("nk", "kn")
-
-
-@pytest.fixture(autouse=True)
-def by_expert_order(monkeypatch):
-    monkeypatch.setattr(dense, "SPARE_WORK", -(1 << 62))
 
 
 def routing() -> tuple[Tensor, Tensor, Tensor]:

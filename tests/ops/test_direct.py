@@ -8,20 +8,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.errors import InputError
-from hexa_fx.ops import direct, direct_rows, fallback, library
+from hexa_fx.ops import direct, fallback, library
 from hexa_fx.ops.direct import DIRECT
 from hexa_fx.ops.rows import flip
 from tests.ops.reference import Operators
 
 hexa = torch.ops.hexa
 T, K, E, C, N = 9, 2, 4, 6, 5
-
-
-@pytest.fixture(params=["picked", "by expert"], autouse=True)
-def way(request, monkeypatch):
-    """Both ways of esmm."""
-    monkeypatch.setattr(direct_rows, "SPARE_WORK", 1 << 62 if request.param == "picked" else -1)
-    return request.param
 
 
 def random(*shape: int) -> Tensor:
