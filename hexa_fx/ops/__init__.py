@@ -19,6 +19,7 @@ from hexa_fx.ops.esmm_packed import expert_by_expert as _packed  # noqa: F401  (
 from hexa_fx.ops.ess import ess
 from hexa_fx.ops.estmm import estmm
 from hexa_fx.ops.fallback import reindex_any as _fallback  # noqa: F401  (registers the generic kernels)
+from hexa_fx.ops.fp8_reference import _ess as _fp8  # noqa: F401  (registers the operators)
 from hexa_fx.ops.low_rank import esmm_composed as _low_rank  # noqa: F401  (registers the operators)
 from hexa_fx.ops.moe_ffn import moe_ffn
 from hexa_fx.ops.moe_ffn_autograd import autograd as _autograd  # noqa: F401  (registers the autograd kernel)

@@ -1,0 +1,103 @@
+"""FP8 with a float32 scale a block: how rows, groups of rows and weights are quantised, and read again. Plain torch, any device.
+
+A number is ``q * s``. A block's scale is its largest magnitude over 448, so that the largest element becomes e4m3's largest; blocks
+of zeros, and of numbers near float32's smallest, have the scale of `FLOOR`. A block with a NaN or an infinity reads as NaN or
+infinity in at least that element. All sizes are filled up with zeros to multiples of 128.
+
+Routed rows are summed over in *groups*: rows of one expert, 128 at a time from its first on, the last one filled up with zeros.
+Group ``g`` of expert e holds its rows ``offs[e] + 128 g ..``; groups lie one after the other in the experts' order, and there is
+room for ``n // 128 + min(E, n)`` of them, which is never too few. What lies after the last group is unspecified.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hexa_fx.formats.format import ceil_div
+
+BLOCK = 128
+"""Elements that share a scale; of weights, rows and columns."""
+
+ELEMENT = torch.float8_e4m3fn
+"""Of everything, gradients too (benchmarks/LOG.md)."""
+
+FLOOR = 1e-30
+"""The smallest of a block's largest magnitude: its scale and the scale's inverse are normal numbers."""
+
+
+def padded(size: int) -> int:
+    """The next multiple of 128."""
+    return ceil_div(size, BLOCK) * BLOCK
+
+
+def group_count(rows: int, experts: int) -> int:
+    """Groups that there is room for, of n rows of E experts."""
+    few: int = torch.sym_min(experts, rows)
+    return rows // BLOCK + few
+
+
+def quantize_blocks(blocks: Tensor, element: torch.dtype = ELEMENT) -> tuple[Tensor, Tensor]:
+    """Elements shaped as ``blocks`` (..., B), and a scale (...) for each block, in float32."""
+    wide, largest = blocks.float(), torch.finfo(element).max
+    scales = wide.abs().amax(-1).clamp_min(FLOOR) / largest
+    return (wide / scales.unsqueeze(-1)).clamp_(-largest, largest).to(element), scales
+
+
+def quantize_rows(x: Tensor, element: torch.dtype = ELEMENT) -> tuple[Tensor, Tensor]:
+    """x (R, C) in blocks of 1 x 128: elements (R, padded C) and scales (R, padded C / 128)."""
+    width = padded(x.shape[1])
+    blocks = torch.nn.functional.pad(x, (0, width - x.shape[1])).view(x.shape[0], width // BLOCK, BLOCK)
+    q, scales = quantize_blocks(blocks, element)
+    return q.view(x.shape[0], width), scales
+
+
+def read_rows(q: Tensor, scales: Tensor) -> Tensor:
+    """What `quantize_rows` made, in float32, (R, padded C)."""
+    blocks = q.float().view(q.shape[0], scales.shape[1], BLOCK)
+    return blocks.mul_(scales.unsqueeze(2)).view(q.shape)
+
+
+def first_groups(offs: Tensor) -> Tensor:
+    """The first group of every expert, and the number of groups: (E + 1,) int64."""
+    counts = (offs.diff() + (BLOCK - 1)).div(BLOCK, rounding_mode="floor")
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def rows_of_groups(offs: Tensor, rows: int) -> Tensor:
+    """The row at every place of every group, (G, 128) int64; ``rows`` where there is none."""
+    experts, first = offs.shape[0] - 1, first_groups(offs)
+    group = torch.arange(group_count(rows, experts), device=offs.device)
+    expert = torch.searchsorted(first[1:], group, right=True)
+    known = expert.clamp(max=experts - 1)
+    place = torch.arange(BLOCK, device=offs.device)
+    row = (offs[known].long() + (group - first[known]) * BLOCK).unsqueeze(1) + place
+    inside = (row < offs[known + 1].unsqueeze(1)) & (expert < experts).unsqueeze(1)
+    return torch.where(inside, row, rows)
+
+
+def quantize_groups(rows: Tensor, offs: Tensor, element: torch.dtype = ELEMENT) -> tuple[Tensor, Tensor]:
+    """Rows (n, C) in expert order, transposed group by group: elements (G, padded C, 128), scales (G, padded C)."""
+    padding = (0, padded(rows.shape[1]) - rows.shape[1], 0, 1)  # and a row of zeros, which fills groups up
+    wide = torch.nn.functional.pad(rows, padding)
+    places = rows_of_groups(offs, rows.shape[0])
+    return quantize_blocks(wide[places].transpose(1, 2).contiguous(), element)
+
+
+def read_groups(q: Tensor, scales: Tensor) -> Tensor:
+    """What `quantize_groups` made, in float32, (G, padded C, 128)."""
+    return q.float().mul_(scales.unsqueeze(2))
+
+
+def quantize_weight(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """One expert's matrix (N, K), both multiples of 128, in blocks of 128 x 128: elements (N, K) and scales (N / 128, K / 128)."""
+    high, wide = matrix.shape[0] // BLOCK, matrix.shape[1] // BLOCK
+    tiles = matrix.view(high, BLOCK, wide, BLOCK).transpose(1, 2).reshape(high, wide, BLOCK * BLOCK)
+    q, scales = quantize_blocks(tiles)
+    return q.view(high, wide, BLOCK, BLOCK).transpose(1, 2).reshape(matrix.shape), scales
+
+
+def read_weight(q: Tensor, scales: Tensor) -> Tensor:
+    """What `quantize_weight` made, in float32."""
+    tiles = q.float().view(scales.shape[0], BLOCK, scales.shape[1], BLOCK)
+    return tiles.mul_(scales[:, None, :, None]).view(q.shape)

@@ -1,0 +1,223 @@
+"""The operators of FP8 block compute: what `hexa::moe_ffn_fp8` is made of, one grouped kernel each.
+
+Elements are e4m3, scales float32, as `hexa_fx.formats.fp8_scaling` says. T tokens, k experts per token, n = T*k rows in expert
+order, E experts, D model size, I intermediate size. D', I', C' and so on are those sizes, rounded up to multiples of 128; H' is the
+width of the pre-activation h, I' or, gated, 2 I': first the gate's I' columns, then up's, however the parameters store them.
+
+What kernels may assume of operands: quantised ones and their scales are contiguous unless said otherwise, their widths are
+multiples of 128, and the columns past the real size are zeros, or meet zeros in the other operand. Products accumulate in float32,
+and what 128 of the summed dimension add up to is scaled and added in float32. Rows at and after ``offs[E]`` have no
+expert: what results hold there is unspecified, and nothing reads it.
+
+Results that are not wanted have size 0 in their first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hexa_fx.ops import library
+
+_OPS = torch.ops.hexa
+
+library.define("quantize_rows_fp8(Tensor x) -> (Tensor q, Tensor s)")
+library.define("quantize_columns_fp8(Tensor x, Tensor? v, Tensor offs, SymInt top_k) -> (Tensor q, Tensor s)")
+library.define(
+    "quantize_weight_fp8(Tensor(a!) q, Tensor(b!) s, Tensor(c!)? q_t, Tensor(d!)? s_t, Tensor w, Tensor? w3, str layout, str glu) "
+    "-> ()"
+)
+library.define(
+    "esmm_act_fp8(Tensor x, Tensor xs, Tensor w, Tensor ws, Tensor? bias, Tensor v, Tensor offs, SymInt top_k, str activation, "
+    "bool gated, float[] params, bool keep_h) -> (Tensor h, Tensor hs, Tensor a, Tensor a_scales)"
+)
+library.define(
+    "esmm_fp8(Tensor x, Tensor xs, Tensor w, Tensor ws, Tensor? bias, Tensor offs, SymInt columns, ScalarType dtype) -> Tensor"
+)
+library.define(
+    "esmm_act_backward_fp8(Tensor dy, Tensor dys, Tensor w, Tensor ws, Tensor h, Tensor hs, Tensor? top_k_weights, Tensor v, "
+    "Tensor offs, SymInt top_k, str activation, bool gated, float[] params, bool[] needs) "
+    "-> (Tensor dh, Tensor dhs, Tensor dh_t, Tensor dhs_t, Tensor a_t, Tensor at_scales, Tensor dots)"
+)
+library.define("estmm_fp8(Tensor(a!) out, Tensor x, Tensor xs, Tensor g, Tensor gs, Tensor offs, bool add) -> ()")
+library.define("ess_fp8(Tensor g, Tensor gs, Tensor offs) -> Tensor")
+
+
+def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in blocks of 1 x 128.
+
+    Args:
+        x: (R, C) in a floating dtype but float64, any strides.
+
+    Returns:
+        q: (R, C') e4m3.
+        s: (R, C' / 128) float32.
+    """
+    q, s = _OPS.quantize_rows_fp8(x)
+    return q, s
+
+
+def quantize_columns_fp8(x: Tensor, v: Tensor | None, offs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Rows gathered into expert order and transposed in groups of 128 rows, each column of a group with its scale.
+
+    Args:
+        x: (T, C), row p is ``x[v[p] // top_k]``, or (n, C) in expert order without v; in a floating dtype but float64.
+        v: (n,) int32 of `reindex`, or None.
+        offs: (E+1,) int32 of `reindex`.
+        top_k: slots a token; 1 without v.
+
+    Returns:
+        q: (G, C', 128) e4m3, G = n // 128 + min(E, n). ``q[F(e) + j, c, r]`` is of row ``offs[e] + 128 j + r`` and column c, where
+            F(e) is the sum of ``ceil(rows / 128)`` over the experts before e; zero where the expert has no such row.
+        s: (G, C') float32, of the 128 rows of a group in a column.
+    """
+    q, s = _OPS.quantize_columns_fp8(x, v, offs, top_k)
+    return q, s
+
+
+def quantize_weight_fp8(
+    q: Tensor, s: Tensor, q_t: Tensor | None, s_t: Tensor | None, w: Tensor, w3: Tensor | None, layout: str, glu: str
+) -> None:
+    """Quantises a projection's weight in blocks of 128 x 128 into buffers, in either orientation.
+
+    Gate and up become the first and the second half of the rows. Every element of the buffers is written.
+
+    Args:
+        q: (E, N', K') e4m3, where N' is 2 I' for a gated weight.
+        s: (E, N' / 128, K' / 128) float32.
+        q_t, s_t: (E, K', N') and (E, K' / 128, N' / 128): the same elements and scales, transposed; or None.
+        w: (E, N, K) for layout ``nk``, (E, K, N) for ``kn``, in a floating dtype but float64, any strides.
+        w3: the up projection, shaped as w, for glu ``split``.
+        glu: how gate and up lie in w, as in `FfnSpec`; ``none`` for the second projection.
+    """
+    _OPS.quantize_weight_fp8(q, s, q_t, s_t, w, w3, layout, glu)
+
+
+def esmm_act_fp8(
+    x: Tensor,
+    xs: Tensor,
+    w: Tensor,
+    ws: Tensor,
+    bias: Tensor | None,
+    v: Tensor,
+    offs: Tensor,
+    top_k: int,
+    activation: str,
+    gated: bool,
+    params: Sequence[float],
+    keep_h: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``h[p] = x[v[p] // top_k] @ W[e(p)]^T + bias[e(p)]`` and ``a = act(h)``, both quantised from float32 in blocks of 1 x 128.
+
+    Args:
+        x, xs: (T, D') e4m3 and (T, D' / 128), of `quantize_rows_fp8`.
+        w, ws: (E, H', D') e4m3 and (E, H' / 128, D' / 128), of `quantize_weight_fp8`.
+        bias: (E, H') float32, or None.
+        v, offs: of `reindex`.
+        activation, params: as in `activate`; gated: as for glu ``concat``.
+        keep_h: whether h is wanted.
+
+    Returns:
+        h, hs: (n, H') e4m3 and (n, H' / 128).
+        a, a_scales: (n, I') e4m3 and (n, I' / 128).
+    """
+    h, hs, a, a_scales = _OPS.esmm_act_fp8(x, xs, w, ws, bias, v, offs, top_k, activation, gated, list(params), keep_h)
+    return h, hs, a, a_scales
+
+
+def esmm_fp8(
+    x: Tensor,
+    xs: Tensor,
+    w: Tensor,
+    ws: Tensor,
+    bias: Tensor | None,
+    offs: Tensor,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``y[p] = x[p] @ W[e(p)]^T + bias[e(p)]``: the second projection, and the first one's gradient of x.
+
+    Args:
+        x, xs: (n, K') e4m3 in expert order and (n, K' / 128).
+        w, ws: (E, N', K') e4m3 and (E, N' / 128, K' / 128).
+        bias: (E, N') float32, or None.
+        columns: N, the first columns that are wanted.
+        dtype: of the result: bfloat16, float16 or float32.
+
+    Returns:
+        (n, N), rounded once.
+    """
+    y: Tensor = _OPS.esmm_fp8(x, xs, w, ws, bias, offs, columns, dtype)
+    return y
+
+
+def esmm_act_backward_fp8(
+    dy: Tensor,
+    dys: Tensor,
+    w: Tensor,
+    ws: Tensor,
+    h: Tensor,
+    hs: Tensor,
+    top_k_weights: Tensor | None,
+    v: Tensor,
+    offs: Tensor,
+    top_k: int,
+    activation: str,
+    gated: bool,
+    params: Sequence[float],
+    needs: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """``da[p] = dy[v[p] // top_k] @ W[e(p)]^T``, and from it and h, in float32, all that gradients are made of.
+
+    With w(p) the routing weight of slot ``v[p]``: ``dh = act'(h) (w(p) da)`` and ``a_s = w(p) act(h)``. All are quantised from
+    float32.
+
+    Args:
+        dy, dys: (T, D') e4m3 and (T, D' / 128).
+        w, ws: the second projection transposed, (E, I', D') e4m3 and (E, I' / 128, D' / 128).
+        h, hs: of `esmm_act_fp8`.
+        top_k_weights: (T, k) in any floating dtype, contiguous; or None, which means 1.
+        v, offs: of `reindex`.
+        activation, gated, params: as for `esmm_act_fp8`.
+        needs: whether dh, dh_t, a_t and dots are wanted.
+
+    Returns:
+        dh, dhs: (n, H') e4m3 and (n, H' / 128), in blocks of 1 x 128.
+        dh_t, dhs_t: (G, H', 128) e4m3 and (G, H'): dh as `quantize_columns_fp8` lays rows out.
+        a_t, at_scales: (G, I', 128) e4m3 and (G, I'): a_s, likewise.
+        dots: (n, I' / 128) float32, whose sum over a row is ``<da[p], act(h[p])>``, the routing weight's gradient.
+    """
+    results: tuple[Tensor, ...] = _OPS.esmm_act_backward_fp8(
+        dy, dys, w, ws, h, hs, top_k_weights, v, offs, top_k, activation, gated, list(params), list(needs)
+    )
+    return results
+
+
+def estmm_fp8(out: Tensor, x: Tensor, xs: Tensor, g: Tensor, gs: Tensor, offs: Tensor, add: bool) -> None:
+    """``out[e] = sum over the expert's rows of x[p]^T g[p]``: a weight's gradient. Zero for an expert without rows.
+
+    Args:
+        out: (E, A, B) in bfloat16, float16 or float32, any strides: rounded once. The first A and B columns of x and g count.
+            One of the last two strides is 1, unless gate and up alternate in the last dimension.
+        x, xs: (G, A', 128) e4m3 and (G, A'), as `quantize_columns_fp8` lays rows out. A part of the columns of such a tensor will
+            do: strides of the first dimension are free.
+        g, gs: (G, B', 128) and (G, B'), likewise.
+        offs: (E+1,) int32, which says where an expert's groups lie.
+        add: add to out, which is float32 then.
+    """
+    _OPS.estmm_fp8(out, x, xs, g, gs, offs, add)
+
+
+def ess_fp8(g: Tensor, gs: Tensor, offs: Tensor) -> Tensor:
+    """Sums over every expert's rows: the gradient of a bias.
+
+    Args:
+        g, gs: (G, C', 128) e4m3 and (G, C'), as `quantize_columns_fp8` lays rows out.
+
+    Returns:
+        (E, C') float32, zero for an expert without rows.
+    """
+    y: Tensor = _OPS.ess_fp8(g, gs, offs)
+    return y
