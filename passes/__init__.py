@@ -168,6 +168,8 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
     for attempt in ATTEMPTS:
         if attempt.alone and (best is None or best.match is None or not best.match.others):
             continue
+        if attempt.from_end and (best is None or best.match is None or not best.match.is_given_ids):
+            continue
         graphs = [captured.graph for captured in best.captured.values()] if best is not None else []
         crowd = max(
             (crowds_of(graph)[-1] for graph in graphs), default=CROWD
@@ -240,7 +242,7 @@ def _rewrite_mode(
         return match
     with announced("rewrite", match.captured.graph) as done:
         try:
-            rewritten = rewrite(match, config.recompute_h, attempt.live)
+            rewritten = rewrite(match, config.recompute_h, attempt.live, attempt.from_end)
         except Refuse as found:
             return found.at(observation.path)
         rewritten = rewritten if config.own_code_when_small else replace(rewritten, small=0)

@@ -38,6 +38,7 @@ class RegionEmitter:
         graph, weights: where to emit it.
         outside: the new node of every recorded one that the region reads.
         live: the comparison of a routing weight with 0 that says whether its pair runs at all; None: all do.
+        from_end: whether ids below 0 count from the last expert, as in ``weight[ids]``; else they are no expert's.
     """
 
     match: MoEMatch
@@ -46,6 +47,7 @@ class RegionEmitter:
     outside: Mapping[torch.fx.Node, torch.fx.Node]
     recompute_h: bool
     live: Live | None = None
+    from_end: bool = False
 
     def __post_init__(self) -> None:
         self._routing = RoutingEmitter(self.match, self.graph, self.outside)
@@ -54,7 +56,7 @@ class RegionEmitter:
         """The node that stands for the region's output."""
         match, routing = self.match, self.match.routing
         tokens = self._as_rows(self.outside[match.source], record_of(match.source).value)
-        index = self._routing.quantity(routing.index, None)
+        index = self._counted_from_end(self._routing.quantity(routing.index, None))
         self._require_slots(index)
         factor = self._product(routing.after, index, match.of_factor)
         kept = self._routing.within_capacity(index, self._routing.kept(index))
@@ -139,6 +141,13 @@ class RegionEmitter:
             negative = self.graph.call_function(operator.lt, (index, 0))
             index = self.graph.call_method("masked_fill", (index, negative, experts))
         return index
+
+    def _counted_from_end(self, index: torch.fx.Node) -> torch.fx.Node:
+        if not self.from_end:
+            return index
+        negative = self.graph.call_function(operator.lt, (index, 0))
+        counted = self.graph.call_function(operator.add, (index, self.match.num_experts))
+        return self.graph.call_function(torch.where, (negative, counted, index))
 
     def _require_slots(self, index: torch.fx.Node) -> None:
         """Where the number of experts per token is computed, as in ``topk(min(k, len(x)))``, it is none if there are no tokens."""

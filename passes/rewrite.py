@@ -39,13 +39,15 @@ _FREE_OF_EFFECTS = (
 )
 
 
-def rewrite(match: MoEMatch, recompute_h: bool = False, live: Live | None = None) -> RewrittenBlock:
+def rewrite(
+    match: MoEMatch, recompute_h: bool = False, live: Live | None = None, from_end: bool = False
+) -> RewrittenBlock:
     """Makes the block's new forward. Its ``get_attr`` and ``call_module`` targets are relative to the block.
 
     Args:
-        live: see `hexa_fx.passes.region.RegionEmitter`.
+        live, from_end: see `hexa_fx.passes.region.RegionEmitter`.
     """
-    return _Rewriter(match, recompute_h, live).run()
+    return _Rewriter(match, recompute_h, live, from_end).run()
 
 
 @dataclass
@@ -53,6 +55,7 @@ class _Rewriter:
     match: MoEMatch
     recompute_h: bool
     live: Live | None
+    from_end: bool
     graph: torch.fx.Graph = field(default_factory=torch.fx.Graph)
     new: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     unwritten: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
@@ -119,7 +122,8 @@ class _Rewriter:
         for number, match in enumerate(self.match.regions):
             weights = WeightEmitter(self.graph, match.captured, f"_{number + 1}" if number else "")
             outside = ChainMap(self.unwritten, self.new)
-            found[match.output] = RegionEmitter(match, self.graph, weights, outside, self.recompute_h, self.live)
+            how = self.recompute_h, self.live, self.from_end
+            found[match.output] = RegionEmitter(match, self.graph, weights, outside, *how)
         return found
 
     def _stored(self) -> list[Access | StoredValue]:

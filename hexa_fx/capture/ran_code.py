@@ -19,6 +19,7 @@ from hexa_fx.isolation.read_values import is_clock
 from hexa_fx.isolation.users_code import is_users
 
 _GENERATED = "<eval_with_key>"
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 class RanCode:
@@ -85,10 +86,11 @@ class RanCode:
         for name in names:
             if isinstance(holder, types.ModuleType) and not is_users(holder.__name__):
                 value = getattr(holder, name, MISSING)
-                self.note_state(value, scope)
+                if isinstance(value, _FUNCTIONS) and holder.__name__.startswith("torch"):
+                    self._read(holder, name, scope)  # others may put their own function there
             else:
                 value = self._read(holder, name, scope)
-                self.note_state(value, scope)
+            self.note_state(value, scope)
             if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
                 return
             holder = value

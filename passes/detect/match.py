@@ -10,6 +10,7 @@ from hexa_fx.capture import Access, CapturedBlock, StoredValue
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.decisions import ShapeBranch
 from hexa_fx.passes.detect.free_body import FreeBody
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor
 from hexa_fx.passes.detect.routing import Passing, Routing
 from hexa_fx.passes.detect.row_steps import RowSteps
 from hexa_fx.passes.detect.rows import Instance
@@ -67,6 +68,12 @@ class MoEMatch:
     def conditions(self) -> tuple[ShapeBranch, ...]:
         """Those of the branches that are known before the experts run."""
         return tuple(branch for branch in self.branches if not branch.of_outputs)
+
+    @property
+    def is_given_ids(self) -> bool:
+        """Whether the ids are computed from integers that the block is called with."""
+        behind = ancestors([node for region in self.regions for node in region.routing.index.nodes])
+        return any(node.op == "placeholder" and is_tensor(node) and not is_float(node) for node in behind)
 
     @property
     def regions(self) -> tuple[MoEMatch, ...]:

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
 from hexa_fx.capture import capture
 from tests.runtime.handmade import D, E, ListMoE
+from tests.zoo.compare import operators_run
 
 K = 2
 
@@ -221,10 +223,47 @@ def test_what_nothing_can_check_is_refused(block: type[nn.Module], reason: str) 
     assert reason in opt.report.blocks[0].reason
 
 
-def test_ids_that_wrap_around_are_refused() -> None:
-    _, opt = optimized(Given, tokens(), torch.rand(12, E).argsort(-1)[:, :K], torch.rand(12, K))
-    assert not opt.report.rewritten
-    assert "-1 among the ids 'index'" in opt.report.blocks[0].reason
+class GivenOneByOne(Given):
+    """Ids as numbers: Python counts from the end too."""
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for token, row in enumerate(hidden):
+            for slot in range(K):
+                expert = int(index[token, slot])
+                out[token] += weights[token, slot] * ((row @ self.up[expert]).relu() @ self.down[expert])
+        return out
+
+
+class GivenAndCompared(Given):
+    """-1 is no expert."""
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for expert in range(E):
+            token, slot = torch.where(index == expert)
+            y = (hidden[token] @ self.up[expert]).relu() @ self.down[expert]
+            out.index_add_(0, token, y * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("block", [Given, GivenOneByOne, GivenAndCompared])
+def test_ids_below_zero_are_what_they_are_in_the_code(block: type[nn.Module]) -> None:
+    index = torch.rand(12, E).argsort(-1)[:, :K]
+    given = tokens().requires_grad_(), index.masked_fill(torch.rand(12, K) < 0.3, -1), torch.rand(12, K)
+    original, opt = optimized(block, tokens(), index, torch.rand(12, K))
+    assert operators_run(opt, given)
+    torch.testing.assert_close(opt(*given), original(*given))
+    for model in (original, opt):
+        model(*given).square().sum().backward()
+    torch.testing.assert_close([p.grad for p in opt.parameters()], [p.grad for p in original.parameters()])
+
+
+def test_a_function_of_torch_that_is_replaced_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, opt = optimized(ListMoE)
+    monkeypatch.setattr(F, "silu", torch.tanh)
+    given = tokens()
+    torch.testing.assert_close(opt(given), original(given))
 
 
 class Collecting(ListMoE):
