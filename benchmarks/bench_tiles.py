@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
-    rows, table = [], TunedTable()
+    rows, table = [], TunedTable(torch.cuda.get_device_name())
     for name in options.shapes.split(","):
         torch.manual_seed(0)
         chosen = {op: each for op, each in products(SHAPES[name]).items() if op in options.only.split(",")}

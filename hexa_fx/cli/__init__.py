@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import hexa_fx
-from hexa_fx.cli import bench, cache, demo, env, explain, gallery, graph, kernels, plan
+from hexa_fx.cli import bench, cache, demo, env, explain, gallery, graph, kernels, plan, tune
 
 app = typer.Typer(
     add_completion=False,
@@ -33,7 +33,7 @@ def _options(
     """Options before the command."""
 
 
-for command in (explain.explain, graph.graph, gallery.gallery, plan.plan, bench.bench, demo.demo, env.env):
+for command in (explain.explain, graph.graph, gallery.gallery, plan.plan, bench.bench, tune.tune, demo.demo, env.env):
     app.command()(command)
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(cache.app, name="cache")

@@ -18,8 +18,6 @@ Tile = Mapping[str, int | bool]
 REACH = 1.5
 """How far a neighbour may be: the sum over rows, inner and columns of the difference in powers of two."""
 
-_SHIPPED = {"H200": "tuned_h200.json"}
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -52,10 +50,14 @@ class Problem:
 
 
 class TunedTable:
-    """Problem -> tile, with its milliseconds. Immutable: `with_entry` returns another."""
+    """Problem -> tile, with its milliseconds, of one card. Immutable: `with_entry` returns another.
 
-    def __init__(self, entries: Mapping[Problem, tuple[Tile, float]] | None = None) -> None:
-        self.entries = dict(entries or {})
+    Args:
+        card: the card's name as its driver gives it, or a part of it that only such cards have.
+    """
+
+    def __init__(self, card: str, entries: Mapping[Problem, tuple[Tile, float]] | None = None) -> None:
+        self.card, self.entries = card, dict(entries or {})
 
     def find(self, problem: Problem, reach: float = REACH) -> Tile | None:
         """The tile of `problem`, or of its nearest neighbour no further than `reach`."""
@@ -66,7 +68,7 @@ class TunedTable:
 
     def with_entry(self, problem: Problem, tile: Tile, ms: float) -> TunedTable:
         """A table that also has this entry."""
-        return TunedTable({**self.entries, problem: (dict(tile), ms)})
+        return TunedTable(self.card, {**self.entries, problem: (dict(tile), ms)})
 
     def to_json(self) -> str:
         """One entry a line, sorted, so that a table reads and differs well."""
@@ -74,22 +76,20 @@ class TunedTable:
             json.dumps({**asdict(problem), "tile": dict(tile), "ms": round(ms, 5)}, sort_keys=True)
             for problem, (tile, ms) in self.entries.items()
         )
-        return "[\n " + ",\n ".join(rows) + "\n]\n" if rows else "[]\n"
+        return f'{{"card": {json.dumps(self.card)}, "tiles": [\n ' + ",\n ".join(rows) + "\n]}\n"
 
     @classmethod
     def from_json(cls, text: str) -> TunedTable:
-        """Inverse of `to_json`. Raises ValueError or KeyError on anything else."""
-        entries: dict[Problem, tuple[Tile, float]] = {}
-        for row in json.loads(text):
+        """Inverse of `to_json`. Raises ValueError, KeyError or TypeError on anything else."""
+        found, entries = json.loads(text), dict[Problem, tuple[Tile, float]]()
+        for row in found["tiles"]:
             tile, ms = row.pop("tile"), row.pop("ms")
             entries[Problem(**row)] = (tile, ms)
-        return cls(entries)
+        return cls(found["card"], entries)
 
 
 @cache
 def shipped(device_name: str) -> TunedTable:
     """The table that ships for a card, by the name its driver gives it; empty if there is none."""
-    for part, file in _SHIPPED.items():
-        if part in device_name:
-            return TunedTable.from_json((Path(__file__).parent / file).read_text())
-    return TunedTable()
+    tables = (TunedTable.from_json(path.read_text()) for path in sorted(Path(__file__).parent.glob("tuned_*.json")))
+    return next((table for table in tables if table.card in device_name), TunedTable(device_name))

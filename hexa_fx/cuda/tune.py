@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -17,14 +18,16 @@ from filelock import FileLock
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tuned import Problem, Tile, TunedTable, shipped
 from hexa_fx.cuda.choosing import cached_choice, card_of, collection, forget_choices
-from hexa_fx.errors import KernelError
+from hexa_fx.errors import InputError, KernelError
 from hexa_fx.jit.background import prebuild
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.progress import progress
 
 log = logging.getLogger(__name__)
 
-_REPEATS = 5
+_WARM_MS, _TIMED_MS, _MOST_RUNS = 60.0, 120.0, 2000
+"""How long a tile runs before it is timed and while it is: a card's clock falls under load, by as much as tiles differ."""
+
 _done: set[tuple[Problem, int]] = set()
 
 
@@ -41,7 +44,31 @@ def _asked_for() -> bool:
 @cached_choice
 def tuned_tile(problem: Problem, name: str) -> Tile | None:
     """The tile of this machine's table for the card of this name, else of the shipped one; None where neither has a neighbour."""
-    return _read(_path(name)).find(problem) or shipped(name).find(problem)
+    return _read(name).find(problem) or shipped(name).find(problem)
+
+
+def add_table(text: str, name: str) -> int:
+    """Adds what another machine measured on the same kind of card to this machine's table. Returns the number of its tiles.
+
+    Args:
+        text: of the other machine's table.
+        name: of this machine's card.
+
+    Raises:
+        InputError: the text is no table, or one of another card.
+    """
+    try:
+        table = TunedTable.from_json(text)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"this is no table of tiles ({error}); give one that `hexa-fx tune --out FILE` wrote"
+        ) from error
+    if table.card not in name:
+        raise InputError(f"these tiles were measured on {table.card}, and the card here is {name}; run `hexa-fx tune`")
+    for problem, (tile, ms) in table.entries.items():
+        _store(name, problem, tile, ms)
+    forget_choices()
+    return len(table.entries)
 
 
 def tune(
@@ -66,8 +93,8 @@ def tune(
     if (problem, device) in _done or torch.cuda.is_current_stream_capturing():
         return None
     _done.add((problem, device))
-    path = _path(card_of(device).name)
-    held, _ = _read(path).entries.get(problem, (None, 0.0))
+    card = card_of(device).name
+    held, _ = _read(card).entries.get(problem, (None, 0.0))
     if held is not None and held.keys() == candidates[0].keys():  # else another version's, which no kernel can take
         return None
     with suppress(KernelError):  # one that does not build is skipped when its turn to run comes
@@ -82,7 +109,7 @@ def tune(
         return None
     best = min(times, key=lambda index: times[index])
     log.info("tuned %s: %s, %.4f ms of %d tiles", problem, dict(candidates[best]), times[best], len(times))
-    _store(path, problem, candidates[best], times[best])
+    _store(card, problem, candidates[best], times[best])
     forget_choices()
     return candidates[best]
 
@@ -93,33 +120,39 @@ def _milliseconds(tile: Tile, run: Callable[[Tile], None]) -> float | None:
     except KernelError as error:
         log.debug("passed over %s: %s", dict(tile), error)
         return None
-    times: list[float] = []
-    for _ in range(_REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    once = max(_mean_milliseconds(tile, run, 1), _TIMED_MS / _MOST_RUNS)
+    _mean_milliseconds(tile, run, ceil(_WARM_MS / once))
+    return _mean_milliseconds(tile, run, ceil(_TIMED_MS / once))
+
+
+def _mean_milliseconds(tile: Tile, run: Callable[[Tile], None], times: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(times):
         run(tile)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[_REPEATS // 2]
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / times
 
 
-def _path(device_name: str) -> Path:
+def table_path(device_name: str) -> Path:
+    """The file of this machine's table for a card."""
     safe = "".join(c if c.isalnum() else "_" for c in device_name)
     return JitSettings.from_env().cache_dir / "tuned" / f"{safe}.json"
 
 
-def _read(path: Path) -> TunedTable:
+def _read(device_name: str) -> TunedTable:
     try:
-        return TunedTable.from_json(path.read_text())
+        return TunedTable.from_json(table_path(device_name).read_text())
     except (OSError, ValueError, KeyError, TypeError):  # absent or damaged: as if never tuned
-        return TunedTable()
+        return TunedTable(device_name)
 
 
-def _store(path: Path, problem: Problem, tile: Tile, ms: float) -> None:
+def _store(device_name: str, problem: Problem, tile: Tile, ms: float) -> None:
+    path = table_path(device_name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
-        table = _read(path).with_entry(problem, tile, ms)
+        table = _read(device_name).with_entry(problem, tile, ms)
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(table.to_json())
         os.replace(temporary, path)

@@ -13,9 +13,9 @@ TILE = {"bm": 128, "bn": 128}
 
 
 def test_round_trip() -> None:
-    table = TunedTable().with_entry(HERE, TILE, 1.5).with_entry(replace(HERE, rows=3), {"bm": 16}, 0.25)
+    table = TunedTable("A Card").with_entry(HERE, TILE, 1.5).with_entry(replace(HERE, rows=3), {"bm": 16}, 0.25)
     assert TunedTable.from_json(table.to_json()).entries == table.entries
-    assert TunedTable.from_json(TunedTable().to_json()).entries == {}
+    assert TunedTable.from_json(TunedTable("A Card").to_json()).entries == {}
 
 
 @pytest.mark.parametrize(
@@ -32,12 +32,12 @@ def test_round_trip() -> None:
     ],
 )
 def test_a_shape_takes_its_neighbours_tile_and_no_strangers(other: Problem, found: bool) -> None:
-    table = TunedTable().with_entry(HERE, TILE, 1.0)
+    table = TunedTable("A Card").with_entry(HERE, TILE, 1.0)
     assert table.find(other) == (TILE if found else None)
 
 
 def test_the_nearest_of_several() -> None:
-    table = TunedTable().with_entry(HERE, TILE, 1.0).with_entry(replace(HERE, rows=11), {"bm": 256}, 1.0)
+    table = TunedTable("A Card").with_entry(HERE, TILE, 1.0).with_entry(replace(HERE, rows=11), {"bm": 256}, 1.0)
     assert table.find(replace(HERE, rows=12)) == {"bm": 256}
 
 

@@ -224,7 +224,7 @@ def test_autotuning_measures_a_bucket_once_and_gives_the_same_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "tuned"
-    monkeypatch.setattr(cuda_tune, "_path", lambda name: table / "card.json")
+    monkeypatch.setattr(cuda_tune, "table_path", lambda name: table / "card.json")
     monkeypatch.setattr(cuda_calls, "autotuning", lambda: True)
     tiles = [Tile(64, 64, 32, 4, 2, 2), Tile(999, 64, 32, 4, 2, 2), Tile(128, 128, 32, 3, 2, 4)]
     monkeypatch.setattr(heuristics, "candidates", lambda *args: tiles)

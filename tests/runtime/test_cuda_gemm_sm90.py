@@ -204,7 +204,7 @@ def test_a_measured_tile_beats_the_rule(recorder: Recorder, monkeypatch: pytest.
     assert recorder.spec.bm == COOPERATIVE.bm
     key = GemmKey(FAMILY, "esmm", HOPPER, BF16, "tensor", T * K, E, D, N, "nk", True)
     fields = {"bm": 64, "bn": 256, "stages": 5, "pingpong": True, "cluster": 1, "group_m": 16}
-    table = TunedTable().with_entry(key.problem(), fields, 1.0)
+    table = TunedTable("A Card").with_entry(key.problem(), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
     sm90.esmm(Esmm(*arguments))
@@ -217,7 +217,7 @@ def test_a_measured_tile_that_cannot_be_generated_is_passed_over(
 ) -> None:
     v, offs = routing()
     key = GemmKey(FAMILY, "esmm", HOPPER, BF16, "tensor", T * K, E, D, N, "nk", True)
-    table = TunedTable().with_entry(key.problem(), fields, 1.0)
+    table = TunedTable("A Card").with_entry(key.problem(), fields, 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
     sm90.esmm(Esmm(randn(T, D), randn(E, N, D), None, v, offs, K, "nk"))
@@ -249,7 +249,7 @@ def test_a_measured_swapped_tile_is_passed_over_where_it_cannot_be(
     """The table knows of no layouts: gate and up of an (E, K, N) weight keep the rule's tile."""
     v, offs = routing()
     key = GemmKey(FAMILY, "esmm_act", HOPPER, BF16, "tensor", T * K, E, D, 2 * N, "nk", True, "silu", "concat")
-    table = TunedTable().with_entry(key.problem(), asdict(SWAPPED), 1.0)
+    table = TunedTable("A Card").with_entry(key.problem(), asdict(SWAPPED), 1.0)
     monkeypatch.setattr(cuda_tune, "shipped", lambda name: table)
     cuda_choosing.forget_choices()
     for w, swapped in ((randn(E, 2 * N, D), True), (randn(E, D, 2 * N), False)):

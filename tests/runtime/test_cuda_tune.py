@@ -66,7 +66,7 @@ def test_a_bucket_is_measured_once_even_over_processes(timed: list[int], monkeyp
 
 def test_a_tile_of_another_version_is_measured_again(timed: list[int], card: Path) -> None:
     card.parent.mkdir()
-    card.write_text(TunedTable().with_entry(PROBLEM, {"bm": 128, "lag": 2}, 1.0).to_json())
+    card.write_text(TunedTable("A Card").with_entry(PROBLEM, {"bm": 128, "lag": 2}, 1.0).to_json())
     assert cuda_tune.tune(PROBLEM, 0, TILES, spec_of, lambda tile: None) == {"bm": 64}
     assert cuda_tune.tuned_tile(PROBLEM, "A Card/1") == {"bm": 64}
 
@@ -79,7 +79,7 @@ def test_nothing_is_measured_inside_a_capture(timed: list[int], monkeypatch: pyt
 
 def test_a_damaged_table_is_as_none(timed: list[int], card: Path) -> None:
     card.parent.mkdir()
-    card.write_text('[{"family": 1}]')
+    card.write_text('{"card": "A Card", "tiles": [{"family": 1}]}')
     assert cuda_tune.tuned_tile(PROBLEM, "A Card/1") is None
     assert cuda_tune.tune(PROBLEM, 0, TILES, spec_of, lambda tile: None) == {"bm": 64}
 
