@@ -24,6 +24,7 @@ from hexa_fx.ops.low_rank import esmm_composed as _low_rank  # noqa: F401  (regi
 from hexa_fx.ops.moe_ffn import moe_ffn
 from hexa_fx.ops.moe_ffn_autograd import autograd as _autograd  # noqa: F401  (registers the autograd kernel)
 from hexa_fx.ops.moe_ffn_fixed import fixed as _fixed  # noqa: F401  (registers the operator)
+from hexa_fx.ops.moe_ffn_fp8 import why_not as _fp8_block  # noqa: F401  (registers the operator)
 from hexa_fx.ops.moe_ffn_sources import inference as _adapted  # noqa: F401  (registers the operator)
 from hexa_fx.ops.reindex import reindex
 

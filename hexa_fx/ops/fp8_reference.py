@@ -161,6 +161,7 @@ _KERNELS: dict[str, library.Kernel] = {
     "ess_fp8": _ess,
 }
 for _name, _kernel in _KERNELS.items():
+    library.register_kernel(_name, "cpu", _kernel)
     library.register_kernel(_name, "any", _kernel)
 library.register_mutation("quantize_weight_fp8", 4)
 library.register_mutation("estmm_fp8", 1)

@@ -112,8 +112,28 @@ def check(
     recompute_h: bool,
 ) -> None:
     """Checks shapes, dtypes and devices of the arguments."""
+    checks.check_floating("moe_ffn", _NAMES, (x, w1, b1, w3, b3, w2, b2))
+    check_shapes(x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2, activation, glu, params, layout1, layout2)
+
+
+def check_shapes(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor | None,
+    w1: Tensor,
+    b1: Tensor | None,
+    w3: Tensor | None,
+    b3: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    activation: str,
+    glu: str,
+    params: Sequence[float],
+    layout1: str,
+    layout2: str,
+) -> None:
+    """Checks shapes, and the routing."""
     op = "moe_ffn"
-    checks.check_floating(op, _NAMES, (x, w1, b1, w3, b3, w2, b2))
     experts, model_size, n = checks.check_weight(op, "w1", w1, layout1)
     checks.check_rows(op, "x", x, model_size)
     check_first_projection(op, experts, n, w1, b1, w3, b3, activation, glu, params)

@@ -1,0 +1,144 @@
+"""Quantised copies of expert weights, made once for as long as the weights stay what they are.
+
+A copy is found by the memory that its weight lies in, and holds while the version counters of these tensors do. Torch's fused
+optimizers do not count, and others write to ``.data``; so a step of any `torch.optim.Optimizer` ends all copies, too. Whoever
+writes to the ``.data`` of a weight by other means says so with `torch.autograd.graph.increment_version`.
+
+A copy that no longer holds is written anew in its memory, which a captured CUDA graph may read. While a graph is captured for
+training, weights are quantised as a part of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT
+from hexa_fx.ops import library
+from hexa_fx.ops.fp8_shapes import weight_sizes
+
+
+class Fp8Weight(NamedTuple):
+    """What `quantize_weight_fp8` makes of a projection's weight; the transposed part only where backward needs it."""
+
+    q: Tensor
+    s: Tensor
+    q_t: Tensor | None
+    s_t: Tensor | None
+
+    @property
+    def transposed(self) -> tuple[Tensor, Tensor]:
+        """Elements and scales of the transposed weight."""
+        assert self.q_t is not None
+        assert self.s_t is not None
+        return self.q_t, self.s_t
+
+
+@dataclass
+class _Copy:
+    """A quantised weight, what it was made of, and when."""
+
+    weight: Fp8Weight
+    storages: tuple[StorageWeakRef, ...]
+    state: tuple[int, ...] | None
+
+
+_copies: dict[tuple[Any, ...], _Copy] = {}
+_lock = Lock()
+_steps: list[int] = []
+"""How many steps optimizers have made, once somebody counts them."""
+
+
+def quantized(
+    w: Tensor, w3: Tensor | None, layout: str, glu: str, transposed: bool, cached: bool, forward: bool = True
+) -> Fp8Weight:
+    """The quantised copy of a projection's weight.
+
+    Args:
+        w, w3, layout, glu: as `quantize_weight_fp8` takes them.
+        transposed: whether the transposed part is needed.
+        cached: whether the copy may be kept; not where other weights take turns in the same memory.
+        forward: whether forward asks: backward takes what forward of the same captured CUDA graph has made.
+    """
+    parts = (w,) if w3 is None else (w, w3)
+    if not cached:
+        return _written(_empty(w, layout, glu, transposed), w, w3, layout, glu)
+    storages = [t.untyped_storage() for t in parts]
+    key = (
+        *((s._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype) for s, t in zip(storages, parts)),
+        layout,
+        glu,
+    )
+    capturing = transposed and w.is_cuda and torch.cuda.is_current_stream_capturing()
+    state = _state(parts)
+    with _lock:
+        found = _copies.get(key)
+        complete = found is not None and (not transposed or found.weight.q_t is not None)
+        if found is not None and complete and (not forward if capturing else found.state == state):
+            return found.weight
+        if found is None:
+            _forget()
+            found = _Copy(_empty(w, layout, glu, transposed), tuple(map(StorageWeakRef, storages)), None)
+            _copies[key] = found
+        elif not complete:
+            found.weight = _with_transposed(found.weight)
+        _written(found.weight, w, w3, layout, glu)
+        found.state = None if capturing else state  # what is captured has not run
+        return found.weight
+
+
+def clear() -> None:
+    """Forgets all copies."""
+    with _lock:
+        _copies.clear()
+
+
+def _state(parts: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return *(0 if t.is_inference() else t._version for t in parts), _optimizer_steps()
+
+
+def _optimizer_steps() -> int:
+    if not _steps:
+        _steps.append(0)
+        register_optimizer_step_post_hook(_count_step)
+    return _steps[0]
+
+
+def _count_step(*_: Any) -> None:
+    _steps[0] += 1
+
+
+def _forget() -> None:
+    """Drops copies of weights that are gone."""
+    gone = [key for key, copy in _copies.items() if any(storage.expired() for storage in copy.storages)]
+    for key in gone:
+        del _copies[key]
+
+
+def _empty(w: Tensor, layout: str, glu: str, transposed: bool) -> Fp8Weight:
+    experts, rows, columns = weight_sizes(w, layout, glu)
+    q, s = _pair(w, experts, rows, columns)
+    made = Fp8Weight(q, s, None, None)
+    return _with_transposed(made) if transposed else made
+
+
+def _with_transposed(weight: Fp8Weight) -> Fp8Weight:
+    experts, rows, columns = weight.q.shape
+    q_t, s_t = _pair(weight.q, experts, columns, rows)
+    return weight._replace(q_t=q_t, s_t=s_t)
+
+
+def _pair(like: Tensor, experts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    scales = like.new_empty((experts, rows // BLOCK, columns // BLOCK), dtype=torch.float32)
+    return like.new_empty((experts, rows, columns), dtype=ELEMENT), scales
+
+
+def _written(weight: Fp8Weight, w: Tensor, w3: Tensor | None, layout: str, glu: str) -> Fp8Weight:
+    library.kernel_for("quantize_weight_fp8", w.device.type)(*weight, w.detach(), w3, layout, glu)
+    return weight

@@ -1,0 +1,183 @@
+"""``hexa::moe_ffn_fp8``: `hexa::moe_ffn` whose products multiply e4m3 with block scales, forward and backward.
+
+Tokens are quantised once each, weights once for as long as they stay what they are (`hexa_fx.ops.fp8_weights`). The activation and
+its gradient are computed in float32, and quantised from there (`hexa_fx.ops.fp8`). Of the pre-activation e4m3 is kept for backward.
+A call that this cannot take runs `hexa::moe_ffn`, which is said once with its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
+
+from hexa_fx.errors import InputError
+from hexa_fx.ops import checks, fp8_shapes, library, main_grad
+from hexa_fx.ops.direct_function import DirectFunction
+from hexa_fx.ops.fp8_arguments import Arguments, kernel
+from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS, check_shapes
+from hexa_fx.ops.moe_ffn import inference as exact
+from hexa_fx.ops.moe_ffn_fp8_backward import backward
+
+_OPS = torch.ops.hexa
+_INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {STATIC}, bool cached"
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_NAMES = ("x", "w1", "b1", "w3", "b3", "w2", "b2")
+log = logging.getLogger(__name__)
+
+library.define(f"moe_ffn_fp8({_INPUTS}) -> Tensor")
+library.define(f"moe_ffn_fp8_forward({_INPUTS}) -> (Tensor y, Tensor h, Tensor hs, Tensor v, Tensor inv, Tensor offs)")
+library.define(
+    "moe_ffn_fp8_backward(Tensor dy, Tensor? x, Tensor? h, Tensor? hs, Tensor v, Tensor inv, Tensor offs, "
+    f"Tensor? top_k_weights, {WEIGHTS}, {STATIC}, bool cached, SymInt top_k, bool[] needs) -> Tensor[]"
+)
+
+
+@cache
+def _say_once(message: str) -> None:
+    log.warning("%s", message)
+
+
+def _on_cpu(o: Arguments) -> str:
+    _say_once("FP8 is emulated on a CPU: results are those of a GPU, the time is not")
+    return ""
+
+
+why_not_on: dict[str, Callable[[Arguments], str]] = {"cpu": _on_cpu}
+"""By device type: why its kernels cannot take a call, empty if they can. Looks at dtypes and sizes only."""
+
+
+def why_not(o: Arguments) -> str:
+    """Why a call runs in its tensors' dtype; empty if it runs in FP8."""
+    for name, t in zip(_NAMES, o.tensors, strict=True):
+        if t is not None and t.dtype not in fp8_shapes.QUANTIZABLE:
+            return f"{name} is {t.dtype}"
+        if t is not None and name != "x" and not issubclass(type(t), (*_PLAIN, torch._subclasses.FakeTensor)):
+            return f"{name} is a {type(t).__name__}"
+    ask = why_not_on.get(o.x.device.type)
+    return f"there are no FP8 kernels for {o.x.device.type}" if ask is None else ask(o)
+
+
+def _exact_arguments(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Arguments of `hexa::moe_ffn` for a call that FP8 cannot take; None for others."""
+    o = Arguments(*args)
+    reason = why_not(o)
+    if not reason:
+        return None
+    dtype = o.x.dtype
+    _say_once(f"compute='fp8_block' runs in {dtype}: {reason}")
+    weights = (None if t is None else t.to(dtype) for t in args[3:9])
+    return *args[:3], *weights, *args[9:15]
+
+
+def _run(o: Arguments, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
+    """y, h and its scales, and the routing. transposed: whether backward will need weights transposed."""
+    x, top_k = o.x, o.top_k_index.shape[1]
+    first, second = o.first(transposed), o.second(transposed)
+    v, inv, offs = kernel("reindex", x)(o.top_k_index, o.w1.shape[0])
+    h, hs, a, a_scales = kernel("esmm_act_fp8", x)(
+        *kernel("quantize_rows_fp8", x)(x), *first[:2], o.first_bias(), v, offs, top_k, *o.steps, keep_h
+    )
+    rows = kernel("esmm_fp8", x)(a, a_scales, *second[:2], o.second_bias(), offs, o.output_size, x.dtype)
+    del a, a_scales
+    return kernel("combine", x)(rows, o.top_k_weights, inv, offs, top_k), h, hs, v, inv, offs
+
+
+def _inference(*args: Any) -> Tensor:
+    """Kernel for any device."""
+    instead = _exact_arguments(args)
+    return _run(Arguments(*args), transposed=False, keep_h=False)[0] if instead is None else exact(*instead)
+
+
+def _training(*args: Any) -> tuple[Tensor, ...]:
+    """Kernel for any device: the result, and what backward needs."""
+    o = Arguments(*args)
+    return _run(o, transposed=True, keep_h=not o.recompute_h)
+
+
+class _Function(DirectFunction):
+    """What it keeps besides weights: x if something needs it, h in FP8 unless it is computed again, and the routing."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        with _AutoDispatchBelowAutograd():
+            y, h, hs, *routing = _OPS.moe_ffn_fp8_forward.default(*args)
+        o, wanted = Arguments(*args), ctx.needs_input_grad
+        needs = [wanted[0], *wanted[2:9]]
+        keep_x = o.x if needs[2] or needs[4] or o.recompute_h else None
+        ctx.save_for_backward(keep_x, *((None, None) if o.recompute_h else (h, hs)), *routing, *args[2:9])
+        ctx.static = (*args[9:], o.top_k_index.shape[1], needs)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, h, *saved = ctx.saved_tensors
+        plain, needs = library.is_plain_tensor(grads[0]), ctx.static[-1]
+        if plain and h is not None:
+            h = [h]  # backward pops it and frees it after its last use
+            ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        operands = saved[4:]
+        buffers = main_grad.of(operands, needs)
+        direct = main_grad.direct(operands, buffers) if plain else ()
+        run = _run_backward if plain else _OPS.moe_ffn_fp8_backward.default
+        with _AutoDispatchBelowAutograd():
+            left = iter(run(grads[0], x, h, *saved, *ctx.static, *direct))
+        added = (None, *direct) if direct else (None,) * len(needs)
+        found = [next(left) if need and buffer is None else None for need, buffer in zip(needs, added, strict=True)]
+        dx, *others = main_grad.add(buffers, found, plain)
+        return dx, None, *others, *(None,) * 7
+
+
+def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
+    instead = _exact_arguments(args)
+    if instead is not None:
+        return _OPS.moe_ffn.default(*instead)
+    if is_grad_enabled() and _any_requires_grad(*args):
+        return _Function.apply(*args)
+    with _AutoDispatchBelowAutograd():
+        return _OPS.moe_ffn_fp8.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _check(*args: Any) -> None:
+    o = Arguments(*args)
+    for name, t in zip(_NAMES, o.tensors, strict=True):
+        if t is not None and (t.dtype not in checks.FLOATING or t.device != o.x.device):
+            raise InputError(f"hexa::moe_ffn_fp8: {name} is {checks.shape(t)} on {t.device}; x is on {o.x.device}")
+    check_shapes(*args[:14])
+
+
+def _fake(*args: Any) -> Tensor:
+    o = Arguments(*args)
+    return o.x.new_empty((o.x.shape[0], o.output_size))
+
+
+def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
+    o = Arguments(*args)
+    n = o.top_k_index.shape[0] * o.top_k_index.shape[1]
+    h = fp8_shapes.rows_and_scales(o.x, 0 if o.recompute_h else n, o.hidden)
+    index = torch.empty(n, dtype=torch.int32, device=o.x.device)
+    offs = torch.empty(o.w1.shape[0] + 1, dtype=torch.int32, device=o.x.device)
+    return _fake(*args), *h, index, torch.empty_like(index), offs
+
+
+def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
+    *given, _, needs = args[6:]
+    o = Arguments(dy, dy, *given)
+    like = (dy.new_empty((dy.shape[0], o.input_size)), *given[:7])
+    return [t.new_empty(t.shape) for t, need in zip(like, needs, strict=True) if need]
+
+
+library.register_fake("moe_ffn_fp8", _fake, _check)
+library.register_kernel("moe_ffn_fp8", "any", _inference)
+library.register_autocast("moe_ffn_fp8", cast=(0,))
+library.register_fake("moe_ffn_fp8_forward", _fake_forward, _check)
+library.register_kernel("moe_ffn_fp8_forward", "any", _training)
+library.register_fake("moe_ffn_fp8_backward", _fake_backward)
+_run_backward = library.register_kernel("moe_ffn_fp8_backward", "any", backward)
+library.refuse_double_backward("moe_ffn_fp8_backward")
+library.register_autograd_kernel("moe_ffn_fp8", _autograd)
