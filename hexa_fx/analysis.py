@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.warmup import Example
+from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import unpacked
 
 ExampleInputs: TypeAlias = torch.Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
@@ -160,10 +162,24 @@ def _analyse_level(
     known = cache.find(observation)
     if known is not None:
         return moved_to(known, observation.path), known.path
-    with unpacked(observation.module):
-        analysis = analyse(observation, config)
+    analysis = _analyse_dense(observation, config)
     cache.add(observation, analysis)
     return analysis, None
+
+
+def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysis:
+    """Analyses a block with its packed weights in dense form."""
+    try:
+        with unpacked(observation.module), linear4bit.as_dense(observation.module):
+            analysis = analyse(observation, config)
+    except linear4bit.OtherNumbers as error:
+        return refused(Refusal(observation.path, str(error)))
+    for form in analysis.rewritten.values():
+        if reason := linear4bit.why_not_in(observation.module, form.graph, analysis.reads):
+            return refused(Refusal(observation.path, reason))
+    kinds = partial(linear4bit.with_kinds, observation.module)
+    rewritten = {mode: replace(form, reads=kinds(form.reads)) for mode, form in analysis.rewritten.items()}
+    return replace(analysis, rewritten=rewritten, reads=kinds(analysis.reads))
 
 
 def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -30,9 +30,10 @@ from hexa_fx.report import OptimizationReport, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from hexa_fx.runtime.preflight import check_model
+from hexa_fx.runtime.stacked_codes import packed_weights
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
-from hexa_fx.sources.packed_parameters import adopt_loaded, packed_parameters
+from hexa_fx.sources.packed_parameters import adopt_loaded
 from hexa_fx.tracing import tracing
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def optimize_(
                 block = model.get_submodule(analysis.path)
                 forms = {mode: _finished(form, config) for mode, form in analysis.rewritten.items()}
                 installed[analysis.path] = install(block, forms.get("train"), forms.get("eval"))
-                if packed_parameters(block):  # its own code would unpack
+                if packed_weights(block):  # its own code would unpack
                     installed[analysis.path].small = {True: 0, False: 0}
             report = with_forwards(report, installed)
             request_kernels_of_steps(model, found.unusual_examples)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.ir import FfnSpec, RewrittenBlock
+from hexa_fx.sources.linear4bit import of_numbers
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ def rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict
 
 
 def _packed_value(captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> torch.Tensor:
-    firsts = [like_meta(captured.tensor_of(part[0])).contiguous() for part in parts]
+    firsts = [like_meta(of_numbers(captured.tensor_of(part[0]))).contiguous() for part in parts]
     whole = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
     return torch.empty((len(parts[0]), *whole.shape), dtype=whole.dtype, device="meta")
 

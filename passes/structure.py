@@ -16,6 +16,7 @@ from torch import nn
 from hexa_fx.capture.observe import Observation
 from hexa_fx.runtime.guards import HOOKS
 from hexa_fx.runtime.resolution import holds
+from hexa_fx.sources.linear4bit import shape_of
 
 if TYPE_CHECKING:
     from hexa_fx.passes import BlockAnalysis
@@ -53,7 +54,7 @@ def _key(observation: Observation) -> Hashable:
     tensors = (*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False))
     return (
         tuple((name, type(module), _hooks(module)) for name, module in block.named_modules(remove_duplicate=False)),
-        tuple((name, tuple(t.shape), t.dtype, t.device.type, t.requires_grad, type(t)) for name, t in tensors),
+        tuple((name, shape_of(t), t.dtype, t.device.type, t.requires_grad, type(t)) for name, t in tensors),
         _shape(observation.args),
         _shape(observation.kwargs),
     )

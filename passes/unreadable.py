@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from hexa_fx.runtime.preflight import is_offloaded
+from hexa_fx.sources import linear4bit
 
 OFFLOADED = (
     "its weights are offloaded (accelerate brings them to the device for each call), and cannot be read in place; a block is "
@@ -41,8 +42,10 @@ def why_unreadable(block: nn.Module) -> str:
 def _quantised(path: str, module: nn.Module) -> list[str]:
     """What about the module itself is quantised, with its path."""
     home = type(module).__module__
-    if home.startswith(_MODULES) or home.split(".")[0] in _PACKAGES:
-        return [f"{path or 'the block'} is a {home}.{type(module).__name__}"]
+    four_bit = linear4bit.is_linear(module)
+    if four_bit or home.startswith(_MODULES) or home.split(".")[0] in _PACKAGES:
+        why = f", {linear4bit.why_not(module.weight)}" if four_bit else ""
+        return [f"{path or 'the block'} is a {home}.{type(module).__name__}{why}"]
     found = []
     for name, parameter in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         homes = {type(value).__module__.split(".")[0] for value in (parameter, parameter.data)}

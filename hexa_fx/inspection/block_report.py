@@ -12,7 +12,7 @@ from hexa_fx.inspection.stages import FfnCase
 from hexa_fx.ir import SourceLocation
 from hexa_fx.runtime.current import why_original
 from hexa_fx.runtime.install import HexaForward
-from hexa_fx.sources.packed_parameters import packed_parameters
+from hexa_fx.runtime.stacked_codes import packed_weights
 
 Status = Literal["rewritten", "refused", "already"]
 
@@ -127,7 +127,7 @@ class BlockReport:
     @property
     def packed(self) -> str:
         """In which format its weights are packed now, and what that saves; empty if they are not."""
-        weights = [] if self.forward is None else list(packed_parameters(self.forward.module).values())
+        weights = [] if self.forward is None else packed_weights(self.forward.module)
         if not weights:
             return ""
         dense, stored = sum(w.numel() * w.itemsize for w in weights), sum(w.stored_bytes for w in weights)

@@ -25,6 +25,9 @@ from hexa_fx.inspection.view import GraphView
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.runtime.program import direct
+from hexa_fx.sources import linear4bit
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +118,9 @@ def _measured(captured: CapturedBlock, forward: Callable[..., Any], weights: Seq
 
 @contextmanager
 def _training(block: nn.Module) -> Iterator[None]:
-    """A context in which every floating-point parameter wants a gradient."""
-    frozen = [p for p in block.parameters() if p.is_floating_point() and not p.requires_grad]
+    """A context in which every floating-point parameter that can have a gradient wants it."""
+    numbers = [p for p in block.parameters() if p.is_floating_point() and not isinstance(p, QuantizedWeight)]
+    frozen = [p for p in numbers if not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)
     try:
@@ -126,8 +130,12 @@ def _training(block: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
+def _stored(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (parameter.packed, *parameter.scales) if isinstance(parameter, QuantizedWeight) else (parameter,)
+
+
 def _kept(captured: CapturedBlock, forward: Callable[..., Any], weights: Sequence[torch.Tensor]) -> int:
-    parameters = {p.untyped_storage().data_ptr() for p in (*captured.block.parameters(), *weights)}
+    parameters = {t.untyped_storage().data_ptr() for p in (*captured.block.parameters(), *weights) for t in _stored(p)}
     found: dict[int, int] = {}
     alive: list[torch.Tensor] = []  # keeps addresses unique
 
@@ -169,7 +177,7 @@ class _Rewritten:
                 root[target] = self._captured.block.get_submodule(target)
             elif node.op == "get_attr":
                 root[target] = self._captured.tensor_of(target)
-        module = torch.fx.GraphModule(root, self._rewritten.graph)  # type: ignore[arg-type]
+        module = torch.fx.GraphModule(root, direct(self._rewritten.graph))  # type: ignore[arg-type]
         inputs = [arguments[name] for name, _ in self._captured.arguments]
         return torch.fx.Interpreter(module).run(*inputs, enable_io_processing=False)
 
@@ -179,9 +187,12 @@ class _StandIn(nn.Module):
 
     def __init__(self, captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> None:
         super().__init__()
-        firsts = [captured.tensor_of(part[0]).detach() for part in parts]
-        whole = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
-        self.weight = nn.Parameter(whole.unsqueeze(0).expand(len(parts[0]), *whole.shape))
+        count, firsts = len(parts[0]), [captured.tensor_of(part[0]) for part in parts]
+        if linear4bit.is_four_bit(firsts[0]):
+            self.weight: torch.Tensor = linear4bit.repeated(firsts, count)
+            return
+        whole = torch.cat([first.detach() for first in firsts])
+        self.weight = nn.Parameter(whole.unsqueeze(0).expand(count, *whole.shape))
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, top_k_index: torch.Tensor | None = None) -> torch.Tensor:
         return self.weight

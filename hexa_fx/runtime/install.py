@@ -29,6 +29,7 @@ from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_in
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.program import Program
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
+from hexa_fx.runtime.stacked_codes import StackedCodes, reads_codes
 from hexa_fx.sources import peft
 from hexa_fx.sources.adapters import Adapters
 from hexa_fx.sources.packed_parameters import matrices_of
@@ -239,7 +240,7 @@ def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock
         raise InputError(f"{type(block).__name__} already has a rewritten forward; call uninstall() first")
     weights = _packed_weights(block, train, eval)
     forward = HexaForward(block, train, eval, block.__dict__.get("forward"))
-    experts = {name: PackedExperts(block, weight) for name, weight in weights.items()}
+    experts = {name: _reader(block, weight) for name, weight in weights.items()}
     for packed in experts.values():
         with suppress(GuardMiss):  # the first call says it and runs the original
             packed.refresh()
@@ -277,6 +278,10 @@ def is_installed(block: nn.Module) -> bool:
 
 def _program(rewritten: RewrittenBlock | None) -> Program | None:
     return None if rewritten is None else Program.of(rewritten.graph, rewritten.path)
+
+
+def _reader(block: nn.Module, weight: PackedWeight) -> PackedExperts | StackedCodes:
+    return StackedCodes(block, weight) if reads_codes(block, weight) else PackedExperts(block, weight)
 
 
 def _packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:

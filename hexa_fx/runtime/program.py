@@ -22,7 +22,7 @@ class _Import:
         self.name = name
 
 
-def _direct(graph: torch.fx.Graph) -> torch.fx.Graph:
+def direct(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A copy that calls the operators past torch's dispatcher (see `hexa_fx.ops.direct`)."""
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
@@ -53,7 +53,7 @@ class Program:
 
     @classmethod
     def of(cls, graph: torch.fx.Graph, path: str) -> Program:
-        code = _direct(graph).python_code("self")
+        code = direct(graph).python_code("self")
         inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
         return cls(code.src, code.globals, inputs, path)
 

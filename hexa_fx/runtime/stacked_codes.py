@@ -1,0 +1,137 @@
+"""Reads the 4-bit weights of listed experts (bitsandbytes' `Linear4bit`) as one packed weight, without a second copy of codes.
+
+As in `hexa_fx.runtime.packing`, the user's parameters stay the same objects, and only their memory moves: into one tensor of all
+experts' codes. Each parameter keeps a storage of its own over its part, since bitsandbytes copies storages whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.utils.dlpack import from_dlpack
+
+from hexa_fx.formats.four_bit import NF4
+from hexa_fx.ir import PackedWeight
+from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.paths import ParameterPaths
+from hexa_fx.sources import linear4bit
+from hexa_fx.sources.packed_parameters import packed_parameters
+
+
+class StackedCodes:
+    """One packed weight of a block. Calling it returns the current `QuantizedWeight` (E, N, K).
+
+    Args:
+        block: the user's module, referenced weakly because it owns this object.
+        weight: the parameters' paths relative to the block.
+    """
+
+    def __init__(self, block: nn.Module, weight: PackedWeight) -> None:
+        self.weight = weight
+        self._bind(block)
+
+    def _bind(self, block: nn.Module) -> None:
+        self._paths = ParameterPaths(block, [path for part in self.weight.parts for path in part])
+        self._packed: QuantizedWeight | None = None
+        self._lies: list[tuple[Tensor, int, Tensor]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"weight": self.weight, "block": self._paths.block}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"]
+        self._bind(state["block"])
+
+    def __call__(self, top_k_index: Tensor | None = None) -> QuantizedWeight:
+        """The packed weight. It has no gradient, so that ``top_k_index`` does not matter.
+
+        Raises:
+            GuardMiss: an expert or parameter was replaced by something that cannot be stacked, or a compiler traces the call.
+        """
+        if is_compiling():
+            raise GuardMiss("torch.compile goes through bitsandbytes' own code only")
+        parameters = self._paths.tensors()
+        if self._packed is None or not self._in_place(parameters):
+            self._packed = self._pack(parameters)
+        return self._packed
+
+    def check(self) -> None:
+        """Checks the module tree only.
+
+        Raises:
+            GuardMiss: an expert was replaced or hooked.
+        """
+        self._paths.check()
+
+    def refresh(self) -> None:
+        """Checks the module tree, and stacks what was moved again. Call it before the block has any effect.
+
+        Raises:
+            GuardMiss: as a call.
+        """
+        self.check()
+        self()
+
+    def _in_place(self, parameters: Sequence[Tensor]) -> bool:
+        return len(parameters) == len(self._lies) and all(
+            parameter is known and parameter.data_ptr() == place and parameter.quant_state.absmax is absmax  # type: ignore[attr-defined]
+            for parameter, (known, place, absmax) in zip(parameters, self._lies)
+        )
+
+    def _pack(self, parameters: Sequence[Any]) -> QuantizedWeight:
+        for path, parameter in zip(self._paths.paths, parameters):
+            if not linear4bit.is_four_bit(parameter):
+                raise GuardMiss(f"{'.'.join(path)} is no longer a 4-bit weight")
+            linear4bit.in_rows(self._paths.block.get_submodule(".".join(path[:-1])))
+            if reason := linear4bit.why_not(parameter):
+                raise GuardMiss(f"{'.'.join(path)} is {reason}")
+        count, first = len(self.weight.parts[0]), parameters[0]
+        parts = [parameters[start : start + count] for start in range(0, len(parameters), count)]
+        rows, columns = sum(part[0].quant_state.shape[0] for part in parts), first.quant_state.shape[1]
+        shapes = {(part[0].quant_state.shape[0], columns, first.device) for part in parts}
+        if {(*p.quant_state.shape, p.device) for p in parameters} != shapes or len(set(map(id, parameters))) < len(
+            parameters
+        ):
+            raise GuardMiss("the experts' 4-bit weights differ in shape or device, or are shared")
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
+            codes = torch.empty((count, rows, columns // 2), dtype=torch.uint8, device=first.device)
+            scales = torch.empty((count, rows * columns // NF4.block), device=first.device)
+            begin = 0
+            for part in parts:
+                end = begin + part[0].quant_state.shape[0]
+                blocks = slice(begin * columns // NF4.block, end * columns // NF4.block)
+                for expert, parameter in enumerate(part):
+                    _place(parameter, codes[expert, begin:end], scales[expert, blocks])
+                begin = end
+        if first.is_cuda:
+            torch.cuda.empty_cache()  # what the experts have left lies in blocks of their own
+        self._lies = [(p, p.data_ptr(), p.quant_state.absmax) for p in parameters]
+        return QuantizedWeight(codes, [scales], NF4.name, first.quant_state.dtype)
+
+
+def _place(parameter: Any, codes: Tensor, scales: Tensor) -> None:
+    """Moves a parameter's codes, and its scales if they are as they are read."""
+    state = parameter.quant_state
+    codes.copy_(linear4bit.codes_of(parameter))
+    scales.copy_(linear4bit.scales_of(state))
+    flat = from_dlpack(codes.view(-1))
+    parameter.data = flat.view(parameter.dtype).view(parameter.shape)
+    if state.state2 is None and state.absmax.dtype == scales.dtype:
+        state.absmax = from_dlpack(scales).view(state.absmax.shape)
+
+
+def reads_codes(block: nn.Module, weight: PackedWeight) -> bool:
+    """Whether a weight is one of 4-bit parameters."""
+    *modules, name = weight.parts[0][0].split(".")
+    return linear4bit.is_four_bit(block.get_submodule(".".join(modules))._parameters.get(name))
+
+
+def packed_weights(block: nn.Module) -> list[QuantizedWeight]:
+    """The packed weights that an installed block reads now."""
+    readers = [value for value in vars(block).values() if isinstance(value, StackedCodes)]
+    return [*packed_parameters(block).values(), *(reader() for reader in readers)]

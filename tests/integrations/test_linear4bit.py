@@ -1,0 +1,193 @@
+"""Experts that are lists of bitsandbytes' `Linear4bit`: their codes are stacked and read, and the modules stay what they are.
+
+With bitsandbytes where it is installed, and with a stand-in everywhere.
+"""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx import HexaConfig
+from hexa_fx.runtime.stacked_codes import StackedCodes
+from tests.integrations import linear4bit_stand_in as stand_in
+from tests.ops.test_moe_ffn_sources import Launches
+
+E, D, H = 4, 64, 128
+ALWAYS = HexaConfig(own_code_when_small=False)
+INSTALLED = importlib.util.find_spec("bitsandbytes") is not None
+
+
+@pytest.fixture(params=["stand-in", pytest.param("installed", marks=pytest.mark.skipif(not INSTALLED, reason="none"))])
+def linear(request):
+    if request.param == "stand-in":
+        return stand_in.Linear4bit
+    import bitsandbytes
+
+    return bitsandbytes.nn.Linear4bit
+
+
+class Expert(nn.Module):
+    def __init__(self, linear, **options):
+        super().__init__()
+        options = {"bias": False, "compute_dtype": torch.float32, "quant_type": "nf4", **options}
+        self.gate, self.up = linear(D, H, **options), linear(D, H, **options)
+        self.down = linear(H, D, **options)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """The router is quantised, too, as every linear layer of a model is."""
+
+    def __init__(self, linear, **options):
+        super().__init__()
+        self.router = linear(D, E, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+        self.experts = nn.ModuleList(Expert(linear, **options) for _ in range(E))
+
+    def forward(self, x):
+        weights, index = self.router(x).softmax(-1).topk(2)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            y.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, linear, **options):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(linear, **options) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def made(linear, **options):
+    torch.manual_seed(0)
+    return Model(linear, **options).to("cpu"), torch.randn(20, D)
+
+
+def outcome(model, x):
+    rows = x.clone().requires_grad_()
+    y = model(rows)
+    return y, *torch.autograd.grad(y.square().sum(), rows)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("double", [False, True])
+def test_results_and_gradients_are_those_of_their_own_forward(linear, double, bias, caplog):
+    model, x = made(linear, compress_statistics=double, bias=bias)
+    expected, keys = outcome(model, x), model.state_dict().keys()
+    hexa_fx.optimize_(model, x, ALWAYS)
+    assert len(model.report.rewritten) == 2
+    assert model.report.blocks[1].same_as, "layers share an analysis"
+    assert "packed as nf4" in str(model.report)
+    assert "could not" not in str(model.report)
+    for found, wanted in zip(outcome(model, x), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    rows = x.clone().requires_grad_()  # else bitsandbytes takes its own kernels for inference on a CPU, in bfloat16
+    with Launches() as launches:
+        torch.testing.assert_close(model.eval()(rows), expected[0])
+    assert "hexa::moe_ffn_sources" in " ".join(launches.names_seen())
+    assert model.state_dict().keys() == keys
+    assert type(model.blocks[0].experts[0].gate) is linear
+    torch.testing.assert_close(hexa_fx.undo_(model.train())(x), expected[0])
+    assert not caplog.text
+
+
+def test_codes_lie_in_one_place_only_and_copies_copy_each_once(linear):
+    model, x = made(linear, compress_statistics=False)
+    hexa_fx.optimize_(model, x, ALWAYS)
+    expected = model(x)
+    (first, *_) = readers = [value for value in vars(model.blocks[0]).values() if isinstance(value, StackedCodes)]
+    assert len(readers) == 2
+    codes = first()
+    assert codes.shape == (E, 2 * H, D)
+    parameters = [expert.up.weight for expert in model.blocks[0].experts]
+    assert [p.data_ptr() for p in parameters] == [codes.packed[e, H:].data_ptr() for e in range(E)]
+    assert all(p.untyped_storage().nbytes() == p.numel() == H * D // 2 for p in parameters)
+    again = copy.deepcopy(model)
+    assert again.blocks[0].experts[0].up.weight.data_ptr() != parameters[0].data_ptr()
+    torch.testing.assert_close(again(x), expected)
+    before = parameters[0].data.clone()
+    parameters[0].data.zero_()
+    assert not torch.allclose(model(x), expected)
+    parameters[0].data.copy_(before)
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_weights_that_are_exchanged_are_seen(linear):
+    model, x = made(linear)
+    hexa_fx.optimize_(model, x, ALWAYS)
+    other, _ = made(linear)
+    other.blocks[0].experts[1].down = copy.deepcopy(other.blocks[1].experts[2].down)
+    model.blocks[0].experts[1].down.weight = copy.deepcopy(other.blocks[1].experts[2].down.weight)
+    torch.testing.assert_close(model(x), other(x))
+
+
+def test_what_is_not_read_is_refused(linear):
+    model, x = made(linear, quant_type="fp4")
+    report = hexa_fx.optimize(model, x, ALWAYS).report
+    assert not report.rewritten
+    assert "fp4 in blocks of 64; read is nf4 in blocks of 64" in str(report)
+
+
+class AsksForTheDtype(Block):
+    def forward(self, x):
+        return super().forward(x.to(torch.promote_types(self.experts[0].gate.weight.dtype, x.dtype)))
+
+
+def test_code_that_asks_for_codes_is_refused():
+    torch.manual_seed(0)
+    block, x = AsksForTheDtype(stand_in.Linear4bit), torch.randn(20, D)
+    assert "asks for experts.0.gate.weight" in str(hexa_fx.optimize(block, x, ALWAYS).report)
+
+
+class Doubled(stand_in.Linear4bit):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_modules_that_give_other_numbers_are_refused():
+    model, x = made(Doubled)
+    assert "gives other numbers than" in str(hexa_fx.optimize(model, x, ALWAYS).report)
+
+
+def test_two_in_one_place_and_hooks_run_their_own_code(linear, caplog):
+    model, x = made(linear)
+    hexa_fx.optimize_(model, x, ALWAYS)
+    seen = []
+    model.blocks[0].experts[1].down.register_forward_hook(lambda *_: seen.append(1))
+    model(x)
+    assert seen
+    assert "hooks" in caplog.text
+
+
+def test_adapters_of_peft_train_on_them(linear):
+    peft = pytest.importorskip("peft")
+    model, x = made(linear)
+    model.is_loaded_in_4bit = linear is not stand_in.Linear4bit
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["gate", "up", "down"], init_lora_weights=False)
+    model = peft.get_peft_model(model, lora).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def outcome():
+        rows = x.clone().requires_grad_()
+        y = model(rows)
+        gradients = torch.autograd.grad(y.square().sum(), (rows, *trained), allow_unused=True)
+        return y, *(torch.zeros_like(p) if g is None else g for g, p in zip(gradients, (rows, *trained), strict=True))
+
+    expected = outcome()
+    assert len(hexa_fx.optimize_(model, x, ALWAYS).report.rewritten) == 2
+    with Launches() as launches:
+        found = outcome()
+    assert "hexa::esmm_packed" in " ".join(launches.names_seen())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.detach().abs().max()))
