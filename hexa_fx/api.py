@@ -33,7 +33,7 @@ from hexa_fx.runtime.preflight import check_model
 from hexa_fx.runtime.stacked_codes import packed_weights
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
-from hexa_fx.sources.packed_parameters import adopt_loaded
+from hexa_fx.sources.loaded import adopt_loaded
 from hexa_fx.tracing import tracing
 
 if TYPE_CHECKING:

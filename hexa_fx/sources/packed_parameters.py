@@ -15,9 +15,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from hexa_fx.errors import InputError
 from hexa_fx.formats import format_of
-from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 
 
@@ -55,32 +53,6 @@ def unpacked(module: nn.Module) -> Iterator[None]:
     finally:
         for owner, name, weight in held:
             owner._parameters[name] = weight  # type: ignore[assignment]
-
-
-def adopt_loaded(model: nn.Module) -> None:
-    """Reads FP8 weights of experts, as transformers' `finegrained_fp8` loads them, as packed parameters.
-
-    Such a module has a parameter (E, N, K) in E4M3 and another of its name and ``_scale_inv`` with a scale for each 128 x 128. Its
-    own forward multiplies dense weights with rows as they are, and needs a GPU and a kernel for packed ones.
-
-    Raises:
-        InputError: scales are of other blocks.
-    """
-    dtypes = (p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16))
-    dtype = next(dtypes, torch.get_default_dtype())
-    for path, owner in list(model.named_modules()):
-        for name, weight in list(owner._parameters.items()):
-            scales = owner._parameters.get(f"{name}_scale_inv")
-            if weight is None or scales is None or weight.dtype != FP8_BLOCK.dtype or weight.dim() != 3:
-                continue
-            wanted = FP8_BLOCK.scale_shapes(weight.shape)[0]
-            if tuple(scales.shape) != wanted:
-                raise InputError(
-                    f"{path}.{name} has scales {tuple(scales.shape)}, of other blocks than 128 x 128: load the model dequantised "
-                    "(FineGrainedFP8Config(dequantize=True)), and hexa_fx.quantize_experts_ packs its experts again"
-                )
-            read = QuantizedWeight(weight.detach(), [scales.detach().float()], FP8_BLOCK.name, dtype)
-            set_packed(owner, name, nn.Parameter(read, requires_grad=False))
 
 
 def packed_parameters(module: nn.Module) -> dict[str, QuantizedWeight]:

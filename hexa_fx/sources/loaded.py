@@ -1,0 +1,159 @@
+"""Expert weights that other libraries loaded packed, made packed parameters that operators and the modules' own code read.
+
+What is read is compared with what the library itself makes of it, for one expert of each weight.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hexa_fx.errors import InputError
+from hexa_fx.formats.blocks import FP8_BLOCK
+from hexa_fx.formats.four_bit import MXFP4, NF4, NF4_DOUBLE
+from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.sources import linear4bit
+from hexa_fx.sources.packed_parameters import set_packed
+
+log = logging.getLogger(__name__)
+
+_MXFP4 = "transformers.integrations.mxfp4"
+_GPT_OSS = "transformers.models.gpt_oss.modeling_gpt_oss"
+_OTHERS = (
+    "stands for other numbers by its library's own dequantisation than hexa_fx reads; please report this, with the version of "
+    "the library"
+)
+_PROJECTIONS = ("gate_up_proj", "down_proj")
+
+
+def adopt_loaded(model: nn.Module) -> None:
+    """Makes packed parameters of what transformers and bitsandbytes load packed: FP8 blocks, 4-bit stacks, MXFP4.
+
+    Raises:
+        InputError: scales are of blocks that no format has, or transformers gives other numbers of MXFP4 than we read.
+    """
+    dtypes = (p.dtype for p in model.parameters() if p.dtype in (torch.bfloat16, torch.float16))
+    dtype = next(dtypes, torch.get_default_dtype())
+    for path, owner in list(model.named_modules()):
+        _adopt_fp8(path, owner, dtype)
+        _adopt_stacks(path, owner)
+        if type(owner).__module__ == _MXFP4 and hasattr(owner, f"{_PROJECTIONS[0]}_precision_config"):
+            _adopt_mxfp4(model, path, owner, dtype)
+
+
+def _adopt_fp8(path: str, owner: nn.Module, dtype: torch.dtype) -> None:
+    """Weights of transformers' `finegrained_fp8`: (E, N, K) in E4M3, another of its name and ``_scale_inv`` for each 128 x 128.
+
+    Such a module's own forward multiplies dense weights with rows as they are, and needs a GPU and a kernel for packed ones.
+    """
+    for name, weight in list(owner._parameters.items()):
+        scales = owner._parameters.get(f"{name}_scale_inv")
+        if weight is None or scales is None or weight.dtype != FP8_BLOCK.dtype or weight.dim() != 3:
+            continue
+        wanted = FP8_BLOCK.scale_shapes(weight.shape)[0]
+        if tuple(scales.shape) != wanted:
+            raise InputError(
+                f"{path}.{name} has scales {tuple(scales.shape)}, of other blocks than 128 x 128: load the model dequantised "
+                "(FineGrainedFP8Config(dequantize=True)), and hexa_fx.quantize_experts_ packs its experts again"
+            )
+        _set(owner, name, QuantizedWeight(weight.detach(), [scales.detach().float()], FP8_BLOCK.name, dtype))
+
+
+def _set(owner: nn.Module, name: str, weight: QuantizedWeight) -> None:
+    set_packed(owner, name, nn.Parameter(weight, requires_grad=False))
+
+
+# -- bitsandbytes: a stack of matrices as one parameter --------------------------------------------------------------------
+
+
+def _adopt_stacks(path: str, owner: nn.Module) -> None:
+    """Parameters (E, ., .) that bitsandbytes dequantises whole whenever they are read (`replace_parameter_4bit`)."""
+    if not parametrize.is_parametrized(owner):
+        return
+    for name, made in list(owner.parametrizations.items()):  # type: ignore[union-attr,operator]
+        state = getattr(made[0], "quant_state", None) if len(made) == 1 else None
+        if state is None or len(state.shape) != 3 or _why_not_stack(state):
+            continue
+        where = f"{path}.{name}".lstrip(".")
+        with torch.no_grad():
+            weight = _stack(made.original.detach(), state)
+            if not _same(weight.expert(0), getattr(owner, name)[0]):
+                log.warning("%s %s; it is unpacked as a whole", where, _OTHERS)
+                continue
+        parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
+        _set(owner, name, weight)
+
+
+def _why_not_stack(state: Any) -> str:
+    """Why a stack's codes are not read expert by expert, so that its own dequantisation stays; empty if they are."""
+    if state.quant_type != "nf4" or state.blocksize != NF4.block:
+        return f"{state.quant_type} in blocks of {state.blocksize}"
+    return NF4.why_not(state.shape)
+
+
+def _stack(codes: Tensor, state: Any) -> QuantizedWeight:
+    experts, rows, columns = state.shape
+    packed = codes.reshape(-1).view(torch.uint8).view(experts, rows, columns // 2)
+    blocks = rows * columns // NF4.block
+    if state.state2 is None or blocks % state.state2.blocksize or state.state2.blocksize != 256:
+        return QuantizedWeight(packed, [linear4bit.scales_of(state).view(experts, blocks)], NF4.name, state.dtype)
+    nested = state.state2
+    offset = state.offset.float().reshape(1).expand(experts).contiguous()
+    values = nested.code.float().expand(experts, -1).contiguous()
+    scales = state.absmax.view(experts, blocks), nested.absmax.float().view(experts, -1), offset, values
+    return QuantizedWeight(packed, scales, NF4_DOUBLE.name, state.dtype)
+
+
+# -- transformers: gpt-oss in MXFP4 ----------------------------------------------------------------------------------------
+
+
+def _adopt_mxfp4(model: nn.Module, path: str, experts: Any, dtype: torch.dtype) -> None:
+    """Replaces experts whose forward is a Triton kernel by those that transformers dequantises to, with the codes as they are.
+
+    The module around them runs the router in that kernel, too, and is replaced with them. Codes lie as the kernel wants them; they
+    are taken back as `save_pretrained` does it.
+    """
+    mxfp4, gpt_oss = importlib.import_module(_MXFP4), importlib.import_module(_GPT_OSS)
+    above, _, last = path.rpartition(".")
+    owner, config = model.get_submodule(above), _config_of(model, path)
+    with torch.device("meta"):
+        dense = gpt_oss.GptOssExperts(config)
+    dense.alpha, dense.limit = experts.alpha, experts.limit
+    for name in _PROJECTIONS:
+        full = f"{name}_blocks"
+        found = mxfp4.Mxfp4ReverseDeserialize(None).convert({}, model=experts, full_layer_name=full)
+        blocks, scales = found[full].contiguous(), found[f"{name}_scales"].contiguous()
+        weight = QuantizedWeight(blocks.flatten(2), [scales], MXFP4.name, dtype, transposed=True)
+        if not _same(weight.expert(0), mxfp4.convert_moe_packed_tensors(blocks[:1], scales[:1], dtype=dtype)[0]):
+            raise InputError(f"{path}.{name} {_OTHERS}")
+        _set(dense, name, weight)
+        bias = getattr(experts, f"{name}_bias").detach().to(dtype)
+        dense._parameters[f"{name}_bias"] = nn.Parameter(bias, requires_grad=False)
+    dense.train(experts.training)
+    if type(owner) is not mxfp4.Mxfp4GptOssMLP:
+        owner._modules[last] = dense
+        return
+    with torch.device("meta"):
+        around = gpt_oss.GptOssMLP(config)
+    around.router, around.experts = owner.router, dense
+    around.train(owner.training)
+    outside, _, name = above.rpartition(".")
+    model.get_submodule(outside)._modules[name] = around
+
+
+def _config_of(model: nn.Module, path: str) -> Any:
+    """That of the innermost module around a place that has one."""
+    parts = path.split(".")
+    owners: Sequence[nn.Module] = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1)]
+    return next(config for owner in owners if (config := getattr(owner, "config", None)) is not None)
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    close = found.shape == expected.shape and torch.allclose(found, expected.to(found), 2**-7, 0, equal_nan=True)
+    return bool(close)
