@@ -79,6 +79,7 @@ def optimize_(
     strategy: Strategy = "auto",
     capacities: Literal["measure"] | Sequence[float] | None = "measure",
     partition: PartitionConfig | None = None,
+    data_mesh: DeviceMesh | None = None,
 ) -> Model:
     """Does what `optimize` does, but in place, and returns ``model`` itself. With a mesh it also spreads the experts over devices.
 
@@ -89,12 +90,15 @@ def optimize_(
 
     Args:
         model, example_inputs, config: as for `optimize`.
-        mesh: one-dimensional device mesh to spread the MoE blocks over; None for one device.
+        mesh: one-dimensional device mesh to spread the MoE blocks over, or one axis of a larger mesh, ``mesh["hexa"]``, whose
+            equal shares are then DTensors; None for one device.
         strategy: ``"data"`` (weights travel), ``"model"`` (tokens travel), ``"auto"`` (whichever is cheaper for a layer), or
             a mapping from block path to one of these.
         capacities: seconds that each device takes for the same task, ``"measure"`` to time the experts on each, or None if
             all devices are alike.
         partition: everything else about the partition, such as the global batch, cache slots and who averages gradients.
+        data_mesh: the data-parallel axes of that larger mesh. Given, counts, sums and checkpoints of the session are over these
+            too; else they are left to FSDP2, which averages over them.
 
     Raises:
         InputError: as for `optimize`; or an argument about the partition was given without a mesh.
@@ -103,8 +107,10 @@ def optimize_(
     """
     check_model(model)
     config = _checked(config)
-    if mesh is None and (strategy != "auto" or capacities != "measure" or partition is not None):
-        raise InputError("strategy, capacities and partition say how to spread the model over devices; give mesh= too")
+    if mesh is None and (strategy != "auto" or capacities != "measure" or partition or data_mesh is not None):
+        raise InputError(
+            "strategy, capacities, partition and data_mesh say how to spread the model over devices; give mesh= too"
+        )
     if not isinstance(partition, PartitionConfig | None):
         raise InputError(f"partition is a {type(partition).__name__}; expected a hexa_fx.PartitionConfig")
     if mesh is not None and example_inputs is None and (partition is None or partition.batch is None):
@@ -131,6 +137,7 @@ def optimize_(
                 _partition_config(partition, config, args, kwargs),
                 finish=functools.partial(_finished, config=config),
                 example=lambda: model(*args, **kwargs),
+                data_mesh=data_mesh,
             )
             _attach(model, "partition", session)
             report = with_plan(report, session.plan, inspector.partitioned)

@@ -162,6 +162,7 @@ def apply_partition(
     timeout: timedelta | None = None,
     finish: Finish | None = None,
     example: Callable[[], object] | None = None,
+    data_mesh: Any = None,
 ) -> PartitionSession:
     """Plans (unless ``plan`` is given), cuts, rewrites and patches the model's blocks. What `hexa_fx.optimize` calls.
 
@@ -172,7 +173,7 @@ def apply_partition(
         The session, which the model must keep; see `partition_model` and `install_plan` for the rest.
     """
     plan = plan or partition_model(model, blocks, mesh, strategy, capacities, config, example)
-    installed = install_plan(model, blocks, plan, mesh, timeout, finish)
+    installed = install_plan(model, blocks, plan, mesh, timeout, finish, data_mesh=data_mesh)
     for forms in installed.blocks:
         path = any_mode(forms).path
         module = model.get_submodule(path)

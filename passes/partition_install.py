@@ -11,6 +11,7 @@ from typing import Any
 import torch.fx as fx
 from torch import nn
 
+from hexa_fx.distributed.groups import is_axis
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.distributed.shards import LayerWeights, ShardedParameter, cut_layer
 from hexa_fx.errors import PlanError
@@ -18,7 +19,7 @@ from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import announced, at_block
 from hexa_fx.passes.collectives import Placement, partition_graph
 from hexa_fx.passes.overlap import OverlapReport, Seconds, overlap
-from hexa_fx.passes.partition_layers import Modes, any_mode, follow_cut, modes_of, read_layers
+from hexa_fx.passes.partition_layers import Modes, any_mode, follow_cut, modes_of, read_layers, read_local
 from hexa_fx.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ def install_plan(
     timeout: timedelta | None = None,
     finish: Finish | None = None,
     seconds: Seconds | None = None,
+    data_mesh: Any = None,
 ) -> Installed:
     """Cuts the model's expert parameters to this rank's slices and puts the plan's collectives into the blocks' graphs.
 
@@ -62,6 +64,7 @@ def install_plan(
         timeout: after which a rank that does not join a collective is an error.
         finish: last pass over every partitioned block.
         seconds: estimated time of a node, for the schedule of transfers; see `hexa_fx.passes.overlap.overlap`.
+        data_mesh: the data-parallel dimensions beside ``mesh``.
 
     Raises:
         PlanError: ranks hold different plans, or the plan is for another model.
@@ -76,16 +79,19 @@ def install_plan(
     for (_, layer), planned in zip(layers, plan.layers):
         if replace(layer.geometry.shape, top_k=planned.shape.top_k) != planned.shape:  # top_k only enters costs
             raise PlanError(f"the plan has {planned.shape} for {layer.path!r}, the model {layer.geometry.shape}")
-    session = PartitionSession(plan, {layer.path: layer.geometry for _, layer in layers}, mesh, timeout)
-    shards: list[ShardedParameter] = []
+    session = PartitionSession(plan, {layer.path: layer.geometry for _, layer in layers}, mesh, timeout, data_mesh)
+    shards: dict[str, list[ShardedParameter]] = {}
     for (_, layer), planned in zip(layers, plan.layers):
         lo = sum(planned.shards[: session.rank])
-        shards += cut_layer(model, layer, lo, lo + planned.shards[session.rank])
+        axis = mesh if is_axis(mesh) and len(set(planned.shards)) == 1 else None
+        shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[session.rank], axis)
+    session.hold(model, shards)
     placement = Placement(session.rank, session.name, session.groups.main_name)
     done, schedules = [], []
     for block in blocks:
         here = [layer for owner, layer in layers if owner is block]
-        done.append({mode: _partition_block(form, here, plan, placement) for mode, form in modes_of(block).items()})
+        forms = modes_of(block).items()
+        done.append({mode: _partition_block(form, here, plan, placement, mesh) for mode, form in forms})
         if plan.prefetch:
             schedules += [overlap(form.graph, plan.slots or len(plan.layers), seconds) for form in done[-1].values()]
         if finish is not None:
@@ -94,7 +100,6 @@ def install_plan(
         if not here:
             log.info("%r has experts of a form that is not cut: they stay whole on every rank", any_mode(block).path)
     session.cache.follows_schedule = any(schedule.held for schedule in schedules)
-    session.shards = tuple(shards)
     return Installed(session, tuple(done), session.shards, tuple(schedules))
 
 
@@ -106,14 +111,16 @@ def _same_in_all_modes(model: nn.Module, block: RewrittenBlock | Modes) -> list[
 
 
 def _partition_block(
-    block: RewrittenBlock, layers: list[LayerWeights], plan: Plan, placement: Placement
+    block: RewrittenBlock, layers: list[LayerWeights], plan: Plan, placement: Placement, mesh: Any
 ) -> RewrittenBlock:
     planned = [plan.layer(layer.path) for layer in layers]
     with at_block(block.path), announced("partition", block.graph) as done:
         done.graph = graph = _copy(block.graph)
+        if is_axis(mesh):
+            read_local(graph)
         follow_cut(graph, layers, planned, placement.rank)
         partition_graph(graph, planned, plan, placement)
-    return replace(block, graph=graph)
+    return replace(block, graph=graph, small=0)  # its own code cannot run on cut weights, however few tokens there are
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch import Tensor, nn
 
+from hexa_fx.distributed import nodes
 from hexa_fx.distributed.geometry import ROLES, Geometry, shape_of
 from hexa_fx.distributed.shards import LayerWeights, WeightSource, find_tensor
 from hexa_fx.errors import PlanError
@@ -193,6 +194,21 @@ def follow_cut(graph: fx.Graph, layers: list[LayerWeights], plans: list[LayerPla
             if role in layer.sources and layer.sources[role].form == "concat":
                 for view in _views(value):
                     view.args = (view.args[0], _moved(view.args[1], layer.geometry.dim(role), size, local))
+
+
+def read_local(graph: fx.Graph) -> None:
+    """Lets a graph read, in place, its rank's slice of expert parameters that may be DTensors. Their grouping by views stays."""
+    for node in [node for node in graph.nodes if is_moe_ffn(node)]:
+        for role in ROLES:
+            stored = ffn_arguments(node)[role]
+            while isinstance(stored, fx.Node) and _is_view(stored):
+                stored = stored.args[0]
+            if not isinstance(stored, fx.Node) or stored.op != "get_attr":
+                continue
+            with graph.inserting_after(stored):
+                local = graph.call_function(nodes.local_weight, (stored,))
+            stored.replace_all_uses_with(local)
+            local.args = (stored,)
 
 
 def _views(value: Any) -> Iterator[fx.Node]:

@@ -11,43 +11,40 @@ import shutil
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as _dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as _dcp_save
+from torch.distributed.tensor import DTensor
 
-from hexa_fx.distributed.geometry import Chunk
+from hexa_fx.distributed.axes import local_part
+from hexa_fx.distributed.pieces import Piece, pieces_of
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.errors import InputError
 
 
 class PlanShard(Tensor):
-    """A tensor of which this process holds chunks, in the protocol of torch.distributed.checkpoint."""
+    """A tensor of which this process holds pieces, in the protocol of torch.distributed.checkpoint."""
 
-    _local: Tensor
-    _chunks: tuple[Chunk, ...]
+    _held: Tensor
+    _pieces: tuple[Piece, ...]
 
     @staticmethod
-    def __new__(cls, local: Tensor, whole: tuple[int, ...], chunks: tuple[Chunk, ...]) -> PlanShard:
-        handle = torch.Tensor._make_wrapper_subclass(cls, torch.Size(whole), dtype=local.dtype, device=local.device)
-        handle._local = local
-        handle._chunks = tuple(chunk for chunk in chunks if chunk.length)
+    def __new__(cls, held: Tensor, whole: tuple[int, ...], pieces: tuple[Piece, ...]) -> PlanShard:
+        handle = torch.Tensor._make_wrapper_subclass(cls, torch.Size(whole), dtype=held.dtype, device=held.device)
+        handle._held = held
+        handle._pieces = pieces
         return handle
 
     def _storage(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(
-                offsets=torch.Size(chunk.start if dim == chunk.dim else 0 for dim in range(self.dim())),
-                sizes=torch.Size(chunk.length if dim == chunk.dim else size for dim, size in enumerate(self.shape)),
-            )
-            for chunk in self._chunks
-        ]
+        return [ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.size)) for piece in self._pieces]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self._local.dtype)
+        properties = TensorProperties(dtype=self._held.dtype)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -61,9 +58,9 @@ class PlanShard(Tensor):
         return self._storage()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for chunk, stored in zip(self._chunks, self._storage()):
-            if index.offset is None or stored.offsets == index.offset:
-                return self._local.narrow(chunk.dim, chunk.local, chunk.length)
+        for piece in self._pieces:
+            if index.offset is None or piece.start == tuple(index.offset):
+                return piece.of(local_part(self._held))
         raise ValueError(f"no chunk at {index.offset} of {index.fqn!r}")
 
     @classmethod
@@ -71,12 +68,12 @@ class PlanShard(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            held = args[0]
-            return cls(held._local.detach(), tuple(held.shape), held._chunks)
+            handle = args[0]
+            return cls(handle._held.detach(), tuple(handle.shape), handle._pieces)
         raise NotImplementedError(f"{func} on a checkpoint handle")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PlanShard({tuple(self.shape)}, chunks {self._chunks})"
+        return f"PlanShard({tuple(self.shape)}, pieces {self._pieces})"
 
 
 def state_dict(
@@ -109,9 +106,10 @@ def state_dict(
 
 
 def _handle(value: Any, shard: ShardedParameter | None) -> Any:
+    """What torch.distributed.checkpoint can write and read of a value: of one that is cut, a handle."""
     if shard is None or not isinstance(value, Tensor) or value.shape != shard.parameter.shape:
         return value
-    return PlanShard(value.detach(), shard.whole, shard.chunks)
+    return PlanShard(value.detach(), shard.whole, pieces_of(value, shard))
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -142,23 +140,24 @@ def save(
         model, session, optimizer: as for `state_dict`.
 
     Raises:
-        InputError: as for `state_dict`.
+        InputError: as for `state_dict`; or parameters lie on data-parallel axes that the session does not know.
         RankError: a rank was lost while writing. A checkpoint that was there before is untouched.
     """
     target, partial = os.fspath(path), f"{os.fspath(path)}.partial"
-    if session is None or session.rank == 0:
+    if _is_first(session):
         shutil.rmtree(partial, ignore_errors=True)
     _together(session, "before writing a checkpoint")
     contents = state_dict(model, session, optimizer)
+    _check_reach(contents, session)
     if session is None:
         _dcp_save(contents, checkpoint_id=partial, no_dist=True)
     else:
         with session.guard("writing a checkpoint"):
-            _dcp_save(contents, checkpoint_id=partial, process_group=session.groups.host)
+            _dcp_save(contents, checkpoint_id=partial, process_group=session.everyone)
     _together(session, "after writing a checkpoint")
     if session is not None:
         session.check("publishing a checkpoint")
-    if session is None or session.rank == 0:
+    if _is_first(session):
         _publish(partial, target)
     _together(session, "after publishing a checkpoint")
 
@@ -172,9 +171,31 @@ def _publish(partial: str, target: str) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _check_reach(contents: dict[str, Any], session: PartitionSession | None) -> None:
+    """Raises `InputError` if FSDP2 keeps a part of the model on ranks that the session does not know."""
+    if session is None:
+        return
+    known = set(dist.get_process_group_ranks(session.everyone))
+    for name, value in contents["model"].items():
+        held = value._held if isinstance(value, PlanShard) else value
+        if isinstance(held, DTensor) and not set(held.device_mesh.mesh.flatten().tolist()) <= known:
+            raise InputError(
+                f"{name!r} lies on a mesh that reaches beyond ranks {sorted(known)}, which are all that the session knows: give "
+                "optimize_ the data-parallel axes as data_mesh="
+            )
+
+
+def _is_first(session: PartitionSession | None) -> bool:
+    return session is None or dist.get_rank(session.everyone) == 0
+
+
 def _together(session: PartitionSession | None, when: str) -> None:
-    if session is not None:
-        session.join(when)
+    if session is None:
+        return
+    session.join(when)
+    for host in session.data.hosts:
+        with session.guard(when):
+            dist.barrier(host)
 
 
 def load(
@@ -195,16 +216,17 @@ def load(
     """
     found = _whole(os.fspath(path))
     contents = state_dict(model, session, optimizer)
+    _check_reach(contents, session)
     with torch.no_grad():
         if session is None:
             _dcp_load(contents, checkpoint_id=found, no_dist=True)
         else:
             with session.guard("reading a checkpoint"):
-                _dcp_load(contents, checkpoint_id=found, process_group=session.groups.host)
+                _dcp_load(contents, checkpoint_id=found, process_group=session.everyone)
     if optimizer is not None:
         state = contents["optimizer"]["state"].items()
         contents["optimizer"]["state"] = {
-            name: {key: value._local if isinstance(value, PlanShard) else value for key, value in values.items()}
+            name: {key: value._held if isinstance(value, PlanShard) else value for key, value in values.items()}
             for name, values in state
         }
         set_optimizer_state_dict(model, optimizer, contents["optimizer"])

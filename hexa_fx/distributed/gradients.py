@@ -4,12 +4,14 @@ The gradient of the global mean loss is the sum over ranks of the gradients of `
 experts of a rank already receive the sum over all ranks. The gradients of all other parameters have to be summed, either by
 `sync_gradients` or by a wrapper that averages (DDP, FSDP2). For the latter, make the plan with ``data_parallel="mean"``;
 `loss_weight` is then larger by the number of ranks. Averaging local means as if batches were equal is wrong by tens of percent.
+
+*Everywhere* here means the ranks of the partition and those of the data-parallel axes that the session was told of (``data_mesh``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hexa_fx.distributed.axes import local_part, summed_elsewhere
 from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.session import PartitionSession
 
@@ -25,15 +28,15 @@ from hexa_fx.distributed.session import PartitionSession
 def loss_weight(session: PartitionSession, count: int) -> float:
     """Factor that turns the mean loss over this rank's ``count`` items into its part of the global mean loss.
 
-    Hosts exchange the counts (of samples, or of tokens that are not ignored).
+    Hosts exchange the counts (of samples, or of tokens that are not ignored), everywhere.
     """
-    total = sum(session.exchange_counts(count))
+    total = session.total(count)
     return _averaged_over(session) * count / total if total else 0.0
 
 
 def _averaged_over(session: PartitionSession) -> int:
     """By how much a wrapper that averages gradients divides their sum; 1 where they are summed."""
-    return session.groups.world if session.plan.grad_scale != 1.0 else 1
+    return session.groups.world * session.data.size if session.plan.grad_scale != 1.0 else 1
 
 
 def weighted_loss(session: PartitionSession, loss: Tensor, count: int) -> Tensor:
@@ -80,21 +83,36 @@ def expert_parameters(session: PartitionSession) -> set[nn.Parameter]:
     return {shard.parameter for shard in session.shards if isinstance(shard.parameter, nn.Parameter)}
 
 
-def sync_gradients(model: nn.Module, session: PartitionSession) -> None:
-    """Sums the gradients of all parameters except the experts over ranks. Call it after the last backward of a step.
+def sync_gradients(model: nn.Module, session: PartitionSession, *, only_experts: bool = False) -> None:
+    """Combines the gradients that nobody has combined yet. Call it after the last backward of a step.
 
-    A gradient that is missing on every rank stays missing; one that is missing on some counts as zero there.
+    Of all parameters but the experts over the ranks of the partition; of all parameters over the data-parallel axes that the
+    session knows. They are summed, or with ``data_parallel="mean"`` averaged. What FSDP2 has combined over the same ranks is left
+    alone. A gradient that is missing on every rank stays missing; one that is missing on some counts as zero there.
+
+    Args:
+        only_experts: where DDP combines the others, everywhere.
     """
     experts = {id(shard.parameter) for shard in session.shards}
-    wanted = [p for p in model.parameters() if p.requires_grad and id(p) not in experts]
-    if not wanted or session.groups.world == 1:
-        return
+    cut = [p for p in model.parameters() if p.requires_grad and id(p) in experts]
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in experts and not only_experts]
+    mean = session.plan.grad_scale != 1.0
     with session.guard("the sum of replicated gradients"):
-        present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32)
-        dist.all_reduce(present, dist.ReduceOp.MAX, group=session.groups.host)  # on a device the host would wait for it
-        live = [p for p, there in zip(wanted, present.tolist()) if there]
-        for same_kind in _by_kind(live):
-            _sum_flat(same_kind, session)
+        _combine(others, session.groups.main, session.groups.host, mean)
+        for group, host in zip(session.data.groups, session.data.hosts):
+            _combine([*others, *cut], group, host, mean)
+
+
+def _combine(parameters: Sequence[nn.Parameter], group: Any, host: Any, mean: bool) -> None:
+    world = dist.get_world_size(group)
+    wanted = [p for p in parameters if not summed_elsewhere(p, group)]
+    if not wanted or world == 1:
+        return
+    present = torch.tensor([p.grad is not None for p in wanted], dtype=torch.int32)
+    dist.all_reduce(present, dist.ReduceOp.MAX, group=host)  # on a device the host would wait for it
+    live = [p for p, there in zip(wanted, present.tolist()) if there]
+    for same_kind in _by_kind(live):
+        _sum_flat(same_kind, str(group.group_name), 1.0 / world if mean else 1.0)
 
 
 def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -104,58 +122,70 @@ def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(kinds.values())
 
 
-def _sum_flat(parameters: list[nn.Parameter], session: PartitionSession) -> None:
+def _sum_flat(parameters: list[nn.Parameter], group: str, factor: float) -> None:
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
-    all_reduce_(flat, session.groups.main_name)
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
-        assert parameter.grad is not None
-        parameter.grad.copy_(part.view_as(parameter))
+    grads = [local_part(p.grad) for p in parameters if p.grad is not None]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    all_reduce_(flat, group)
+    if factor != 1.0:
+        flat.mul_(factor)
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+        grad.copy_(part.view_as(grad))
 
 
 def clip_grad_norm_(model: nn.Module, session: PartitionSession, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` over the whole model, in which every parameter and every expert slice counts once.
+    """`torch.nn.utils.clip_grad_norm_` over the whole model, in which every element of every parameter counts once.
 
-    Call it after `sync_gradients`, or under DDP or FSDP2. Returns the norm before clipping, the same on all ranks.
+    Call it after `sync_gradients`, or under DDP or FSDP2; parameters may be DTensors over different meshes. Returns the norm before
+    clipping, the same on all ranks.
     """
     experts = {id(shard.parameter) for shard in session.shards}
-    with_grad = [p for p in model.parameters() if p.grad is not None]
-    shared = [p.grad for p in with_grad if id(p) not in experts and p.grad is not None]
-    cut = [p.grad for p in with_grad if id(p) in experts and p.grad is not None]
-    device = next(model.parameters()).device
-    norms = [_norm(grad, norm_type, device) for grad in shared]
-    norms.append(_summed_norm([_norm(grad, norm_type, device) for grad in cut], norm_type, session, device))
+    # Groups come from all parameters, since every rank has to take part, also one on which a gradient is missing.
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    parts: dict[tuple[Any, ...], list[Tensor]] = {(): []}
+    for parameter in wanted:
+        groups = _spread_over(parameter, session.groups.main if id(parameter) in experts else None)
+        held = parts.setdefault(groups, [])
+        held += [] if parameter.grad is None else [local_part(parameter.grad)]
+    zero = local_part(wanted[0]).new_zeros(1, dtype=_norm_dtype(p.dtype for p in wanted))
+    with session.guard("the norm of the gradients"):
+        norms = [_norm(grads, norm_type, groups, zero) for groups, grads in parts.items()]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in (*shared, *cut):
+    for grad in (grad for grads in parts.values() for grad in grads):
         grad.mul_(factor.to(grad.dtype))
     return total
 
 
-def _norm(grad: Tensor, norm_type: float, device: torch.device) -> Tensor:
-    if grad.numel() == 0:
-        return torch.zeros((), device=device, dtype=_norm_dtype(grad))
-    norm = torch.linalg.vector_norm(grad.to(_norm_dtype(grad)), norm_type)
-    whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    return whole
+def _spread_over(parameter: Tensor, partition: Any) -> tuple[Any, ...]:
+    """The groups over whose ranks different elements of a parameter lie; of one that is cut, ``partition`` is among them."""
+    if not isinstance(parameter, DTensor):
+        return () if partition is None else (partition,)
+    mesh = parameter.device_mesh
+    held = [mesh.get_group(i) for i, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    apart = partition is not None and not summed_elsewhere(parameter, partition)
+    return (*held, partition) if apart else tuple(held)
 
 
-def _norm_dtype(grad: Tensor) -> torch.dtype:
-    return torch.float64 if grad.dtype == torch.float64 else torch.float32
-
-
-def _summed_norm(norms: list[Tensor], norm_type: float, session: PartitionSession, device: torch.device) -> Tensor:
-    dtype = norms[0].dtype if norms else torch.float32
-    local = torch.stack(norms) if norms else torch.zeros(1, device=device, dtype=dtype)
+def _norm(grads: Sequence[Tensor], norm_type: float, groups: Sequence[Any], zero: Tensor) -> Tensor:
+    """The norm of all of these on all ranks of the groups."""
+    found = [
+        torch.linalg.vector_norm(g.to(_norm_dtype([g.dtype])), norm_type).to(zero.dtype) for g in grads if g.numel()
+    ]
+    local = torch.stack(found) if found else zero
     if math.isinf(norm_type):
         value, op = local.max(), dist.ReduceOp.MAX
     else:
         value, op = local.pow(norm_type).sum(), dist.ReduceOp.SUM
-    with session.guard("the norm of the gradients"):
-        all_reduce_(value, session.groups.main_name, op)
+    for group in groups:
+        all_reduce_(value, str(group.group_name), op)
     return value if math.isinf(norm_type) else value.pow(1.0 / norm_type)
+
+
+def _norm_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def unscale_(scaler: Any, optimizer: torch.optim.Optimizer, session: PartitionSession) -> None:
@@ -166,4 +196,5 @@ def unscale_(scaler: Any, optimizer: torch.optim.Optimizer, session: PartitionSe
     scaler.unscale_(optimizer)
     for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
         with session.guard("the search for overflowed gradients"):
-            all_reduce_(found, session.groups.main_name, dist.ReduceOp.MAX)
+            for group in (session.groups.main, *session.data.groups):
+                all_reduce_(found, str(group.group_name), dist.ReduceOp.MAX)

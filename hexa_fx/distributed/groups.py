@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from hexa_fx.errors import PlanError, RankError
 
@@ -121,6 +122,11 @@ def _group_of(mesh: Any) -> Any:
     if mesh.ndim != 1:
         raise PlanError(f"experts are split over one mesh dimension, got a mesh of shape {tuple(mesh.shape)}: slice it")
     return mesh.get_group()
+
+
+def is_axis(mesh: Any) -> bool:
+    """Whether a mesh is one dimension of a DeviceMesh of several."""
+    return isinstance(mesh, DeviceMesh) and mesh._get_root_mesh().ndim > 1
 
 
 def groups_named(name: str) -> Groups | None:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor, is_grad_enabled
+from torch.distributed.tensor import DTensor
 
 from hexa_fx.distributed.collectives import finish
 from hexa_fx.distributed.geometry import Weights
+from hexa_fx.distributed.local_weight import LocalWeight
 from hexa_fx.distributed.reductions import Destination, can_defer
 from hexa_fx.distributed.session import PartitionSession, find_session
 from hexa_fx.distributed.shared_cache import in_backward
@@ -73,6 +75,16 @@ class _ScaleGradient(DirectFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         return grads[0] * ctx.factor, None
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """This rank's slice of a parameter that is a DTensor over the ranks of the plan; any other tensor as it is."""
+    if not isinstance(weight, DTensor):
+        return weight
+    if not is_grad_enabled() or not weight.requires_grad:
+        return weight._local_tensor.detach()
+    result: Tensor = LocalWeight.apply(weight)
+    return result
 
 
 def no_channels(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *weights: Tensor | None) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.collectives import Works, start_scatter
 from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.local_weight import LocalWeight, as_gradient
 from hexa_fx.runtime import packing
 
 
@@ -70,7 +71,12 @@ class GradientReductions:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where autograd would add a weight's gradient: to the weight itself, or to the parameters that lie side by side in it."""
+    """Where autograd would add a weight's gradient.
+
+    Args:
+        parameters: the weight itself, the parameters that lie side by side in it, or the DTensor whose local part it is.
+        split: the weight's gradient as one a parameter.
+    """
 
     parameters: tuple[Tensor, ...]
     split: Callable[[Tensor], Sequence[Tensor]] = lambda grad: (grad,)
@@ -94,12 +100,25 @@ def _destination(weight: Tensor) -> Destination | None:
     node: Any = weight.grad_fn
     if node is None:
         return Destination((weight,))
+    if isinstance(node, _LOCAL):
+        parameter = node.parameter
+        return Destination((parameter,), lambda grad: (as_gradient(grad, parameter),)) if parameter.is_leaf else None
     if not isinstance(node, _READ_PACKED) or node.index is not None:
         return None
     return Destination(tuple(node.parameters), node.storage.views)
 
 
 _READ_PACKED: type[Any] = getattr(packing._ReadPacked, "_backward_cls")  # noqa: B009
+_LOCAL: type[Any] = getattr(LocalWeight, "_backward_cls")  # noqa: B009
+
+
+def origin(weight: Tensor) -> Tensor | None:
+    """The parameter that a weight is, or is the local part of; None where it is the result of another computation."""
+    node: Any = weight.grad_fn
+    if node is None:
+        return weight
+    found: Tensor | None = node.parameter if isinstance(node, _LOCAL) else None
+    return found
 
 
 def can_defer(node: Any, targets: Sequence[Destination | None]) -> bool:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hexa_fx.distributed import collective_errors, rank_failures
+from hexa_fx.distributed.axes import data_axes
 from hexa_fx.distributed.collectives import all_reduce_, gather_even
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.groups import Groups, make_groups
@@ -40,16 +44,23 @@ class PartitionSession:
     Args:
         plan: the same on every rank.
         geometries: layout of every planned layer, by path.
-        mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
+        mesh: a 1-d DeviceMesh, which may be an axis of a larger one, a process group, or None for all ranks.
         timeout: how long a collective of this session waits for a rank before it is an error.
+        data_mesh: the data-parallel dimensions beside ``mesh``, if the session is to know them; see `hexa_fx.optimize_`.
     """
 
     def __init__(
-        self, plan: Plan, geometries: Mapping[str, Geometry], mesh: Any = None, timeout: timedelta | None = None
+        self,
+        plan: Plan,
+        geometries: Mapping[str, Geometry],
+        mesh: Any = None,
+        timeout: timedelta | None = None,
+        data_mesh: Any = None,
     ) -> None:
         self.plan = plan
         self.groups: Groups = make_groups(mesh, timeout)
         check_same_plan(plan, self.groups)
+        self.data = data_axes(data_mesh, self.groups)
         with self.guard("the set-up of the watch of lost ranks"):
             rank_failures.watch(self.groups)
         self._closed = False
@@ -61,9 +72,11 @@ class PartitionSession:
             if layer.mode == "data_centric"
         ]
         self.reductions = GradientReductions(self.groups)
-        self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch)
+        self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch, self._is_managed)
         self.saved_tensors = SavedTensors(self.cache)
         self.shards: tuple[ShardedParameter, ...] = ()
+        self._of_layer: dict[str, tuple[ShardedParameter, ...]] = {}
+        self._model: Callable[[], nn.Module | None] = lambda: None
         self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
         self._begin_guard = self.guard("the first gathers of a forward")
         self._count_guard = self.guard("the exchange of counts")
@@ -74,9 +87,29 @@ class PartitionSession:
     def rank(self) -> int:
         return self.groups.rank
 
+    @property
+    def everyone(self) -> Any:
+        """A Gloo group of the partition's ranks and those of the data-parallel axes that the session knows."""
+        return self.data.everyone or self.groups.host
+
     def geometry(self, layer: str) -> Geometry:
         """Layout of a planned layer's experts."""
         return self._geometries[layer]
+
+    def hold(self, model: nn.Module, shards: Mapping[str, Sequence[ShardedParameter]]) -> None:
+        """Notes what was cut, by layer."""
+        self._of_layer = {path: tuple(found) for path, found in shards.items()}
+        self.shards = tuple(shard for found in self._of_layer.values() for shard in found)
+        self._model = weakref.ref(model)
+
+    def _is_managed(self, layer: str) -> bool:
+        """Whether FSDP2 has put a parameter of its own in the place of one that was cut."""
+        replaced = [shard for shard in self._of_layer.get(layer, ()) if shard.parameter is not shard.original]
+        model = self._model()
+        if not replaced or model is None:
+            return False
+        above = replaced[0].name.split(".")
+        return any(isinstance(model.get_submodule(".".join(above[:i])), FSDPModule) for i in range(len(above)))
 
     def readable(self, path: str, mode: str = "train") -> str:
         """The code that a block runs, with its collectives, headed by the plan of its layers.
@@ -184,6 +217,14 @@ class PartitionSession:
             gather_even(out, torch.tensor([rows]), group=self.groups.host)
         return out.tolist()  # type: ignore[no-any-return]
 
+    def total(self, count: int) -> int:
+        """The sum of ``count`` over the ranks of the partition and of the data-parallel dimensions that it knows."""
+        total = torch.tensor([sum(self.exchange_counts(count))])
+        with self._count_guard:
+            for host in self.data.hosts:
+                dist.all_reduce(total, group=host)
+        return int(total)
+
     def invalidate(self) -> None:
         """Drops gathered weights. Call it on all ranks after changing expert weights by other means than an optimizer."""
         self.cache.invalidate()
@@ -193,9 +234,12 @@ class PartitionSession:
         collective_errors.join(self.groups, when, timeout)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks, on all ranks."""
+        """The sum of a tensor over the ranks, and over the data-parallel dimensions that the session knows, on all ranks."""
         with self.guard("a sum over the ranks"):
-            return all_reduce_(x.clone(), self.groups.main_name)
+            total = all_reduce_(x.clone(), self.groups.main_name)
+            for group in self.data.groups:
+                total = all_reduce_(total, str(group.group_name))
+        return total
 
     def close(self) -> None:
         """Waits for collectives under way, and gives bound modules their forward back."""

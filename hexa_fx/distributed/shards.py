@@ -3,16 +3,22 @@
 Parameters stay the same objects under the same names; only their data shrinks. Hooks, parameter groups and optimizers without
 state therefore stay valid, `named_parameters` has the same keys on every rank, and a record of each cut is enough to write and
 read checkpoints in the shape of the original model.
+
+Where experts are split over one axis of a larger mesh, in equal shares, a stacked parameter is replaced by one that is a DTensor
+over this axis, which FSDP2, optimizers and checkpoints know how to treat.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from hexa_fx.distributed.geometry import Chunk, Geometry
 from hexa_fx.errors import PlanError
@@ -58,21 +64,40 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """The parameter ``name``, originally of shape ``whole``, of which this rank holds ``chunks``."""
+    """A parameter, originally of shape ``whole``, of which this rank holds ``chunks``.
+
+    Args:
+        name: in the model.
+        original: the parameter as the cut left it. Others, such as FSDP2, may put one of their own in its place.
+        owner: the module that holds it, under the last part of its name.
+    """
 
     name: str
-    parameter: Tensor
+    original: Tensor
+    owner: nn.Module
     whole: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter that the module holds now."""
+        held: Tensor = getattr(self.owner, self.name.rpartition(".")[2])
+        return held
 
-def cut_layer(model: nn.Module, weights: LayerWeights, lo: int, hi: int) -> list[ShardedParameter]:
+
+def cut_layer(
+    model: nn.Module, weights: LayerWeights, lo: int, hi: int, mesh: DeviceMesh | None = None
+) -> list[ShardedParameter]:
     """Shrinks the parameters of a layer to channels ``lo .. hi`` of the intermediate size, in place.
+
+    Args:
+        mesh: 1-d; stacked parameters become DTensors over it. All ranks of it then have to hold equally many channels.
 
     Raises:
         PlanError: a parameter is missing, used twice by the layer, or not a plain one.
     """
     wanted: dict[str, tuple[Chunk, ...]] = {}
+    stacked: set[str] = set()
     for role, source in weights.sources.items():
         for part, paths in enumerate(source.parts):
             chunks = _chunks(weights.geometry, role, source, part, lo, hi)
@@ -84,7 +109,8 @@ def cut_layer(model: nn.Module, weights: LayerWeights, lo: int, hi: int) -> list
                         f"{name!r} is used twice by the layer, so it cannot be cut; give each use a parameter of its own"
                     )
                 wanted[name] = chunks
-    return [_cut_parameter(model, name, chunks) for name, chunks in wanted.items()]
+                stacked |= {name} if source.stacked else set()
+    return [_cut_parameter(model, name, chunks, mesh if name in stacked else None) for name, chunks in wanted.items()]
 
 
 def _chunks(geometry: Geometry, role: str, source: WeightSource, part: int, lo: int, hi: int) -> tuple[Chunk, ...]:
@@ -113,7 +139,7 @@ def _below_each_other(chunks: tuple[Chunk, ...], source: WeightSource, size: int
     )
 
 
-def _cut_parameter(model: nn.Module, name: str, chunks: tuple[Chunk, ...]) -> ShardedParameter:
+def _cut_parameter(model: nn.Module, name: str, chunks: tuple[Chunk, ...], mesh: DeviceMesh | None) -> ShardedParameter:
     parameter = find_tensor(model, name)
     if type(parameter) not in (nn.Parameter, Tensor):
         raise PlanError(
@@ -127,7 +153,27 @@ def _cut_parameter(model: nn.Module, name: str, chunks: tuple[Chunk, ...]) -> Sh
         parameter.data = parameter.data.new_empty(0, dtype=_OTHER.get(parameter.dtype, torch.float32))
         parameter.data = local
     parameter.grad = None
-    return ShardedParameter(name, parameter, whole, chunks)
+    if mesh is not None and isinstance(parameter, nn.Parameter):
+        parameter = _replaced(model, parameter, distributed(local, whole, chunks, mesh))
+    return ShardedParameter(name, parameter, model.get_submodule(name.rpartition(".")[0]), whole, chunks)
+
+
+def distributed(local: Tensor, whole: tuple[int, ...], chunks: tuple[Chunk, ...], mesh: DeviceMesh) -> DTensor:
+    """A rank's equal share of a tensor as a DTensor. Several chunks are its shares of as many equal parts of the dimension."""
+    dim, parts = chunks[0].dim, len(chunks)
+    placement: Any = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+    stride = torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(whole), stride=stride)
+
+
+def _replaced(model: nn.Module, old: nn.Parameter, value: DTensor) -> nn.Parameter:
+    """Puts a new parameter wherever the model holds the old one."""
+    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    for module in model.modules():
+        for key, held in module._parameters.items():
+            if held is old:
+                module._parameters[key] = new
+    return new
 
 
 def find_tensor(model: nn.Module, name: str) -> Tensor:

@@ -12,7 +12,7 @@ the number of layers. Three rules keep the results exact:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,9 +48,18 @@ class SharedCache:
     With 0 slots nothing is shared: every layer has its own, gathered once per pass and kept for backward, as in Janus.
     """
 
-    def __init__(self, layers: Sequence[CachedLayer], slots: int, groups: Groups, prefetch: bool = True) -> None:
+    def __init__(
+        self,
+        layers: Sequence[CachedLayer],
+        slots: int,
+        groups: Groups,
+        prefetch: bool = True,
+        is_managed: Callable[[str], bool] = lambda _: False,
+    ) -> None:
         self.layers = tuple(layers)
         self.groups = groups
+        self.is_managed = is_managed
+        """Whether another library gathers a layer's own slices for as long as the layer runs."""
         self.prefetch_enabled = prefetch
         self.follows_schedule = False
         """Whether the graph says when forward's gathers start, some of them later than the slots would allow."""
@@ -72,7 +81,7 @@ class SharedCache:
         index = self._index[path]
         source = self._sources.get(index)
         if source is None or not source.is_of(weights, dtype):
-            source = self._sources[index] = Source.of(weights, dtype)
+            source = self._sources[index] = Source.of(weights, dtype, self.is_managed(path))
         return source
 
     def fetch(self, path: str) -> Tensor:
@@ -204,7 +213,7 @@ class SharedCache:
 
     def _fill_ahead(self, index: int, backward: bool) -> None:
         source = self._sources.get(index)
-        if not self.prefetch_enabled or source is None or not (source.lasting or backward):
+        if not self.prefetch_enabled or source is None or not (source.lasting or backward) or source.managed:
             return
         if self.follows_schedule and not backward:
             return

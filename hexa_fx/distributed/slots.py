@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hexa_fx.distributed.collectives import Works, finish
 from hexa_fx.distributed.geometry import Copies, Geometry, Weights
-from hexa_fx.distributed.reductions import Destination, destinations
+from hexa_fx.distributed.reductions import Destination, destinations, origin
 
 _version = attrgetter("_version")
 
@@ -42,12 +42,14 @@ class Source:
     """What a layer's gather reads: local slices, and the parameters whose versions say whether they are still the same.
 
     Args:
-        given: the weights that `of` was called with, unless they are results of a computation, which would keep a graph alive.
+        given: what the weights were that `of` was called with (`origin`), unless one is the result of a computation, which
+            would keep a graph alive.
         addresses: where those lay that are not None.
         weights: the same, detached.
         targets: where their gradients go.
         lasting: the slices lie in parameters, so the next pass may read them before its own forward hands them over. What
             was computed from parameters is stale by then.
+        managed: another library (FSDP2) gathers the slices for the time that the layer runs, and frees them in between.
     """
 
     given: Weights | None
@@ -57,26 +59,28 @@ class Source:
     targets: tuple[Destination | None, ...]
     parameters: tuple[Tensor, ...]
     lasting: bool
+    managed: bool = False
 
     @classmethod
-    def of(cls, weights: Weights, dtype: torch.dtype) -> Source:
+    def of(cls, weights: Weights, dtype: torch.dtype, managed: bool = False) -> Source:
         targets = destinations(weights)
-        found = [t for w, d in zip(weights, targets) if w is not None for t in (d.parameters if d else (w,))]
+        read = [_read(weight, target) for weight, target in zip(weights, targets) if weight is not None]
+        found, lasting = [t for held, _ in read for t in held], all(lasts for _, lasts in read)
+        given = _origins(weights)
+        if (
+            managed
+        ):  # what is done with gradients, when the slices are there, and where, is for the other library to say
+            targets, lasting = (None,) * len(targets), False
         # detach() shares the version counter, so the versions of detached sources follow the parameters
-        lasting = all(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in found)
-        given = weights if all(w is None or w.grad_fn is None for w in weights) else None
-        return cls(
-            given, _addresses(weights), _detached(weights), dtype, targets, tuple(t.detach() for t in found), lasting
-        )
+        held = tuple(t.detach() for t in found)
+        return cls(given, _addresses(weights), _detached(weights), dtype, targets, held, lasting, managed)
 
     def is_of(self, weights: Weights, dtype: torch.dtype) -> bool:
         """Whether `of` would give an equal source: the same tensors at the same addresses, since ``.data = ...`` moves a tensor."""
-        return (
-            self.given is not None
-            and dtype == self.dtype
-            and all(map(is_, weights, self.given))
-            and _addresses(weights) == self.addresses
-        )
+        if self.given is None or dtype != self.dtype:
+            return False
+        given = _origins(weights)
+        return given is not None and all(map(is_, given, self.given)) and _addresses(weights) == self.addresses
 
     @functools.cached_property
     def device(self) -> torch.device:
@@ -85,7 +89,8 @@ class Source:
     @property
     def versions(self) -> tuple[int, ...]:
         """Identifies the values. Addresses count too, because ``.data = ...`` does not change a tensor's version."""
-        return *map(_version, self.parameters), *map(Tensor.data_ptr, self.parameters)
+        versions = tuple(map(_version, self.parameters))
+        return versions if self.managed else (*versions, *map(Tensor.data_ptr, self.parameters))
 
 
 class Place(NamedTuple):
@@ -155,6 +160,23 @@ def address_of(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):  # a subclass without memory, e.g. DTensor or a fake tensor
         return 0
+
+
+def _read(weight: Tensor, target: Destination | None) -> tuple[tuple[Tensor, ...], bool]:
+    """The tensors whose versions are a weight's, and whether these are parameters."""
+    parameter = origin(weight)
+    if parameter is not None and parameter is not weight:
+        return (weight,), True
+    held = (weight,) if target is None else target.parameters
+    return held, all(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in held)
+
+
+def _origins(weights: Weights) -> Weights | None:
+    found = [None if w is None else origin(w) for w in weights]
+    if any(w is not None and o is None for w, o in zip(weights, found)):
+        return None
+    w1, b1, w3, b3, w2 = found
+    return w1, b1, w3, b3, w2
 
 
 def _addresses(weights: Weights) -> tuple[int, ...]:

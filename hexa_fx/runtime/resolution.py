@@ -53,9 +53,11 @@ class Resolution:
             if not alike(self._seen[id(holder), key], read.value):
                 raise GuardMiss(f"{str(read)!r} changes from call to call")
             return
-        if _is_parametrized(holder) and _is_computed(holder, key, read.value):
-            if key == "__class__":  # what was read of the class is looked up in this one
-                self._holders[read.is_global, read.root, read.steps] = type(holder).__bases__[0]
+        own = _own_class(holder) if key == "__class__" else None
+        if own is not None and alike(own, read.value):  # what was read of the class is looked up in this one
+            self._holders[read.is_global, read.root, read.steps] = own
+            return
+        if key != "__class__" and _is_parametrized(holder) and _is_computed(holder, key, read.value):
             return
         found = place(holder, key)
         self._seen[id(holder), key] = found.value
@@ -120,13 +122,21 @@ def _is_parametrized(holder: Any) -> bool:
 
 
 def _is_computed(module: nn.Module, key: Any, noted: Any) -> bool:
-    """Of a parametrized module (PEFT's adapters on parameters, say): a weight, or the class that its own was made of.
+    """Whether it is a weight of a parametrized module (PEFT's adapters on parameters, say).
 
     The rewritten forward reads the weight as the module's code does, so it gets what is computed now.
     """
-    if key == "__class__":
-        return alike(type(module).__bases__[0], noted)
     return bool(noted == IsA(torch.Tensor)) and is_parametrized(module, key)
+
+
+def _own_class(holder: Any) -> type | None:
+    """The class that torch has made another of for this instance: of a parametrized module, and of one that FSDP2 shards."""
+    if _is_parametrized(holder):
+        return type(holder).__bases__[0]
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(holder, nn.Module) and type(holder).__bases__[0] is fsdp.FSDPModule:
+        return type(holder).__bases__[1]
+    return None
 
 
 class _Same:

@@ -1,0 +1,34 @@
+"""A rank's slice of an expert weight that is a DTensor, as a differentiable function of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hexa_fx.ops.direct_function import DirectFunction
+
+
+class LocalWeight(DirectFunction):
+    """As `DTensor.to_local`, for less of the host's time. A gradient that does not arrive (`reductions`) stays missing."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: DTensor) -> Tensor:
+        ctx.parameter = weight
+        ctx.set_materialize_grads(False)
+        return weight._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> DTensor | None:
+        return None if grads[0] is None else as_gradient(grads[0], ctx.parameter)
+
+
+def as_gradient(local: Tensor, parameter: Any) -> DTensor:
+    """The gradient of a rank's slice, complete for its channels, as one of the parameter."""
+    spec = parameter._spec
+    with torch.no_grad():
+        return DTensor.from_local(
+            local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
