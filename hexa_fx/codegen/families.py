@@ -10,12 +10,15 @@ from hexa_fx.errors import KernelError
 
 _MODULES = {
     "activate": "hexa_fx.codegen.family_rows",
+    "activate_fp8": "hexa_fx.codegen.family_rows_fp8",
+    "block_gemm_sm90": "hexa_fx.codegen.family_block_sm90",
     "combine": "hexa_fx.codegen.family_rows",
     "esfk_sm80": "hexa_fx.codegen.family_gemm_sm80",
     "ess": "hexa_fx.codegen.family_rows",
     "gemm_sm80": "hexa_fx.codegen.family_gemm_sm80",
     "gather_gemm_sm90": "hexa_fx.codegen.family_gemm_sm90",
     "packed_gemm": "hexa_fx.codegen.family_packed",
+    "quantize_fp8": "hexa_fx.codegen.family_rows_fp8",
     "reindex": "hexa_fx.codegen.family_reindex",
     "unpack": "hexa_fx.codegen.family_unpack",
 }

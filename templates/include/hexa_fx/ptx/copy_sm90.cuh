@@ -19,6 +19,11 @@ CUTE_DEVICE void cp_async_16_if(bool wanted, uint32_t dst, const char* src, int 
       : "memory");
 }
 
+// 4 bytes into shared memory.
+CUTE_DEVICE void cp_async_4(uint32_t dst, const float* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
+
 CUTE_DEVICE void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A number that is looked at later, in the place where it is asked for: the compiler does not move it.

@@ -1,0 +1,118 @@
+"""block_gemm_sm90: the products of FP8 block compute on Hopper. Persistent, warp-specialised wgmma; see the header for the algorithm."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hexa_fx.codegen.cutlass import DataType
+from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family_gemm_sm90 import ARGS, CHUNK_BYTES, TABLES
+from hexa_fx.codegen.family_rows import check_activation
+from hexa_fx.codegen.spec import KernelSpec
+
+FAMILY = "block_gemm_sm90"
+TILE_M, TILE_N, TILE_K = 128, 256, 128
+"""Of every kernel: two warpgroups of 64 rows, which multiply two parts of 128 columns in turn, a block of scales at a time."""
+
+PART = 128
+"""Columns of a part."""
+
+BLOCK_ARGS = struct.Struct(ARGS.format.removesuffix("0P") + "6P2i0P")
+"""hexa::sm90::BlockParams, in its order: GroupedParams, scales, and two strides."""
+
+_OUT = (DataType.bf16, DataType.f16, DataType.f32)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """What the template states beyond the spec. Everything here follows from the spec."""
+
+    ops: int
+    epilogue: str
+    store_h: bool
+    paired_weight: bool
+    row_columns: int
+    staging_bytes: int
+    max_experts: int
+    producer_registers: int
+    consumer_registers: int
+
+
+def block_shape(spec: KernelSpec) -> BlockShape:
+    """Template values of `spec`. Options: ``store_h``, and ``experts``, which the tables have room for."""
+    paired = spec.op == "esmm_act" and spec.glu == "concat"
+    return BlockShape(
+        ops=2 if spec.op == "estmm" else 1,
+        epilogue="activate" if spec.op == "esmm_act" else "store",
+        store_h=bool(spec.option("store_h", False)),
+        paired_weight=paired,
+        row_columns=PART if paired else TILE_N,
+        staging_bytes=_chunks(spec) * CHUNK_BYTES,
+        max_experts=_experts(spec),
+        producer_registers=72 if spec.gather else 40,
+        consumer_registers=216 if spec.gather else 232,
+    )
+
+
+def _experts(spec: KernelSpec) -> int:
+    return int(spec.option("experts", TABLES[0]))
+
+
+def _chunks(spec: KernelSpec) -> int:
+    """Chunks of staging a warp: two where they fit."""
+    return 2 if _smem_bytes(spec, 2) <= shared_limit(spec.arch) else 1
+
+
+def _smem_bytes(spec: KernelSpec, chunks: int) -> int:
+    """sizeof(BlockSmem): what the bf16 kernels have (`hexa_fx.codegen.family_gemm_sm90`), and the scales of every stage."""
+    stages = spec.stages * (TILE_M + TILE_N) * TILE_K
+    small = 24 * spec.stages + 16 * 4 + 16 * 8 + 48 * 4 + 10 * _experts(spec) + 14
+    scales = 4 * spec.stages * (TILE_M + (TILE_N if spec.op == "estmm" else 4))
+    return _up(stages + 8 * chunks * CHUNK_BYTES + small) + _up(scales)
+
+
+def _up(size: int) -> int:
+    return -(-size // 1024) * 1024
+
+
+def _shape(spec: KernelSpec) -> LaunchShape:
+    return LaunchShape(threads=384, shared_bytes=_smem_bytes(spec, _chunks(spec)))
+
+
+def _check(spec: KernelSpec) -> Iterable[str]:
+    if spec.dtype is not DataType.e4m3:
+        yield f"{spec.dtype.name} operands; these kernels multiply e4m3"
+    if spec.out not in ((spec.wide,) if spec.accumulate else (*_OUT, spec.dtype)):
+        yield f"results of {spec.out.name}; expected bf16, f16 or f32, and f32 where they are added"
+    if (spec.op == "esmm_act") != (spec.out is spec.dtype):
+        yield f"{spec.op} -> {spec.out.name}: activations leave quantised, all else does not"
+    if spec.accumulate and spec.op != "estmm":
+        yield f"{spec.op} adds to nothing; estmm does"
+    if (spec.bm, spec.bn, spec.bk) != (TILE_M, TILE_N, TILE_K):
+        yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected {TILE_M}x{TILE_N}x{TILE_K}"
+    if spec.op == "estmm" and spec.gather:
+        yield "weight gradients read rows that are turned round already"
+    if spec.glu not in ("none", "concat") or spec.layout != "nk":
+        yield f"{spec.glu} gate and up of a weight {spec.layout}; quantised weights are (E, N, K), gate before up"
+    if spec.op == "esmm_act":
+        yield from check_activation(spec)
+    if not spec.aligned:
+        yield "the copy engine needs 16-byte aligned addresses and strides"
+
+
+FAMILIES = (
+    Family(
+        name=FAMILY,
+        template="block_gemm_sm90.cu.j2",
+        ops=("esmm", "esmm_act", "estmm"),
+        args=BLOCK_ARGS,
+        shape=_shape,
+        values=lambda spec: {"shape": block_shape(spec)},
+        check=_check,
+        min_arch=90,
+        max_arch=90,
+        arch_specific=True,
+    ),
+)

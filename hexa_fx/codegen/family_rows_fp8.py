@@ -1,0 +1,53 @@
+"""quantize_fp8 and activate_fp8: what FP8 block compute does besides products, bandwidth-bound."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+from hexa_fx.codegen.cutlass import DataType
+from hexa_fx.codegen.family import Family, LaunchShape
+from hexa_fx.codegen.family_rows import check_activation
+from hexa_fx.codegen.spec import KernelSpec
+
+QUANTIZE, ACTIVATE = "quantize_fp8", "activate_fp8"
+THREADS = 256
+"""Of a block: a tile of 128 x 128 numbers, or 16 blocks of a row."""
+
+_FUNCTIONS = {"quantize_rows": "rows", "quantize_columns": "columns", "quantize_weight": "weight", "ess": "sum"}
+
+
+def _check_quantize(spec: KernelSpec) -> Iterable[str]:
+    if spec.dtype not in (DataType.bf16, DataType.f16, DataType.f32):
+        yield f"element type {spec.dtype.name}; expected bf16, f16 or f32"
+
+
+def _check_activate(spec: KernelSpec) -> Iterable[str]:
+    yield from check_activation(spec)
+    if spec.glu not in ("none", "concat"):
+        yield f"h holds {spec.glu} gate and up; a quantised one holds gate before up"
+
+
+FAMILIES = (
+    Family(
+        name=QUANTIZE,
+        template="quantize_fp8.cu.j2",
+        ops=tuple(_FUNCTIONS),
+        # x, x3, v, offs, q, s, q_t, s_t, sum; by_expert, by_line, by_column; lines, columns, experts, top_k, line_halves, column_halves
+        args=struct.Struct("9P3q6i"),
+        shape=lambda spec: LaunchShape(threads=THREADS),
+        values=lambda spec: {"function": _FUNCTIONS[spec.op]},
+        check=_check_quantize,
+        min_arch=89,
+    ),
+    Family(
+        name=ACTIVATE,
+        template="activate_fp8.cu.j2",
+        ops=("activate_backward",),
+        # da, h, hs, weights, v, offs, dh, dhs, dh_t, dhs_t, a_t, at_scales, dots; experts, columns, alpha, limit
+        args=struct.Struct("13P2i2f"),
+        shape=lambda spec: LaunchShape(threads=THREADS),
+        check=_check_activate,
+        min_arch=89,
+    ),
+)

@@ -1,0 +1,100 @@
+// Consumer main loop of FP8 block compute: parts of a tile are multiplied 128 of the contraction at a time, and added up in float32 by
+// their scales. The tensor cores' own sums of eight-bit products have 14 bits, so they go no further than that.
+#pragma once
+#include <hexa_fx/kernels/config_fp8_sm90.cuh>
+#include <hexa_fx/ptx/wgmma_fp8_sm90.cuh>
+
+namespace hexa::sm90 {
+
+// Accumulator map of each part: chunk_sm90.cuh's; element 4 j + 2 r + i is of 8-column group j, row half r.
+template <class C>
+struct BlockLoop {
+  BlockSmem<C>& sm;
+  int group;  // consumer warpgroup, 0 or 1
+  float total[kParts][64];
+
+  static CUTE_DEVICE void fence(float (&d)[64]) {
+    CUTE_UNROLL
+    for (int i = 0; i < 64; ++i) warpgroup_fence_operand(d[i]);
+  }
+
+  // The steps of a tile. `active`: the warpgroup has rows; else stages only pass by.
+  CUTE_DEVICE void run(Pipe& pipe, int k_tiles, bool active) {
+    CUTE_UNROLL
+    for (int i = 0; i < kParts * 64; ++i) total[i / 64][i % 64] = 0.f;
+    if (!active) {
+      for (int k = 0; k < k_tiles; ++k) {
+        Barrier::wait(&sm.full[pipe.index], pipe.phase);
+        release(sm, pipe.index);
+        pipe.template next<C::Stages>();
+      }
+      return;
+    }
+    constexpr int kStep = E4m3::bytes(E4m3::kInner), kSteps = C::BK / E4m3::kInner;
+    const uint32_t a0 = cast_smem_ptr_to_uint(sm.a[0]) + group * (64 * kLineBytes), b0 = cast_smem_ptr_to_uint(sm.b[0]);
+    const int row = group * 64 + warp_in_group() * 16 + (lane_id() >> 2);
+    float part[64];
+    CUTE_UNROLL
+    for (int i = 0; i < 64; ++i) part[i] = 0.f;
+#pragma unroll 1
+    for (int k = 0; k < k_tiles; ++k) {
+      Barrier::wait(&sm.full[pipe.index], pipe.phase);
+      const int stage = pipe.index;
+      const uint32_t a = a0 + stage * Smem<C>::ABytes, b = b0 + stage * Smem<C>::BBytes;
+      const float of_row[2] = {sm.row_scale[stage][row], sm.row_scale[stage][row + 8]};
+      float by[kParts][2];  // of both parts here, so that nobody waits for them behind the products
+      if constexpr (C::RowOp) {
+        CUTE_UNROLL
+        for (int i = 0; i < kParts * 2; ++i) by[i / 2][i % 2] = settled(of_row[i % 2] * sm.column_scale[stage][i / 2]);
+      }
+      CUTE_UNROLL
+      for (int h = 0; h < kParts; ++h) {
+        fence(part);
+        warpgroup_arrive();
+        CUTE_UNROLL
+        for (int kk = 0; kk < kSteps; ++kk)
+          wgmma_e4m3(swizzled_operand(a + kk * kStep), swizzled_operand(b + h * (kPart * kLineBytes) + kk * kStep), part, kk > 0);
+        warpgroup_commit_batch();
+        warpgroup_wait<0>();
+        fence(part);
+        if constexpr (C::WeightOp) add_by_columns(part, total[h], of_row, sm.column_scale[stage] + h * kPart);
+        else {
+          if (h == kParts - 1) give_back(stage);
+          add(part, total[h], by[h]);
+        }
+      }
+      if constexpr (C::WeightOp) give_back(stage);
+      pipe.template next<C::Stages>();
+    }
+  }
+
+ private:
+  // One lane arrives for its warp, when all of its lanes have read the scales.
+  CUTE_DEVICE void give_back(int stage) {
+    __syncwarp();
+    release(sm, stage);
+  }
+  // The same number, worked out here and not where it is used.
+  static CUTE_DEVICE float settled(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+  }
+  static CUTE_DEVICE void add(const float (&part)[64], float (&sum)[64], const float (&by)[2]) {
+    CUTE_UNROLL
+    for (int i = 0; i < 64; ++i) sum[i] = fmaf(part[i], by[(i >> 1) & 1], sum[i]);
+  }
+  static CUTE_DEVICE void add_by_columns(const float (&part)[64], float (&sum)[64], const float (&by)[2], const float* columns) {
+    const float2* mine = reinterpret_cast<const float2*>(columns) + (lane_id() & 3);
+    CUTE_UNROLL
+    for (int j = 0; j < 16; ++j) {
+      const float2 c = mine[4 * j];
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * j + i;
+        sum[at] = fmaf(part[at], by[i >> 1] * (i & 1 ? c.y : c.x), sum[at]);
+      }
+    }
+  }
+};
+
+}  // namespace hexa::sm90
