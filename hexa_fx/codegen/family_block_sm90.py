@@ -1,4 +1,4 @@
-"""block_gemm_sm90: the products of FP8 block compute on Hopper. Persistent, warp-specialised wgmma; see the header for the algorithm."""
+"""block_gemm_sm90: the products of FP8 block compute on Hopper. Persistent, warp-specialised wgmma; see config_fp8_sm90.cuh."""
 
 from __future__ import annotations
 

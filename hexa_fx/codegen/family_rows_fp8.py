@@ -14,7 +14,11 @@ QUANTIZE, ACTIVATE = "quantize_fp8", "activate_fp8"
 THREADS = 256
 """Of a block: a tile of 128 x 128 numbers, or 16 blocks of a row."""
 
+TILE_BYTES = 128 * 128 + (8 + 1) * 4 * 128
+"""sizeof(TileMemory): a tile of elements, and what warps know of its columns."""
+
 _FUNCTIONS = {"quantize_rows": "rows", "quantize_columns": "columns", "quantize_weight": "weight", "ess": "sum"}
+_TILED = ("quantize_columns", "quantize_weight")
 
 
 def _check_quantize(spec: KernelSpec) -> Iterable[str]:
@@ -33,9 +37,10 @@ FAMILIES = (
         name=QUANTIZE,
         template="quantize_fp8.cu.j2",
         ops=tuple(_FUNCTIONS),
-        # x, x3, v, offs, q, s, q_t, s_t, sum; by_expert, by_line, by_column; lines, columns, experts, top_k, line_halves, column_halves
+        # x, x3, v, offs, q, s, q_t, s_t, sum; by_expert, by_line, by_column
+        # lines, columns, experts, top_k, line_halves, column_halves
         args=struct.Struct("9P3q6i"),
-        shape=lambda spec: LaunchShape(threads=THREADS),
+        shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=TILE_BYTES if spec.op in _TILED else 0),
         values=lambda spec: {"function": _FUNCTIONS[spec.op]},
         check=_check_quantize,
         min_arch=89,
@@ -46,7 +51,7 @@ FAMILIES = (
         ops=("activate_backward",),
         # da, h, hs, weights, v, offs, dh, dhs, dh_t, dhs_t, a_t, at_scales, dots; experts, columns, alpha, limit
         args=struct.Struct("13P2i2f"),
-        shape=lambda spec: LaunchShape(threads=THREADS),
+        shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=TILE_BYTES),
         check=_check_activate,
         min_arch=89,
     ),

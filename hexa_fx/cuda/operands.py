@@ -19,6 +19,7 @@ DTYPES = {
     torch.float16: DataType.f16,
     torch.float32: DataType.f32,
     torch.float64: DataType.f64,
+    torch.float8_e4m3fn: DataType.e4m3,
 }
 
 

@@ -16,19 +16,23 @@ _PRODUCTS = (
     *("esmm", "esmm_act", "esmm_act_backward", "estmm", "estmm_add", "esfk", "esfk_add"),
     *("esmm_low_rank", "esmm_act_low_rank", "esmm_act_backward_low_rank"),
 )
+_FP8_ROWS = ("quantize_rows_fp8", "quantize_columns_fp8", "quantize_weight_fp8", "ess_fp8")
+_FP8 = ("esmm_act_fp8", "esmm_fp8", "esmm_act_backward_fp8", "estmm_fp8")
 _LAYERS = ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward")
-KERNELS = (*_ROWS, *_PRODUCTS, "esmm_packed", "moe_ffn_sources")
+KERNELS = (*_ROWS, *_PRODUCTS, *_FP8_ROWS, *_FP8, "esmm_packed", "moe_ffn_sources")
 """The operators that have kernels, which run in the function of their name (`kernel`)."""
 
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
     """What runs ``hexa::<name>``. Imports it and all others."""
-    from hexa_fx.cuda import gemm, layer, packed_layer, rows, unpack
+    from hexa_fx.cuda import fp8, fp8_rows, gemm, layer, packed_layer, rows, unpack
 
     modules = {
         rows: _ROWS,
         gemm: _PRODUCTS,
+        fp8: _FP8,
+        fp8_rows: _FP8_ROWS,
         unpack: ("esmm_packed",),
         packed_layer: ("moe_ffn_sources",),
         layer: _LAYERS,
@@ -40,15 +44,22 @@ def kernel(name: str) -> Callable[..., Any]:
 @cache
 def register() -> None:
     """Registers this package's kernels as the CUDA implementation of their operators, once per process."""
-    from hexa_fx.ops import library, moe_ffn_autograd  # hexa_fx.ops calls this function
+    from hexa_fx.ops import library, moe_ffn_autograd, moe_ffn_fp8  # hexa_fx.ops calls this function
 
     def by_torch(name: str) -> Callable[..., Any]:
         return lambda *args: library.kernel_for(name, "any")(*args)
 
     for name in KERNELS:
         library.register_kernel(name, "cuda", _lazy(name, by_torch(name)))
+    moe_ffn_fp8.why_not_on["cuda"] = _why_not_fp8
     for name in _LAYERS:
         moe_ffn_autograd.register_on_cuda(name, _lazy(name, lambda general, *args: general(*args)))
+
+
+def _why_not_fp8(arguments: Any) -> str:
+    from hexa_fx.cuda.fp8 import why_not
+
+    return why_not(arguments)
 
 
 def _lazy(name: str, by_torch: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,10 +27,9 @@ class EmulatedKernel:
         source = render(spec)
         self.spec, program, library = spec, folder / f"{spec.key}.cpp", folder / f"{spec.key}.so"
         params = re.search(r"hexa_kernel\(const __grid_constant__ (\S+) p\)", source.text)[1]
-        entry = (
-            f"emulator::run(grid, {source.launch.threads}, [&] {{ hexa_kernel(*static_cast<const {params}*>(p)); }});"
-        )
-        text = f'#include "emulator.hpp"\n{source.text}\nextern "C" void launch(const void* p, unsigned grid) {{ {entry} }}\n'
+        entry = f"emulator::run({{x, y, z}}, {source.launch.threads}, [&] {{ hexa_kernel(*static_cast<const {params}*>(p)); }});"
+        launch = f"void launch(const void* p, unsigned x, unsigned y, unsigned z) {{ {entry} }}"
+        text = f'#include "emulator.hpp"\n{source.text}\nextern "C" {launch}\n'
         program.write_text(text)
         flags = [
             "-std=c++17",
@@ -51,7 +50,7 @@ class EmulatedKernel:
 
     def queue(self, device: int, config: tuple[int, int, int], parameters: ctypes.Array[ctypes.c_void_p]) -> None:
         """Runs all blocks, one after the other."""
-        self._launch(ctypes.c_void_p(parameters[0]), ctypes.c_uint(config[0]))
+        self._launch(ctypes.c_void_p(parameters[0]), *map(ctypes.c_uint, config))
 
 
 @pytest.fixture(scope="module")

@@ -155,3 +155,38 @@ def test_a_kernel_that_adds_is_another_kernel_of_the_same_size(op: str) -> None:
 def test_only_weight_gradients_add_and_only_to_floats(spec: KernelSpec, reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         render(spec)
+
+
+def block_spec(op: str = "esmm", **more: object) -> KernelSpec:
+    wide = {"esmm_act": None}.get(op, DataType.bf16)
+    spec = KernelSpec(
+        "block_gemm_sm90", op, 90, dtype=DataType.e4m3, out_dtype=wide, bm=128, bn=256, bk=128, stages=4,
+        glu="concat" if op == "esmm_act" else "none", activation="silu" if op == "esmm_act" else "none",
+    )  # fmt: skip
+    return replace(spec, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", ["esmm", "esmm_act", "estmm"])
+@pytest.mark.parametrize("experts", [256, 1024])
+def test_products_of_fp8_blocks_fit(op: str, experts: int) -> None:
+    source = render(block_spec(op).with_options(experts=experts))
+    assert source.target == "sm_90a"
+    assert source.launch.shared_bytes <= shared_limit(90)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (block_spec(dtype=DataType.bf16), "multiply e4m3"),
+        (block_spec(out_dtype=None), "all else does not"),
+        (block_spec(bn=128), "expected 128x256x128"),
+        (block_spec(accumulate=True), "adds to nothing"),
+        (block_spec("estmm", gather=True), "turned round already"),
+        (block_spec("esmm_act", glu="split"), "gate before up"),
+        (block_spec("esmm_act", activation="odd"), "activation 'odd'"),
+        (block_spec(aligned=False), "16-byte aligned"),
+    ],
+)
+def test_refused_products_of_fp8_blocks(spec: KernelSpec, reason: str) -> None:
+    with pytest.raises(SpecError, match=reason):
+        render(spec)

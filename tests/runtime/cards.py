@@ -79,12 +79,12 @@ class Card:
             self.during.pop()()
         layout = get_family(self.spec.family).args
         starts = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
-        hopper = self.spec.family == "gather_gemm_sm90"
+        hopper = self.spec.family.endswith("_gemm_sm90")
         maps = ctypes.string_at(starts[0], 9 * MAP) if hopper else b""
         values = layout.unpack(ctypes.string_at(starts[int(hopper)], layout.size))
         each = tuple(maps[at : at + MAP] for at in range(0, len(maps), MAP))
         self.launches.append(Launch(self.spec, config, values, each))
-        if hopper and values[ROW_DOT]:
+        if hopper and values[ROW_DOT] and self.spec.op == "esmm_act_backward":
             parts, rows = -(-values[COLUMNS] // self.spec.bn), values[ROWS]
             numbers = [float(n % 7) for n in range(parts * rows)]
             ctypes.memmove(values[ROW_DOT], (ctypes.c_float * len(numbers))(*numbers), 4 * len(numbers))

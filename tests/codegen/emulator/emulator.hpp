@@ -21,8 +21,14 @@ struct uint4 {
   unsigned x, y, z, w;
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+struct uint2 {
+  unsigned x, y;
+};
+struct float2 {
+  float x, y;
+};
 struct Index {
-  unsigned x;
+  unsigned x, y, z;
 };
 inline Index threadIdx, blockIdx, gridDim;
 alignas(256) unsigned char shared[1 << 18];
@@ -87,9 +93,10 @@ inline const unsigned (&meet(const unsigned* words, int count))[32][kWords] {
   return warp.word[number % 2];
 }
 
-inline void run(unsigned blocks, unsigned threads, const std::function<void()>& kernel) {
-  gridDim.x = blocks, body = &kernel;
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+inline void run(Index grid, unsigned threads, const std::function<void()>& kernel) {
+  gridDim = grid, body = &kernel;
+  for (unsigned block = 0; block < grid.x * grid.y * grid.z; ++block) {
+    blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
     std::memset(shared, 0xcd, sizeof(shared));
     fibers = std::vector<Fiber>(threads), warps = std::vector<Warp>(threads / 32);
     for (Fiber& f : fibers) {
@@ -130,4 +137,22 @@ inline int __shfl_up_sync(unsigned, int value, int distance) {
 inline float __shfl_xor_sync(unsigned, float value, int mask) {
   const unsigned word = bits_of(value);
   return __uint_as_float(emulator::meet(&word, 1)[threadIdx.x % 32 ^ mask][0]);
+}
+inline int __shfl_xor_sync(unsigned, int value, int mask) {
+  const unsigned word = unsigned(value);
+  return int(emulator::meet(&word, 1)[threadIdx.x % 32 ^ mask][0]);
+}
+inline unsigned __ballot_sync(unsigned, bool holds) {
+  const unsigned word = holds;
+  const auto& all = emulator::meet(&word, 1);
+  unsigned found = 0;
+  for (int lane = 0; lane < 32; ++lane) found |= all[lane][0] << lane;
+  return found;
+}
+inline int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+  const uint64_t both = uint64_t(b) << 32 | a;
+  unsigned found = 0;
+  for (int i = 0; i < 4; ++i) found |= unsigned(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return found;
 }

@@ -12,6 +12,7 @@
 
 #include <hexa_fx/kernels/smem_sm90.cuh>
 #include <hexa_fx/ptx/fp8.cuh>
+#include <hexa_fx/types/fp8.cuh>
 
 namespace hexa::sm90 {
 

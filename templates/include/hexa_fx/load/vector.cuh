@@ -1,5 +1,6 @@
 // Chunks of eight elements: what one thread moves at a time.
 #pragma once
+#include <hexa_fx/ptx/fetch.cuh>
 #include <hexa_fx/types/element.cuh>
 
 namespace hexa {
@@ -17,19 +18,12 @@ template <class T> struct alignas(16) Raw {
   uint4 word[kChunk * int(sizeof(T)) / 16];
 };
 
-// p is a multiple of 16 bytes; zeros if not wanted. Volatile: the compiler would otherwise move loads down to their uses,
-// to save registers, and leave two or three in flight.
+// p is a multiple of 16 bytes; zeros if not wanted.
 template <class T>
 __device__ Raw<T> fetch(const T* p, bool wanted = true) {
   Raw<T> raw;
 #pragma unroll
-  for (int i = 0; i < int(sizeof(raw) / 16); ++i) {
-    asm volatile(
-        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-        "@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
-        : "=r"(raw.word[i].x), "=r"(raw.word[i].y), "=r"(raw.word[i].z), "=r"(raw.word[i].w)
-        : "l"(reinterpret_cast<const uint4*>(p) + i), "r"(int(wanted)));
-  }
+  for (int i = 0; i < int(sizeof(raw) / 16); ++i) raw.word[i] = fetch16(reinterpret_cast<const uint4*>(p) + i, wanted);
   return raw;
 }
 

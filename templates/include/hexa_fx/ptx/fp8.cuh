@@ -1,11 +1,8 @@
-// Numbers in eight bits: conversion, and the scale of a block. As hexa_fx/formats/fp8_scaling.py has them.
+// Conversion to and from numbers in eight bits.
 #pragma once
 #include <cstdint>
 
 namespace hexa {
-
-inline constexpr int kScaleBlock = 128;  // elements of a row or a column that share a scale
-inline constexpr float kLargestE4m3 = 448.f, kScaleFloor = 1e-30f;
 
 // Two neighbours, the first in the low byte. What is too large becomes the largest; NaN stays NaN.
 __device__ __forceinline__ uint32_t pack_e4m3(float first, float second) {
@@ -26,12 +23,11 @@ __device__ __forceinline__ float2 unpack_e4m3(uint32_t two) {
   return x;
 }
 
-// The scale of a block, and what its numbers are multiplied by. fmaxf passes NaN by, so `largest` is that of the block's numbers.
-struct BlockScale {
-  float scale, inverse;
-  __device__ __forceinline__ explicit BlockScale(float largest) : scale(fmaxf(largest, kScaleFloor) / kLargestE4m3) {
-    inverse = 1.f / scale;
-  }
-};
+// Two numbers as bf16 in a word.
+__device__ __forceinline__ uint32_t pack_bf16(float first, float second) {
+  uint32_t two;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(second), "f"(first));
+  return two;
+}
 
 }  // namespace hexa

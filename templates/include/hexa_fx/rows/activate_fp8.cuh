@@ -29,13 +29,12 @@ template <Act A, bool kGated>
 struct ActivateFp8 {
   using Params = ActivateFp8Params;
   static constexpr int kParts = kGated ? 2 : 1;
-  // A thread's numbers of one matrix, two in a word. By words: the compiler would keep halves in registers of their own.
+  // A thread's numbers of one matrix, two in a word. By words: the compiler keeps halves in registers of their own.
   struct Held {
     uint32_t two[kTileLines][kChunk / 2];
     __device__ void put(int i, const float (&x)[kChunk]) {
 #pragma unroll
-      for (int j = 0; j < kChunk / 2; ++j)
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two[i][j]) : "f"(x[2 * j + 1]), "f"(x[2 * j]));
+      for (int j = 0; j < kChunk / 2; ++j) two[i][j] = pack_bf16(x[2 * j], x[2 * j + 1]);
     }
     __device__ void get(int i, float (&x)[kChunk]) const {
 #pragma unroll
@@ -118,8 +117,7 @@ struct ActivateFp8 {
   }
 
   // Block (c, g).
-  static __device__ void run(const Params& p) {
-    __shared__ TileMemory memory;
+  static __device__ void run(const Params& p, TileMemory& memory) {
     const Segment rows = find_segment<kTile>(p.offs, p.experts, blockIdx.y);
     if (rows.expert < 0) return;
     Held dh[kParts], weighted;

@@ -51,8 +51,7 @@ struct QuantizeFp8 {
   }
 
   // Block (c, g): 128 columns of group g.
-  static __device__ void columns(const Params& p) {
-    __shared__ TileMemory memory;
+  static __device__ void columns(const Params& p, TileMemory& memory) {
     const Segment rows = find_segment<kTile>(p.offs, p.experts, blockIdx.y);
     if (rows.expert < 0) return;
     const int width = padded(p.columns), first = blockIdx.x * kTile, column = first + tile_column();
@@ -78,8 +77,7 @@ struct QuantizeFp8 {
   }
 
   // Block (c, l, e): a tile of one expert's matrix, of padded halves.
-  static __device__ void weight(const Params& p) {
-    __shared__ TileMemory memory;
+  static __device__ void weight(const Params& p, TileMemory& memory) {
     const int half_lines = padded(p.lines), half_columns = padded(p.columns);
     const int lines = half_lines * p.line_halves, columns = half_columns * p.column_halves;
     int line = blockIdx.y * kTile, column = blockIdx.x * kTile;

@@ -4,6 +4,7 @@
 #pragma once
 #include <hexa_fx/load/vector.cuh>
 #include <hexa_fx/ptx/fp8.cuh>
+#include <hexa_fx/types/fp8.cuh>
 
 namespace hexa {
 

@@ -1,0 +1,144 @@
+"""quantize_fp8's and activate_fp8's own text, run on the host, beside the reference: elements, scales, and where they lie."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from hexa_fx.cuda import fp8_rows
+from hexa_fx.formats.fp8_scaling import first_groups, read_groups, read_rows
+from hexa_fx.ops import fp8, fp8_reference
+from hexa_fx.ops.activations import activation_backward, activation_forward
+from tests.codegen.emulated import emulated  # noqa: F401
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
+    pytest.mark.usefixtures("emulated"),
+]
+E, K, TOKENS, WIDTH = 3, 2, 90, 200
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def same(found, expected):
+    """Elements but for those that lie between two, and scales: a kernel multiplies where the reference divides."""
+    (q, s), (q0, s0) = found, expected
+    assert (q.shape, q.dtype, s.shape) == (q0.shape, q0.dtype, s0.shape)
+    torch.testing.assert_close(s, s0, rtol=1e-6, atol=0, equal_nan=True)
+    near = (q.view(torch.uint8).int() - q0.view(torch.uint8).int()).abs()
+    both_nan = q.float().isnan() & q0.float().isnan()
+    assert (near[~both_nan] <= 1).all()
+    assert (near[~both_nan] > 0).float().mean() < 0.01
+
+
+def routed(kind="random"):
+    torch.manual_seed(0)
+    index = torch.rand(TOKENS, E).argsort(1)[:, :K]
+    if kind == "an expert without rows, and rows of none":
+        index[index == 0] = E
+    elif kind == "all to one":
+        index[:] = 1
+    return torch.ops.hexa.reindex(index, E)
+
+
+ROUTINGS = ("random", "an expert without rows, and rows of none", "all to one")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [WIDTH, 129, 256])
+def test_rows(dtype, width):
+    torch.manual_seed(0)
+    x = (torch.randn(7, width) * torch.logspace(-6, 6, 7)[:, None]).clamp(-6e4, 6e4).to(dtype)
+    x[2], x[3, 1] = 0, -0.0
+    same(fp8_rows.quantize_rows_fp8(x), fp8_reference._rows(x))
+
+
+def test_a_number_that_is_none_stays_so_alone():
+    x = torch.ones(2, 256)
+    x[1, 5] = torch.nan
+    read = read_rows(*fp8_rows.quantize_rows_fp8(x))
+    assert read[1, 5].isnan()
+    assert (read.nan_to_num(1.0) == 1).all()
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("gathers", [True, False])
+def test_columns(kind, gathers):
+    v, _, offs = routed(kind)
+    x = torch.randn(TOKENS if gathers else len(v), WIDTH).bfloat16()
+    args = (x, v, offs, K) if gathers else (x, None, offs, 1)
+    used = int(first_groups(offs)[-1])
+    found, expected = fp8_rows.quantize_columns_fp8(*args), fp8.quantize_columns_fp8(*args)
+    assert [t.shape for t in found] == [t.shape for t in expected]
+    same([t[:used] for t in found], [t[:used] for t in expected])
+
+
+@pytest.mark.parametrize("glu", ["none", "concat", "interleaved", "split"])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+def test_weights(glu, layout, dtype):
+    torch.manual_seed(0)
+    inner, depth = 72, 136
+    shape = (2, inner if glu in ("none", "split") else 2 * inner, depth)
+    w, w3 = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype) if glu == "split" else None
+    if layout == "kn":
+        w, w3 = w.transpose(1, 2).contiguous(), None if w3 is None else w3.transpose(1, 2).contiguous()
+    high = 128 if glu == "none" else 256
+
+    def buffers(turned=True):
+        sizes = ((high, 256), (256, high))[: 2 if turned else 1]
+        each = [
+            (torch.full((2, a, b), 7.0).to(torch.float8_e4m3fn), torch.full((2, a // 128, b // 128), 7.0))
+            for a, b in sizes
+        ]
+        return [t for pair in each for t in pair] + [None] * (0 if turned else 2)
+
+    found, expected, single = buffers(), buffers(), buffers(turned=False)
+    fp8_rows.quantize_weight_fp8(*found, w, w3, layout, glu)
+    fp8.quantize_weight_fp8(*expected, w, w3, layout, glu)
+    fp8_rows.quantize_weight_fp8(*single, w, w3, layout, glu)
+    for pair in (found[:2], single[:2]):
+        same(pair, expected[:2])
+    same(found[2:], expected[2:])
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_sums_over_rows(kind):
+    v, _, offs = routed(kind)
+    g = fp8.quantize_columns_fp8(torch.randn(len(v), WIDTH), None, offs, 1)
+    torch.testing.assert_close(fp8_rows.ess_fp8(*g, offs), fp8.ess_fp8(*g, offs), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize(("activation", "gated"), [("silu", True), ("gelu", False)])
+def test_gradient_of_the_activation(kind, activation, gated):
+    """Its results are those of float32, quantised: bf16 in between moves an element by one at most."""
+    v, _, offs = routed(kind)
+    n, inner = len(v), 256
+    width, routed_rows = inner * (2 if gated else 1), int(offs[-1])
+    da, (h, hs) = torch.randn(n, inner).bfloat16(), fp8.quantize_rows_fp8(torch.randn(n, width))
+    weights = torch.rand(n)
+    groups = n // 128 + E
+    wanted = [
+        *(torch.full((n, width), 7.0).to(torch.float8_e4m3fn), torch.full((n, width // 128), 7.0)),
+        *(torch.full((groups, width, 128), 7.0).to(torch.float8_e4m3fn), torch.full((groups, width), 7.0)),
+        *(torch.full((groups, inner, 128), 7.0).to(torch.float8_e4m3fn), torch.full((groups, inner), 7.0)),
+        torch.full((n, inner // 128), 7.0),
+    ]
+    given = fp8_rows.Gradient(da, h, hs, weights, v, offs, activation, gated, ())
+    fp8_rows.activation_gradient(given, into=fp8_rows.Results(*wanted))
+    wide, glu = read_rows(h, hs), "concat" if gated else "none"
+    a, share = activation_forward(wide, activation, glu, ()), weights[v.long()][:, None]
+    dh = activation_backward(da.float() * share, wide, activation, glu, ())
+    used = int(first_groups(offs)[-1])
+
+    def near(found, expected, rtol=0.07):
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=float(expected.abs().max()) * 2e-3)
+
+    near(read_rows(*wanted[:2])[:routed_rows], dh[:routed_rows])
+    for (q, s), rows in ((wanted[2:4], dh), (wanted[4:6], a * share)):
+        expected = read_groups(*fp8.quantize_columns_fp8(rows, None, offs, 1))
+        near(read_groups(q, s)[:used], expected[:used], 0.13)
+    near(wanted[6][:routed_rows], (da.float() * a).view(n, -1, 128).sum(2)[:routed_rows], 1e-3)
+    assert (wanted[0][routed_rows:].float() == 7).all()

@@ -1,0 +1,161 @@
+"""What FP8 products hand over on Hopper, seen where the driver would be called: specs, sizes, scales and tensor maps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hexa_fx.codegen.family_block_sm90 import FAMILY
+from hexa_fx.cuda import arguments_sm90, fp8
+from hexa_fx.cuda import fallback as cuda_fallback
+from tests.runtime.cards import Cards, Launch
+
+E, K, T, D, INNER = 5, 2, 60, 384, 256
+E4M3, F32 = torch.float8_e4m3fn, torch.float32
+POINTERS = arguments_sm90.POINTERS
+NUMBERS = [n for name in arguments_sm90.NUMBERS for n in (("multiplier", "shift") if name == "division" else (name,))]
+NAMES = [*POINTERS, *NUMBERS, "alpha", "limit", *fp8._SCALES, "p_scale_ld", "q_scale_ld"]
+
+
+def values(launch: Launch) -> dict[str, float]:
+    return dict(zip(NAMES, launch.values, strict=True))
+
+
+def blank(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def rows(count: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return blank(count, width), blank(count, width // 128, dtype=F32)
+
+
+def weight(columns: int, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return blank(E, columns, depth), blank(E, columns // 128, depth // 128, dtype=F32)
+
+
+def groups(count: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return blank(count, width, 128), blank(count, width, dtype=F32)
+
+
+def routing() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(T * K, dtype=torch.int32), torch.linspace(0, T * K, E + 1).to(torch.int32)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("keep_h", [True, False])
+def test_up(hopper: Cards, gated: bool, keep_h: bool) -> None:
+    (x, xs), (v, offs), width = rows(T, D), routing(), INNER * (2 if gated else 1)
+    w, ws = weight(width, D)
+    bias = blank(E, width, dtype=F32)
+    h, hs, a, a_scales = fp8.esmm_act_fp8(x, xs, w, ws, bias, v, offs, K, "silu", gated, (), keep_h)
+    assert (h.shape, hs.shape) == ((T * K * keep_h, width), (T * K * keep_h, width // 128))
+    assert (a.shape, a_scales.shape, a.dtype) == ((T * K, INNER), (T * K, INNER // 128), E4M3)
+    (launch,) = hopper.launches
+    got, spec = values(launch), launch.spec
+    assert (spec.family, spec.op, spec.gather, spec.glu) == (FAMILY, "esmm_act", True, "concat" if gated else "none")
+    assert [got[n] for n in ("a", "v", "offs", "bias", "act")] == [t.data_ptr() for t in (x, v, offs, bias, a)]
+    assert [got[n] for n in ("a_scale", "w_scale", "act_scale")] == [t.data_ptr() for t in (xs, ws, a_scales)]
+    assert (got["out"], got["h_scale"]) == ((h.data_ptr(), hs.data_ptr()) if keep_h else (0, 0))
+    sizes = {
+        "n": T * K,
+        "experts": E,
+        "K": D,
+        "N": INNER,
+        "a_ld": D,
+        "out_ld": width,
+        "act_ld": INNER,
+        "bias_ld": width,
+    }
+    assert {n: got[n] for n in sizes} == sizes
+    assert [any(m) for m in launch.maps] == [False, True, False, False, False, False, keep_h, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32], ids=str)
+def test_down_reads_rows_in_order(hopper: Cards, dtype: torch.dtype) -> None:
+    (x, xs), (w, ws), (_, offs) = rows(T * K, INNER), weight(D, INNER), routing()
+    y = fp8.esmm_fp8(x, xs, w, ws, None, offs, D - 8, dtype)
+    assert (y.shape, y.dtype) == ((T * K, D - 8), dtype)
+    (launch,) = hopper.launches
+    got = values(launch)
+    assert (launch.spec.op, launch.spec.gather, got["v"], got["out"]) == ("esmm", False, 0, y.data_ptr())
+    assert [got[n] for n in ("n", "K", "N", "out_ld")] == [T * K, INNER, D - 8, D - 8]
+    assert [any(m) for m in launch.maps] == [True, True, False, False, False, False, True, False, False]
+
+
+def test_results_of_odd_widths_run_the_reference(hopper: Cards) -> None:
+    (x, xs), (w, ws), (_, offs) = rows(T * K, INNER), weight(D, INNER), routing()
+    assert fp8.esmm_fp8(x, xs, w, ws, None, offs, D - 1, torch.bfloat16).shape == (T * K, D - 1)
+    assert "whole 16 bytes" in cuda_fallback.fallbacks["esmm_fp8"]
+
+
+@pytest.mark.parametrize("needs", [(True,) * 4, (True, False, False, True), (False,) * 4])
+def test_gradient_of_the_activation_is_a_product_and_one_pass(hopper: Cards, needs: tuple[bool, ...]) -> None:
+    (dy, dys), (w, ws), (h, hs), (v, offs) = rows(T, D), weight(INNER, D), rows(T * K, 2 * INNER), routing()
+    gates = torch.rand(T, K)
+    found = fp8.esmm_act_backward_fp8(dy, dys, w, ws, h, hs, gates, v, offs, K, "silu", True, (), needs)
+    most = T * K // 128 + E
+    assert [t.shape[0] for t in found] == [
+        n * need
+        for n, need in zip(
+            (T * K, T * K, most, most, most, most, T * K),
+            (needs[0], needs[0], needs[1], needs[1], *needs[2:3] * 2, needs[3]),
+        )
+    ]
+    if not any(needs):
+        assert not hopper.launches
+        return
+    product, last = hopper.launches
+    assert (product.spec.op, product.spec.gather, product.spec.out.name) == ("esmm", True, "bf16")
+    assert (last.spec.family, last.blocks) == ("activate_fp8", (INNER // 128, most, 1))
+    assert last.values[0] == values(product)["out"]
+    assert list(last.values[6:13]) == [t.data_ptr() if t.numel() else 0 for t in found]
+    assert last.values[3] == gates.data_ptr()
+
+
+def strided(kind: str, dtype: torch.dtype) -> torch.Tensor:
+    if kind == "turned":
+        return blank(E, D, INNER, dtype=dtype).transpose(1, 2)
+    if kind == "every second":
+        return blank(E, INNER, 2 * D, dtype=dtype)[:, :, ::2]
+    return blank(E, INNER, D, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["plain", "turned", "every second"])
+@pytest.mark.parametrize("add", [False, True])
+def test_weight_gradients(hopper: Cards, kind: str, add: bool) -> None:
+    most, (_, offs) = T * K // 128 + E, routing()
+    (x, xs), (g, gs) = groups(most, INNER), groups(most, D)
+    out = strided(kind, F32 if add else torch.bfloat16)
+    fp8.estmm_fp8(out, x, xs, g, gs, offs, add)
+    (launch,) = hopper.launches
+    got, beside = values(launch), kind == "every second"
+    (p, ps, q, qs) = (g, gs, x, xs) if kind == "turned" else (x, xs, g, gs)
+    assert (launch.spec.op, launch.spec.accumulate) == ("estmm", add and not beside)
+    assert (got["R"], got["C"]) == (p.shape[1], q.shape[1])
+    assert [got[n] for n in ("p_scale", "q_scale")] == [ps.data_ptr(), qs.data_ptr()]
+    assert (got["p_scale_ld"], got["q_scale_ld"]) == (p.shape[1], q.shape[1])
+    assert (got["dw"] == out.data_ptr()) is not beside
+    assert [any(m) for m in launch.maps] == [False, False, False, True, True, False, False, False, True]
+
+
+def test_a_part_of_the_columns_of_turned_rows_lies_further_apart(hopper: Cards) -> None:
+    most, (_, offs) = T * K // 128 + E, routing()
+    (x, xs), (g, gs) = groups(most, 2 * INNER), groups(most, D)
+    fp8.estmm_fp8(blank(E, INNER, D, dtype=F32), x[:, INNER:], xs[:, INNER:], g, gs, offs, False)
+    got = values(hopper.launches[0])
+    assert (got["p_scale"], got["p_scale_ld"]) == (xs.data_ptr() + 4 * INNER, 2 * INNER)
+
+
+def test_nothing_to_add_up_is_zeros(hopper: Cards) -> None:
+    (x, xs), (g, gs), out = groups(0, INNER), groups(0, D), torch.ones(E, INNER, D)
+    fp8.estmm_fp8(out, x, xs, g, gs, torch.zeros(E + 1, dtype=torch.int32), True)
+    assert bool(out.all())
+    fp8.estmm_fp8(out, x, xs, g, gs, torch.zeros(E + 1, dtype=torch.int32), False)
+    assert not hopper.launches
+    assert not out.any()
+
+
+def test_another_card_says_so(cards: Cards) -> None:
+    (x, xs), (w, ws), (_, offs) = rows(T * K, INNER), weight(D, INNER), routing()
+    fp8.esmm_fp8(x, xs, w, ws, None, offs, D, torch.bfloat16)
+    assert "FP8 products need an sm_90" in cuda_fallback.fallbacks["esmm_fp8"]
