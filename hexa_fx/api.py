@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -21,12 +21,14 @@ from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import listening
+from hexa_fx.passes import BlockAnalysis, Mode
 from hexa_fx.passes.batch_invariance import fix_order
+from hexa_fx.passes.fp8_compute import added_error, computes_in_fp8, in_fp8
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.passes.switches import switch_off
-from hexa_fx.report import OptimizationReport, with_forwards, with_plan
+from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
 from hexa_fx.routing.sites import find_sites
 from hexa_fx.runtime.install import install, is_installed, uninstall
 from hexa_fx.runtime.preflight import check_model
@@ -141,15 +143,19 @@ def optimize_(
             )
             _attach(model, "partition", session)
             report = with_plan(report, session.plan, inspector.partitioned)
+            if config.compute != "native":
+                said = f"asked to multiply in {config.compute}; the error that this adds is not measured on blocks that are spread"
+                report = with_compute(report, {analysis.path: said for analysis in rewritten})
         else:
-            installed = {}
+            installed, added = {}, {}
             for analysis in rewritten:
                 block = model.get_submodule(analysis.path)
                 forms = {mode: _finished(form, config) for mode, form in analysis.rewritten.items()}
+                added[analysis.path] = _added_error(block, analysis, forms, found)
                 installed[analysis.path] = install(block, forms.get("train"), forms.get("eval"))
                 if packed_weights(block):  # its own code would unpack
                     installed[analysis.path].small = {True: 0, False: 0}
-            report = with_forwards(report, installed)
+            report = with_forwards(with_compute(report, added), installed)
             request_kernels_of_steps(model, found.unusual_examples)
         graphs = Graphs.of(found.analyses, inspector)
         _attach(model, "report", report)
@@ -165,7 +171,19 @@ def optimize_(
 
 def _finished(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
     """The block as it is installed."""
-    return fix_order(switch_off(block, config), config)
+    return in_fp8(fix_order(switch_off(block, config), config), config)
+
+
+def _added_error(
+    block: nn.Module, analysis: BlockAnalysis, forms: Mapping[Mode, RewrittenBlock], found: ModelAnalysis
+) -> str:
+    """What is said of a block's compute: the error that it adds in the block's present mode. Empty if it computes exactly."""
+    mode: Mode = "train" if block.training else "eval"
+    exact, finished = analysis.rewritten.get(mode), forms.get(mode)
+    if exact is None or finished is None or not computes_in_fp8(finished):
+        return ""
+    calls = [seen for seen in found.around[analysis.path] if seen.path == analysis.path]
+    return added_error(block, exact, finished, (calls[0].args, calls[0].kwargs))
 
 
 def _partition_config(

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from hexa_fx.errors import InputError
 
+COMPUTE = ("native", "fp8_block")
+"""Values of `HexaConfig.compute`."""
+
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -25,6 +28,8 @@ class HexaConfig:
         analysis_bytes: memory that the analysis of a block may hold beside the model, on its device and on the host (four experts
             in float64 if that is more). Large weights are raised to float64 piece by piece.
         batch_invariant: a token's result has the same bits in any batch, with or without gradients; slower (docs/training.md).
+        compute: in what experts multiply: ``native``, their tensors' dtype, or ``fp8_block``, e4m3 with a scale for 128 elements of
+            a row and for 128 x 128 of a weight (docs/fp8.md). What that adds to results is measured and reported.
 
     The remaining fields are techniques of the paper. All are on; switch one off to see what it contributes
     (docs/swin_moe.md). Results stay the same.
@@ -36,8 +41,8 @@ class HexaConfig:
         overlap: weights are gathered ahead of their use (section 3.3).
 
     Raises:
-        InputError: a field has a value of the wrong type, ``probe_tokens`` is less than 1, or ``batch_invariant`` is combined with
-            an ablation.
+        InputError: a field has a value of the wrong type, ``probe_tokens`` is less than 1, ``compute`` is unknown, or
+            ``batch_invariant``, FP8 and ablations are combined.
     """
 
     verify: bool = True
@@ -47,6 +52,7 @@ class HexaConfig:
     own_code_when_small: bool = True
     analysis_bytes: int = 2 << 30
     batch_invariant: bool = False
+    compute: str = "native"
     expert_operators: bool = True
     fused_kernel: bool = True
     topk_memory: bool = True
@@ -64,19 +70,26 @@ class HexaConfig:
             raise InputError(
                 "HexaConfig(batch_invariant=True) needs expert_operators and fused_kernel, which are switched off"
             )
+        if self.compute not in COMPUTE:
+            raise InputError(f"HexaConfig(compute={self.compute!r}): expected one of {', '.join(COMPUTE)}")
+        ablated = not (self.expert_operators and self.fused_kernel and self.topk_memory)
+        if self.compute != "native" and (self.batch_invariant or ablated):
+            raise InputError(
+                f"HexaConfig(compute={self.compute!r}) goes with neither batch_invariant nor an ablation; leave these as they are"
+            )
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ, **given: bool | int) -> HexaConfig:
+    def from_environment(cls, environment: Mapping[str, str] = os.environ, **given: bool | int | str) -> HexaConfig:
         """Fields from ``given``, else from their variables (``HEXA_FX_VERIFY``, ``HEXA_FX_PROBE_TOKENS``, ...), else the defaults.
 
         Raises:
             InputError: a variable's text is not a value of its field; the message lists what it may be.
         """
-        values: dict[str, bool | int] = {}
+        values: dict[str, bool | int | str] = {}
         for field in dataclasses.fields(cls):
             text = environment.get(f"HEXA_FX_{field.name.upper()}")
             if text is not None:
-                values[field.name] = _parse(f"HEXA_FX_{field.name.upper()}", text, isinstance(field.default, bool))
+                values[field.name] = _parse(f"HEXA_FX_{field.name.upper()}", text, type(field.default))
         return cls(**{**values, **given})  # type: ignore[arg-type]
 
 
@@ -85,8 +98,10 @@ def checked_mode() -> bool:
     return os.environ.get("HEXA_FX_CHECKED", "").lower() in _TRUE
 
 
-def _parse(name: str, text: str, boolean: bool) -> bool | int:
-    lowered = text.strip().lower()
+def _parse(name: str, text: str, kind: type) -> bool | int | str:
+    lowered, boolean = text.strip().lower(), kind is bool
+    if kind is str:
+        return lowered
     if boolean and lowered in _TRUE + _FALSE:
         return lowered in _TRUE
     if not boolean and lowered.isdecimal():

@@ -69,8 +69,8 @@ def _places_of(path: str, forward: HexaForward, format: FormatName) -> list[_Pla
     """
     if not forward.takes_adapters():
         raise InputError(
-            f"{path or 'the block'} does not run hexa::moe_ffn as it is (batch_invariant, an ablation, or experts of an unusual "
-            "form), which alone reads packed weights"
+            f"{path or 'the block'} does not run hexa::moe_ffn as it is (batch_invariant, compute, an ablation, or experts of an "
+            "unusual form), which alone reads packed weights"
         )
     if forward.packed_names[True] or forward.packed_names[False]:
         raise InputError(

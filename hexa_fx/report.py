@@ -136,6 +136,11 @@ def with_forwards(report: OptimizationReport, installed: Mapping[str, HexaForwar
     return replace(report, blocks=tuple(replace(b, forward=installed.get(b.path)) for b in report.blocks))
 
 
+def with_compute(report: OptimizationReport, said: Mapping[str, str]) -> OptimizationReport:
+    """The report with what is said of the blocks' compute, by block path."""
+    return replace(report, blocks=tuple(replace(b, compute=said.get(b.path, "")) for b in report.blocks))
+
+
 def with_plan(report: OptimizationReport, plan: Plan, graphs: Mapping[str, torch.fx.Graph]) -> OptimizationReport:
     """The report with a partition plan. ``graphs`` are the blocks' graphs with collectives, by path."""
     found = {path: tuple(op_name(n) for n in graph.nodes if is_exchange(n)) for path, graph in graphs.items()}

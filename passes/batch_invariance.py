@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 import torch
@@ -10,10 +9,9 @@ import torch.fx as fx
 
 from hexa_fx.config import HexaConfig
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.passes.canonical_nodes import with_changed_nodes
 
 log = logging.getLogger(__name__)
-
-_OPS = torch.ops.hexa
 
 
 def fix_order(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
@@ -24,12 +22,11 @@ def fix_order(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
     """
     if not config.batch_invariant:
         return block
-    graph = fx.Graph(tracer_cls=block.graph._tracer_cls)  # identical blocks share theirs
-    graph.output(graph.graph_copy(block.graph, val_map={}))
-    nodes = graph.find_nodes(op="call_function", target=_OPS.moe_ffn.default)
-    for node in nodes:
-        node.target = _OPS.moe_ffn_fixed.default
-    if not nodes:
+    changed = with_changed_nodes(block, _fix)
+    if changed is None:
         log.warning("%s is not batch invariant: its experts are run step by step", block.path or "the model")
-        return block
-    return dataclasses.replace(block, graph=graph, small=0)
+    return changed or block
+
+
+def _fix(node: fx.Node) -> None:
+    node.target = torch.ops.hexa.moe_ffn_fixed.default

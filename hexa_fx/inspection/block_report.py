@@ -70,6 +70,7 @@ class BlockReport:
         case: sizes and dtype of the block's call.
         collectives: the collectives of this rank's graph, in order, if the block is spread over devices.
         small_tokens: on a CPU, inputs of up to this many tokens run the block's own code, which is faster for them.
+        compute: what experts multiply in, if it is not their tensors' dtype, and what that adds to outputs on the example.
         forward: what `optimize` installed, which knows what is so now. It is neither pickled nor copied along.
     """
 
@@ -97,6 +98,7 @@ class BlockReport:
     case: FfnCase | None = None
     collectives: tuple[str, ...] = ()
     small_tokens: int = 0
+    compute: str = ""
     forward: HexaForward | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:

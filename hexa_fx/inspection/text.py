@@ -31,9 +31,11 @@ def details(block: BlockReport) -> Iterator[str]:
     if block.rewritten_to:
         written = f"{block.code.code} at {block.code.file}:{block.code.line}" if block.code else "the block"
         yield f"{written} is {block.state.replace('rewritten', f'rewritten to {block.rewritten_to}')}"
+    if block.compute:
+        yield block.compute
     if block.packed:
         yield f"weights packed as {block.packed}"
-    if block.small_tokens and not block.packed:
+    if block.small_tokens and not block.packed and not block.compute:
         yield small_text(block)
     if block.costs is not None:
         yield f"{cost_text(block.costs)}"

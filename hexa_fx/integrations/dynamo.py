@@ -56,7 +56,7 @@ class BackendOptions:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> BackendOptions:
-        """Raises InputError for an unknown option."""
+        """Raises InputError for an unknown option, and for compute, which is one of `hexa_fx.optimize` only."""
         given = dict(options or {})
         known = {field.name for field in dataclasses.fields(HexaConfig)}
         unknown = sorted(given.keys() - known - _OWN)
@@ -65,7 +65,12 @@ class BackendOptions:
                 f"unknown options {unknown} of torch.compile(backend='hexa'); expected some of {sorted(known | _OWN)}"
             )
         own = {name: given.pop(name) for name in _OWN & given.keys()}
-        return cls(HexaConfig.from_environment(**given), **own)
+        config = HexaConfig.from_environment(**given)
+        if config.compute != "native":
+            raise InputError(
+                f"torch.compile(backend='hexa') has no compute={config.compute!r}; use hexa_fx.optimize, then torch.compile"
+            )
+        return cls(config, **own)
 
 
 def hexa(

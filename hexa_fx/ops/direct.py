@@ -23,6 +23,13 @@ def moe_ffn(*args: Any) -> Any:
     return (sources.moe_ffn if any(map(sources.is_source, args[3:9])) else _OPS.moe_ffn.default)(*args)
 
 
+def moe_ffn_fp8(*args: Any) -> Any:
+    """``hexa::moe_ffn_fp8``; packed weights are multiplied as they are."""
+    if any(map(sources.is_source, args[3:9])):
+        return sources.moe_ffn(*args[:15])
+    return _OPS.moe_ffn_fp8.default(*args)
+
+
 def reindex(*args: Any) -> Any:
     """``hexa::reindex``."""
     return (direct_rows.reindex if library.is_eager(args[:1]) else _OPS.reindex.default)(*args)
@@ -40,6 +47,7 @@ def combine(*args: Any) -> Any:
 
 DIRECT: dict[Any, Callable[..., Any]] = {
     _OPS.moe_ffn.default: moe_ffn,
+    _OPS.moe_ffn_fp8.default: moe_ffn_fp8,
     _OPS.reindex.default: reindex,
     _OPS.esmm.default: esmm,
     _OPS.combine.default: combine,

@@ -98,7 +98,8 @@ def add(buffers: Buffers, grads: Sequence[Tensor | None], plain: bool = True) ->
 
 def parameters_of(graph: torch.fx.Graph) -> tuple[str, ...]:
     """Paths of the parameters whose buffers a rewritten graph adds to: those passed to `hexa::moe_ffn` unchanged."""
-    targets = (torch.ops.hexa.moe_ffn.default, torch.ops.hexa.moe_ffn_fixed.default)
+    ops = torch.ops.hexa
+    targets = (ops.moe_ffn.default, ops.moe_ffn_fixed.default, ops.moe_ffn_fp8.default)
     nodes = [node for target in targets for node in graph.find_nodes(op="call_function", target=target)]
     operands = (operand for node in nodes for operand in node.args[3:9])
     weights = (node for node in operands if isinstance(node, torch.fx.Node) and node.op == "get_attr")

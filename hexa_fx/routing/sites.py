@@ -37,7 +37,7 @@ _NOWHERE = (
 _LOOSE = "its gate values do not follow the ids that are chosen"
 _MASKED = "its router leaves out the scores of experts by a choice of its own, which forced ids cannot undo"
 
-_OPERATORS = re.compile(r"\b\w*(?:moe_ffn|moe_ffn_fixed\.default|reindex)\(")
+_OPERATORS = re.compile(r"\b\w*(?:moe_ffn|moe_ffn_fixed\.default|moe_ffn_fp8|reindex)\(")
 
 
 class _Reached(BaseException):
@@ -69,7 +69,7 @@ class _Trial(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = str(getattr(func, "_schema", "")).partition("(")[0]
-        if operator in ("hexa::moe_ffn", "hexa::moe_ffn_fixed", "hexa::moe_ffn_sources"):
+        if operator in ("hexa::moe_ffn", "hexa::moe_ffn_fixed", "hexa::moe_ffn_fp8", "hexa::moe_ffn_sources"):
             raise _Reached(args[1], args[2])
         if operator == "hexa::reindex":
             raise _Reached(args[0], None)

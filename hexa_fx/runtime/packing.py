@@ -96,6 +96,7 @@ class PackedExperts:
         self._ids: list[int] = []
         self._pointers: list[int] = []
         self._repacked_in_a_row = 0
+        self._versions = 0
         self._copy_reason = ""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,6 +133,10 @@ class PackedExperts:
             return self._copy(parameters)
         packed = self._packed
         assert packed is not None
+        versions = sum(map(_version, parameters))
+        if versions != self._versions:  # what was made of the stack is no longer true (`hexa_fx.ops.fp8_weights`)
+            torch.autograd.graph.increment_version(packed)
+            self._versions = versions
         if not is_grad_enabled() or not any(map(_requires_grad, parameters)):
             return packed.detach()
         if top_k_index is None and packed.numel() <= COPY_ELEMENTS:

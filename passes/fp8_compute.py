@@ -1,0 +1,101 @@
+"""Has experts multiply in FP8, where ``HexaConfig.compute`` asks for it, and measures what that adds to a block's results.
+
+It runs last, on blocks that were compared with their originals in float64, with exact operators.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import nn
+
+from hexa_fx.config import HexaConfig
+from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.module_state import ModuleState
+from hexa_fx.isolation.outcome import observe
+from hexa_fx.passes.canonical_nodes import with_changed_nodes
+from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.install import install, uninstall
+
+log = logging.getLogger(__name__)
+
+_WEIGHTS = (3, 5, 7)
+"""Operands of `hexa::moe_ffn` that are quantised."""
+
+UNUSUAL = 0.15
+"""Of an output's norm. Errors of single numbers are about 2.5 % of their size; a layer's are 4 to 8 %."""
+
+
+def in_fp8(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
+    """The block with `hexa::moe_ffn_fp8` in place of `hexa::moe_ffn`; the block itself unless ``config`` asks for it.
+
+    The block no longer runs its own code on small inputs. A block whose experts are no `hexa::moe_ffn` stays as it is, which is
+    said.
+    """
+    if config.compute != "fp8_block":
+        return block
+    changed = with_changed_nodes(block, _change)
+    if changed is None:
+        log.warning("%s does not multiply in FP8: its experts are run step by step", block.path or "the model")
+    return changed or block
+
+
+def _change(node: fx.Node) -> None:
+    """Quantised weights are kept where weights are read as they are; what a collective gathers lies where others lay before."""
+    weights = [node.args[i] for i in _WEIGHTS if node.args[i] is not None]
+    as_they_are = all(isinstance(weight, fx.Node) and weight.op == "get_attr" for weight in weights)
+    node.target, node.args = torch.ops.hexa.moe_ffn_fp8.default, (*node.args, as_they_are)
+
+
+def computes_in_fp8(block: RewrittenBlock) -> bool:
+    """Whether `in_fp8` changed the block."""
+    return bool(block.graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn_fp8.default))
+
+
+def added_error(
+    block: nn.Module,
+    exact: RewrittenBlock,
+    finished: RewrittenBlock,
+    example: tuple[tuple[Any, ...], Mapping[str, Any]],
+) -> str:
+    """By how much the block's outputs on the example differ from those of its exact rewrite, as a sentence.
+
+    Args:
+        block: the module, in the mode that both were made for.
+        exact: before `in_fp8`.
+        finished: after it.
+        example: arguments of a call.
+    """
+    try:
+        expected, found = (_outputs(block, form, example) for form in (exact, finished))
+    except (GuardMiss, RuntimeError) as error:
+        log.warning("%s: the error of FP8 could not be measured: %s", block_name(exact), error)
+        return f"multiplies in FP8; the error that this adds could not be measured ({error})"
+    added = (found - expected).norm().item() / max(expected.norm().item(), torch.finfo(torch.float32).tiny)
+    if not added <= UNUSUAL:
+        log.warning("%s: FP8 changes its outputs by %.0f %% of their norm", block_name(exact), 100 * added)
+    return f"multiplies in FP8: outputs differ by {100 * added:.1f} % of their norm from the exact rewrite's on the example"
+
+
+def block_name(block: RewrittenBlock) -> str:
+    """The path, in words where it is empty."""
+    return block.path or "the model"
+
+
+def _outputs(
+    block: nn.Module, form: RewrittenBlock, example: tuple[tuple[Any, ...], Mapping[str, Any]]
+) -> torch.Tensor:
+    """All floating-point outputs, one after the other, in float32. The module keeps what it had."""
+    forward = install(block, *((form, None) if block.training else (None, form)))
+    state = ModuleState(block)
+    try:
+        outcome = observe(forward.rewritten, block, state, (example[0], dict(example[1])), 0, gradients=False)
+    finally:
+        state.restore()
+        uninstall(block)
+    outputs = (value for name, value in outcome.values.items() if name.startswith("output"))
+    return torch.cat([value.float().flatten() for value in outputs if value.is_floating_point()])
