@@ -14,6 +14,7 @@ import torch.fx as fx
 from torch import nn
 
 from hexa_fx.config import HexaConfig
+from hexa_fx.distributed import nodes
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import observe
@@ -46,9 +47,15 @@ def in_fp8(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
 
 def _change(node: fx.Node) -> None:
     """Quantised weights are kept where weights are read as they are; what a collective gathers lies where others lay before."""
-    weights = [node.args[i] for i in _WEIGHTS if node.args[i] is not None]
-    as_they_are = all(isinstance(weight, fx.Node) and weight.op == "get_attr" for weight in weights)
-    node.target, node.args = torch.ops.hexa.moe_ffn_fp8.default, (*node.args, as_they_are)
+    kept = all(_is_own_weight(node.args[i]) for i in _WEIGHTS if node.args[i] is not None)
+    node.target, node.args = torch.ops.hexa.moe_ffn_fp8.default, (*node.args, kept)
+
+
+def _is_own_weight(value: Any) -> bool:
+    """Whether a node is a weight of the block, or a view of this rank's slice of one."""
+    while isinstance(value, fx.Node) and value.target in (nodes.local_weight, nodes.scale_gradient):
+        value = value.args[0]
+    return isinstance(value, fx.Node) and value.op == "get_attr"
 
 
 def computes_in_fp8(block: RewrittenBlock) -> bool:
