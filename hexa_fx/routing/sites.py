@@ -6,6 +6,7 @@ forced on the calls that gave them: the operator has to get exactly these, with 
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -93,11 +94,12 @@ def find_sites(model: nn.Module, around: Mapping[str, Sequence[Observation]]) ->
         around: calls of each block and of the modules around it, innermost first, by the block's path.
     """
     for path, levels in around.items():
-        forward = model.get_submodule(path).forward
+        forward, paths = model.get_submodule(path).forward, modules_around(model, path)
         assert isinstance(forward, HexaForward)
+        tried = [_Level(level, paths.index(level.path)) for level in levels if level.path in paths]
         for training in (True, False):
             if forward.programs[training] is not None:
-                forward.sites[training] = _find(forward, training, modules_around(model, path), levels)
+                forward.sites[training] = _find(forward, training, tried)
 
 
 def modules_around(model: nn.Module, path: str) -> list[str]:
@@ -106,21 +108,17 @@ def modules_around(model: nn.Module, path: str) -> list[str]:
     return [block, *(other for other in others if not hasattr(model.get_submodule(other), "base_layer"))]
 
 
-def _find(
-    forward: HexaForward, training: bool, paths: Sequence[str], levels: Sequence[Observation]
-) -> RoutingSite | str:
+def _find(forward: HexaForward, training: bool, levels: Sequence[_Level]) -> RoutingSite | str:
     program = forward.programs[training]
     assert program is not None
     if len(_OPERATORS.findall(program.source)) > 1:
         return "it holds several mixtures of experts"
     reason = _NOWHERE
     for level in levels:
-        if level.path not in paths:
-            continue
         try:
-            found = _at_level(forward, training, level, paths.index(level.path))
+            found = _at_level(forward, training, level)
         except Exception as error:  # of the user's code, on fewer tokens than the example has
-            log.debug("%s: the router was not found: %s", paths[0], error)
+            log.debug("%s: the router was not found: %s", level.call.path, error)
             found = (
                 f"its code failed on a part of the example ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             )
@@ -131,12 +129,40 @@ def _find(
 
 
 @dataclass(frozen=True)
-class _Router:
-    """The module that holds a router, with a call of it."""
+class _Seen:
+    """What a router gave in one mode, and what was found by it."""
 
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    source: str
+    natural: _Reached
+    choices: Mapping[Choice, Tensor]
+    found: RoutingSite | str
+
+    def is_alike(self, source: str, natural: _Reached, choices: Mapping[Choice, Tensor]) -> bool:
+        """Whether the same code gave the same, to the block's operator and on the way."""
+        one, two = (
+            [reached.index, reached.weights, *seen.values()]
+            for reached, seen in ((self.natural, self.choices), (natural, choices))
+        )
+        return (
+            self.source == source
+            and list(self.choices) == list(choices)
+            and all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(one, two))
+        )
+
+
+class _Level:
+    """A module that may hold the router, ``above`` modules around the block, with a call of it."""
+
+    def __init__(self, call: Observation, above: int) -> None:
+        self.call, self.above = call, above
+        self.module = call.module
+        self.args, self.kwargs = probe_inputs(call.args, call.kwargs, TOKENS)
+        self.known: list[_Seen] = []
+
+    @functools.cached_property
+    def state(self) -> ModuleState:
+        """As it is before anything is tried."""
+        return ModuleState(self.module)
 
     def run(self, trial: _Trial) -> _Reached | None:
         """What the operator gets; None if it is not called."""
@@ -148,28 +174,32 @@ class _Router:
         return None
 
 
-def _at_level(forward: HexaForward, training: bool, level: Observation, above: int) -> RoutingSite | str:
-    router = _Router(level.module, *probe_inputs(level.args, level.kwargs, TOKENS))
-    with _tried(level.module, forward, training):
+def _at_level(forward: HexaForward, training: bool, level: _Level) -> RoutingSite | str:
+    with _tried(level, forward, training):
         trial = _Trial()
-        natural = router.run(trial)
-        experts = forward.num_experts[training]
-        if natural is None or experts is None:
+        natural = level.run(trial)
+        experts, program = forward.num_experts[training], forward.programs[training]
+        if natural is None or experts is None or program is None:
             return _NOWHERE
+        for seen in level.known:
+            if seen.is_alike(program.source, natural, trial.seen):
+                return seen.found
         columns = _columns(natural.index, trial.seen, experts)
         if columns is None:
             return _NOWHERE
         rows = len(trial.seen[columns[0][0]])
         top_k = natural.index.numel() // rows
-        site = RoutingSite(above, columns, (), top_k, experts)
-        return _tested(router, site, trial.seen, natural)
+        site = RoutingSite(level.above, columns, (), top_k, experts)
+        found = _tested(level, site, trial.seen, natural)
+        level.known.append(_Seen(program.source, natural, trial.seen, found))
+        return found
 
 
 @contextmanager
-def _tried(module: nn.Module, forward: HexaForward, training: bool) -> Iterator[None]:
+def _tried(level: _Level, forward: HexaForward, training: bool) -> Iterator[None]:
     """A context in which the block runs its rewritten code whatever the size, in train or eval mode; all is put back afterwards."""
+    module, small, state = level.module, forward.small, level.state
     modes = {each: each.training for each in module.modules()}
-    small, state = forward.small, ModuleState(module)
     module.train(training)
     forward.small = {True: 0, False: 0}
     try:
@@ -203,7 +233,7 @@ def _agree(index: Tensor, ids: Tensor, experts: int) -> bool:
     return bool(kept.any()) and bool((index == ids)[kept].all())
 
 
-def _tested(router: _Router, site: RoutingSite, seen: Mapping[Choice, Tensor], natural: _Reached) -> RoutingSite | str:
+def _tested(level: _Level, site: RoutingSite, seen: Mapping[Choice, Tensor], natural: _Reached) -> RoutingSite | str:
     chosen = torch.cat([seen[calls[0]] for calls in site.columns], 1)[:, : site.top_k]
     rows = len(chosen)
     generator = torch.Generator().manual_seed(0)
@@ -213,7 +243,7 @@ def _tested(router: _Router, site: RoutingSite, seen: Mapping[Choice, Tensor], n
         .contiguous()
         .to(chosen.device)
     )
-    reached = _forced(router, site, at_random)
+    reached = _forced(level, site, at_random)
     if reached is None or not _agree(reached.index.reshape(-1), at_random.reshape(-1), site.num_experts):
         return _NOWHERE
     if natural.weights is None or natural.weights.numel() != chosen.numel():
@@ -221,15 +251,15 @@ def _tested(router: _Router, site: RoutingSite, seen: Mapping[Choice, Tensor], n
     weights = natural.weights.reshape(chosen.shape)
     in_any_order = len(site.columns) == 1  # a second choice may be weighed by what the first one left
     order = chosen.flip(1) if in_any_order else chosen
-    reached = _forced(router, site, order)
+    reached = _forced(level, site, order)
     expected = weights.flip(1) if in_any_order else weights
     if reached is None or reached.weights is None or not _close(reached.weights.reshape(chosen.shape), expected):
         return _LOOSE
-    return _with_groups(router, site, seen, chosen.roll(1, 0), weights)
+    return _with_groups(level, site, seen, chosen.roll(1, 0), weights)
 
 
 def _with_groups(
-    router: _Router, site: RoutingSite, seen: Mapping[Choice, Tensor], others: Tensor, weights: Tensor
+    level: _Level, site: RoutingSite, seen: Mapping[Choice, Tensor], others: Tensor, weights: Tensor
 ) -> RoutingSite | str:
     """The site, with the choices of groups that have to follow if the experts of other tokens are to have gate values."""
     if bool((weights == 0).any()):
@@ -238,7 +268,7 @@ def _with_groups(
     groups = [c for c in groups if site.num_experts % c.size == 0 and c.width < c.size]
     for among in ((), *((group,) for group in groups)):
         found = RoutingSite(site.above, site.columns, among, site.top_k, site.num_experts)
-        reached = _forced(router, found, others)
+        reached = _forced(level, found, others)
         if reached is not None and reached.weights is not None and not bool((reached.weights == 0).any()):
             return found
     return _MASKED
@@ -248,10 +278,10 @@ def _close(found: Tensor, wanted: Tensor) -> bool:
     return torch.allclose(found.double(), wanted.double(), rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
-def _forced(router: _Router, site: RoutingSite, ids: Tensor) -> _Reached | None:
+def _forced(level: _Level, site: RoutingSite, ids: Tensor) -> _Reached | None:
     forced = forced_ids(site, ids)
     trial = _Trial(forced, frozenset(site.groups), site.columns[0][0].size)
-    return router.run(trial)
+    return level.run(trial)
 
 
 def forced_ids(site: RoutingSite, ids: Tensor) -> dict[Choice, Tensor]:
