@@ -15,7 +15,7 @@ from hexa_fx.ir import SourceLocation
 
 METADATA = frozenset(
     "dtype device layout is_cuda requires_grad ndim is_cpu is_leaf grad_fn is_sparse is_quantized is_meta names "
-    "is_mps itemsize is_xpu is_mkldnn grad _base _version output_nr is_nested nbytes".split()
+    "is_mps itemsize is_xpu is_mkldnn grad _base _version output_nr is_nested".split()
 )
 
 _UNRECORDED = frozenset(

@@ -21,7 +21,7 @@ _HARMLESS = frozenset(
 )
 """Errors that no operation on tensors raises."""
 
-_KINDS = frozenset({"is_floating_point", "is_complex", "itemsize", "element_size", "finfo", "iinfo"})
+_KINDS = frozenset({"is_floating_point", "is_complex", "itemsize", "element_size", "nbytes", "finfo", "iinfo"})
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Makes visible, while a block is recorded, what a `TorchFunctionMode` cannot see.
 
-``int(n)``, ``len(t)``, ``min(a, b)`` and ``max(a, b)`` strip a symbolic number in C; they are shimmed in the globals of the modules
-that define the block's classes. einops caches shapes, so its functions are recorded as one call each. Module calls are recorded
-with their arguments, so that a router can stay a router in the rewritten graph.
+``int(n)``, ``len(t)``, ``range(n)``, ``min(a, b)`` and ``max(a, b)`` strip a symbolic number in C; they are shimmed in the globals
+of the modules that define the block's classes. einops caches shapes, so its functions are recorded as one call each. Module calls
+are recorded with their arguments, so that a router can stay a router in the rewritten graph.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def _shim_builtins(namespace: dict[str, Any], recorder: Recorder, undo: list[Cal
     shims = {
         "int": _int_shim(recorder),
         "len": _len_shim,
+        "range": _range_shim(recorder),
         "min": _extremum_shim(min, recorder),
         "max": _extremum_shim(max, recorder),
     }
@@ -105,6 +106,27 @@ def _int_shim(recorder: Recorder) -> type:
 
     recorder_module.register_type_alias(Int, torch.int64)
     return Int
+
+
+def _range_shim(recorder: Recorder) -> type:
+    """A loop over rows one by one is what verification sees at other sizes; of larger steps, the run holds for their number."""
+
+    class RangeMeta(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, builtins.range)
+
+    class Range(metaclass=RangeMeta):
+        def __new__(cls, *limits: Any) -> Any:
+            found = builtins.range(*map(plain, limits))
+            symbolic = [limit.node for limit in limits if isinstance(limit, torch.SymInt)]
+            if len(limits) < 3 or plain(limits[2]) == 1:
+                for number in symbolic:
+                    recorder.note_decision(number.node, number.value)
+            elif symbolic:
+                bool((limits[1] - limits[0] + limits[2] - 1) // limits[2] == builtins.len(found))
+            return found
+
+    return Range
 
 
 def _len_shim(value: Any) -> Any:

@@ -86,15 +86,15 @@ class RanCode:
         for name in names:
             if isinstance(holder, types.ModuleType) and not is_users(holder.__name__):
                 value = getattr(holder, name, MISSING)
-                if isinstance(value, _FUNCTIONS) and holder.__name__.startswith("torch"):
-                    self._read(holder, name, scope)  # others may put their own function there
+                if _may_be_set(holder.__name__, value):
+                    self._read(holder, name, scope)
             else:
                 value = self._read(holder, name, scope)
             self.note_state(value, scope)
-            if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
-                return
             holder = value
-            if not isinstance(holder, types.ModuleType) and not is_users(holder.__module__ or ""):
+            if isinstance(holder, types.ModuleType) or _is_backend(holder):
+                continue
+            if not isinstance(holder, (type, types.FunctionType)) or not is_users(holder.__module__ or ""):
                 return
 
     def note_state(self, value: Any, scope: str) -> None:
@@ -102,10 +102,21 @@ class RanCode:
         name = str(getattr(value, "__name__", ""))
         if is_clock(value):
             self.hidden[scope] = name, "clock", self._location
+        name = torch_state.STANDS_FOR.get(name, name)
         if name in torch_state.STATE and str(getattr(value, "__module__", "torch") or "torch").startswith("torch"):
             self._read(torch_state, "STATE", scope)
             self._read(torch_state.STATE, name, scope)
             self._read(torch_state.STATE[name], CALLED, scope)
+
+
+def _may_be_set(module: str, value: Any) -> bool:
+    """Whether what a Python module of torch holds is a switch, or a function that others may put their own in place of."""
+    return module.startswith("torch") and (isinstance(value, (*_FUNCTIONS, bool)) or _is_backend(value))
+
+
+def _is_backend(value: Any) -> bool:
+    """Whether it holds switches of a library that torch calls."""
+    return type(value).__module__.startswith("torch.backends") and not isinstance(value, types.ModuleType)
 
 
 def is_ours(value: Any) -> bool:

@@ -223,6 +223,8 @@ class Recorder(TorchFunctionMode):
         value = func(*args)
         if attribute == "shape":
             return self._size(args[0], value)
+        if attribute == "nbytes":
+            return self._read_size(torch.Tensor.numel, "numel", args, {}, args, {}) * args[0].itemsize
         if attribute in METADATA or not isinstance(value, torch.Tensor):
             self.asked(args[0], attribute)
             return value

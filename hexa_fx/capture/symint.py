@@ -19,6 +19,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture.instructions import instructions_of
+from hexa_fx.capture.records import record_of
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -85,9 +86,11 @@ class RecordedNumber:
     def guard_int(self, *_: object) -> int:
         """The run turns the number into a plain one, so from here on the recording holds for this value only.
 
-        That may be the end of a loop. An index into a list, or a remainder, chooses what is done.
+        An index into a list, or a remainder, chooses what is done. What code makes of a size as a plain number goes unseen.
         """
-        if self.node is not None and (self.node.target is operator.mod or _is_subscript(sys._getframe(2))):
+        if self.node is not None and (
+            self.node.target is operator.mod or _is_subscript(sys._getframe(2)) or _is_of_sizes(self.node)
+        ):
             self._compare()
         else:
             self.recorder.note_decision(self.node, int(self.value))
@@ -96,7 +99,10 @@ class RecordedNumber:
     int_ = guard_int
 
     def guard_float(self, *_: object) -> float:
-        self.recorder.note_decision(self.node, float(self.value))
+        if self.node is not None and _is_of_sizes(self.node):
+            self._compare()
+        else:
+            self.recorder.note_decision(self.node, float(self.value))
         return float(self.value)
 
     def guard_bool(self, *_: object) -> bool:
@@ -132,10 +138,25 @@ class RecordedNumber:
         """What a recorded call is given in place of this number."""
         return self.value if self.node is None else self.node
 
-    def apply(self, function: Callable[..., Any], *others: RecordedNumber) -> RecordedNumber:
-        value = function(self.value, *[other.value for other in others])
-        args = tuple(number.argument() for number in (self, *others))
+    def apply(self, function: Callable[..., Any], *others: RecordedNumber | None) -> RecordedNumber:
+        numbers = (self, *(other for other in others if other is not None))  # None: no digits, of round()
+        value = function(*[number.value for number in numbers])
+        args = tuple(number.argument() for number in numbers)
         return RecordedNumber(value, self.recorder.record_call(function, args, value), self.recorder)
+
+
+def _is_of_sizes(node: torch.fx.Node) -> bool:
+    """Whether a number is computed from sizes of tensors alone."""
+    frontier, seen = [node], set()
+    while frontier:
+        item = frontier.pop()
+        if item in seen or item.target in ("size", "numel", "nelement", "dim"):
+            continue
+        if item.op != "call_function" or not item.all_input_nodes or isinstance(record_of(item).value, torch.Tensor):
+            return False
+        seen.add(item)
+        frontier.extend(item.all_input_nodes)
+    return True
 
 
 def _is_subscript(frame: FrameType) -> bool:
@@ -158,6 +179,8 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "float_pow": operator.pow,
     "and_": operator.and_,
     "or_": operator.or_,
+    **{f"bitwise_{name}": getattr(operator, f"{name}_") for name in ("and", "or")},
+    "bitwise_xor": operator.xor,
     "sym_and": operator.and_,
     "sym_or": operator.or_,
     "sym_not": operator.not_,

@@ -30,3 +30,6 @@ STATE: Mapping[str, Callable[[], Any]] = {
     "get_autocast_cpu_dtype": autocast_state,
 }
 """By the name that code calls."""
+
+STANDS_FOR = dict.fromkeys(("tensor", "as_tensor", "scalar_tensor", "asarray"), "get_default_dtype")
+"""Functions whose results depend on a state, by name: the state's."""

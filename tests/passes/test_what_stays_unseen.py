@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
+import operator
 import threading
 import time
 from array import array
@@ -195,6 +197,60 @@ def test_the_level_of_a_logger_is_a_condition(block: type[nn.Module], wake: Call
     torch.testing.assert_close(opt(given), original(given))
     wake()
     torch.testing.assert_close(opt(given), original(given))
+
+
+class BySize(ListMoE):
+    """Scales by a plain number that is made of how many tokens there are, too large for verification to reach its steps."""
+
+    def __init__(self, number: Callable[[torch.Tensor], float]) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) / self.number(hidden)
+
+
+PLAIN_NUMBERS: dict[str, Callable[[torch.Tensor], float]] = {
+    "floats": lambda x: int(math.log2(x.shape[0] + 5000)),
+    "indices": lambda x: 1 + operator.index(x.shape[0]) // 5000,
+    "long steps": lambda x: len(range(0, x.shape[0], 5000)),
+    "bytes": lambda x: 1 + x.nbytes // (4 * D * 5000),
+    "bits": lambda x: 1 + ((x.shape[0] + 2) & 8192),
+    "round": lambda x: 1 + round(x.shape[0] / 10000),
+}
+
+
+@pytest.mark.parametrize("number", PLAIN_NUMBERS.values(), ids=PLAIN_NUMBERS)
+def test_plain_numbers_made_of_sizes(number: Callable[[torch.Tensor], float]) -> None:
+    model = BySize(number).eval()
+    opt = hexa_fx.optimize(model, tokens(), hexa_fx.HexaConfig(verify=False))
+    assert opt.report.rewritten
+    for count in (12, 8190):
+        given = tokens(count)
+        torch.testing.assert_close(opt(given), model(given))
+
+
+class ByDefaultDtype(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * torch.tensor([1.0])
+
+
+class ByBackend(ListMoE):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * (0.5 if torch.backends.cuda.matmul.allow_tf32 else 1.0)
+
+
+@pytest.mark.parametrize("block", [ByDefaultDtype, ByBackend])
+def test_settings_of_torch(block: type[nn.Module]) -> None:
+    original, opt = optimized(block)
+    given, before = tokens(), torch.backends.cuda.matmul.allow_tf32
+    torch.set_default_dtype(torch.float64)
+    torch.backends.cuda.matmul.allow_tf32 = not before
+    try:
+        torch.testing.assert_close(opt(given), original(given))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def test_inference_mode_is_asked_for() -> None:
