@@ -1,7 +1,7 @@
 """Tutel and MegaBlocks in place of `model.Experts`, wherever they can be imported. Thin: routing stays the model's own.
 
-Neither is installed with hexa_fx. Both build CUDA code for the torch at hand, so have whoever compares them install them
-first: ``pip install tutel`` (from its repository), ``pip install megablocks[gg]``.
+Neither is installed with hexa_fx. Both build CUDA code for the torch at hand: `benchmarks/swin_moe/peers.sh` fetches their archives
+and builds them into a folder for PYTHONPATH.
 """
 
 from __future__ import annotations
