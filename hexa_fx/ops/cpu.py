@@ -60,9 +60,12 @@ def settle_allocator() -> None:
 
 @lru_cache(maxsize=4)
 def multiplies_in_float32(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies a 16-bit type faster by way of float32."""
+    """Whether this CPU multiplies a 16-bit type faster by way of float32.
+
+    Without AMX it does: torch compiles a 16-bit product for every number of rows, and groups of rows are of any size.
+    """
     if dtype == torch.bfloat16:
-        return not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+        return not torch.cpu._is_amx_tile_supported()
     if dtype == torch.float16:
         return not getattr(torch.cpu, "_is_amx_fp16_supported", bool)()
     return False

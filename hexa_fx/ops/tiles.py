@@ -26,6 +26,9 @@ from hexa_fx.ops.tiling import Tile, Tiling
 _SMALL = 1 << 14
 """Elements up to which another copy costs less than preparing slices to write into."""
 
+_RAISED = 1 << 20
+"""Elements up to which a half-type weight is raised as a whole, rather than an expert at a time."""
+
 
 def part(tile: Tile, t: Tensor) -> Tensor:
     """The tile's rows of a tensor in expert order, in compute dtype."""
@@ -47,6 +50,8 @@ def _project(tile: Tile, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
         fixed_order.multiply_groups_into(x, weight, bias, groups, out)
         return out
     overhead = bias is None and cpu.has_loop_overhead(groups, x.shape[0] * x.shape[1] * weight.shape[2])
+    if overhead and weight.dtype != x.dtype and weight.numel() <= _RAISED:
+        weight = weight.to(x.dtype)
     if overhead and cpu.grouped_mm_takes(x, weight):
         first, end, offs = tile.local_offs()
         return torch._grouped_mm(x, weight[first:end], offs=offs)
