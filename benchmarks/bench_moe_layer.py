@@ -3,7 +3,7 @@
     python benchmarks/bench_moe_layer.py [--shapes mixtral,...] [--routing balanced,skewed,one] [--impls hexa,...] [--json FILE]
 
 Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is what `hexa_fx.optimize_` makes of
-transformers' experts, ``hexa-invariant`` the same with `HexaConfig(batch_invariant=True)`,
+transformers' experts, ``hexa-invariant`` the same with `HexaConfig(batch_invariant=True)`, ``hexa-fp8`` with `compute="fp8_block"`,
 ``hf-grouped``, ``hf-batched`` and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the
 eager loop over experts written here, ``sonic``, ``liger``, ``scatter``, ``megablocks`` and ``tutel`` other packages where they are
 installed (peers.py); one followed by ``@NAME`` runs only for the shape or the routing of that name. Data is random. Each has its
@@ -101,6 +101,7 @@ def implementations(shape: MoeShape, p: Weights, names: list[str], ours: nn.Modu
     makers: dict[str, Callable[[], Callable[[], Tensor]]] = {
         "hexa": lambda: layer(ours, p),
         "hexa-invariant": lambda: layer(optimized_experts(shape, p, HexaConfig(batch_invariant=True)), p),
+        "hexa-fp8": lambda: layer(optimized_experts(shape, p, HexaConfig(compute="fp8_block")), p),
         "loop": lambda: layer(LoopExperts(shape, p), p),
     }
     for name, implementation in {"hf-grouped": "grouped_mm", "hf-batched": "batched_mm", "hf-eager": "eager"}.items():

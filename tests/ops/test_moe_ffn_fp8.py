@@ -64,7 +64,7 @@ def results(run, given, spec, seed=1):
     floating = {n: t.detach().requires_grad_() for n, t in given.items() if t is not None and t.is_floating_point()}
     y = run({**given, **floating}, spec)
     torch.manual_seed(seed)
-    grads = torch.autograd.grad(y, list(floating.values()), torch.randn(y.shape).to(y.dtype))
+    grads = torch.autograd.grad(y, list(floating.values()), torch.randn(y.shape).to(y))
     return {"y": y.detach(), **dict(zip(floating, grads, strict=True))}
 
 
@@ -92,20 +92,24 @@ def test_of_16_bits(dtype):
     compare(layer(SPECS[0], dtype=dtype), SPECS[0], 0.996)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-def test_ugly_routings(routing):
-    given = layer(SPECS[0])
+def route(given, routing):
+    """Another routing in place of the random one."""
     index = given["top_k_index"]
     if routing in ("none", "one token"):
         count = 0 if routing == "none" else 1
-        given |= {name: given[name][:count] for name in ("x", "top_k_index", "top_k_weights")}
-    given["top_k_index"] = {
+        return given | {name: given[name][:count] for name in ("x", "top_k_index", "top_k_weights")}
+    routed = {
         "an expert without tokens": index % (E - 1),
         "all to one": torch.full_like(index, 2),
         "out of range": torch.where(index == 3, E, index),
         "an expert twice": index[:, :1].expand_as(index),
-    }.get(routing, given["top_k_index"])
-    compare(given, SPECS[0], 0.99 if routing == "one token" else 0.997)
+    }
+    return given | {"top_k_index": routed[routing]}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_ugly_routings(routing):
+    compare(route(layer(SPECS[0]), routing), SPECS[0], 0.99 if routing == "one token" else 0.997)
 
 
 def test_without_routing_weights_and_of_other_strides():
@@ -165,14 +169,18 @@ def test_of_inputs_and_weights_in_two_dtypes_under_autocast():
 
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[2], SPECS[4]], ids=str)
 def test_gradients_go_to_main_grad(spec):
-    given = layer(spec)
+    check_main_grad(layer(spec), spec)
+
+
+def check_main_grad(given, spec):
+    """Gradients that are added to float32 buffers are those that are returned."""
     expected = results(fp8, given, spec)
     parameters = {name: torch.nn.Parameter(given[name]) for name in NAMES if given[name] is not None}
     for parameter in parameters.values():
         parameter.main_grad = torch.ones_like(parameter)
     torch.manual_seed(1)
     y = fp8({**given, **parameters}, spec)
-    y.backward(torch.randn(y.shape))
+    y.backward(torch.randn(y.shape).to(y))
     for name, parameter in parameters.items():
         assert parameter.grad is None
         torch.testing.assert_close(parameter.main_grad, expected[name] + 1, msg=name)
