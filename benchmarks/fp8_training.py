@@ -91,8 +91,8 @@ def batches(o: argparse.Namespace) -> Iterator[Tensor]:
         yield text[starts + torch.arange(o.length + 1)].long().to(o.device)
 
 
-def train(model: nn.Module, o: argparse.Namespace) -> list[float]:
-    """The loss of every step."""
+def train(model: nn.Module, o: argparse.Namespace, name: str) -> list[float]:
+    """The loss of every step; means over windows are printed."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=o.lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
     losses = []
@@ -106,6 +106,8 @@ def train(model: nn.Module, o: argparse.Namespace) -> list[float]:
         optimizer.step()
         schedule.step()
         losses.append(loss.detach())
+        if len(losses) % o.window == 0:
+            print(f"{name:10} step {len(losses):5}  {torch.stack(losses[-o.window :]).mean():.4f}", flush=True)
     return torch.stack(losses).tolist()
 
 
@@ -134,7 +136,7 @@ def main() -> None:
         config = hexa_fx.HexaConfig(compute=compute, own_code_when_small=False)
         model = hexa_fx.optimize_(copy.deepcopy(start), example, config)
         assert len(model.report.rewritten) == o.layers, str(model.report)
-        losses[compute] = train(model, o)
+        losses[compute] = train(model, o, compute)
     found = compared(losses, o.window)
     worst = max(abs(each) for each in found["relative_difference"]["fp8_block"])
     last = found["relative_difference"]["fp8_block"][-1]

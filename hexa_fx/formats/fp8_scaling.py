@@ -37,18 +37,18 @@ def group_count(rows: int, experts: int) -> int:
     return rows // BLOCK + few
 
 
-def quantize_blocks(blocks: Tensor, element: torch.dtype = ELEMENT) -> tuple[Tensor, Tensor]:
+def quantize_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Elements shaped as ``blocks`` (..., B), and a scale (...) for each block, in float32."""
-    wide, largest = blocks.float(), torch.finfo(element).max
+    wide, largest = blocks.float(), torch.finfo(ELEMENT).max
     scales = wide.abs().amax(-1).clamp_min(FLOOR) / largest
-    return (wide / scales.unsqueeze(-1)).clamp_(-largest, largest).to(element), scales
+    return (wide / scales.unsqueeze(-1)).clamp_(-largest, largest).to(ELEMENT), scales
 
 
-def quantize_rows(x: Tensor, element: torch.dtype = ELEMENT) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (R, C) in blocks of 1 x 128: elements (R, padded C) and scales (R, padded C / 128)."""
     width = padded(x.shape[1])
     blocks = torch.nn.functional.pad(x, (0, width - x.shape[1])).view(x.shape[0], width // BLOCK, BLOCK)
-    q, scales = quantize_blocks(blocks, element)
+    q, scales = quantize_blocks(blocks)
     return q.view(x.shape[0], width), scales
 
 
@@ -76,12 +76,12 @@ def rows_of_groups(offs: Tensor, rows: int) -> Tensor:
     return torch.where(inside, row, rows)
 
 
-def quantize_groups(rows: Tensor, offs: Tensor, element: torch.dtype = ELEMENT) -> tuple[Tensor, Tensor]:
+def quantize_groups(rows: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
     """Rows (n, C) in expert order, transposed group by group: elements (G, padded C, 128), scales (G, padded C)."""
     padding = (0, padded(rows.shape[1]) - rows.shape[1], 0, 1)  # and a row of zeros, which fills groups up
     wide = torch.nn.functional.pad(rows, padding)
     places = rows_of_groups(offs, rows.shape[0])
-    return quantize_blocks(wide[places].transpose(1, 2).contiguous(), element)
+    return quantize_blocks(wide[places].transpose(1, 2).contiguous())
 
 
 def read_groups(q: Tensor, scales: Tensor) -> Tensor:
