@@ -200,7 +200,7 @@ def _measured(name: Any, function: Callable[..., Any], args: Sequence[Any], key:
 def product(function: Callable[..., R]) -> Callable[..., R]:
     """Decorates a family's code of a product, which plans on operands, so that it also runs on tensors, with any tile.
 
-    It takes a record of operands, such as those of `hexa_fx.ops.operands`, whose first field is a tensor, on tensors a tile, and
+    It takes a record of operands, such as those of `hexa_fx.ops.operands`, whose first leaf is a tensor, on tensors a tile, and
     what the result is added to.
     """
 
@@ -211,9 +211,10 @@ def product(function: Callable[..., R]) -> Callable[..., R]:
             record, target = _rebuilt(o, each), _rebuilt(into, each)
             return function(record) if into is None else function(record, into=target)
 
-        if isinstance(o[0], Operand):
+        leaves = _leaves(o)
+        if isinstance(leaves[0], Operand):
             return function(o) if into is None else function(o, into=into)
-        return _run(function, on, [*_leaves(o), *_leaves(into)], (None, tile))  # type: ignore[no-any-return]
+        return _run(function, on, [*leaves, *_leaves(into)], (None, tile))  # type: ignore[no-any-return]
 
     return run
 

@@ -70,41 +70,41 @@ def esmm_act_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 @cuda_kernel("esmm_low_rank")
 def esmm_low_rank(*args: Any) -> Tensor:
     """See hexa_fx.ops.low_rank. One launch on Hopper, two and an addition elsewhere."""
-    o = EsmmLowRank(*args)
-    weight, layout = as_stored(o.weight, o.layout)
-    c = (o.c if layout == o.layout else o.c.transpose(1, 2)).contiguous()
-    o, base = o._replace(weight=weight, layout=layout, c=c), o.base
-    few = _few_rows(base.rows, o.offs)
-    if few or not _hopper(o.offs, (base.columns,), o.x, weight, o.u, c, *_stored(o.bias)):
-        return _with_second(esmm(*o.base), o.u, c, o.offs, layout)
-    return sm90.esmm_low_rank(o)
+    base, u, c = EsmmLowRank.of(*args)
+    weight, layout = as_stored(base.weight, base.layout)
+    c = (c if layout == base.layout else c.transpose(1, 2)).contiguous()
+    base = base._replace(weight=weight, layout=layout)
+    few = _few_rows(base.rows, base.offs)
+    if few or not _hopper(base.offs, (base.columns,), base.x, weight, u, c, *_stored(base.bias)):
+        return _with_second(esmm(*base), u, c, base.offs, layout)
+    return sm90.esmm_low_rank(EsmmLowRank(base, u, c))
 
 
 @cuda_kernel("esmm_act_low_rank")
 def esmm_act_low_rank(*args: Any) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.low_rank. One launch on Hopper."""
-    o = EsmmActLowRank(*args)
-    c, c3, base = o.c.contiguous(), None if o.c3 is None else o.c3.contiguous(), _both_biases(o.base)
-    if _hopper_activates(base, o.u, c, c3):
-        return sm90.esmm_act_low_rank(EsmmActLowRank(*base, o.u, c, c3))
-    rows = (o.v, o.offs, o.top_k, o.layout)
-    h = esmm_low_rank(o.x, o.w1, o.b1, *rows, o.u, c)
-    if o.w3 is not None:
-        h = torch.cat((h, esmm_low_rank(o.x, o.w3, o.b3, *rows, o.u, c3)), 1)
-    a = activate(h, o.activation, o.glu, o.params)
-    return (h if o.keep_h else h.new_empty((0, base.width))), a
+    given, u, c, c3 = EsmmActLowRank.of(*args)
+    c, c3, base = c.contiguous(), None if c3 is None else c3.contiguous(), _both_biases(given)
+    if _hopper_activates(base, u, c, c3):
+        return sm90.esmm_act_low_rank(EsmmActLowRank(base, u, c, c3))
+    rows = (given.v, given.offs, given.top_k, given.layout)
+    h = esmm_low_rank(given.x, given.w1, given.b1, *rows, u, c)
+    if given.w3 is not None:
+        h = torch.cat((h, esmm_low_rank(given.x, given.w3, given.b3, *rows, u, c3)), 1)
+    a = activate(h, given.activation, given.glu, given.params)
+    return (h if given.keep_h else h.new_empty((0, base.width))), a
 
 
 @cuda_kernel("esmm_act_backward_low_rank")
 def esmm_act_backward_low_rank(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.low_rank. One launch on Hopper."""
-    o = EsmmActBackwardLowRank(*args)
+    o, u, c = EsmmActBackwardLowRank.of(*args)
     weight, layout = as_stored(o.weight, o.layout)
-    c = (o.c if layout == o.layout else o.c.transpose(1, 2)).contiguous()
-    o = o._replace(weight=weight, layout=layout, c=c)
-    if _hopper_differentiates(o.base, o.u, c):
-        return _by_slot(o.base, *sm90.esmm_act_backward_low_rank(o))
-    da = esmm_low_rank(o.dy, weight, None, o.v, o.offs, o.top_k, layout, o.u, c)
+    c = (c if layout == o.layout else c.transpose(1, 2)).contiguous()
+    o = o._replace(weight=weight, layout=layout)
+    if _hopper_differentiates(o, u, c):
+        return _by_slot(o, *sm90.esmm_act_backward_low_rank(EsmmActBackwardLowRank(o, u, c)))
+    da = esmm_low_rank(o.dy, weight, None, o.v, o.offs, o.top_k, layout, u, c)
     return activate_backward(da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params)  # type: ignore[no-any-return]
 
 

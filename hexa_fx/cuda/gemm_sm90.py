@@ -63,7 +63,7 @@ def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
 @product
 def esmm_low_rank(o: EsmmLowRank) -> Tensor:
     """The same with a second product."""
-    y = o.x.new_empty((o.base.rows, o.base.columns))
+    y = o.base.x.new_empty((o.base.rows, o.base.columns))
     _rows("esmm", _plain(o.base), y, None, o.base.rows, added=Added(o.u, o.c))
     return y
 

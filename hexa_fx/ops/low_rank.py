@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hexa_fx.errors import InputError
-from hexa_fx.ir import Glu, Layout
 from hexa_fx.ops import checks, library
 from hexa_fx.ops.esmm import check as check_esmm
 from hexa_fx.ops.esmm import fake as fake_esmm
@@ -48,71 +47,43 @@ library.define(
 
 
 class EsmmLowRank(NamedTuple):
-    """Of `esmm_low_rank`."""
+    """Of `esmm_low_rank`: the first product, and what is added to it."""
 
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    v: Tensor | None
-    offs: Tensor
-    top_k: int
-    layout: Layout
+    base: Esmm
     u: Tensor
     c: Tensor
 
-    @property
-    def base(self) -> Esmm:
-        """The first product."""
-        return Esmm._make(self[:-2])
+    @classmethod
+    def of(cls, *args: Any) -> EsmmLowRank:
+        """The operator's arguments."""
+        return cls(Esmm._make(args[:-2]), *args[-2:])
 
 
 class EsmmActLowRank(NamedTuple):
-    """Of `esmm_act_low_rank`."""
+    """Of `esmm_act_low_rank`; likewise."""
 
-    x: Tensor
-    w1: Tensor
-    b1: Tensor | None
-    w3: Tensor | None
-    b3: Tensor | None
-    v: Tensor | None
-    offs: Tensor
-    top_k: int
-    layout: Layout
-    activation: str
-    glu: Glu
-    params: tuple[float, ...]
-    keep_h: bool
+    base: EsmmAct
     u: Tensor
     c: Tensor
     c3: Tensor | None
 
-    @property
-    def base(self) -> EsmmAct:
-        """The first product."""
-        return EsmmAct._make(self[:-3])
+    @classmethod
+    def of(cls, *args: Any) -> EsmmActLowRank:
+        """The operator's arguments."""
+        return cls(EsmmAct._make(args[:-3]), *args[-3:])
 
 
 class EsmmActBackwardLowRank(NamedTuple):
-    """Of `esmm_act_backward_low_rank`."""
+    """Of `esmm_act_backward_low_rank`; likewise."""
 
-    dy: Tensor
-    weight: Tensor
-    h: Tensor
-    top_k_weights: Tensor | None
-    v: Tensor
-    offs: Tensor
-    top_k: int
-    layout: Layout
-    activation: str
-    glu: Glu
-    params: tuple[float, ...]
+    base: EsmmActBackward
     u: Tensor
     c: Tensor
 
-    @property
-    def base(self) -> EsmmActBackward:
-        """The first product."""
-        return EsmmActBackward._make(self[:-2])
+    @classmethod
+    def of(cls, *args: Any) -> EsmmActBackwardLowRank:
+        """The operator's arguments."""
+        return cls(EsmmActBackward._make(args[:-2]), *args[-2:])
 
 
 def _check_added(op: str, x: Tensor, rows: int, weight: Tensor, layout: str, u: Tensor, c: Tensor | None) -> None:
@@ -126,49 +97,49 @@ def _check_added(op: str, x: Tensor, rows: int, weight: Tensor, layout: str, u: 
 
 
 def _check_esmm(*args: Any) -> None:
-    o = EsmmLowRank(*args)
-    check_esmm(*o.base)
-    _check_added("esmm_low_rank", o.x, o.base.rows, o.weight, o.layout, o.u, o.c)
+    base, u, c = EsmmLowRank.of(*args)
+    check_esmm(*base)
+    _check_added("esmm_low_rank", base.x, base.rows, base.weight, base.layout, u, c)
 
 
 def _check_act(*args: Any) -> None:
-    o = EsmmActLowRank(*args)
-    check_act(*o.base)
-    _check_added("esmm_act_low_rank", o.x, o.base.rows, o.w1, o.layout, o.u, o.c)
-    if o.w3 is not None:
-        _check_added("esmm_act_low_rank", o.x, o.base.rows, o.w3, o.layout, o.u, o.c3)
+    base, u, c, c3 = EsmmActLowRank.of(*args)
+    check_act(*base)
+    _check_added("esmm_act_low_rank", base.x, base.rows, base.w1, base.layout, u, c)
+    if base.w3 is not None:
+        _check_added("esmm_act_low_rank", base.x, base.rows, base.w3, base.layout, u, c3)
 
 
 def _check_backward(*args: Any) -> None:
-    o = EsmmActBackwardLowRank(*args)
-    check_act_backward(*o.base)
-    _check_added("esmm_act_backward_low_rank", o.dy, o.v.shape[0], o.weight, o.layout, o.u, o.c)
+    base, u, c = EsmmActBackwardLowRank.of(*args)
+    check_act_backward(*base)
+    _check_added("esmm_act_backward_low_rank", base.dy, base.v.shape[0], base.weight, base.layout, u, c)
 
 
 def esmm_composed(*args: Any) -> Tensor:
     """Kernel for any device: two products."""
-    o = EsmmLowRank(*args)
-    y: Tensor = _OPS.esmm(*o.base)
-    return y.add_(_OPS.esmm(o.u, o.c, None, None, o.offs, 1, o.layout))
+    base, u, c = EsmmLowRank.of(*args)
+    y: Tensor = _OPS.esmm(*base)
+    return y.add_(_OPS.esmm(u, c, None, None, base.offs, 1, base.layout))
 
 
 def esmm_act_composed(*args: Any) -> tuple[Tensor, Tensor]:
     """Kernel for any device: the products, then the activation."""
-    o = EsmmActLowRank(*args)
-    rows = (o.v, o.offs, o.top_k, o.layout)
-    h = esmm_composed(o.x, o.w1, o.b1, *rows, o.u, o.c)
-    if o.w3 is not None:
-        h = torch.cat((h, esmm_composed(o.x, o.w3, o.b3, *rows, o.u, o.c3)), dim=1)
-    a = _OPS.activate(h, o.activation, o.glu, o.params)
-    return (h if o.keep_h else h.new_empty((0, o.base.width))), a
+    base, u, c, c3 = EsmmActLowRank.of(*args)
+    rows = (base.v, base.offs, base.top_k, base.layout)
+    h = esmm_composed(base.x, base.w1, base.b1, *rows, u, c)
+    if base.w3 is not None:
+        h = torch.cat((h, esmm_composed(base.x, base.w3, base.b3, *rows, u, c3)), dim=1)
+    a = _OPS.activate(h, base.activation, base.glu, base.params)
+    return (h if base.keep_h else h.new_empty((0, base.width))), a
 
 
 def esmm_act_backward_composed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Kernel for any device: the products, then the activation's gradient."""
-    o = EsmmActBackwardLowRank(*args)
-    da = esmm_composed(o.dy, o.weight, None, o.v, o.offs, o.top_k, o.layout, o.u, o.c)
+    base, u, c = EsmmActBackwardLowRank.of(*args)
+    da = esmm_composed(base.dy, base.weight, None, base.v, base.offs, base.top_k, base.layout, u, c)
     out: tuple[Tensor, Tensor, Tensor] = _OPS.activate_backward(
-        da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params
+        da, base.h, base.top_k_weights, base.v, base.offs, base.activation, base.glu, base.params
     )
     return out
 
