@@ -8,6 +8,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture.records import record_of
+from hexa_fx.capture.symint import is_of_sizes
 
 
 def probe_inputs(
@@ -55,22 +56,38 @@ CROWD = 160
 
 _COMPARISONS = frozenset("le lt ge gt clamp clamp_ clip min minimum".split())
 _PARTS = frozenset("getitem split split_with_sizes tensor_split narrow".split())
+_QUOTIENTS = frozenset("floordiv __floordiv__ floor_divide".split())
+_ORDER = frozenset("lt le gt ge".split())
 _LARGEST = 8192
 
 
 def crowds_of(graph: torch.fx.Graph, least: int = CROWD) -> tuple[int, ...]:
     """Numbers of tokens to try: ``least``, and more than any limit that the code compares with or cuts rows at.
 
-    That is twice the largest whole number up to 8192 in a comparison, where a list of integers is cut, or in a slice or split of
-    rows that left the example whole.
+    That is twice the largest whole number up to 8192 in a comparison, that a count is divided by, where a list of integers is
+    cut, or in a slice or split of rows that left the example whole.
     """
     limits = [limit for node in graph.nodes for limit in _limits(node) if 1 < limit <= _LARGEST and 2 * limit > least]
     return (least, 2 * max(limits)) if limits else (least,)
 
 
+def decides_between_numbers(graph: torch.fx.Graph) -> bool:
+    """Whether the host looked for the larger of two numbers that the code computed, as ``max(counts)`` does."""
+    asked = [n for node in graph.nodes if node.op != "output" and record_of(node).decision for n in _with_inputs(node)]
+    return any(_name(node).strip("_") in _ORDER and len(node.all_input_nodes) > 1 for node in asked)
+
+
+def _with_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
+    return [node, *node.all_input_nodes]
+
+
+def _name(node: torch.fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def _limits(node: torch.fx.Node) -> list[int]:
-    name = str(getattr(node.target, "__name__", node.target))
-    if name in _COMPARISONS:
+    name = _name(node)
+    if name in _COMPARISONS or (name in _QUOTIENTS and not is_of_sizes(node)):
         return _whole_numbers([*node.args, *node.kwargs.values()])
     if name not in _PARTS or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return []

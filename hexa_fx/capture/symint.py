@@ -89,7 +89,7 @@ class RecordedNumber:
         An index into a list, or a remainder, chooses what is done. What code makes of a size as a plain number goes unseen.
         """
         if self.node is not None and (
-            self.node.target is operator.mod or _is_subscript(sys._getframe(2)) or _is_of_sizes(self.node)
+            self.node.target is operator.mod or _is_subscript(sys._getframe(2)) or is_of_sizes(self.node)
         ):
             self._compare()
         else:
@@ -99,7 +99,7 @@ class RecordedNumber:
     int_ = guard_int
 
     def guard_float(self, *_: object) -> float:
-        if self.node is not None and _is_of_sizes(self.node):
+        if self.node is not None and is_of_sizes(self.node):
             self._compare()
         else:
             self.recorder.note_decision(self.node, float(self.value))
@@ -145,7 +145,7 @@ class RecordedNumber:
         return RecordedNumber(value, self.recorder.record_call(function, args, value), self.recorder)
 
 
-def _is_of_sizes(node: torch.fx.Node) -> bool:
+def is_of_sizes(node: torch.fx.Node) -> bool:
     """Whether a number is computed from sizes of tensors alone."""
     frontier, seen = [node], set()
     while frontier:

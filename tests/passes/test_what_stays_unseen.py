@@ -100,6 +100,24 @@ class InParts(ListMoE):
         return torch.cat([super(InParts, self).forward(part) for part in hidden.split(600)])
 
 
+class ByLoad(ListMoE):
+    """Scales by a number that the host makes of how many tokens the experts get."""
+
+    def load(self, counts: torch.Tensor) -> Any:
+        return max(counts.tolist()) // 400
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        index, _ = self.router(hidden)
+        return super().forward(hidden) / (1 + self.load(torch.bincount(index.flatten(), minlength=E)))
+
+
+class ByLargestLoad(ByLoad):
+    """The largest is another expert's than on the example."""
+
+    def load(self, counts: torch.Tensor) -> Any:
+        return max(counts) > 60
+
+
 class Hooked(ListMoE):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         out = super().forward(hidden)
@@ -266,6 +284,8 @@ def test_inference_mode_is_asked_for() -> None:
     [
         (CutFarOut, "600 tokens"),
         (InParts, "1200 tokens"),
+        (ByLoad, "800 tokens"),
+        (ByLargestLoad, "experts"),
         (Hooked, "hooks on gradients"),
         (WithGradient, "gradient of"),
         (Timed, "a clock"),
