@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hexa_fx.ops import direct_rows, library, moe_ffn_autograd, sources
+from hexa_fx.ops import direct_rows, fp8_sources, library, moe_ffn_autograd, sources
 
 _OPS = torch.ops.hexa
 
@@ -24,10 +24,8 @@ def moe_ffn(*args: Any) -> Any:
 
 
 def moe_ffn_fp8(*args: Any) -> Any:
-    """``hexa::moe_ffn_fp8``; packed weights are multiplied as they are."""
-    if any(map(sources.is_source, args[3:9])):
-        return sources.moe_ffn(*args[:15])
-    return _OPS.moe_ffn_fp8.default(*args)
+    """``hexa::moe_ffn_fp8``."""
+    return (fp8_sources.moe_ffn if any(map(sources.is_source, args[3:9])) else _OPS.moe_ffn_fp8.default)(*args)
 
 
 def reindex(*args: Any) -> Any:

@@ -20,6 +20,8 @@ class Arguments(NamedTuple):
 
     Args:
         cached: whether quantised weights are kept; not where other weights take turns in the same memory.
+        s1, s2: scales of w1 and w2, which are quantised already, and frozen: (E, H', D') and (E, D', I') e4m3 as
+            `quantize_weight_fp8` makes them. Nothing in such a call needs a gradient.
     """
 
     x: Tensor
@@ -38,11 +40,14 @@ class Arguments(NamedTuple):
     layout2: str
     recompute_h: bool
     cached: bool
+    s1: Tensor | None = None
+    s2: Tensor | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """x, weights and biases."""
-        return self.x, self.w1, self.b1, self.w3, self.b3, self.w2, self.b2
+    def floating(self) -> dict[str, Tensor | None]:
+        """x, and weights and biases that are not quantised already, by name."""
+        found = {"x": self.x, "b1": self.b1, "b3": self.b3, "b2": self.b2}
+        return found if self.s1 is not None else {**found, "w1": self.w1, "w3": self.w3, "w2": self.w2}
 
     @property
     def input_size(self) -> int:
@@ -71,10 +76,14 @@ class Arguments(NamedTuple):
 
     def first(self, transposed: bool, forward: bool = True) -> Fp8Weight:
         """The first projection, gate and up in one. transposed, forward: as for `quantized`."""
+        if self.s1 is not None:
+            return Fp8Weight(self.w1, self.s1, None, None)
         return quantized(self.w1, self.w3, self.layout1, self.glu, transposed, self.cached, forward)
 
     def second(self, transposed: bool, forward: bool = True) -> Fp8Weight:
         """The second projection."""
+        if self.s2 is not None:
+            return Fp8Weight(self.w2, self.s2, None, None)
         return quantized(self.w2, None, self.layout2, "none", transposed, self.cached, forward)
 
     def first_bias(self) -> Tensor | None:

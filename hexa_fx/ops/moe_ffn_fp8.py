@@ -17,20 +17,21 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
 
 from hexa_fx.errors import InputError
+from hexa_fx.formats.blocks import FP8_BLOCK
+from hexa_fx.formats.fp8_scaling import BLOCK
 from hexa_fx.ops import checks, fp8_shapes, library, main_grad
 from hexa_fx.ops.direct_function import DirectFunction
 from hexa_fx.ops.fp8_arguments import Arguments, kernel
 from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS, check_shapes
-from hexa_fx.ops.moe_ffn import inference as exact
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
+from hexa_fx.ops.projection import DENSE
 
 _OPS = torch.ops.hexa
 _INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {STATIC}, bool cached"
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
-_NAMES = ("x", "w1", "b1", "w3", "b3", "w2", "b2")
 log = logging.getLogger(__name__)
 
-library.define(f"moe_ffn_fp8({_INPUTS}) -> Tensor")
+library.define(f"moe_ffn_fp8({_INPUTS}, Tensor? s1=None, Tensor? s2=None) -> Tensor")
 library.define(f"moe_ffn_fp8_forward({_INPUTS}) -> (Tensor y, Tensor h, Tensor hs, Tensor v, Tensor inv, Tensor offs)")
 library.define(
     "moe_ffn_fp8_backward(Tensor dy, Tensor? x, Tensor? h, Tensor? hs, Tensor v, Tensor inv, Tensor offs, "
@@ -38,13 +39,19 @@ library.define(
 )
 
 
+def say_once(message: str) -> None:
+    """Logs a warning, once in a process."""
+    if not torch.compiler.is_dynamo_compiling():
+        _log_once(message)
+
+
 @cache
-def _say_once(message: str) -> None:
+def _log_once(message: str) -> None:
     log.warning("%s", message)
 
 
 def _on_cpu(o: Arguments) -> str:
-    _say_once("FP8 is emulated on a CPU: results are those of a GPU, the time is not")
+    say_once("FP8 is emulated on a CPU: results are those of a GPU, the time is not")
     return ""
 
 
@@ -54,7 +61,7 @@ why_not_on: dict[str, Callable[[Arguments], str]] = {"cpu": _on_cpu}
 
 def why_not(o: Arguments) -> str:
     """Why a call runs in its tensors' dtype; empty if it runs in FP8."""
-    for name, t in zip(_NAMES, o.tensors, strict=True):
+    for name, t in o.floating.items():
         if t is not None and t.dtype not in fp8_shapes.QUANTIZABLE:
             return f"{name} is {t.dtype}"
         if t is not None and name != "x" and not issubclass(type(t), (*_PLAIN, torch._subclasses.FakeTensor)):
@@ -63,16 +70,28 @@ def why_not(o: Arguments) -> str:
     return f"there are no FP8 kernels for {o.x.device.type}" if ask is None else ask(o)
 
 
-def _exact_arguments(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Arguments of `hexa::moe_ffn` for a call that FP8 cannot take; None for others."""
+def is_whole(w1: Tensor, w2: Tensor, glu: str, layout1: str, layout2: str) -> bool:
+    """Whether weights in blocks of 128 x 128 lie as products read them."""
+    halves = {"none": 1, "concat": 2}.get(glu, 0)
+    sizes = (*w1.shape[1:], *w2.shape[1:])
+    blocks = halves and not any(size % BLOCK for size in sizes) and w1.shape[1] % (halves * BLOCK) == 0
+    return bool(blocks) and (layout1, layout2) == ("nk", "nk")
+
+
+def _exact_call(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
+    """The operator that runs a call which FP8 cannot take, and its arguments; None for others."""
     o = Arguments(*args)
     reason = why_not(o)
     if not reason:
         return None
     dtype = o.x.dtype
-    _say_once(f"compute='fp8_block' runs in {dtype}: {reason}")
+    say_once(f"compute='fp8_block' runs in {dtype}: {reason}")
+    if o.s1 is not None:
+        formats = [FP8_BLOCK.name, DENSE, FP8_BLOCK.name]
+        given: tuple[Any, ...] = (*args[:9], *[None] * 6, [1.0] * 3, [o.s1], [], [o.s2], formats, *args[9:15])
+        return _OPS.moe_ffn_sources.default, given
     weights = (None if t is None else t.to(dtype) for t in args[3:9])
-    return *args[:3], *weights, *args[9:15]
+    return _OPS.moe_ffn.default, (*args[:3], *weights, *args[9:15])
 
 
 def _run(o: Arguments, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
@@ -90,8 +109,12 @@ def _run(o: Arguments, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
 
 def _inference(*args: Any) -> Tensor:
     """Kernel for any device."""
-    instead = _exact_arguments(args)
-    return _run(Arguments(*args), transposed=False, keep_h=False)[0] if instead is None else exact(*instead)
+    instead = _exact_call(args)
+    if instead is None:
+        return _run(Arguments(*args), transposed=False, keep_h=False)[0]
+    operator, given = instead
+    with _AutoDispatchBelowAutograd():
+        return operator(*given)  # type: ignore[no-any-return]
 
 
 def _training(*args: Any) -> tuple[Tensor, ...]:
@@ -134,21 +157,34 @@ class _Function(DirectFunction):
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
-    instead = _exact_arguments(args)
+    instead = _exact_call(args)
     if instead is not None:
-        return _OPS.moe_ffn.default(*instead)
+        operator, given = instead
+        return operator(*given)
     if is_grad_enabled() and _any_requires_grad(*args):
-        return _Function.apply(*args)
+        if Arguments(*args).s1 is not None:
+            raise InputError(
+                "hexa::moe_ffn_fp8: weights that are quantised already have no gradient, nor has x with them"
+            )
+        return _Function.apply(*args[:16])
     with _AutoDispatchBelowAutograd():
         return _OPS.moe_ffn_fp8.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
 def _check(*args: Any) -> None:
     o = Arguments(*args)
-    for name, t in zip(_NAMES, o.tensors, strict=True):
+    for name, t in o.floating.items():
         if t is not None and (t.dtype not in checks.FLOATING or t.device != o.x.device):
             raise InputError(f"hexa::moe_ffn_fp8: {name} is {checks.shape(t)} on {t.device}; x is on {o.x.device}")
     check_shapes(*args[:14])
+    if o.s1 is None and o.s2 is None:
+        return
+    if o.s1 is None or o.s2 is None or not is_whole(o.w1, o.w2, o.glu, o.layout1, o.layout2):
+        raise InputError(
+            "hexa::moe_ffn_fp8: quantised weights have layout nk, whole blocks, and gate and up as halves if any"
+        )
+    for weight, scales in ((o.w1, o.s1), (o.w2, o.s2)):
+        fp8_shapes.check_weight("moe_ffn_fp8", weight, scales)
 
 
 def _fake(*args: Any) -> Tensor:

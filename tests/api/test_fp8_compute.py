@@ -150,7 +150,7 @@ def test_under_autocast_and_in_16_bits(caplog):
 
 def test_in_float64_it_runs_exactly(caplog):
     block, fast, x = made(Listed)
-    moe_ffn_fp8._say_once.cache_clear()
+    moe_ffn_fp8._log_once.cache_clear()
     torch.testing.assert_close(fast.double()(x.double()), block.double()(x.double()))
     assert "compute='fp8_block' runs in torch.float64" in caplog.text
 

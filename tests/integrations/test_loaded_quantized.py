@@ -6,6 +6,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.errors import InputError
+from hexa_fx.ops import library, moe_ffn_fp8
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.sources.packed_parameters import packed_parameters
 from tests.api.test_quantize import D as WIDTH
@@ -75,6 +76,31 @@ def test_fp8_experts_of_transformers_are_read_as_they_are():
         outcomes.append((y, *torch.autograd.grad(y.square().sum(), (rows, of.router.weight))))
     for found, expected in zip(*outcomes, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_fp8_experts_are_multiplied_in_fp8_as_they_lie(monkeypatch, caplog):
+    layer, x = Layer(), torch.randn(40, D)
+    original = Layer()
+    original.load_state_dict(layer.state_dict())
+    made = hexa_fx.optimize_(layer, x, hexa_fx.HexaConfig(compute="fp8_block"))
+    assert "multiplies in FP8" in str(made.report)
+    monkeypatch.delitem(library._KERNELS, ("quantize_weight_fp8", "cpu"))
+    expected = by_their_weights(original, x)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            y = made(x)
+        assert 1e-3 < (y - expected).norm() / (expected - x).norm() < 0.08
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), made(x))
+    assert "multiplies by packed weights" not in caplog.text
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setitem(moe_ffn_fp8.why_not_on, "cpu", lambda o: "it is one")
+        torch.testing.assert_close(made(x), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    rows = x.clone().requires_grad_()
+    moe_ffn_fp8._log_once.cache_clear()
+    torch.testing.assert_close(made(rows), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    assert "multiplies by packed weights in torch.float32: gradients are wanted" in caplog.text
 
 
 def test_scales_of_other_blocks_are_refused():

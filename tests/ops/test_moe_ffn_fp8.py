@@ -275,7 +275,7 @@ def test_in_inference_mode():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_what_fp8_cannot_take_runs_in_its_dtype_and_says_so(mode, caplog):
-    moe_ffn_fp8._say_once.cache_clear()
+    moe_ffn_fp8._log_once.cache_clear()
     given = layer(SPECS[0], dtype=torch.float64)
     with mode():
         found, expected = fp8(given, SPECS[0]), exact(given, SPECS[0])
