@@ -120,7 +120,7 @@ def optimize_(
     example_inputs = example_tokens(model) if example_inputs is None else example_inputs
     adopt_loaded(model)
     inspector = Inspector()
-    with torch.inference_mode(False), tracing() as trace, listening(inspector.see), kernels_requested():
+    with torch.inference_mode(False), tracing() as trace, listening(inspector.see), kernels_requested(config.compute):
         found = analyse_model(model, example_inputs, config, inspector)
         report, rewritten = found.report, found.rewritten
         if config.strict and (error := _complaint(found)):

@@ -28,13 +28,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_wanted: ContextVar[bool] = ContextVar("kernels_wanted", default=False)
+_wanted: ContextVar[str] = ContextVar("kernels_wanted", default="")
+"""`hexa_fx.HexaConfig.compute` of the blocks whose kernels are requested; empty where none are."""
 
 
 @contextmanager
-def kernels_requested() -> Iterator[None]:
-    """A context in which the kernels of blocks that are rewritten are requested: they will run, not only be reported."""
-    token = _wanted.set(True)
+def kernels_requested(compute: str) -> Iterator[None]:
+    """A context in which the kernels of blocks that are rewritten are requested: they will run, not only be reported.
+
+    Args:
+        compute: `hexa_fx.HexaConfig.compute`. Blocks that multiply in FP8 get the kernels of their exact form too, which is what
+            calls that FP8 cannot take run.
+    """
+    token = _wanted.set(compute)
     try:
         yield
     finally:
@@ -48,17 +54,20 @@ def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training
         captured, rewritten: the block.
         training: whether for training too.
     """
-    device = _device(captured.block)
-    if device is None or not _wanted.get():
+    device, compute = _device(captured.block), _wanted.get()
+    if device is None or not compute:
         return
     from hexa_fx import jit
     from hexa_fx.cuda.choosing import card_of  # imports CUTLASS's Python
+    from hexa_fx.cuda.fp8_kernel_set import fp8_kernel_set
     from hexa_fx.cuda.kernel_set import kernel_set
 
     with muted():
         for call in moe_ffn_calls(captured, rewritten):
             try:
-                found = kernel_set(_layer(call, captured, rewritten), card_of(device.index or 0), training)
+                layer, card = _layer(call, captured, rewritten), card_of(device.index or 0)
+                found = fp8_kernel_set(layer, card, training) if compute == "fp8_block" else ()
+                found += kernel_set(layer, card, training)
             except KernelError as error:  # the operators fall back and say so
                 log.debug("no kernels are built ahead for %s: %s", rewritten.path, error)
                 continue

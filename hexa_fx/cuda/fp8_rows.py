@@ -87,7 +87,7 @@ def quantize_weight_fp8(
         w, w3 = w.transpose(1, 2), None if w3 is None else w3.transpose(1, 2)
     if w3 is not None and w3.stride() != w.stride():
         w, w3 = w.contiguous(), w3.contiguous()
-    turned = w.stride()[2] != 1 and w.stride()[1] == 1 and glu != "interleaved"
+    turned = w.stride()[2] != 1 and w.stride()[1] == 1
     m = _matrices(w, w3, glu, turned)
     made = (q_t, s_t, q, s) if turned else (q, s, q_t, s_t)
     numbers = _QUANTIZE.pack(w.stride()[0], m.by_line, m.by_column, m.lines, m.columns, w.shape[0], 1, *m.halves)
@@ -106,7 +106,7 @@ def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices
     second = w3 if w3 is not None else w.view_of((*w.shape[:1], half, k), w.strides, w.offset + ahead)
     count = 1 if whole else 2
     if turned:
-        return _Matrices(w, second, k, half, by_k, by_n, (1, count))
+        return _Matrices(w, second, k, half, by_k, step * by_n, (1, count))
     return _Matrices(w, second, half, k, step * by_n, by_k, (count, 1))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import typical_card
+from hexa_fx.cuda.fp8_kernel_set import fp8_kernel_set
 from hexa_fx.cuda.kernel_set import FfnLayer, kernel_set, layer_of
 from hexa_fx.ir import FfnSpec
 
@@ -30,7 +31,8 @@ MODELS = {  # E, k, D, I, and the forms of an expert: stacked with gate and up i
 
 
 def pack_kernels(arch: int, dtypes: Iterable[torch.dtype]) -> tuple[KernelSpec, ...]:
-    """Every kernel that layers of these models launch on a compute capability, in forward and backward, at any number of tokens.
+    """Every kernel that layers of these models launch on a compute capability, in forward and backward, at any number of tokens,
+    and on an sm_90 those of FP8 block compute.
 
     Tiles are those of the card that has a shipped table, and those that other cards of the architecture take by rule.
 
@@ -40,7 +42,8 @@ def pack_kernels(arch: int, dtypes: Iterable[torch.dtype]) -> tuple[KernelSpec, 
     card = typical_card(arch)
     cards = (card, card._replace(name="another"))
     layers = [layer for dtype in dtypes for layer in _layers(dtype)]
-    return tuple(dict.fromkeys(spec for card in cards for layer in layers for spec in kernel_set(layer, card)))
+    found = [spec for card in cards for layer in layers for spec in kernel_set(layer, card)]
+    return tuple(dict.fromkeys(found + [spec for layer in layers for spec in fp8_kernel_set(layer, card)]))
 
 
 def _layers(dtype: torch.dtype) -> Iterator[FfnLayer]:

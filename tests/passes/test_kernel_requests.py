@@ -13,6 +13,7 @@ import hexa_fx
 from hexa_fx import jit
 from hexa_fx.codegen import KernelSpec
 from hexa_fx.cuda import choosing, modes
+from hexa_fx.cuda.fp8_kernel_set import fp8_kernel_set
 from hexa_fx.cuda.kernel_set import kernel_set, layer_of
 from hexa_fx.ir import FfnSpec
 from hexa_fx.passes import kernel_requests, verify
@@ -72,6 +73,14 @@ def test_a_blocks_whole_set_is_requested_before_it_is_verified(
     assert set(requested) == set(wanted)
     assert before == [len(requested)] * 2
     assert not modes.runs_torch_only()
+
+
+def test_blocks_that_multiply_in_fp8_request_both_sets(requested: list[KernelSpec]) -> None:
+    """That of their exact form for calls that FP8 cannot take."""
+    hexa_fx.optimize(Stacked(), torch.randn(10, D), hexa_fx.HexaConfig(compute="fp8_block"))
+    layer = layer_of(FfnSpec("silu", "concat"), experts=E, top_k=K, hidden=D, inner=H, dtype=torch.float32)
+    card = choosing.typical_card(90)
+    assert set(requested) == {*kernel_set(layer, card), *fp8_kernel_set(layer, card)}
 
 
 def test_frozen_experts_need_no_kernels_of_weight_gradients(requested: list[KernelSpec]) -> None:

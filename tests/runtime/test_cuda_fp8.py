@@ -6,8 +6,13 @@ import pytest
 import torch
 
 from hexa_fx.codegen.family_block_sm90 import FAMILY
-from hexa_fx.cuda import arguments_sm90, fp8
+from hexa_fx.cuda import arguments_sm90, fp8, register
 from hexa_fx.cuda import fallback as cuda_fallback
+from hexa_fx.cuda.choosing import typical_card
+from hexa_fx.cuda.fp8_kernel_set import fp8_kernel_set
+from hexa_fx.cuda.kernel_set import layer_of
+from hexa_fx.ir import FfnSpec
+from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8, moe_ffn_fp8_backward
 from tests.runtime.cards import Cards, Launch
 
 E, K, T, D, INNER = 5, 2, 60, 384, 256
@@ -159,3 +164,36 @@ def test_another_card_says_so(cards: Cards) -> None:
     (x, xs), (w, ws), (_, offs) = rows(T * K, INNER), weight(D, INNER), routing()
     fp8.esmm_fp8(x, xs, w, ws, None, offs, D, torch.bfloat16)
     assert "FP8 products need an sm_90" in cuda_fallback.fallbacks["esmm_fp8"]
+
+
+@pytest.mark.parametrize("glu", ["none", "concat", "interleaved", "split"])
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_layer_launches_what_its_set_holds(
+    hopper: Cards, monkeypatch: pytest.MonkeyPatch, glu: str, biases: bool
+) -> None:
+    """A layer of widths that are filled up, forward and backward, with the operators' CUDA code on the stand-in."""
+
+    plain = library.kernel_for
+
+    def kernel(name: str, *_: object) -> object:
+        return register.kernel(name) if name.endswith("_fp8") else plain(name, "cpu")
+
+    for module in (moe_ffn_fp8, moe_ffn_fp8_backward):
+        monkeypatch.setattr(module, "kernel", kernel)
+    monkeypatch.setattr(fp8_weights.library, "kernel_for", kernel)
+    spec = FfnSpec("silu", glu, layout2="kn")  # type: ignore[arg-type]
+    layer = layer_of(spec, experts=E, top_k=K, hidden=136, inner=72, biases=biases)
+    weights = [None if t is None else torch.randn(t.shape).bfloat16().requires_grad_() for t in layer.weights]
+    w1, b1, w3, b3, w2, b2 = weights
+    x, gates = torch.randn(T, 136).bfloat16().requires_grad_(), torch.rand(T, K).requires_grad_()
+    index = torch.rand(T, E).argsort(1)[:, :K]
+    y = torch.ops.hexa.moe_ffn_fp8(x, index, gates, w1, b1, w3, b3, w2, b2, "silu", glu, [], "nk", "kn", False, False)
+    torch.autograd.backward(y, torch.ones_like(y))
+    assert not cuda_fallback.fallbacks
+    launched = {launch.spec for launch in hopper.launches}
+    with torch.no_grad():
+        torch.ops.hexa.moe_ffn_fp8(x, index, gates, *weights, "silu", glu, [], "nk", "kn", False, False)
+    inferring = {launch.spec for launch in hopper.launches[len(hopper.launches) // 2 :] if launch.spec not in launched}
+    assert launched | inferring == set(fp8_kernel_set(layer, typical_card(90)))
+    assert inferring < set(fp8_kernel_set(layer, typical_card(90), training=False))
+    assert fp8_kernel_set(layer, typical_card(80)) == ()
