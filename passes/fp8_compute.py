@@ -21,6 +21,7 @@ from hexa_fx.isolation.outcome import observe
 from hexa_fx.passes.canonical_nodes import with_changed_nodes
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import install, uninstall
+from hexa_fx.runtime.warmup import request_kernels_of_steps
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +97,15 @@ def block_name(block: RewrittenBlock) -> str:
 def _outputs(
     block: nn.Module, form: RewrittenBlock, example: tuple[tuple[Any, ...], Mapping[str, Any]]
 ) -> torch.Tensor:
-    """All floating-point outputs, one after the other, in float32. The module keeps what it had."""
+    """All floating-point outputs, one after the other, in float32. The module keeps what it had.
+
+    On a GPU, kernels of FP8 begin to build; others were requested when the block was rewritten.
+    """
     forward = install(block, *((form, None) if block.training else (None, form)))
     state = ModuleState(block)
     try:
+        if computes_in_fp8(form):
+            request_kernels_of_steps(block, {"": example})
         outcome = observe(forward.rewritten, block, state, (example[0], dict(example[1])), 0, gradients=False)
     finally:
         state.restore()

@@ -17,6 +17,7 @@ import torch
 
 from hexa_fx.errors import KernelError
 from hexa_fx.jit.kernel import device_arch, kernel_arch
+from hexa_fx.ops import fp8_weights
 
 if TYPE_CHECKING:
     from hexa_fx.codegen.spec import KernelSpec
@@ -120,7 +121,7 @@ def collect(card: Card | None = None) -> Iterator[list[KernelSpec]]:
     found = Collection(card)
     token = _collection.set(found)
     try:
-        with torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False), fp8_weights.nothing_kept():
             yield found.specs
     finally:
         _collection.reset(token)

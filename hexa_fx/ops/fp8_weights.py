@@ -10,6 +10,9 @@ training, weights are quantised as a part of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
@@ -51,6 +54,7 @@ class _Copy:
 
 _copies: dict[tuple[Any, ...], _Copy] = {}
 _lock = Lock()
+_keeps: ContextVar[bool] = ContextVar("keeps_quantized_weights", default=True)
 _steps: list[int] = []
 """How many steps optimizers have made, once somebody counts them."""
 
@@ -67,7 +71,7 @@ def quantized(
         forward: whether forward asks: backward takes what forward of the same captured CUDA graph has made.
     """
     parts = (w,) if w3 is None else (w, w3)
-    if not cached:
+    if not (cached and _keeps.get()):
         return _written(_empty(w, layout, glu, transposed), w, w3, layout, glu)
     storages = [t.untyped_storage() for t in parts]
     key = (
@@ -91,6 +95,16 @@ def quantized(
         _written(found.weight, w, w3, layout, glu)
         found.state = None if capturing else state  # what is captured has not run
         return found.weight
+
+
+@contextmanager
+def nothing_kept() -> Iterator[None]:
+    """A context in which this thread's copies are not kept: kernels are only listed, and results hold nothing."""
+    token = _keeps.set(False)
+    try:
+        yield
+    finally:
+        _keeps.reset(token)
 
 
 def clear() -> None:

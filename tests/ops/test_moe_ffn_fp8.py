@@ -6,6 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hexa_fx.ops  # noqa: F401  (defines the operators)
+from hexa_fx.cuda import choosing
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8
 
@@ -262,6 +263,12 @@ def test_weights_that_take_turns_in_one_memory_are_not_kept(quantizations):
     for _ in range(2):
         fp8(given, SPECS[0], cached=False)
     assert len(quantizations) == 4
+    assert not fp8_weights._copies
+
+
+def test_nothing_is_kept_while_kernels_are_only_listed():
+    with choosing.collect():
+        step(layer(SPECS[0]))
     assert not fp8_weights._copies
 
 
