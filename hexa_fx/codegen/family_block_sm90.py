@@ -61,8 +61,8 @@ def _experts(spec: KernelSpec) -> int:
 
 
 def _chunks(spec: KernelSpec) -> int:
-    """Chunks of staging a warp: two where they fit."""
-    return 2 if _smem_bytes(spec, 2) <= shared_limit(spec.arch) else 1
+    """Chunks of staging a warp: as many as a plain result of 16 bits has, where they fit."""
+    return next(n for n in (4, 2, 1) if n == 1 or _smem_bytes(spec, n) <= shared_limit(spec.arch))
 
 
 def _smem_bytes(spec: KernelSpec, chunks: int) -> int:

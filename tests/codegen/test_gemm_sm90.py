@@ -9,6 +9,7 @@ from cutlass_library import DataType, KernelScheduleType
 
 from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family import shared_limit, validate
+from hexa_fx.codegen.family_block_sm90 import block_shape
 from hexa_fx.codegen.family_gemm_sm90 import CHUNK_BYTES, ROW_OPS, gemm_shape
 from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec, SpecError
@@ -190,3 +191,10 @@ def test_products_of_fp8_blocks_fit(op: str, experts: int) -> None:
 def test_refused_products_of_fp8_blocks(spec: KernelSpec, reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         render(spec)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(3, 4), (4, 1)])
+def test_results_of_fp8_blocks_wait_for_the_copy_engine_where_there_is_room(stages: int, chunks: int) -> None:
+    spec = block_spec("estmm", stages=stages)
+    assert block_shape(spec).staging_bytes == chunks * CHUNK_BYTES
+    assert render(spec).launch.shared_bytes <= shared_limit(90)

@@ -49,16 +49,21 @@ struct BlockLoop {
       }
       CUTE_UNROLL
       for (int h = 0; h < kParts; ++h) {
+        const float* scales = sm.column_scale[stage] + h * kPart;
         fence(part);
         warpgroup_arrive();
         CUTE_UNROLL
         for (int kk = 0; kk < kSteps; ++kk)
           wgmma_e4m3(swizzled_operand(a + kk * kStep), swizzled_operand(b + h * (kPart * kLineBytes) + kk * kStep), part, kk > 0);
         warpgroup_commit_batch();
-        warpgroup_wait<0>();
-        fence(part);
-        if constexpr (C::WeightOp) add_by_columns(part, total[h], of_row, sm.column_scale[stage] + h * kPart);
-        else {
+        if constexpr (C::WeightOp) {
+          Columns columns(scales);
+          warpgroup_wait<0>();
+          fence(part);
+          add_by_columns(part, total[h], of_row, columns);
+        } else {
+          warpgroup_wait<0>();
+          fence(part);
           if (h == kParts - 1) give_back(stage);
           add(part, total[h], by[h]);
         }
@@ -83,11 +88,26 @@ struct BlockLoop {
     CUTE_UNROLL
     for (int i = 0; i < 64; ++i) sum[i] = fmaf(part[i], by[(i >> 1) & 1], sum[i]);
   }
-  static CUTE_DEVICE void add_by_columns(const float (&part)[64], float (&sum)[64], const float (&by)[2], const float* columns) {
-    const float2* mine = reinterpret_cast<const float2*>(columns) + (lane_id() & 3);
+  // Scales of columns that are asked for ahead: a few, for all registers are taken.
+  static constexpr int kAhead = 3;
+  struct Columns {
+    uint32_t from;
+    float2 next[kAhead];
+    CUTE_DEVICE explicit Columns(const float* columns) : from(cast_smem_ptr_to_uint(columns) + (lane_id() & 3) * 8) {
+      CUTE_UNROLL
+      for (int j = 0; j < kAhead; ++j) next[j] = ask(j);
+    }
+    CUTE_DEVICE float2 ask(int j) const {
+      float2 x;
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from + j * 32));
+      return x;
+    }
+  };
+  static CUTE_DEVICE void add_by_columns(const float (&part)[64], float (&sum)[64], const float (&by)[2], Columns& columns) {
     CUTE_UNROLL
     for (int j = 0; j < 16; ++j) {
-      const float2 c = mine[4 * j];
+      const float2 c = columns.next[j % kAhead];
+      if (j + kAhead < 16) columns.next[j % kAhead] = columns.ask(j + kAhead);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         const int at = 4 * j + i;
