@@ -29,11 +29,14 @@ from hexa_fx.codegen.spec import KernelSpec, SpecError
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """What of a launch the spec fixes: threads a block, bytes of dynamic shared memory, blocks a cluster (along x)."""
+    """What of a launch the spec fixes: threads a block, bytes of dynamic shared memory, blocks a cluster (along x), and whether it
+    begins while the launch before it still runs; the kernel itself waits then (templates/include/hexa_fx/ptx/dependent.cuh).
+    """
 
     threads: int
     shared_bytes: int = 0
     cluster: int = 1
+    dependent: bool = False
 
 
 @dataclass(frozen=True)

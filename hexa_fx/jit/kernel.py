@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from functools import cache
-from struct import Struct
+from struct import Struct, pack
 from threading import Lock
 from typing import Any
 
@@ -24,7 +24,10 @@ log = logging.getLogger(__name__)
 
 _ARRAYS = [ctypes.c_char_p * count for count in range(16)]
 _CONFIG = Struct("7IPPI0P")
-"""CUlaunchConfig: blocks x, y, z; threads x, y, z; bytes of dynamic shared memory; stream; attributes (none) and their number."""
+"""CUlaunchConfig: blocks x, y, z; threads x, y, z; bytes of dynamic shared memory; stream; attributes and their number."""
+_DEPENDENT = ctypes.create_string_buffer(pack("I4xi60x", 6, 1))
+"""A CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, on."""
+_ATTRIBUTES = {False: (0, 0), True: (ctypes.addressof(_DEPENDENT), 1)}
 
 
 class KernelHandle:
@@ -39,6 +42,7 @@ class KernelHandle:
     def __init__(self, source: KernelSource, entry: Entry, api: Driver) -> None:
         self.source, self.entry, self.spec = source, entry, source.spec
         self.threads, self.shared_bytes = source.launch.threads, source.launch.shared_bytes
+        self._attributes = _ATTRIBUTES[source.launch.dependent]
         self._api = api
         self._library = api.load(entry.cubin)
         self._kernel = api.kernel(self._library, ENTRY)
@@ -61,8 +65,8 @@ class KernelHandle:
             self.queue(device, self.config(grid, stream), _ARRAYS[len(args)](*args))
 
     def config(self, grid: tuple[int, int, int], stream: int) -> bytes:
-        """Grid, threads, shared memory and stream as the driver takes them."""
-        return _CONFIG.pack(*grid, self.threads, 1, 1, self.shared_bytes, stream, 0, 0)
+        """Grid, threads, shared memory, stream and attributes as the driver takes them."""
+        return _CONFIG.pack(*grid, self.threads, 1, 1, self.shared_bytes, stream, *self._attributes)
 
     def queue(self, device: int, config: bytes, parameters: ctypes.Array[Any]) -> None:
         """As `launch`, with everything packed already.
