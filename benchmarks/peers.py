@@ -96,3 +96,15 @@ MAKERS: dict[str, Callable[[Any, Any], Layer]] = {
     "tutel": tutel,
 }
 """Name in ``--impls`` -> what makes the layer from a shape and its parameters."""
+
+
+def vllm_experts() -> Callable[..., Tensor]:
+    """vLLM's Triton layer on (x, w1, w2, gates, ids); w1 (E, 2 I, D), w2 (E, D, I)."""
+    fused = importlib.import_module("vllm.model_executor.layers.fused_moe.fused_moe").fused_experts
+    return lambda x, w1, w2, gates, ids: fused(x, w1, w2, gates.float(), ids.int())
+
+
+def sglang_experts() -> Callable[..., Tensor]:
+    """SGLang's Triton layer on the same."""
+    module = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.fused_moe")
+    return lambda x, w1, w2, gates, ids: module.fused_experts_impl(x, w1, w2, gates.float(), ids.int())

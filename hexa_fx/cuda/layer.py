@@ -1,4 +1,5 @@
-"""``hexa::moe_ffn``, its forward for training and its backward on CUDA: planned as a whole when a call of a kind comes again.
+"""``hexa::moe_ffn``, its forward for training and its backward on CUDA: planned as a whole when a call of a kind comes again, or at
+once where its tokens are few.
 
 For a small layer a device needs less time than the host, which runs a program of operators and allocates what each of them writes.
 All of that follows from types, shapes, strides and alignment. A call that does more (a fallback, checked mode, autotuning) stays on
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hexa_fx.cuda.calls import chosen, described, float32_math, on_device, planned
 from hexa_fx.cuda.choosing import card_of, collection, on_forget
+from hexa_fx.cuda.decode import few_tokens, is_few
 from hexa_fx.cuda.fallback import falls_back
 from hexa_fx.cuda.kernel import NotBuilt
 from hexa_fx.cuda.plan import CallPlan
@@ -24,7 +26,7 @@ from hexa_fx.cuda.tune import autotuning
 from hexa_fx.errors import KernelError
 from hexa_fx.ops import library
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.moe_ffn import backward_on, forward_on
+from hexa_fx.ops.moe_ffn import backward_on, check, forward_on
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +39,15 @@ _MOST = 1024
 
 General = Callable[..., Any]
 
+
+def _inference(*args: Any) -> Any:
+    """In three launches where tokens are few, else operator by operator."""
+    y = few_tokens(*args)
+    return forward_on("cuda", False, *args) if y is None else y
+
+
 PROGRAMS: dict[str, General] = {
-    "moe_ffn": partial(forward_on, "cuda", False),
+    "moe_ffn": _inference,
     "moe_ffn_forward": partial(forward_on, "cuda", True),
     "moe_ffn_backward": partial(backward_on, "cuda"),
 }
@@ -103,7 +112,7 @@ def _call(name: str, general: General, args: Any, flat: tuple[Any, ...], slots: 
     key = (name, devices, float32_math(flat[0].dtype), is_fixed(), library.kernel_generation, *kind)
     plan = _known.get(key)
     if plan is None:
-        plan = _second(name, flat, key)
+        plan = _planned(name, flat, key)
         if plan is None:
             found = general(*args)
             _known.setdefault(key)
@@ -115,9 +124,11 @@ def _call(name: str, general: General, args: Any, flat: tuple[Any, ...], slots: 
         return general(*args)
 
 
-def _second(name: str, args: tuple[Any, ...], key: tuple[Any, ...]) -> CallPlan | None:
-    """The plan of a call of a kind that was seen before, if it can be planned and its kernels are there."""
-    if key not in _known or key in _general or autotuning():
+def _planned(name: str, args: tuple[Any, ...], key: tuple[Any, ...]) -> CallPlan | None:
+    """The plan of a call, if it can be planned and its kernels are there; of a kind that was not seen before only with few tokens,
+    which have kernels of their own (`hexa_fx.cuda.decode`): the first call gives the same bits as all others.
+    """
+    if (key not in _known and not _has_few_tokens(name, args)) or key in _general or autotuning():
         if len(_known) >= _MOST:
             forget()
         return None
@@ -134,3 +145,10 @@ def _second(name: str, args: tuple[Any, ...], key: tuple[Any, ...]) -> CallPlan 
         return None
     _known[key] = plan
     return plan
+
+
+def _has_few_tokens(name: str, args: tuple[Any, ...]) -> bool:
+    if name != "moe_ffn":
+        return False
+    check(*args)
+    return is_few(card_of(args[0].device.index), args[1], args[3].shape[0])

@@ -51,7 +51,7 @@ _MAX_BLOCKS = 64
 
 def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """A stable counting sort: one launch up to 4096 slots, two beyond."""
-    if _checked():
+    if ids_are_checked():
         _check_ids(top_k_index, num_experts)
     return _reindex(top_k_index, num_experts)  # type: ignore[no-any-return]
 
@@ -71,7 +71,8 @@ def _reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 
 
 @cached_choice
-def _checked() -> bool:
+def ids_are_checked() -> bool:
+    """Whether every call's ids are read and checked."""
     return checked_mode()
 
 

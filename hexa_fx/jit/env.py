@@ -27,6 +27,7 @@ VARIABLES = {
     "HEXA_FX_KEEP": "1: keep the build folder, with intermediate files, beside the cubin.",
     "HEXA_FX_WAIT_FOR_KERNELS": "1: a launch waits until its kernel is built, as benchmarks want; else others run meanwhile.",
     "HEXA_FX_AUTOTUNE": "1: time candidate tiles for shapes that the shipped table lacks, and remember the best.",
+    "HEXA_FX_FEW_TOKENS": "1: layers of up to 256 tokens take three launches on Hopper, which nobody has measured yet; else four.",
     "HEXA_FX_CHECKED": "1: raise for routing ids out of range, which otherwise contribute nothing (synchronises).",
 }
 
@@ -47,6 +48,7 @@ class JitSettings:
     verbose_build: bool = False
     keep: bool = False
     autotune: bool = False
+    few_tokens: bool = False
     checked: bool = False
 
     @classmethod
@@ -73,6 +75,7 @@ class JitSettings:
             verbose_build=_switch("HEXA_FX_VERBOSE_BUILD"),
             keep=_switch("HEXA_FX_KEEP"),
             autotune=_switch("HEXA_FX_AUTOTUNE"),
+            few_tokens=_switch("HEXA_FX_FEW_TOKENS"),
             checked=_switch("HEXA_FX_CHECKED"),
         )
 

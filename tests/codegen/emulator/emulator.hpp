@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -54,11 +55,17 @@ namespace emulator {
 
 constexpr int kStack = 1 << 16, kWords = 6;
 
+struct Copy {
+  unsigned to;  // in `shared`
+  const void* from;
+  int bytes;  // of sixteen; zeros behind them
+};
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStack]};
   bool done = false;
   long barriers = 0, meetings = 0;  // that it has come to
+  std::deque<std::vector<Copy>> copies{1};  // that are under way, in groups
 };
 struct Warp {
   unsigned word[2][32][kWords];
@@ -107,9 +114,10 @@ inline void run(Index grid, unsigned threads, const std::function<void()>& kerne
     for (bool some = true; some;) {
       some = false;
       for (unsigned i = 0; i < threads; ++i) {
-        if (fibers[i].done) continue;
-        some = true, threadIdx.x = i;
-        swapcontext(&scheduler, &fibers[i].context);
+        const unsigned next = blockIdx.x % 2 ? threads - 1 - i : i;  // results may not depend on who is first
+        if (fibers[next].done) continue;
+        some = true, threadIdx.x = next;
+        swapcontext(&scheduler, &fibers[next].context);
       }
     }
   }
@@ -125,14 +133,28 @@ inline void __syncthreads() {
     all = std::all_of(fibers.begin(), fibers.end(), [&](const Fiber& f) { return f.done || f.barriers >= mine; });
   }
 }
+inline void __syncwarp() { emulator::meet(nullptr, 0); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int atomicAdd(int* at, int x) {
+  const int before = *at;
+  *at += x;
+  return before;
+}
+inline unsigned __match_any_sync(unsigned, int value) {
+  const unsigned word = unsigned(value);
+  const auto& all = emulator::meet(&word, 1);
+  unsigned same = 0;
+  for (int lane = 0; lane < 32; ++lane) same |= unsigned(all[lane][0] == word) << lane;
+  return same;
+}
 inline int __shfl_sync(unsigned, int value, int from) {
   const unsigned word = unsigned(value);
   return int(emulator::meet(&word, 1)[from][0]);
 }
-inline int __shfl_up_sync(unsigned, int value, int distance) {
+template <class Int> Int __shfl_up_sync(unsigned, Int value, int distance) {
   const unsigned word = unsigned(value);
   const int lane = int(threadIdx.x % 32);
-  return int(emulator::meet(&word, 1)[lane < distance ? lane : lane - distance][0]);
+  return Int(emulator::meet(&word, 1)[lane < distance ? lane : lane - distance][0]);
 }
 inline float __shfl_xor_sync(unsigned, float value, int mask) {
   const unsigned word = bits_of(value);

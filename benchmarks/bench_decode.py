@@ -1,0 +1,179 @@
+"""Decode of dense layers on one GPU, beside what bytes allow, the launches of larger batches and peers: microseconds a layer.
+
+    python benchmarks/bench_decode.py [--shapes qwen3-30b,mixtral] [--tokens 1,2,4,...] [--layers 6] [--tiles] [--json FILE]
+
+Each time is that of a CUDA graph that runs `--layers` layers one after another, over their number: they have weights and routings
+of their own, so that no weight is found in a cache. ``few`` is `hexa::moe_ffn` in three launches (HEXA_FX_FEW_TOKENS=1), ``apart``
+the same where no launch begins before the one ahead is done, ``four`` the four launches, ``vllm`` and ``sglang`` the Triton layers
+of these packages where they are installed (else a line says why not). ``limit`` is the time in which the weights of the experts
+that are reached can be read once at 4.8 TB/s, ``read`` the same as fast as this card reads one large tensor. ``error`` is
+||out - ref|| / ||ref|| of the first layer against ``four``. ``--tiles`` times tiles of both products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peers
+import torch
+from bench_packed import captured, read_rate
+from common import SHAPES, MoeShape, environment, steady
+from torch import Tensor
+
+import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
+from hexa_fx.codegen import family_decode
+from hexa_fx.codegen.family_decode import DecodeTile, candidates
+from hexa_fx.cuda import calls, choosing
+from hexa_fx.jit import kernel as jit_kernel
+
+OPS, DEVICE, BF16 = torch.ops.hexa, "cuda", torch.bfloat16
+NOMINAL = 4.8e12
+Weights = tuple[Tensor, Tensor]
+Call = tuple[Tensor, Tensor, Tensor]
+Step = Callable[[], object]
+
+
+@contextmanager
+def way(few: bool, overlap: bool = True, tile: DecodeTile | None = None) -> Iterator[None]:
+    """A context in which layers take three launches, or four; which overlap, or not; with a tile of one's own."""
+    with mock.patch.dict(os.environ, HEXA_FX_FEW_TOKENS=str(int(few))):
+        patches = [] if overlap else [mock.patch.object(family_decode, "_depends", return_value=False)]
+        patches += [mock.patch.object(calls, "chosen_tile", return_value=tile)] if tile is not None else []
+        for patch in patches:
+            patch.start()
+        _forget()
+        try:
+            yield
+        finally:
+            for patch in patches:
+                patch.stop()
+    _forget()
+
+
+def _forget() -> None:
+    jit_kernel.get_kernel.cache_clear()
+    choosing.forget_choices()
+
+
+def random_weights(s: MoeShape) -> Weights:
+    """(E, 2 I, D) and (E, D, I)."""
+    sizes = ((s.experts, 2 * s.inner, s.model), (s.experts, s.model, s.inner))
+    w1, w2 = (torch.empty(size, dtype=BF16, device=DEVICE).normal_(0, size[2] ** -0.5) for size in sizes)
+    return w1, w2
+
+
+def random_call(s: MoeShape, tokens: int) -> Call:
+    """x, distinct ids and gates."""
+    ids = torch.randn(tokens, s.experts, device=DEVICE).topk(s.top_k, dim=1).indices
+    x = torch.randn(tokens, s.model, dtype=BF16, device=DEVICE)
+    return x, ids, torch.rand(tokens, s.top_k, device=DEVICE).softmax(-1)
+
+
+def run(c: Call, w: Weights) -> Tensor:
+    """The layer as the package runs it."""
+    static = ("silu", "concat", [], "nk", "nk", False)
+    return OPS.moe_ffn(*c, w[0], None, None, None, w[1], None, *static)  # type: ignore[no-any-return]
+
+
+def of_peer(name: str) -> Callable[[Call, Weights], Tensor] | None:
+    """A peer's layer; None, with a line, where it cannot be had."""
+    try:
+        layer = getattr(peers, f"{name}_experts")()
+    except Exception as reason:
+        print(f"{name}: {type(reason).__name__}: {str(reason)[:200]}", flush=True)
+        return None
+    return lambda c, w: layer(c[0], w[0], w[1], c[2], c[1])
+
+
+def bench(name: str, tokens: int, options: argparse.Namespace, rate: float, weights: list[Weights]) -> dict[str, Any]:
+    """A row of the table."""
+    s = SHAPES[name]
+    calls_of = [random_call(s, tokens) for _ in weights]
+    pairs = list(zip(calls_of, weights, strict=True))
+    graphs: dict[str, Step] = {}
+    outputs: dict[str, Tensor] = {}
+    for key, few, overlap in (("few", True, True), ("apart", True, False), ("four", False, True)):
+        with way(few, overlap):
+            outputs[key] = run(*pairs[0])
+            graphs[key] = captured(lambda: [run(*pair) for pair in pairs])
+    for key, layer in options.peers.items():
+        try:
+            graphs[key] = captured(lambda layer=layer: [layer(*pair) for pair in pairs])
+        except Exception as reason:
+            print(f"{key}: {type(reason).__name__}: {str(reason)[:200]}", flush=True)
+    times = steady(graphs, turns=options.turns, warm_s=options.seconds / 2, timed_s=options.seconds)
+    ref = outputs["four"].float()
+    row: dict[str, Any] = {"shape": name, "tokens": tokens}
+    row["error"] = float((outputs["few"].float() - ref).norm() / ref.norm())
+    row |= {f"{key}_us": ms * 1e3 / len(pairs) for key, ms in times.items()}
+    row["bytes"] = sum(c[1].unique().numel() for c in calls_of) / len(pairs) * 6 * s.model * s.inner
+    row["limit_us"], row["read_us"] = row["bytes"] / NOMINAL * 1e6, row["bytes"] / rate * 1e6
+    if options.tiles:
+        row["tiles"] = list(tile_times(pairs))
+    return row
+
+
+def tile_times(pairs: list[tuple[Call, Weights]]) -> Iterator[dict[str, Any]]:
+    """Microseconds of the layer with each tile that this card can hold, for both products."""
+    for tile in candidates():
+        try:
+            with way(True, tile.dependent, tile):
+                graph = captured(lambda: [run(*pair) for pair in pairs])
+        except Exception as reason:
+            print(f"      {tile}: {str(reason)[:120]}", flush=True)
+            continue
+        ms = steady({"tile": graph}, turns=1, warm_s=0.05, timed_s=0.1)["tile"]
+        found = {**asdict(tile), "us": ms * 1e3 / len(pairs)}
+        print("     ", found, flush=True)
+        yield found
+
+
+def line(row: dict[str, Any]) -> str:
+    names = [key.removesuffix("_us") for key in row if key.endswith("_us")]
+    times = " ".join(f"{key} {row[f'{key}_us']:7.1f}" for key in names)
+    part = row["limit_us"] / row["few_us"]
+    return f"{row['shape']:10s} {row['tokens']:4d} tokens  us: {times}  {part:.0%} of limit  error {row['error'] * 1e3:.2f}e-3"
+
+
+def main() -> None:
+    """Prints a line for each shape and number of tokens, writes the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="qwen3-30b,mixtral")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=0.3)
+    parser.add_argument("--peers", default="vllm,sglang")
+    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    found = {name: of_peer(name) for name in options.peers.split(",") if name}
+    options.peers = {name: layer for name, layer in found.items() if layer is not None}
+    rate, rows = read_rate(), list[dict[str, Any]]()
+    print(f"reads {rate / 1e12:.2f} TB/s", flush=True)
+    for name in options.shapes.split(","):
+        weights = [random_weights(SHAPES[name]) for _ in range(options.layers)]
+        for tokens in map(int, options.tokens.split(",")):
+            rows.append(bench(name, tokens, options, rate, weights))
+            print(line(rows[-1]), flush=True)
+            if options.json:
+                record = {
+                    "environment": environment(),
+                    "bytes_per_second": rate,
+                    "layers": options.layers,
+                    "rows": rows,
+                }
+                options.json.write_text(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()

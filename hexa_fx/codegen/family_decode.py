@@ -1,0 +1,160 @@
+"""decode_gemm and decode_combine: a layer of few tokens in three launches; sm_80 and everything after it.
+
+decode_gemm serves esmm, with or without an activation in its epilogue, in bf16 and fp16, and sorts slots by itself. Its rows lie by
+slot. From sm_90 on a launch may begin while the one before still runs (option ``dependent``).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hexa_fx.codegen.cutlass import DataType
+from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
+from hexa_fx.codegen.family_reindex import ID_TYPES
+from hexa_fx.codegen.family_rows import FLOATS, check_activation
+from hexa_fx.codegen.spec import KernelSpec
+
+GEMM, COMBINE = "decode_gemm", "decode_combine"
+THREADS, COMBINE_THREADS = 256, 128
+EXPERTS = (64, 128, 256, 512)
+"""Experts that tables in shared memory have room for."""
+SLOTS = (512, 2048)
+"""Slots that they have room for."""
+ROWS = (8, 16, 32, 64)
+_WARPS = THREADS // 32
+_WEIGHT_BYTES = 16384
+_FEWEST_STAGES, _MOST_STAGES = 3, 8
+_OVERHEAD = 1024
+"""Shared memory that a block takes beside what it asks for."""
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """Shape of one kernel of decode_gemm.
+
+    Args:
+        rows: of an expert that are multiplied at a time.
+        warps_m: warps of a block side by side along the weight's columns, 32 of them each; eight in all, the others share K.
+        stages: of the pipeline, 16 KiB of the weight each.
+        dependent: the product behind another one begins while that still runs.
+    """
+
+    rows: int
+    warps_m: int
+    stages: int
+    dependent: bool = True
+
+
+def choose_tile(arch: int, bucket: int, experts: int, slots: int, along_k: bool) -> DecodeTile | None:
+    """The tile for experts with 2^`bucket` rows on average; None where shared memory does not hold one.
+
+    Most experts fit into one part, or their weights would be read twice; and the rows beside a tile are few of its bytes. With the
+    fewest rows two blocks fit on a multiprocessor, so that the second product's weights come while the first one ends.
+
+    Args:
+        along_k: weights are (E, N, K). Else a tile is at least 64 columns wide, which are 128 bytes of a line.
+    """
+    rows = 8 if bucket <= 1 else 16 if bucket <= 3 else 32 if bucket <= 4 else 64
+    warps_m = {8: 1 if along_k else 2, 16: 2, 32: 4, 64: 4}[rows]
+    limit = shared_limit(arch)
+    if rows == 8 and arch >= 90:
+        limit = (limit - _OVERHEAD) // 2
+    fixed = shared_bytes(DecodeTile(rows, warps_m, 0), experts, slots)
+    stages = min(_MOST_STAGES, (limit - fixed) // _stage_bytes(rows, warps_m))
+    return DecodeTile(rows, warps_m, stages) if stages >= _FEWEST_STAGES else None
+
+
+def candidates() -> list[DecodeTile]:
+    """Tiles worth timing; some may not fit a card."""
+    sizes = [(8, 1), (8, 2), (8, 4), (16, 2), (16, 4), (32, 4), (64, 4)]
+    return [DecodeTile(*size, stages, apart) for size in sizes for stages in (4, 5, 6, 8) for apart in (True, False)]
+
+
+def shared_bytes(tile: DecodeTile, experts: int, slots: int) -> int:
+    """Of a block: the pipeline, sums of the warps that share K, and tables that hold these experts and slots."""
+    sums = _WARPS // tile.warps_m * tile.rows * (32 * tile.warps_m + 4) * 4
+    tables = -(-(8 * (room(EXPERTS, experts) + 1) + 2 * slots_of(tile, slots)) // 16) * 16
+    return tile.stages * _stage_bytes(tile.rows, tile.warps_m) + sums + tables
+
+
+def room(sizes: tuple[int, ...], wanted: int) -> int:
+    """The smallest size that holds as many, or the largest."""
+    return next((size for size in sizes if wanted <= size), sizes[-1])
+
+
+def slots_of(tile: DecodeTile, slots: int) -> int:
+    """Slots that a tile's tables hold: only where room is short as few as suffice, so that there are few kernels."""
+    return room(SLOTS, slots) if tile.rows == ROWS[0] else SLOTS[-1]
+
+
+def columns_of_tile(spec: KernelSpec) -> int:
+    """Columns of the result (of one glu half) that one unit of work gives."""
+    return int(spec.option("warps_m")) * (32 if spec.glu == "none" else 16)
+
+
+def _stage_bytes(rows: int, warps_m: int) -> int:
+    return _WEIGHT_BYTES + rows * (32 * _WARPS // warps_m) * 2
+
+
+def _shape(spec: KernelSpec) -> LaunchShape:
+    tile = DecodeTile(int(spec.option("rows")), int(spec.option("warps_m")), spec.stages)
+    size = shared_bytes(tile, int(spec.option("experts")), int(spec.option("slots")))
+    return LaunchShape(threads=THREADS, shared_bytes=size, dependent=_depends(spec))
+
+
+def _depends(spec: KernelSpec) -> bool:
+    """A layer's first launch reads what any launch before wrote, and waits for it to end as any other."""
+    return bool(spec.option("dependent")) and spec.arch >= 90
+
+
+def _blocks(spec: KernelSpec) -> dict[str, object]:
+    """Blocks of a multiprocessor that registers have to suffice for."""
+    return {"blocks": 2 if int(spec.option("rows")) <= 16 else 1}
+
+
+def _check_types(spec: KernelSpec) -> Iterable[str]:
+    if spec.dtype not in (DataType.bf16, DataType.f16):
+        yield f"element type {spec.dtype.name}; expected bf16 or f16"
+    if spec.option("id") not in ID_TYPES:
+        yield f"routing ids are {spec.option('id')!r}; expected one of {', '.join(ID_TYPES)}"
+
+
+def _check_gemm(spec: KernelSpec) -> Iterable[str]:
+    yield from _check_types(spec)
+    yield from check_activation(spec)
+    if not spec.aligned or spec.accumulate:
+        yield "weights and rows lie at multiples of 16 bytes, and results are stored"
+    if spec.option("rows") not in ROWS or spec.option("warps_m") not in (1, 2, 4, 8) or spec.stages < 2:
+        yield f"tile of {spec.option('rows')} rows, {spec.option('warps_m')} warps, {spec.stages} stages"
+    if spec.option("experts") not in EXPERTS or spec.option("slots") not in SLOTS:
+        yield f"tables for {spec.option('experts')} experts, {spec.option('slots')} slots"
+
+
+def _check_combine(spec: KernelSpec) -> Iterable[str]:
+    yield from _check_types(spec)
+    if spec.option("weights", "f32") not in {t.name for t in FLOATS}:
+        yield f"weights are {spec.option('weights')}; expected bf16, f16, f32 or f64"
+
+
+FAMILIES = (
+    Family(
+        name=GEMM,
+        template="decode_gemm.cu.j2",
+        ops=("esmm",),
+        # x, w, w2, bias, bias2, d, ids, x_stride, w_line, w_expert, slots, n, k, experts, top_k (value, magic, shift), alpha, limit
+        args=struct.Struct("PPPPPPPqqqiiiiIIIff0P"),
+        shape=_shape,
+        values=_blocks,
+        check=_check_gemm,
+    ),
+    Family(
+        name=COMBINE,
+        template="decode_combine.cu.j2",
+        ops=("combine",),
+        args=struct.Struct("PPPPiiii"),  # y, weights, ids, out, width, top_k, experts, parts
+        shape=lambda spec: LaunchShape(threads=COMBINE_THREADS, dependent=_depends(spec)),
+        check=_check_combine,
+    ),
+)

@@ -1,0 +1,205 @@
+"""A dense layer of few tokens in three launches: both products by decode_gemm, which sorts slots itself, and the sum over experts.
+
+With few rows an expert a layer only streams the weights of the experts that are reached, and each launch may cost a tenth of
+that. The second and the third launch begin while the one before still runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.family_decode import (
+    COMBINE,
+    COMBINE_THREADS,
+    EXPERTS,
+    GEMM,
+    SLOTS,
+    DecodeTile,
+    choose_tile,
+    columns_of_tile,
+)
+from hexa_fx.codegen.heuristics import row_bucket
+from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
+from hexa_fx.cuda.choosing import Card, cached_choice
+from hexa_fx.cuda.gemm_sm80 import divisor
+from hexa_fx.cuda.kernel import kernel_of
+from hexa_fx.cuda.key_decode import DecodeKey
+from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, ceil_div, constants_of, numbers_of
+from hexa_fx.cuda.planning import planning_of
+from hexa_fx.cuda.rows import ID_TYPES, ids_are_checked
+from hexa_fx.jit.env import JitSettings
+from hexa_fx.ops.activations import inner_width
+from hexa_fx.ops.fixed_order import is_fixed
+from hexa_fx.ops.rows import columns_of
+
+MOST_TOKENS = 256
+MOST_BUCKET = 5
+"""Up to 2^5 rows an expert on average. With more, products are no longer bound by the weights that they read once."""
+MOST_COLUMNS = 1 << 18
+"""Units of work are dealt out in 32 bits."""
+FIRST_ARCH = 90
+"""Cards before it keep one launch for each operator."""
+
+_NUMBERS, _COMBINE = (numbers_of(get_family(name).args) for name in (GEMM, COMBINE))
+
+
+class Projection(NamedTuple):
+    """One product: weights (E, N, K) or (E, K, N), w3 for glu ``split``, and what becomes of its result."""
+
+    w: Tensor
+    b: Tensor | None
+    w3: Tensor | None
+    b3: Tensor | None
+    layout: Layout
+    activation: str = "none"
+    glu: Glu = "none"
+    params: tuple[float, ...] = ()
+
+
+class Slots(NamedTuple):
+    """A routing as it is given: ids (T, k), of E experts."""
+
+    ids: Tensor
+    experts: int
+
+    @property
+    def rows(self) -> int:
+        """n."""
+        return self.ids.numel()
+
+    @property
+    def bucket(self) -> int:
+        """`row_bucket` of the layer."""
+        return row_bucket(self.rows, self.experts)
+
+
+def few_tokens(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *rest: Any) -> Tensor | None:
+    """``hexa::moe_ffn`` on operands; None where another way has to compute it, or is faster.
+
+    Args:
+        x: (T, D).
+        top_k_index: (T, k), any ids.
+        top_k_weights: (T, k) or None.
+        rest: the operator's other arguments.
+
+    Returns:
+        (T, D).
+    """
+    w1, b1, w3, b3, w2, b2, activation, glu, params, layout1, layout2, _ = rest
+    card = planning_of(x).card
+    if not is_few(card, top_k_index, w1.shape[0]) or is_fixed() or ids_are_checked():
+        return None
+    slots = Slots(top_k_index.contiguous(), w1.shape[0])
+    first = _as_stored(Projection(w1, b1, w3, b3, layout1, activation, glu, tuple(params)))
+    second = _as_stored(Projection(w2, b2, None, None, layout2))
+    if not (_takes(card, x, first, slots) and _takes(card, x, second, slots)) or top_k_index.dtype not in ID_TYPES:
+        return None
+    a = _product(x, first, slots, True)
+    y = _product(a, second, slots, False)
+    return _combine(y, top_k_weights, slots)
+
+
+def is_few(card: Card, top_k_index: Tensor, experts: int) -> bool:
+    """Whether a call has so few tokens that its layer only streams weights, and these launches are wanted for it on the card."""
+    tokens, top_k = top_k_index.shape
+    few = 0 < tokens <= MOST_TOKENS and 0 < tokens * top_k <= SLOTS[-1] and 0 < experts <= EXPERTS[-1]
+    fits = few and card.family_arch >= FIRST_ARCH and row_bucket(tokens * top_k, experts) <= MOST_BUCKET
+    return fits and _asked_for()
+
+
+@cached_choice
+def _asked_for() -> bool:
+    return JitSettings.from_env().few_tokens
+
+
+def _as_stored(o: Projection) -> Projection:
+    """With views of the weights whose contiguous dimension is the last one."""
+    w, layout = as_stored(o.w, o.layout)
+    w3 = o.w3 if o.w3 is None else as_stored(o.w3, o.layout)[0]
+    return o._replace(w=w, w3=w3, layout=layout)
+
+
+def _takes(card: Card, x: Tensor, o: Projection, slots: Slots) -> bool:
+    """Whether the kernel can read these operands."""
+    weights = [w for w in (o.w, o.w3) if w is not None]
+    if x.dtype not in (torch.bfloat16, torch.float16) or any(w.dtype != x.dtype for w in weights):
+        return False
+    if not aligned(x, *weights) or any(t.stride()[-1] != 1 for t in (x, *weights)):
+        return False
+    alike = all((w.stride(), w.shape) == (o.w.stride(), o.w.shape) for w in weights)
+    both = o.w3 is None or (o.b is None) == (o.b3 is None)
+    pieces = all(0 < size < MOST_COLUMNS and size % 8 == 0 for size in (*o.w.shape[1:], _columns(o)))
+    tile = choose_tile(card.arch, slots.bucket, slots.experts, slots.rows, o.layout == "nk")
+    return alike and both and pieces and tile is not None
+
+
+def _columns(o: Projection) -> int:
+    """Of the result."""
+    return inner_width(columns_of(o.w, o.layout), o.glu)
+
+
+def _product(x: Tensor, o: Projection, slots: Slots, first: bool) -> Tensor:
+    """(n, N) by slot; rows without an expert are not written. Rows of x are tokens in the first product, slots in the second."""
+    n, k = _columns(o), o.w.shape[2 if o.layout == "nk" else 1]
+    planning = planning_of(x)
+    biases = [None if b is None else b.contiguous() for b in (o.b, o.b3)]
+    key = DecodeKey(
+        planning.card,
+        x.dtype,
+        slots.bucket,
+        slots.experts,
+        slots.rows,
+        k,
+        columns_of(o.w, o.layout),
+        o.layout,
+        ID_TYPES[slots.ids.dtype],
+        first,
+        o.activation,
+        o.glu,
+        o.b is not None,
+    )
+    tile: DecodeTile = planning.tile_of(key)
+    spec = key.spec(tile)
+    d = x.new_empty((slots.rows, n))
+    pointers = (x, o.w, o.w3, *biases, d, slots.ids)
+    by_expert, by_line, _ = o.w.stride()
+    numbers = _NUMBERS.pack(
+        x.stride()[0],
+        by_line,
+        by_expert,
+        slots.rows,
+        n,
+        k,
+        slots.experts,
+        *divisor(slots.ids.shape[1] if first else 1),
+        *constants_of(o.activation, o.params),
+    )
+    most = min(slots.rows, slots.rows // tile.rows + slots.experts) * ceil_div(n, columns_of_tile(spec))
+    planning.launch(kernel_of(spec), (min(most, planning.card.multiprocessors), 1, 1), ((pointers, numbers),))
+    return d
+
+
+def _combine(y: Tensor, top_k_weights: Tensor | None, slots: Slots) -> Tensor:
+    """(T, D): rows by slot, times their weights, added up in the order of slots."""
+    planning, width = planning_of(y), y.shape[1]
+    tokens, top_k = slots.ids.shape
+    weights = None if top_k_weights is None else top_k_weights.contiguous()
+    parts = ceil_div(width, 8 * COMBINE_THREADS)
+    out = y.new_empty((tokens, width))
+    spec = _combine_spec(
+        planning.card.arch, y.dtype, None if weights is None else weights.dtype, ID_TYPES[slots.ids.dtype]
+    )
+    numbers = _COMBINE.pack(width, top_k, slots.experts, parts)
+    planning.launch(kernel_of(spec), (tokens * parts, 1, 1), (((y, weights, slots.ids, out), numbers),))
+    return out
+
+
+@cached_choice
+def _combine_spec(arch: int, dtype: torch.dtype, weights: torch.dtype | None, ids: str) -> KernelSpec:
+    spec = KernelSpec(COMBINE, "combine", arch, dtype=DTYPES[dtype], scale=weights is not None)
+    name = "f32" if weights is None else DTYPES[weights].name
+    return spec.with_options(weights=name, id=ids, dependent=True)

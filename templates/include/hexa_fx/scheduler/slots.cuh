@@ -1,0 +1,123 @@
+// The slots of few tokens sorted by expert, in every block for itself, and the work that follows: the rows of every expert in parts of at
+// most kRows, times the tiles of its weight. Parts of one tile follow one another, so that the weight comes from memory once.
+#pragma once
+
+namespace hexa {
+
+struct DecodeWork {
+  int expert, first_row, rows;  // the expert's rows
+  int part, parts, tile;
+};
+
+// kExperts and kSlots: as many as there is room for.
+template <int kRows, int kExperts, int kSlots, int kWarps>
+struct SortedSlots {
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kBytes = (2 * (kExperts + 1) * int(sizeof(int)) + kSlots * 2 + 15) / 16 * 16;
+  static constexpr int kScratchBytes = kWarps * kExperts * int(sizeof(int)) + kSlots * 2;
+  int* offs;              // first row of every expert
+  int* first;             // parts of the experts before
+  unsigned short* order;  // slot of every row
+  int experts, tiles;
+
+  __device__ SortedSlots(unsigned char* shared, int experts_, int tiles_)
+      : offs(reinterpret_cast<int*>(shared)),
+        first(offs + kExperts + 1),
+        order(reinterpret_cast<unsigned short*>(first + kExperts + 1)),
+        experts(experts_),
+        tiles(tiles_) {}
+
+  __device__ int units() const { return first[experts] * tiles; }
+
+  // All threads together; a stable counting sort. Each warp takes slots that follow one another, so that warp order is slot order.
+  // Loops are not unrolled: a small launch waits for its instructions, too.
+  template <class Id>
+  __device__ void sort(const Id* ids, int slots, unsigned char* scratch) {
+    int* tally = reinterpret_cast<int*>(scratch);  // of every warp, by expert
+    unsigned short* bins = reinterpret_cast<unsigned short*>(tally + kWarps * kExperts);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int chunk = (slots + kThreads - 1) / kThreads * 32, begin = min(warp * chunk, slots), end = min(begin + chunk, slots);
+    int* own = tally + warp * experts;
+#pragma unroll 1
+    for (int slot = begin + lane; slot < end; slot += 32) {
+      const long long id = static_cast<long long>(ids[slot]);
+      bins[slot] = static_cast<unsigned short>(id < 0 || id >= experts ? experts : id);
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) tally[i] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int slot = begin + lane; slot < end; slot += 32)
+      if (bins[slot] < experts) atomicAdd(own + bins[slot], 1);
+    __syncthreads();
+    if (warp == 0) scan(tally, lane);
+    __syncthreads();
+#pragma unroll 1
+    for (int at = begin; at < end; at += 32) {
+      const int slot = at + lane, bin = slot < end ? bins[slot] : experts;
+      const unsigned same = __match_any_sync(0xffffffffu, bin);
+      const int rank = __popc(same & ((1u << lane) - 1u));
+      const int row = bin < experts ? own[bin] + rank : 0;
+      __syncwarp();
+      if (bin < experts && rank == 0) own[bin] += __popc(same);
+      __syncwarp();
+      if (bin < experts) order[row] = static_cast<unsigned short>(slot);
+    }
+    __syncthreads();
+  }
+
+  __device__ DecodeWork at(int unit) const {
+    const int index = unit / tiles;
+    int low = 0, high = experts;  // first[low] <= index < first[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (first[middle] <= index) low = middle;
+      else high = middle;
+    }
+    const int parts = first[low + 1] - first[low], own = unit - first[low] * tiles;
+    return {low, offs[low], offs[low + 1] - offs[low], own % parts, parts, own / parts};
+  }
+  // Of the unit behind that of `work`, which is number `unit`.
+  __device__ DecodeWork behind(DecodeWork work, int unit) const {
+    if (++work.part < work.parts) return work;
+    work.part = 0;
+    return ++work.tile < tiles ? work : at(unit);
+  }
+
+ private:
+  // Tallies of warps become their first rows. Rows and parts are counted in one word.
+  __device__ void scan(int* tally, int lane) {
+    const int each = (experts + 31) / 32, begin = min(lane * each, experts), end = min(begin + each, experts);
+    const auto counted = [&](int e) {
+      unsigned rows = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) rows += tally[w * experts + e];
+      return rows | (rows + kRows - 1) / kRows << 16;
+    };
+    unsigned own = 0;
+#pragma unroll 1
+    for (int e = begin; e < end; ++e) own += counted(e);
+    unsigned upto = own;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const unsigned other = __shfl_up_sync(0xffffffffu, upto, d);
+      upto += lane >= d ? other : 0;
+    }
+    unsigned before = upto - own;
+#pragma unroll 1
+    for (int e = begin; e < end; ++e) {
+      const unsigned count = counted(e);
+      int row = before & 0xffff;
+      offs[e] = row, first[e] = before >> 16;
+      for (int w = 0; w < kWarps; ++w) {
+        const int rows = tally[w * experts + e];
+        tally[w * experts + e] = row;
+        row += rows;
+      }
+      before += count;
+    }
+    if (lane == 31) offs[experts] = upto & 0xffff, first[experts] = upto >> 16;
+  }
+};
+
+}  // namespace hexa

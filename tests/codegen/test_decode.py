@@ -1,0 +1,246 @@
+"""decode_gemm's and decode_combine's own text, run on the host: a layer of few tokens against float64."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hexa_fx.codegen import render
+from hexa_fx.codegen.family import shared_limit
+from hexa_fx.codegen.family_decode import DecodeTile, candidates, choose_tile, shared_bytes, slots_of
+from hexa_fx.cuda import calls
+from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda.choosing import typical_card
+from hexa_fx.cuda.kernel_set import kernel_set, layer_of
+from hexa_fx.cuda.kernel_set import launched as launched_by
+from hexa_fx.cuda.layer import PROGRAMS, moe_ffn
+from hexa_fx.errors import InputError
+from hexa_fx.ir import FfnSpec
+from hexa_fx.ops.activations import activation_forward
+from hexa_fx.ops.fixed_order import fixed_order
+from tests.codegen.emulated import emulated  # noqa: F401
+from tests.gpu.cases import row_error
+from tests.runtime.cards import HOPPER
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+BF16, F16 = torch.bfloat16, torch.float16
+TOLERANCE = {BF16: 8e-3, F16: 1e-3}
+"""a, rows and results are rounded, each once."""
+CARD = HOPPER._replace(multiprocessors=3)
+IDS = {
+    "random": [[0, 3], [3, 4], [4, 0], [1, 3], [3, 0]],
+    "all to one": [[2, 2]] * 10,
+    "no expert": [[5, 3], [-1, 0], [7, 5]],
+    "none": [[5, -1]] * 2,
+    "one token": [[4, 1]],
+    "many": [[t * 7 % 5, t * t % 6] for t in range(40)],
+}
+
+
+def layer(
+    dtype: torch.dtype = BF16,
+    hidden: int = 72,
+    inner: int = 40,
+    glu: str = "concat",
+    activation: str = "silu",
+    params: tuple[float, ...] = (),
+    layouts: str = "nk nk",
+    bias: bool = False,
+    experts: int = 5,
+) -> tuple[list[Any], list[Any]]:
+    """Weights and static arguments of moe_ffn."""
+    layout1, layout2 = layouts.split()
+    n = 2 * inner if glu in ("concat", "interleaved") else inner
+
+    def weight(columns: int, k: int, layout: str) -> Tensor:
+        w = (torch.randn(experts, columns, k) * k**-0.5).to(dtype)
+        return w if layout == "nk" else w.transpose(1, 2).contiguous()
+
+    def bias_of(columns: int, there: bool = True) -> Tensor | None:
+        return torch.randn(experts, columns).to(dtype) if bias and there else None
+
+    w3 = weight(n, hidden, layout1) if glu == "split" else None
+    weights = [weight(n, hidden, layout1), bias_of(n), w3, bias_of(n, glu == "split")]
+    return [*weights, weight(hidden, inner, layout2), bias_of(hidden)], [
+        activation,
+        glu,
+        params,
+        *layouts.split(),
+        False,
+    ]
+
+
+def reference(x: Tensor, ids: Tensor, gates: Tensor | None, weights: list[Any], static: list[Any]) -> Tensor:
+    w1, b1, w3, b3, w2, b2 = (None if t is None else t.double() for t in weights)
+    activation, glu, params, layout1, layout2, _ = static
+    out = torch.zeros(x.shape[0], x.shape[1], dtype=torch.float64)
+    for t, s in ((t, s) for t in range(ids.shape[0]) for s in range(ids.shape[1])):
+        e = int(ids[t, s])
+        if not 0 <= e < w1.shape[0]:
+            continue
+        h = []
+        for w, b in ((w1, b1), (w3, b3)):
+            if w is not None:
+                h.append(x[t].double() @ (w[e].t() if layout1 == "nk" else w[e]) + (0 if b is None else b[e]))
+        a = activation_forward(torch.cat(h)[None], activation, glu, params)[0]
+        y = a @ (w2[e].t() if layout2 == "nk" else w2[e]) + (0 if b2 is None else b2[e])
+        out[t] += y * (1 if gates is None else gates[t, s].double())
+    return out
+
+
+def run(
+    x: Tensor, ids: Tensor, gates: Tensor | None, weights: list[Any], static: list[Any], tile: Any = None
+) -> Tensor:
+    """Three launches on this machine; what nobody writes is NaN."""
+    args = [x, ids, gates, *weights, *static]
+    plan = calls.planned(PROGRAMS["moe_ffn"], args, CARD, (lambda key: tile) if tile else calls.chosen())
+    assert [kernel.spec.family for kernel in plan.kernels] == ["decode_gemm", "decode_gemm", "decode_combine"]
+    plan.load()
+    tensors = [t for t in args if isinstance(t, Tensor)]
+    return plan(tensors, [t.data_ptr() for t in tensors], x.device)
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch):
+    monkeypatch.setenv("HEXA_FX_FEW_TOKENS", "1")
+    cuda_choosing.forget_choices()
+    yield
+    cuda_choosing.forget_choices()
+
+
+SWIGLU_OAI = {"glu": "interleaved", "activation": "swiglu_oai", "params": (1.702, 1.0), "bias": True}
+CASES: dict[str, tuple[dict[str, Any], DecodeTile | None]] = {
+    "f16, more steps than stages": ({"dtype": F16, "hidden": 776, "inner": 264}, DecodeTile(8, 1, 3)),
+    "split, kn nk": ({"glu": "split", "activation": "gelu", "layouts": "kn nk", "bias": True}, None),
+    "interleaved, kn kn": ({"layouts": "kn kn", "hidden": 136, "inner": 72, **SWIGLU_OAI}, DecodeTile(16, 2, 4)),
+    "none, nk kn": ({"glu": "none", "activation": "tanh", "layouts": "nk kn"}, DecodeTile(64, 4, 3)),
+}
+MORE: dict[str, tuple[dict[str, Any], DecodeTile | None]] = {
+    "concat": ({}, None),
+    "interleaved, nk kn": ({"glu": "interleaved", "layouts": "nk kn"}, DecodeTile(8, 4, 2)),
+    "concat, kn": ({"layouts": "kn kn", "hidden": 136, "inner": 72, "bias": True}, DecodeTile(32, 4, 3)),
+    "none, kn nk": ({"glu": "none", "activation": "relu2", "layouts": "kn nk", "bias": True}, DecodeTile(16, 8, 3)),
+    "wide": ({"hidden": 264, "inner": 136}, DecodeTile(8, 2, 5)),
+}
+
+
+def check(case: tuple[dict[str, Any], DecodeTile | None], ids_dtype: torch.dtype = torch.int64) -> None:
+    options, tile = case
+    weights, static = layer(**options)
+    dtype = weights[0].dtype
+    for kind, index in IDS.items():
+        ids = torch.tensor(index).to(ids_dtype)
+        x, gates = torch.randn(len(index), options.get("hidden", 72)).to(dtype), torch.rand(ids.shape)
+        want = reference(x, ids, gates, weights, static)
+        gates[(ids < 0) | (ids >= 5)] = float("nan")
+        error = row_error(run(x, ids, gates, weights, static, tile), want)
+        assert error < TOLERANCE[dtype], (kind, error)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer(emulated, case):  # noqa: F811
+    check(CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE)
+def test_more_layers(emulated, case):  # noqa: F811
+    check(MORE[case], torch.int32)
+
+
+def test_a_tile_is_there_for_every_size_and_holds_its_tables():
+    for arch, bucket, experts, slots in product((80, 86, 90), range(6), (8, 512), (512, 2048)):
+        tile = choose_tile(arch, bucket, experts, slots, True)
+        if arch == 90:
+            assert tile is not None
+        if tile is not None:
+            assert shared_bytes(tile, experts, slots) <= shared_limit(arch)
+    tile = choose_tile(90, 0, 128, 512, True)
+    assert tile is not None
+    assert 2 * (shared_bytes(tile, 128, 512) + 1024) <= 228 * 1024  # of two launches at a time
+
+
+def test_tables_of_small_tiles_hold_all_slots():
+    for tile in candidates():
+        assert slots_of(tile, 513) == 2048
+        assert slots_of(tile, 1) >= 512
+
+
+def given(**changes: Any) -> list[Any]:
+    weights, static = layer()
+    args = {"x": torch.randn(3, 72).to(BF16), "ids": torch.zeros(3, 2, dtype=torch.int64), "gates": torch.rand(3, 2)}
+    args.update(zip(("w1", "b1", "w3", "b3", "w2", "b2"), weights, strict=True))
+    args.update(changes)
+    return [*args.values(), *static]
+
+
+def launched(args: list[Any], card: Any = CARD) -> set[str]:
+    return {kernel.spec.family for kernel in calls.planned(PROGRAMS["moe_ffn"], args, card, calls.chosen()).kernels}
+
+
+FEW = {"decode_gemm", "decode_combine"}
+
+
+def test_what_takes_this_way(monkeypatch):
+    assert launched(given()) == FEW
+    w = torch.randn(5, 72, 80).to(BF16)
+    assert launched(given(w1=w.transpose(1, 2))) == FEW  # stored as (E, K, N)
+    apart = torch.randn(3, 144).to(BF16)[:, :72]
+    assert launched(given(x=apart)) == FEW
+    others = {
+        "an older card": given(),
+        "float32": given(**{n: t.float() for n, t in zip(("x", "w1", "w2"), (given()[0], given()[3], given()[7]))}),
+        "many tokens": given(x=torch.randn(257, 72).to(BF16), ids=torch.zeros(257, 2, dtype=torch.int64), gates=None),
+        "rows at odd addresses": given(x=torch.randn(3, 73).to(BF16)[:, 1:]),
+        "odd widths": given(w1=torch.randn(5, 84, 72).to(BF16), w2=torch.randn(5, 72, 42).to(BF16)),
+    }
+    for reason, args in others.items():
+        card = CARD._replace(family_arch=80) if reason == "an older card" else CARD
+        assert not launched(args, card) & FEW, reason
+    with fixed_order():
+        assert not launched(given()) & FEW
+    monkeypatch.setenv("HEXA_FX_FEW_TOKENS", "0")
+    cuda_choosing.forget_choices()
+    assert not launched(given()) & FEW
+
+
+def test_the_set_of_kernels_has_those_of_every_number_of_tokens():
+    card = typical_card(90)
+    small = layer_of(FfnSpec("silu", "concat"), experts=16, top_k=4, hidden=64, inner=64)
+    found = set(kernel_set(small, card, training=False, most=700))
+    every = set.union(*(set(launched_by(small, card, tokens, training=False)) for tokens in range(1, 700)))
+    assert found == every
+    assert sum(spec.family == "decode_gemm" for spec in found) == 2 * 4
+    for spec in found:
+        render(spec)
+    (combine,) = (spec for spec in found if spec.family == "decode_combine")
+    assert render(combine).launch.dependent
+    gemms = [render(spec) for spec in found if spec.family == "decode_gemm"]
+    assert all(source.launch.dependent != source.spec.option("first") for source in gemms)
+
+
+def test_the_first_call_is_checked_and_gives_the_bits_of_the_second(emulated, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: CARD)
+    cuda_choosing.forget_choices()
+    args = given()
+
+    def general(*args: Any) -> Any:
+        raise AssertionError("operator by operator")
+
+    first = moe_ffn(general, *args)
+    assert torch.equal(moe_ffn(general, *args), first)
+    with pytest.raises(InputError, match="top_k_index"):
+        moe_ffn(general, *given(ids=torch.zeros(4, 2, dtype=torch.int64)))
