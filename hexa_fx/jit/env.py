@@ -26,7 +26,8 @@ VARIABLES = {
     "HEXA_FX_VERBOSE_BUILD": "1: log the compile command and ptxas's resource report.",
     "HEXA_FX_KEEP": "1: keep the build folder, with intermediate files, beside the cubin.",
     "HEXA_FX_WAIT_FOR_KERNELS": "1: a launch waits until its kernel is built, as benchmarks want; else others run meanwhile.",
-    "HEXA_FX_AUTOTUNE": "1: time candidate tiles for shapes that the shipped table lacks, and remember the best.",
+    "HEXA_FX_AUTOTUNE": "1: time candidate tiles for shapes that the shipped table lacks, and remember the best "
+    "(`hexa-fx tune` does it for known models).",
     "HEXA_FX_FEW_TOKENS": "1: layers of up to 256 tokens take three launches on Hopper, which nobody has measured yet; else four.",
     "HEXA_FX_CHECKED": "1: raise for routing ids out of range, which otherwise contribute nothing (synchronises).",
 }
