@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -23,6 +24,7 @@ from hexa_fx.ir import Refusal
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import BlockAnalysis, analyse, refused
 from hexa_fx.passes.detect.free_body import FreeBody
+from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
@@ -169,15 +171,20 @@ def _analyse_level(
 
 def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysis:
     """Analyses a block with its packed weights in dense form."""
+    module = observation.module
     try:
-        with unpacked(observation.module), linear4bit.as_dense(observation.module):
+        with (
+            unpacked(module) as packed,
+            linear4bit.as_dense(module) as replaced,
+            kernels_requested("") if packed + replaced else nullcontext(),
+        ):
             analysis = analyse(observation, config)
     except linear4bit.OtherNumbers as error:
         return refused(Refusal(observation.path, str(error)))
     for form in analysis.rewritten.values():
-        if reason := linear4bit.why_not_in(observation.module, form.graph, analysis.reads):
+        if reason := linear4bit.why_not_in(module, form.graph, analysis.reads):
             return refused(Refusal(observation.path, reason))
-    kinds = partial(linear4bit.with_kinds, observation.module)
+    kinds = partial(linear4bit.with_kinds, module)
     rewritten = {mode: replace(form, reads=kinds(form.reads)) for mode, form in analysis.rewritten.items()}
     return replace(analysis, rewritten=rewritten, reads=kinds(analysis.reads))
 

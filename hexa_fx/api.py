@@ -19,6 +19,7 @@ from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, V
 from hexa_fx.example_tokens import example_tokens
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
+from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import listening
 from hexa_fx.passes import BlockAnalysis, Mode
@@ -162,8 +163,7 @@ def optimize_(
         _attach(model, "graphs", graphs)
         if mesh is None:
             find_sites(model, found.around)
-            for module in model.modules():
-                peft.hand_over(module)
+            request_kernels_of_sources(report.blocks, peft.hand_over_in(model))
         trace.finish(report, graphs)
     _announce(report)
     return model

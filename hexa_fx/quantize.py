@@ -9,7 +9,9 @@ from torch import nn
 
 from hexa_fx.errors import InputError
 from hexa_fx.formats import FORMATS, format_of
+from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
 from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.install import HexaForward, installed_forward
 from hexa_fx.sources import peft
 from hexa_fx.sources.packed_parameters import set_packed
@@ -56,8 +58,10 @@ def quantize_experts_(model: Model, format: FormatName) -> Model:
         _pack(alike, format)
     for forward in blocks.values():
         forward.small = {True: 0, False: 0}  # its own code would unpack
-    for module in model.modules():
-        peft.hand_over(module)
+    ranks = peft.hand_over_in(model)
+    held = [value for module in model.modules() for value in vars(module).values()]
+    reports = [value for value in held if isinstance(value, OptimizationReport)]
+    request_kernels_of_sources((block for report in reports for block in report.blocks), ranks)
     return model
 
 

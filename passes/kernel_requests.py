@@ -38,7 +38,7 @@ def kernels_requested(compute: str) -> Iterator[None]:
 
     Args:
         compute: `hexa_fx.HexaConfig.compute`. Blocks that multiply in FP8 get the kernels of their exact form too, which is what
-            calls that FP8 cannot take run.
+            calls that FP8 cannot take run. Empty: none, since a block is analysed in another form than it will run in.
     """
     token = _wanted.set(compute)
     try:

@@ -33,7 +33,7 @@ def _few_rows(o: Arguments) -> Tensor | None:
     """The result; None where the general path has to compute it."""
     top_k, experts = o.top_k_index.shape[1], o.w1.shape[0]
     weights = [_weight(p) for p in o.first if p.a is None]
-    w1, w3 = (*weights, None)[:2]
+    w1, w3 = (*weights, None, None)[:2]
     if w1 is None or (o.w3 is None) != (w3 is None) or row_bucket(o.top_k_index.numel(), experts) > packed.MOST_BUCKET:
         return None
     v, inv, offs = reindex(o.top_k_index, experts)

@@ -86,8 +86,10 @@ def repeated(parameters: Sequence[Any], experts: int) -> QuantizedWeight:
 
 
 @contextmanager
-def as_dense(block: nn.Module) -> Iterator[None]:
+def as_dense(block: nn.Module) -> Iterator[int]:
     """A context in which the modules below a block whose codes are read are `nn.Linear` with the numbers that these stand for.
+
+    Yields how many these are.
 
     Raises:
         OtherNumbers: a module's own forward does not give what follows from these.
@@ -102,7 +104,7 @@ def as_dense(block: nn.Module) -> Iterator[None]:
     try:
         for owner, name, linear in places:
             owner._modules[name] = made[id(linear)]
-        yield
+        yield len(places)
     finally:
         for owner, name, linear in places:
             owner._modules[name] = linear

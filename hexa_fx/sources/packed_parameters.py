@@ -42,14 +42,14 @@ def matrices_of(graph: torch.fx.Graph) -> dict[str, str]:
 
 
 @contextmanager
-def unpacked(module: nn.Module) -> Iterator[None]:
-    """A context in which the packed parameters of a module and those below it are dense ones."""
+def unpacked(module: nn.Module) -> Iterator[int]:
+    """A context in which the packed parameters of a module and those below it are dense ones. Yields how many these are."""
     held = [(owner, name, weight) for owner in module.modules() for name, weight in _own(owner).items()]
     made = {id(weight): nn.Parameter(weight.dense(), requires_grad=False) for _, _, weight in held}
     try:
         for owner, name, weight in held:
             owner._parameters[name] = made[id(weight)]
-        yield
+        yield len(held)
     finally:
         for owner, name, weight in held:
             owner._parameters[name] = weight  # type: ignore[assignment]

@@ -95,6 +95,20 @@ def hand_over(wrapper: Any) -> bool:
     return True
 
 
+def hand_over_in(model: nn.Module) -> dict[tuple[int, str], int]:
+    """Makes every wrapper of a model hand its factors over.
+
+    Returns the ranks of what is active, by the block's ``id`` and the parameter's name.
+    """
+    ranks = {}
+    for wrapper in model.modules():
+        if hand_over(wrapper):
+            made: Any = wrapper
+            active = [name for name in made.active_adapters if name in made.lora_A]
+            ranks[id(_adapters_of(made)[0]), str(made.parameter_name)] = sum(made.r[name] for name in active)
+    return ranks
+
+
 def take_back(module: nn.Module) -> None:
     """Gives a wrapper its own method back."""
     if isinstance(module.__dict__.get(_METHOD), HandOver):

@@ -1,0 +1,122 @@
+"""Every kernel that `hexa::moe_ffn_sources` may ever launch for a layer, as `hexa_fx.cuda.kernel_set` has them of `hexa::moe_ffn`.
+
+The layer's programs run on tensors without data, whose operators choose kernels and launch none, at one number of tokens in each
+interval in which they choose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.cuda.choosing import Card, collect
+from hexa_fx.cuda.kernel_set import MOST_TOKENS, token_counts
+from hexa_fx.cuda.packed import MOST_BUCKET
+from hexa_fx.cuda.packed_layer import moe_ffn_sources
+from hexa_fx.cuda.register import KERNELS, kernel
+from hexa_fx.ir import FfnSpec
+from hexa_fx.ops.moe_ffn_sources import backward, training
+from hexa_fx.ops.projection import DENSE
+from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.ops.rows import columns_of, flip
+from hexa_fx.ops.sources_arguments import OPERANDS, Arguments
+
+
+def layer_of(
+    spec: FfnSpec, operands: Mapping[str, Tensor], packed: Sequence[QuantizedWeight], ranks: Mapping[str, int]
+) -> Arguments:
+    """A call of the operator on tensors without data.
+
+    Args:
+        spec: the expert.
+        operands: of `hexa::moe_ffn`, with dense weights, by name; absent ones are left out.
+        packed: the weights that are packed, which are told by their shapes.
+        ranks: of what is added to w1, w3 or w2.
+    """
+    made: dict[str, Any] = {name: _empty(t.shape, t.dtype) for name, t in operands.items()}
+    layouts = {"w1": spec.layout1, "w3": spec.layout1, "w2": spec.layout2}
+    scales: dict[str, list[Tensor]] = {}
+    formats = dict.fromkeys(layouts, DENSE)
+    for name in layouts:
+        found = next((p for p in packed if name in made and p.shape == made[name].shape), None)
+        if name in made and name in ranks:
+            number, rank = name[1], ranks[name]
+            inputs, outputs = columns_of(made[name], flip(layouts[name])), columns_of(made[name], layouts[name])
+            made[f"a{number}"] = _empty((made[name].shape[0], rank, inputs), made["x"].dtype)
+            made[f"c{number}"] = _empty((made[name].shape[0], outputs, rank), made["x"].dtype)
+        if found is not None:
+            made[name], formats[name] = _empty(found.packed.shape, found.packed.dtype), found.format
+            scales[name] = [_empty(scale.shape, scale.dtype) for scale in found.scales]
+            layouts[name] = flip(layouts[name]) if found.transposed else layouts[name]
+    given = {name: made.get(name) for name in ("x", "top_k_index", *OPERANDS[1:])}
+    return Arguments(
+        **given,  # type: ignore[arg-type]
+        alphas=[2.0 if name in ranks else 1.0 for name in layouts],
+        s1=scales.get("w1", []),
+        s3=scales.get("w3", []),
+        s2=scales.get("w2", []),
+        formats=list(formats.values()),
+        activation=spec.activation,
+        glu=spec.glu,
+        params=spec.params,
+        layout1=layouts["w1"],
+        layout2=layouts["w2"],
+        recompute_h=spec.recompute_h,
+    )
+
+
+def sources_kernel_set(
+    layer: Arguments, card: Card, train: bool = True, most: int = MOST_TOKENS
+) -> tuple[KernelSpec, ...]:
+    """Every kernel that calls of a layer with 1 to `most` tokens launch. Needs no device, no compiler and no data.
+
+    Args:
+        layer: see `layer_of`.
+        card: what kernels are chosen for.
+        train: also those of forward and backward of training, with frozen weights.
+        most: tokens.
+
+    Raises:
+        KernelError: there is no kernel for these operands.
+    """
+    experts, top_k = layer.w1.shape[0], layer.top_k_index.shape[1]
+    few = (experts << MOST_BUCKET) // top_k + 1
+    found: dict[KernelSpec, None] = {}
+    for tokens in sorted({*token_counts(experts, top_k, most), min(few, most)}):
+        found.update(dict.fromkeys(launched(layer, card, tokens, train)))
+    return tuple(found)
+
+
+def launched(layer: Arguments, card: Card, tokens: int, train: bool = True) -> list[KernelSpec]:
+    """The kernels that a layer launches at a number of tokens, in order."""
+    o = layer._replace(
+        x=_empty((tokens, *layer.x.shape[1:]), layer.x.dtype),
+        top_k_index=_empty((tokens, layer.top_k_index.shape[1]), layer.top_k_index.dtype),
+    )
+    if o.top_k_weights is not None:
+        o = o._replace(top_k_weights=_empty((tokens, o.top_k_index.shape[1]), o.top_k_weights.dtype))
+    with collect(card) as specs, torch.no_grad(), _OnCard():
+        moe_ffn_sources(*o)
+        if train:
+            y, h, *kept = training(*o)
+            frozen = ("w1", "w3", "w2")
+            needs = [name not in frozen and getattr(o, name) is not None for name in OPERANDS]
+            backward(y, o.x, None if o.recompute_h else h, *kept, *o[2:], o.top_k_index.shape[1], needs)
+    return specs
+
+
+class _OnCard(TorchDispatchMode):
+    """Operators of hexa run their CUDA code on tensors without data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.name().partition("::")
+        return kernel(name)(*args) if space == "hexa" and name in KERNELS else func(*args, **(kwargs or {}))
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")

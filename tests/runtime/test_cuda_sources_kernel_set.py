@@ -1,0 +1,118 @@
+"""The kernels of packed weights and of adapters: which a layer may need, and when they are requested."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import hexa_fx
+from hexa_fx import jit
+from hexa_fx.codegen import KernelSpec, render
+from hexa_fx.cuda import choosing
+from hexa_fx.cuda.choosing import typical_card
+from hexa_fx.cuda.sources_kernel_set import launched, layer_of, sources_kernel_set
+from hexa_fx.inspection import kernel_requests as of_sources
+from hexa_fx.ir import FfnSpec
+from hexa_fx.ops.quantized_weight import QuantizedWeight
+from hexa_fx.ops.sources_arguments import Arguments
+from hexa_fx.passes import kernel_requests
+from tests.api.test_quantize import D, Model
+
+MOST = 300
+GPT_OSS = FfnSpec("swiglu_oai", "interleaved", "kn", "kn", params=(1.702, 7.0))
+
+
+def layer(spec: FfnSpec, format: str, ranks: Mapping[str, int], hidden: int = 64, inner: int = 128) -> Arguments:
+    """Four experts, two a token."""
+    first, second = (4, 2 * inner, hidden), (4, hidden, inner)
+    dense = [torch.randn(shape).bfloat16() for shape in (first, second)]
+    if spec.layout1 == "kn":
+        dense = [weight.transpose(1, 2) for weight in dense]
+    packed = [QuantizedWeight.of(weight, format, spec.layout1 == "kn") for weight in dense] if format else []
+    operands: dict[str, Tensor] = {
+        "x": torch.empty(5, hidden, dtype=torch.bfloat16),
+        "top_k_index": torch.empty(5, 2, dtype=torch.int64),
+        "top_k_weights": torch.empty(5, 2),
+        "w1": dense[0],
+        "w2": dense[1],
+    }
+    if spec.glu == "interleaved":
+        operands |= {"b1": torch.empty(4, 2 * inner).bfloat16(), "b2": torch.empty(4, hidden).bfloat16()}
+    return layer_of(spec, operands, packed, ranks)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(
+    ("spec", "format", "ranks"),
+    [
+        (FfnSpec("silu", "concat"), "nf4", {}),
+        (FfnSpec("silu", "concat"), "nf4_double", {"w1": 8, "w2": 8}),
+        (GPT_OSS, "mxfp4", {"w1": 4}),
+        (FfnSpec("silu", "concat"), "", {"w2": 8}),
+    ],
+)
+def test_no_number_of_tokens_needs_another_kernel(spec: FfnSpec, format: str, ranks: dict[str, int], arch: int) -> None:
+    made, card = layer(spec, format, ranks), typical_card(arch)
+    found = sources_kernel_set(made, card, most=MOST)
+    every = set.union(*(set(launched(made, card, tokens)) for tokens in (*range(1, MOST, 13), MOST)))
+    assert every <= set(found)
+    assert set(sources_kernel_set(made, card, False, MOST)) < set(found)
+    families = {spec.family for spec in found}
+    assert "unpack" in families or not format
+    assert "packed_gemm" in families or format in ("", "nf4_double")
+    assert len(found) < 40
+    for spec_ in found:
+        render(spec_)
+
+
+@pytest.fixture
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
+    """What is requested, on a stand-in: parameters lie on a CPU."""
+    found: list[KernelSpec] = []
+
+    def request(specs: Iterable[KernelSpec]) -> None:
+        found.extend(specs)
+
+    monkeypatch.setattr(jit, "builder", lambda: SimpleNamespace(request=request))
+    for module in (kernel_requests, of_sources):
+        monkeypatch.setattr(module, "_device", lambda block: torch.device("cuda", 0))
+    monkeypatch.setattr(choosing, "device_card", lambda device: typical_card(90))
+    return found
+
+
+def test_they_are_requested_when_weights_are_packed_and_no_dense_ones_for_packed_models(
+    requested: list[KernelSpec],
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(20, D).bfloat16()
+    model = hexa_fx.optimize_(Model().bfloat16(), x)
+    dense = set(requested)
+    assert {"estmm", "esfk"} & {spec.op for spec in dense}
+    requested.clear()
+    hexa_fx.quantize_experts_(model, "nf4")
+    packed = set(requested)
+    assert {"unpack", "packed_gemm"} <= {spec.family for spec in packed}
+    assert not {"estmm", "esfk"} & {spec.op for spec in packed}
+    requested.clear()
+    hexa_fx.optimize_(hexa_fx.undo_(model), x)
+    assert set(requested) == packed
+
+
+def test_those_of_adapters_that_are_there_are_requested(requested: list[KernelSpec]) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    x = torch.randn(20, D).bfloat16()
+    model = Model().bfloat16()
+    lora = peft.LoraConfig(r=8, target_parameters=["blocks.0.first", "blocks.0.second"])
+    adapted = peft.get_peft_model(copy.deepcopy(model), lora)
+    hexa_fx.optimize_(adapted, x)
+    assert any(spec.option("low_rank") for spec in requested if spec.family == "gather_gemm_sm90")
+    requested.clear()
+    hexa_fx.quantize_experts_(adapted, "mxfp4")
+    assert {"unpack", "packed_gemm"} <= {spec.family for spec in requested}
+    assert any(spec.op == "estmm" for spec in requested), "gradients of factors"
