@@ -18,7 +18,7 @@ from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda import operands as cuda_operands
-from hexa_fx.ops import activations
+from hexa_fx.ops import activations, library
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
 from tests.gpu.cases import (
@@ -347,3 +347,47 @@ def test_second_products_before_an_activation_s_gradient(tile: str) -> None:
     dh, _, _ = sm90.esmm_act_backward_low_rank(EsmmActBackwardLowRank.of(*given, u, c), GRADIENT_TILES[tile])
     da = reference_esmm(dy, w, None, r.v, r, "kn") + reference_esmm(u, c, None, None, r, "kn")
     assert_close(dh, activations.activation_backward(da, h.double(), "silu", "concat", ()), BF16, 2)
+
+
+def fp8_operands() -> tuple[Routing, tuple[Tensor, Tensor], list[Tensor]]:
+    """Routing, quantised tokens, and a quantised weight with its transposed part."""
+    r = routing()
+    x = library.kernel_for("quantize_rows_fp8", "cuda")(randn(TOKENS, 640, dtype=BF16))
+    made = [
+        torch.empty(EXPERTS, *size, dtype=dtype, device="cuda")
+        for size, dtype in (
+            *(((512, 640), torch.float8_e4m3fn), ((4, 5), F32)),
+            *(((640, 512), torch.float8_e4m3fn), ((5, 4), F32)),
+        )
+    ]
+    w = randn(EXPERTS, 512, 600, dtype=BF16, scale=600**-0.5)
+    library.kernel_for("quantize_weight_fp8", "cuda")(*made, w, None, "nk", "concat")
+    return r, x, made
+
+
+@hopper
+@pytest.mark.parametrize("gated", [True, False])
+def test_fp8_layer(gated: bool) -> None:
+    """Every kernel of FP8 block compute, each on what the one before gave; tests/gpu/test_fp8.py compares them."""
+    r, x, w = fp8_operands()
+
+    def run(name: str, *args: object) -> tuple[Tensor, ...]:
+        found = library.kernel_for(name, "cuda")(*args)
+        return found if isinstance(found, tuple) else (found,)
+
+    rows, static = (r.v, r.offs, TOP_K), ("silu", gated, ())
+    h, hs, a, a_scales = run("esmm_act_fp8", *x, *w[:2], None, *rows, *static, True)
+    width = a.shape[1]
+    second = [w[2][:, :, :width].contiguous(), w[3][:, :, : width // 128].contiguous()]
+    (y,) = run("esmm_fp8", a, a_scales, *second, None, r.offs, 600, BF16)
+    assert y[: r.routed].isfinite().all()
+    back = [t.transpose(1, 2).contiguous() for t in second]
+    dh, dhs, dh_t, dhs_t, *_ = run("esmm_act_backward_fp8", *x, *back, h, hs, None, *rows, *static, (True,) * 4)
+    (dx,) = run("esmm_fp8", dh, dhs, *w[2:], None, r.offs, 640, F32)
+    assert dx[: r.routed].isfinite().all()
+    x_t = run("quantize_columns_fp8", randn(TOKENS, 640, dtype=BF16), *rows)
+    dw = torch.empty(EXPERTS, 512, 640, dtype=BF16, device="cuda")
+    run("estmm_fp8", dw, dh_t, dhs_t, *x_t, r.offs, False)
+    assert dw.isfinite().all()
+    assert not dw[2].any()
+    assert run("ess_fp8", dh_t, dhs_t, r.offs)[0].isfinite().all()
