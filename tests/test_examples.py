@@ -21,6 +21,7 @@ SAYS = {
     "lora_experts": "loaded by plain PEFT: the same logits",
     "qlora_one_gpu": "the adapters alone were saved",
     "grpo_replay": "on the sampler's routing",
+    "grpo_trl": "trained by TRL on the sampler's routing",
     "handwritten_moe": "same weights after training",
     "inspect_graph": "The second block runs its own code:",
     "unequal_devices": "of one process",
@@ -35,7 +36,7 @@ def test_all_are_tested_and_listed() -> None:
 
 @pytest.mark.parametrize("name", [name for name in SAYS if name != "unequal_devices"])
 def test_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = {"fine_tuning": "accelerate", "lora_experts": "peft", "qlora_one_gpu": "peft"}
+    needed = {"fine_tuning": "accelerate", "lora_experts": "peft", "qlora_one_gpu": "peft", "grpo_trl": "trl"}
     if name in needed:
         pytest.importorskip(needed[name])
     monkeypatch.setattr(sys, "argv", [name])
