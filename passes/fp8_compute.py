@@ -5,6 +5,7 @@ It runs last, on blocks that were compared with their originals in float64, with
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -40,23 +41,26 @@ def in_fp8(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
     """
     if config.compute != "fp8_block":
         return block
-    changed = with_changed_nodes(block, _change)
+    packed = frozenset(weight.name for weight in block.packed)
+    changed = with_changed_nodes(block, functools.partial(_change, packed=packed))
     if changed is None:
         log.warning("%s does not multiply in FP8: its experts are run step by step", block.path or "the model")
     return changed or block
 
 
-def _change(node: fx.Node) -> None:
+def _change(node: fx.Node, packed: frozenset[str]) -> None:
     """Quantised weights are kept where weights are read as they are; what a collective gathers lies where others lay before."""
-    kept = all(_is_own_weight(node.args[i]) for i in _WEIGHTS if node.args[i] is not None)
+    kept = all(_is_own_weight(node.args[i], packed) for i in _WEIGHTS if node.args[i] is not None)
     node.target, node.args = torch.ops.hexa.moe_ffn_fp8.default, (*node.args, kept)
 
 
-def _is_own_weight(value: Any) -> bool:
-    """Whether a node is a weight of the block, or a view of this rank's slice of one."""
+def _is_own_weight(value: Any, packed: frozenset[str]) -> bool:
+    """Whether a node is a weight of the block, a stack of them (of these names), or a view of this rank's slice of one."""
     while isinstance(value, fx.Node) and value.target in (nodes.local_weight, nodes.scale_gradient):
         value = value.args[0]
-    return isinstance(value, fx.Node) and value.op == "get_attr"
+    if not isinstance(value, fx.Node):
+        return False
+    return value.op == "get_attr" or (value.op == "call_module" and value.target in packed)
 
 
 def computes_in_fp8(block: RewrittenBlock) -> bool:

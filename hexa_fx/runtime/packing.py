@@ -133,10 +133,11 @@ class PackedExperts:
             return self._copy(parameters)
         packed = self._packed
         assert packed is not None
-        versions = sum(map(_version, parameters))
-        if versions != self._versions:  # what was made of the stack is no longer true (`hexa_fx.ops.fp8_weights`)
-            torch.autograd.graph.increment_version(packed)
-            self._versions = versions
+        if (
+            sum(map(_version, parameters)) != self._versions
+        ):  # what was made of the stack no longer holds (`ops.fp8_weights`)
+            torch.autograd.graph.increment_version(packed)  # which may be the first parameter's, too
+            self._versions = sum(map(_version, parameters))
         if not is_grad_enabled() or not any(map(_requires_grad, parameters)):
             return packed.detach()
         if top_k_index is None and packed.numel() <= COPY_ELEMENTS:

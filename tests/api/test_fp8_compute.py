@@ -11,7 +11,8 @@ import hexa_fx
 from hexa_fx import HexaConfig
 from hexa_fx.errors import InputError
 from hexa_fx.integrations.dynamo import BackendOptions
-from hexa_fx.ops import fp8_weights, moe_ffn_fp8
+from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8
+from hexa_fx.runtime import packing
 
 FP8 = HexaConfig(compute="fp8_block")
 D, INNER, E = 32, 48, 4
@@ -115,6 +116,27 @@ def test_weights_that_change_count(kind, change):
     fp8_weights.clear()
     assert not torch.equal(before, after)
     assert torch.equal(fast(x), after)
+
+
+@pytest.mark.parametrize("kind", [Listed, Stacked])
+def test_weights_are_quantised_once_a_step(kind, monkeypatch):
+    made_of, kernel = [], library._KERNELS["quantize_weight_fp8", "cpu"]
+    monkeypatch.setitem(
+        library._KERNELS, ("quantize_weight_fp8", "cpu"), lambda *args: (made_of.append(args[4]), kernel(*args))
+    )
+    monkeypatch.setattr(packing, "COPY_ELEMENTS", 0)  # as stacks of real sizes are read
+    _, fast, x = made(kind)
+    optimizer = torch.optim.AdamW(fast.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        made_of.clear()
+        for _ in range(2):  # micro-batches
+            loss = fast(x).square().sum()
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        assert len(made_of) == 2
+    assert len(set(losses)) == 3
 
 
 def test_it_trains_as_the_original_does():
