@@ -29,14 +29,21 @@ from hexa_fx.codegen.spec import KernelSpec, SpecError
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """What of a launch the spec fixes: threads a block, bytes of dynamic shared memory, blocks a cluster (along x), and whether it
-    begins while the launch before it still runs; the kernel itself waits then (templates/include/hexa_fx/ptx/dependent.cuh).
+    """What of a launch the spec fixes.
+
+    Args:
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        cluster: blocks of one, along x.
+        dependent: it begins while the launch before it still runs; the kernel waits (templates/include/hexa_fx/ptx/dependent.cuh).
+        overlaps: it runs beside others, so that all of them want memory split alike: as much of it as can be is shared.
     """
 
     threads: int
     shared_bytes: int = 0
     cluster: int = 1
     dependent: bool = False
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _stage_bytes(rows: int, warps_m: int) -> int:
 def _shape(spec: KernelSpec) -> LaunchShape:
     tile = DecodeTile(int(spec.option("rows")), int(spec.option("warps_m")), spec.stages)
     size = shared_bytes(tile, int(spec.option("experts")), int(spec.option("slots")))
-    return LaunchShape(threads=THREADS, shared_bytes=size, dependent=_depends(spec))
+    return LaunchShape(threads=THREADS, shared_bytes=size, dependent=_depends(spec), overlaps=True)
 
 
 def _depends(spec: KernelSpec) -> bool:
@@ -154,7 +154,7 @@ FAMILIES = (
         template="decode_combine.cu.j2",
         ops=("combine",),
         args=struct.Struct("PPPPiiii"),  # y, weights, ids, out, width, top_k, experts, parts
-        shape=lambda spec: LaunchShape(threads=COMBINE_THREADS, dependent=_depends(spec)),
+        shape=lambda spec: LaunchShape(threads=COMBINE_THREADS, dependent=_depends(spec), overlaps=True),
         check=_check_combine,
     ),
 )

@@ -16,6 +16,9 @@ NO_CONTEXT = 201
 MAX_DYNAMIC_SHARED_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
+PREFERRED_SHARED_MEMORY_CARVEOUT = 9
+"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent. A multiprocessor has to be idle to change it."""
+
 _CAPTURE_RELAXED = 2
 
 
@@ -57,10 +60,18 @@ class Driver:
         self.check("cuLibraryGetKernel", self.library.cuLibraryGetKernel(ctypes.byref(handle), library, name.encode()))
         return handle
 
-    def prepare(self, kernel: ctypes.c_void_p, device: int, shared_bytes: int) -> ctypes.c_void_p:
+    def prepare(
+        self, kernel: ctypes.c_void_p, device: int, shared_bytes: int, most_shared: bool = False
+    ) -> ctypes.c_void_p:
         """Loads `kernel` on `device` and allows it its shared memory. Makes the device's context current.
 
         Works inside a CUDA graph capture: loading is hidden from it.
+
+        Args:
+            kernel: what `kernel` gave.
+            device: CUDA device index.
+            shared_bytes: dynamic shared memory of a block.
+            most_shared: a multiprocessor's memory is to be shared memory as far as possible. A hint.
 
         Returns:
             The CUfunction to launch there.
@@ -72,6 +83,8 @@ class Driver:
             if shared_bytes > 48 * 1024:
                 result = self.library.cuKernelSetAttribute(MAX_DYNAMIC_SHARED_BYTES, shared_bytes, kernel, device)
                 self.check("cuKernelSetAttribute", result)
+            if most_shared:
+                self.library.cuKernelSetAttribute(PREFERRED_SHARED_MEMORY_CARVEOUT, 100, kernel, device)
             function = ctypes.c_void_p()
             self.check("cuKernelGetFunction", self.library.cuKernelGetFunction(ctypes.byref(function), kernel))
         finally:

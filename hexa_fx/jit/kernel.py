@@ -95,7 +95,8 @@ class KernelHandle:
     def _prepare(self, device: int) -> ctypes.c_void_p:
         with self._lock:
             if device not in self._functions:
-                self._functions[device] = self._api.prepare(self._kernel, device, self.shared_bytes)
+                launch = self.source.launch
+                self._functions[device] = self._api.prepare(self._kernel, device, self.shared_bytes, launch.overlaps)
             return self._functions[device]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import shutil
+import struct
 from itertools import product
 from typing import Any
 
@@ -21,6 +23,8 @@ from hexa_fx.cuda.kernel_set import launched as launched_by
 from hexa_fx.cuda.layer import PROGRAMS, moe_ffn
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
+from hexa_fx.jit import Entry, KernelHandle
+from hexa_fx.jit.driver import Driver
 from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.fixed_order import fixed_order
 from tests.codegen.emulated import emulated  # noqa: F401
@@ -230,6 +234,32 @@ def test_the_set_of_kernels_has_those_of_every_number_of_tokens():
     assert render(combine).launch.dependent
     gemms = [render(spec) for spec in found if spec.family == "decode_gemm"]
     assert all(source.launch.dependent != source.spec.option("first") for source in gemms)
+
+
+def test_launches_that_begin_early_say_so_to_the_driver(tmp_path):
+    asked: list[tuple[int, ...]] = []
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            def call(*args: Any) -> int:
+                if name == "cuKernelSetAttribute":
+                    asked.append(args[:2])
+                elif name in ("cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelGetFunction"):
+                    args[0]._obj.value = 0x1000
+                return 0
+
+            return call
+
+    small = layer_of(FfnSpec("silu", "concat"), experts=16, top_k=4, hidden=64, inner=64)
+    for number, spec in enumerate(launched_by(small, typical_card(90), 1, training=False)):
+        handle = KernelHandle(render(spec), Entry("k", tmp_path, b"cubin"), Driver(Library()))
+        *_, attributes, count = struct.unpack("7IPPI0P", handle.config((1, 1, 1), 0))
+        assert count == (number > 0)
+        if count:  # CUlaunchAttribute: programmatic stream serialization is on
+            assert struct.unpack("I4xi60x", ctypes.string_at(attributes, 72)) == (6, 1)
+        asked.clear()
+        handle.blocks_per_sm(0)
+        assert (9, 100) in asked  # all of them split a multiprocessor's memory alike
 
 
 def test_the_first_call_is_checked_and_gives_the_bits_of_the_second(emulated, monkeypatch):  # noqa: F811

@@ -21,6 +21,7 @@ from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.ops import activations, library
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
+from tests.gpu import test_decode as few_tokens
 from tests.gpu.cases import (
     Routing,
     assert_close,
@@ -391,3 +392,14 @@ def test_fp8_layer(gated: bool) -> None:
     assert dw.isfinite().all()
     assert not dw[2].any()
     assert run("ess_fp8", dh_t, dhs_t, r.offs)[0].isfinite().all()
+
+
+@hopper
+@pytest.mark.parametrize("layouts", ["nk nk", "kn kn"])
+@pytest.mark.parametrize("tokens", [5, 60], ids=["8 rows", "32 rows"])
+def test_few_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, layouts: str) -> None:
+    """Three launches of which two begin early; more steps than stages, a block's units of several experts."""
+    monkeypatch.setenv("HEXA_FX_FEW_TOKENS", "1")
+    cuda_choosing.forget_choices()
+    ids = make_routing("sentinels", tokens, 3, few_tokens.EXPERTS).index
+    few_tokens.check(few_tokens.Layer(776, 328, layouts=layouts, bias=True), few_tokens.operands(ids, 776))
