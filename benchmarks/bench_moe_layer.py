@@ -4,6 +4,7 @@
 
 Rows: ``dense`` is plain matmuls of the same FLOPs on contiguous rows (the floor), ``hexa`` is what `hexa_fx.optimize_` makes of
 transformers' experts, ``hexa-invariant`` the same with `HexaConfig(batch_invariant=True)`, ``hexa-fp8`` with `compute="fp8_block"`,
+``hexa-fp8-step`` likewise, weights quantised anew in every call, as after a step of an optimizer (`hexa-fp8` quantises them once),
 ``hf-grouped``, ``hf-batched`` and ``hf-eager`` are transformers' own experts modules where transformers is installed, ``loop`` the
 eager loop over experts written here, ``sonic``, ``liger``, ``scatter``, ``megablocks`` and ``tutel`` other packages where they are
 installed (peers.py); one followed by ``@NAME`` runs only for the shape or the routing of that name. Data is random. Each has its
@@ -97,11 +98,23 @@ def relative(value: Tensor, reference: Tensor) -> float:
     return float((value.detach().float() - reference).norm() / reference.norm())
 
 
+def of_new_weights(experts: nn.Module, p: Weights) -> Callable[[], Tensor]:
+    """A call of the experts whose weights count as changed."""
+    run = layer(experts, p)
+
+    def call() -> Tensor:
+        torch.autograd.graph.increment_version([p.w1, p.w2])
+        return run()
+
+    return call
+
+
 def implementations(shape: MoeShape, p: Weights, names: list[str], ours: nn.Module) -> dict[str, Callable[[], Tensor]]:
     makers: dict[str, Callable[[], Callable[[], Tensor]]] = {
         "hexa": lambda: layer(ours, p),
         "hexa-invariant": lambda: layer(optimized_experts(shape, p, HexaConfig(batch_invariant=True)), p),
         "hexa-fp8": lambda: layer(optimized_experts(shape, p, HexaConfig(compute="fp8_block")), p),
+        "hexa-fp8-step": lambda: of_new_weights(optimized_experts(shape, p, HexaConfig(compute="fp8_block")), p),
         "loop": lambda: layer(LoopExperts(shape, p), p),
     }
     for name, implementation in {"hf-grouped": "grouped_mm", "hf-batched": "batched_mm", "hf-eager": "eager"}.items():

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _any_requires_grad, _AutoDispatchBelowAutograd
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
@@ -28,7 +30,8 @@ from hexa_fx.ops.projection import DENSE
 
 _OPS = torch.ops.hexa
 _INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {STATIC}, bool cached"
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_KNOWN = frozenset({Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor})
+"""Classes of tensors that lie in memory as they say, and of those that stand for them while a call is traced."""
 log = logging.getLogger(__name__)
 
 library.define(f"moe_ffn_fp8({_INPUTS}, Tensor? s1=None, Tensor? s2=None) -> Tensor")
@@ -64,8 +67,8 @@ def why_not(o: Arguments) -> str:
     for name, t in o.floating.items():
         if t is not None and t.dtype not in fp8_shapes.QUANTIZABLE:
             return f"{name} is {t.dtype}"
-        if t is not None and name != "x" and not issubclass(type(t), (*_PLAIN, torch._subclasses.FakeTensor)):
-            return f"{name} is a {type(t).__name__}"
+        if t is not None and type(t) not in _KNOWN:
+            return f"{name} is of class {type(t).__name__}"
     ask = why_not_on.get(o.x.device.type)
     return f"there are no FP8 kernels for {o.x.device.type}" if ask is None else ask(o)
 

@@ -288,3 +288,15 @@ def test_what_fp8_cannot_take_runs_in_its_dtype_and_says_so(mode, caplog):
         found, expected = fp8(given, SPECS[0]), exact(given, SPECS[0])
     torch.testing.assert_close(found, expected)
     assert "compute='fp8_block' runs in torch.float64: x is torch.float64" in caplog.text
+
+
+def test_weights_of_a_class_of_their_own_run_in_their_dtype(caplog):
+    class Own(torch.Tensor):
+        pass
+
+    moe_ffn_fp8._log_once.cache_clear()
+    given = layer(SPECS[0])
+    given["w1"] = given["w1"].as_subclass(Own)
+    found = fp8(given, SPECS[0])
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), exact(given, SPECS[0]).as_subclass(torch.Tensor))
+    assert "w1 is of class Own" in caplog.text
