@@ -174,7 +174,8 @@ def esmm_act_backward_fp8(
 def estmm_fp8(out: Tensor, x: Tensor, xs: Tensor, g: Tensor, gs: Tensor, offs: Tensor, add: bool) -> None:
     """See hexa_fx.ops.fp8. One launch, and a second pass where the copy engine cannot write to ``out``."""
     held, (p, ps, q, qs) = out, (x, xs, g, gs)
-    if out.stride()[2] != 1 and out.stride()[1] == 1:
+    turned = out.stride()[2] != 1 and out.stride()[1] == 1
+    if turned:
         held, (p, ps, q, qs) = out.transpose(1, 2), (g, gs, x, xs)
     beside = held.stride()[2] != 1 or not aligned(held)
     experts, rows, columns = held.shape
@@ -192,11 +193,7 @@ def estmm_fp8(out: Tensor, x: Tensor, xs: Tensor, g: Tensor, gs: Tensor, offs: T
     strides = ps.stride()[0], qs.stride()[0]
     _launch(kernel, offs, maps, {"p_scale": ps, "q_scale": qs}, strides=strides, dw=held, **sizes)
     if beside:
-        planning_of(out).run(Tensor.add_ if add else Tensor.copy_, out, _as(out, held))
-
-
-def _as(out: Tensor, held: Tensor) -> Tensor:
-    return held if held.shape == out.shape else held.transpose(1, 2)
+        planning_of(out).run(Tensor.add_ if add else Tensor.copy_, out, held.transpose(1, 2) if turned else held)
 
 
 def _rows_and_scales(like: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:

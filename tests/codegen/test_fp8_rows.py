@@ -142,3 +142,6 @@ def test_gradient_of_the_activation(kind, activation, gated):
         near(read_groups(q, s)[:used], expected[:used], 0.13)
     near(wanted[6][:routed_rows], (da.float() * a).view(n, -1, 128).sum(2)[:routed_rows], 1e-3)
     assert (wanted[0][routed_rows:].float() == 7).all()
+    dots = torch.full_like(wanted[6], 7.0)
+    fp8_rows.activation_gradient(given._replace(weights=None), into=fp8_rows.Results(*[None] * 6, dots))
+    assert torch.equal(dots, wanted[6])

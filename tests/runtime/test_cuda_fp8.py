@@ -151,6 +151,17 @@ def test_a_part_of_the_columns_of_turned_rows_lies_further_apart(hopper: Cards) 
     assert (got["p_scale"], got["p_scale_ld"]) == (xs.data_ptr() + 4 * INNER, 2 * INNER)
 
 
+def test_a_square_gradient_beside_its_place_is_turned_back(hopper: Cards, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, (_, offs) = T * K // 128 + E, routing()
+    (x, xs), (g, gs) = groups(most, D), groups(most, D)
+    out = blank(E, D, D + 1, dtype=F32)[:, :, :D].transpose(1, 2)
+    copied: list[tuple[int, ...]] = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of: copied.append((*to.stride()[1:], *of.stride()[1:])))
+    fp8.estmm_fp8(out, x, xs, g, gs, offs, False)
+    assert values(hopper.launches[0])["p_scale"] == gs.data_ptr()
+    assert copied == [(1, D + 1, 1, D)]
+
+
 def test_nothing_to_add_up_is_zeros(hopper: Cards) -> None:
     (x, xs), (g, gs), out = groups(0, INNER), groups(0, D), torch.ones(E, INNER, D)
     fp8.estmm_fp8(out, x, xs, g, gs, torch.zeros(E + 1, dtype=torch.int32), True)
