@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
@@ -26,6 +26,8 @@ ROWS = (8, 16, 32, 64)
 _WARPS = THREADS // 32
 _WEIGHT_BYTES = 16384
 _FEWEST_STAGES, _MOST_STAGES = 3, 8
+_MOST_ROWS_OF_TWO = 16
+"""Of an expert, for which registers and shared memory suffice for two blocks of a multiprocessor."""
 _OVERHEAD = 1024
 """Shared memory that a block takes beside what it asks for."""
 
@@ -39,37 +41,41 @@ class DecodeTile:
         warps_m: warps of a block side by side along the weight's columns, 32 of them each; eight in all, the others share K.
         stages: of the pipeline, 16 KiB of the weight each.
         dependent: the product behind another one begins while that still runs.
+        blocks: of a multiprocessor, at most; one where each would have little to do.
     """
 
     rows: int
     warps_m: int
     stages: int
     dependent: bool = True
+    blocks: int = 1
 
 
 def choose_tile(arch: int, bucket: int, experts: int, slots: int, along_k: bool) -> DecodeTile | None:
     """The tile for experts with 2^`bucket` rows on average; None where shared memory does not hold one.
 
-    Most experts fit into one part, or their weights would be read twice; and the rows beside a tile are few of its bytes. With the
-    fewest rows two blocks fit on a multiprocessor, so that the second product's weights come while the first one ends.
+    Most experts fit into one part, or their weights would be read twice; and the rows beside a tile are few of its bytes. With few
+    rows two blocks fit on a multiprocessor: one waits while the other one multiplies. Where there is work for one only, the other
+    place is for the second product, whose weights come while the first one ends.
 
     Args:
         along_k: weights are (E, N, K). Else a tile is at least 64 columns wide, which are 128 bytes of a line.
     """
     rows = 8 if bucket <= 1 else 16 if bucket <= 3 else 32 if bucket <= 4 else 64
     warps_m = {8: 1 if along_k else 2, 16: 2, 32: 4, 64: 4}[rows]
-    limit = shared_limit(arch)
-    if rows == 8 and arch >= 90:
-        limit = (limit - _OVERHEAD) // 2
-    fixed = shared_bytes(DecodeTile(rows, warps_m, 0), experts, slots)
-    stages = min(_MOST_STAGES, (limit - fixed) // _stage_bytes(rows, warps_m))
-    return DecodeTile(rows, warps_m, stages) if stages >= _FEWEST_STAGES else None
+    limit, room_of_two = shared_limit(arch), (shared_limit(arch) - _OVERHEAD) // 2
+    tile = DecodeTile(rows, warps_m, 0)
+    if rows <= _MOST_ROWS_OF_TWO and arch >= 90:
+        limit, tile = room_of_two, replace(tile, blocks=2)
+    stages = min(_MOST_STAGES, (limit - shared_bytes(tile, experts, slots)) // _stage_bytes(rows, warps_m))
+    return replace(tile, stages=stages) if stages >= _FEWEST_STAGES else None
 
 
 def candidates() -> list[DecodeTile]:
     """Tiles worth timing; some may not fit a card."""
     sizes = [(8, 1), (8, 2), (8, 4), (16, 2), (16, 4), (32, 4), (64, 4)]
-    return [DecodeTile(*size, stages, apart) for size in sizes for stages in (4, 5, 6, 8) for apart in (True, False)]
+    tiles = [DecodeTile(*size, stages) for size in sizes for stages in (4, 5, 6, 8)]
+    return [replace(tile, blocks=n) for tile in tiles for n in (1, 2) if n == 1 or tile.rows <= _MOST_ROWS_OF_TWO]
 
 
 def shared_bytes(tile: DecodeTile, experts: int, slots: int) -> int:
@@ -111,7 +117,7 @@ def _depends(spec: KernelSpec) -> bool:
 
 def _blocks(spec: KernelSpec) -> dict[str, object]:
     """Blocks of a multiprocessor that registers have to suffice for."""
-    return {"blocks": 2 if int(spec.option("rows")) <= 16 else 1}
+    return {"blocks": 2 if int(spec.option("rows")) <= _MOST_ROWS_OF_TWO else 1}
 
 
 def _check_types(spec: KernelSpec) -> Iterable[str]:

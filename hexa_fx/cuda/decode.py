@@ -41,6 +41,8 @@ MOST_BUCKET = 5
 """Up to 2^5 rows an expert on average. With more, products are no longer bound by the weights that they read once."""
 MOST_COLUMNS = 1 << 18
 """Units of work are dealt out in 32 bits."""
+UNITS = 4
+"""Units of work that a multiprocessor has for each of its blocks."""
 FIRST_ARCH = 90
 """Cards before it keep one launch for each operator."""
 
@@ -108,11 +110,12 @@ def is_few(card: Card, top_k_index: Tensor, experts: int) -> bool:
     tokens, top_k = top_k_index.shape
     few = 0 < tokens <= MOST_TOKENS and 0 < tokens * top_k <= SLOTS[-1] and 0 < experts <= EXPERTS[-1]
     fits = few and card.family_arch >= FIRST_ARCH and row_bucket(tokens * top_k, experts) <= MOST_BUCKET
-    return fits and _asked_for()
+    return fits and are_wanted()
 
 
 @cached_choice
-def _asked_for() -> bool:
+def are_wanted() -> bool:
+    """Whether HEXA_FX_FEW_TOKENS asks for these launches."""
     return JitSettings.from_env().few_tokens
 
 
@@ -179,7 +182,9 @@ def _product(x: Tensor, o: Projection, slots: Slots, first: bool) -> Tensor:
         *constants_of(o.activation, o.params),
     )
     most = min(slots.rows, slots.rows // tile.rows + slots.experts) * ceil_div(n, columns_of_tile(spec))
-    planning.launch(kernel_of(spec), (min(most, planning.card.multiprocessors), 1, 1), ((pointers, numbers),))
+    places = planning.card.multiprocessors
+    blocks = min(tile.blocks, max(1, most // (UNITS * places)))
+    planning.launch(kernel_of(spec), (min(most, blocks * places), 1, 1), ((pointers, numbers),))
     return d
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hexa_fx.cuda.calls import chosen, described, float32_math, on_device, planned
 from hexa_fx.cuda.choosing import card_of, collection, on_forget
-from hexa_fx.cuda.decode import few_tokens, is_few
+from hexa_fx.cuda.decode import are_wanted, few_tokens, is_few
 from hexa_fx.cuda.fallback import falls_back
 from hexa_fx.cuda.kernel import NotBuilt
 from hexa_fx.cuda.plan import CallPlan
@@ -148,7 +148,7 @@ def _planned(name: str, args: tuple[Any, ...], key: tuple[Any, ...]) -> CallPlan
 
 
 def _has_few_tokens(name: str, args: tuple[Any, ...]) -> bool:
-    if name != "moe_ffn":
+    if name != "moe_ffn" or not are_wanted():
         return False
     check(*args)
     return is_few(card_of(args[0].device.index), args[1], args[3].shape[0])
