@@ -45,7 +45,8 @@ def why_not(o: Arguments) -> str:
         return f"its products need an sm_90, this card is an sm_{card.family_arch}"
     if experts > MAX_EXPERTS:
         return f"{experts} experts; the kernels' tables hold {MAX_EXPERTS}"
-    return ""
+    odd = [size for size in (o.input_size, o.output_size) if size * o.x.element_size() % 16]
+    return f"rows of {odd[0]} numbers; kernels write them in whole 16 bytes" if odd else ""
 
 
 @cuda_kernel("esmm_act_fp8")
