@@ -6,8 +6,8 @@
 bf16 and in each format, with gradients of the input and the routing weights alone (rank 0) and of PEFT's adapters too. ``ratio`` is
 to bf16 weights of the same rank. `step` is one step of AdamW on adapters of a whole model with random codes for experts, a
 checkpoint for each layer, and 4096 tokens: what the model holds, and the step's peak. `invariant` is forward of a layer with every
-sum in a fixed order beside without. ``bitsandbytes``, where it is installed, is its 4-bit parameters on transformers' experts, and no
-adapters on these: PEFT 0.21 loses one of two on such parameters. Times as in bench_moe_layer.py.
+sum in a fixed order beside without. ``bitsandbytes``, where it is installed, is its 4-bit parameters on transformers' experts, with
+no adapters on these: PEFT 0.21 loses one of two on such parameters. Times as in bench_moe_layer.py.
 `--shrink 32 --device cpu --tokens 64 --step-tokens 64 --layers 2` tries the script without a GPU.
 """
 
