@@ -184,6 +184,35 @@ def test_an_unusual_error_is_said(caplog, monkeypatch):
     assert "FP8 changes its outputs by" in caplog.text
 
 
+LOGITS = []
+"""A global that a block adds to."""
+
+
+class Noting(Listed):
+    def forward(self, x):
+        logits = self.router(x)
+        LOGITS.append(logits)
+        return super().forward(x), logits
+
+
+def test_measuring_leaves_nothing_behind():
+    _, fast, x = made(Noting)
+    (block,) = fast.report.blocks
+    assert block.status == "rewritten"
+    assert "outputs differ by" in block.compute
+    assert "0.0 %" not in block.compute  # of the output that differs most
+    assert len(LOGITS) == 0
+    fast(x)
+    assert len(LOGITS) == 1
+    LOGITS.clear()
+
+
+def test_a_device_without_fp8_is_said(monkeypatch):
+    monkeypatch.setitem(moe_ffn_fp8.why_not_on, "cpu", lambda o: "it has none")
+    _, fast, _ = made(Stacked)
+    assert "asked to multiply in FP8; on the example it gives what its exact rewrite gives" in str(fast.report)
+
+
 def test_options_that_do_not_go_together_are_refused():
     for other in ({"batch_invariant": True}, {"expert_operators": False}, {"topk_memory": False}):
         with pytest.raises(InputError, match="goes with neither"):
