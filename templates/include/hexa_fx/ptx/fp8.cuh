@@ -1,31 +1,30 @@
 // Conversion to and from numbers in eight bits.
 #pragma once
-#include <cstdint>
 
 namespace hexa {
 
 // Two neighbours, the first in the low byte. What is too large becomes the largest; NaN stays NaN.
-__device__ __forceinline__ uint32_t pack_e4m3(float first, float second) {
-  uint16_t two;
+__device__ __forceinline__ unsigned pack_e4m3(float first, float second) {
+  unsigned short two;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first));
   return two;
 }
-__device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d) {
+__device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d) {
   return pack_e4m3(a, b) | pack_e4m3(c, d) << 16;
 }
 
 // Two numbers, exactly: every one of e4m3 is one of half precision.
-__device__ __forceinline__ float2 unpack_e4m3(uint32_t two) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(two)));
+__device__ __forceinline__ float2 unpack_e4m3(unsigned two) {
+  unsigned halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<unsigned short>(two)));
   float2 x;
   asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.f32.f16 %0, lo; cvt.f32.f16 %1, hi; }" : "=f"(x.x), "=f"(x.y) : "r"(halves));
   return x;
 }
 
 // Two numbers as bf16 in a word.
-__device__ __forceinline__ uint32_t pack_bf16(float first, float second) {
-  uint32_t two;
+__device__ __forceinline__ unsigned pack_bf16(float first, float second) {
+  unsigned two;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(second), "f"(first));
   return two;
 }

@@ -9,16 +9,16 @@ namespace hexa {
 
 struct ActivateFp8Params {
   const __nv_bfloat16* da;  // (n, I)
-  const uint8_t* h;         // (n, H): I columns, or gate's I and up's I
+  const unsigned char* h;   // (n, H): I columns, or gate's I and up's I
   const float* hs;          // (n, H / 128)
   const float* weights;     // of every slot, or null for 1
   const int* v;
   const int* offs;
-  uint8_t* dh;  // (n, H), or null; likewise below
+  unsigned char* dh;  // (n, H), or null; likewise below
   float* dhs;
-  uint8_t* dh_t;  // (groups, H, 128)
-  float* dhs_t;   // (groups, H)
-  uint8_t* a_t;   // (groups, I, 128), of the weighted activation
+  unsigned char* dh_t;  // (groups, H, 128)
+  float* dhs_t;         // (groups, H)
+  unsigned char* a_t;   // (groups, I, 128), of the weighted activation
   float* at_scales;
   float* dots;           // (n, I / 128): <da, a> of 128 columns
   int experts, columns;  // columns: I
@@ -31,7 +31,7 @@ struct ActivateFp8 {
   static constexpr int kParts = kGated ? 2 : 1;
   // A thread's numbers of one matrix, two in a word. By words: the compiler keeps halves in registers of their own.
   struct Held {
-    uint32_t two[kTileLines][kChunk / 2];
+    unsigned two[kTileLines][kChunk / 2];
     __device__ void put(int i, const float (&x)[kChunk]) {
 #pragma unroll
       for (int j = 0; j < kChunk / 2; ++j) two[i][j] = pack_bf16(x[2 * j], x[2 * j + 1]);
@@ -45,9 +45,9 @@ struct ActivateFp8 {
     }
   };
 
-  static __device__ void read_e4m3(float (&x)[kChunk], const uint8_t* from, float scale) {
+  static __device__ void read_e4m3(float (&x)[kChunk], const unsigned char* from, float scale) {
     const uint2 raw = __ldg(reinterpret_cast<const uint2*>(from));
-    const uint32_t two[4] = {raw.x & 0xffff, raw.x >> 16, raw.y & 0xffff, raw.y >> 16};
+    const unsigned two[4] = {raw.x & 0xffff, raw.x >> 16, raw.y & 0xffff, raw.y >> 16};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 pair = unpack_e4m3(two[j]);
@@ -98,7 +98,7 @@ struct ActivateFp8 {
   }
 
   // Columns `first` .. of a matrix `width` wide, turned round.
-  static __device__ void turn(TileMemory& memory, const Held& held, int width, int first, uint8_t* out, float* scales) {
+  static __device__ void turn(TileMemory& memory, const Held& held, int width, int first, unsigned char* out, float* scales) {
     float seen[kChunk] = {}, by[kChunk], x[kChunk];
 #pragma unroll
     for (int i = 0; i < kTileLines; ++i) {

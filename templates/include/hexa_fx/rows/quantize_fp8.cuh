@@ -11,9 +11,9 @@ struct QuantizeFp8Params {
   const void* x3;  // a weight's second half of lines or columns
   const int* v;    // columns: slot of every row, or null
   const int* offs;
-  uint8_t* q;  // elements as x lies; columns: groups; sum: what is read
+  unsigned char* q;  // elements as x lies; columns: groups; sum: what is read
   float* s;
-  uint8_t* q_t;  // a weight turned round, or null
+  unsigned char* q_t;  // a weight turned round, or null
   float* s_t;
   float* sum;                                      // ess: (E, columns)
   long long by_expert, by_line, by_column;         // of x, in elements
@@ -82,8 +82,8 @@ struct QuantizeFp8 {
     const int lines = half_lines * p.line_halves, columns = half_columns * p.column_halves;
     int line = blockIdx.y * kTile, column = blockIdx.x * kTile;
     const long long expert = blockIdx.z, at = expert * lines * columns;
-    uint8_t* q = p.q ? p.q + at + static_cast<long long>(line) * columns + column : nullptr;
-    uint8_t* q_t = p.q_t ? p.q_t + at + static_cast<long long>(column) * lines + line : nullptr;
+    unsigned char* q = p.q ? p.q + at + static_cast<long long>(line) * columns + column : nullptr;
+    unsigned char* q_t = p.q_t ? p.q_t + at + static_cast<long long>(column) * lines + line : nullptr;
     const long long blocks = expert * (lines / kTile) * (columns / kTile);
     const bool second = line >= half_lines || column >= half_columns;
     if (line >= half_lines) line -= half_lines;
@@ -119,7 +119,7 @@ struct QuantizeFp8 {
     float total = 0.f;
     for (long long g = first; g < first + groups; ++g) {
       const long long at = g * p.columns + column;
-      const uint32_t four = *reinterpret_cast<const uint32_t*>(p.q + at * kTile + lane * 4);
+      const unsigned four = *reinterpret_cast<const unsigned*>(p.q + at * kTile + lane * 4);
       const float2 a = unpack_e4m3(four & 0xffff), b = unpack_e4m3(four >> 16);
       total = fmaf(a.x + a.y + b.x + b.y, __ldg(p.s + at), total);
     }

@@ -40,7 +40,7 @@ __device__ __forceinline__ uint2 quantised(const float (&x)[kChunk], float by) {
 }
 
 struct alignas(16) TileMemory {
-  uint32_t word[kTile][kTile / 4];          // elements by line, four columns a word; see place()
+  unsigned word[kTile][kTile / 4];          // elements by line, four columns a word; see place()
   float largest[kTileThreads / 32][kTile];  // of a warp's lines, by column
   float inverse[kTile];
 
@@ -90,20 +90,20 @@ struct alignas(16) TileMemory {
   }
 
   // Writes the tile turned round, when all have put their elements: column c at out + c * stride, 128 bytes of which count.
-  __device__ void write_turned(uint8_t* out, long long stride) {
+  __device__ void write_turned(unsigned char* out, long long stride) {
     __syncthreads();
     const int lines = threadIdx.x % 8, quad = threadIdx.x / 8;  // sixteen lines, four columns
-    uint32_t turned[4][4];
+    unsigned turned[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t w[4];
+      unsigned w[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const int line = lines * 16 + i * 4 + k;
         w[k] = word[line][place(line, quad)];
       }
-      const uint32_t a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);  // columns 0 and 1 of two lines each
-      const uint32_t c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);  // columns 2 and 3
+      const unsigned a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);  // columns 0 and 1 of two lines each
+      const unsigned c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);  // columns 2 and 3
       turned[0][i] = __byte_perm(a, b, 0x5410);
       turned[1][i] = __byte_perm(a, b, 0x7632);
       turned[2][i] = __byte_perm(c, d, 0x5410);
