@@ -113,6 +113,34 @@ def test_ugly_routings(routing):
     compare(route(layer(SPECS[0]), routing), SPECS[0], 0.99 if routing == "one token" else 0.997)
 
 
+def test_every_expert_for_every_token():
+    given = layer(SPECS[0])
+    index, weights = torch.arange(E).expand(TOKENS, E).contiguous(), torch.rand(TOKENS, E)
+    compare(given | {"top_k_index": index, "top_k_weights": weights}, SPECS[0])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_token(value):
+    given = layer(SPECS[0])
+    expected = fp8(given, SPECS[0])
+    given["x"] = given["x"].clone()
+    given["x"][3, 5] = value
+    y = fp8(given, SPECS[0])
+    assert not y[3].isfinite().any()
+    others = torch.arange(TOKENS) != 3
+    torch.testing.assert_close(y[others], expected[others])
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_tokens_of_any_magnitude(scale):
+    given = layer(SPECS[1], bias=False)  # of an activation that grows as its input does
+    given["w1"] = given["w1"] / scale
+    y = fp8(given | {"x": given["x"] * scale}, SPECS[1])
+    torch.testing.assert_close(
+        y, fp8(given | {"x": given["x"], "w1": given["w1"] * scale}, SPECS[1]), rtol=0.01, atol=0.01
+    )
+
+
 def test_without_routing_weights_and_of_other_strides():
     given = layer(SPECS[0])
     given |= {
