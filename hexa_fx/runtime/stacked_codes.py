@@ -100,7 +100,7 @@ class StackedCodes:
             raise GuardMiss("the experts' 4-bit weights differ in shape or device, or are shared")
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
             codes = torch.empty((count, rows, columns // 2), dtype=torch.uint8, device=first.device)
-            scales = torch.empty((count, rows * columns // NF4.block), device=first.device)
+            scales = torch.empty((count, rows * columns // NF4.block), dtype=torch.float32, device=first.device)
             begin = 0
             for part in parts:
                 end = begin + part[0].quant_state.shape[0]

@@ -23,7 +23,7 @@ class Params4bit(nn.Parameter):
 
 def quantized(matrix, double):
     packed, scales, *nested = (NF4_DOUBLE if double else NF4).pack(matrix)
-    code = torch.tensor(NF4.values)
+    code = torch.tensor(NF4.values, dtype=torch.float32, device=matrix.device)
     state = SimpleNamespace(
         absmax=scales, shape=matrix.shape, code=code, blocksize=64, quant_type="nf4", dtype=matrix.dtype, offset=None
     )

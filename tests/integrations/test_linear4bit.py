@@ -191,3 +191,20 @@ def test_adapters_of_peft_train_on_them(linear):
     assert "hexa::esmm_packed" in " ".join(launches.names_seen())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.detach().abs().max()))
+
+
+@pytest.fixture
+def in_bfloat16():
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_model_in_bfloat16(linear, in_bfloat16):
+    model, x = made(linear, compute_dtype=torch.bfloat16)
+    for block in model.blocks:
+        block.router.compute_dtype = torch.bfloat16
+    expected = outcome(model, x)
+    assert len(hexa_fx.optimize_(model, x, ALWAYS).report.rewritten) == 2
+    for found, wanted in zip(outcome(model, x), expected, strict=True):
+        assert (found - wanted).float().norm() < 0.02 * wanted.float().norm()
