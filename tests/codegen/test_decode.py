@@ -159,6 +159,15 @@ def test_a_layer(emulated, case):  # noqa: F811
     check(CASES[case])
 
 
+def test_each_warp_sorts_many_slots(emulated):  # noqa: F811
+    weights, static = layer(F16, experts=9)
+    ids = torch.randint(-1, 10, (140, 2))
+    ids[:80, 0] = 3
+    x, gates = torch.randn(140, 72).to(F16), torch.rand(140, 2)
+    want = reference(x, ids, gates, weights, static)
+    assert row_error(run(x, ids, gates, weights, static, DecodeTile(8, 1, 3)), want) < TOLERANCE[F16]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MORE)
 def test_more_layers(emulated, case):  # noqa: F811
