@@ -25,7 +25,9 @@ SAYS = {
     "handwritten_moe": "same weights after training",
     "inspect_graph": "The second block runs its own code:",
     "unequal_devices": "of one process",
+    "all_to_all_experts": "equal to one device",
 }
+OF_SEVERAL = ("unequal_devices", "all_to_all_experts")
 
 
 def test_all_are_tested_and_listed() -> None:
@@ -34,7 +36,7 @@ def test_all_are_tested_and_listed() -> None:
     assert all(f"examples/{name}.py" in (FOLDER / "README.md").read_text() for name in scripts)
 
 
-@pytest.mark.parametrize("name", [name for name in SAYS if name != "unequal_devices"])
+@pytest.mark.parametrize("name", [name for name in SAYS if name not in OF_SEVERAL])
 def test_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     needed = {"fine_tuning": "accelerate", "lora_experts": "peft", "qlora_one_gpu": "peft", "grpo_trl": "trl"}
     if name in needed:
@@ -44,17 +46,19 @@ def test_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch
     assert SAYS[name] in capsys.readouterr().out
 
 
-def test_two_processes_under_torchrun() -> None:
+@pytest.mark.parametrize("name", OF_SEVERAL)
+def test_two_processes_under_torchrun(name: str) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launcher, str(FOLDER / "unequal_devices.py")]
+    command = [sys.executable, *launcher, str(FOLDER / f"{name}.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert SAYS["unequal_devices"] in done.stdout
+    assert SAYS[name] in done.stdout
 
 
-def test_several_processes_are_asked_for() -> None:
-    done = subprocess.run([sys.executable, str(FOLDER / "unequal_devices.py")], capture_output=True, text=True)
+@pytest.mark.parametrize("name", OF_SEVERAL)
+def test_several_processes_are_asked_for(name: str) -> None:
+    done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr == "several processes are needed: torchrun --nproc-per-node 2 examples/unequal_devices.py\n"
+    assert done.stderr == f"several processes are needed: torchrun --nproc-per-node 2 examples/{name}.py\n"

@@ -18,6 +18,7 @@ from hexa_fx.ops.esmm_act_backward import esmm_act_backward
 from hexa_fx.ops.esmm_packed import expert_by_expert as _packed  # noqa: F401  (registers the operator)
 from hexa_fx.ops.ess import ess
 from hexa_fx.ops.estmm import estmm
+from hexa_fx.ops.experts import experts
 from hexa_fx.ops.fallback import reindex_any as _fallback  # noqa: F401  (registers the generic kernels)
 from hexa_fx.ops.fp8_reference import _ess as _fp8  # noqa: F401  (registers the operators)
 from hexa_fx.ops.low_rank import esmm_composed as _low_rank  # noqa: F401  (registers the operators)
@@ -43,6 +44,7 @@ __all__ = [
     "ess_add",
     "estmm",
     "estmm_add",
+    "experts",
     "moe_ffn",
     "reindex",
 ]

@@ -1,0 +1,86 @@
+"""torchtitan's own training loop on a CPU, as a script: `titan_training.py STEPS [OVERRIDE]` prints the losses as JSON.
+
+Run in an empty folder. torchtitan asks for an accelerator; stand-ins are given for what it asks of one, and for FlexAttention,
+which has no backward on CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._utils
+
+ANSWERS: dict[str, Any] = {
+    "current_device": lambda: 0,
+    "get_device_name": lambda *_: "cpu",
+    "get_device_properties": lambda *_: types.SimpleNamespace(total_memory=2**34, name="cpu"),
+    "memory_stats": lambda *_: {},
+}
+
+
+class Accelerator(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return ANSWERS.get(name) or getattr(torch.cpu, name, lambda *_, **__: None)
+
+
+torch._utils._get_available_device_type = lambda: "cpu"
+torch._utils._get_device_module = lambda _: Accelerator("cpu")
+
+from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
+from torchtitan.distributed import utils as distributed_utils  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention  # noqa: E402
+from torchtitan.models.qwen3.config_registry import qwen3_moe_debug  # noqa: E402
+
+WORDS = "<unk> <s> </s> the a of to and in is it on".split()
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None, **_: Any) -> Any:
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
+    return y, types.SimpleNamespace(lse=None)
+
+
+def write_data() -> None:
+    """A tokenizer of few words, and texts of them where torchtitan's test configurations look for them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    Path("tokenizer").mkdir()
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save("tokenizer/tokenizer.json")
+    Path("tokenizer/tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    folder = Path("tests/assets/c4_test")
+    folder.mkdir(parents=True)
+    ids = torch.randint(3, len(WORDS), (200, 40), generator=torch.Generator().manual_seed(0)).tolist()
+    lines = [json.dumps({"text": " ".join(WORDS[i] for i in text)}) for text in ids]
+    (folder / "data.json").write_text("\n".join(lines))
+
+
+def main(steps: int, *overrides: str) -> None:
+    write_data()
+    FlexAttention._compiled_flex_attn = staticmethod(attention)
+    distributed_utils.set_pg_timeouts = lambda *_, **__: None  # asks for a function that this torch has not got yet
+    losses: list[float] = []
+    MetricsProcessor.log = lambda self, step, loss, *_, **__: losses.append(float(loss))
+    config = qwen3_moe_debug()
+    config.hf_assets_path = "tokenizer"
+    config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 32, steps
+    config.checkpoint.enable = False
+    config.debug.seed = 1
+    config.override.imports = list(overrides)
+    trainer = config.build()
+    trainer.train()
+    kinds = {
+        type(m).__name__ for part in trainer.model_parts for m in part.modules() if "GroupedExperts" in type(m).__name__
+    }
+    print(json.dumps({"losses": losses, "experts": sorted(kinds)}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])
