@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
+from hexa_fx.cli import reach
 from hexa_fx.cli.common import Json, Target, echo_json, errors_shown
 from hexa_fx.cli.prediction import Machine, Memory, Predicted, memory_of, predict
 from hexa_fx.errors import InputError
+from hexa_fx.passes.reach import Cluster
 from hexa_fx.plan import Plan
 from hexa_fx.targets import default_sizes
 
@@ -24,6 +26,20 @@ Batch = Annotated[int, typer.Option("--batch", help="Samples of the global batch
 GlobalTokens = Annotated[int, typer.Option("--tokens", help="Tokens of the global batch in one forward.")]
 Slots = Annotated[int, typer.Option("--slots", help="Slots of the shared weight cache, 1 or 2.")]
 Bandwidth = Annotated[float, typer.Option("--bandwidth", help="GB/s that a device receives in a collective.")]
+Hosts = Annotated[
+    int | None,
+    typer.Option("--hosts", help="Hosts: prints over how many devices to split instead of a plan of equal links."),
+]
+Gpus = Annotated[int, typer.Option("--gpus", help="With --hosts: devices of each.")]
+Inside = Annotated[
+    float, typer.Option("--inside", help="With --hosts: GB/s that a device receives from its host's others.")
+]
+Between = Annotated[
+    float, typer.Option("--between", help="With --hosts: GB/s that a device receives from other hosts.")
+]
+Gib = Annotated[
+    float, typer.Option("--memory", help="With --hosts: GiB of each device for experts and their optimizer state.")
+]
 Tflops = Annotated[float, typer.Option("--tflops", help="TFLOP/s of the fastest device in the experts' products.")]
 
 
@@ -37,12 +53,22 @@ def plan(
     slots: Slots = 2,
     bandwidth: Bandwidth = 300.0,
     tflops: Tflops = 400.0,
+    hosts: Hosts = None,
+    gpus: Gpus = 8,
+    inside: Inside = 400.0,
+    between: Between = 50.0,
+    memory: Gib = 80.0,
     as_json: Json = False,
 ) -> None:
     """Print how a model's MoE layers would be spread over unequal devices: shard sizes and predicted times. Needs no GPU.
 
-    A model type or a folder is planned at its full widths; its weights are never made.
+    A model type or a folder is planned at its full widths; its weights are never made. With --hosts it prints up to where experts
+    should be split, and from where on data parallelism takes over.
     """
+    if hosts is not None:
+        cluster = Cluster(hosts, gpus, inside * 1e9, between * 1e9, tflops * 1e12, memory=memory * 2**30)
+        reach.show(target, tokens, cluster, as_json)
+        return
     times = _times(capacities)
     for name, value in {"batch": batch, "tokens": tokens, "slots": slots}.items():
         if value < 1:
@@ -55,13 +81,13 @@ def plan(
     machine = Machine(bandwidth * 1e9, tflops * 1e12)
     chosen = cast(Literal["auto", "data", "model"], strategy)
     made, layers = predict(target, times, chosen, batch=batch, tokens=tokens, slots=slots, machine=machine)
-    memory = memory_of(made, layers)
+    held = memory_of(made, layers)
     if as_json:
         predicted = [layer.as_dict() for layer in layers]
-        echo_json({"plan": json.loads(made.to_json()), "predicted": predicted, "memory": memory.as_dict()})
+        echo_json({"plan": json.loads(made.to_json()), "predicted": predicted, "memory": held.as_dict()})
         return
     _print(target, made, layers, tokens)
-    _print_memory(memory)
+    _print_memory(held)
 
 
 def _times(text: str) -> tuple[float, ...]:

@@ -283,3 +283,12 @@ def test_a_folder_keeps_layers_and_experts(tmp_path):
     assert "resnet5000" in call("explain", tmp_path, code=2)
     (tmp_path / "config.json").write_text("{}")
     assert "has no 'model_type'" in call("explain", tmp_path, code=2)
+
+
+def test_plan_for_several_hosts() -> None:
+    text = call("plan", FACTORY, "--hosts", "2", "--gpus", "2", "--tokens", "4096")
+    assert "split over  replicas" in text
+    assert 'mesh_dim_names=("data", "hexa")' in text
+    found = json.loads(call("plan", FACTORY, "--hosts", "2", "--gpus", "2", "--tokens", "4096", "--json"))
+    assert [r["devices"] for r in found["reaches"]] == [1, 2, 4]
+    assert found["best"] in (1, 2, 4)

@@ -1,0 +1,132 @@
+"""Over how many devices experts should be split, and from where on data parallelism takes over, on hosts joined by slower links.
+
+Numbers alone. N devices, of which a partition reaches over r and is repeated N / r times; replicas sum their gradients. T tokens
+of the global batch, P elements of a layer's matrices, s bytes an element:
+
+in the partition    as `hexa_fx.passes.cost_model`, for T r / N tokens on r devices
+between replicas    2 (1 - r / N) s P / r, an all-reduce of a device's share, which hides behind the layer's backward
+
+A collective runs at the speed inside a host if all its devices are in one, else at the speed between hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hexa_fx.errors import PlanError
+from hexa_fx.passes.cost_model import Measured, layer_cost
+from hexa_fx.plan import ExpertShape, Mode
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices on equal hosts.
+
+    Args:
+        hosts, gpus: their number, and devices of each.
+        inside, between: bytes a second that a device receives in a collective, of one host and of several.
+        flops: FLOP/s of a device in the experts' products.
+        state_bytes: of a parameter with its gradient and optimizer state.
+        memory: bytes for the state of experts that a device has.
+    """
+
+    hosts: int
+    gpus: int
+    inside: float
+    between: float
+    flops: float
+    state_bytes: int = 16
+    memory: float = float("inf")
+
+    @property
+    def devices(self) -> int:
+        return self.hosts * self.gpus
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What one choice costs a step: seconds of all layers, of the slowest device.
+
+    Args:
+        devices: over which experts are split. replicas: of that.
+        modes: how many layers run in which mode.
+        experts: products. exchange: of the partition, as far as nothing hides it. gradients: between replicas, likewise.
+        state: bytes of parameters, gradients and optimizer state of experts on a device.
+        fits: whether that is within the device's memory.
+    """
+
+    devices: int
+    replicas: int
+    modes: Mapping[Mode, int]
+    experts: float
+    exchange: float
+    gradients: float
+    state: float
+    fits: bool
+
+    @property
+    def total(self) -> float:
+        return self.experts + self.exchange + self.gradients
+
+
+def reaches(shapes: Mapping[str, ExpertShape], tokens: int, cluster: Cluster, element: int = 2) -> tuple[Reach, ...]:
+    """Every reach that divides a host or is whole hosts, from one device to all.
+
+    Raises:
+        PlanError: a size is not positive, or there are fewer tokens than devices.
+    """
+    rates = (cluster.inside, cluster.between, cluster.flops)
+    if min(cluster.hosts, cluster.gpus) < 1 or min(rates) <= 0:
+        raise PlanError(f"hosts, gpus and rates have to be above 0, got {cluster}")
+    if tokens < cluster.devices:
+        raise PlanError(f"{tokens} tokens are fewer than {cluster.devices} devices")
+    within = [r for r in range(1, cluster.gpus + 1) if cluster.gpus % r == 0]
+    beyond = [r * cluster.gpus for r in range(2, cluster.hosts + 1) if cluster.hosts % r == 0]
+    return tuple(_reach(r, shapes, tokens, cluster, element) for r in (*within, *beyond))
+
+
+def best(found: tuple[Reach, ...]) -> Reach:
+    """The quickest that fits; of equally quick ones the one that reaches least far.
+
+    Raises:
+        PlanError: none fits.
+    """
+    fitting = [reach for reach in found if reach.fits]
+    if not fitting:
+        least = min(reach.state for reach in found) / 2**30
+        raise PlanError(
+            f"experts need {least:.1f} GiB a device even over all of them: more devices, or less state an element"
+        )
+    return min(fitting, key=lambda reach: (reach.total, reach.devices))
+
+
+def _reach(r: int, shapes: Mapping[str, ExpertShape], tokens: int, cluster: Cluster, element: int) -> Reach:
+    replicas = cluster.devices // r
+    modes: dict[Mode, int] = {}
+    experts = exchange = gradients = state = 0.0
+    for shape in shapes.values():
+        forward = 2 * tokens / cluster.devices * shape.top_k * shape.weight_numel / shape.num_experts / cluster.flops
+        experts += 3 * forward
+        state += shape.weight_numel / r * cluster.state_bytes
+        if r > 1:
+            mode, seconds = _exchange(shape, tokens // replicas, r, cluster, forward, element)
+            modes[mode] = modes.get(mode, 0) + 1
+            exchange += seconds
+        link = cluster.inside if cluster.hosts == 1 else cluster.between
+        sent = 2 * (replicas - 1) / replicas * element * shape.weight_numel / r / link
+        gradients += max(0.0, sent - 2 * forward)
+    return Reach(r, replicas, modes, experts, exchange, gradients, state, state <= cluster.memory)
+
+
+def _exchange(
+    shape: ExpertShape, tokens: int, world: int, cluster: Cluster, forward: float, element: int
+) -> tuple[Mode, float]:
+    """The better mode of a layer, and the seconds of its collectives that nothing hides."""
+    link = cluster.inside if world <= cluster.gpus else cluster.between
+    products = 3 * forward
+    measured = Measured(link, 0.0, 0.0, forward, products, products)
+    mode, cost = layer_cost(shape, tokens, world, dtype_bytes=element, reduce_bytes=element, slots=2, measured=measured)
+    seconds = cost.seconds_model_centric if mode == "model_centric" else cost.seconds_data_centric
+    assert seconds is not None
+    return mode, seconds - products
