@@ -86,8 +86,21 @@ def _adopt_stacks(path: str, owner: nn.Module) -> None:
             if not _same(weight.expert(0), getattr(owner, name)[0]):
                 log.warning("%s %s; it is unpacked as a whole", where, _OTHERS)
                 continue
-        parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
+        _remove(owner, name)
         _set(owner, name, weight)
+
+
+def _remove(owner: nn.Module, name: str) -> None:
+    """Takes a parametrization off this module only: torch would change the class, which copies of the module share."""
+    kind, made = type(owner), owner._modules["parametrizations"]
+    assert made is not None
+    del made._modules[name]
+    if made._modules:
+        own = {key: value for key, value in vars(kind).items() if key not in (name, "__dict__", "__weakref__")}
+        owner.__class__ = type(kind.__name__, kind.__bases__, own)
+    else:
+        del owner._modules["parametrizations"]
+        owner.__class__ = kind.__bases__[0]
 
 
 def _why_not_stack(state: Any) -> str:

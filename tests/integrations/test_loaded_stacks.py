@@ -197,3 +197,19 @@ def test_codes_in_another_order_are_noticed(monkeypatch):
     monkeypatch.setattr(mxfp4, "convert_moe_packed_tensors", lambda blocks, *a, **k: plain(blocks.flip(1), *a, **k))
     with pytest.raises(InputError, match=r"gate_up_proj stands for other numbers"):
         hexa_fx.optimize_(packed, inputs["input_ids"], ALWAYS)
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_the_original_of_an_optimized_copy_keeps_its_parametrizations(replace, others):
+    torch.manual_seed(0)
+    model, x = Model().float(), torch.randn(20, D)
+    for block in model.blocks:
+        replace(block, "first", False)
+        if others:
+            replace(block, "second", False, quant_type="fp4")
+    expected = model(x)
+    made = hexa_fx.optimize(model, x, ALWAYS)
+    assert len(packed_parameters(made)) == 2
+    torch.testing.assert_close(made(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(x), expected)
+    assert not packed_parameters(model)
