@@ -54,7 +54,26 @@ def is_condition(decision: torch.fx.Node, sizes: set[torch.fx.Node], tags: Mappi
         return True
     if not all(map(_is_width, sizes)):
         refuse_exact_count(decision)
+    if inside and not any(map(_counts, behind)):
+        _refuse_exact_size(decision, sizes, tags)
     return False
+
+
+def _refuse_exact_size(decision: torch.fx.Node, sizes: set[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> None:
+    """Refuses a decision on an exact size of what experts compute, unless it is one that their weights have.
+
+    Raises:
+        Refuse: it is one.
+    """
+    weights = (record_of(n).value for n in decision.graph.nodes if n.op == "get_attr" and tags[n].weight)
+    known = {size for weight in weights for size in weight.shape}
+    asked = ancestors([decision], stop=_is_size) - sizes
+    if any(record_of(n).value not in known for n in sizes) and any(map(_is_exact, asked)):
+        raise Refuse(
+            "the code takes a host decision on an exact size of what the experts compute, or on a remainder of it; one on a size "
+            "of what the block is given can be rewritten",
+            decision,
+        )
 
 
 def refuse_exact_count(decision: torch.fx.Node) -> None:

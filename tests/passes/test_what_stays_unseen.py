@@ -118,6 +118,30 @@ class ByLargestLoad(ByLoad):
         return max(counts) > 60
 
 
+class HalvesFirst(ListMoE):
+    """Decides once its input is written to, so that the original cannot start again."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden.mul_(0.5)
+        return super().forward(hidden) * (1.0 if hidden.shape[0] < 25 else 0.5)
+
+
+class OneSizeInside(nn.Module):
+    """Decides on how many tokens what the experts compute is of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.up, self.down = nn.Parameter(torch.randn(E, D, 20)), nn.Parameter(torch.randn(E, 20, D))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weights, index = self.router(hidden).softmax(-1).topk(K)
+        up = torch.einsum("td,tkdi->tki", hidden, self.up[index]).relu()
+        down = torch.einsum("tki,tkid->tkd", up, self.down[index])
+        down = 0.5 * down if down.shape[0] == 15 else down
+        return (down * weights[..., None]).sum(1)
+
+
 class Hooked(ListMoE):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         out = super().forward(hidden)
@@ -286,6 +310,8 @@ def test_inference_mode_is_asked_for() -> None:
         (InParts, "1200 tokens"),
         (ByLoad, "800 tokens"),
         (ByLargestLoad, "experts"),
+        (HalvesFirst, "after it has written to its input"),
+        (OneSizeInside, "an exact size of what the experts compute"),
         (Hooked, "hooks on gradients"),
         (WithGradient, "gradient of"),
         (Timed, "a clock"),
