@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run
+from harness import run, scripts
 from models import largest
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -26,6 +27,7 @@ from hexa_fx.errors import InputError, PlanError
 from hexa_fx.passes.plan_layers import PartitionConfig
 
 WIDTH, CHANNELS, EXPERTS = 8, 12, 4
+DEVICE = os.environ.get("MESH_DEVICE", "cpu")
 EVEN, FIRST = None, (1.0, 3.0)
 CONFIG = hexa_fx.HexaConfig(verify=False)
 
@@ -104,11 +106,11 @@ KINDS: dict[str, type[nn.Module]] = {"stacked": Stacked, "separate": Separate, "
 
 def build(kind: str, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Layer(KINDS[kind]) for _ in range(2))).to(dtype)
+    return nn.Sequential(*(Layer(KINDS[kind]) for _ in range(2))).to(DEVICE, dtype)
 
 
 def data(rows: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(DEVICE, dtype)
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -155,7 +157,7 @@ def trained(rank: int, model: nn.Module, whole: nn.Module, x: Tensor, step: Any,
         dist.all_reduce(loss)
         reference = loss_of(whole, x)
         reference.backward()
-        found.append(float((loss - reference).abs()))
+        found.append(float((loss - reference).detach().abs()))
         found.append(difference(model, whole, session, lambda p: p.grad))
         ours_norm = clip_grad_norm_(model, session, 0.1)
         found.append(float((ours_norm - nn.utils.clip_grad_norm_(whole.parameters(), 0.1)).abs()))
@@ -177,7 +179,7 @@ def sharded(model: nn.Module, session: Any, data_mesh: DeviceMesh, dense: Device
 def fsdp(rank: int, world: int, kind: str, strategy: Any, capacities: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """Over a mesh (shard, hexa) or (replicate, shard, hexa), uneven numbers of tokens in the replicas."""
     names = ("replicate", "shard", "hexa")[3 - len(shape) :]
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=names)
     mesh["shard", "hexa"]._flatten("dense")
     outer, dense = (mesh["shard"], mesh["dense"])
     if len(shape) == 3:
@@ -199,7 +201,8 @@ def fsdp(rank: int, world: int, kind: str, strategy: Any, capacities: Any, shape
     kinds = {isinstance(shard.parameter, DTensor) for shard in session.shards}
     sharded(model, session, outer, dense)
     replica = rank // 2
-    mine = split_batch(x.split((9, 5))[replica], session.plan, mesh["hexa"].get_local_rank())
+    parts = x.split((9, 5)) if world == 4 else (x,)
+    mine = split_batch(parts[replica], session.plan, mesh["hexa"].get_local_rank())
 
     def step() -> Tensor:
         loss = weighted_loss(session, loss_of(model, mine), len(mine))
@@ -227,6 +230,21 @@ def test_fsdp_and_hsdp(kind: str, strategy: str, capacities: Any, shape: tuple[i
     for found, kinds, _ in run(4, fsdp, kind, strategy, capacities, shape, dtype):
         assert max(found) < (2e-6 if dtype == torch.float32 else 1e-12), found
         assert kinds == {capacities is EVEN and kind != "listed"}
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("capacities", ["even", "uneven"])
+@pytest.mark.parametrize("strategy", ["data", "model"])
+def test_fsdp_on_gpus(strategy: str, capacities: str, tmp_path: Path) -> None:
+    """Over NCCL: 2 GPUs as (1, 2), 4 as (2, 2)."""
+    world = 4 if torch.cuda.device_count() >= 4 else 2
+    given = (strategy, capacities)
+    with scripts(world, "mesh_rank.py", tmp_path / "store", str(world), "nccl", *given, MESH_DEVICE="cuda") as ranks:
+        for process in ranks:
+            output, _ = process.communicate(timeout=200)
+            assert process.returncode == 0, output
+            assert "largest difference" in output
 
 
 def ddp(rank: int, world: int, strategy: str) -> Any:
