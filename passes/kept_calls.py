@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, functional, record_of
-from hexa_fx.passes.detect.graph import RANDOM, effects, operation
+from hexa_fx.passes.detect.graph import RANDOM, draws, effects, operation, writes_outside
+from hexa_fx.passes.detect.verdict import Refuse
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,27 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Seque
             }
             return Kept(tuple(sorted(needed, key=place.__getitem__)), by_result, stand_ins, rereads)
         wanted += unseen
+
+
+def refuse_late_conditions(conditions: Collection[torch.fx.Node], order: Sequence[torch.fx.Node], kept: Kept) -> None:
+    """Where a condition fails the original runs from its beginning, so nothing may have been written or drawn by then.
+
+    Raises:
+        Refuse: something is, among what is emitted in this ``order`` before the last condition.
+    """
+
+    def is_final(node: torch.fx.Node) -> bool:
+        call = kept.calls.get(node)
+        inside = [node] if call is None else list(node.graph.nodes)[call.start : call.end]
+        return any(writes_outside(inner) or draws(inner) for inner in inside)
+
+    late = next((node for node in itertools.dropwhile(lambda n: not is_final(n), order) if node in conditions), None)
+    if late is not None:
+        raise Refuse(
+            "the code takes a host decision (if, while, item()) after it has drawn random numbers, or has written to its input or "
+            "to a buffer; a decision that comes first can be rewritten",
+            late,
+        )
 
 
 def _nodes(value: Any) -> list[torch.fx.Node]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections import ChainMap
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +17,8 @@ from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import is_outside
-from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.fold_views import fold_views
-from hexa_fx.passes.kept_calls import Kept, keep
+from hexa_fx.passes.kept_calls import Kept, keep, refuse_late_conditions
 from hexa_fx.passes.leading_sizes import leading_sizes
 from hexa_fx.passes.own_code import own_code_limit
 from hexa_fx.passes.region import Live, RegionEmitter
@@ -71,7 +68,8 @@ class _Rewriter:
         self._placeholders(captured)
         overwritten = self._overwritten(kept)
         order = sorted(kept.order, key=self._asked_first().__contains__, reverse=True)
-        self._refuse_late_conditions(order)
+        conditions = {branch.condition for match in self.match.regions for branch in match.conditions}
+        refuse_late_conditions(conditions, order, kept)
         for node in order:
             if node in regions:
                 self.new[node] = self._written(node, regions[node].emit())
@@ -105,18 +103,6 @@ class _Rewriter:
         conditions = [branch.condition for match in self.match.regions for branch in match.conditions]
         behind = [ancestors([condition]) for condition in conditions]
         return {n for found in behind if not any(n.op == "placeholder" for n in found) for n in found}
-
-    def _refuse_late_conditions(self, order: Sequence[torch.fx.Node]) -> None:
-        """Where a condition fails the original runs from its beginning, so nothing may have been written by then."""
-        conditions = {branch.condition for match in self.match.regions for branch in match.conditions}
-        behind = itertools.dropwhile(lambda node: not writes_outside(node), order)
-        late = next((node for node in behind if node in conditions), None)
-        if late is not None:
-            raise Refuse(
-                "the code takes a host decision (if, while, item()) after it has written to its input or to a buffer; a decision "
-                "that comes first can be rewritten",
-                late,
-            )
 
     def _overwritten(self, kept: Kept) -> set[torch.fx.Node]:
         """What regions read, or keep for backward, of inputs and buffers that are written to before they end."""

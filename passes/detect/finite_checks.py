@@ -8,7 +8,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.graph import RANDOM, ancestors, descendants, effects, is_float, operation
+from hexa_fx.passes.detect.graph import ancestors, descendants, draws, effects, is_float, operation
 from hexa_fx.passes.detect.operations import MOVES, SUMS
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -62,7 +62,7 @@ def refuse_unless_of_outputs(
                 raise Refuse(
                     "on the example some numbers inside the experts are not finite, which the code asks about", decision
                 )
-    if effects(captured.graph) or any(_draws(n) for n in captured.graph.nodes if n.op.startswith("call")):
+    if effects(captured.graph) or any(map(draws, captured.graph.nodes)):
         raise Refuse(
             "the code asks whether what experts give is finite, and draws random numbers or writes to buffers: if it is not, the "
             "block would have to start again",
@@ -73,14 +73,6 @@ def refuse_unless_of_outputs(
 def _reaches_the_end(value: torch.fx.Node) -> bool:
     """Whether NaN in ``value`` makes whatever is computed from it NaN."""
     return not any(operation(n) in _REPLACING and n.all_input_nodes for n in descendants([value]))
-
-
-def _draws(node: torch.fx.Node) -> bool:
-    if operation(node) not in RANDOM:
-        return False
-    training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
-    probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
-    return bool(training and probability != 0.0)
 
 
 def _is_moved(value: torch.fx.Node, ends: Sequence[torch.fx.Node]) -> bool:

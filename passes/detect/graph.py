@@ -95,6 +95,15 @@ def effects(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     return found - earlier
 
 
+def draws(node: torch.fx.Node) -> bool:
+    """Whether it draws random numbers in this run."""
+    if not node.op.startswith("call") or operation(node) not in RANDOM:
+        return False
+    training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
+    probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
+    return bool(training and probability != 0.0)
+
+
 def writes_outside(node: torch.fx.Node) -> bool:
     """Whether it writes to a parameter, a buffer or an input of the block."""
     if node.op == "output" or not record_of(node).writes:

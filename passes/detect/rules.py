@@ -10,7 +10,7 @@ import torch.fx
 
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
-from hexa_fx.passes.detect.graph import RANDOM, ancestors, effects, is_float, operation
+from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -185,11 +185,7 @@ def refuse_randomness(nodes: Iterable[torch.fx.Node]) -> None:
         Refuse: one of ``nodes`` draws random numbers.
     """
     for node in nodes:
-        if operation(node) not in RANDOM:
-            continue
-        probability = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
-        training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
-        if training and probability != 0:
+        if draws(node):
             raise Refuse(
                 f"{operation(node)} is active inside the experts, and its random numbers depend on the order experts run in; with "
                 "probability 0 the block is rewritten in this mode too",

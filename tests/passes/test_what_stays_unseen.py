@@ -126,6 +126,14 @@ class HalvesFirst(ListMoE):
         return super().forward(hidden) * (1.0 if hidden.shape[0] < 25 else 0.5)
 
 
+class NoiseFirst(HalvesFirst):
+    """Decides once it has drawn random numbers."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        noisy = hidden * torch.rand_like(hidden)
+        return ListMoE.forward(self, hidden) * (1.0 if noisy.shape[0] < 25 else 0.5)
+
+
 class OneSizeInside(nn.Module):
     """Decides on how many tokens what the experts compute is of."""
 
@@ -310,7 +318,8 @@ def test_inference_mode_is_asked_for() -> None:
         (InParts, "1200 tokens"),
         (ByLoad, "800 tokens"),
         (ByLargestLoad, "experts"),
-        (HalvesFirst, "after it has written to its input"),
+        (HalvesFirst, "has written to its input"),
+        (NoiseFirst, "has drawn random numbers"),
         (OneSizeInside, "an exact size of what the experts compute"),
         (Hooked, "hooks on gradients"),
         (WithGradient, "gradient of"),
