@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from typing import Any
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, functional, record_of
-from hexa_fx.passes.detect.graph import RANDOM, draws, effects, operation, writes_outside
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, draws, effects, literals, operation, writes_outside
+from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.detect.verdict import Refuse
 
 
@@ -76,22 +76,29 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Seque
 def refuse_late_conditions(conditions: Collection[torch.fx.Node], order: Sequence[torch.fx.Node], kept: Kept) -> None:
     """Where a condition fails the original runs from its beginning, so nothing may have been written or drawn by then.
 
-    Raises:
-        Refuse: something is, among what is emitted in this ``order`` before the last condition.
-    """
+    Checks for NaN, and for none or one, as torch.distributions makes them, may come after random numbers.
 
-    def is_final(node: torch.fx.Node) -> bool:
+    Raises:
+        Refuse: something is, among what is emitted in this ``order`` before a condition.
+    """
+    written = drawn = False
+    for node in order:
+        if node in conditions and (written or (drawn and _compares_with_limit(node))):
+            raise Refuse(
+                "the code takes a host decision (if, while, item()) after it has drawn random numbers, or has written to its input "
+                "or to a buffer; a decision that comes first can be rewritten",
+                node,
+            )
         call = kept.calls.get(node)
         inside = [node] if call is None else list(node.graph.nodes)[call.start : call.end]
-        return any(writes_outside(inner) or draws(inner) for inner in inside)
+        written = written or any(map(writes_outside, inside))
+        drawn = drawn or any(map(draws, inside))
 
-    late = next((node for node in itertools.dropwhile(lambda n: not is_final(n), order) if node in conditions), None)
-    if late is not None:
-        raise Refuse(
-            "the code takes a host decision (if, while, item()) after it has drawn random numbers, or has written to its input or "
-            "to a buffer; a decision that comes first can be rewritten",
-            late,
-        )
+
+def _compares_with_limit(condition: torch.fx.Node) -> bool:
+    """Whether a number other than 0 and 1 is part of a condition."""
+    asked = ancestors([condition], stop=lambda node: operation(node) in SIZES)
+    return any(number not in (0, 1) for number in literals([n for n in asked if operation(n) not in SIZES]))
 
 
 def _nodes(value: Any) -> list[torch.fx.Node]:
