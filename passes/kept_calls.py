@@ -10,7 +10,16 @@ from typing import Any
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, functional, record_of
-from hexa_fx.passes.detect.graph import RANDOM, ancestors, draws, effects, literals, operation, writes_outside
+from hexa_fx.passes.detect.graph import (
+    RANDOM,
+    ancestors,
+    draws,
+    effects,
+    is_tensor,
+    literals,
+    operation,
+    writes_outside,
+)
 from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -96,9 +105,10 @@ def refuse_late_conditions(conditions: Collection[torch.fx.Node], order: Sequenc
 
 
 def _compares_with_limit(condition: torch.fx.Node) -> bool:
-    """Whether a number other than 0 and 1 is part of a condition."""
+    """Whether it is a condition on sizes, with a number other than 0 and 1."""
     asked = ancestors([condition], stop=lambda node: operation(node) in SIZES)
-    return any(number not in (0, 1) for number in literals([n for n in asked if operation(n) not in SIZES]))
+    made = [node for node in asked if operation(node) not in SIZES]
+    return not any(map(is_tensor, made)) and any(number not in (0, 1) for number in literals(made))
 
 
 def _nodes(value: Any) -> list[torch.fx.Node]:
