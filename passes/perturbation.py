@@ -81,6 +81,7 @@ def _arguments(inputs: FreshInputs, module: nn.Module) -> Iterator[Change]:
     for number, (leaf, kind) in enumerate(zip(leaves, inputs.kinds)):
         if not isinstance(leaf, torch.Tensor) or not leaf.numel():
             continue
+        leaf = leaf.detach()
         name, masked = names[number], leaf.is_floating_point() and float(leaf.min()) < _MASKED
         if kind == "bool" and _one_number(leaf):
             yield Change(f"the mask {name!r} drawn at random", _drawn(number, (0, 2)))
