@@ -72,7 +72,8 @@ def expert_parallel(rank: int, world: int, folder: str, how: str) -> Any:
     return largest(pairs), len(pairs), len(calls)
 
 
-@pytest.mark.parametrize(("world", "how"), [(2, "all_reduce"), (4, "all_reduce"), (2, "all_to_all"), (4, "all_to_all")])
+@pytest.mark.parametrize("how", ["all_reduce", "all_to_all"])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_expert_parallelism_of_transformers(world: int, how: str, folder: str) -> None:
     for worst, compared, calls in run(world, expert_parallel, folder, how, timeout=60):
         assert worst < 1e-6

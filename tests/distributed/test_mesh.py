@@ -220,9 +220,9 @@ def fsdp(rank: int, world: int, kind: str, strategy: Any, capacities: Any, shape
     [
         ("stacked", "data", EVEN, (2, 2), torch.float32),
         ("stacked", "model", EVEN, (2, 1, 2), torch.float64),
-        ("separate", "data", EVEN, (2, 1, 2), torch.float64),
-        ("stacked", "data", FIRST, (2, 2), torch.float64),
-        ("stacked", "model", FIRST, (2, 2), torch.float64),
+        pytest.param("separate", "data", EVEN, (2, 1, 2), torch.float64, marks=pytest.mark.slow),
+        pytest.param("stacked", "data", FIRST, (2, 2), torch.float64, marks=pytest.mark.slow),
+        pytest.param("stacked", "model", FIRST, (2, 2), torch.float64, marks=pytest.mark.slow),
         ("listed", "data", FIRST, (2, 2), torch.float64),
     ],
 )
@@ -301,6 +301,7 @@ def fsdp_on_the_data_axis_alone(rank: int, world: int) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_fsdp_on_the_data_axis_alone() -> None:
     assert max(map(max, run(4, fsdp_on_the_data_axis_alone))) < 1e-12
 
@@ -380,7 +381,9 @@ def saved(rank: int, world: int, kind: str, folder: str) -> Any:
     return found, float(sum(value.abs().sum() for value in expected.values()))
 
 
-@pytest.mark.parametrize("kind", ["stacked", "separate", pytest.param("listed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["stacked", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("separate", "listed"))]
+)
 def test_a_checkpoint_continues_on_another_mesh(kind: str, tmp_path: Path) -> None:
     for found, size in run(4, saved, kind, str(tmp_path)):
         assert max(found) == 0.0
