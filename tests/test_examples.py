@@ -46,7 +46,9 @@ def test_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch
     assert SAYS[name] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", OF_SEVERAL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n.startswith("all") else ()) for n in OF_SEVERAL]
+)
 def test_two_processes_under_torchrun(name: str) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
