@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_adapters import ATTENTION, PARAMETERS, Layer, inputs, spread
-from bench_real_blocks import keep, wait_for_kernels
+from bench_real_blocks import answer, wait_for_kernels
 from bench_whole_models import timed
 from common import steady
 from peft import LoraConfig, get_peft_model
@@ -225,13 +224,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shrink", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    found: list[Row] = []
-    for question in options.questions:
-        for row in QUESTIONS[question](options):
-            print(json.dumps(row), flush=True)
-            found.append(row)
-        keep(found, options)
+    answer(QUESTIONS, parser.parse_args())
 
 
 if __name__ == "__main__":

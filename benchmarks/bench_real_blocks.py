@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -290,6 +290,16 @@ def keep(rows: list[Row], options: argparse.Namespace) -> None:
     if options.json is not None:
         found = {"environment": environment(options.device), "rows": rows}
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def answer(questions: Mapping[str, Callable[[argparse.Namespace], Iterable[Row]]], options: argparse.Namespace) -> None:
+    """Prints and keeps the rows that answer ``options.questions``, by the name of each."""
+    found: list[Row] = []
+    for question in options.questions:
+        for row in questions[question](options):
+            print(json.dumps(row), flush=True)
+            found.append(row)
+        keep(found, options)
 
 
 def main() -> None:
