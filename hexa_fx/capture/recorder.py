@@ -228,8 +228,7 @@ class Recorder(TorchFunctionMode):
         if attribute in METADATA or not isinstance(value, torch.Tensor):
             self.asked(args[0], attribute)
             return value
-        node = self.add("call_function", getattr, (self.lift(args[0]), attribute), {}, value)
-        return self._wrap_result(value, node)
+        return self._wrap_result(value, self.add("call_function", getattr, (self.lift(args[0]), attribute), {}, value))
 
     def _size(self, tensor: torch.Tensor, value: torch.Size) -> SymbolicSize:
         base = self.lift(tensor)
@@ -245,8 +244,7 @@ class Recorder(TorchFunctionMode):
             node = self.add("call_method", "size", (self.lift(args[0]), 0), {}, value)
             self.note_decision(node, value)
             return value
-        node = self.add("call_method", name, self.lift(args), self.lift(kwargs), value)
-        return wrap(value, node, self)
+        return wrap(value, self.add("call_method", name, self.lift(args), self.lift(kwargs), value), self)
 
     def _number_function(self, function: Any, args: Any) -> Any:
         value = function(*[plain(item) for item in args])

@@ -205,9 +205,8 @@ def _candidates(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag], end:
 
     Another one with the same numbers will not do: top-k's values equal the gathered scores only while a correction bias is 0.
     """
-    device = record_of(
-        end
-    ).value.device  # what lies on another one was moved here before it could meet the experts' outputs
+    # What lies on another device was moved to the result's before it could meet the experts' outputs.
+    device = record_of(end).value.device
     behind = ancestors([end]) - {end}
     return [n for n in _routing_like(captured, tags, behind) if record_of(n).value.device == device]
 
