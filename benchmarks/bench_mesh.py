@@ -13,7 +13,8 @@ the slowest rank's median in milliseconds, and the largest allocation of any ran
     mesh_data, mesh_model   the partition over pairs, FSDP2 over the pairs and, for what is not expert, over all (4 GPUs or more)
     ep_grouped_mm, ep_hexa  transformers' expert parallelism by all-to-all, everything else under FSDP2
 
-A row that fails has the reason. `--shrink 32 --tokens 64` tries the script over Gloo without a GPU.
+A row that fails has the reason, and so has one that would begin later than ``--seconds`` after the start. What a rank does alone
+ends the job after a minute; rows before it are kept. `--shrink 32 --tokens 64` tries the script over Gloo without a GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -170,6 +172,8 @@ def attempt(name: str, tokens: int, row: str, o: argparse.Namespace) -> Row:
     head = {"gpus": dist.get_world_size(), "model": name, "layers": o.layers, "tokens": tokens, "row": row}
     if row.startswith("mesh") and dist.get_world_size() < 4:
         return head | {"reason": "needs 4 GPUs"}
+    if is_late(o):
+        return head | {"reason": f"not begun within {o.seconds} s"}
     try:
         return head | measured(name, tokens, row, o)
     except Exception as error:  # the same on every rank, or the job hangs until its limit
@@ -178,6 +182,13 @@ def attempt(name: str, tokens: int, row: str, o: argparse.Namespace) -> Row:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def is_late(o: argparse.Namespace) -> bool:
+    """Whether the time is over, by the first rank's clock."""
+    said = [time.perf_counter() - o.began > o.seconds]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
 
 
 def main() -> None:
@@ -189,12 +200,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shrink", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--json", type=pathlib.Path)
     o = parser.parse_args()
+    o.began = time.perf_counter()
     o.device = "cuda" if torch.cuda.is_available() else "cpu"
     if o.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if o.device == "cuda" else "gloo")
+    dist.init_process_group("nccl" if o.device == "cuda" else "gloo", timeout=timedelta(seconds=60))
     found = []
     for name in o.models.split(","):
         for tokens in map(int, o.tokens.split(",")):
