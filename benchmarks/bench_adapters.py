@@ -37,6 +37,8 @@ from hexa_fx.ops.operands import Esmm, Estmm
 Row = dict[str, Any]
 PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LAYER_MS, STEP_RATIO, STEP_PEAK_MIB = 5.6, 1.08, 512
+"""At most, on an H200: the adapted layer of Qwen3-30B; a step with adapters on experts too, over one on attention alone."""
 
 
 class Layer(nn.Module):
@@ -74,7 +76,8 @@ def layer_rows(options: argparse.Namespace) -> Iterator[Row]:
     else:
         milliseconds = steady(runs, options.turns)
     for name, run in runs.items():
-        yield {"question": "layer", "way": name, "ms": round(milliseconds[name], 3), "peak_mib": timed(run, 1)[1]}
+        row: Row = {"question": "layer", "way": name, "ms": round(milliseconds[name], 3), "peak_mib": timed(run, 1)[1]}
+        yield row | ({"bar_ms": LAYER_MS} if name == "adapters" else {})
 
 
 def inputs(options: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -159,6 +162,7 @@ def model_rows(options: argparse.Namespace) -> Iterator[Row]:
     """One row a model and a place of adapters."""
     ids = tokens_of(options.device, options.tokens)
     for implementation in ("hexa", "grouped_mm"):
+        alone: tuple[float, float | None] = 0.0, None
         for adapted in ("attention", "attention and experts"):
             model = make("qwen3-30b", options.device, options.shrink, options.layers)
             parameters = PARAMETERS if "experts" in adapted else None
@@ -177,8 +181,18 @@ def model_rows(options: argparse.Namespace) -> Iterator[Row]:
             step()
             seconds, peak = timed(step, options.rounds)
             row: Row = {"question": "model", "impl": implementation, "adapters": adapted}
-            yield row | {"ms": round(1e3 * seconds, 1), "peak_mib": peak}
+            yield row | {"ms": round(1e3 * seconds, 1), "peak_mib": peak} | over(alone, (seconds, peak))
+            alone = seconds, peak
             del model, step
+
+
+def over(alone: tuple[float, float | None], both: tuple[float, float | None]) -> Row:
+    """Time and peak with adapters on experts too, over those with adapters on attention alone, beside their bars."""
+    if not alone[0]:
+        return {}
+    row: Row = {"time_ratio": round(both[0] / alone[0], 3), "bar_ratio": STEP_RATIO, "bar_peak_mib": STEP_PEAK_MIB}
+    more = None if alone[1] is None or both[1] is None else round(both[1] - alone[1], 1)
+    return row | {"more_peak_mib": more}
 
 
 QUESTIONS = {"layer": layer_rows, "products": product_rows, "model": model_rows}

@@ -299,7 +299,7 @@ def answer(questions: Mapping[str, Callable[[argparse.Namespace], Iterable[Row]]
         for row in questions[question](options):
             print(json.dumps(row), flush=True)
             found.append(row)
-        keep(found, options)
+            keep(found, options)
 
 
 def main() -> None:
