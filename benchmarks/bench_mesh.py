@@ -9,7 +9,7 @@ the slowest rank's median in milliseconds, and the largest allocation of any ran
 
     fsdp2_grouped_mm   `fully_shard` of every layer, experts by transformers' grouped_mm
     fsdp2_hexa         the same on the rewritten model
-    data, model, auto  the partition over all GPUs, everything else under FSDP2
+    data, model, fsdp, auto  the partition over all GPUs, everything else under FSDP2; fsdp is FSDP2 as a plan has it
     mesh_data, mesh_model   the partition over pairs, FSDP2 over the pairs and, for what is not expert, over all (4 GPUs or more)
     ep_grouped_mm, ep_hexa  transformers' expert parallelism by all-to-all, everything else under FSDP2
 
@@ -46,7 +46,7 @@ from benchmarks.real_blocks import make, tokens_of  # noqa: E402
 from hexa_fx.distributed.gradients import expert_parameters, sync_gradients  # noqa: E402
 
 Row = dict[str, Any]
-ROWS = "fsdp2_grouped_mm fsdp2_hexa data model auto mesh_data mesh_model ep_grouped_mm ep_hexa".split()
+ROWS = "fsdp2_grouped_mm fsdp2_hexa data model fsdp auto mesh_data mesh_model ep_grouped_mm ep_hexa".split()
 SEQUENCE = 2048
 GIB = 2.0**30
 
@@ -116,6 +116,7 @@ KINDS: dict[str, tuple[Callable[..., Callable[[], None]], str]] = {
     "fsdp2_hexa": (fsdp2, "hexa"),
     "data": (partitioned, "data"),
     "model": (partitioned, "model"),
+    "fsdp": (partitioned, "fsdp"),
     "auto": (partitioned, "auto"),
     "mesh_data": (on_an_axis, "data"),
     "mesh_model": (on_an_axis, "model"),

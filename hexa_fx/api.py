@@ -95,8 +95,8 @@ def optimize_(
         model, example_inputs, config: as for `optimize`.
         mesh: one-dimensional device mesh to spread the MoE blocks over, or one axis of a larger mesh, ``mesh["hexa"]``, whose
             equal shares are then DTensors; None for one device.
-        strategy: ``"data"`` (weights travel), ``"model"`` (tokens travel), ``"auto"`` (whichever is cheaper for a layer), or
-            a mapping from block path to one of these.
+        strategy: ``"data"`` (weights travel), ``"model"`` (tokens travel), ``"fsdp"`` (weights travel, by torch's FSDP2 on the
+            rewritten blocks), ``"auto"`` (whichever is cheapest for a layer), or a mapping from block path to one of these.
         capacities: seconds that each device takes for the same task, ``"measure"`` to time the experts on each, or None if
             all devices are alike.
         partition: everything else about the partition, such as the global batch, cache slots and who averages gradients.

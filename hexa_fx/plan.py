@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hexa_fx.errors import PlanError
 
-Mode = Literal["data_centric", "model_centric"]
+Mode = Literal["data_centric", "model_centric", "fsdp"]
 Reduce = Literal["reduce_scatter", "all_reduce"]
 GradDtype = Literal["parameter", "compute"]
 
@@ -49,6 +49,7 @@ class LayerCost:
     bytes_data_centric: float
     seconds_model_centric: float | None = None
     seconds_data_centric: float | None = None
+    seconds_fsdp: float | None = None
     reason: str = ""
 
 
@@ -58,9 +59,10 @@ class LayerPlan:
 
     Args:
         path: the block's path in the model.
-        mode: ``model_centric`` (tokens move) or ``data_centric`` (weights move).
+        mode: ``model_centric`` (tokens move), ``data_centric`` (weights move), or ``fsdp`` (weights move, by torch's FSDP2).
         shape: sizes of the layer.
-        shards: h_i, the slice of the intermediate size that rank i stores (and computes, when model-centric).
+        shards: h_i, the slice of the intermediate size that rank i stores (and computes, when model-centric). Of ``fsdp`` only
+            the share: FSDP2 cuts every parameter along its first dimension.
         reduce: how model-centric outputs are summed. ``all_reduce`` is the paper's formulation.
         bias_owner: the rank whose model-centric partial sum carries the output bias.
         cost: numbers behind the choice; None when the user gave the mode.
@@ -144,7 +146,7 @@ class Plan:
             cells = (
                 layer.path,
                 layer.mode.replace("_", "-"),
-                list(layer.shards),
+                "FSDP2's shares" if layer.mode == "fsdp" else list(layer.shards),
                 layer.cost.reason if layer.cost else "",
             )
             rows += f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
@@ -154,7 +156,8 @@ class Plan:
 
 def describe_layer(layer: LayerPlan) -> str:
     """One readable line."""
-    text = f"  {layer.path}: {layer.mode}, h_i {list(layer.shards)}"
+    text = f"  {layer.path}: {layer.mode}"
+    text += ", every parameter in equal parts" if layer.mode == "fsdp" else f", h_i {list(layer.shards)}"
     if layer.mode == "model_centric":
         text += f", {layer.reduce}"
     if layer.cost is None:
@@ -163,6 +166,7 @@ def describe_layer(layer: LayerPlan) -> str:
     text += f" | bytes model {cost.bytes_model_centric:.3g} data {cost.bytes_data_centric:.3g}"
     if cost.seconds_model_centric is not None and cost.seconds_data_centric is not None:
         text += f" | exposed s model {cost.seconds_model_centric:.3g} data {cost.seconds_data_centric:.3g}"
+        text += "" if cost.seconds_fsdp is None else f" fsdp {cost.seconds_fsdp:.3g}"
     return f"{text} | {cost.reason}" if cost.reason else text
 
 
@@ -198,8 +202,8 @@ def _check(plan: Plan) -> None:
 
 
 def _check_layer(layer: LayerPlan, world: int) -> None:
-    if layer.mode not in ("data_centric", "model_centric"):
-        raise PlanError(f"{layer.path!r}: mode {layer.mode!r} is neither data_centric nor model_centric")
+    if layer.mode not in ("data_centric", "model_centric", "fsdp"):
+        raise PlanError(f"{layer.path!r}: mode {layer.mode!r} is neither data_centric, model_centric nor fsdp")
     if layer.reduce not in ("reduce_scatter", "all_reduce"):
         raise PlanError(f"{layer.path!r}: reduce {layer.reduce!r} is neither reduce_scatter nor all_reduce")
     _check_sizes(f"shards of {layer.path!r}", layer.shards, world)

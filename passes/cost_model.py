@@ -4,11 +4,12 @@ Derivation in docs/partition.md. f = (N-1)/N, T tokens of the global batch, P el
 
 model-centric   4 f T D s (+ routing T k (8 + s))    all-gather and reduce-scatter, forward and backward, all exposed
 data-centric    3 f P s                              gather, gather again, reduce-scatter; gathers hide behind compute
+FSDP2           3 f P s                              the same, as it hides with two slots; other copies
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hexa_fx.plan import ExpertShape, LayerCost, Mode, Reduce
 
@@ -33,6 +34,8 @@ class Measured:
             multiprocessors and memory bandwidth, so hidden communication is not free.
         exchange: forward and backward time of the collectives of a model-centric layer, the host's included; None if it was
             not measured. Then it follows from bytes and latency.
+        experts_fsdp: as ``experts_data_centric``, with weights as the model stores them and FSDP2's copies; None where FSDP2 is no
+            choice.
     """
 
     bandwidth: float
@@ -43,6 +46,11 @@ class Measured:
     experts_data_centric: float = 0.0
     contention: float = 0.0
     exchange: float | None = None
+    experts_fsdp: float | None = None
+
+    def without_fsdp(self) -> Measured:
+        """The same where FSDP2 is no choice."""
+        return replace(self, experts_fsdp=None)
 
     def describe(self) -> str:
         """The numbers in one line."""
@@ -54,6 +62,8 @@ class Measured:
         }
         if self.exchange is not None:
             milliseconds["exchange model-centric"] = self.exchange
+        if self.experts_fsdp is not None:
+            milliseconds["FSDP2"] = self.experts_fsdp
         times = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in milliseconds.items())
         return f"{self.bandwidth / 1e9:.3g} GB/s, {times}, contention {self.contention:.2f}"
 
@@ -91,9 +101,10 @@ def layer_cost(
     reduce: Reduce = "reduce_scatter",
     measured: Measured | None = None,
 ) -> tuple[Mode, LayerCost]:
-    """The cheaper mode of one layer, and the numbers behind it.
+    """The cheapest mode of one layer, and the numbers behind it.
 
-    With `Measured`, the time that compute does not hide decides, else the bytes. Ties go to model-centric, which needs no cache.
+    With `Measured`, the time that compute does not hide decides, else the bytes, which are the same for FSDP2 as data-centric. Ties
+    go to model-centric, which needs no cache.
     """
     by_model = model_centric_bytes(shape, tokens, world, dtype_bytes=dtype_bytes, reduce=reduce)
     by_data = data_centric_bytes(shape, world, gather_bytes=dtype_bytes, reduce_bytes=reduce_bytes)
@@ -102,12 +113,15 @@ def layer_cost(
         return mode, LayerCost(by_model, by_data, reason=f"fewer bytes for {tokens} tokens")
     exchange = by_model / measured.bandwidth + 8 * measured.latency if measured.exchange is None else measured.exchange
     time_model = exchange + measured.experts_model_centric
-    time_data = measured.experts_data_centric + _data_centric_communication(
-        by_data, measured, slots, dtype_bytes, reduce_bytes
-    )
-    mode = "model_centric" if time_model <= time_data else "data_centric"
+    moved = (dtype_bytes, reduce_bytes)
+    time_data = measured.experts_data_centric + _data_centric_communication(by_data, measured, slots, *moved)
+    times: dict[Mode, float] = {"model_centric": time_model, "data_centric": time_data}
+    if measured.experts_fsdp is not None:
+        times["fsdp"] = measured.experts_fsdp + _data_centric_communication(by_data, measured, 2, *moved)
     reason = f"less time for {tokens} tokens ({measured.describe()})"
-    return mode, LayerCost(by_model, by_data, time_model, time_data, reason)
+    return min(times, key=lambda mode: times[mode]), LayerCost(
+        by_model, by_data, time_model, time_data, times.get("fsdp"), reason
+    )
 
 
 def _data_centric_communication(total: float, m: Measured, slots: int, gather_bytes: int, reduce_bytes: int) -> float:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts
 from hexa_fx.distributed.collective_errors import join
+from hexa_fx.distributed.fully_sharded import shard_blocks
 from hexa_fx.distributed.geometry import Geometry
-from hexa_fx.distributed.groups import Groups, make_groups
+from hexa_fx.distributed.groups import Groups, is_axis, make_groups
 from hexa_fx.distributed.mode_times import BlockTimes, measure_blocks, measure_modes
 from hexa_fx.distributed.profile import measure_bandwidth, profile_costs
 from hexa_fx.distributed.session import PartitionSession
@@ -51,7 +52,7 @@ def partition_model(
         model: the user's model, with whole expert weights on every rank.
         blocks: its rewritten blocks in execution order, each alone or by mode; their graphs hold the canonical nodes.
         mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
-        strategy: ``auto``, ``data``, ``model``, or one of them by path of the block or of a module around it.
+        strategy: ``auto``, ``data``, ``model``, ``fsdp``, or one of them by path of the block or of a module around it.
         capacities: ``measure`` (`profile_costs` on the first layer), t_i by rank, or None for equal devices.
         config: everything else.
         example: runs the model's forward once on the global batch, for the times and token counts of ``auto``.
@@ -60,7 +61,8 @@ def partition_model(
         PlanError: no process group, no canonical node, or an impossible split.
     """
     config = config or PartitionConfig()
-    layers = [layer for block in blocks for layer in read_layers(model, any_mode(block))]
+    by_block = [read_layers(model, any_mode(block)) for block in blocks]
+    layers = [layer for found in by_block for layer in found]
     if not layers:
         raise PlanError("nothing to partition: no block holds the canonical operator")
     groups = make_groups(mesh)
@@ -75,10 +77,16 @@ def partition_model(
         seen = None if example is None else measure_blocks(example, modules, sample.device, groups)
         config = _with_tokens(config, seen.tokens if seen else config.batch)
         measured = _measure(layers, config, seen, sample, groups)
+        measured |= {path: measured[path].without_fsdp() for path in _never_fsdp(by_block, mesh)}
     plan = plan_layers(shapes, costs, strategy, _scaled_caps(config, layers), measured)
     box = [plan.to_json()]
     dist.broadcast_object_list(box, src=dist.get_global_rank(groups.host, 0), group=groups.host)
     return Plan.from_json(box[0])
+
+
+def _never_fsdp(by_block: Sequence[Sequence[LayerWeights]], mesh: Any) -> list[str]:
+    """Layers for which ``auto`` does not weigh FSDP2: on one axis of a mesh, where it has the others, and several of a block."""
+    return [layer.path for found in by_block if is_axis(mesh) or len(found) > 1 for layer in found]
 
 
 def _with_tokens(config: PartitionConfig, tokens: int | None) -> PartitionConfig:
@@ -103,7 +111,14 @@ def _measure(
         if layer.geometry not in known:
             where: dict[str, Any] = {"dtype": sample.dtype, "device": sample.device, "groups": groups}
             modes = measure_modes(layer.geometry, tokens, **where, reduce=config.reduce)
-            times = (modes.forward, modes.model_centric, modes.data_centric, modes.contention, modes.exchange)
+            times = (
+                modes.forward,
+                modes.model_centric,
+                modes.data_centric,
+                modes.contention,
+                modes.exchange,
+                modes.fsdp,
+            )
             known[layer.geometry] = Measured(bandwidth, latency, attention, *times)
     return {layer.path: known[layer.geometry] for layer in layers}
 
@@ -178,7 +193,9 @@ def apply_partition(
         path = any_mode(forms).path
         module = model.get_submodule(path)
         install(module, forms.get("train"), forms.get("eval"))
-        installed.session.bind(module, path)
+        if path not in installed.fsdp:
+            installed.session.bind(module, path)
+    shard_blocks(model, installed.session, installed.fsdp, mesh)
     installed.session.follow(model)
     return installed.session
 
@@ -204,6 +221,8 @@ def apply_to_graph_module(
     """
     block = RewrittenBlock("", module.graph)
     plan = plan or partition_model(module, [block], mesh, strategy, capacities, config)
+    if any(layer.mode == "fsdp" for layer in plan.layers):
+        raise PlanError("a model as one graph is cut or left alone: 'fsdp' is for modules, which FSDP2 hooks")
     installed = install_plan(module, [block], plan, mesh, timeout, seconds=seconds)
     module.graph = any_mode(installed.blocks[0]).graph
     installed.session.bind(module)

@@ -38,12 +38,14 @@ class Installed:
         blocks: the rewritten blocks with partitioned graphs, by mode, to be installed like any rewritten block.
         shards: every parameter that was cut.
         schedules: what the overlap pass did to each graph, in the order of ``blocks`` and modes; empty without prefetch.
+        fsdp: paths of the blocks that are left whole and unbound, for `hexa_fx.distributed.fully_sharded.shard_blocks`.
     """
 
     session: PartitionSession
     blocks: tuple[dict[Any, RewrittenBlock], ...]
     shards: tuple[ShardedParameter, ...]
     schedules: tuple[OverlapReport, ...] = ()
+    fsdp: tuple[str, ...] = ()
 
 
 def install_plan(
@@ -70,6 +72,12 @@ def install_plan(
         PlanError: ranks hold different plans, or the plan is for another model.
         RankError: a rank did not arrive.
     """
+    fsdp = {layer.path for layer in plan.layers if layer.mode == "fsdp"}
+    if fsdp and is_axis(mesh):
+        raise PlanError(
+            f"{sorted(fsdp)} are planned 'fsdp', which is over all ranks of a mesh and not along one of its axes: plan them "
+            "'data' or 'model', or call fully_shard on the other axes"
+        )
     layers = [(block, layer) for block in blocks for layer in _same_in_all_modes(model, block)]
     if [layer.path for _, layer in layers] != [layer.path for layer in plan.layers]:
         raise PlanError(
@@ -82,25 +90,38 @@ def install_plan(
     session = PartitionSession(plan, {layer.path: layer.geometry for _, layer in layers}, mesh, timeout, data_mesh)
     shards: dict[str, list[ShardedParameter]] = {}
     for (_, layer), planned in zip(layers, plan.layers):
+        if planned.mode == "fsdp":
+            continue
         lo = sum(planned.shards[: session.rank])
         axis = mesh if is_axis(mesh) and len(set(planned.shards)) == 1 else None
         shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[session.rank], axis)
     session.hold(model, shards)
     placement = Placement(session.rank, session.name, session.groups.main_name)
-    done, schedules = [], []
+    done, schedules, whole = [], [], []
     for block in blocks:
         here = [layer for owner, layer in layers if owner is block]
-        forms = modes_of(block).items()
-        done.append({mode: _partition_block(form, here, plan, placement, mesh) for mode, form in forms})
-        if plan.prefetch:
+        forms, path = modes_of(block).items(), any_mode(block).path
+        if _is_left_whole(path, here, fsdp):
+            whole.append(path)
+            done.append({mode: replace(form, small=0) for mode, form in forms})
+        else:
+            done.append({mode: _partition_block(form, here, plan, placement, mesh) for mode, form in forms})
+        if plan.prefetch and path not in whole:
             schedules += [overlap(form.graph, plan.slots or len(plan.layers), seconds) for form in done[-1].values()]
         if finish is not None:
             done[-1] = {mode: finish(form) for mode, form in done[-1].items()}
-        session.graphs[any_mode(block).path] = {str(mode): form.graph for mode, form in done[-1].items()}
+        session.graphs[path] = {str(mode): form.graph for mode, form in done[-1].items()}
         if not here:
-            log.info("%r has experts of a form that is not cut: they stay whole on every rank", any_mode(block).path)
+            log.info("%r has experts of a form that is not cut: they stay whole on every rank", path)
     session.cache.follows_schedule = any(schedule.held for schedule in schedules)
-    return Installed(session, tuple(done), session.shards, tuple(schedules))
+    return Installed(session, tuple(done), session.shards, tuple(schedules), tuple(whole))
+
+
+def _is_left_whole(path: str, layers: Sequence[LayerWeights], fsdp: set[str]) -> bool:
+    left = [layer.path in fsdp for layer in layers]
+    if any(left) and not all(left):
+        raise PlanError(f"FSDP2 takes a block whole: plan all layers of {path!r} as 'fsdp', or none")
+    return any(left)
 
 
 def _same_in_all_modes(model: nn.Module, block: RewrittenBlock | Modes) -> list[LayerWeights]:

@@ -14,9 +14,9 @@ from hexa_fx.errors import PlanError
 from hexa_fx.passes.cost_model import Measured, layer_cost
 from hexa_fx.plan import ExpertShape, GradDtype, LayerCost, LayerPlan, Mode, Plan, Reduce
 
-Strategy = Literal["auto", "data", "model"] | Mapping[str, Literal["auto", "data", "model"]]
+Strategy = Literal["auto", "data", "model", "fsdp"] | Mapping[str, Literal["auto", "data", "model", "fsdp"]]
 
-_MODES: dict[str, Mode] = {"data": "data_centric", "model": "model_centric"}
+_MODES: dict[str, Mode] = {"data": "data_centric", "model": "model_centric", "fsdp": "fsdp"}
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,11 @@ def batch_shares(costs: DeviceCosts, batch: int, tokens: int | None) -> tuple[in
 def wanted_modes(strategy: Strategy, shapes: Mapping[str, ExpertShape]) -> dict[str, str]:
     given = {"": strategy} if isinstance(strategy, str) else dict(strategy)
     for path, kind in given.items():
-        if kind not in ("auto", "data", "model"):
+        if kind != "auto" and kind not in _MODES:
             where = f" of {path!r}" if path else ""
-            raise PlanError(f"strategy {kind!r}{where}: expected 'auto', 'data' or 'model', or a dict of them by path")
+            raise PlanError(
+                f"strategy {kind!r}{where}: expected 'auto', 'data', 'model' or 'fsdp', or a dict of them by path"
+            )
     unknown = [key for key in given if shapes and not any(_is_in(path, key) for path in shapes)]
     if unknown:
         raise PlanError(f"strategy names layers {sorted(unknown)}; the model's MoE layers are {list(shapes)}")
@@ -154,12 +156,18 @@ def _plan_layer(
     measured: Measured | None,
 ) -> LayerPlan:
     world = len(costs.seconds)
-    mode, cost = _choose(shape, kind, world, config, measured)
     caps = _channel_caps(shape, config, world)
+    equal = even(shape.intermediate_size, world)
+    fits = caps is None or all(share <= cap for share, cap in zip(equal, caps))
+    if kind == "fsdp" and not fits:
+        raise PlanError(f"{path!r}: FSDP2 gives every rank an equal part, more than memory_caps allow: use 'data'")
+    mode, cost = _choose(shape, kind, world, config, measured if fits or measured is None else measured.without_fsdp())
     if mode == "model_centric":
         tile = min(config.tile, max(1, shape.intermediate_size // world))
         step = shape.channels(config.kernel_columns or 1)
         shards = costs.by_channels.split(shape.intermediate_size, tile=tile, step=step, caps=caps)
+    elif mode == "fsdp":
+        shards = equal
     else:  # every rank computes with all weights, so what it stores need not follow its speed
         shards = even(shape.intermediate_size, world, caps=caps)
     owner = max(range(len(shards)), key=lambda rank: (shards[rank], -rank))

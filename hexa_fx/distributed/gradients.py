@@ -74,8 +74,10 @@ def expert_names(session: PartitionSession) -> list[str]:
 
 
 def ignore_in_ddp(model: nn.Module, session: PartitionSession) -> None:
-    """Excludes the experts from DDP. Call it before wrapping ``model`` in DistributedDataParallel."""
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, expert_names(session))
+    """Excludes the experts, and what FSDP2 holds, from DDP. Call it before wrapping ``model`` in DistributedDataParallel."""
+    sharded = [name for name, p in model.named_parameters() if summed_elsewhere(p, session.groups.main)]
+    names = dict.fromkeys([*expert_names(session), *sharded])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
 
 
 def expert_parameters(session: PartitionSession) -> set[nn.Parameter]:

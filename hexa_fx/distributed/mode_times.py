@@ -36,6 +36,7 @@ class ModeTimes:
         forward: data-centric, forward alone.
         contention: by how many seconds a second of concurrent gathering slows down data-centric compute.
         exchange: model-centric, its collectives alone, forward and backward.
+        fsdp: as data-centric, as FSDP2 runs it.
     """
 
     model_centric: float
@@ -43,6 +44,7 @@ class ModeTimes:
     forward: float
     contention: float
     exchange: float
+    fsdp: float
 
 
 @kernels_awaited()
@@ -59,7 +61,8 @@ def measure_modes(
     """Times the experts as each mode runs them on equal ranks. A collective call.
 
     Model-centric: all ``tokens`` and 1/N of the channels. Data-centric: 1/N of the tokens and all channels, with weights as
-    views of packed rows, including the copies into and out of these rows. A layer too large for an eighth of the free memory is
+    views of packed rows, including the copies into and out of these rows. FSDP2: with weights as they are stored, and copies
+    of them out of what was gathered, and of gradients into what is summed. A layer too large for an eighth of the free memory is
     measured with proportionally fewer experts and tokens, and the time is scaled. Collectives are run as they are, because for
     small layers the host's time to start them counts more than bytes.
     """
@@ -84,7 +87,8 @@ def measure_modes(
     both = seconds(lambda: gather(step))
     covered = min(alone, by_data)
     contention = min(1.0, max(0.0, (both - max(by_data, alone)) / covered)) if covered else 0.0
-    return ModeTimes(by_model, by_data, seconds(forward), contention, exchange)
+    by_fsdp = seconds(_experts_fsdp(small, max(1, rows // world), dtype, device))
+    return ModeTimes(by_model, by_data, seconds(forward), contention, exchange, by_fsdp)
 
 
 def _tokens(shape: ExpertShape, tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,18 +132,44 @@ def _exchange(
 def _experts_model_centric(
     geometry: Geometry, tokens: int, world: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], None]:
+    channels = max(1, geometry.shape.intermediate_size // world)
+    step, _ = _step_as_stored(geometry, tokens, channels, dtype, device)
+
+    def run() -> None:
+        step()
+
+    return run
+
+
+def _experts_fsdp(geometry: Geometry, tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+    step, weights = _step_as_stored(geometry, tokens, geometry.shape.intermediate_size, dtype, device)
+    gathered = [torch.empty_like(weight) for weight in weights]
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(2):  # out of the gather of forward and of backward
+                torch._foreach_copy_(gathered, weights)
+        torch._foreach_copy_(gathered, step())
+
+    return run
+
+
+def _step_as_stored(
+    geometry: Geometry, tokens: int, channels: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[[], list[Tensor]], list[Tensor]]:
+    """Forward and backward with weights in the layout of the model; returns their gradients. And the weights."""
     import hexa_fx.ops  # noqa: F401  (defines the operator)
 
     x, index, weights = _tokens(geometry.shape, tokens, dtype, device)
-    channels = max(1, geometry.shape.intermediate_size // world)
     local = _local_weights(geometry, channels, dtype, device)
     activation = "silu" if geometry.gated else "gelu"
     static: tuple[Any, ...] = (activation, geometry.glu, [], geometry.layout1, geometry.layout2, False)
 
-    def run() -> None:
-        _differentiate(torch.ops.hexa.moe_ffn(x, index, weights, *local, None, *static), (x, weights, *local))
+    def step() -> list[Tensor]:
+        y = torch.ops.hexa.moe_ffn(x, index, weights, *local, None, *static)
+        return _differentiate(y, (x, weights, *local))[2:]
 
-    return run
+    return step, [weight.detach() for weight in local if weight is not None]
 
 
 def _experts_data_centric(

@@ -1,17 +1,25 @@
-"""FSDP2: an optimized model under `fully_shard`, compared with the whole original on one device."""
+"""FSDP2: an optimized model under `fully_shard`, by hand and as planned, compared with the whole original on one device."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from harness import run
+from test_mesh import CONFIG, build, loss_of, trained
+from test_mesh import data as tokens
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hexa_fx
+from hexa_fx.distributed import checkpoint
+from hexa_fx.distributed.data import split_batch
+from hexa_fx.distributed.gradients import expert_parameters, ignore_in_ddp, sync_gradients, weighted_loss
+from hexa_fx.errors import PlanError
+from hexa_fx.passes.plan_layers import PartitionConfig
 
 
 class Block(nn.Module):
@@ -90,3 +98,70 @@ def test_loss_gradients_and_steps_equal_one_device(name: str) -> None:
     if name == "mixtral":
         pytest.importorskip("transformers")
     assert run(2, compare, name) == ["equal", "equal"]
+
+
+def planned(rank: int, world: int, kind: str, strategy: Any, around: str, folder: str) -> Any:
+    """A plan with ``fsdp``: under nothing, under the user's FSDP2, or under DDP. Two steps on unequal batches, and a checkpoint."""
+    mesh = init_device_mesh("cpu", (world,))
+    model, whole, x = build(kind), build(kind), tokens(9)
+    config = PartitionConfig(tile=2, batch=9, data_parallel="mean" if around else "sum")
+    hexa_fx.optimize_(model, x, CONFIG, mesh=mesh, strategy=strategy, capacities=(1.0, 2.0), partition=config)
+    session, wrapped = model.partition, model
+    assert session.plan.fingerprint in str(model.report)
+    described = session.readable("0.moe")
+    if around == "fsdp":
+        for layer in model:
+            fully_shard(layer, mesh=mesh, ignored_params=expert_parameters(session))
+        fully_shard(model, mesh=mesh, ignored_params=expert_parameters(session))
+    if around == "ddp":
+        ignore_in_ddp(model, session)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    mine = split_batch(x, session.plan, rank)
+
+    def step() -> torch.Tensor:
+        loss = weighted_loss(session, loss_of(wrapped, mine), len(mine))
+        loss.backward()
+        if not around:
+            sync_gradients(model, session)
+        return loss.detach() / (world if around else 1)
+
+    found = trained(rank, model, whole, x, step, session)
+    checkpoint.save(folder, model, session)
+    session.close()
+    if rank == 0:
+        again = build(kind)
+        checkpoint.load(folder, again)
+        found += [float((a - b).detach().abs().max()) for a, b in zip(again.parameters(), whole.parameters())]
+    kinds = [isinstance(p, torch.distributed.tensor.DTensor) for p in model.get_submodule("0.moe").parameters()]
+    return found, session.plan, described, all(kinds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "around"),
+    [
+        ("stacked", {"0": "fsdp", "1": "data"}, ""),
+        ("listed", "fsdp", "fsdp"),
+        pytest.param("stacked", "fsdp", "", marks=pytest.mark.slow),
+        pytest.param("stacked", {"0": "fsdp", "1": "model"}, "fsdp", marks=pytest.mark.slow),
+        pytest.param("stacked", {"0": "fsdp", "1": "model"}, "ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_as_a_plan_has_it(kind: str, strategy: Any, around: str, tmp_path: Any) -> None:
+    for found, plan, code, sharded in run(2, planned, kind, strategy, around, str(tmp_path / "saved")):
+        assert max(found) < 1e-12, found
+        assert plan.batch == (6, 3)
+        assert [layer.mode == "fsdp" for layer in plan.layers] == [True, strategy == "fsdp"]
+        assert "fsdp, every parameter in equal parts" in code
+        assert "cache_gather" not in code
+        assert sharded
+
+
+def wrong(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("data", "hexa"))
+    given = {"strategy": "fsdp", "capacities": None}
+    with pytest.raises(PlanError, match="not along one of its axes"):
+        hexa_fx.optimize_(build("stacked"), tokens(4), CONFIG, mesh=mesh["hexa"], **given)
+
+
+def test_not_along_an_axis() -> None:
+    run(2, wrong)

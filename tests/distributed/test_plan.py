@@ -193,6 +193,25 @@ def test_auto_follows_bytes_and_hidden_time():
     assert "exchange model-centric 5 ms" in cost.reason
 
 
+def test_auto_weighs_fsdp2_where_it_was_measured():
+    sizes = {"dtype_bytes": 2, "reduce_bytes": 2, "slots": 1}
+    measured = Measured(1e9, 0.0, 1e-4, 1e-3, 0.1, 0.02, experts_fsdp=0.019)
+    mode, cost = layer_cost(SHAPE, CROSSOVER, 4, **sizes, measured=measured)
+    assert (mode, "FSDP2 19 ms" in cost.reason) == ("fsdp", True)
+    # it gathers one layer ahead, as two slots do
+    assert cost.seconds_data_centric - cost.seconds_fsdp > 0.001
+    assert layer_cost(SHAPE, CROSSOVER, 4, **sizes, measured=measured.without_fsdp())[0] == "data_centric"
+    config = PartitionConfig(tokens=CROSSOVER, memory_caps=(10**9, 64 * SHAPE.weight_numel // 256 * 16))
+    (capped,) = plan_layers({"a": SHAPE}, [1.0, 1.0], "auto", config, measured).layers
+    assert (capped.mode, capped.shards) == ("data_centric", (192, 64))
+    with pytest.raises(PlanError, match="more than memory_caps allow: use 'data'"):
+        plan_layers({"a": SHAPE}, [1.0, 1.0], "fsdp", config)
+    made = plan_layers({"a": SHAPE}, [1.0, 1.0], "auto", PartitionConfig(tokens=CROSSOVER), measured)
+    assert Plan.from_json(made.to_json()) == made
+    assert "a: fsdp, every parameter in equal parts" in made.describe()
+    assert " fsdp 0.0" in made.describe()
+
+
 def test_strategy_by_layer_and_memory_caps():
     config = PartitionConfig(tile=16, batch=8, memory_caps=(10**9, 64 * SHAPE.weight_numel // 256 * 16))
     made = plan_layers({"a": SHAPE, "b": SHAPE}, [1.0, 1.0], {"a": "model", "b": "data"}, config)
