@@ -110,8 +110,8 @@ def sweep(name: str, shape: ExpertShape, counts: Sequence[int], o: Options) -> I
             yield head | {"mode": mode} | record
         record = attempt(functools.partial(chosen, shape, tokens, o), o)
         if "picked" in record:
-            mine = times["data" if record["picked"] == "data_centric" else "model"]
-            best = min(times["data"], times["model"])
+            mine = times[{"data_centric": "data", "model_centric": "model", "fsdp": "fsdp2"}[record["picked"]]]
+            best = min(times["data"], times["model"], times["fsdp2"])
             if best < float("inf"):
                 record |= {"step_ms": mine, "best_ms": best, "over_best": round(mine / best, 4)}
         yield head | {"mode": "auto"} | record

@@ -77,16 +77,17 @@ def partition_model(
         seen = None if example is None else measure_blocks(example, modules, sample.device, groups)
         config = _with_tokens(config, seen.tokens if seen else config.batch)
         measured = _measure(layers, config, seen, sample, groups)
-        measured |= {path: measured[path].without_fsdp() for path in _never_fsdp(by_block, mesh)}
+        measured |= {path: measured[path].without_fsdp() for path in _never_fsdp(model, by_block, mesh)}
     plan = plan_layers(shapes, costs, strategy, _scaled_caps(config, layers), measured)
     box = [plan.to_json()]
     dist.broadcast_object_list(box, src=dist.get_global_rank(groups.host, 0), group=groups.host)
     return Plan.from_json(box[0])
 
 
-def _never_fsdp(by_block: Sequence[Sequence[LayerWeights]], mesh: Any) -> list[str]:
-    """Layers for which ``auto`` does not weigh FSDP2: on one axis of a mesh, where it has the others, and several of a block."""
-    return [layer.path for found in by_block if is_axis(mesh) or len(found) > 1 for layer in found]
+def _never_fsdp(model: nn.Module, by_block: Sequence[Sequence[LayerWeights]], mesh: Any) -> list[str]:
+    """Layers that ``auto`` never gives to FSDP2: on one axis of a mesh, where it has the others; several of a block or graph."""
+    never = is_axis(mesh) or isinstance(model, fx.GraphModule)
+    return [layer.path for found in by_block if never or len(found) > 1 for layer in found]
 
 
 def _with_tokens(config: PartitionConfig, tokens: int | None) -> PartitionConfig:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import hexa_fx.ops  # noqa: F401
 from hexa_fx.ir import RewrittenBlock
@@ -174,6 +175,11 @@ def gradient_pairs(
             dist.all_reduce(grad)
         pairs.append((grad, cut(installed, name, q.grad)))
     return pairs
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor that may be spread over ranks, whole."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def largest(pairs: list[tuple[Tensor, Tensor]]) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run, scripts
-from models import largest
+from models import full, largest
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -115,10 +115,6 @@ def data(rows: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) ** 2).sum(-1).mean()
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_of(model: nn.Module, session: Any, pick: Any) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run
-from models import cut, largest
+from models import cut, full, largest
 
 from hexa_fx.distributed.collectives import all_gather_v
 from hexa_fx.distributed.data import split_batch
@@ -86,7 +86,7 @@ def five_steps(rank, world, name, strategy, capacities):
         ours.step(), theirs.step()
         ours.zero_grad(), theirs.zero_grad()
     names = dict(whole.named_parameters())
-    pairs += [(p, cut(shards, n, names[n])) for n, p in model.named_parameters()]
+    pairs += [(full(p.detach()), cut(shards, n, names[n])) for n, p in model.named_parameters()]
     assert [n for n, _ in model.named_parameters()] == list(names)
     return largest(pairs), session.plan.describe()
 
