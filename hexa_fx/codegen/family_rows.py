@@ -1,4 +1,4 @@
-"""The bandwidth-bound row operators: combine, ess, activate and activate_backward."""
+"""The bandwidth-bound operators: combine, ess, activate, activate_backward and turned."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ UNROLLED_TOP_K = (1, 2, 4, 6, 8, 10)
 """Values of combine's option ``top_k`` whose loads are all in flight at once; any other k is 0, a loop."""
 
 COMBINE_THREADS = (32, 64, 128, 256)
+TURNED_SIDE = 64
+"""Rows and columns of a matrix that a block of turned takes."""
 
 
 def _check_types(spec: KernelSpec) -> Iterable[str]:
@@ -78,6 +80,17 @@ def _check_activate(spec: KernelSpec) -> Iterable[str]:
         yield f"{spec.option('warps_per_row')} warps a row; expected 1, 2 or 4"
 
 
+def _check_turned(spec: KernelSpec) -> Iterable[str]:
+    for dtype in (spec.dtype, spec.out):
+        if dtype not in FLOATS:
+            yield f"element type {dtype.name}; expected bf16, f16, f32 or f64"
+
+
+def _turned_shape(spec: KernelSpec) -> LaunchShape:
+    wide = 8 if DataType.f64 in (spec.dtype, spec.out) else 4
+    return LaunchShape(threads=256, shared_bytes=TURNED_SIDE * (TURNED_SIDE + 1) * wide)
+
+
 FAMILIES = (
     Family(
         name="combine",
@@ -105,6 +118,15 @@ FAMILIES = (
         args=struct.Struct("PPPPPPPPqqiiff"),
         shape=lambda spec: LaunchShape(threads=128),
         check=_check_activate,
+        min_arch=70,
+    ),
+    Family(
+        name="turned",
+        template="turned.cu.j2",
+        ops=("turned",),
+        args=struct.Struct("PPqqdi0P"),  # x, out, rows, columns, scale, column_tiles
+        shape=_turned_shape,
+        check=_check_turned,
         min_arch=70,
     ),
 )

@@ -1,4 +1,4 @@
-"""reindex, combine, ess, ess_add, activate and activate_backward on CUDA: bandwidth-bound kernels, static grids, no host read.
+"""reindex, combine, ess, ess_add, activate, activate_backward and turned on CUDA: bandwidth-bound, static grids, no host read.
 
 Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_reindex import reindex_warps
-from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
+from hexa_fx.codegen.family_rows import COMBINE_THREADS, TURNED_SIDE, UNROLLED_TOP_K
 from hexa_fx.codegen.spec import Glu, KernelSpec, Option
 from hexa_fx.config import checked_mode
 from hexa_fx.cuda.calls import cuda_kernel
@@ -40,8 +40,8 @@ ID_TYPES = {
 SEGMENT_ROWS = 256
 """Rows of one expert that one block of ess sums."""
 
-_REINDEX, _COMBINE, _ESS, _ACTIVATE = (
-    numbers_of(get_family(name).args) for name in ("reindex", "combine", "ess", "activate")
+_REINDEX, _COMBINE, _ESS, _ACTIVATE, _TURNED = (
+    numbers_of(get_family(name).args) for name in ("reindex", "combine", "ess", "activate", "turned")
 )
 ONE_BLOCK_SLOTS = 4096
 """Slots that reindex sorts in one launch."""
@@ -222,6 +222,23 @@ def _launch_activation(
     kernel = _kernel(op, h, weights, operands, fields, (("warps_per_row", warps),))
     blocks = ceil_div(n, 4 // warps) if width or weights is not None else 0
     planning_of(h).launch(kernel, (blocks, 1, 1), pieces)
+
+
+@cuda_kernel("turned")
+def turned(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Tiles of 64 x 64, through shared memory."""
+    (rows, columns), planning = x.shape, planning_of(x)
+    out = x.new_empty((columns, rows), dtype=dtype)
+    tiles = ceil_div(columns, TURNED_SIDE)
+    numbers = _TURNED.pack(rows, columns, scale, tiles)
+    kernel = _turned_kernel(planning.card.arch, x.dtype, dtype)
+    planning.launch(kernel, (tiles * ceil_div(rows, TURNED_SIDE), 1, 1), (((x, out), numbers),))
+    return out
+
+
+@cached_choice
+def _turned_kernel(arch: int, dtype: torch.dtype, out: torch.dtype) -> Kernel:
+    return kernel_of(KernelSpec("turned", "turned", arch, dtype=DTYPES[dtype], out_dtype=DTYPES[out]))
 
 
 def _kernel(op: str, x: Tensor, weights: Tensor | None, operands: tuple[Tensor, ...], *more: Any) -> Kernel:

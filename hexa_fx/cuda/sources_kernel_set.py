@@ -36,7 +36,7 @@ def layer_of(
         spec: the expert.
         operands: of `hexa::moe_ffn`, with dense weights, by name; absent ones are left out.
         packed: the weights that are packed, which are told by their shapes.
-        ranks: of what is added to w1, w3 or w2.
+        ranks: of what is added to w1, w3 or w2, as PEFT stores and trains it.
     """
     made: dict[str, Any] = {name: _empty(t.shape, t.dtype) for name, t in operands.items()}
     layouts = {"w1": spec.layout1, "w3": spec.layout1, "w2": spec.layout2}
@@ -47,8 +47,9 @@ def layer_of(
         if name in made and name in ranks:
             number, rank = name[1], ranks[name]
             inputs, outputs = columns_of(made[name], flip(layouts[name])), columns_of(made[name], layouts[name])
-            made[f"a{number}"] = _empty((made[name].shape[0], rank, inputs), made["x"].dtype)
-            made[f"c{number}"] = _empty((made[name].shape[0], outputs, rank), made["x"].dtype)
+            experts = made[name].shape[0]
+            made[f"a{number}"] = _empty((experts, rank, inputs), torch.float32)
+            made[f"c{number}"] = _empty((outputs, rank, experts), torch.float32).permute(2, 0, 1)
         if found is not None:
             made[name], formats[name] = _empty(found.packed.shape, found.packed.dtype), found.format
             scales[name] = [_empty(scale.shape, scale.dtype) for scale in found.scales]

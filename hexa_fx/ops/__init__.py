@@ -28,6 +28,7 @@ from hexa_fx.ops.moe_ffn_fixed import fixed as _fixed  # noqa: F401  (registers 
 from hexa_fx.ops.moe_ffn_fp8 import why_not as _fp8_block  # noqa: F401  (registers the operator)
 from hexa_fx.ops.moe_ffn_sources import inference as _adapted  # noqa: F401  (registers the operator)
 from hexa_fx.ops.reindex import reindex
+from hexa_fx.ops.turned import turned
 
 __all__ = [
     "ACTIVATIONS",
@@ -47,6 +48,7 @@ __all__ = [
     "experts",
     "moe_ffn",
     "reindex",
+    "turned",
 ]
 
 registry.cuda_kernels()()  # touches no device and imports no kernel

@@ -22,6 +22,7 @@ from hexa_fx.ops.projection import (
     Projection,
     Rows,
     added_gradient,
+    experts_last,
     factor_gradients,
     input_gradient,
     narrowed,
@@ -268,7 +269,11 @@ def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
     o = Arguments(dy, dy, *others)
     w1 = o.shaped(dy).w1
     like: tuple[Any, ...] = (dy.new_empty((dy.shape[0], w1.shape[2] if o.layout1 == "nk" else w1.shape[1])), *o[2:15])
-    return [t.new_empty(t.shape) for t, need in zip(like, needs, strict=True) if need]
+    return [_fake_gradient(*each) for *each, need in zip(OPERANDS, like, needs, strict=True) if need]
+
+
+def _fake_gradient(name: str, t: Tensor) -> Tensor:
+    return torch.empty_like(t) if name[0] == "c" and experts_last(t) else t.new_empty(t.shape)
 
 
 _CAST = (0, *range(3, 15))

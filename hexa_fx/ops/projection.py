@@ -45,8 +45,7 @@ class Projection(NamedTuple):
     def left(self, rows: Tensor) -> Tensor:
         """``s C`` for products with these rows."""
         assert self.c is not None
-        c = _multiplied_with(rows, self.c)
-        return c if self.scale == 1 else c * self.scale
+        return _multiplied_with(rows, self.c, self.scale)
 
     def added(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """u (n, r) = ``x @ A^T``, and ``s C`` as the weight lies."""
@@ -67,9 +66,20 @@ class Rows(NamedTuple):
         return Rows(None, self.offs, 1)
 
 
-def _multiplied_with(rows: Tensor, factor: Tensor) -> Tensor:
-    """A factor in the rows' dtype, contiguous. Copies are made where they are read, so that none is kept for backward."""
-    return factor.to(rows.dtype, memory_format=torch.contiguous_format).contiguous()
+def _multiplied_with(rows: Tensor, factor: Tensor, scale: float = 1.0) -> Tensor:
+    """A factor in the rows' dtype, contiguous, scaled. Copies are made where they are read, so that none is kept for backward."""
+    if experts_last(factor):
+        matrix = factor.permute(1, 2, 0).flatten(0, 1)
+        turned: Tensor = _OPS.turned(matrix, rows.dtype, scale)
+        return turned.view(factor.shape)
+    cast = factor.to(rows.dtype, memory_format=torch.contiguous_format).contiguous()
+    return cast if scale == 1 else cast * scale
+
+
+def experts_last(factor: Tensor) -> bool:
+    """Whether a factor (E, N, r) lies as (N, r, E), which is how PEFT stores those of its second linear layer."""
+    experts, _, rank = factor.shape
+    return experts > 1 and factor.stride() == (1, rank * experts, experts)
 
 
 def narrowed(x: Tensor, p: Projection, rows: Rows) -> Tensor | None:
@@ -153,6 +163,16 @@ def factor_gradients(
     if needs[0] and t is not None:
         da = _OPS.estmm(x, t, of_x.v, None, of_x.offs, top_k, "nk").type_as(p.a)
     if needs[1] and u is not None:
-        dc = _OPS.estmm(u, g, None, of_g.v, of_g.offs, top_k, "nk").type_as(p.c)
-        dc = dc if p.scale == 1 else dc.mul_(p.scale)
+        assert p.c is not None
+        dc = _as_factor(_OPS.estmm(u, g, None, of_g.v, of_g.offs, top_k, "nk"), p.c, p.scale)
     return da, dc
+
+
+def _as_factor(gradient: Tensor, factor: Tensor, scale: float) -> Tensor:
+    """A gradient (E, N, r), contiguous, scaled, and in the dtype and memory order of the factor that it is of."""
+    if not experts_last(factor):
+        cast = gradient.type_as(factor)
+        return cast if scale == 1 else cast.mul_(scale)
+    experts, columns, rank = factor.shape
+    turned: Tensor = _OPS.turned(gradient.flatten(1), factor.dtype, scale)
+    return turned.view(columns, rank, experts).permute(2, 0, 1)

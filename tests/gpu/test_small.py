@@ -21,6 +21,7 @@ from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.ops import activations, library
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmLowRank
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, EsmmActBackward, Estmm
+from hexa_fx.ops.turned import turned_any
 from tests.gpu import test_decode as few_tokens
 from tests.gpu.cases import (
     Routing,
@@ -109,6 +110,12 @@ def test_ess(width: int) -> None:
     ones = torch.ones(r.n, 1, dtype=F64, device="cuda")
     want = reference_estmm(ones, rows, None, None, r, "kn")[:, 0]
     assert_close(torch.ops.hexa.ess(g, r.v, r.offs, TOP_K, scale), want, BF16, 2)
+
+
+@pytest.mark.parametrize(("dtype", "out"), [(F32, BF16), (BF16, F32)], ids=["factor", "gradient"])
+def test_turned(dtype: torch.dtype, out: torch.dtype) -> None:
+    x = randn(130, 67, dtype=dtype)
+    assert torch.equal(torch.ops.hexa.turned(x, out, 0.3), turned_any(x, out, 0.3))
 
 
 @pytest.mark.parametrize(("glu", "width"), [("concat", 264), ("interleaved", 37), ("none", 600)])
