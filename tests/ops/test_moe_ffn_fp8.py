@@ -77,6 +77,9 @@ def compare(given, spec, cosine=0.997):
         other = found[name]
         assert (other.shape, other.dtype) == (value.shape, given.get(name, given["x"]).dtype)
         a, b = other.double().flatten(), value.flatten()
+        if b.numel() == K:  # one token's routing weights: too few for a direction; each is dy times a row as large as y
+            assert (a - b).abs().max() <= 0.2 * expected["y"].norm(), name
+            continue
         least = cosine - 0.001 if name == "top_k_weights" else cosine
         assert torch.nn.functional.cosine_similarity(a, b, 0) >= least or b.norm() == 0 == a.norm(), name
         assert (a - b).norm() <= 0.09 * b.norm(), name
