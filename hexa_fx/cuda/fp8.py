@@ -23,7 +23,8 @@ from hexa_fx.cuda.fp8_rows import Gradient, Results, activation_gradient
 from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of
 from hexa_fx.cuda.planning import Piece, TileQueue, planning_of
-from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, group_count
+from hexa_fx.formats.fp8_scaling import BLOCK
+from hexa_fx.ops.fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8
 from hexa_fx.ops.fp8_arguments import Arguments
 
 STAGES, STAGES_GATHERED = 3, 4
@@ -50,159 +51,101 @@ def why_not(o: Arguments) -> str:
 
 
 @cuda_kernel("esmm_act_fp8")
-def esmm_act_fp8(
-    x: Tensor,
-    xs: Tensor,
-    w: Tensor,
-    ws: Tensor,
-    bias: Tensor | None,
-    v: Tensor,
-    offs: Tensor,
-    top_k: int,
-    activation: str,
-    gated: bool,
-    params: tuple[float, ...],
-    keep_h: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def esmm_act_fp8(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.fp8. One launch: the epilogue quantises."""
-    n, width = v.shape[0], w.shape[1]
-    inner = width // 2 if gated else width
-    h, hs = _rows_and_scales(x, n if keep_h else 0, width)
-    a, a_scales = _rows_and_scales(x, n, inner)
+    o = EsmmActFp8(*args)
+    h, hs, a, a_scales = results = o.results()
+    (n, inner), width = a.shape, o.w.shape[1]
     if not n:
-        return h, hs, a, a_scales
-    fields = {"activation": activation, "glu": "concat" if gated else "none", "bias": bias is not None, "gather": True}
-    kernel = _kernel(x, w, "esmm_act", None, fields, ("store_h", keep_h))
-    maps = Maps(weight=weight_map(w, "nk", PART), out=chunk_map(h) if keep_h else None, act=chunk_map(a))
+        return results
+    fields = {"activation": o.activation, "glu": o.glu, "bias": o.bias is not None, "gather": True}
+    kernel = _kernel(o.x, o.w, "esmm_act", None, fields, ("store_h", o.keep_h))
+    maps = Maps(weight=weight_map(o.w, "nk", PART), out=chunk_map(h) if o.keep_h else None, act=chunk_map(a))
     sizes = {
         "n": n,
-        "a_ld": x.shape[1],
+        "a_ld": o.x.shape[1],
         "out_ld": width,
         "act_ld": inner,
-        "K": x.shape[1],
+        "K": o.x.shape[1],
         "N": inner,
         "bias_ld": width,
     }
-    scales = {"a_scale": xs, "w_scale": ws, "h_scale": hs if keep_h else None, "act_scale": a_scales}
-    tensors = {"a": x, "out": h if keep_h else None, "act": a, "bias": _bias(bias), "v": v}
-    more = {"division": division(top_k), "constants": constants_of(activation, params)}
-    _launch(kernel, offs, maps, scales, **sizes, **tensors, **more)
-    return h, hs, a, a_scales
+    scales = {"a_scale": o.xs, "w_scale": o.ws, "h_scale": hs if o.keep_h else None, "act_scale": a_scales}
+    tensors = {"a": o.x, "out": h if o.keep_h else None, "act": a, "bias": _bias(o.bias), "v": o.v}
+    more = {"division": division(o.top_k), "constants": constants_of(o.activation, o.params)}
+    _launch(kernel, o.offs, maps, scales, **sizes, **tensors, **more)
+    return results
 
 
 @cuda_kernel("esmm_fp8")
-def esmm_fp8(
-    x: Tensor,
-    xs: Tensor,
-    w: Tensor,
-    ws: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    columns: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def esmm_fp8(*args: Any) -> Tensor:
     """See hexa_fx.ops.fp8. One launch."""
-    y = x.new_empty((x.shape[0], columns), dtype=dtype)
-    _product(y, x, xs, w, ws, bias, None, offs, 1)
+    o = EsmmFp8(*args)
+    y = o.results()
+    _product(o, None, 1, into=y)
     return y
 
 
-def _product(
-    y: Tensor,
-    x: Tensor,
-    xs: Tensor,
-    w: Tensor,
-    ws: Tensor,
-    bias: Tensor | None,
-    v: Tensor | None,
-    offs: Tensor,
-    top_k: int,
-) -> None:
-    """One launch that writes y."""
-    n, columns = y.shape
-    if columns * y.element_size() % 16:
+def _product(o: EsmmFp8, v: Tensor | None, top_k: int, into: Tensor) -> None:
+    """One launch, of rows in expert order or gathered by v."""
+    n, columns = into.shape
+    if columns * into.element_size() % 16:
         raise Unsupported(f"results of {columns} columns; the copy engine writes rows of whole 16 bytes")
     if not n:
         return
-    fields = {"bias": bias is not None, "gather": v is not None}
-    kernel = _kernel(x, w, "esmm", DTYPES[y.dtype], fields)
-    maps = Maps(
-        rows=None if v is not None else rows_map(x, _ROW_BOX), weight=weight_map(w, "nk", PART), out=chunk_map(y)
-    )
-    sizes = {"n": n, "a_ld": x.shape[1], "out_ld": columns, "K": x.shape[1], "N": columns, "bias_ld": w.shape[1]}
-    tensors = {"a": x, "out": y, "bias": _bias(bias), "v": v}
-    _launch(kernel, offs, maps, {"a_scale": xs, "w_scale": ws}, **sizes, **tensors, division=division(top_k))
+    fields = {"bias": o.bias is not None, "gather": v is not None}
+    kernel = _kernel(o.x, o.w, "esmm", DTYPES[o.dtype], fields)
+    rows = None if v is not None else rows_map(o.x, _ROW_BOX)
+    maps = Maps(rows=rows, weight=weight_map(o.w, "nk", PART), out=chunk_map(into))
+    depth = o.x.shape[1]
+    sizes = {"n": n, "a_ld": depth, "out_ld": columns, "K": depth, "N": columns, "bias_ld": o.w.shape[1]}
+    tensors = {"a": o.x, "out": into, "bias": _bias(o.bias), "v": v}
+    _launch(kernel, o.offs, maps, {"a_scale": o.xs, "w_scale": o.ws}, **sizes, **tensors, division=division(top_k))
 
 
 @cuda_kernel("esmm_act_backward_fp8")
-def esmm_act_backward_fp8(
-    dy: Tensor,
-    dys: Tensor,
-    w: Tensor,
-    ws: Tensor,
-    h: Tensor,
-    hs: Tensor,
-    top_k_weights: Tensor | None,
-    v: Tensor,
-    offs: Tensor,
-    top_k: int,
-    activation: str,
-    gated: bool,
-    params: tuple[float, ...],
-    needs: tuple[bool, ...],
-) -> tuple[Tensor, ...]:
+def esmm_act_backward_fp8(*args: Any) -> tuple[Tensor, ...]:
     """See hexa_fx.ops.fp8. Two launches: da is written as bf16, whose rounding is finer than e4m3's by five bits, since an epilogue
     that turned a tile round would keep the tensor cores waiting for as long as they multiply.
     """
-    n, inner, width, experts = v.shape[0], w.shape[1], h.shape[1], offs.shape[0] - 1
-    groups = group_count(n, experts)
-    needs_dh, needs_columns, needs_a, needs_dots = needs
-    dh, dhs = _rows_and_scales(h, n if needs_dh else 0, width)
-    dh_t, dhs_t = _groups_and_scales(h, groups if needs_columns else 0, width)
-    a_t, at_scales = _groups_and_scales(h, groups if needs_a else 0, inner)
-    dots = h.new_empty((n if needs_dots else 0, inner // BLOCK), dtype=torch.float32)
-    results = (dh, dhs, dh_t, dhs_t, a_t, at_scales, dots)
-    if n and any(needs):
-        da = dy.new_empty((n, inner), dtype=torch.bfloat16)
-        _product(da, dy, dys, w, ws, None, v, offs, top_k)
+    o = EsmmActBackwardFp8(*args)
+    results, (n, inner) = o.results(), (o.v.shape[0], o.w.shape[1])
+    if n and any(o.needs):
+        da = o.dy.new_empty((n, inner), dtype=torch.bfloat16)
+        _product(EsmmFp8(o.dy, o.dys, o.w, o.ws, None, o.offs, inner, da.dtype), o.v, o.top_k, into=da)
+        weights = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
         wanted = Results(*[t if t.numel() else None for t in results])
-        weights = None if top_k_weights is None else top_k_weights.reshape(-1).float()
-        activation_gradient(Gradient(da, h, hs, weights, v, offs, activation, gated, tuple(params)), into=wanted)
+        activation_gradient(
+            Gradient(da, o.h, o.hs, weights, o.v, o.offs, o.activation, o.gated, tuple(o.params)), into=wanted
+        )
     return results
 
 
 @cuda_kernel("estmm_fp8")
-def estmm_fp8(out: Tensor, x: Tensor, xs: Tensor, g: Tensor, gs: Tensor, offs: Tensor, add: bool) -> None:
+def estmm_fp8(*args: Any) -> None:
     """See hexa_fx.ops.fp8. One launch, and a second pass where the copy engine cannot write to ``out``."""
-    held, (p, ps, q, qs) = out, (x, xs, g, gs)
+    o = EstmmFp8(*args)
+    out, held, (p, ps, q, qs) = o.out, o.out, (o.x, o.xs, o.g, o.gs)
     turned = out.stride()[2] != 1 and out.stride()[1] == 1
     if turned:
-        held, (p, ps, q, qs) = out.transpose(1, 2), (g, gs, x, xs)
+        held, (p, ps, q, qs) = out.transpose(1, 2), (o.g, o.gs, o.x, o.xs)
     beside = held.stride()[2] != 1 or not aligned(held)
     experts, rows, columns = held.shape
     if beside:
         lines = 16 // out.element_size()
         held = out.new_empty((experts, rows, ceil_div(columns, lines) * lines))
         held = held.view_of((experts, rows, columns), held.strides, held.offset)  # type: ignore[attr-defined]
-    if not x.shape[0] or not out.numel():
-        if not add:
+    if not o.x.shape[0] or not out.numel():
+        if not o.add:
             planning_of(out).run(Tensor.zero_, out)
         return
-    kernel = _kernel(x, out, "estmm", DTYPES[out.dtype], {}, adds=add and not beside)
+    kernel = _kernel(o.x, out, "estmm", DTYPES[out.dtype], {}, adds=o.add and not beside)
     maps = Maps(p=weight_map(p, "nk", TILE_M), q=weight_map(q, "nk", PART), grad=weight_map(held, "nk", 16))
-    sizes = {"n": x.shape[0] * BLOCK, "R": rows, "C": columns}
+    sizes = {"n": o.x.shape[0] * BLOCK, "R": rows, "C": columns}
     strides = ps.stride()[0], qs.stride()[0]
-    _launch(kernel, offs, maps, {"p_scale": ps, "q_scale": qs}, strides=strides, dw=held, **sizes)
+    _launch(kernel, o.offs, maps, {"p_scale": ps, "q_scale": qs}, strides=strides, dw=held, **sizes)
     if beside:
-        planning_of(out).run(Tensor.add_ if add else Tensor.copy_, out, held.transpose(1, 2) if turned else held)
-
-
-def _rows_and_scales(like: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    return like.new_empty((rows, width), dtype=ELEMENT), like.new_empty((rows, width // BLOCK), dtype=torch.float32)
-
-
-def _groups_and_scales(like: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
-    return like.new_empty((groups, width, BLOCK), dtype=ELEMENT), like.new_empty((groups, width), dtype=torch.float32)
+        planning_of(out).run(Tensor.add_ if o.add else Tensor.copy_, out, held.transpose(1, 2) if turned else held)
 
 
 def _bias(bias: Tensor | None) -> Tensor | None:

@@ -19,8 +19,8 @@ from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, dense_rows, numbers_of
 from hexa_fx.cuda.planning import Operand, planning_of
-from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, group_count, padded
-from hexa_fx.ops.rows import row_count
+from hexa_fx.formats.fp8_scaling import BLOCK, group_count
+from hexa_fx.ops.fp8 import EssFp8, QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8
 
 _QUANTIZE, _ACTIVATE = (numbers_of(get_family(name).args) for name in (QUANTIZE, ACTIVATE))
 _THREADS_A_BLOCK = 16
@@ -31,23 +31,22 @@ _THREADS_A_BLOCK = 16
 def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.fp8."""
     x = dense_rows(x)
-    rows, blocks = x.shape[0], padded(x.shape[1]) // BLOCK
-    q, s = x.new_empty((rows, blocks * BLOCK), dtype=ELEMENT), x.new_empty((rows, blocks), dtype=torch.float32)
-    numbers = _QUANTIZE.pack(0, x.stride()[0], 1, rows, x.shape[1], 0, 1, 1, 1)
-    grid = (ceil_div(rows * blocks * _THREADS_A_BLOCK, THREADS), 1, 1)
+    q, s = QuantizeRowsFp8(x).results()
+    numbers = _QUANTIZE.pack(0, x.stride()[0], 1, *x.shape, 0, 1, 1, 1)
+    grid = (ceil_div(s.numel() * _THREADS_A_BLOCK, THREADS), 1, 1)
     _quantize("quantize_rows", x, grid, (x, None, None, None, q, s, None, None, None), numbers)
     return q, s
 
 
 @cuda_kernel("quantize_columns_fp8")
-def quantize_columns_fp8(x: Tensor, v: Tensor | None, offs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def quantize_columns_fp8(*args: Any) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.fp8. A block has a group and 128 columns."""
-    x = dense_rows(x)
-    experts, width = offs.shape[0] - 1, padded(x.shape[1])
-    groups = group_count(row_count(x, v), experts)
-    q, s = x.new_empty((groups, width, BLOCK), dtype=ELEMENT), x.new_empty((groups, width), dtype=torch.float32)
-    numbers = _QUANTIZE.pack(0, x.stride()[0], 1, x.shape[0], x.shape[1], experts, top_k, 1, 1)
-    _quantize("quantize_columns", x, (width // BLOCK, groups, 1), (x, None, v, offs, q, s, None, None, None), numbers)
+    o = QuantizeColumnsFp8(*args)
+    x, (q, s) = dense_rows(o.x), o.results()
+    (groups, width), experts = s.shape, o.offs.shape[0] - 1
+    numbers = _QUANTIZE.pack(0, x.stride()[0], 1, *x.shape, experts, o.top_k, 1, 1)
+    grid = (width // BLOCK, groups, 1)
+    _quantize("quantize_columns", x, grid, (x, None, o.v, o.offs, q, s, None, None, None), numbers)
     return q, s
 
 
@@ -70,26 +69,19 @@ class _Matrices(NamedTuple):
 
 
 @cuda_kernel("quantize_weight_fp8")
-def quantize_weight_fp8(
-    q: Tensor,
-    s: Tensor,
-    q_t: Tensor | None,
-    s_t: Tensor | None,
-    w: Tensor,
-    w3: Tensor | None,
-    layout: str,
-    glu: str,
-) -> None:
+def quantize_weight_fp8(*args: Any) -> None:
     """See hexa_fx.ops.fp8. Both orientations from one read, in the one that the weight lies in."""
+    o = QuantizeWeightFp8(*args)
+    w, w3 = o.w, o.w3
     if not w.numel():
         return
-    if layout == "kn":  # (E, N, K) as a view
+    if o.layout == "kn":  # (E, N, K) as a view
         w, w3 = w.transpose(1, 2), None if w3 is None else w3.transpose(1, 2)
     if w3 is not None and w3.stride() != w.stride():
         w, w3 = w.contiguous(), w3.contiguous()
     turned = w.stride()[2] != 1 and w.stride()[1] == 1
-    m = _matrices(w, w3, glu, turned)
-    made = (q_t, s_t, q, s) if turned else (q, s, q_t, s_t)
+    m = _matrices(w, w3, o.glu, turned)
+    made = (o.q_t, o.s_t, o.q, o.s) if turned else o[:4]
     numbers = _QUANTIZE.pack(w.stride()[0], m.by_line, m.by_column, m.lines, m.columns, w.shape[0], 1, *m.halves)
     grid = (ceil_div(m.columns, BLOCK) * m.halves[1], ceil_div(m.lines, BLOCK) * m.halves[0], w.shape[0])
     _quantize("quantize_weight", w, grid, (m.first, m.second, None, None, *made, None), numbers, m)
@@ -113,8 +105,8 @@ def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices
 @cuda_kernel("ess_fp8")
 def ess_fp8(g: Tensor, gs: Tensor, offs: Tensor) -> Tensor:
     """See hexa_fx.ops.fp8. A warp has a column of an expert."""
-    experts, width = offs.shape[0] - 1, g.shape[1]
-    y = gs.new_empty((experts, width))
+    y = EssFp8(g, gs, offs).results()
+    experts, width = y.shape
     g, gs = g.contiguous(), gs.contiguous()
     numbers = _QUANTIZE.pack(0, 0, 1, 0, width, experts, 1, 1, 1)
     grid = (width // (THREADS // 32), experts, 1)

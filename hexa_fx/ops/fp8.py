@@ -9,19 +9,22 @@ multiples of 128, and the columns past the real size are zeros, or meet zeros in
 and what 128 of the summed dimension add up to is scaled and added in float32. Rows at and after ``offs[E]`` have no
 expert: what results hold there is unspecified, and nothing reads it.
 
-Results that are not wanted have size 0 in their first dimension.
+An operator's operands are a frozen record with the fields of its schema in order, which also makes the operator's results, empty.
+Those that are not wanted have size 0 in their first dimension. Checks are in `hexa_fx.ops.fp8_checks`, kernels in
+`hexa_fx.ops.fp8_reference` and `hexa_fx.cuda.fp8`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, group_count, padded
+from hexa_fx.ir import Glu
 from hexa_fx.ops import library
-
-_OPS = torch.ops.hexa
+from hexa_fx.ops.rows import row_count
 
 library.define("quantize_rows_fp8(Tensor x) -> (Tensor q, Tensor s)")
 library.define("quantize_columns_fp8(Tensor x, Tensor? v, Tensor offs, SymInt top_k) -> (Tensor q, Tensor s)")
@@ -45,21 +48,34 @@ library.define("estmm_fp8(Tensor(a!) out, Tensor x, Tensor xs, Tensor g, Tensor 
 library.define("ess_fp8(Tensor g, Tensor gs, Tensor offs) -> Tensor")
 
 
-def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+def rows_and_scales(like: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Empty elements (rows, width) and scales (rows, width / 128)."""
+    return like.new_empty((rows, width), dtype=ELEMENT), like.new_empty((rows, width // BLOCK), dtype=torch.float32)
+
+
+def groups_and_scales(like: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
+    """Empty elements (groups, width, 128) and scales (groups, width)."""
+    return like.new_empty((groups, width, BLOCK), dtype=ELEMENT), like.new_empty((groups, width), dtype=torch.float32)
+
+
+class QuantizeRowsFp8(NamedTuple):
     """Rows in blocks of 1 x 128.
 
     Args:
         x: (R, C) in a floating dtype but float64, any strides.
 
-    Returns:
+    Results:
         q: (R, C') e4m3.
         s: (R, C' / 128) float32.
     """
-    q, s = _OPS.quantize_rows_fp8(x)
-    return q, s
+
+    x: Tensor
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        return rows_and_scales(self.x, self.x.shape[0], padded(self.x.shape[1]))
 
 
-def quantize_columns_fp8(x: Tensor, v: Tensor | None, offs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+class QuantizeColumnsFp8(NamedTuple):
     """Rows gathered into expert order and transposed in groups of 128 rows, each column of a group with its scale.
 
     Args:
@@ -68,18 +84,23 @@ def quantize_columns_fp8(x: Tensor, v: Tensor | None, offs: Tensor, top_k: int) 
         offs: (E+1,) int32 of `reindex`.
         top_k: slots a token; 1 without v.
 
-    Returns:
+    Results:
         q: (G, C', 128) e4m3, G = n // 128 + min(E, n). ``q[F(e) + j, c, r]`` is of row ``offs[e] + 128 j + r`` and column c, where
             F(e) is the sum of ``ceil(rows / 128)`` over the experts before e; zero where the expert has no such row.
         s: (G, C') float32, of the 128 rows of a group in a column.
     """
-    q, s = _OPS.quantize_columns_fp8(x, v, offs, top_k)
-    return q, s
+
+    x: Tensor
+    v: Tensor | None
+    offs: Tensor
+    top_k: int
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        groups = group_count(row_count(self.x, self.v), self.offs.shape[0] - 1)
+        return groups_and_scales(self.x, groups, padded(self.x.shape[1]))
 
 
-def quantize_weight_fp8(
-    q: Tensor, s: Tensor, q_t: Tensor | None, s_t: Tensor | None, w: Tensor, w3: Tensor | None, layout: str, glu: str
-) -> None:
+class QuantizeWeightFp8(NamedTuple):
     """Quantises a projection's weight in blocks of 128 x 128 into buffers, in either orientation.
 
     Gate and up become the first and the second half of the rows. Every element of the buffers is written.
@@ -92,51 +113,58 @@ def quantize_weight_fp8(
         w3: the up projection, shaped as w, for glu ``split``.
         glu: how gate and up lie in w, as in `FfnSpec`; ``none`` for the second projection.
     """
-    _OPS.quantize_weight_fp8(q, s, q_t, s_t, w, w3, layout, glu)
+
+    q: Tensor
+    s: Tensor
+    q_t: Tensor | None
+    s_t: Tensor | None
+    w: Tensor
+    w3: Tensor | None
+    layout: str
+    glu: str
 
 
-def esmm_act_fp8(
-    x: Tensor,
-    xs: Tensor,
-    w: Tensor,
-    ws: Tensor,
-    bias: Tensor | None,
-    v: Tensor,
-    offs: Tensor,
-    top_k: int,
-    activation: str,
-    gated: bool,
-    params: Sequence[float],
-    keep_h: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class EsmmActFp8(NamedTuple):
     """``h[p] = x[v[p] // top_k] @ W[e(p)]^T + bias[e(p)]`` and ``a = act(h)``, both quantised from float32 in blocks of 1 x 128.
 
     Args:
-        x, xs: (T, D') e4m3 and (T, D' / 128), of `quantize_rows_fp8`.
-        w, ws: (E, H', D') e4m3 and (E, H' / 128, D' / 128), of `quantize_weight_fp8`.
+        x, xs: (T, D') e4m3 and (T, D' / 128), of `QuantizeRowsFp8`.
+        w, ws: (E, H', D') e4m3 and (E, H' / 128, D' / 128), of `QuantizeWeightFp8`.
         bias: (E, H') float32, or None.
         v, offs: of `reindex`.
         activation, params: as in `activate`; gated: as for glu ``concat``.
         keep_h: whether h is wanted.
 
-    Returns:
+    Results:
         h, hs: (n, H') e4m3 and (n, H' / 128).
         a, a_scales: (n, I') e4m3 and (n, I' / 128).
     """
-    h, hs, a, a_scales = _OPS.esmm_act_fp8(x, xs, w, ws, bias, v, offs, top_k, activation, gated, list(params), keep_h)
-    return h, hs, a, a_scales
+
+    x: Tensor
+    xs: Tensor
+    w: Tensor
+    ws: Tensor
+    bias: Tensor | None
+    v: Tensor
+    offs: Tensor
+    top_k: int
+    activation: str
+    gated: bool
+    params: tuple[float, ...]
+    keep_h: bool
+
+    @property
+    def glu(self) -> Glu:
+        """How gate and up lie in h."""
+        return "concat" if self.gated else "none"
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        n, width = self.v.shape[0], self.w.shape[1]
+        h, hs = rows_and_scales(self.x, n if self.keep_h else 0, width)
+        return h, hs, *rows_and_scales(self.x, n, width // 2 if self.gated else width)
 
 
-def esmm_fp8(
-    x: Tensor,
-    xs: Tensor,
-    w: Tensor,
-    ws: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    columns: int,
-    dtype: torch.dtype,
-) -> Tensor:
+class EsmmFp8(NamedTuple):
     """``y[p] = x[p] @ W[e(p)]^T + bias[e(p)]``: the second projection, and the first one's gradient of x.
 
     Args:
@@ -146,29 +174,24 @@ def esmm_fp8(
         columns: N, the first columns that are wanted.
         dtype: of the result: bfloat16, float16 or float32.
 
-    Returns:
-        (n, N), rounded once.
+    Results:
+        y: (n, N), rounded once.
     """
-    y: Tensor = _OPS.esmm_fp8(x, xs, w, ws, bias, offs, columns, dtype)
-    return y
+
+    x: Tensor
+    xs: Tensor
+    w: Tensor
+    ws: Tensor
+    bias: Tensor | None
+    offs: Tensor
+    columns: int
+    dtype: torch.dtype
+
+    def results(self) -> Tensor:
+        return self.x.new_empty((self.x.shape[0], self.columns), dtype=self.dtype)
 
 
-def esmm_act_backward_fp8(
-    dy: Tensor,
-    dys: Tensor,
-    w: Tensor,
-    ws: Tensor,
-    h: Tensor,
-    hs: Tensor,
-    top_k_weights: Tensor | None,
-    v: Tensor,
-    offs: Tensor,
-    top_k: int,
-    activation: str,
-    gated: bool,
-    params: Sequence[float],
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
+class EsmmActBackwardFp8(NamedTuple):
     """``da[p] = dy[v[p] // top_k] @ W[e(p)]^T``, and from it and h, in float32, all that gradients are made of.
 
     With w(p) the routing weight of slot ``v[p]``: ``dh = act'(h) (w(p) da)`` and ``a_s = w(p) act(h)``. All are quantised from
@@ -177,47 +200,86 @@ def esmm_act_backward_fp8(
     Args:
         dy, dys: (T, D') e4m3 and (T, D' / 128).
         w, ws: the second projection transposed, (E, I', D') e4m3 and (E, I' / 128, D' / 128).
-        h, hs: of `esmm_act_fp8`.
+        h, hs: of `EsmmActFp8`.
         top_k_weights: (T, k) in any floating dtype, contiguous; or None, which means 1.
         v, offs: of `reindex`.
-        activation, gated, params: as for `esmm_act_fp8`.
+        activation, gated, params: as for `EsmmActFp8`.
         needs: whether dh, dh_t, a_t and dots are wanted.
 
-    Returns:
+    Results:
         dh, dhs: (n, H') e4m3 and (n, H' / 128), in blocks of 1 x 128.
-        dh_t, dhs_t: (G, H', 128) e4m3 and (G, H'): dh as `quantize_columns_fp8` lays rows out.
+        dh_t, dhs_t: (G, H', 128) e4m3 and (G, H'): dh as `QuantizeColumnsFp8` lays rows out.
         a_t, at_scales: (G, I', 128) e4m3 and (G, I'): a_s, likewise.
         dots: (n, I' / 128) float32, whose sum over a row is ``<da[p], act(h[p])>``, the routing weight's gradient.
     """
-    results: tuple[Tensor, ...] = _OPS.esmm_act_backward_fp8(
-        dy, dys, w, ws, h, hs, top_k_weights, v, offs, top_k, activation, gated, list(params), list(needs)
-    )
-    return results
+
+    dy: Tensor
+    dys: Tensor
+    w: Tensor
+    ws: Tensor
+    h: Tensor
+    hs: Tensor
+    top_k_weights: Tensor | None
+    v: Tensor
+    offs: Tensor
+    top_k: int
+    activation: str
+    gated: bool
+    params: tuple[float, ...]
+    needs: tuple[bool, bool, bool, bool]
+
+    @property
+    def glu(self) -> Glu:
+        """How gate and up lie in h."""
+        return "concat" if self.gated else "none"
+
+    def results(self) -> tuple[Tensor, ...]:
+        n, width, inner = self.v.shape[0], self.h.shape[1], self.w.shape[1]
+        groups = group_count(n, self.offs.shape[0] - 1)
+        rows, columns, activations, dots = self.needs
+        return (
+            *rows_and_scales(self.h, n if rows else 0, width),
+            *groups_and_scales(self.h, groups if columns else 0, width),
+            *groups_and_scales(self.h, groups if activations else 0, inner),
+            self.h.new_empty((n if dots else 0, inner // BLOCK), dtype=torch.float32),
+        )
 
 
-def estmm_fp8(out: Tensor, x: Tensor, xs: Tensor, g: Tensor, gs: Tensor, offs: Tensor, add: bool) -> None:
+class EstmmFp8(NamedTuple):
     """``out[e] = sum over the expert's rows of x[p]^T g[p]``: a weight's gradient. Zero for an expert without rows.
 
     Args:
         out: (E, A, B) in bfloat16, float16 or float32, any strides: rounded once. The first A and B columns of x and g count.
             One of the last two strides is 1, unless gate and up alternate in the last dimension.
-        x, xs: (G, A', 128) e4m3 and (G, A'), as `quantize_columns_fp8` lays rows out. A part of the columns of such a tensor will
+        x, xs: (G, A', 128) e4m3 and (G, A'), as `QuantizeColumnsFp8` lays rows out. A part of the columns of such a tensor will
             do: strides of the first dimension are free.
         g, gs: (G, B', 128) and (G, B'), likewise.
         offs: (E+1,) int32, which says where an expert's groups lie.
         add: add to out, which is float32 then.
     """
-    _OPS.estmm_fp8(out, x, xs, g, gs, offs, add)
+
+    out: Tensor
+    x: Tensor
+    xs: Tensor
+    g: Tensor
+    gs: Tensor
+    offs: Tensor
+    add: bool
 
 
-def ess_fp8(g: Tensor, gs: Tensor, offs: Tensor) -> Tensor:
+class EssFp8(NamedTuple):
     """Sums over every expert's rows: the gradient of a bias.
 
     Args:
-        g, gs: (G, C', 128) e4m3 and (G, C'), as `quantize_columns_fp8` lays rows out.
+        g, gs: (G, C', 128) e4m3 and (G, C'), as `QuantizeColumnsFp8` lays rows out.
 
-    Returns:
-        (E, C') float32, zero for an expert without rows.
+    Results:
+        y: (E, C') float32, zero for an expert without rows.
     """
-    y: Tensor = _OPS.ess_fp8(g, gs, offs)
-    return y
+
+    g: Tensor
+    gs: Tensor
+    offs: Tensor
+
+    def results(self) -> Tensor:
+        return self.gs.new_empty((self.offs.shape[0] - 1, self.g.shape[1]))

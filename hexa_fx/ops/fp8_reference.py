@@ -6,8 +6,9 @@ An expert's weight is read at a time. The offsets are read on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from hexa_fx.formats.fp8_scaling import (
     read_rows,
     read_weight,
 )
-from hexa_fx.ops import fp8, fp8_shapes, library  # noqa: F401  (fp8 defines the operators)
+from hexa_fx.ops import fp8, library
+from hexa_fx.ops import fp8_checks as _checks  # noqa: F401  (registers them)
 from hexa_fx.ops.activations import activation_backward, activation_forward, gate_and_up
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
 
@@ -32,24 +34,24 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_rows(x)
 
 
-def _columns(x: Tensor, v: Tensor | None, offs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    return quantize_groups(gather_rows(x, v, top_k), offs)
+def _columns(*args: Any) -> tuple[Tensor, Tensor]:
+    o = fp8.QuantizeColumnsFp8(*args)
+    return quantize_groups(gather_rows(o.x, o.v, o.top_k), o.offs)
 
 
-def _weight(
-    q: Tensor, s: Tensor, q_t: Tensor | None, s_t: Tensor | None, w: Tensor, w3: Tensor | None, layout: str, glu: str
-) -> None:
-    for expert in range(w.shape[0]):
-        parts = [part[expert] if layout == "nk" else part[expert].t() for part in (w, w3) if part is not None]
-        if glu in ("concat", "interleaved"):
-            parts = [half.t() for half in gate_and_up(parts[0].t(), glu)]
+def _weight(*args: Any) -> None:
+    o = fp8.QuantizeWeightFp8(*args)
+    for expert in range(o.w.shape[0]):
+        parts = [part[expert] if o.layout == "nk" else part[expert].t() for part in (o.w, o.w3) if part is not None]
+        if o.glu in ("concat", "interleaved"):
+            parts = [half.t() for half in gate_and_up(parts[0].t(), o.glu)]
         matrix = torch.cat([_filled_up(part) for part in parts])
         elements, scales = quantize_weight(matrix)
-        q[expert].copy_(elements)
-        s[expert].copy_(scales)
-        if q_t is not None and s_t is not None:
-            q_t[expert].copy_(elements.t())
-            s_t[expert].copy_(scales.t())
+        o.q[expert].copy_(elements)
+        o.s[expert].copy_(scales)
+        if o.q_t is not None and o.s_t is not None:
+            o.q_t[expert].copy_(elements.t())
+            o.s_t[expert].copy_(scales.t())
 
 
 def _filled_up(matrix: Tensor) -> Tensor:
@@ -69,87 +71,54 @@ def _ranges(offs: Tensor) -> Iterator[tuple[int, int, int]]:
     return ((e, start, end) for e, (start, end) in enumerate(pairwise(offs.tolist())) if start < end)
 
 
-def _esmm_act(
-    x: Tensor,
-    xs: Tensor,
-    w: Tensor,
-    ws: Tensor,
-    bias: Tensor | None,
-    v: Tensor,
-    offs: Tensor,
-    top_k: int,
-    activation: str,
-    gated: bool,
-    params: Sequence[float],
-    keep_h: bool,
-) -> tuple[Tensor, ...]:
-    h = _product(gather_rows(read_rows(x, xs), v, top_k), w, ws, bias, offs)
-    a = activation_forward(h, activation, "concat" if gated else "none", params)
-    return *quantize_rows(h if keep_h else h[:0]), *quantize_rows(a)
+def _esmm_act(*args: Any) -> tuple[Tensor, ...]:
+    o = fp8.EsmmActFp8(*args)
+    h = _product(gather_rows(read_rows(o.x, o.xs), o.v, o.top_k), o.w, o.ws, o.bias, o.offs)
+    a = activation_forward(h, o.activation, o.glu, o.params)
+    return *quantize_rows(h if o.keep_h else h[:0]), *quantize_rows(a)
 
 
-def _esmm(
-    x: Tensor, xs: Tensor, w: Tensor, ws: Tensor, bias: Tensor | None, offs: Tensor, columns: int, dtype: torch.dtype
-) -> Tensor:
-    return _product(read_rows(x, xs), w, ws, bias, offs)[:, :columns].to(dtype).contiguous()
+def _esmm(*args: Any) -> Tensor:
+    o = fp8.EsmmFp8(*args)
+    y = _product(read_rows(o.x, o.xs), o.w, o.ws, o.bias, o.offs)
+    return y[:, : o.columns].to(o.dtype).contiguous()
 
 
-def _esmm_act_backward(
-    dy: Tensor,
-    dys: Tensor,
-    w: Tensor,
-    ws: Tensor,
-    h: Tensor,
-    hs: Tensor,
-    top_k_weights: Tensor | None,
-    v: Tensor,
-    offs: Tensor,
-    top_k: int,
-    activation: str,
-    gated: bool,
-    params: Sequence[float],
-    needs: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    da = _product(gather_rows(read_rows(dy, dys), v, top_k), w, ws, None, offs)
-    routed, wide, glu = routed_rows(offs, v.shape[0]), read_rows(h, hs), "concat" if gated else "none"
-    wide = torch.where(routed, wide, 0)
-    a = activation_forward(wide, activation, glu, params)
+def _esmm_act_backward(*args: Any) -> tuple[Tensor, ...]:
+    o = fp8.EsmmActBackwardFp8(*args)
+    da = _product(gather_rows(read_rows(o.dy, o.dys), o.v, o.top_k), o.w, o.ws, None, o.offs)
+    h = torch.where(routed_rows(o.offs, o.v.shape[0]), read_rows(o.h, o.hs), 0)
+    a = activation_forward(h, o.activation, o.glu, o.params)
     dots = (da * a).view(a.shape[0], a.shape[1] // BLOCK, BLOCK).sum(2)
-    if top_k_weights is not None:
-        share = top_k_weights.reshape(-1).index_select(0, v).float().unsqueeze(1)
+    if o.top_k_weights is not None:
+        share = o.top_k_weights.reshape(-1).index_select(0, o.v).float().unsqueeze(1)
         da, a = da * share, a * share
-    dh = activation_backward(da, wide, activation, glu, params)
-    none = offs.new_zeros(offs.shape[0])
+    dh = activation_backward(da, h, o.activation, o.glu, o.params)
+    rows, *groups, wants_dots = o.needs
+    none = o.offs.new_zeros(o.offs.shape[0])
     of_dh, of_a = (
-        quantize_groups(t, offs) if need else quantize_groups(t[:0], none) for t, need in zip((dh, a), needs[1:])
+        quantize_groups(t, o.offs) if need else quantize_groups(t[:0], none) for t, need in zip((dh, a), groups)
     )
-    return *quantize_rows(dh if needs[0] else dh[:0]), *of_dh, *of_a, dots if needs[3] else dots[:0].clone()
+    return *quantize_rows(dh if rows else dh[:0]), *of_dh, *of_a, dots if wants_dots else dots[:0].clone()
 
 
-def _estmm(out: Tensor, x: Tensor, xs: Tensor, g: Tensor, gs: Tensor, offs: Tensor, add: bool) -> None:
-    for expert, (first, end) in enumerate(pairwise(first_groups(offs).tolist())):
-        a, b = (read_groups(q[first:end], s[first:end]).transpose(0, 1).flatten(1) for q, s in ((x, xs), (g, gs)))
-        product = (a @ b.t())[: out.shape[1], : out.shape[2]]
-        out[expert].add_(product) if add else out[expert].copy_(product)
+def _estmm(*args: Any) -> None:
+    o = fp8.EstmmFp8(*args)
+    for expert, (first, end) in enumerate(pairwise(first_groups(o.offs).tolist())):
+        pairs = (o.x, o.xs), (o.g, o.gs)
+        a, b = (read_groups(q[first:end], s[first:end]).transpose(0, 1).flatten(1) for q, s in pairs)
+        product = (a @ b.t())[: o.out.shape[1], : o.out.shape[2]]
+        o.out[expert].add_(product) if o.add else o.out[expert].copy_(product)
 
 
-def _ess(g: Tensor, gs: Tensor, offs: Tensor) -> Tensor:
-    y = gs.new_zeros((offs.shape[0] - 1, g.shape[1]))
-    for expert, (first, end) in enumerate(pairwise(first_groups(offs).tolist())):
-        y[expert] = read_groups(g[first:end], gs[first:end]).sum((0, 2))
+def _ess(*args: Any) -> Tensor:
+    o = fp8.EssFp8(*args)
+    y = o.gs.new_zeros((o.offs.shape[0] - 1, o.g.shape[1]))
+    for expert, (first, end) in enumerate(pairwise(first_groups(o.offs).tolist())):
+        y[expert] = read_groups(o.g[first:end], o.gs[first:end]).sum((0, 2))
     return y
 
 
-library.register_fake(
-    "quantize_rows_fp8", fp8_shapes.quantize_rows, lambda x: fp8_shapes.check_x("quantize_rows_fp8", "x", x)
-)
-library.register_fake("quantize_columns_fp8", fp8_shapes.quantize_columns, fp8_shapes.check_columns)
-library.register_fake("quantize_weight_fp8", lambda *_: None, fp8_shapes.check_quantize_weight)
-library.register_fake("esmm_act_fp8", fp8_shapes.esmm_act, fp8_shapes.check_esmm_act)
-library.register_fake("esmm_fp8", fp8_shapes.esmm, fp8_shapes.check_esmm)
-library.register_fake("esmm_act_backward_fp8", fp8_shapes.esmm_act_backward, fp8_shapes.check_esmm_act_backward)
-library.register_fake("estmm_fp8", lambda *_: None, fp8_shapes.check_estmm)
-library.register_fake("ess_fp8", fp8_shapes.ess, fp8_shapes.check_ess)
 _KERNELS: dict[str, library.Kernel] = {
     "quantize_rows_fp8": _rows,
     "quantize_columns_fp8": _columns,

@@ -21,8 +21,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from hexa_fx.errors import InputError
 from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.formats.fp8_scaling import BLOCK
-from hexa_fx.ops import checks, fp8_shapes, library, main_grad
+from hexa_fx.ops import checks, fp8_checks, library, main_grad
 from hexa_fx.ops.direct_function import DirectFunction
+from hexa_fx.ops.fp8 import rows_and_scales
 from hexa_fx.ops.fp8_arguments import Arguments, kernel
 from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS, check_shapes
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
@@ -65,7 +66,7 @@ why_not_on: dict[str, Callable[[Arguments], str]] = {"cpu": _on_cpu}
 def why_not(o: Arguments) -> str:
     """Why a call runs in its tensors' dtype; empty if it runs in FP8."""
     for name, t in o.floating.items():
-        if t is not None and t.dtype not in fp8_shapes.QUANTIZABLE:
+        if t is not None and t.dtype not in fp8_checks.QUANTIZABLE:
             return f"{name} is {t.dtype}"
         if t is not None and type(t) not in _KNOWN:
             return f"{name} is of class {type(t).__name__}"
@@ -187,7 +188,7 @@ def _check(*args: Any) -> None:
             "hexa::moe_ffn_fp8: quantised weights have layout nk, whole blocks, and gate and up as halves if any"
         )
     for weight, scales in ((o.w1, o.s1), (o.w2, o.s2)):
-        fp8_shapes.check_weight("moe_ffn_fp8", weight, scales)
+        fp8_checks.check_weight("moe_ffn_fp8", weight, scales)
 
 
 def _fake(*args: Any) -> Tensor:
@@ -198,7 +199,7 @@ def _fake(*args: Any) -> Tensor:
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
     o = Arguments(*args)
     n = o.top_k_index.shape[0] * o.top_k_index.shape[1]
-    h = fp8_shapes.rows_and_scales(o.x, 0 if o.recompute_h else n, o.hidden)
+    h = rows_and_scales(o.x, 0 if o.recompute_h else n, o.hidden)
     index = torch.empty(n, dtype=torch.int32, device=o.x.device)
     offs = torch.empty(o.w1.shape[0] + 1, dtype=torch.int32, device=o.x.device)
     return _fake(*args), *h, index, torch.empty_like(index), offs

@@ -6,9 +6,9 @@ import torch
 import hexa_fx.ops  # noqa: F401  (defines the operators)
 from hexa_fx.errors import InputError
 from hexa_fx.formats import fp8_scaling
-from hexa_fx.ops import fp8
-from hexa_fx.ops.fp8_shapes import weight_sizes
+from hexa_fx.ops.fp8_checks import weight_sizes
 
+fp8 = torch.ops.hexa
 E, D, INNER, TOKENS, K = 3, 136, 72, 150, 2
 """Neither width is a multiple of 128."""
 ROUTINGS = ("random", "an expert without tokens", "all to one", "out of range", "one token", "none")
