@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ from layers import (
     LoopExperts,
     Weights,
     activate,
+    build_kernels,
     dense_layer,
     inference,
     layer,
@@ -143,6 +145,7 @@ def bench(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one shape: all routings and implementations in the same turns."""
     shape, kinds = SHAPES[name], options.routing.split(",")
     torch.manual_seed(0)
+    began = time.monotonic()
     p = make_weights(shape, kinds[0])
     cases = {kinds[0]: p}
     for kind in kinds[1:]:
@@ -154,6 +157,7 @@ def bench(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         kind: implementations(shape, case, [impl for impl, *only in asked if not only or only[0] in (name, kind)], ours)
         for kind, case in cases.items()
     }
+    print(f"   {name}: weights made and blocks optimized in {time.monotonic() - began:.1f} s", flush=True)
     ms_f, ms_b = times(shape, cases, runs, dy, options)
     rows = []
     for kind, case in cases.items():
@@ -215,7 +219,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     rows: list[dict[str, Any]] = []
-    for name in options.shapes.split(","):
+    names = options.shapes.split(",")
+    build_kernels([SHAPES[name] for name in names], fp8="fp8" in options.impls)
+    for name in names:
         rows += bench(name, options)
         torch.cuda.empty_cache()
         if options.json:  # after every shape: what was measured stays if a later one fails

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,8 @@ from common import MoeShape, routing
 from torch import Tensor, nn
 
 import hexa_fx
-from hexa_fx.jit.background import builder
+from hexa_fx.ir import FfnSpec
+from hexa_fx.jit.background import builder, prebuild
 
 MIB = 2.0**20
 
@@ -109,6 +111,32 @@ def optimized_experts(shape: MoeShape, p: Weights, config: hexa_fx.HexaConfig | 
         raise RuntimeError(str(experts.report))
     builder().wait()  # they build in the background
     return experts
+
+
+def build_kernels(shapes: Iterable[MoeShape], exact: bool = True, fp8: bool = False) -> None:
+    """Builds the kernels of layers of all shapes at a time, so that no shape waits for its own; says how long it took.
+
+    Args:
+        exact: those of the layers' dtype; fp8: those of FP8 block compute.
+    """
+    from hexa_fx.cuda.choosing import card_of  # imports CUTLASS's Python
+    from hexa_fx.cuda.fp8_kernel_set import fp8_kernel_set
+    from hexa_fx.cuda.kernel_set import kernel_set, layer_of
+
+    start, card, wanted = time.monotonic(), card_of(torch.cuda.current_device()), []
+    for shape in shapes:
+        one = layer_of(
+            FfnSpec("silu", "concat", "nk", "nk") if shape.gated else FfnSpec("gelu", "none", "nk", "nk"),
+            experts=shape.experts,
+            top_k=shape.top_k,
+            hidden=shape.model,
+            inner=shape.inner,
+            dtype=shape.dtype,
+            biases=shape.bias,
+            gates=shape.dtype,
+        )
+        wanted += [*(kernel_set(one, card) if exact else ()), *(fp8_kernel_set(one, card) if fp8 else ())]
+    print(f"{len(prebuild(wanted))} kernels in {time.monotonic() - start:.1f} s", flush=True)
 
 
 def layer(experts: nn.Module, p: Weights) -> Callable[[], Tensor]:
