@@ -17,6 +17,7 @@ from benchmarks.partition_shapes import MEMORY, TINY, Options, Record, attempt, 
 from benchmarks.partition_trace import compute_ms, hidden_shares
 from hexa_fx.distributed.groups import make_groups
 from hexa_fx.distributed.profile import measure_bandwidth
+from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.passes.partition import partition_model
 from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
 from hexa_fx.plan import ExpertShape
@@ -33,17 +34,14 @@ def stepper(model: Stack, x: Tensor) -> Callable[[], None]:
     return run
 
 
-def as_graph(run: Callable[[], None]) -> Callable[[], None]:
+def as_graph(run: Callable[[], None], session: PartitionSession) -> Callable[[], None]:
     """The same step as a CUDA graph, which takes the host one call."""
-    torch.cuda.synchronize()
-    beside = torch.cuda.Stream()
-    with torch.cuda.stream(beside):  # AccumulateGrad remembers the stream that it first ran on
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        run()
-    return graph.replay
+    graphed = session.graphed(run, warmup=1)
+    for _ in range(4):
+        graphed()
+    if not graphed.replays:
+        raise RuntimeError(f"the step is not replayed: {graphed.reason}")
+    return graphed
 
 
 def prepared(mode: str, shape: ExpertShape, tokens: int, layers: int, o: Options) -> Any:
@@ -136,7 +134,7 @@ def _overlap(shape: ExpertShape, tokens: int, layers: int, captured: bool, o: Op
     step = milliseconds(run, o, 2)
     gathers, deferred = session.cache.gathers, session.reductions.deferred
     if captured:
-        run = as_graph(run)
+        run = as_graph(run, session)
         step = milliseconds(run, o, 2)
     dist.barrier()
     shares = hidden_shares(run, dist.barrier, TRACED, layer_ms) if o.cuda else {}

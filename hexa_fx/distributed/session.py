@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from hexa_fx.distributed import collective_errors, rank_failures
 from hexa_fx.distributed.axes import data_axes
 from hexa_fx.distributed.collectives import all_reduce_, gather_even
 from hexa_fx.distributed.geometry import Geometry
+from hexa_fx.distributed.graphed_step import GraphedStep
 from hexa_fx.distributed.groups import Groups, make_groups
 from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.reductions import GradientReductions
@@ -77,6 +78,7 @@ class PartitionSession:
         self.shards: tuple[ShardedParameter, ...] = ()
         self._of_layer: dict[str, tuple[ShardedParameter, ...]] = {}
         self._model: Callable[[], nn.Module | None] = lambda: None
+        self._graphed: WeakSet[GraphedStep] = WeakSet()
         self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
         self._begin_guard = self.guard("the first gathers of a forward")
         self._count_guard = self.guard("the exchange of counts")
@@ -101,6 +103,14 @@ class PartitionSession:
         self._of_layer = {path: tuple(found) for path, found in shards.items()}
         self.shards = tuple(shard for found in self._of_layer.values() for shard in found)
         self._model = weakref.ref(model)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose experts this session spreads; raises `PlanError` if it is gone."""
+        model = self._model()
+        if model is None:
+            raise PlanError("the model of this session is gone: keep it as long as the session")
+        return model
 
     def _is_managed(self, layer: str) -> bool:
         """Whether FSDP2 has put a parameter of its own in the place of one that was cut."""
@@ -229,6 +239,31 @@ class PartitionSession:
         """Drops gathered weights. Call it on all ranks after changing expert weights by other means than an optimizer."""
         self.cache.invalidate()
 
+    def settle(self) -> None:
+        """Waits for gathers and sums of gradients under way, so that the next step depends on none of them."""
+        self.cache.drain()
+        self.reductions.finish()
+
+    def abandon(self) -> None:
+        """Forgets gathers and sums of a step that was broken off."""
+        self.reductions.forget()
+        self.cache.abandon()
+
+    def graphed(self, step: Callable[..., Any], warmup: int = 3) -> GraphedStep:
+        """The training step ``step(*tensors)`` as a CUDA graph with its collectives, from the call after ``warmup`` on.
+
+        Calls of it do what calls of ``step`` do: each makes one step, on the tensors it is given, with the weights and random
+        numbers of the moment. What a graph cannot repeat runs as it is, and one sentence says why: on a CPU, in other shapes (which
+        are recorded as well when they come again), where the step reads values back to the host. docs/partition.md has the rules.
+
+        Args:
+            step: forward and backward, and what else of the step is to be in the graph.
+            warmup: how often a kind of call runs as it is before it is recorded.
+        """
+        made = GraphedStep(self, step, warmup)
+        self._graphed.add(made)
+        return made
+
     def join(self, when: str = "at a barrier", timeout: timedelta | None = None) -> None:
         """A barrier between hosts. Raises `RankError` with the ranks that do not arrive."""
         collective_errors.join(self.groups, when, timeout)
@@ -243,6 +278,8 @@ class PartitionSession:
 
     def close(self) -> None:
         """Waits for collectives under way, and gives bound modules their forward back."""
+        for step in self._graphed:
+            step.reset()
         self.cache.drain()
         if not self._closed:
             self._closed = True

@@ -178,6 +178,12 @@ class SharedCache:
         for slot in self.slots:
             slot.layer, slot.busy, slot.prefetched = -1, False, False
 
+    def abandon(self) -> None:
+        """Drops everything gathered, and gathers under way for which nobody can wait."""
+        for slot in self.slots:
+            slot.works = []
+        self.invalidate()
+
     def drain(self) -> None:
         """Waits for every gather under way."""
         for slot in self.slots:

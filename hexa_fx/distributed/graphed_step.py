@@ -1,0 +1,252 @@
+"""A training step of a partitioned model as a CUDA graph: recorded once with its collectives, replayed by one call of the host.
+
+Every call does the step exactly once, whichever way, and all ranks the same way: they agree on it before each call. The first calls
+run as they are; so does, with a sentence, whatever a graph cannot repeat.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hexa_fx.distributed.shared_cache import SharedCache
+from hexa_fx.distributed.step_recorder import CudaRecorder, Recorder, Recording
+from hexa_fx.distributed.step_signature import Call, HostRandom, Optimizers, difference
+from hexa_fx.errors import RankError
+
+log = logging.getLogger(__name__)
+
+_MOST = 8
+_AS_IT_IS, _WARM_UP, _RECORD, _REPLAY = range(4)
+
+
+class Session(Protocol):
+    """What a recorded step needs of a `PartitionSession`."""
+
+    cache: SharedCache
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def everyone(self) -> Any: ...
+
+    def guard(self, where: str) -> AbstractContextManager[None]: ...
+
+    def check(self, where: str) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+@dataclass
+class _Recorded:
+    """What a replay needs.
+
+    Args:
+        inputs: the tensors that it reads in the places of the arguments.
+        outputs: what the step returned, in memory that replays fill.
+        gradients: of every parameter after the step.
+        added_to: gradients that the step adds to, so that they have to be in this memory when it begins.
+        held: memory that the graph uses and somebody else might give up.
+    """
+
+    recording: Recording
+    inputs: list[Tensor]
+    outputs: Any
+    gradients: list[Tensor | None]
+    added_to: list[Tensor | None]
+    optimizers: Optimizers
+    held: list[Any]
+
+
+@dataclass(eq=False)
+class _Known:
+    """One kind of call: how often it ran, and its recording."""
+
+    call: Call
+    runs: int = 0
+    recorded: _Recorded | None = None
+    said: set[str] = field(default_factory=set)
+
+
+class GraphedStep:
+    """A step that is recorded after its first calls and replayed from then on. Made by `PartitionSession.graphed`.
+
+    Args:
+        step: does a training step on tensors that are on the device, and returns tensors.
+        warmup: calls of a kind that run as they are before one is recorded.
+        recorder: where and how; by default a CUDA graph on the model's device.
+    """
+
+    def __init__(
+        self, session: Session, step: Callable[..., Any], warmup: int = 3, recorder: Recorder | None = None
+    ) -> None:
+        self.reason = ""
+        """Why steps run as they are from now on; empty while they may be recorded."""
+        self.replays = 0
+        self._session, self._step, self._warmup = session, step, warmup
+        self._known: list[_Known] = []
+        device = next(session.model.parameters()).device
+        if recorder is None and device.type != "cuda":
+            self._give_up(f"the model is on a {device.type}, which has no graphs")
+        self._recorder = recorder or (None if self.reason else CudaRecorder(device))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Does the step. What a replay returns are copies; gradients lie in memory that the next replay overwrites."""
+        if self._recorder is None:
+            return self._step(*args, **kwargs)
+        call = Call.of(args, kwargs, self._session.model)
+        known = self._find(call)
+        how = self._agreed(call, known)
+        if known is not None and known.recorded is not None and how == _REPLAY:
+            return self._replay(call, known.recorded)
+        if known is not None and how == _RECORD:
+            return self._record(call, known)
+        if known is not None:
+            known.runs += 1
+        with self._recorder.beside():
+            return self._step(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Gives up the recordings and their memory. The next calls begin anew."""
+        for known in self._known:
+            if known.recorded is not None:
+                known.recorded.recording.reset()
+        self._known.clear()
+
+    # --- which way a call goes --------------------------------------------------------------------------------------
+
+    def _find(self, call: Call) -> _Known | None:
+        for known in self._known:
+            if known.call.signature == call.signature:
+                return known
+        latest = next((known for known in reversed(self._known) if known.recorded), None)
+        if latest is not None:
+            self._say(latest, difference(latest.call.signature, call.signature))
+        return None
+
+    def _wish(self, known: _Known | None) -> int:
+        assert self._recorder is not None
+        if known is None:
+            return _AS_IT_IS
+        if known.recorded is not None:
+            changed = known.recorded.optimizers.change()
+            self._say(known, changed)
+            return _AS_IT_IS if changed else _REPLAY
+        if known.runs < self._warmup or not self._recorder.settled():
+            return _WARM_UP
+        return _RECORD
+
+    def _agreed(self, call: Call, known: _Known | None) -> int:
+        """What all ranks wish; where they differ, the step runs as it is. A kind that is new to all of them gets its number."""
+        mine = [self._wish(known), -1 if known is None else self._known.index(known)]
+        wishes = self._gathered(mine)
+        if any(other != mine for other in wishes):
+            self._say(known, "the ranks' calls are of different kinds")
+            return _AS_IT_IS
+        if known is None and len(self._known) < _MOST:
+            self._known.append(_Known(call, runs=1))
+        return mine[0]
+
+    def _gathered(self, mine: Sequence[int]) -> list[list[int]]:
+        group = self._session.everyone
+        out = [torch.empty(len(mine), dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+        with self._session.guard("the agreement on a recorded step"):
+            dist.all_gather(out, torch.tensor(mine), group=group)
+        return [part.tolist() for part in out]
+
+    def _say(self, known: _Known | None, what: str) -> None:
+        if known is not None and what and what not in known.said:
+            known.said.add(what)
+            log.warning("a step runs without its CUDA graph: %s", what)
+
+    def _give_up(self, reason: str) -> None:
+        self.reason = reason
+        self._recorder = None
+        log.warning("steps run without a CUDA graph: %s", reason)
+
+    # --- recording and replaying ------------------------------------------------------------------------------------
+
+    def _record(self, call: Call, known: _Known) -> Any:
+        parameters, random = list(self._session.model.parameters()), HostRandom()
+        before = [p.grad for p in parameters]
+        problem = next(filter(None, map(_obstacle, call.tensors)), "")
+        if not problem:
+            problem, known.recorded = self._try(call, parameters, before, random)
+        failed = [rank for rank, (bad,) in enumerate(self._gathered([int(bool(problem))])) if bad]
+        if not failed:
+            assert known.recorded is not None
+            return self._replay(call, known.recorded)
+        self._session.abandon()
+        self.reset()
+        for parameter, grad in zip(parameters, before):
+            parameter.grad = grad
+        random.restore()
+        self._give_up(problem or f"ranks {failed} could not record it")
+        args, kwargs = call.with_tensors(call.tensors)
+        return self._step(*args, **kwargs)
+
+    def _try(
+        self, call: Call, parameters: list[nn.Parameter], before: list[Tensor | None], random: HostRandom
+    ) -> tuple[str, _Recorded | None]:
+        assert self._recorder is not None
+        inputs, optimizers, session = [t.detach().clone() for t in call.tensors], Optimizers(), self._session
+        args, kwargs = call.with_tensors(inputs)
+
+        def run() -> Any:
+            result = self._step(*args, **kwargs)
+            session.settle()
+            return pytree.tree_map_only(Tensor, Tensor.detach, result)
+
+        session.settle()
+        try:
+            with optimizers.noted():
+                recording, outputs = self._recorder.record(run)
+        except RankError:
+            raise
+        except Exception as error:
+            return f"it cannot be recorded: {(str(error).splitlines() or [type(error).__name__])[0]}", None
+        after = [p.grad for p in parameters]
+        added_to = [old if old is new else None for old, new in zip(before, after)]
+        held = [slot.buffer for slot in session.cache.slots]
+        done = _Recorded(recording, inputs, outputs, after, added_to, optimizers, held)
+        if random.drawn():
+            return (
+                "the step draws random numbers on the host, which a replay would repeat: draw them on the device",
+                done,
+            )
+        return optimizers.change(), done
+
+    def _replay(self, call: Call, recorded: _Recorded) -> Any:
+        parameters = list(self._session.model.parameters())
+        with torch.no_grad():
+            for read, given in zip(recorded.inputs, call.tensors):
+                read.copy_(given, non_blocking=True)
+            for parameter, kept in zip(parameters, recorded.added_to):
+                if kept is not None and parameter.grad is not None and parameter.grad is not kept:
+                    kept.copy_(parameter.grad)
+        self._session.check("the replay of a step")
+        recorded.recording.replay()
+        self.replays += 1
+        for parameter, grad in zip(parameters, recorded.gradients):
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        if recorded.optimizers.seen:  # who keeps something made of the weights asks for their versions
+            torch.autograd.graph.increment_version(parameters)
+        return pytree.tree_map_only(Tensor, Tensor.clone, recorded.outputs)
+
+
+def _obstacle(tensor: Tensor) -> str:
+    if tensor.requires_grad:
+        return "an argument requires a gradient, which a replay would not deliver"
+    return ""
