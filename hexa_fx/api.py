@@ -37,6 +37,7 @@ from hexa_fx.runtime.stacked_codes import packed_weights
 from hexa_fx.runtime.warmup import request_kernels_of_steps
 from hexa_fx.sources import peft
 from hexa_fx.sources.loaded import adopt_loaded
+from hexa_fx.sources.packed_parameters import collecting
 from hexa_fx.tracing import tracing
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def optimize(model: Model, example_inputs: ExampleInputs | None = None, config: 
     return optimize_(_sharing_copy(model), example_inputs, config)
 
 
+@collecting
 def optimize_(
     model: Model,
     example_inputs: ExampleInputs | None = None,
@@ -198,6 +200,7 @@ def _partition_config(
     return replace(given, batch=batch, slots=slots, prefetch=given.prefetch and config.overlap)
 
 
+@collecting
 def explain(
     model: nn.Module, example_inputs: ExampleInputs | None = None, config: HexaConfig | None = None
 ) -> OptimizationReport:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.fx
@@ -233,8 +234,16 @@ def _readable(rewritten: RewrittenBlock, block: nn.Module) -> torch.fx.GraphModu
             root[target] = block.get_submodule(target)
         elif node.op == "get_attr":
             owner, _, leaf = target.rpartition(".")
-            root[target] = getattr(block.get_submodule(owner), leaf)
+            root[target] = _shape_of(getattr(block.get_submodule(owner), leaf))
     return torch.fx.GraphModule(root, rewritten.graph, class_name=f"Rewritten{type(block).__name__}")  # type: ignore[arg-type]
+
+
+def _shape_of(value: Any) -> Any:
+    """A tensor without data in a tensor's place: graphs outlive weights that are packed or replaced."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
 def _lowered(rewritten: RewrittenBlock) -> Lowered | None:

@@ -14,7 +14,7 @@ from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.install import HexaForward, installed_forward
 from hexa_fx.sources import peft
-from hexa_fx.sources.packed_parameters import set_packed
+from hexa_fx.sources.packed_parameters import collecting, set_packed
 
 Model = TypeVar("Model", bound=nn.Module)
 FormatName = Literal["nf4", "nf4_double", "mxfp4", "fp8_block", "int8_rows"]
@@ -28,6 +28,7 @@ class _Place(NamedTuple):
     transposed: bool
 
 
+@collecting
 def quantize_experts_(model: Model, format: FormatName) -> Model:
     """Packs the expert weights of every rewritten block of an optimized model in place, and returns ``model``.
 

@@ -7,9 +7,11 @@ of experts by such names when it saves them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.fx
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 
 from hexa_fx.formats import format_of
 from hexa_fx.ops.quantized_weight import QuantizedWeight
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def set_packed(owner: nn.Module, name: str, weight: nn.Parameter) -> None:
@@ -53,6 +57,22 @@ def unpacked(module: nn.Module) -> Iterator[int]:
     finally:
         for owner, name, weight in held:
             owner._parameters[name] = weight  # type: ignore[assignment]
+
+
+def collecting(function: F) -> F:
+    """Decorates what analyses a model or packs it: where weights are packed, their numbers end with it.
+
+    Recorded graphs hold these and refer to themselves, so that a block's numbers would last until Python happens to collect.
+    """
+
+    @functools.wraps(function)
+    def run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = function(model, *args, **kwargs)
+        if packed_parameters(model):
+            gc.collect()
+        return result
+
+    return cast(F, run)
 
 
 def packed_parameters(module: nn.Module) -> dict[str, QuantizedWeight]:

@@ -1,6 +1,7 @@
 """`quantize_experts_`: results and gradients are those of dequantised weights; what is saved loads; refusals are said."""
 
 import copy
+import gc
 import io
 
 import pytest
@@ -26,7 +27,7 @@ class Experts(nn.Module):
 
     def forward(self, x, index, weights):
         out = torch.zeros_like(x)
-        for number in range(E):
+        for number in range(len(self.first)):
             token, slot = torch.where(index == number)
             gate, up = F.linear(x[token], self.first[number]).chunk(2, -1)
             out.index_add_(0, token, F.linear(F.silu(gate) * up, self.second[number]) * weights[token, slot, None])
@@ -61,6 +62,35 @@ def packed(optimized, format):
     weights = {n: p.dense() if isinstance(p, QuantizedWeight) else p.detach() for n, p in model.named_parameters()}
     dense.load_state_dict(weights)
     return model, dense
+
+
+def test_no_dense_weight_outlives_packing_or_an_analysis():
+    def dense_weights():
+        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+        return sum(t.shape == (E + 1, 2 * H, D) and not t.is_meta for t in tensors)
+
+    class Wider(Model):
+        """Of shapes that no other test has."""
+
+        def __init__(self):
+            super().__init__()
+            self.router = nn.Linear(D, E + 1, bias=False)
+            for block in self.blocks:
+                block.first = nn.Parameter(torch.randn(E + 1, 2 * H, D))
+                block.second = nn.Parameter(torch.randn(E + 1, D, H))
+
+    x, collects = torch.randn(20, D), gc.isenabled()
+    gc.disable()
+    try:
+        model = hexa_fx.optimize_(Wider(), x)
+        assert dense_weights()
+        hexa_fx.quantize_experts_(model, "nf4")
+        assert not dense_weights()
+        hexa_fx.optimize_(hexa_fx.undo_(model), x)
+        assert not dense_weights()
+    finally:
+        if collects:
+            gc.enable()
 
 
 @pytest.mark.parametrize("format", ["nf4", "nf4_double", "mxfp4", "fp8_block", "int8_rows"])
@@ -125,7 +155,7 @@ class Transposed(nn.Module):
 
     def forward(self, x, index, weights):
         out = torch.zeros_like(x)
-        for number in range(E):
+        for number in range(len(self.first)):
             token, slot = torch.where(index == number)
             gate, up = (x[token] @ self.first[number] + self.bias[number]).chunk(2, -1)
             out.index_add_(0, token, F.silu(gate) * up @ self.second[number] * weights[token, slot, None])
