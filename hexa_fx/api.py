@@ -164,7 +164,7 @@ def optimize_(
         _attach(model, "report", report)
         _attach(model, "graphs", graphs)
         if mesh is None:
-            find_sites(model, found.around)
+            find_sites(model, found.around, {block.path: block.same_as for block in report.blocks})
             request_kernels_of_sources(report.blocks, peft.hand_over_in(model))
         trace.finish(report, graphs)
     _announce(report)

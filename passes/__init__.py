@@ -10,19 +10,17 @@
 5. `hexa_fx.passes.partition`     collectives, if experts are spread over devices; `hexa_fx.passes.overlap` starts them early
 6. `hexa_fx.passes.lowering`      the node as expert-specific operators, forward and backward, for a device; what runs
 
-Steps 1 to 4 are done for eval and for train mode, since code branches on ``self.training``.
+Steps 1 to 4 are done for eval and for train mode where code asks for ``self.training``, else once.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from torch import nn
 from torch.fx import Graph
 
 from hexa_fx.capture import CapturedBlock, capture
@@ -34,7 +32,6 @@ from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
-from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.observers import announced, at_block, muted
 from hexa_fx.passes.attempts import ATTEMPTS, Attempt
 from hexa_fx.passes.autocast import with_autocast
@@ -48,7 +45,7 @@ from hexa_fx.passes.host_rules import refusal_of_host
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.rewrite import rewrite
-from hexa_fx.passes.same_run import seen_before
+from hexa_fx.passes.same_run import depends_on_mode, in_mode, seen_before
 from hexa_fx.passes.unreadable import why_unreadable
 from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify
 from hexa_fx.passes.verify_settings import settings_of
@@ -97,11 +94,12 @@ class BlockAnalysis:
 
 @dataclass
 class _Runs:
-    """The recorded runs of one call in all modes, what they read, and what was found in them."""
+    """The recorded runs of one call, what they read, what was found in them, and whether another mode may give another."""
 
     captured: list[CapturedBlock] = field(default_factory=list)
     reads: list[PythonRead] = field(default_factory=list)
     found: Findings = field(default_factory=dict)
+    by_mode: bool = False
 
 
 _Differed = dict[tuple[Mode, str], VerificationResult]
@@ -195,9 +193,11 @@ def _analyse_on(
     refusals: dict[Mode, Refusal] = {}
     runs = _Runs()
     match: MoEMatch | None = None
+    outcome: tuple[MoEMatch, RewrittenBlock] | Refusal | None = None
     for mode in MODES:
-        with _in_mode(observation.module, mode), at_block(observation.path, mode):
-            outcome = _rewrite_mode(observation, args, kwargs, config, attempt, runs)
+        if outcome is None or runs.by_mode:
+            with in_mode(observation.module, mode == "train"), at_block(observation.path, mode):
+                outcome = _rewrite_mode(observation, args, kwargs, config, attempt, runs)
         if isinstance(outcome, Refusal):
             refusals[mode] = outcome
             continue
@@ -227,6 +227,7 @@ def _rewrite_mode(
             done.graph = captured.graph
         check_recorded(captured, config)
         runs.reads.extend(captured.reads)
+        runs.by_mode |= depends_on_mode(captured)
         with announced("canonicalize", captured.graph) as done:
             captured = seen_before(canonicalize(captured), runs.captured)
             done.graph = captured.graph
@@ -237,6 +238,7 @@ def _rewrite_mode(
     try:
         match = detect_all(record, runs.found, attempt.prefer_earliest, attempt.alone)
     except CaptureError as error:
+        runs.by_mode = True
         return _NotRecorded(observation.path, str(error), raised_at(error.__cause__))
     if isinstance(match, Refusal):
         return match
@@ -265,12 +267,13 @@ def _check(
     """Compares every rewritten mode with the original. One that differs becomes a refusal, also if another attempt gives it."""
     checks: dict[Mode, VerificationResult] = {}
     for mode in list(rewritten):
-        with _in_mode(observation.module, mode), at_block(observation.path, mode):
+        with in_mode(observation.module, mode == "train"), at_block(observation.path, mode):
             same = [other for other in checks if captured[other].graph is captured[mode].graph]
             brief = any(checks[other].ok for other in same)
             settings = settings_of(captured[mode], config, brief)
             code = mode, rewritten[mode].graph.python_code("self").src
-            known = differed.get(code) or next((checks[other] for other in same if not checks[other].ok), None)
+            one = (o for o in same if captured[o] is captured[mode] or not checks[o].ok)
+            known = differed.get(code) or next((checks[other] for other in one), None)
             with announced("verify", rewritten[mode].graph) as done, muted(), torch_operators():
                 checks[mode] = known or verify(observation.module, rewritten[mode], args, kwargs, settings)
                 done.note = checks[mode].reason or "equal"
@@ -284,15 +287,3 @@ def _check(
             )
             del rewritten[mode]
     return checks
-
-
-@contextmanager
-def _in_mode(block: nn.Module, mode: Mode) -> Iterator[None]:
-    before = {module: module.training for module in block.modules()}
-    block.train(mode == "train")
-    try:
-        with random_state_kept():
-            yield
-    finally:
-        for module, training in before.items():
-            module.training = training

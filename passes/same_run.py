@@ -1,23 +1,53 @@
-"""Whether two recorded runs of a block show the same, so that what is found in one of them holds of the other.
+"""Runs in eval and in train mode: whether two of them show the same, so that what is found in one holds of the other.
 
-Most blocks do the same in train mode as in eval mode. They are recorded in both, since only that shows it, and searched once.
+Code that asks no module for its mode does the same in train mode as in eval mode, and runs once. Other code often does the same
+all the same; it is recorded in both, since only that shows it, and searched once.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.fx
+from torch import nn
 
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.isolation.random_state import random_state_kept
 
 _OF_THE_RUN = frozenset({"graph", "reads", "collections", "as_recorded"})
 """Fields that are compared otherwise, or that detection does not see."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+@contextmanager
+def in_mode(block: nn.Module, training: bool) -> Iterator[None]:
+    """A context in which the block is in train or eval mode; random numbers that are drawn in it are given back."""
+    before = {module: module.training for module in block.modules()}
+    block.train(training)
+    try:
+        with random_state_kept():
+            yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
+
+
+def depends_on_mode(captured: CapturedBlock) -> bool:
+    """Whether the recorded code may do something else in train mode than in eval mode."""
+    return "mode" in captured.asks or any(map(_may_hide_mode, captured.block.modules()))
+
+
+def _may_hide_mode(module: nn.Module) -> bool:
+    """Whether its mode is read by code that nobody sees (TorchScript, compiled or generated code), or set by code of its own."""
+    home = type(module).__module__
+    generated = home.startswith("torch.") and not home.startswith("torch.nn.")
+    own = type(module).train is not nn.Module.train or "train" in vars(module)
+    return generated or own or module._compiled_call_impl is not None
 
 
 def seen_before(captured: CapturedBlock, earlier: Iterable[CapturedBlock]) -> CapturedBlock:

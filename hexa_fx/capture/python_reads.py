@@ -45,6 +45,7 @@ _TREE = frozenset(
     "parameters named_parameters buffers named_buffers modules named_modules children named_children".split()
 )
 _OF_GRADIENTS = frozenset({"requires_grad", "is_leaf", "grad", "grad_fn", "is_inference", "register_hook"})
+_OF_MODE = frozenset({"training", "__dict__"})
 _PASSED_THROUGH = ("hexa_fx.", "torch._tensor", "torch.overrides")
 _DEEPEST = 12
 
@@ -203,8 +204,9 @@ class PythonReads:
         return __getattribute__
 
     def _note(self, holder: Any, name: str, frame: types.FrameType) -> None:
-        if id(holder) not in self._modules and id(holder) not in self._met:
-            return  # made during the run
+        made_meanwhile = id(holder) not in self._modules and id(holder) not in self._met
+        if made_meanwhile and name not in _OF_MODE:
+            return
         reader = str(frame.f_globals.get("__name__", ""))
         if reader.startswith(_MACHINERY):
             if (name, reader) != ("forward", "torch.nn.modules.module"):
@@ -213,6 +215,10 @@ class PythonReads:
             for module in holder.modules():
                 for registry in REGISTRIES:
                     self._names(module, registry)
+        if name in _OF_MODE:
+            self.ran.asks["mode"].add(self.scope())
+        if made_meanwhile:
+            return
         if name == "__dict__":
             if is_users(reader):
                 self._whole(holder)

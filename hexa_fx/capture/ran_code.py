@@ -36,7 +36,7 @@ class RanCode:
         self._location: SourceLocation | None = None
         self.asks: defaultdict[str, set[str]] = defaultdict(set)
         """Scopes by what their code asks of tensors: see `CodeReads.asks`. ``gradient`` if it asks whether they have one, ``hook``
-        if it puts hooks on them."""
+        if it puts hooks on them, ``mode`` if it asks modules for theirs."""
         self.hidden: dict[str, tuple[str, str, SourceLocation | None]] = {}
         """Scopes whose code reads what leaves no trace: by which function, what that is, and where."""
 

@@ -11,8 +11,7 @@ import inspect
 import os
 import types
 import weakref
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,8 +37,7 @@ _BY_ATTRIBUTE = (
 _READ_ONLY = frozenset("__closure__ __func__ __self__ __wrapped__ func args keywords fget".split())
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """What lies at a key, and how to look there again quickly.
 
     Args:

@@ -31,10 +31,7 @@ log = logging.getLogger(__name__)
 TOKENS = 16
 """Of the example, on which routers are tried."""
 
-_NOWHERE = (
-    "no top-k, argmax, max, sort or multinomial over scores in its code, or in that of the modules around it, gives the ids that "
-    "its experts get"
-)
+_NOWHERE = "no top-k, argmax, max, sort or multinomial over scores in its code, or around it, gives the ids that its experts get"
 _LOOSE = "its gate values do not follow the ids that are chosen"
 _MASKED = "its router leaves out the scores of experts by a choice of its own, which forced ids cannot undo"
 
@@ -86,20 +83,31 @@ class _Trial(TorchFunctionMode):
         return result
 
 
-def find_sites(model: nn.Module, around: Mapping[str, Sequence[Observation]]) -> None:
+def find_sites(
+    model: nn.Module, around: Mapping[str, Sequence[Observation]], same_as: Mapping[str, str | None]
+) -> None:
     """Notes on every installed block where its experts are chosen, or why that is not known, for train and eval mode.
 
     Args:
-        model: with installed blocks.
         around: calls of each block and of the modules around it, innermost first, by the block's path.
+        same_as: by path, the earlier block that a block is identical to, which chooses alike within itself.
     """
     for path, levels in around.items():
-        forward, paths = model.get_submodule(path).forward, modules_around(model, path)
-        assert isinstance(forward, HexaForward)
+        forward, paths = _installed(model, path), modules_around(model, path)
         tried = [_Level(level, paths.index(level.path)) for level in levels if level.path in paths]
+        twin = same_as[path]
         for training in (True, False):
-            if forward.programs[training] is not None:
+            site = None if twin is None else _installed(model, twin).sites.get(training)
+            if isinstance(site, RoutingSite) and site.above == 0:
+                forward.sites[training] = site
+            elif forward.programs[training] is not None:
                 forward.sites[training] = _find(forward, training, tried)
+
+
+def _installed(model: nn.Module, path: str) -> HexaForward:
+    forward = model.get_submodule(path).forward
+    assert isinstance(forward, HexaForward)
+    return forward
 
 
 def modules_around(model: nn.Module, path: str) -> list[str]:
@@ -237,12 +245,8 @@ def _tested(level: _Level, site: RoutingSite, seen: Mapping[Choice, Tensor], nat
     chosen = torch.cat([seen[calls[0]] for calls in site.columns], 1)[:, : site.top_k]
     rows = len(chosen)
     generator = torch.Generator().manual_seed(0)
-    at_random = (
-        torch.rand(rows, site.num_experts, generator=generator)
-        .argsort(1)[:, : site.top_k]
-        .contiguous()
-        .to(chosen.device)
-    )
+    order = torch.rand(rows, site.num_experts, generator=generator).argsort(1)
+    at_random = order[:, : site.top_k].contiguous().to(chosen.device)
     reached = _forced(level, site, at_random)
     if reached is None or not _agree(reached.index.reshape(-1), at_random.reshape(-1), site.num_experts):
         return _NOWHERE

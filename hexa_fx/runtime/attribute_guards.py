@@ -92,7 +92,8 @@ class AttributeGuards:
         block, self._found, self._is_same = self._block(), None, None
         assert block is not None
         self._found = Resolution(block, self.reads, self.packed)
-        inner = [submodule(block, path) for path in self.inner]
+        modules = dict(block.named_modules(remove_duplicate=False))
+        inner = [submodule(modules, path) for path in self.inner]
         self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
 
     def __getstate__(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +35,14 @@ class Resolution:
         self.counted: list[tuple[Any, int]] = []
         self.whole: list[tuple[Any, Any]] = []
         self.slow: list[tuple[Any, Any, Any]] = []
-        self._block, self._packed = block, packed
+        self._modules, self._packed = dict(block.named_modules(remove_duplicate=False)), packed
         self._holders: dict[tuple[bool, str, tuple[Any, ...]], Any] = {}
         self._seen: dict[tuple[int, Any], Any] = {}
         self._entered: set[tuple[int, Any]] = set()
         self._through = {(read.is_global, read.root, read.steps[:-1]) for read in reads}
         for read in sorted(reads, key=lambda read: len(read.steps)):
             self._add(read)
-        del self._block, self._holders, self._seen  # what stays keeps no module alive that is in no place itself
+        del self._modules, self._holders, self._seen  # what stays keeps no module alive that is in no place itself
 
     def _add(self, read: PythonRead) -> None:
         holder, key = self._at(read.is_global, read.root, read.steps[:-1]), read.steps[-1]
@@ -111,7 +111,7 @@ class Resolution:
             if steps:
                 found = lookup(self._at(is_global, root, steps[:-1]), steps[-1])
             else:
-                found = sys.modules.get(root) if is_global else submodule(self._block, root)
+                found = sys.modules.get(root) if is_global else submodule(self._modules, root)
             self._holders[place_of] = found
         return self._holders[place_of]
 
@@ -172,11 +172,11 @@ def _said(read: PythonRead, now: Any) -> str:
     return f"{str(read)!r} is not what it was when the block was rewritten; {_AGAIN}"
 
 
-def submodule(block: nn.Module, path: str) -> nn.Module:
-    try:
-        return block.get_submodule(path)
-    except AttributeError:
-        raise GuardMiss(f"there is no longer a submodule {path!r}; {_AGAIN}") from None
+def submodule(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
+    """The module at ``path``, of those by name."""
+    if path not in modules:
+        raise GuardMiss(f"there is no longer a submodule {path!r}; {_AGAIN}")
+    return modules[path]
 
 
 def _name(kind: type) -> str:

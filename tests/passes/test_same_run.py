@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ import hexa_fx
 from hexa_fx.capture import capture
 from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.passes import detect as detection
-from hexa_fx.passes.same_run import same_run, seen_before
+from hexa_fx.passes.same_run import depends_on_mode, same_run, seen_before
 from tests.detect.mixture import D, Mixture
 
 
@@ -73,11 +74,96 @@ def test_what_a_run_leaves_beside_its_output_counts() -> None:
     assert not same_run(first, capture(block, (x,), {}))
 
 
+class Dropping(Plain):
+    """Asks torch's module for its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.drop(x))
+
+
+class Copying(Dropping):
+    """Asks a copy that it makes meanwhile."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(copy.deepcopy(self.drop)(x))[2]
+
+
+class Looking(Plain):
+    """Asks by way of a dict."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x * 0.5 if vars(self)["training"] else x)[2]
+
+
+class Setting(Plain):
+    """Does something of its own when its mode is set."""
+
+    factor = 1.0
+
+    def train(self, mode: bool = True) -> Setting:
+        self.factor = 0.5 if mode else 1.0
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(x * self.factor)[2]
+
+
+class Generated(Plain):
+    """Holds a module whose code nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traced = torch.fx.symbolic_trace(nn.Sequential(nn.Dropout(0.5)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.traced(x))
+
+
+@pytest.mark.parametrize("block", [Dropping, Copying, Looking, Setting, Generated])
+def test_code_that_may_ask_for_its_mode_is_recorded_in_both(block: Callable[[], nn.Module]) -> None:
+    assert depends_on_mode(capture(block().eval(), (torch.randn(12, D),), {}))
+
+
+def test_code_that_does_not_is_recorded_and_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, x = Plain(), torch.randn(12, D)
+    assert not depends_on_mode(capture(block, (x,), {}))
+    recorded: list[str] = []
+    monkeypatch.setattr("hexa_fx.passes.capture", lambda *a: recorded.append(a[3]) or capture(*a))
+    opt = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert len(recorded) == 1
+    assert opt.report.blocks[0].modes == {"eval": "rewritten", "train": "rewritten"}
+    for training in (True, False):
+        torch.testing.assert_close(opt.train(training)(x), block.train(training)(x))
+
+
+def test_what_fails_in_one_mode_is_recorded_in_the_other() -> None:
+    class Training(Plain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.training:
+                raise RuntimeError("for training only")
+            return super().forward(x)
+
+    modes = hexa_fx.optimize(Training().train(), torch.randn(12, D)).report.blocks[0].modes
+    assert modes["train"] == "rewritten"
+    assert "for training only" in modes["eval"]
+
+
+class Asking(Plain):
+    """Does the same in both modes, which only two runs show."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if self.training in (True, False) else -x)
+
+
 def test_both_modes_are_searched_once_where_they_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
     plain = detection.detect
     monkeypatch.setattr("hexa_fx.passes.complete.detect", lambda c, *a: searched.append(c.path) or plain(c, *a))
-    opt = hexa_fx.optimize(Plain(), torch.randn(12, D))
+    opt = hexa_fx.optimize(Asking(), torch.randn(12, D))
     assert len(searched) == 1
     assert opt.report.blocks[0].modes == {"eval": "rewritten", "train": "rewritten"}
 
