@@ -143,6 +143,7 @@ def optimize_(
                 finish=functools.partial(_finished, config=config),
                 example=lambda: model(*args, **kwargs),
                 data_mesh=data_mesh,
+                changed=_note_session,
             )
             _attach(model, "partition", session)
             report = with_plan(report, session.plan, inspector.partitioned)
@@ -255,6 +256,17 @@ def _attach(model: nn.Module, name: str, value: Any) -> None:
         log.warning("%s has an attribute %r of its own; hexa_fx's is .hexa_%s", type(model).__name__, name, name)
         name = f"hexa_{name}"
     model.__dict__[name] = value
+
+
+def _note_session(session: PartitionSession) -> None:
+    """Leaves on a model what it runs now that its plan was exchanged."""
+    model = session.model
+    graphs = {path: next(iter(forms.values())) for path, forms in session.graphs.items()}
+    for name, value in {
+        "partition": session,
+        "report": with_plan(attached(model, "report"), session.plan, graphs),
+    }.items():
+        model.__dict__[f"hexa_{name}" if f"hexa_{name}" in vars(model) else name] = value
 
 
 def attached(model: nn.Module, name: Literal["report", "graphs", "partition"]) -> Any:

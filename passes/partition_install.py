@@ -39,6 +39,7 @@ class Installed:
         shards: every parameter that was cut.
         schedules: what the overlap pass did to each graph, in the order of ``blocks`` and modes; empty without prefetch.
         fsdp: paths of the blocks that are left whole and unbound, for `hexa_fx.distributed.fully_sharded.shard_blocks`.
+        layers: the expert layers of every block, as they were before the cut.
     """
 
     session: PartitionSession
@@ -46,6 +47,20 @@ class Installed:
     shards: tuple[ShardedParameter, ...]
     schedules: tuple[OverlapReport, ...] = ()
     fsdp: tuple[str, ...] = ()
+    layers: tuple[tuple[LayerWeights, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Known:
+    """A model that is cut already.
+
+    Args:
+        layers: its expert layers by block, as they were read when weights were whole.
+        unite: makes the weights of the layer at a path whole again.
+    """
+
+    layers: tuple[tuple[LayerWeights, ...], ...]
+    unite: Callable[[str], None]
 
 
 def install_plan(
@@ -57,6 +72,7 @@ def install_plan(
     finish: Finish | None = None,
     seconds: Seconds | None = None,
     data_mesh: Any = None,
+    known: Known | None = None,
 ) -> Installed:
     """Cuts the model's expert parameters to this rank's slices and puts the plan's collectives into the blocks' graphs.
 
@@ -67,6 +83,7 @@ def install_plan(
         finish: last pass over every partitioned block.
         seconds: estimated time of a node, for the schedule of transfers; see `hexa_fx.passes.overlap.overlap`.
         data_mesh: the data-parallel dimensions beside ``mesh``.
+        known: the model is cut already, by another plan.
 
     Raises:
         PlanError: ranks hold different plans, or the plan is for another model.
@@ -78,7 +95,8 @@ def install_plan(
             f"{sorted(fsdp)} are planned 'fsdp', which is over all ranks of a mesh and not along one of its axes: plan them "
             "'data' or 'model', or call fully_shard on the other axes"
         )
-    layers = [(block, layer) for block in blocks for layer in _same_in_all_modes(model, block)]
+    read = known.layers if known else [_same_in_all_modes(model, block) for block in blocks]
+    layers = [(block, layer) for block, found in zip(blocks, read) for layer in found]
     if [layer.path for _, layer in layers] != [layer.path for layer in plan.layers]:
         raise PlanError(
             f"the plan is for layers {[layer.path for layer in plan.layers]}, "
@@ -92,6 +110,8 @@ def install_plan(
     for (_, layer), planned in zip(layers, plan.layers):
         if planned.mode == "fsdp":
             continue
+        if known is not None:
+            known.unite(layer.path)
         lo = sum(planned.shards[: session.rank])
         axis = mesh if is_axis(mesh) and len(set(planned.shards)) == 1 else None
         shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[session.rank], axis)
@@ -114,7 +134,7 @@ def install_plan(
         if not here:
             log.info("%r has experts of a form that is not cut: they stay whole on every rank", path)
     session.cache.follows_schedule = any(schedule.held for schedule in schedules)
-    return Installed(session, tuple(done), session.shards, tuple(schedules), tuple(whole))
+    return Installed(session, tuple(done), session.shards, tuple(schedules), tuple(whole), tuple(map(tuple, read)))
 
 
 def _is_left_whole(path: str, layers: Sequence[LayerWeights], fsdp: set[str]) -> bool:

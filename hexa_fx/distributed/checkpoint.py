@@ -144,25 +144,25 @@ def save(
         RankError: a rank was lost while writing. A checkpoint that was there before is untouched.
     """
     target, partial = os.fspath(path), f"{os.fspath(path)}.partial"
-    if _is_first(session):
+    if is_first(session):
         shutil.rmtree(partial, ignore_errors=True)
-    _together(session, "before writing a checkpoint")
+    together(session, "before writing a checkpoint")
     contents = state_dict(model, session, optimizer)
-    _check_reach(contents, session)
+    check_reach(contents, session)
     if session is None:
         _dcp_save(contents, checkpoint_id=partial, no_dist=True)
     else:
         with session.guard("writing a checkpoint"):
             _dcp_save(contents, checkpoint_id=partial, process_group=session.everyone)
-    _together(session, "after writing a checkpoint")
+    together(session, "after writing a checkpoint")
     if session is not None:
         session.check("publishing a checkpoint")
-    if _is_first(session):
-        _publish(partial, target)
-    _together(session, "after publishing a checkpoint")
+    if is_first(session):
+        publish(partial, target)
+    together(session, "after publishing a checkpoint")
 
 
-def _publish(partial: str, target: str) -> None:
+def publish(partial: str, target: str) -> None:
     old = f"{target}.old"
     shutil.rmtree(old, ignore_errors=True)
     if os.path.exists(target):
@@ -171,7 +171,7 @@ def _publish(partial: str, target: str) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_reach(contents: dict[str, Any], session: PartitionSession | None) -> None:
+def check_reach(contents: dict[str, Any], session: PartitionSession | None) -> None:
     """Raises `InputError` if FSDP2 keeps a part of the model on ranks that the session does not know."""
     if session is None:
         return
@@ -185,11 +185,11 @@ def _check_reach(contents: dict[str, Any], session: PartitionSession | None) -> 
             )
 
 
-def _is_first(session: PartitionSession | None) -> bool:
+def is_first(session: PartitionSession | None) -> bool:
     return session is None or dist.get_rank(session.everyone) == 0
 
 
-def _together(session: PartitionSession | None, when: str) -> None:
+def together(session: PartitionSession | None, when: str) -> None:
     if session is None:
         return
     session.join(when)
@@ -216,7 +216,7 @@ def load(
     """
     found = _whole(os.fspath(path))
     contents = state_dict(model, session, optimizer)
-    _check_reach(contents, session)
+    check_reach(contents, session)
     with torch.no_grad():
         if session is None:
             _dcp_load(contents, checkpoint_id=found, no_dist=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from hexa_fx.distributed import collective_errors, rank_failures
 from hexa_fx.distributed.axes import data_axes
+from hexa_fx.distributed.bindings import Bindings
 from hexa_fx.distributed.collectives import all_reduce_, gather_even
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.graphed_step import GraphedStep
 from hexa_fx.distributed.groups import Groups, make_groups
+from hexa_fx.distributed.pace import Pace
 from hexa_fx.distributed.plan_agreement import check_same_plan
+from hexa_fx.distributed.profile import profile_devices
 from hexa_fx.distributed.reductions import GradientReductions
 from hexa_fx.distributed.saved_tensors import SavedTensors
 from hexa_fx.distributed.shards import ShardedParameter
@@ -31,7 +33,6 @@ from hexa_fx.distributed.shared_cache import SharedCache, in_backward
 from hexa_fx.distributed.slots import CachedLayer
 from hexa_fx.errors import PlanError
 from hexa_fx.plan import Plan, describe_layer
-from hexa_fx.runtime.install import HexaForward
 
 _numbers = itertools.count()
 _sessions: WeakValueDictionary[str, PartitionSession] = WeakValueDictionary()
@@ -82,7 +83,8 @@ class PartitionSession:
         self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
         self._begin_guard = self.guard("the first gathers of a forward")
         self._count_guard = self.guard("the exchange of counts")
-        self._unbind: list[Callable[[], None]] = []
+        self._bindings = Bindings(self.saved_tensors, self.guard)
+        self.replanner: Callable[..., PartitionSession] | None = None
         _sessions[self.name] = self
 
     @property
@@ -112,9 +114,13 @@ class PartitionSession:
             raise PlanError("the model of this session is gone: keep it as long as the session")
         return model
 
+    def shards_of(self, layer: str) -> tuple[ShardedParameter, ...]:
+        """What was cut of a planned layer."""
+        return self._of_layer.get(layer, ())
+
     def _is_managed(self, layer: str) -> bool:
         """Whether FSDP2 has put a parameter of its own in the place of one that was cut."""
-        replaced = [shard for shard in self._of_layer.get(layer, ()) if shard.parameter is not shard.original]
+        replaced = [shard for shard in self.shards_of(layer) if shard.parameter is not shard.original]
         model = self._model()
         if not replaced or model is None:
             return False
@@ -147,18 +153,12 @@ class PartitionSession:
         Within that forward, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost
         ranks. Binding both an outer and an inner module is harmless.
         """
-        label = where or type(module).__name__
-        forward = module.forward
-        if isinstance(forward, HexaForward):
-            self._bind_programs(forward, label)
-        else:
-            self._set(module.__dict__, "forward", self._wrapped(forward, label))
+        self._bindings.bind(module, where or type(module).__name__)
         return module
 
     def follow(self, model: nn.Module) -> None:
         """Hooks the whole model's forward, so that the first layers' weights start to travel when it begins."""
-        handle = model.register_forward_pre_hook(lambda *_: self.begin(), prepend=True)
-        self._unbind.append(handle.remove)
+        self._bindings.before_forward(model, self.begin)
 
     def begin(self) -> None:
         """Called when a forward of the whole model begins."""
@@ -167,37 +167,6 @@ class PartitionSession:
         self.reductions.forget()
         with self._begin_guard:
             self.cache.begin()
-
-    def _bind_programs(self, forward: HexaForward, label: str) -> None:
-        """Wraps the programs inside a patched forward, so that its guards, copies and signature stay as they are."""
-        for program in {id(p): p for p in forward.programs.values() if p is not None}.values():
-            self._set(program.__dict__, "function", self._wrapped(program.function, label))
-
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise PlanError(
-                f"{label!r} was called in a way it was not recorded for (see the log). Its expert weights are cut, so its "
-                "original forward cannot run: record with such inputs, in both train and eval mode"
-            )
-
-        self._set(forward.__dict__, "_own_original", refuse)
-
-    def _wrapped(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
-        guard = self.guard(f"forward of {label!r}")
-
-        @functools.wraps(function)
-        def bound(*args: Any, **kwargs: Any) -> Any:
-            self.saved_tensors.enter_bound()
-            try:
-                with guard:
-                    return function(*args, **kwargs)
-            finally:
-                self.saved_tensors.leave_bound()
-
-        return bound
-
-    def _set(self, owner: dict[str, Any], name: str, value: Any) -> None:
-        self._unbind.append(functools.partial(owner.__setitem__, name, owner.get(name)))
-        owner[name] = value
 
     def guard(self, where: str) -> AbstractContextManager[None]:
         """A context that turns the error of a failed collective into a `RankError` that says where it failed and who is lost.
@@ -264,6 +233,38 @@ class PartitionSession:
         self._graphed.add(made)
         return made
 
+    def pace(self, min_seconds: float | None = None) -> Pace:
+        """Times the devices between two steps, as the plan's were; `Pace.gain` says whether to `replan`. A collective call.
+
+        Args:
+            min_seconds: how long one of the four timed runs lasts at least. Default: 0.05; 0.1 on CUDA.
+        """
+        geometry = self._geometries[self.plan.layers[0].path]
+        held = next(self.model.parameters())
+        least = min_seconds or (0.1 if held.is_cuda else 0.05)
+        where: dict[str, Any] = {"dtype": held.dtype, "device": held.device, "groups": self.groups}
+        self.settle()
+        with self.guard("the timing of the devices"):
+            seconds = profile_devices(geometry.shape, gated=geometry.gated, **where, repeats=3, min_seconds=least)
+        return Pace.of(self.plan, seconds)
+
+    def replan(self, optimizers: Sequence[torch.optim.Optimizer] = (), **changes: Any) -> PartitionSession:
+        """Plans anew and moves the experts to their new slices, between two steps. A collective call; returns the new session.
+
+        Parameters stay the same objects; their gradients are dropped. For another number of ranks save a checkpoint instead, and
+        load it there.
+
+        Args:
+            optimizers: those that hold state of the experts, which moves along.
+            changes: ``capacities``, ``strategy`` and ``partition`` as of `hexa_fx.optimize_`. Default: measured, and as before.
+
+        Raises:
+            PlanError: the experts are DTensors or under FSDP2; or the plan is impossible. The old session then goes on.
+        """
+        if self.replanner is None:
+            raise PlanError("this session was installed by hand: only that of hexa_fx.optimize_ can plan anew")
+        return self.replanner(self, optimizers, **changes)
+
     def join(self, when: str = "at a barrier", timeout: timedelta | None = None) -> None:
         """A barrier between hosts. Raises `RankError` with the ranks that do not arrive."""
         collective_errors.join(self.groups, when, timeout)
@@ -284,9 +285,7 @@ class PartitionSession:
         if not self._closed:
             self._closed = True
             rank_failures.unwatch(self.groups)
-        for undo in reversed(self._unbind):
-            undo()
-        self._unbind.clear()
+        self._bindings.undo()
 
 
 def find_session(name: str) -> PartitionSession:

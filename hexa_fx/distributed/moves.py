@@ -1,0 +1,70 @@
+"""Moves what is cut from one plan to another while a job runs: parameters, and what optimizers keep of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hexa_fx.distributed.collectives import all_reduce_
+from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.shards import ShardedParameter
+from hexa_fx.errors import PlanError
+
+_OTHER = {torch.float32: torch.float64}
+
+
+def check_movable(shards: Iterable[ShardedParameter]) -> None:
+    """Raises `PlanError` if a parameter is not this package's alone."""
+    for shard in shards:
+        if isinstance(shard.parameter, DTensor) or shard.parameter is not shard.original:
+            raise PlanError(
+                f"{shard.name!r} is held by FSDP2 or as a DTensor, whose shares are fixed: save a checkpoint and load it under the "
+                "new plan"
+            )
+
+
+def unite(shards: Iterable[ShardedParameter], groups: Groups) -> None:
+    """Makes parameters whole again, on every rank; they stay the same objects. A collective call."""
+    for shard in shards:
+        parameter = shard.parameter
+        with torch.no_grad():
+            whole = put_together(parameter.data, shard, groups)
+            # A live graph keeps autograd's record of the cut shape; a detour through another dtype drops it.
+            parameter.data = parameter.data.new_empty(0, dtype=_OTHER.get(parameter.dtype, torch.float32))
+            parameter.data = whole
+        parameter.grad = None
+
+
+def put_together(held: Tensor, shard: ShardedParameter, groups: Groups) -> Tensor:
+    """A tensor of which every rank holds the chunks of ``shard``, whole. A collective call."""
+    out = held.new_zeros(shard.whole)
+    for chunk in shard.chunks:
+        out.narrow(chunk.dim, chunk.start, chunk.length).copy_(held.narrow(chunk.dim, chunk.local, chunk.length))
+    return all_reduce_(out, groups.main_name)
+
+
+def move_state(
+    optimizer: torch.optim.Optimizer, old: Iterable[ShardedParameter], new: Iterable[ShardedParameter], groups: Groups
+) -> None:
+    """Brings an optimizer's state to the slices of ``new``. A collective call: every rank's optimizer has the same kind of state.
+
+    Tensors of the shape of a parameter's old slice are cut anew; others, such as a step's number, stay.
+    """
+    after = {shard.name: shard for shard in new}
+    for shard in old:
+        state: Mapping[str, Any] = optimizer.state.get(shard.parameter, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and tuple(value.shape) == _shape(shard) and value.dim():
+                whole, to = put_together(value, shard, groups), after[shard.name]
+                pieces = [whole.narrow(chunk.dim, chunk.start, chunk.length) for chunk in to.chunks]
+                optimizer.state[shard.parameter][key] = torch.cat(pieces, dim=to.chunks[0].dim).contiguous()
+
+
+def _shape(shard: ShardedParameter) -> tuple[int, ...]:
+    shape = list(shard.whole)
+    shape[shard.chunks[0].dim] = sum(chunk.length for chunk in shard.chunks)
+    return tuple(shape)

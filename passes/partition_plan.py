@@ -1,0 +1,177 @@
+"""Decides how a model's MoE layers are spread over ranks: what is measured, and the `Plan` that is equal on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch.distributed as dist
+import torch.fx as fx
+from torch import Tensor, nn
+
+from hexa_fx.allocation import KERNEL_COLUMNS, DeviceCosts
+from hexa_fx.distributed.collective_errors import join
+from hexa_fx.distributed.geometry import Geometry
+from hexa_fx.distributed.groups import Groups, is_axis, make_groups
+from hexa_fx.distributed.mode_times import BlockTimes, measure_blocks, measure_modes
+from hexa_fx.distributed.profile import measure_bandwidth, profile_costs
+from hexa_fx.distributed.shards import LayerWeights, find_tensor
+from hexa_fx.errors import PlanError
+from hexa_fx.ir import RewrittenBlock
+from hexa_fx.passes.cost_model import Measured
+from hexa_fx.passes.partition_layers import Modes, any_mode, observed_tokens, read_layers
+from hexa_fx.passes.plan_layers import PartitionConfig, Strategy, plan_layers, wanted_modes
+from hexa_fx.plan import Plan
+
+
+def partition_model(
+    model: nn.Module,
+    blocks: Sequence[RewrittenBlock | Modes],
+    mesh: Any = None,
+    strategy: Strategy = "auto",
+    capacities: Literal["measure"] | Sequence[float] | None = "measure",
+    config: PartitionConfig | None = None,
+    example: Callable[[], object] | None = None,
+) -> Plan:
+    """The plan for a model's rewritten blocks. A collective call: made on rank 0 and broadcast, so equal on all ranks.
+
+    Args:
+        model: the user's model, with whole expert weights on every rank.
+        blocks: its rewritten blocks in execution order, each alone or by mode; their graphs hold the canonical nodes.
+        mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
+        strategy: ``auto``, ``data``, ``model``, ``fsdp``, or one of them by path of the block or of a module around it.
+        capacities: ``measure`` (`profile_costs` on the first layer), t_i by rank, or None for equal devices.
+        config: everything else.
+        example: runs the model's forward once on the global batch, for the times and token counts of ``auto``.
+
+    Raises:
+        PlanError: no process group, no canonical node, or an impossible split.
+    """
+    return plan_blocks(
+        model,
+        blocks,
+        [read_layers(model, any_mode(block)) for block in blocks],
+        mesh,
+        strategy,
+        capacities,
+        config,
+        example,
+    )
+
+
+def plan_blocks(
+    model: nn.Module,
+    blocks: Sequence[RewrittenBlock | Modes],
+    by_block: Sequence[Sequence[LayerWeights]],
+    mesh: Any = None,
+    strategy: Strategy = "auto",
+    capacities: Literal["measure"] | Sequence[float] | None = "measure",
+    config: PartitionConfig | None = None,
+    example: Callable[[], object] | None = None,
+) -> Plan:
+    """`partition_model` with the layers of every block, of a model whose weights may be cut already."""
+    config = config or PartitionConfig()
+    layers = [layer for found in by_block for layer in found]
+    if not layers:
+        raise PlanError("nothing to partition: no block holds the canonical operator")
+    groups = make_groups(mesh)
+    join(groups, "to plan the partition")
+    sample = _first_tensor(model, layers[0])
+    config = _with_tokens(_for_device(config, sample), _recorded_tokens(blocks))
+    costs = _capacities(capacities, layers[0].geometry, config.tokens, sample, groups)
+    shapes = {layer.path: layer.geometry.shape for layer in layers}
+    measured: dict[str, Measured] = {}
+    if "auto" in wanted_modes(strategy, shapes).values() and config.measure and groups.world > 1:
+        modules = [model.get_submodule(any_mode(block).path) for block in blocks]
+        seen = None if example is None else measure_blocks(example, modules, sample.device, groups)
+        config = _with_tokens(config, seen.tokens if seen else config.batch)
+        measured = _measure(layers, config, seen, sample, groups)
+        measured |= {path: measured[path].without_fsdp() for path in _never_fsdp(model, by_block, mesh)}
+    plan = plan_layers(shapes, costs, strategy, _scaled_caps(config, layers), measured)
+    box = [plan.to_json()]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(groups.host, 0), group=groups.host)
+    return Plan.from_json(box[0])
+
+
+def _never_fsdp(model: nn.Module, by_block: Sequence[Sequence[LayerWeights]], mesh: Any) -> list[str]:
+    """Layers that ``auto`` never gives to FSDP2: on one axis of a mesh, where it has the others; several of a block or graph."""
+    never = is_axis(mesh) or isinstance(model, fx.GraphModule)
+    return [layer.path for found in by_block if never or len(found) > 1 for layer in found]
+
+
+def _with_tokens(config: PartitionConfig, tokens: int | None) -> PartitionConfig:
+    return config if config.tokens is not None else replace(config, tokens=tokens or None)
+
+
+def _recorded_tokens(blocks: Sequence[RewrittenBlock | Modes]) -> int | None:
+    return next((n for n in map(observed_tokens, map(any_mode, blocks)) if n), None)
+
+
+def _measure(
+    layers: Sequence[LayerWeights], config: PartitionConfig, seen: BlockTimes | None, sample: Tensor, groups: Groups
+) -> dict[str, Measured]:
+    """What `layer_cost` needs of every layer; layers of one layout are measured once."""
+    tokens = config.tokens if config.tokens is not None else (config.batch or groups.world)
+    bandwidth, latency = measure_bandwidth(groups, sample.device)
+    attention = config.attention_seconds
+    if attention is None:
+        attention = seen.between * tokens / groups.world / seen.tokens if seen and seen.tokens else 0.0
+    known: dict[Geometry, Measured] = {}
+    for layer in layers:
+        if layer.geometry not in known:
+            where: dict[str, Any] = {"dtype": sample.dtype, "device": sample.device, "groups": groups}
+            modes = measure_modes(layer.geometry, tokens, **where, reduce=config.reduce)
+            times = (
+                modes.forward,
+                modes.model_centric,
+                modes.data_centric,
+                modes.contention,
+                modes.exchange,
+                modes.fsdp,
+            )
+            known[layer.geometry] = Measured(bandwidth, latency, attention, *times)
+    return {layer.path: known[layer.geometry] for layer in layers}
+
+
+def _capacities(
+    capacities: Literal["measure"] | Sequence[float] | None,
+    geometry: Geometry,
+    tokens: int | None,
+    sample: Tensor,
+    groups: Groups,
+) -> DeviceCosts:
+    if capacities is None:
+        return DeviceCosts.proportional((1.0,) * groups.world)
+    if isinstance(capacities, str):
+        if capacities != "measure":
+            raise PlanError(f"capacities is 'measure', a sequence of seconds or None, got {capacities!r}")
+        dtype, device = sample.dtype, sample.device
+        return profile_costs(
+            geometry.shape, gated=geometry.gated, tokens=tokens, dtype=dtype, device=device, groups=groups
+        )
+    if len(capacities) != groups.world:
+        raise PlanError(f"{len(capacities)} capacities for {groups.world} ranks")
+    return DeviceCosts.proportional(capacities)
+
+
+def _for_device(config: PartitionConfig, sample: Tensor) -> PartitionConfig:
+    size, columns = sample.element_size(), KERNEL_COLUMNS if sample.is_cuda else 1
+    return replace(
+        config,
+        dtype_bytes=config.dtype_bytes or size,
+        reduce_bytes=config.reduce_bytes or size,
+        kernel_columns=config.kernel_columns or columns,
+    )
+
+
+def _scaled_caps(config: PartitionConfig, layers: Sequence[LayerWeights]) -> PartitionConfig:
+    """memory_caps of all layers -> of one layer, in proportion; layers of one model are mostly of one size."""
+    if config.memory_caps is None:
+        return config
+    return replace(config, memory_caps=tuple(cap // len(layers) for cap in config.memory_caps))
+
+
+def _first_tensor(model: nn.Module, layer: LayerWeights) -> Tensor:
+    name = layer.sources["w1"].parts[0][0]
+    return find_tensor(model, f"{layer.root}.{name}" if layer.root else name)

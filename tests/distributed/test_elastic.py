@@ -1,0 +1,145 @@
+"""One training run over several plans: exchanged while it runs, and continued by other numbers of ranks from checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from test_mesh import CONFIG, build, difference, loss_of
+from test_mesh import data as tokens
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import hexa_fx
+from hexa_fx.distributed import checkpoint, profile
+from hexa_fx.distributed.async_checkpoint import async_save
+from hexa_fx.distributed.data import split_batch
+from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
+from hexa_fx.distributed.pace import Pace
+from hexa_fx.errors import PlanError
+from hexa_fx.passes.plan_layers import PartitionConfig, plan_layers
+from hexa_fx.plan import ExpertShape
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+class Job:
+    """The training loop: a model under a plan, and one device's that makes the same steps from the beginning."""
+
+    def __init__(self, rank: int, world: int, kind: str, strategy: Any, capacities: Any, steps: int = 0) -> None:
+        self.rank, self.made, self.found = rank, 0, [0.0]
+        self.model, self.whole = build(kind), build(kind)
+        if steps:
+            for parameter in self.model.parameters():
+                nn.init.zeros_(parameter)
+        given = {"strategy": strategy, "capacities": capacities, "partition": PartitionConfig(tile=1, batch=11)}
+        hexa_fx.optimize_(self.model, tokens(11), CONFIG, mesh=init_device_mesh("cpu", (world,)), **given)
+        self.ours, self.theirs = optimizer_of(self.model), optimizer_of(self.whole)
+        for _ in range(steps):
+            self.reference()
+
+    def reference(self) -> float:
+        loss = loss_of(self.whole, self.batch())
+        loss.backward()
+        self.theirs.step()
+        self.theirs.zero_grad()
+        self.made += 1
+        return float(loss.detach())
+
+    def batch(self) -> torch.Tensor:
+        return tokens(11) * (1 + 0.1 * self.made)
+
+    def step(self) -> None:
+        session = self.model.partition
+        mine = split_batch(self.batch(), session.plan, self.rank)
+        loss = weighted_loss(session, loss_of(self.model, mine), len(mine))
+        loss.backward()
+        sync_gradients(self.model, session)
+        self.ours.step()
+        self.ours.zero_grad()
+        total = float(session.sum(loss.detach()))
+        self.found.append(abs(total - self.reference()))
+        self.found.append(difference(self.model, self.whole, session, lambda p: p.detach()))
+
+
+def begun(rank: int, world: int, kind: str, folder: str) -> Any:
+    """A plan, another one, and a device that has become slow, with checkpoints that are written meanwhile."""
+    job = Job(rank, world, kind, "data", None)
+    job.step()
+    first = job.model.partition
+    parameters = list(map(id, job.model.parameters()))
+    saving = async_save(f"{folder}/one", job.model, first, job.ours)
+    second = first.replan([job.ours], capacities=(1.0, 3.0), strategy="model")
+    assert job.model.partition is second
+    assert list(map(id, job.model.parameters())) == parameters
+    assert second.plan.fingerprint in str(job.model.report)
+    assert first.plan.fingerprint not in str(job.model.report)
+    with pytest.raises(PlanError, match="to or from 'fsdp'"):
+        second.replan([job.ours], capacities=None, strategy="fsdp")
+    job.step()
+    again = async_save(f"{folder}/two", job.model, second, job.ours)
+    assert saving.done
+    assert checkpoint.is_complete(f"{folder}/one")
+    job.step()  # what is being written does not see it
+    again.wait()
+    plans = [first.plan, second.plan]
+
+    timed = profile._seconds
+    profile._seconds = lambda *_: 3.0 - 2 * rank
+    try:
+        pace = second.pace(min_seconds=0.001)
+    finally:
+        profile._seconds = timed
+    assert pace.seconds == (3.0, 1.0)
+    assert pace.gain > 0.6
+    assert "rank 0 has become 9.00 times as slow" in str(pace)
+    third = second.replan([job.ours], capacities=pace.seconds)
+    job.step()
+    plans.append(third.plan)
+    third.close()
+    return job.found, plans
+
+
+def continued(rank: int, world: int, kind: str, folder: str) -> Any:
+    """Other numbers of devices of other speeds take up the second checkpoint."""
+    job = Job(rank, world, kind, {"0": "model", "1": "data"}, [1.0, 2.0, 4.0, 1.5][:world], steps=2)
+    checkpoint.load(f"{folder}/two", job.model, job.model.partition, job.ours)
+    job.found.append(difference(job.model, job.whole, job.model.partition, lambda p: p.detach()))
+    job.step()
+    job.step()
+    job.model.partition.close()
+    return job.found
+
+
+@pytest.mark.parametrize(
+    ("kind", "worlds"),
+    [("stacked", (4,)), *(pytest.param(k, (3, 1), marks=pytest.mark.slow) for k in ("listed", "separate"))],
+)
+def test_a_run_over_several_plans_is_one_run(kind: str, worlds: tuple[int, ...], tmp_path: Path) -> None:
+    for found, plans in run(2, begun, kind, str(tmp_path), timeout=60):
+        assert max(found) < 1e-12, found
+        assert [layer.shards for layer in (plan.layers[0] for plan in plans)] == [(6, 6), (9, 3), (3, 9)]
+        assert [plan.layers[0].mode for plan in plans] == ["data_centric", "model_centric", "model_centric"]
+        assert [plan.batch for plan in plans] == [(6, 5), (9, 2), (3, 8)]
+    for world in worlds:
+        for found in run(world, continued, kind, str(tmp_path), timeout=60):
+            assert max(found) < 1e-12, found
+
+
+def test_pace_weighs_what_other_shares_would_save() -> None:
+    shape = ExpertShape(8, 64, 256, 3, 2)
+    plan = plan_layers({"a": shape}, [1.0, 1.0], "model", PartitionConfig(batch=8))
+    same, slow = Pace.of(plan, (2.0, 2.0)), Pace.of(plan, (2.0, 6.0))
+    assert (same.gain, same.slower) == (0.0, (1.0, 1.0))
+    assert slow.gain == pytest.approx(0.5)  # 192 and 64 channels take half as long as 128 on the slow one
+    assert slow.slower == (1.0, 3.0)
+    weighted = dataclasses.replace(plan, capacities=(1.0, 3.0), batch=(6, 2))
+    weighted = dataclasses.replace(weighted, layers=(dataclasses.replace(plan.layers[0], mode="data_centric"),))
+    assert Pace.of(weighted, (1.0, 3.0)).gain == 0.0
+    assert Pace.of(weighted, (1.0, 1.0)).gain == pytest.approx(1 / 3)
