@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import AutocastDtypes, RewrittenBlock
-from hexa_fx.isolation.module_snapshot import restored
+from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 from hexa_fx.runtime.autocast import dtypes_of, kind_of
@@ -53,12 +53,12 @@ def _autocast_dtypes(
     if any(parameter.numel() > _LARGEST for parameter in block.parameters()):
         return {}
     found: dict[Any, tuple[torch.dtype | None, ...]] = {}
+    before = ModuleSnapshot(block)
     for dtype, cast in itertools.product(_DTYPES, (False, True)):
         given = pytree.tree_map(lambda leaf: _cast(leaf, dtype if cast else None), (args, kwargs))  # noqa: B023
         device = next((t.device.type for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)), "cpu")
         try:
             with (
-                restored(block),
                 random_state_kept(),
                 torch.autocast(device, dtype, cache_enabled=False),
                 torch.no_grad(),
@@ -68,6 +68,8 @@ def _autocast_dtypes(
                 found[kind] = dtypes_of((result, values_left(block, rewritten.stored)))
         except Exception as error:
             log.debug("%s under autocast to %s: %s", rewritten.path or type(block).__name__, dtype, error)
+        finally:
+            before.restore()
     return found
 
 

@@ -24,6 +24,7 @@ from hexa_fx.capture.asked_of_python import asking_noted
 from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.collect import without_stand_in
 from hexa_fx.capture.ran_code import RanCode, is_ours
+from hexa_fx.capture.started_functions import untold
 from hexa_fx.ir import PythonRead, SourceLocation
 from hexa_fx.isolation.held_objects import MODULE_STATE, is_collection, is_object, items
 from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
@@ -203,6 +204,7 @@ class PythonReads:
 
         return __getattribute__
 
+    @untold
     def _note(self, holder: Any, name: str, frame: types.FrameType) -> None:
         made_meanwhile = id(holder) not in self._modules and id(holder) not in self._met
         if made_meanwhile and name not in _OF_MODE:

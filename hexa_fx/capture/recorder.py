@@ -32,6 +32,7 @@ from hexa_fx.capture.calls import (
     written_tensor,
 )
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
+from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
 
 
@@ -60,9 +61,8 @@ class Recorder(TorchFunctionMode):
         self._node_of: dict[int, torch.fx.Node] = {}
         self._index: dict[torch.fx.Node, int] = {}
         self._keep: list[torch.Tensor] = []  # an id() stays unique only while its tensor lives
-        self._written: dict[
-            int, tuple[torch.fx.Node, int]
-        ] = {}  # storage -> last write, id of the tensor written through
+        self._written: dict[int, tuple[torch.fx.Node, int]] = {}
+        """By storage, the last write and the id of the tensor that it was made through."""
         self._parameter_name = {id(tensor): name for name, tensor in self.parameters.items()}
         self._parameter_storages = {memory_of(tensor) for tensor in self.parameters.values()}
         self.inside_function = 0
@@ -74,6 +74,7 @@ class Recorder(TorchFunctionMode):
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
+    @untold
     def add(self, op: str, target: Any, args: Any, kwargs: Any, value: Any, name: str | None = None) -> torch.fx.Node:
         snapshot = self._snapshot(value)
         node = self.graph.create_node(op, target, args, kwargs, name)
@@ -133,6 +134,7 @@ class Recorder(TorchFunctionMode):
 
     # -- arguments and results -----------------------------------------------------------------------------------------
 
+    @untold
     def lift(self, value: Any) -> Any:
         """``value`` with tensors and symbolic numbers replaced by their nodes."""
         if isinstance(value, torch.Tensor):
@@ -145,10 +147,9 @@ class Recorder(TorchFunctionMode):
             return {key: self.lift(item) for key, item in value.items()}
         if isinstance(value, list):
             return [self.lift(item) for item in value]
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.lift(item) for item in value))
         if isinstance(value, tuple):
-            return tuple(self.lift(item) for item in value)
+            items = map(self.lift, value)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         return _TYPE_AS_DTYPE.get(value, value) if isinstance(value, type) else value
 
     def lift_result(self, result: Any) -> Any:
@@ -166,13 +167,13 @@ class Recorder(TorchFunctionMode):
         fields = {key: self.lift_result(value) for key, value in fields.items()}
         return self.add("call_function", type(result), (), fields, result)
 
+    @untold
     def _wrap_result(self, result: Any, node: torch.fx.Node) -> Any:
         if isinstance(result, torch.Tensor):
             self._bind(result, node)
             return result
         if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
-            items = [self._wrap_item(item, node, index) for index, item in enumerate(result)]
-            return type(result)(items)
+            return type(result)([self._wrap_item(item, node, index) for index, item in enumerate(result)])
         return result
 
     def _wrap_item(self, item: Any, node: torch.fx.Node, index: int) -> Any:
@@ -277,9 +278,8 @@ class Recorder(TorchFunctionMode):
             self.note_decision(node, result)
             return result
         if isinstance(result, torch.Tensor) and any(result is item for item in (*plain_args, *plain_kwargs.values())):
-            result = result.view_as(
-                result
-            )  # dropout in eval mode gives what it is given: who uses which, only identity tells
+            # Dropout in eval mode gives what it is given: who uses which, only identity tells.
+            result = result.view_as(result)
         return self._wrap_result(result, node)
 
     def _note_write(self, written: torch.Tensor, node: torch.fx.Node, result: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.capture import capture
-from hexa_fx.capture.started_functions import told_of_starts
+from hexa_fx.capture.started_functions import told_of_starts, untold
 from hexa_fx.passes import detect as detection
 from hexa_fx.passes.same_run import depends_on_mode, same_run, seen_before
 from tests.detect.mixture import D, Mixture
@@ -223,3 +223,16 @@ def test_nothing_of_an_experts_module_is_taken_from_another_run() -> None:
     }
     assert all(value is mode for mode, read in modes.items() for value in read.values())
     assert isinstance(opt, nn.Module)
+
+
+def test_what_is_called_untold_is_told_to_nobody() -> None:
+    def called() -> None: ...
+
+    heard: list[str] = []
+    before = sys.gettrace()
+    with told_of_starts(lambda frame: bool(heard.append(frame.f_code.co_name))):
+        untold(called)()
+        after = heard.count("called")
+        called()
+    assert (after, heard.count("called")) == ((0, 1) if sys.version_info < (3, 12) else (1, 1))
+    assert sys.gettrace() is before
