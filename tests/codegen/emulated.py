@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import re
+import shutil
 import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,18 @@ from hexa_fx.templates import INCLUDE_DIR
 from tests.runtime.cards import AMPERE
 
 EMULATOR = Path(__file__).parent / "emulator"
+FLAGS = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-w", "-fPIC", f"-I{INCLUDE_DIR}"]
+
+
+@cache
+def header() -> Path:
+    """A folder with the emulator, its header compiled already: most of the time of a kernel goes there."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    shutil.copytree(EMULATOR, folder, dirs_exist_ok=True)
+    name = folder / "emulator.hpp"
+    subprocess.run(["g++", *FLAGS, "-x", "c++-header", str(name), "-o", f"{name}.gch"], check=True)
+    return folder
 
 
 class EmulatedKernel:
@@ -31,17 +47,7 @@ class EmulatedKernel:
         launch = f"void launch(const void* p, unsigned x, unsigned y, unsigned z) {{ {entry} }}"
         text = f'#include "emulator.hpp"\n{source.text}\nextern "C" {launch}\n'
         program.write_text(text)
-        flags = [
-            "-std=c++17",
-            "-O2",
-            "-fno-strict-aliasing",
-            "-w",
-            "-shared",
-            "-fPIC",
-            f"-I{EMULATOR}",
-            f"-I{INCLUDE_DIR}",
-        ]
-        subprocess.run(["g++", *flags, str(program), "-o", str(library)], check=True)
+        subprocess.run(["g++", f"-I{header()}", *FLAGS, "-shared", str(program), "-o", str(library)], check=True)
         self._launch = ctypes.CDLL(str(library)).launch
 
     def config(self, grid: tuple[int, int, int], stream: int) -> tuple[int, int, int]:

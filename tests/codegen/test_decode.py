@@ -127,8 +127,8 @@ def asked_for(monkeypatch):
 
 SWIGLU_OAI = {"glu": "interleaved", "activation": "swiglu_oai", "params": (1.702, 1.0), "bias": True}
 CASES: dict[str, tuple[dict[str, Any], DecodeTile | None]] = {
-    "f16, more steps than stages": ({"dtype": F16, "hidden": 776, "inner": 264}, DecodeTile(8, 1, 3)),
-    "split, kn nk": ({"glu": "split", "activation": "gelu", "layouts": "kn nk", "bias": True}, None),
+    "f16, more steps than stages": ({"dtype": F16, "hidden": 392, "inner": 136}, DecodeTile(8, 1, 3)),
+    "split, kn nk": ({"glu": "split", "activation": "gelu", "layouts": "kn nk", "bias": True}, DecodeTile(8, 2, 5)),
     "interleaved, kn kn": ({"layouts": "kn kn", "hidden": 136, "inner": 72, **SWIGLU_OAI}, DecodeTile(16, 2, 4)),
     "none, nk kn": ({"glu": "none", "activation": "tanh", "layouts": "nk kn"}, DecodeTile(64, 4, 3)),
 }
