@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,12 +32,29 @@ def recorded(folder: Path, sections: str, port: int, done: str) -> dict:
     return json.loads(merged.read_text())
 
 
-def test_a_section_that_fails_costs_only_itself(tmp_path: Path) -> None:
-    result = recorded(tmp_path, "broken,overlap", 29811, "1 of 2 sections")
+def test_what_was_recorded_before_a_section_failed_stays(tmp_path: Path) -> None:
+    result = recorded(tmp_path, "overlap,broken", 29811, "1 of 2 sections")
     finished = {r["section"] for r in result["records"] if r["question"] == "seconds"}
     assert finished == {"overlap:tiny"}
     assert any(r["question"] == "broken" for r in result["records"])
     assert {"device", "python", "torch", "ranks", "command"} <= set(result)
+
+
+def test_the_next_launch_begins_after_the_section_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import partition_run
+
+    launched: list[str] = []
+
+    def launch(command: list[str], *_: Any) -> None:
+        sections = command[command.index("--sections") + 1]
+        launched.append(sections)
+        done = list(takewhile(lambda unit: unit != "broken", sections.split(",")))
+        records = [{"question": "seconds", "section": unit} for unit in done]
+        Path(command[command.index("--out") + 1]).write_text(json.dumps({"records": records}))
+
+    monkeypatch.setattr(partition_run, "_launch", launch)
+    lost = partition_run.run(["a", "broken", "b", "c"], 2, 1, str(tmp_path / "x"), 100.0, "", True)
+    assert (lost, launched) == (["broken"], ["a,broken,b,c", "b,c"])
 
 
 @pytest.mark.slow

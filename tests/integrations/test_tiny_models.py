@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
+
 import pytest
 import torch
 
@@ -32,7 +35,9 @@ REFUSED = {
 }
 
 
+@cache
 def types_with_experts() -> list[str]:
+    """Found when a test asks: it builds every configuration, which takes seconds."""
     return sorted(name for name in CONFIG_MAPPING_NAMES if "expert" in _fields(name))
 
 
@@ -44,16 +49,23 @@ def _fields(name: str) -> str:
     return " ".join(key for inside in nested(config) for key in vars(inside) if not key.startswith("_"))
 
 
-@pytest.mark.parametrize("model_type", types_with_experts())
-def test_a_type_is_built_and_runs_or_says_why_not(model_type: str) -> None:
+def _problem(model_type: str) -> str:
+    """Of a type that is neither built and run nor says why not."""
+    try:
+        model, inputs = tiny_model(model_type)
+    except InputError as error:
+        expected = REFUSED.get(model_type)
+        return "" if expected is not None and re.search(expected, str(error)) else str(error)
     if model_type in REFUSED:
-        with pytest.raises(InputError, match=REFUSED[model_type]):
-            tiny_model(model_type)
-        return
-    model, inputs = tiny_model(model_type)
-    assert sum(parameter.numel() for parameter in model.parameters()) <= LARGEST
+        return "is built now"
+    if sum(parameter.numel() for parameter in model.parameters()) > LARGEST:
+        return "is large"
     with torch.no_grad():
-        assert model(**inputs)[0].isfinite().all()
+        return "" if model(**inputs)[0].isfinite().all() else "gives numbers that are not finite"
+
+
+def test_every_type_is_built_and_runs_or_says_why_not() -> None:
+    assert {name: problem for name in types_with_experts() if (problem := _problem(name))} == {}
 
 
 def test_there_are_many() -> None:
