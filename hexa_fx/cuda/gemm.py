@@ -16,6 +16,7 @@ from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda.calls import cuda_kernel, product
+from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.operands import Into, Segment, aligned, as_stored
 from hexa_fx.cuda.planning import planning_of
 from hexa_fx.cuda.rows import activate, activate_backward, ess, ess_add, settle, substitute
@@ -46,6 +47,28 @@ def esmm_segment(o: Esmm, into: Segment) -> Tensor:
     if _few_rows(into.rows, o.offs) or not _hopper(o.offs, (o.columns,), o.x, weight, *_stored(o.bias)):
         return sm80.esmm(o, into=into)
     return sm90.esmm(o, into=into)
+
+
+@product
+def fused_segment(o: EsmmLowRank | EsmmActLowRank | EsmmActBackwardLowRank, into: Segment) -> Tensor:
+    """A product with a second one, an activation or its gradient, of some experts. Without a second product, u and c are None.
+
+    Raises:
+        Unsupported: the Hopper family does not take these operands.
+    """
+    base, *added = o
+    if isinstance(base, Esmm):
+        takes = _hopper(base.offs, (base.columns,), base.x, base.weight, *added, *_stored(base.bias))
+        run: Any = sm90.esmm_low_rank
+    elif isinstance(base, EsmmAct):
+        takes, run = _hopper_activates(base, *added), sm90.esmm_act_low_rank if o.u is not None else sm90.esmm_act
+    else:
+        takes = _hopper_differentiates(base, *added)
+        run = sm90.esmm_act_backward_low_rank if o.u is not None else sm90.esmm_act_backward
+    if not takes:
+        raise Unsupported("unpacked matrices, or the rows that they are multiplied with, that only gemm_sm80 takes")
+    run(o if o.u is not None else base, into=into)
+    return into.out
 
 
 @cuda_kernel("esmm_act")

@@ -55,52 +55,47 @@ def unsupported(*tensors: Tensor | None, experts: int) -> str:
 @product
 def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
+    return _plain(o, None, into)
+
+
+@product
+def esmm_low_rank(o: EsmmLowRank, into: Segment | None = None) -> Tensor:
+    """The same with a second product."""
+    return _plain(o.base, Added(o.u, o.c), into)
+
+
+def _plain(o: Esmm, added: Added | None, into: Segment | None) -> Tensor:
     into = into or Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True)
-    _rows("esmm", _plain(o), into.out, None, into.rows, into.last)
+    product = EsmmAct(o.x, o.weight, o.bias, None, None, o.v, o.offs, o.top_k, o.layout, "none", "none")
+    _rows("esmm", product, into, added)
     return into.out
 
 
 @product
-def esmm_low_rank(o: EsmmLowRank) -> Tensor:
-    """The same with a second product."""
-    y = o.base.x.new_empty((o.base.rows, o.base.columns))
-    _rows("esmm", _plain(o.base), y, None, o.base.rows, added=Added(o.u, o.c))
-    return y
-
-
-def _plain(o: Esmm) -> EsmmAct:
-    return EsmmAct(o.x, o.weight, o.bias, None, None, o.v, o.offs, o.top_k, o.layout, "none", "none")
-
-
-@product
-def esmm_act(o: EsmmAct) -> tuple[Tensor, Tensor]:
+def esmm_act(o: EsmmAct, into: Segment | None = None) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)``: (n, I) or (n, 2I), and (n, I). Without `keep_h` (inference) h is empty."""
-    return _activated(o, None)
+    return _activated(o, None, into)
 
 
 @product
-def esmm_act_low_rank(o: EsmmActLowRank) -> tuple[Tensor, Tensor]:
+def esmm_act_low_rank(o: EsmmActLowRank, into: Segment | None = None) -> tuple[Tensor, Tensor]:
     """The same with a second product."""
-    return _activated(o.base, Added(o.u, o.c, o.c3))
+    return _activated(o.base, Added(o.u, o.c, o.c3), into)
 
 
-def _activated(o: EsmmAct, added: Added | None) -> tuple[Tensor, Tensor]:
-    h, a = o.x.new_empty((o.rows if o.keep_h else 0, o.width)), o.x.new_empty((o.rows, o.inner))
-    _rows("esmm_act", o, h if o.keep_h else None, a, o.rows, added=added)
-    return h, a
+def _activated(o: EsmmAct, added: Added | None, into: Segment | None) -> tuple[Tensor, Tensor]:
+    if into is None:
+        h, a = o.x.new_empty((o.rows if o.keep_h else 0, o.width)), o.x.new_empty((o.rows, o.inner))
+        into = Segment(h, o.rows, True, a)
+    assert into.act is not None
+    _rows("esmm_act", o, into, added)
+    return into.out, into.act
 
 
-def _rows(
-    op: str,
-    o: EsmmAct,
-    out: Tensor | None,
-    act: Tensor | None,
-    rows: int,
-    last: bool = True,
-    added: Added | None = None,
-) -> None:
-    """One launch of a row product: h to out and a to act, each if it is given. `rows` and `last` are of a `Segment`."""
-    x, w1, layout, inner = o.x, o.w1, o.layout, o.inner
+def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
+    """One launch of a row product: h to ``out`` if it is kept, and a to ``act`` if it is given."""
+    x, w1, layout, inner, (h, rows, last, act, _) = o.x, o.w1, o.layout, o.inner, into
+    out = h if o.keep_h else None
     if not o.rows:
         return
     bias, bias_up = (None if b is None else b.contiguous() for b in (o.b1, o.b3))
@@ -132,40 +127,49 @@ def _rows(
 
 
 @product
-def esmm_act_backward(o: EsmmActBackward) -> tuple[Tensor, Tensor, Tensor]:
+def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """``da = esmm(dy, weight, v)`` and activate_backward in its epilogue; da itself is never stored.
 
     Returns:
         dh like h, a_scaled (n, I), and d(weights) by slot (n,) in float32: <da, a>.
     """
-    return _activation_gradient(o, None)
+    return _activation_gradient(o, None, into)
 
 
 @product
-def esmm_act_backward_low_rank(o: EsmmActBackwardLowRank) -> tuple[Tensor, Tensor, Tensor]:
+def esmm_act_backward_low_rank(o: EsmmActBackwardLowRank, into: Segment | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The same with a second product."""
-    return _activation_gradient(o.base, Added(o.u, o.c))
+    return _activation_gradient(o.base, Added(o.u, o.c), into)
 
 
-def _activation_gradient(o: EsmmActBackward, added: Added | None) -> tuple[Tensor, Tensor, Tensor]:
+def _activation_gradient(
+    o: EsmmActBackward, added: Added | None, into: Segment | None
+) -> tuple[Tensor, Tensor, Tensor]:
     dy, weight, h, inner, n = o.dy, o.weight, o.h, o.inner, o.v.shape[0]
     scale = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
-    dh, a = h.new_empty(h.shape), h.new_empty((n, inner))
+    dh, a, rows, last, dots = h, h, n, True, None
+    if into is None:
+        dh, a = h.new_empty(h.shape), h.new_empty((n, inner))
+    else:
+        assert into.act is not None
+        dh, a, rows, last, dots = into.out, into.act, into.rows, into.last, into.dots
     if not n:
         return dh, a, h.new_empty((0,), dtype=torch.float32)
-    sizes, glu = (n, weight.shape[0], dy.shape[1], inner), "concat" if o.glu == "split" else o.glu
+    sizes, glu = (rows, weight.shape[0], dy.shape[1], inner), "concat" if o.glu == "split" else o.glu
     epilogue = {"activation": o.activation, "glu": glu, "options": _low_rank(added)}
     key, tile = _tiled("esmm_act_backward", dy, *sizes, o.layout, True, **epilogue)
-    dots = h.new_empty((ceil_div(inner, tile.bn), n), dtype=torch.float32)
+    parts = h.new_empty((ceil_div(inner, tile.bn), n), dtype=torch.float32) if dots is None else dots
     weights = weight_map(weight, o.layout, tile.bn // 2, tile.fetch)
     second = added_maps(added, o.layout, tile)
     maps = Maps(weight=weights, h=chunk_map(h), out=chunk_map(dh), act=chunk_map(a), **second)
     leading = {"a_ld": dy.stride()[0], "out_ld": dh.stride()[0], "act_ld": inner, "h_ld": h.stride()[0]}
-    tensors = {"a": dy, "out": dh, "act": a, "h": h, "slot_scale": scale, "row_dot": dots}
+    tensors = {"a": dy, "out": dh, "act": a, "h": h, "slot_scale": scale, "row_dot": parts}
     sizes_of = {"K": dy.shape[1], "N": inner, "R": 0 if added is None else added.rank}
-    more = {**sizes_of, "constants": constants_of(o.activation, o.params)}
+    more = {**sizes_of, "n": n if last else 0, "bias_ld": n, "constants": constants_of(o.activation, o.params)}
     _launch(key, tile, maps, o.v, o.offs, o.top_k, **tensors, **leading, **more)
-    return dh, a, dots.sum(0) if dots.shape[0] > 1 else dots[0]
+    if dots is not None:
+        return dh, a, dots
+    return dh, a, parts.sum(0) if parts.shape[0] > 1 else parts[0]
 
 
 @product

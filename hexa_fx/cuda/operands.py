@@ -40,14 +40,18 @@ class Segment(NamedTuple):
     """A product of some of the experts, whose rows are a part of all.
 
     Args:
-        out: (n, N), of all experts. Rows before those of the first expert are left alone.
+        out: (n, N), of all experts. Rows before those of the first expert are left alone. Without rows where h is not kept.
         rows: how many of them these experts have if all have the same.
         last: whether rows behind those of the last expert belong to no expert, and are zeroed; else they are left alone.
+        act: of a product with an activation or its gradient, the second result.
+        dots: of an activation's gradient, the third, in parts that have to be summed: zeros of float32, (parts, n).
     """
 
     out: Tensor
     rows: int
     last: bool
+    act: Tensor | None = None
+    dots: Tensor | None = None
 
 
 class Added(NamedTuple):

@@ -19,21 +19,22 @@ _PRODUCTS = (
 _FP8_ROWS = ("quantize_rows_fp8", "quantize_columns_fp8", "quantize_weight_fp8", "ess_fp8")
 _FP8 = ("esmm_act_fp8", "esmm_fp8", "esmm_act_backward_fp8", "estmm_fp8")
 _LAYERS = ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward")
-KERNELS = (*_ROWS, *_PRODUCTS, *_FP8_ROWS, *_FP8, "esmm_packed", "moe_ffn_sources")
+_PACKED = ("esmm_packed", "esmm_packed_low_rank", "esmm_act_packed", "esmm_act_backward_packed")
+KERNELS = (*_ROWS, *_PRODUCTS, *_FP8_ROWS, *_FP8, *_PACKED, "moe_ffn_sources")
 """The operators that have kernels, which run in the function of their name (`kernel`)."""
 
 
 @cache
 def kernel(name: str) -> Callable[..., Any]:
     """What runs ``hexa::<name>``. Imports it and all others."""
-    from hexa_fx.cuda import fp8, fp8_rows, gemm, layer, packed_layer, rows, unpack
+    from hexa_fx.cuda import fp8, fp8_rows, gemm, layer, packed_layer, packed_rows, rows
 
     modules = {
         rows: _ROWS,
         gemm: _PRODUCTS,
         fp8: _FP8,
         fp8_rows: _FP8_ROWS,
-        unpack: ("esmm_packed",),
+        packed_rows: _PACKED,
         packed_layer: ("moe_ffn_sources",),
         layer: _LAYERS,
     }

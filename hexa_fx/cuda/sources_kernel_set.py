@@ -116,7 +116,10 @@ class _OnCard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func.name().partition("::")
-        return kernel(name)(*args) if space == "hexa" and name in KERNELS else func(*args, **(kwargs or {}))
+        if space != "hexa" or name not in KERNELS:
+            return func(*args, **(kwargs or {}))
+        with self:  # some are made of others
+            return kernel(name)(*args)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,13 @@
-"""Products with packed weights on CUDA: few rows by a kernel that unpacks on its way, others group by group of unpacked experts.
+"""Matrices of packed weights on CUDA, a group of experts at a time.
 
-A group's matrices go into a buffer of at most 256 MiB, which the next group uses again, and the grouped product runs on the group's
-rows: its offsets are a part of all, so that nothing is read back.
+A group's matrices go into a buffer of at most 256 MiB, which the next group uses again. Its offsets are a part of all, so that a
+grouped product runs on the group's rows and nothing is read back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,20 +15,17 @@ from torch import Tensor
 from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_unpack import FAMILY, VALUES_A_BLOCK
 from hexa_fx.codegen.spec import KernelSpec
-from hexa_fx.cuda import packed as few_rows
-from hexa_fx.cuda.calls import falls_back, product
+from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import cached_choice
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.gemm import esmm_segment
 from hexa_fx.cuda.kernel import Kernel, kernel_of
-from hexa_fx.cuda.operands import DTYPES, Segment, ceil_div, numbers_of
+from hexa_fx.cuda.operands import DTYPES, ceil_div, numbers_of
 from hexa_fx.cuda.planning import planning_of
 from hexa_fx.formats import format_of
 from hexa_fx.formats.blocks import Blocks
 from hexa_fx.formats.format import Format
 from hexa_fx.formats.four_bit import FourBit, Nf4Double
 from hexa_fx.ops.esmm_packed import EsmmPacked
-from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.operands import Esmm
 
 MOST_BYTES = 256 << 20
@@ -38,37 +35,41 @@ _CHUNK = 8
 _ARGS = numbers_of(get_family(FAMILY).args)
 
 
-@falls_back("esmm_packed")
-def esmm_packed(*args: Any) -> Tensor:
-    """See hexa_fx.ops.esmm_packed."""
-    o = EsmmPacked(*args)
-    product = _of_few_rows(o)
-    if product is not None and not few_rows.unsupported(product):
-        return few_rows.esmm(product)
+class Part(NamedTuple):
+    """Some experts of a packed weight.
+
+    Args:
+        product: the dense one of these experts.
+        experts: which.
+        rows: how many they have if all experts have the same.
+        last: whether the last expert is one of them.
+    """
+
+    product: Esmm
+    experts: slice
+    rows: int
+    last: bool
+
+
+def parts(o: EsmmPacked) -> Iterator[Part]:
+    """A packed product as dense ones of some experts each. The next one's matrices take the place of those before it.
+
+    Raises:
+        Unsupported: the unpacking kernel does not take the weight.
+    """
     format, (experts, rows, columns) = format_of(o.format), format_of(o.format).shape_of(o.packed)
     reason = _unsupported(format, o.packed, rows, columns)
     if reason:
         raise Unsupported(reason)
     scales = [scale.contiguous() for scale in o.scales]
-    y = o.x.new_empty((o.rows, o.columns))
     groups = list(_groups(experts, rows * columns * o.x.element_size()))
     buffer = o.x.new_empty((groups[0][1], rows, columns))
     for first, end in groups:
         matrices = buffer[: end - first]
         unpack(format, o.packed[first:end], [scale[first:end] for scale in scales], matrices)
         bias = None if o.bias is None else o.bias[first:end]
-        product_of_group = Esmm(o.x, matrices, bias, o.v, o.offs[first : end + 1], o.top_k, o.layout)  # type: ignore[arg-type]
-        esmm_segment(product_of_group, into=Segment(y, ceil_div(o.rows * (end - first), experts), end == experts))
-    return y
-
-
-def _of_few_rows(o: EsmmPacked) -> few_rows.PackedProduct | None:
-    """The product as the kernels for few rows see it; None for a format or a layout that they do not know."""
-    format = format_of(o.format)
-    if not isinstance(format, FourBit) or len(o.scales) != 1 or o.layout != "nk" or is_fixed():
-        return None
-    weight = few_rows.PackedWeight(o.packed, o.scales[0], format)
-    return few_rows.PackedProduct(o.x, weight, o.bias, None, None, o.v, o.offs, o.top_k)
+        product = Esmm(o.x, matrices, bias, o.v, o.offs[first : end + 1], o.top_k, o.layout)  # type: ignore[arg-type]
+        yield Part(product, slice(first, end), ceil_div(o.rows * (end - first), experts), end == experts)
 
 
 def _unsupported(format: Format, packed: Tensor, rows: int, columns: int) -> str:

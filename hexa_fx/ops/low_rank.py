@@ -86,7 +86,8 @@ class EsmmActBackwardLowRank(NamedTuple):
         return cls(EsmmActBackward._make(args[:-2]), *args[-2:])
 
 
-def _check_added(op: str, x: Tensor, rows: int, weight: Tensor, layout: str, u: Tensor, c: Tensor | None) -> None:
+def check_added(op: str, x: Tensor, rows: int, weight: Tensor, layout: str, u: Tensor, c: Tensor | None) -> None:
+    """Checks the operands of a second product."""
     checks.check_floating(op, ("x", "u", "c"), (x, u, c))
     experts, _, n = checks.check_weight(op, "weight", weight, layout)
     rank = u.shape[-1]
@@ -99,21 +100,21 @@ def _check_added(op: str, x: Tensor, rows: int, weight: Tensor, layout: str, u: 
 def _check_esmm(*args: Any) -> None:
     base, u, c = EsmmLowRank.of(*args)
     check_esmm(*base)
-    _check_added("esmm_low_rank", base.x, base.rows, base.weight, base.layout, u, c)
+    check_added("esmm_low_rank", base.x, base.rows, base.weight, base.layout, u, c)
 
 
 def _check_act(*args: Any) -> None:
     base, u, c, c3 = EsmmActLowRank.of(*args)
     check_act(*base)
-    _check_added("esmm_act_low_rank", base.x, base.rows, base.w1, base.layout, u, c)
+    check_added("esmm_act_low_rank", base.x, base.rows, base.w1, base.layout, u, c)
     if base.w3 is not None:
-        _check_added("esmm_act_low_rank", base.x, base.rows, base.w3, base.layout, u, c3)
+        check_added("esmm_act_low_rank", base.x, base.rows, base.w3, base.layout, u, c3)
 
 
 def _check_backward(*args: Any) -> None:
     base, u, c = EsmmActBackwardLowRank.of(*args)
     check_act_backward(*base)
-    _check_added("esmm_act_backward_low_rank", base.dy, base.v.shape[0], base.weight, base.layout, u, c)
+    check_added("esmm_act_backward_low_rank", base.dy, base.v.shape[0], base.weight, base.layout, u, c)
 
 
 def esmm_composed(*args: Any) -> Tensor:

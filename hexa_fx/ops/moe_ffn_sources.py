@@ -55,6 +55,11 @@ def _hidden(x: Tensor, first: Sequence[Projection], rows: Rows, u: Sequence[Tens
 
 def _activated(o: Arguments, rows: Rows, u: Sequence[Tensor | None], keep_h: bool) -> tuple[Tensor, Tensor]:
     """The pre-activation, without rows unless it is kept, and the activation."""
+    if len(o.first) == 1 and o.first[0].format != DENSE:
+        p, second = o.first[0], (None, None) if u[0] is None else o.first[0].added(u[0])
+        packed = (o.x, p.weight, p.scales, p.format, p.bias, *rows, p.layout)
+        both: tuple[Tensor, Tensor] = _OPS.esmm_act_packed(*packed, *o.steps, keep_h, *second)
+        return both
     if any(p.format != DENSE for p in o.first):
         h = _hidden(o.x, o.first, rows, u)
         a: Tensor = _OPS.activate(h, *o.steps)
@@ -139,12 +144,12 @@ def _activation_gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh, the activations times their routing weights, and the routing weights' gradients. t: dy's products with C."""
     second = o.second
+    added, routed = added_gradient(second, t), (h, o.top_k_weights, *rows, flip(o.layout2), *o.steps)
     if second.format != DENSE:
-        da = input_gradient(dy, second, rows, t)
-        found = _OPS.activate_backward(da, h, o.top_k_weights, rows.v, rows.offs, *o.steps)
+        packed = (dy, o.w2, o.s2, second.format, *routed)
+        found = _OPS.esmm_act_backward_packed(*packed, *(added or (None, None)))
     else:
-        operands = (dy, o.w2, h, o.top_k_weights, *rows, flip(o.layout2), *o.steps)
-        added = added_gradient(second, t)
+        operands = (dy, o.w2, *routed)
         fused = _OPS.esmm_act_backward, _OPS.esmm_act_backward_low_rank
         found = fused[0](*operands) if added is None else fused[1](*operands, *added)
     dh, a_s, dweights = found

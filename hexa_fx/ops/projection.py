@@ -118,8 +118,9 @@ def _product(
         operands = (x, p.weight, bias, *rows, layout)
         dense: Tensor = _OPS.esmm(*operands) if added is None else _OPS.esmm_low_rank(*operands, *added)
         return dense
-    packed: Tensor = _OPS.esmm_packed(x, p.weight, p.scales, p.format, bias, *rows, layout)
-    return packed if added is None else packed.add_(_OPS.esmm(added[0], added[1], None, *rows.own, layout))
+    packed = (x, p.weight, p.scales, p.format, bias, *rows, layout)
+    found: Tensor = _OPS.esmm_packed(*packed) if added is None else _OPS.esmm_packed_low_rank(*packed, *added)
+    return found
 
 
 def side_by_side(

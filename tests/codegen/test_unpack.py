@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda import packed_rows as cuda_packed_rows
 from hexa_fx.cuda import unpack as cuda_unpack
 from hexa_fx.formats import FORMATS, MXFP4
-from hexa_fx.ops.operands import Esmm
+from hexa_fx.ops.operands import Esmm, EsmmAct, EsmmActBackward
 from tests.codegen.emulated import emulated  # noqa: F401
 from tests.formats.test_formats import SHAPES, random_codes
 
@@ -60,12 +61,70 @@ def test_products_group_by_group(emulated, monkeypatch, most, layout):  # noqa: 
         if into.last:
             into.out[bounds[-1] :] = 0
 
-    monkeypatch.setattr(cuda_unpack, "esmm_segment", product)
+    monkeypatch.setattr(cuda_packed_rows, "esmm_segment", product)
     monkeypatch.setattr(cuda_unpack, "MOST_BYTES", most)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     cuda_choosing.forget_choices()
     arguments = (x, packed, scales, f.name, bias, v, offs, 2, layout)
-    found = cuda_unpack.esmm_packed(*arguments)
+    found = cuda_packed_rows.esmm_packed(*arguments)
     torch.testing.assert_close(found, torch.ops.hexa.esmm_packed(*arguments), rtol=1e-2, atol=1e-2)
     assert sum(seen) == experts
     assert max(seen) * 2 * 64 * 32 <= max(most, 2 * 64 * 32)
+
+
+def dense_segment(o, into):
+    """`fused_segment` by the dense operators: only rows of its experts are written, and at the end those of none."""
+    base, *added = o
+    name = {Esmm: "esmm", EsmmAct: "esmm_act", EsmmActBackward: "esmm_act_backward"}[type(base)]
+    start, end = int(base.offs[0]), int(base.offs[-1])
+    weight = "w1" if name == "esmm_act" else "weight"
+
+    def after_one(t):  # the rows before are another expert's
+        return None if t is None else torch.cat((torch.zeros_like(t[:1]), t))
+
+    more = {weight: after_one(getattr(base, weight)), "offs": after_one(base.offs)}
+    bias = {"esmm": "bias", "esmm_act": "b1"}.get(name)
+    base = base._replace(**more, **({bias: after_one(getattr(base, bias))} if bias else {}))
+    second = () if o.u is None else (o.u, *map(after_one, added[1:]))
+    found = getattr(torch.ops.hexa, f"{name}_low_rank" if second else name)(*base, *second)
+    results = (found,) if name == "esmm" else found
+    for target, rows in zip((into.out, into.act), results):
+        if target is not None and target.numel():
+            target[start : len(rows) if into.last else end] = rows[start : len(rows) if into.last else end]
+    if into.dots is not None:
+        slots = base.v[start:end].long()
+        into.dots[0, slots] = results[2].float().view(-1)[slots]
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("layout", ["nk", "kn"])
+def test_what_is_fused_with_products_group_by_group(emulated, monkeypatch, layout, rank):  # noqa: F811
+    """Against each as an operator of its own: which rows, factors, biases and gates a group is given."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(cuda_packed_rows, "fused_segment", dense_segment)
+    monkeypatch.setattr(cuda_packed_rows, "_fuses", lambda *_: True)
+    monkeypatch.setattr(cuda_unpack, "MOST_BYTES", 2 * 2 * 64 * 64)
+    f, experts, k, n, dtype = FORMATS["nf4_double"], 7, 64, 64, torch.float64
+    shape = (experts, n, k) if layout == "nk" else (experts, k, n)
+    packed, *scales = f.pack_all(torch.randn(shape, dtype=dtype) / 8)
+    index = torch.randint(0, experts + 1, (40, 2))
+    index[index == 3] = 2
+    v, _, offs = torch.ops.hexa.reindex(index, experts)
+    x, bias, gates = (torch.randn(size, dtype=dtype) for size in ((40, k), (experts, n), (40, 2)))
+    u, c = torch.randn(80, rank, dtype=dtype), torch.randn(experts, n, rank, dtype=dtype)
+    second = (u, c if layout == "nk" else c.transpose(1, 2)) if rank else (None, None)
+    weight, rows = (packed, scales, f.name), (v, offs, 2, layout)
+    act = (x, *weight, bias, *rows, "silu", "concat", [], True, *second)
+    h = torch.randn(80, 2 * n, dtype=dtype)
+    back = (x, *weight, h, gates, *rows, "silu", "concat", [], *second)
+    checked = {"esmm_act_packed": act, "esmm_act_backward_packed": back}
+    if rank:
+        checked["esmm_packed_low_rank"] = (x, *weight, bias, *rows, *second)
+    for name, arguments in checked.items():
+        found, expected = getattr(cuda_packed_rows, name)(*arguments), getattr(torch.ops.hexa, name)(*arguments)
+        torch.testing.assert_close(found, expected)
+        if layout == "nk":
+            torch.library.opcheck(getattr(torch.ops.hexa, name).default, arguments, test_utils="test_faketensor")
+    kept = cuda_packed_rows.esmm_act_packed(*act[:12], False, *second)
+    assert kept[0].shape == (0, n)
+    torch.testing.assert_close(kept[1], torch.ops.hexa.esmm_act_packed(*act)[1])

@@ -23,6 +23,7 @@ from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda import operands as cuda_operands
 from hexa_fx.cuda import plan as cuda_plan
 from hexa_fx.cuda import tune as cuda_tune
+from hexa_fx.cuda.operands import Segment
 from hexa_fx.cuda.product import HOPPER as FAMILY
 from hexa_fx.cuda.product import GemmKey
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
@@ -113,6 +114,36 @@ def test_esmm(recorder: Recorder, layout: str) -> None:
 
 
 RANK = 8
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_fused_products_of_some_experts_write_to_results_of_all(recorder: Recorder, last: bool) -> None:
+    (v, offs), n = routing(), T * K
+    some, gates = offs[1:4] if not last else offs[3:], torch.rand(T, K)
+    h, a, dh, dots = randn(n, 2 * N), randn(n, N), randn(n, 2 * N), torch.zeros(3, n)
+    act = EsmmAct(randn(T, D), randn(2, 2 * N, D), None, None, None, v, some, K, "nk", "silu", "concat", (), True)
+    back = EsmmActBackward(randn(T, D), randn(2, D, N), h, gates, v, some, K, "kn", "silu", "concat", ())
+    for rank in (0, RANK):
+        u = randn(n, rank)
+        into = Segment(h, 320, last, a)
+        if rank:
+            sm90.esmm_act_low_rank(EsmmActLowRank(act, u, randn(2, 2 * N, rank), None), into=into)
+        else:
+            sm90.esmm_act(act, into=into)
+        names = ("out", "act", "offs", "n", "experts")
+        written = tuple(t.data_ptr() for t in (h, a, some))
+        assert tuple(recorder.values[name] for name in names) == (*written, n if last else 0, 2)
+        into = Segment(dh, 320, last, a, dots)
+        if rank:
+            sm90.esmm_act_backward_low_rank(EsmmActBackwardLowRank(back, u, randn(2, rank, N)), into=into)
+        else:
+            sm90.esmm_act_backward(back, into=into)
+        names = ("out", "act", "offs", "row_dot", "n", "bias_ld")
+        written = tuple(t.data_ptr() for t in (dh, a, some, dots))
+        assert tuple(recorder.values[name] for name in names) == (*written, n if last else 0, n)
+    kept = act._replace(keep_h=False)
+    sm90.esmm_act(kept, into=Segment(h[:0], 320, last, a))
+    assert (recorder.values["out"], recorder.values["act"]) == (0, a.data_ptr())
 
 
 @pytest.mark.parametrize(("glu", "tile"), [("concat", None), ("concat", SWAPPED), ("split", None)])

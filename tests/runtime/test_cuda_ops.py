@@ -13,6 +13,7 @@ from hexa_fx.cuda.register import KERNELS, kernel, register
 from hexa_fx.ops import library, operands
 from hexa_fx.ops.esmm_packed import EsmmPacked
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
+from hexa_fx.ops.packed_products import EsmmActBackwardPacked, EsmmActPacked, EsmmPackedLowRank
 from hexa_fx.ops.sources_arguments import Arguments
 
 LIGHT = """
@@ -39,6 +40,9 @@ RECORDS = {
     "esmm_act_low_rank": EsmmActLowRank,
     "esmm_act_backward_low_rank": EsmmActBackwardLowRank,
     "esmm_packed": EsmmPacked,
+    "esmm_packed_low_rank": EsmmPackedLowRank,
+    "esmm_act_packed": EsmmActPacked,
+    "esmm_act_backward_packed": EsmmActBackwardPacked,
     "estmm": operands.Estmm,
     "esfk": operands.Esfk,
     "moe_ffn_sources": Arguments,

@@ -231,7 +231,7 @@ struct GradEpilogue : RowEpilogue<C> {
       if (q == kChunks - 1) {
         dot += __shfl_xor_sync(~0u, dot, 2);
         const int slot = m == 0 ? of.slot[0] : of.slot[kBlocks - 1];
-        if (p.row_dot && (lane_id() & 3) < 2 && slot >= 0) p.row_dot[int64_t(this->t.n0 / C::RowColumns) * p.n + slot] = dot;
+        if (p.row_dot && (lane_id() & 3) < 2 && slot >= 0) p.row_dot[int64_t(this->t.n0 / C::RowColumns) * p.bias_ld + slot] = dot;
       }
       v.template advance<1>();
     }

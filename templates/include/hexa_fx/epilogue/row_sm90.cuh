@@ -156,7 +156,7 @@ struct RowEpilogue {
     cutlass::arch::fence_view_async_shared();
     if constexpr (C::Kind == Epilogue::activate_backward) {
       if (p.row_dot && lane_id() < 16 && row + lane_id() < t.rows)
-        p.row_dot[int64_t(t.n_tile) * p.n + __ldg(p.v + t.row0 + row + lane_id())] = 0.f;
+        p.row_dot[int64_t(t.n_tile) * p.bias_ld + __ldg(p.v + t.row0 + row + lane_id())] = 0.f;
     }
   }
 };

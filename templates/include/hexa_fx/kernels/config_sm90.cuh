@@ -46,7 +46,7 @@ struct GroupedParams {
   unsigned div_mul, div_shift;  // v / top_k == umulhi(2 v, div_mul) >> div_shift
   int a_ld, out_ld, act_ld, h_ld;
   int K, N;        // contraction; columns of the result (for gated weights of one half)
-  int bias_ld;     // elements a bias row
+  int bias_ld;     // elements a bias row, or one of row_dot
   int p_ld, R, C;  // low_rank: R columns of U
   int group_m;     // tiles along M that share B in L2
   ActParams act_params;
