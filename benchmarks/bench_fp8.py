@@ -61,7 +61,7 @@ def weight(experts: int, columns: int, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def groups(count: int, width: int) -> tuple[Tensor, Tensor]:
-    return quantised(count, width, BLOCK), scales(count, width)
+    return quantised(count, width, BLOCK), scales(count, width // BLOCK).repeat_interleave(BLOCK, 1)
 
 
 def cases(shape: MoeShape) -> Iterator[Case]:
@@ -72,7 +72,7 @@ def cases(shape: MoeShape) -> Iterator[Case]:
     x = torch.randn(shape.tokens, model, device="cuda", dtype=torch.bfloat16)
     step, product = ("silu", True, ()), 2.0 * n * model * inner
     yield Case("rows", 3.0 * x.numel(), "GB/s", op("quantize_rows_fp8", x))
-    yield Case("columns", 3.0 * n * model, "GB/s", op("quantize_columns_fp8", x, v, offs, shape.top_k))
+    yield Case("columns", 3.0 * n * model, "GB/s", op("quantize_columns_fp8", x, v, offs, shape.top_k, True))
     xq, w1 = rows(shape.tokens, model), weight(experts, 2 * inner, model)
     yield Case("up", 2 * product, "TFLOP/s", op("esmm_act_fp8", *xq, *w1, None, v, offs, shape.top_k, *step, True))
     a, w2 = rows(n, inner), weight(experts, model, inner)
@@ -91,8 +91,8 @@ def cases(shape: MoeShape) -> Iterator[Case]:
         torch.empty(experts, *size, device="cuda", dtype=torch.bfloat16)
         for size in ((2 * inner, model), (model, inner))
     )
-    yield Case("dW1", 2 * product, "TFLOP/s", op("estmm_fp8", dw1, *of_dh, *of_x, offs, False))
-    yield Case("dW2", product, "TFLOP/s", op("estmm_fp8", dw2, *of_x, *of_a, offs, False))
+    yield Case("dW1", 2 * product, "TFLOP/s", op("estmm_fp8", dw1, *of_dh, *of_x, offs, True, False))
+    yield Case("dW2", product, "TFLOP/s", op("estmm_fp8", dw2, *of_x, *of_a, offs, True, False))
     made = (*weight(experts, 2 * inner, model), *weight(experts, model, 2 * inner))
     yield Case("weight 1", 4.0 * dw1.numel(), "GB/s", op("quantize_weight_fp8", *made, dw1, None, "nk", "concat"))
 

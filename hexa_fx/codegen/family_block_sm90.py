@@ -34,6 +34,7 @@ class BlockShape:
     store_h: bool
     paired_weight: bool
     row_columns: int
+    part_scales: bool
     staging_bytes: int
     max_experts: int
     producer_registers: int
@@ -41,7 +42,11 @@ class BlockShape:
 
 
 def block_shape(spec: KernelSpec) -> BlockShape:
-    """Template values of `spec`. Options: ``store_h``, and ``experts``, which the tables have room for."""
+    """Template values of `spec`.
+
+    Options: ``store_h``; ``shared``, for weight tiles: columns of a part of Q share their scale; ``experts``, which the tables have
+    room for.
+    """
     paired = spec.op == "esmm_act" and spec.glu == "concat"
     return BlockShape(
         ops=2 if spec.op == "estmm" else 1,
@@ -49,6 +54,7 @@ def block_shape(spec: KernelSpec) -> BlockShape:
         store_h=bool(spec.option("store_h", False)),
         paired_weight=paired,
         row_columns=PART if paired else TILE_N,
+        part_scales=spec.op != "estmm" or bool(spec.option("shared", False)),
         staging_bytes=_chunks(spec) * CHUNK_BYTES,
         max_experts=_experts(spec),
         producer_registers=72 if spec.gather else 40,

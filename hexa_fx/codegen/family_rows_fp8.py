@@ -17,8 +17,21 @@ THREADS = 256
 TILE_BYTES = 128 * 128 + (8 + 1) * 4 * 128
 """sizeof(TileMemory): a tile of elements, and what warps know of its columns."""
 
-_FUNCTIONS = {"quantize_rows": "rows", "quantize_columns": "columns", "quantize_weight": "weight", "ess": "sum"}
-_TILED = ("quantize_columns", "quantize_weight")
+_FUNCTIONS = {
+    "quantize_rows": "rows",
+    "quantize_columns": "columns<false>",
+    "quantize_columns_shared": "columns<true>",
+    "quantize_weight": "weight",
+    "ess": "sum",
+}
+_BLOCKS = {"quantize_columns": 3, "quantize_columns_shared": 3, "quantize_weight": 4}
+"""Of a multiprocessor, for operators that take tiles."""
+
+
+def _activate_bytes(spec: KernelSpec) -> int:
+    """sizeof(ActivateFp8::Memory): a tile of da and of h, its scales, weights of rows, and what is turned round."""
+    parts = 2 if spec.glu == "concat" else 1
+    return (2 + parts) * 128 * 128 + (parts + 1) * 4 * 128 + TILE_BYTES
 
 
 def _check_quantize(spec: KernelSpec) -> Iterable[str]:
@@ -40,8 +53,8 @@ FAMILIES = (
         # x, x3, v, offs, q, s, q_t, s_t, sum; by_expert, by_line, by_column
         # lines, columns, experts, top_k, line_halves, column_halves
         args=struct.Struct("9P3q6i"),
-        shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=TILE_BYTES if spec.op in _TILED else 0),
-        values=lambda spec: {"function": _FUNCTIONS[spec.op]},
+        shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=TILE_BYTES if spec.op in _BLOCKS else 0),
+        values=lambda spec: {"function": _FUNCTIONS[spec.op], "blocks": _BLOCKS.get(spec.op, 1)},
         check=_check_quantize,
         min_arch=89,
     ),
@@ -51,7 +64,7 @@ FAMILIES = (
         ops=("activate_backward",),
         # da, h, hs, weights, v, offs, dh, dhs, dh_t, dhs_t, a_t, at_scales, dots; experts, columns, alpha, limit
         args=struct.Struct("13P2i2f"),
-        shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=TILE_BYTES),
+        shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=_activate_bytes(spec)),
         check=_check_activate,
         min_arch=89,
     ),

@@ -139,7 +139,8 @@ def estmm_fp8(*args: Any) -> None:
         if not o.add:
             planning_of(out).run(Tensor.zero_, out)
         return
-    kernel = _kernel(o.x, out, "estmm", DTYPES[out.dtype], {}, adds=o.add and not beside)
+    option = "shared", o.shared and not turned
+    kernel = _kernel(o.x, out, "estmm", DTYPES[out.dtype], {}, option, adds=o.add and not beside)
     maps = Maps(p=weight_map(p, "nk", TILE_M), q=weight_map(q, "nk", PART), grad=weight_map(held, "nk", 16))
     sizes = {"n": o.x.shape[0] * BLOCK, "R": rows, "C": columns}
     strides = ps.stride()[0], qs.stride()[0]

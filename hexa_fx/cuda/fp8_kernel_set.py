@@ -100,13 +100,14 @@ def _backward(layer: FfnLayer) -> None:
     step = (spec.activation, spec.glu != "none", tuple(spec.params), needs)
     operands = (*_rows(_TOKENS, hidden), *_weight(layer, inner, hidden), *_rows(n, width), None)
     fp8.esmm_act_backward_fp8(*operands, v, offs, layer.top_k, *step)
-    fp8_rows.quantize_columns_fp8(_empty(_TOKENS, hidden, dtype=dtype), v, offs, layer.top_k)
-    for name, w in (("w1", layer.w1), ("w2", layer.w2)):
+    for shared in (False, True):
+        fp8_rows.quantize_columns_fp8(_empty(_TOKENS, hidden, dtype=dtype), v, offs, layer.top_k, shared)
+    for name, w, layout in (("w1", layer.w1, spec.layout1), ("w2", layer.w2, spec.layout2)):
         if name in wanted:
             add = name in layer.added
             rows, columns = padded(w.shape[1]), padded(w.shape[2])
             out = _empty(*w.shape, dtype=torch.float32 if add else dtype)
-            fp8.estmm_fp8(out, *_groups(layer, rows), *_groups(layer, columns), offs, add)
+            fp8.estmm_fp8(out, *_groups(layer, rows), *_groups(layer, columns), offs, layout == "nk", add)
     if wanted.intersection(("b1", "b3")) and (layer.b1 is not None or layer.b3 is not None):
         fp8_rows.ess_fp8(*_groups(layer, width), offs)
     if "x" in wanted:

@@ -23,8 +23,14 @@ from hexa_fx.formats.fp8_scaling import BLOCK, group_count
 from hexa_fx.ops.fp8 import EssFp8, QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8
 
 _QUANTIZE, _ACTIVATE = (numbers_of(get_family(name).args) for name in (QUANTIZE, ACTIVATE))
+_CHUNK = 8
+"""Numbers that a thread reads at a time."""
+
 _THREADS_A_BLOCK = 16
 """Threads that share 128 numbers of a row."""
+
+TILES_A_BLOCK = 4
+"""Tiles of 128 x 128 that a block of a group takes, one after the other."""
 
 
 @cuda_kernel("quantize_rows_fp8")
@@ -40,13 +46,16 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @cuda_kernel("quantize_columns_fp8")
 def quantize_columns_fp8(*args: Any) -> tuple[Tensor, Tensor]:
-    """See hexa_fx.ops.fp8. A block has a group and 128 columns."""
+    """See hexa_fx.ops.fp8. A block has a group and a few tiles of columns. Blocks of the same columns follow one another: experts
+    read the same rows, of which these columns stay in L2 meanwhile.
+    """
     o = QuantizeColumnsFp8(*args)
     x, (q, s) = dense_rows(o.x), o.results()
     (groups, width), experts = s.shape, o.offs.shape[0] - 1
     numbers = _QUANTIZE.pack(0, x.stride()[0], 1, *x.shape, experts, o.top_k, 1, 1)
-    grid = (width // BLOCK, groups, 1)
-    _quantize("quantize_columns", x, grid, (x, None, o.v, o.offs, q, s, None, None, None), numbers)
+    grid = (groups, ceil_div(width // BLOCK, TILES_A_BLOCK), 1)
+    op = "quantize_columns_shared" if o.shared else "quantize_columns"
+    _quantize(op, x, grid, (x, None, o.v, o.offs, q, s, None, None, None), numbers)
     return q, s
 
 
@@ -152,7 +161,7 @@ def activation_gradient(o: Gradient, into: Results) -> None:
     experts = o.offs.shape[0] - 1
     kernel = _activate_kernel(planning.card.arch, o.activation, o.gated)
     numbers = _ACTIVATE.pack(experts, width, *constants_of(o.activation, tuple(o.params)))
-    grid = (width // BLOCK, group_count(n, experts), 1)
+    grid = (group_count(n, experts), ceil_div(width // BLOCK, TILES_A_BLOCK), 1)
     planning.launch(kernel, grid, (((*o[:6], *into), numbers),))
 
 
@@ -166,14 +175,14 @@ def _quantize(
 ) -> None:
     """One launch for numbers of x's type."""
     planning = planning_of(x)
-    fit = aligned(x) if m is None else _fit(x, m)
+    fit = aligned(x) and x.shape[1] % _CHUNK == 0 if m is None else _fit(x, m)
     planning.launch(_quantize_kernel(op, planning.card.arch, x.dtype, fit), grid, ((pointers, numbers),))
 
 
 def _fit(x: Tensor, m: _Matrices) -> bool:
-    """Whether every line of both halves begins at a multiple of 16 bytes."""
-    low = m.first.data_ptr() | m.second.data_ptr()
-    return m.by_column == 1 and not (low | (x.stride()[0] | m.by_line) * x.element_size()) & 15
+    """Whether every line of both halves begins at a multiple of 16 bytes and is whole chunks."""
+    low = m.first.data_ptr() | m.second.data_ptr() | (x.stride()[0] | m.by_line) * x.element_size()
+    return m.by_column == 1 and m.columns % _CHUNK == 0 and not low & 15
 
 
 @cached_choice

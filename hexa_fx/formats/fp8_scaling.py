@@ -76,12 +76,20 @@ def rows_of_groups(offs: Tensor, rows: int) -> Tensor:
     return torch.where(inside, row, rows)
 
 
-def quantize_groups(rows: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (n, C) in expert order, transposed group by group: elements (G, padded C, 128), scales (G, padded C)."""
+def quantize_groups(rows: Tensor, offs: Tensor, shared: bool = False) -> tuple[Tensor, Tensor]:
+    """Rows (n, C) in expert order, transposed group by group: elements (G, padded C, 128), scales (G, padded C).
+
+    Args:
+        shared: 128 columns of a group have the same scale, from the largest number in all of them.
+    """
     padding = (0, padded(rows.shape[1]) - rows.shape[1], 0, 1)  # and a row of zeros, which fills groups up
     wide = torch.nn.functional.pad(rows, padding)
     places = rows_of_groups(offs, rows.shape[0])
-    return quantize_blocks(wide[places].transpose(1, 2).contiguous())
+    groups = wide[places].transpose(1, 2).contiguous()
+    if not shared:
+        return quantize_blocks(groups)
+    q, scales = quantize_blocks(groups.view(groups.shape[0], groups.shape[1] // BLOCK, BLOCK * BLOCK))
+    return q.view(groups.shape), scales.repeat_interleave(BLOCK, 1)
 
 
 def read_groups(q: Tensor, scales: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ from hexa_fx.ops import library
 from hexa_fx.ops.rows import row_count
 
 library.define("quantize_rows_fp8(Tensor x) -> (Tensor q, Tensor s)")
-library.define("quantize_columns_fp8(Tensor x, Tensor? v, Tensor offs, SymInt top_k) -> (Tensor q, Tensor s)")
+library.define(
+    "quantize_columns_fp8(Tensor x, Tensor? v, Tensor offs, SymInt top_k, bool shared) -> (Tensor q, Tensor s)"
+)
 library.define(
     "quantize_weight_fp8(Tensor(a!) q, Tensor(b!) s, Tensor(c!)? q_t, Tensor(d!)? s_t, Tensor w, Tensor? w3, str layout, str glu) "
     "-> ()"
@@ -44,7 +46,9 @@ library.define(
     "Tensor offs, SymInt top_k, str activation, bool gated, float[] params, bool[] needs) "
     "-> (Tensor dh, Tensor dhs, Tensor dh_t, Tensor dhs_t, Tensor a_t, Tensor at_scales, Tensor dots)"
 )
-library.define("estmm_fp8(Tensor(a!) out, Tensor x, Tensor xs, Tensor g, Tensor gs, Tensor offs, bool add) -> ()")
+library.define(
+    "estmm_fp8(Tensor(a!) out, Tensor x, Tensor xs, Tensor g, Tensor gs, Tensor offs, bool shared, bool add) -> ()"
+)
 library.define("ess_fp8(Tensor g, Tensor gs, Tensor offs) -> Tensor")
 
 
@@ -83,6 +87,7 @@ class QuantizeColumnsFp8(NamedTuple):
         v: (n,) int32 of `reindex`, or None.
         offs: (E+1,) int32 of `reindex`.
         top_k: slots a token; 1 without v.
+        shared: 128 columns of a group share a scale, which products apply at less cost.
 
     Results:
         q: (G, C', 128) e4m3, G = n // 128 + min(E, n). ``q[F(e) + j, c, r]`` is of row ``offs[e] + 128 j + r`` and column c, where
@@ -94,6 +99,7 @@ class QuantizeColumnsFp8(NamedTuple):
     v: Tensor | None
     offs: Tensor
     top_k: int
+    shared: bool
 
     def results(self) -> tuple[Tensor, Tensor]:
         groups = group_count(row_count(self.x, self.v), self.offs.shape[0] - 1)
@@ -209,7 +215,7 @@ class EsmmActBackwardFp8(NamedTuple):
     Results:
         dh, dhs: (n, H') e4m3 and (n, H' / 128), in blocks of 1 x 128.
         dh_t, dhs_t: (G, H', 128) e4m3 and (G, H'): dh as `QuantizeColumnsFp8` lays rows out.
-        a_t, at_scales: (G, I', 128) e4m3 and (G, I'): a_s, likewise.
+        a_t, at_scales: (G, I', 128) e4m3 and (G, I'): a_s, likewise, of which 128 columns share a scale.
         dots: (n, I' / 128) float32, whose sum over a row is ``<da[p], act(h[p])>``, the routing weight's gradient.
     """
 
@@ -255,6 +261,7 @@ class EstmmFp8(NamedTuple):
             do: strides of the first dimension are free.
         g, gs: (G, B', 128) and (G, B'), likewise.
         offs: (E+1,) int32, which says where an expert's groups lie.
+        shared: 128 columns of g share a scale in each group.
         add: add to out, which is float32 then.
     """
 
@@ -264,6 +271,7 @@ class EstmmFp8(NamedTuple):
     g: Tensor
     gs: Tensor
     offs: Tensor
+    shared: bool
     add: bool
 
 

@@ -36,7 +36,7 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _columns(*args: Any) -> tuple[Tensor, Tensor]:
     o = fp8.QuantizeColumnsFp8(*args)
-    return quantize_groups(gather_rows(o.x, o.v, o.top_k), o.offs)
+    return quantize_groups(gather_rows(o.x, o.v, o.top_k), o.offs, o.shared)
 
 
 def _weight(*args: Any) -> None:
@@ -97,7 +97,8 @@ def _esmm_act_backward(*args: Any) -> tuple[Tensor, ...]:
     rows, *groups, wants_dots = o.needs
     none = o.offs.new_zeros(o.offs.shape[0])
     of_dh, of_a = (
-        quantize_groups(t, o.offs) if need else quantize_groups(t[:0], none) for t, need in zip((dh, a), groups)
+        quantize_groups(t, o.offs, shared) if need else quantize_groups(t[:0], none, shared)
+        for t, need, shared in zip((dh, a), groups, (False, True))
     )
     return *quantize_rows(dh if rows else dh[:0]), *of_dh, *of_a, dots if wants_dots else dots[:0].clone()
 

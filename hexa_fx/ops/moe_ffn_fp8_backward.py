@@ -52,7 +52,7 @@ def backward(
     of_dh, of_a = columns[:2], columns[2:]
     del columns
     if needs["w2"]:
-        of_dy = kernel("quantize_columns_fp8", dy)(dy, v, offs, top_k)
+        of_dy = kernel("quantize_columns_fp8", dy)(dy, v, offs, top_k, False)
         out = _out(o.w2, into["w2"])
         _product(out, of_dy, tuple(of_a), o.layout2, offs, into["w2"] is not None)
         found["w2"] = None if into["w2"] is not None else out
@@ -94,7 +94,7 @@ def _first_projection(
     found: Found = {}
     if needs["w1"] or needs["w3"]:
         assert x is not None
-        of_x = kernel("quantize_columns_fp8", x)(x, v, offs, top_k)
+        of_x = kernel("quantize_columns_fp8", x)(x, v, offs, top_k, True)
         outs = {n: _out(w, into[n]) for n, w in (("w1", o.w1), ("w3", o.w3)) if w is not None and needs[n]}
         for name, out, part in _parts(outs, of_dh, o):
             _product(out, part, of_x, o.layout1, offs, into[name] is not None)
@@ -127,9 +127,9 @@ def _parts(outs: dict[str, Tensor], of_dh: Groups, o: Arguments) -> list[tuple[s
 
 
 def _product(out: Tensor, outputs: Groups, inputs: Groups, layout: str, offs: Tensor, add: bool) -> None:
-    """A weight's gradient, of the gradients of the projection's outputs and of its inputs."""
+    """A weight's gradient, of the gradients of the projection's outputs and of its inputs, 128 of which share a scale."""
     pair = (*outputs, *inputs) if layout == "nk" else (*inputs, *outputs)
-    kernel("estmm_fp8", out)(out, *pair, offs, add)
+    kernel("estmm_fp8", out)(out, *pair, offs, layout == "nk", add)
 
 
 def _out(weight: Tensor, buffer: Tensor | None) -> Tensor:

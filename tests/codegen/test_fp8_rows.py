@@ -62,11 +62,22 @@ def test_a_number_that_is_none_stays_so_alone():
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
-@pytest.mark.parametrize("gathers", [True, False])
-def test_columns(kind, gathers):
+@pytest.mark.parametrize(
+    ("gathers", "shared", "dtype", "width"),
+    [
+        (True, False, torch.bfloat16, WIDTH),
+        (False, True, torch.bfloat16, WIDTH),
+        (True, True, torch.float16, 129),
+        (True, False, torch.float32, 640),
+    ],
+    ids=str,
+)
+def test_columns(kind, gathers, shared, dtype, width):
+    """The last of them has more tiles than a block takes at a time."""
     v, _, offs = routed(kind)
-    x = torch.randn(TOKENS if gathers else len(v), WIDTH).bfloat16()
-    args = (x, v, offs, K) if gathers else (x, None, offs, 1)
+    x = torch.randn(TOKENS if gathers else len(v), width).to(dtype)
+    x[:, 3] *= 1e3
+    args = (x, v, offs, K, shared) if gathers else (x, None, offs, 1, shared)
     used = int(first_groups(offs)[-1])
     found, expected = fp8_rows.quantize_columns_fp8(*args), fp8.quantize_columns_fp8(*args)
     assert [t.shape for t in found] == [t.shape for t in expected]
@@ -106,7 +117,7 @@ def test_weights(glu, layout, dtype):
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_sums_over_rows(kind):
     v, _, offs = routed(kind)
-    g = fp8.quantize_columns_fp8(torch.randn(len(v), WIDTH), None, offs, 1)
+    g = fp8.quantize_columns_fp8(torch.randn(len(v), WIDTH), None, offs, 1, False)
     torch.testing.assert_close(fp8_rows.ess_fp8(*g, offs), fp8.ess_fp8(*g, offs), rtol=1e-5, atol=1e-4)
 
 
@@ -137,8 +148,8 @@ def test_gradient_of_the_activation(kind, activation, gated):
         torch.testing.assert_close(found, expected, rtol=rtol, atol=float(expected.abs().max()) * 2e-3)
 
     near(read_rows(*wanted[:2])[:routed_rows], dh[:routed_rows])
-    for (q, s), rows in ((wanted[2:4], dh), (wanted[4:6], a * share)):
-        expected = read_groups(*fp8.quantize_columns_fp8(rows, None, offs, 1))
+    for (q, s), rows, shared in ((wanted[2:4], dh, False), (wanted[4:6], a * share, True)):
+        expected = read_groups(*fp8.quantize_columns_fp8(rows, None, offs, 1, shared))
         near(read_groups(q, s)[:used], expected[:used], 0.13)
     near(wanted[6][:routed_rows], (da.float() * a).view(n, -1, 128).sum(2)[:routed_rows], 1e-3)
     assert (wanted[0][routed_rows:].float() == 7).all()

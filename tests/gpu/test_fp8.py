@@ -96,11 +96,13 @@ def test_rows(dtype: torch.dtype, width: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ROUTINGS)
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_columns_and_their_sums(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "width", "shared"), [(BF16, 200, False), (BF16, 1280, True), (F16, 129, True), (F32, 640, False)]
+)
+def test_columns_and_their_sums(kind: str, dtype: torch.dtype, width: int, shared: bool) -> None:
     r = route(kind, 400)
-    x = randn(r.n // TOP_K, 200, dtype=dtype)
-    args = (x, r.v, r.offs, TOP_K)
+    x = randn(r.n // TOP_K, width, dtype=dtype)
+    args = (x, r.v, r.offs, TOP_K, shared)
     found, expected = kernel("quantize_columns_fp8", *args), reference("quantize_columns_fp8", *args)
     near(groups(found, r), groups(expected, r), ELEMENT_STEP)
     near(kernel("ess_fp8", *expected, r.offs), reference("ess_fp8", *expected, r.offs))
@@ -155,16 +157,21 @@ def test_products(
 
 @pytest.mark.parametrize("kind", ROUTINGS)
 @pytest.mark.parametrize("form", ["bf16", "f32", "turned", "turned, odd", "every second", "added"])
-def test_weight_gradients(kind: str, form: str) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_weight_gradients(kind: str, form: str, shared: bool) -> None:
     """Square ones: nothing but numbers tells them from their transposes."""
     r, width = route(kind, 700), 264
-    x, g = (reference("quantize_columns_fp8", randn(r.n, width, dtype=BF16), None, r.offs, 1) for _ in range(2))
+    magnitudes = torch.logspace(-1, 1, width, device="cuda")  # by column
+    x, g = (
+        reference("quantize_columns_fp8", randn(r.n, width, dtype=BF16) * magnitudes, None, r.offs, 1, each)
+        for each in (False, shared)
+    )
     dtype, value = (F32 if form in ("f32", "added") else BF16), 2.0 if form == "added" else torch.nan
     columns = {"every second": 2 * width, "turned, odd": width + 1}.get(form, width)
     found, expected = (torch.full((EXPERTS, width, columns), value, dtype=dtype, device="cuda") for _ in range(2))
     for out, run in ((found, kernel), (expected, reference)):
         view = out[:, :, ::2] if form == "every second" else out[:, :, :width]
-        run("estmm_fp8", view.transpose(1, 2) if "turned" in form else view, *x, *g, r.offs, form == "added")
+        run("estmm_fp8", view.transpose(1, 2) if "turned" in form else view, *x, *g, r.offs, shared, form == "added")
     near(found, expected)
 
 

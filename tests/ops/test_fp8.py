@@ -81,10 +81,13 @@ def test_what_is_not_finite_stays_so_in_its_row(value):
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_columns(routing):
+@pytest.mark.parametrize("shared", [False, True])
+def test_columns(routing, shared):
     v, _, offs = route(routing)
     x = torch.randn(len(v) // K, D)
-    q, s = fp8.quantize_columns_fp8(x, v, offs, K)
+    q, s = fp8.quantize_columns_fp8(x, v, offs, K, shared)
+    scales = s.view(len(s), 2, 128)
+    assert torch.equal(scales, scales[..., :1].expand_as(scales)) == (shared or not len(s))
     assert q.shape == (len(v) // 128 + min(E, len(v)), 256, 128)
     read, group = fp8_scaling.read_groups(q, s), 0
     for start, end in zip(offs.tolist(), offs.tolist()[1:]):
@@ -146,13 +149,14 @@ def test_products_are_those_of_the_numbers_that_were_quantised(routing, gated):
     close(fp8_scaling.read_rows(*found[:2])[:routed], dh, 0.06)
     close(found[6][:routed].sum(1), (da * act).sum(1), 1e-4)
     out = torch.full((E, w1[0].shape[1], D), 5.0)
-    fp8.estmm_fp8(out, *found[2:4], *fp8.quantize_columns_fp8(x, v, offs, K), offs, False)
+    of_x = fp8.quantize_columns_fp8(x, v, offs, K, True)
+    fp8.estmm_fp8(out, *found[2:4], *of_x, offs, True, False)
     by_expert = torch.nn.functional.one_hot(expert, E).float()
     close(out, torch.einsum("pe,pn,pk->enk", by_expert, dh, x[token[:routed]]), 0.08)
     close(fp8.ess_fp8(*found[2:4], offs), by_expert.t() @ dh, 0.08)
-    fp8.estmm_fp8(out, *found[2:4], *fp8.quantize_columns_fp8(x, v, offs, K), offs, True)
+    fp8.estmm_fp8(out, *found[2:4], *of_x, offs, True, True)
     second_out = torch.zeros(E, D, INNER)
-    fp8.estmm_fp8(second_out, *fp8.quantize_columns_fp8(dy, v, offs, K), *found[4:6], offs, False)
+    fp8.estmm_fp8(second_out, *fp8.quantize_columns_fp8(dy, v, offs, K, False), *found[4:6], offs, True, False)
     close(second_out, torch.einsum("pe,pn,pk->enk", by_expert, dy[token[:routed]], (act * share)[:, :INNER]), 0.08)
 
 
@@ -170,17 +174,17 @@ def test_results_that_are_not_wanted_are_empty():
 @pytest.mark.parametrize("name", ["rows", "columns", "weight", "esmm_act", "esmm", "esmm_act_backward", "estmm", "ess"])
 def test_opcheck(name):
     v, _, offs, x, dy, w1, w2, weights = operands()
-    xq, dyq, xt = fp8.quantize_rows_fp8(x), fp8.quantize_rows_fp8(dy), fp8.quantize_columns_fp8(x, v, offs, K)
+    xq, dyq, xt = fp8.quantize_rows_fp8(x), fp8.quantize_rows_fp8(dy), fp8.quantize_columns_fp8(x, v, offs, K, False)
     static = (v, offs, K, "silu", True, [])
     h, hs, a, a_scales = fp8.esmm_act_fp8(*xq, *w1[:2], None, *static, True)
     arguments = {
         "rows": ("quantize_rows_fp8", x),
-        "columns": ("quantize_columns_fp8", x, v, offs, K),
+        "columns": ("quantize_columns_fp8", x, v, offs, K, True),
         "weight": ("quantize_weight_fp8", *w2, torch.randn(E, D, INNER), None, "nk", "none"),
         "esmm_act": ("esmm_act_fp8", *xq, *w1[:2], None, *static, True),
         "esmm": ("esmm_fp8", a, a_scales, *w2[:2], None, offs, D, torch.bfloat16),
         "esmm_act_backward": ("esmm_act_backward_fp8", *dyq, *w2[2:], h, hs, weights, *static, [True] * 4),
-        "estmm": ("estmm_fp8", torch.zeros(E, D, D), *xt, *xt, offs, False),
+        "estmm": ("estmm_fp8", torch.zeros(E, D, D), *xt, *xt, offs, False, False),
         "ess": ("ess_fp8", *xt, offs),
     }
     operator, *given = arguments[name]

@@ -112,7 +112,7 @@ def test_gradient_of_the_activation_is_a_product_and_one_pass(hopper: Cards, nee
         return
     product, last = hopper.launches
     assert (product.spec.op, product.spec.gather, product.spec.out.name) == ("esmm", True, "bf16")
-    assert (last.spec.family, last.blocks) == ("activate_fp8", (INNER // 128, most, 1))
+    assert (last.spec.family, last.blocks) == ("activate_fp8", (most, -(-INNER // 512), 1))
     assert last.values[0] == values(product)["out"]
     assert list(last.values[6:13]) == [t.data_ptr() if t.numel() else 0 for t in found]
     assert last.values[3] == gates.data_ptr()
@@ -132,11 +132,12 @@ def test_weight_gradients(hopper: Cards, kind: str, add: bool) -> None:
     most, (_, offs) = T * K // 128 + E, routing()
     (x, xs), (g, gs) = groups(most, INNER), groups(most, D)
     out = strided(kind, F32 if add else torch.bfloat16)
-    fp8.estmm_fp8(out, x, xs, g, gs, offs, add)
+    fp8.estmm_fp8(out, x, xs, g, gs, offs, True, add)
     (launch,) = hopper.launches
     got, beside = values(launch), kind == "every second"
     (p, ps, q, qs) = (g, gs, x, xs) if kind == "turned" else (x, xs, g, gs)
     assert (launch.spec.op, launch.spec.accumulate) == ("estmm", add and not beside)
+    assert launch.spec.option("shared") == (kind != "turned")  # of Q, which is x there
     assert (got["R"], got["C"]) == (p.shape[1], q.shape[1])
     assert [got[n] for n in ("p_scale", "q_scale")] == [ps.data_ptr(), qs.data_ptr()]
     assert (got["p_scale_ld"], got["q_scale_ld"]) == (p.shape[1], q.shape[1])
@@ -147,7 +148,7 @@ def test_weight_gradients(hopper: Cards, kind: str, add: bool) -> None:
 def test_a_part_of_the_columns_of_turned_rows_lies_further_apart(hopper: Cards) -> None:
     most, (_, offs) = T * K // 128 + E, routing()
     (x, xs), (g, gs) = groups(most, 2 * INNER), groups(most, D)
-    fp8.estmm_fp8(blank(E, INNER, D, dtype=F32), x[:, INNER:], xs[:, INNER:], g, gs, offs, False)
+    fp8.estmm_fp8(blank(E, INNER, D, dtype=F32), x[:, INNER:], xs[:, INNER:], g, gs, offs, True, False)
     got = values(hopper.launches[0])
     assert (got["p_scale"], got["p_scale_ld"]) == (xs.data_ptr() + 4 * INNER, 2 * INNER)
 
@@ -158,16 +159,16 @@ def test_a_square_gradient_beside_its_place_is_turned_back(hopper: Cards, monkey
     out = blank(E, D, D + 1, dtype=F32)[:, :, :D].transpose(1, 2)
     copied: list[tuple[int, ...]] = []
     monkeypatch.setattr(torch.Tensor, "copy_", lambda to, of: copied.append((*to.stride()[1:], *of.stride()[1:])))
-    fp8.estmm_fp8(out, x, xs, g, gs, offs, False)
+    fp8.estmm_fp8(out, x, xs, g, gs, offs, True, False)
     assert values(hopper.launches[0])["p_scale"] == gs.data_ptr()
     assert copied == [(1, D + 1, 1, D)]
 
 
 def test_nothing_to_add_up_is_zeros(hopper: Cards) -> None:
     (x, xs), (g, gs), out = groups(0, INNER), groups(0, D), torch.ones(E, INNER, D)
-    fp8.estmm_fp8(out, x, xs, g, gs, torch.zeros(E + 1, dtype=torch.int32), True)
+    fp8.estmm_fp8(out, x, xs, g, gs, torch.zeros(E + 1, dtype=torch.int32), True, True)
     assert bool(out.all())
-    fp8.estmm_fp8(out, x, xs, g, gs, torch.zeros(E + 1, dtype=torch.int32), False)
+    fp8.estmm_fp8(out, x, xs, g, gs, torch.zeros(E + 1, dtype=torch.int32), True, False)
     assert not hopper.launches
     assert not out.any()
 

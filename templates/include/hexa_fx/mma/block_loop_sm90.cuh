@@ -43,21 +43,21 @@ struct BlockLoop {
       const uint32_t a = a0 + stage * Smem<C>::ABytes, b = b0 + stage * Smem<C>::BBytes;
       const float of_row[2] = {sm.row_scale[stage][row], sm.row_scale[stage][row + 8]};
       float by[kParts][2];  // of both parts here, so that nobody waits for them behind the products
-      if constexpr (C::RowOp) {
+      if constexpr (C::PartScales) {
         CUTE_UNROLL
-        for (int i = 0; i < kParts * 2; ++i) by[i / 2][i % 2] = settled(of_row[i % 2] * sm.column_scale[stage][i / 2]);
+        for (int i = 0; i < kParts * 2; ++i)
+          by[i / 2][i % 2] = settled(of_row[i % 2] * sm.column_scale[stage][i / 2 * (C::RowOp ? 1 : kPart)]);
       }
       CUTE_UNROLL
       for (int h = 0; h < kParts; ++h) {
-        const float* scales = sm.column_scale[stage] + h * kPart;
         fence(part);
         warpgroup_arrive();
         CUTE_UNROLL
         for (int kk = 0; kk < kSteps; ++kk)
           wgmma_e4m3(swizzled_operand(a + kk * kStep), swizzled_operand(b + h * (kPart * kLineBytes) + kk * kStep), part, kk > 0);
         warpgroup_commit_batch();
-        if constexpr (C::WeightOp) {
-          Columns columns(scales);
+        if constexpr (!C::PartScales) {
+          Columns columns(sm.column_scale[stage] + h * kPart);
           warpgroup_wait<0>();
           fence(part);
           add_by_columns(part, total[h], of_row, columns);
@@ -68,7 +68,7 @@ struct BlockLoop {
           add(part, total[h], by[h]);
         }
       }
-      if constexpr (C::WeightOp) give_back(stage);
+      if constexpr (!C::PartScales) give_back(stage);
       pipe.template next<C::Stages>();
     }
   }

@@ -1,5 +1,7 @@
 // Conversion to and from numbers in eight bits.
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 namespace hexa {
 
@@ -27,6 +29,19 @@ __device__ __forceinline__ unsigned pack_bf16(float first, float second) {
   unsigned two;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(second), "f"(first));
   return two;
+}
+
+// Of two words of two numbers of T each, the larger magnitudes; NaN is passed by.
+template <class T> __device__ unsigned larger_magnitudes(unsigned most, unsigned two);
+template <> __device__ __forceinline__ unsigned larger_magnitudes<__nv_bfloat16>(unsigned most, unsigned two) {
+  unsigned r;
+  asm("{ .reg .b32 size; abs.bf16x2 size, %2; max.bf16x2 %0, %1, size; }" : "=r"(r) : "r"(most), "r"(two));
+  return r;
+}
+template <> __device__ __forceinline__ unsigned larger_magnitudes<__half>(unsigned most, unsigned two) {
+  unsigned r;
+  asm("{ .reg .b32 size; abs.f16x2 size, %2; max.f16x2 %0, %1, size; }" : "=r"(r) : "r"(most), "r"(two));
+  return r;
 }
 
 }  // namespace hexa

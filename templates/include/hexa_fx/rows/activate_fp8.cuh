@@ -1,7 +1,8 @@
-// The activation's gradient from da and a quantised h, quantised by rows and turned round. A block has a group of 128 rows of one expert x
-// 128 columns, so each number is read once; numbers wait for their scales as bf16, which is finer than e4m3 by five bits.
+// The activation's gradient from da and a quantised h, quantised by rows and turned round. A block has a group of 128 rows of one expert,
+// 128 columns at a time, so each number is read once; numbers wait for their scales as bf16, which is finer than e4m3 by five bits.
 #pragma once
 #include <hexa_fx/epilogue/activations.cuh>
+#include <hexa_fx/ptx/sm80.cuh>
 #include <hexa_fx/rows/tile_fp8.cuh>
 #include <hexa_fx/scheduler/segments.cuh>
 
@@ -18,7 +19,7 @@ struct ActivateFp8Params {
   float* dhs;
   unsigned char* dh_t;  // (groups, H, 128)
   float* dhs_t;         // (groups, H)
-  unsigned char* a_t;   // (groups, I, 128), of the weighted activation
+  unsigned char* a_t;   // (groups, I, 128), of the weighted activation; 128 columns share a scale
   float* at_scales;
   float* dots;           // (n, I / 128): <da, a> of 128 columns
   int experts, columns;  // columns: I
@@ -26,16 +27,12 @@ struct ActivateFp8Params {
 };
 
 template <Act A, bool kGated>
-struct ActivateFp8 {
+class ActivateFp8 {
   using Params = ActivateFp8Params;
   static constexpr int kParts = kGated ? 2 : 1;
   // A thread's numbers of one matrix, two in a word. By words: the compiler keeps halves in registers of their own.
   struct Held {
     unsigned two[kTileLines][kChunk / 2];
-    __device__ void put(int i, const float (&x)[kChunk]) {
-#pragma unroll
-      for (int j = 0; j < kChunk / 2; ++j) two[i][j] = pack_bf16(x[2 * j], x[2 * j + 1]);
-    }
     __device__ void get(int i, float (&x)[kChunk]) const {
 #pragma unroll
       for (int j = 0; j < kChunk / 2; ++j) {
@@ -43,10 +40,23 @@ struct ActivateFp8 {
         x[2 * j + 1] = __uint_as_float(two[i][j] & 0xffff0000u);
       }
     }
+    // The largest magnitudes of columns.
+    __device__ void largest(float (&seen)[kChunk]) const {
+#pragma unroll
+      for (int j = 0; j < kChunk / 2; ++j) {
+        unsigned most = 0;
+#pragma unroll
+        for (int i = 0; i < kTileLines; ++i) most = larger_magnitudes<__nv_bfloat16>(most, two[i][j]);
+        seen[2 * j] = __uint_as_float(most << 16);
+        seen[2 * j + 1] = __uint_as_float(most & 0xffff0000u);
+      }
+    }
   };
 
-  static __device__ void read_e4m3(float (&x)[kChunk], const unsigned char* from, float scale) {
-    const uint2 raw = __ldg(reinterpret_cast<const uint2*>(from));
+  static __device__ uint4 packed(const float (&x)[kChunk]) {
+    return {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
+  }
+  static __device__ void read_e4m3(float (&x)[kChunk], const uint2& raw, float scale) {
     const unsigned two[4] = {raw.x & 0xffff, raw.x >> 16, raw.y & 0xffff, raw.y >> 16};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -56,82 +66,160 @@ struct ActivateFp8 {
     }
   }
 
-  // The thread's columns of one row: what it holds of them, and the parts of results that lie by row.
-  static __device__ void row(const Params& p, int i, int row, bool exists, Held (&dh)[kParts], Held& weighted) {
-    const int width = kParts * p.columns, column = blockIdx.x * kTile + tile_column();
-    const long long at = exists ? row : 0;
-    float da[kChunk] = {}, h[kParts][kChunk] = {}, d[kParts][kChunk], a[kChunk], w = 1.f, dot = 0.f;
-    if (exists) {
-      load_chunk<true, true>(da, p.da + at * p.columns + column);
+ public:
+  // What comes ahead, behind the tile before: a tile of da and of h, zeros where there is no row; its scales, and the rows' weights.
+  struct Memory {
+    uint4 da[kTile][16];
+    uint2 h[kParts][kTile][16];
+    float scale[kParts][kTile], weight[kTile];
+    TileMemory tile;
+  };
+
+ private:
+  const Params& p;
+  Memory& memory;
+  const Segment rows;
+  const unsigned blocks = p.columns / kTile, width = kParts * p.columns;  // of a part's columns; columns of h
+
+  // Pieces of 16 bytes of lines of `bytes` bytes of the tile, from `first` on; lines of the matrix have `line` bytes.
+  template <int kBytes>
+  __device__ void ask(void* to, const void* matrix, long long line, long long first) const {
+    constexpr int kPieces = kBytes / 16;
+    const unsigned begin = shared_address(to);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const int first = part * p.columns;
-        read_e4m3(h[part], p.h + at * width + first + column, __ldg(p.hs + at * (width / kTile) + first / kTile + blockIdx.x));
-      }
-      if (p.weights) w = __ldg(p.weights + __ldg(p.v + row));
+    for (int i = 0; i < kTile * kPieces / kTileThreads; ++i) {
+      const int piece = threadIdx.x + i * kTileThreads, row = rows.begin + piece / kPieces;
+      const char* from = static_cast<const char*>(matrix) + min(row, rows.end - 1) * line + first + piece % kPieces * 16;
+      copy_async16(begin + piece * 16, from, row < rows.end ? 16 : 0);
     }
+  }
+  __device__ void ask_tile(int first) const {
+    ask<2 * kTile>(memory.da, p.da, 2ll * p.columns, 2ll * first);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) ask<kTile>(memory.h[part], p.h, width, part * p.columns + first);
+    commit_copies();
+  }
+  // Of a row and part that the thread has alone.
+  __device__ float scale_of_tile(int first) const {
+    const int part = threadIdx.x / kTile, row = rows.begin + threadIdx.x % kTile;
+    return part < kParts && row < rows.end
+               ? __ldg(p.hs + static_cast<unsigned long long>(row) * (kParts * blocks) + part * blocks + first / kTile)
+               : 0.f;
+  }
+
+  // The thread's columns of line i: what it holds of dh's first part, the second part in the place of h, the weighted activation in that of
+  // da, and the parts of results that lie by row.
+  __device__ void line(int i, int first, Held& dh) const {
+    const unsigned long long row = rows.begin + tile_line(0);
+    unsigned char* dh_row = p.dh + row * width + first + tile_column();
+    float* dhs_row = p.dhs + row * (kParts * blocks) + first / kTile;
+    float* dots_row = p.dots + row * blocks + first / kTile;
+    const int l = tile_line(i), column = threadIdx.x % 16;
+    const bool exists = rows.begin + l < rows.end;
+    const unsigned down = i * kLineStep;  // from the thread's first line
+    float da[kChunk], h[kParts][kChunk], d[kParts][kChunk], a[kChunk], dot = 0.f;
+    const float w = memory.weight[l];
+    unpack<__nv_bfloat16>(da, reinterpret_cast<const Raw<__nv_bfloat16>&>(memory.da[l][column]));
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) read_e4m3(h[part], memory.h[part][l][column], memory.scale[part][l]);
 #pragma unroll
     for (int j = 0; j < kChunk; ++j) {
       float slope[kParts];
       if constexpr (kGated) a[j] = glu_slopes<A>(h[0][j], h[1][j], p.act_params, slope[0], slope[1]);
       else a[j] = activate<A, true>(h[0][j], slope[0]);
       dot = fmaf(da[j], a[j], dot);
-      a[j] = exists ? w * a[j] : 0.f;
+      a[j] *= w;  // which is 0 where there is no row
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) d[part][j] = exists ? w * da[j] * slope[part] : 0.f;
+      for (int part = 0; part < kParts; ++part) d[part][j] = w * da[j] * slope[part];
     }
-    weighted.put(i, a);
+    memory.da[l][column] = packed(a);
+    const uint4 of_dh = packed(d[0]);
+    dh.two[i][0] = of_dh.x, dh.two[i][1] = of_dh.y, dh.two[i][2] = of_dh.z, dh.two[i][3] = of_dh.w;
+    if constexpr (kGated) {
+      const uint4 of_up = packed(d[1]);
+      memory.h[0][l][column] = {of_up.x, of_up.y};
+      memory.h[1][l][column] = {of_up.z, of_up.w};
+    }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      dh[part].put(i, d[part]);
       if (!p.dh) continue;
       const BlockScale of(largest_of_line(largest_of(d[part])));
       if (!exists) continue;
-      const int first = part * p.columns;
-      *reinterpret_cast<uint2*>(p.dh + at * width + first + column) = quantised(d[part], of.inverse);
-      if (threadIdx.x % 16 == 0) p.dhs[at * (width / kTile) + first / kTile + blockIdx.x] = of.scale;
+      *reinterpret_cast<uint2*>(dh_row + part * p.columns + down * width) = quantised(d[part], of.inverse);
+      if (column == 0) dhs_row[part * blocks + down * (kParts * blocks)] = of.scale;
     }
     if (p.dots) {
       dot = sum_of_line(dot);
-      if (exists && threadIdx.x % 16 == 0) p.dots[at * (p.columns / kTile) + blockIdx.x] = dot;
+      if (exists && column == 0) dots_row[down * blocks] = dot;
     }
   }
 
-  // Columns `first` .. of a matrix `width` wide, turned round.
-  static __device__ void turn(TileMemory& memory, const Held& held, int width, int first, unsigned char* out, float* scales) {
-    float seen[kChunk] = {}, by[kChunk], x[kChunk];
+  // What line() has put into memory.
+  template <bool kWeighted>
+  __device__ Held put_aside() const {
+    Held held;
 #pragma unroll
     for (int i = 0; i < kTileLines; ++i) {
-      held.get(i, x);
-#pragma unroll
-      for (int j = 0; j < kChunk; ++j) seen[j] = fmaxf(seen[j], fabsf(x[j]));
+      const int l = tile_line(i), column = threadIdx.x % 16;
+      if constexpr (kWeighted) {
+        const uint4 x = memory.da[l][column];
+        held.two[i][0] = x.x, held.two[i][1] = x.y, held.two[i][2] = x.z, held.two[i][3] = x.w;
+      } else {
+        const uint2 low = memory.h[0][l][column], high = memory.h[kParts - 1][l][column];
+        held.two[i][0] = low.x, held.two[i][1] = low.y, held.two[i][2] = high.x, held.two[i][3] = high.y;
+      }
     }
-    const long long at = static_cast<long long>(blockIdx.y) * width + first;
-    memory.of_columns(seen, scales + at, by);
-#pragma unroll
-    for (int i = 0; i < kTileLines; ++i) {
-      held.get(i, x);
-      memory.put(tile_line(i), quantised(x, by));
-    }
-    memory.write_turned(out + at * kTile, kTile);
+    return held;
   }
 
-  // Block (c, g).
-  static __device__ void run(const Params& p, TileMemory& memory) {
-    const Segment rows = find_segment<kTile>(p.offs, p.experts, blockIdx.y);
+  // Columns `first` .. of a matrix `columns` wide, turned round.
+  template <bool kShared>
+  __device__ void turn(const Held& held, int columns, int first, unsigned char* out, float* scales) const {
+    float by[kChunk], x[kChunk];
+    held.largest(by);
+    const long long at = static_cast<long long>(blockIdx.x) * columns + first;
+    memory.tile.template scales<kShared>(by, scales + at);
+#pragma unroll
+    for (int i = 0; i < kTileLines; ++i) {
+      held.get(i, x);
+      memory.tile.put(tile_line(i), quantised(x, by));
+    }
+    memory.tile.write_turned(out + at * kTile, kTile);
+  }
+
+ public:
+  __device__ ActivateFp8(const Params& p, Memory& memory)
+      : p(p), memory(memory), rows(find_segment<kTile>(p.offs, p.experts, blockIdx.x)) {}
+
+  // Block (g, c): tiles c, c + gridDim.y, .. of group g.
+  __device__ void run() const {
     if (rows.expert < 0) return;
-    Held dh[kParts], weighted;
-#pragma unroll
-    for (int i = 0; i < kTileLines; ++i) {
-      const int at = rows.begin + tile_line(i);
-      row(p, i, at, at < rows.end, dh, weighted);
-      asm volatile("" ::: "memory");  // the next row's numbers come behind this one's: all at once do not fit
+    int first = blockIdx.y * kTile;
+    ask_tile(first);
+    float scale = scale_of_tile(first);
+    if (threadIdx.x < kTile) {
+      const int row = rows.begin + threadIdx.x;
+      memory.weight[threadIdx.x] = row >= rows.end ? 0.f : p.weights ? __ldg(p.weights + __ldg(p.v + row)) : 1.f;
     }
-    const int first = blockIdx.x * kTile;
+    while (true) {
+      if (threadIdx.x < kParts * kTile) memory.scale[0][threadIdx.x] = scale;
+      wait_for_copies<0>();
+      __syncthreads();
+      Held dh;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      if (p.dh_t) turn(memory, dh[part], kParts * p.columns, part * p.columns + first, p.dh_t, p.dhs_t);
-    if (p.a_t) turn(memory, weighted, p.columns, first, p.a_t, p.at_scales);
+      for (int i = 0; i < kTileLines; ++i) line(i, first, dh);
+      if (p.a_t) turn<true>(put_aside<true>(), p.columns, first, p.a_t, p.at_scales);
+      if (kGated && p.dh_t) turn<false>(put_aside<false>(), width, p.columns + first, p.dh_t, p.dhs_t);
+      __syncthreads();  // all have read what the next tile takes the place of
+      const int next = first + gridDim.y * kTile;
+      if (next < p.columns) {
+        ask_tile(next);
+        scale = scale_of_tile(next);
+      }
+      if (p.dh_t) turn<false>(dh, width, first, p.dh_t, p.dhs_t);
+      if (next >= p.columns) return;
+      first = next;
+    }
   }
 };
 

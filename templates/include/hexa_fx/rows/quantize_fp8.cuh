@@ -26,13 +26,35 @@ struct QuantizeFp8 {
   using Params = QuantizeFp8Params;
   static __device__ int padded(int size) { return (size + kTile - 1) / kTile * kTile; }
 
-  // Eight columns from `column` on, of `columns`; zeros behind.
-  static __device__ void read(float (&x)[kChunk], const T* line, int column, int columns, long long by_column = 1) {
-    if (by_column == 1) load_chunk<kAligned>(x, line + column, columns - column);
+  // Eight elements from `column` on as they lie; zeros behind `columns`, and where the line is not wanted. kAligned: there are eight or
+  // none, next to each other, at a multiple of 16 bytes.
+  static __device__ Raw<T> ask(const T* line, int column, int columns, bool wanted, long long by_column = 1) {
+    if constexpr (kAligned) return fetch(line + column, wanted && column < columns);
     else {
+      Packed<T> some;
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) x[i] = column + i < columns ? widen(line[(column + i) * by_column]) : 0.f;
+      for (int i = 0; i < kChunk; ++i)
+        some.value[i] = wanted && column + i < columns ? line[(column + i) * by_column] : narrow<T>(0.f);
+      return reinterpret_cast<const Raw<T>&>(some);
     }
+  }
+  // The largest magnitudes of the thread's columns. Of 16-bit numbers two at a time: unpacked ones would stay in registers.
+  static __device__ void largest_of_columns(float (&seen)[kChunk], const Raw<T> (&raw)[kTileLines]) {
+    Raw<T> most = {};
+#pragma unroll
+    for (int i = 0; i < kTileLines; ++i) {
+      if constexpr (sizeof(T) == 2) {
+        uint4& m = most.word[0];
+        const uint4& x = raw[i].word[0];
+        m = {larger_magnitudes<T>(m.x, x.x), larger_magnitudes<T>(m.y, x.y), larger_magnitudes<T>(m.z, x.z),
+             larger_magnitudes<T>(m.w, x.w)};
+      } else {
+        Packed<T>& m = reinterpret_cast<Packed<T>&>(most);
+#pragma unroll
+        for (int j = 0; j < kChunk; ++j) m.value[j] = fmaxf(m.value[j], fabsf(reinterpret_cast<const Packed<T>&>(raw[i]).value[j]));
+      }
+    }
+    unpack<T>(seen, most);
   }
 
   // Sixteen threads a block of 128 columns of a row.
@@ -43,37 +65,53 @@ struct QuantizeFp8 {
     const int block = unit - row * blocks, column = block * kTile + tile_column();
     const bool exists = row < p.lines;  // threads past the end stay, for their warp's others
     float x[kChunk];
-    read(x, static_cast<const T*>(p.x) + row * p.by_line, column, exists ? p.columns : 0);
+    const T* line = static_cast<const T*>(p.x) + (exists ? row : 0) * p.by_line;
+    unpack<T>(x, ask(line, column, p.columns, exists));
     const BlockScale of(largest_of_line(largest_of(x)));
     if (!exists) return;
     *reinterpret_cast<uint2*>(p.q + row * (blocks * kTile) + column) = quantised(x, of.inverse);
     if (threadIdx.x % 16 == 0) p.s[row * blocks + block] = of.scale;
   }
 
-  // Block (c, g): 128 columns of group g.
+  // Block (g, c): tiles c, c + gridDim.y, .. of the columns of group g, the next one on its way while one is written. kShared: the
+  // columns of a tile share a scale, which is written for each.
+  template <bool kShared>
   static __device__ void columns(const Params& p, TileMemory& memory) {
-    const Segment rows = find_segment<kTile>(p.offs, p.experts, blockIdx.y);
+    const Segment rows = find_segment<kTile>(p.offs, p.experts, blockIdx.x);
     if (rows.expert < 0) return;
-    const int width = padded(p.columns), first = blockIdx.x * kTile, column = first + tile_column();
-    float x[kTileLines][kChunk], seen[kChunk] = {};
+    const int width = padded(p.columns), step = gridDim.y * kTile;
+    int from[kTileLines];  // -1: there is no such row
 #pragma unroll
     for (int i = 0; i < kTileLines; ++i) {
       const int row = rows.begin + tile_line(i);
-      const bool exists = row < rows.end;
-      const int from = !exists ? 0 : p.v ? __ldg(p.v + row) / p.top_k : row;
-      read(x[i], static_cast<const T*>(p.x) + from * p.by_line, column, exists ? p.columns : 0);
+      from[i] = row >= rows.end ? -1 : p.v ? __ldg(p.v + row) / p.top_k : row;
     }
+    Raw<T> raw[kTileLines];
+    auto ask_tile = [&](int first) {
 #pragma unroll
-    for (int i = 0; i < kTileLines; ++i) {
+      for (int i = 0; i < kTileLines; ++i) {
+        const T* line = static_cast<const T*>(p.x) + max(from[i], 0) * p.by_line;
+        raw[i] = ask(line, first + tile_column(), p.columns, from[i] >= 0);
+      }
+    };
+    int first = blockIdx.y * kTile;
+    ask_tile(first);
+    while (true) {
+      const long long at = static_cast<long long>(blockIdx.x) * width + first;
+      float by[kChunk];
+      largest_of_columns(by, raw);
+      memory.template scales<kShared>(by, p.s + at);
 #pragma unroll
-      for (int j = 0; j < kChunk; ++j) seen[j] = fmaxf(seen[j], fabsf(x[i][j]));
+      for (int i = 0; i < kTileLines; ++i) {
+        float x[kChunk];
+        unpack<T>(x, raw[i]);
+        memory.put(tile_line(i), quantised(x, by));
+      }
+      first += step;
+      if (first < width) ask_tile(first);
+      memory.write_turned(p.q + at * kTile, kTile);
+      if (first >= width) return;
     }
-    float by[kChunk];
-    const long long at = static_cast<long long>(blockIdx.y) * width + first;
-    memory.of_columns(seen, p.s + at, by);
-#pragma unroll
-    for (int i = 0; i < kTileLines; ++i) memory.put(tile_line(i), quantised(x[i], by));
-    memory.write_turned(p.q + at * kTile, kTile);
   }
 
   // Block (c, l, e): a tile of one expert's matrix, of padded halves.
@@ -89,22 +127,25 @@ struct QuantizeFp8 {
     if (line >= half_lines) line -= half_lines;
     if (column >= half_columns) column -= half_columns;
     const T* matrix = static_cast<const T*>(second ? p.x3 : p.x) + expert * p.by_expert;
-    float x[kTileLines][kChunk], seen = 0.f;
+    Raw<T> raw[kTileLines];
 #pragma unroll
     for (int i = 0; i < kTileLines; ++i) {
       const int at_line = line + tile_line(i);
-      read(x[i], matrix + at_line * p.by_line, column + tile_column(), at_line < p.lines ? p.columns : 0, p.by_column);
+      raw[i] =
+          ask(matrix + min(at_line, p.lines - 1) * p.by_line, column + tile_column(), p.columns, at_line < p.lines, p.by_column);
     }
-#pragma unroll
-    for (int i = 0; i < kTileLines; ++i) seen = fmaxf(seen, largest_of(x[i]));
-    const BlockScale of = memory.of_all(seen);
+    float seen[kChunk];
+    largest_of_columns(seen, raw);
+    const BlockScale of = memory.of_all(largest_of(seen));
     if (threadIdx.x == 0) {
       if (p.s) p.s[blocks + blockIdx.y * (columns / kTile) + blockIdx.x] = of.scale;
       if (p.s_t) p.s_t[blocks + blockIdx.x * (lines / kTile) + blockIdx.y] = of.scale;
     }
 #pragma unroll
     for (int i = 0; i < kTileLines; ++i) {
-      const uint2 elements = quantised(x[i], of.inverse);
+      float x[kChunk];
+      unpack<T>(x, raw[i]);
+      const uint2 elements = quantised(x, of.inverse);
       if (q) *reinterpret_cast<uint2*>(q + static_cast<long long>(tile_line(i)) * columns + tile_column()) = elements;
       if (q_t) memory.put(tile_line(i), elements);
     }

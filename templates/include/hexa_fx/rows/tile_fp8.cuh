@@ -47,9 +47,19 @@ struct alignas(16) TileMemory {
   // Words of a line are exchanged so that threads that read the same word of lines 16 apart, and its neighbours, meet in no bank.
   static __device__ int place(int line, int word) { return word ^ (line / 16 * 4); }
 
-  // Scales of the tile's columns, from the largest number that each thread saw in each of its columns. All threads together; returns
-  // what numbers of its columns are multiplied by.
-  __device__ void of_columns(float (&seen)[kChunk], float* scales, float (&by)[kChunk]) {
+  // Scales of the tile's columns: one each, or one for all, which is written for each. Of the largest number that each thread has seen
+  // in each of its columns it makes what they are multiplied by. All threads together.
+  template <bool kShared>
+  __device__ void scales(float (&seen)[kChunk], float* out) {
+    if constexpr (kShared) {
+      __syncthreads();  // whoever used the memory before has read it
+      const BlockScale of = of_all(largest_of(seen));
+      if (threadIdx.x < kTile) out[threadIdx.x] = of.scale;
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) seen[i] = of.inverse;
+    } else of_columns(seen, out);
+  }
+  __device__ void of_columns(float (&seen)[kChunk], float* scales) {
     const int warp = threadIdx.x / 32, first = tile_column();
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) seen[i] = fmaxf(seen[i], __shfl_xor_sync(0xffffffffu, seen[i], 16));
@@ -69,7 +79,7 @@ struct alignas(16) TileMemory {
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) by[i] = inverse[first + i];
+    for (int i = 0; i < kChunk; ++i) seen[i] = inverse[first + i];
   }
 
   // The scale of the whole tile; as above.

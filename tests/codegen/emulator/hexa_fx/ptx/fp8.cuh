@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 
-#include "emulator.hpp"
+#include <hexa_fx/ptx/sm80.cuh>
 
 namespace hexa {
 
@@ -31,6 +31,11 @@ inline uint32_t pack_e4m3(float a, float b, float c, float d) { return pack_e4m3
 inline float2 unpack_e4m3(uint32_t two) { return {read_e4m3(two & 255), read_e4m3(two >> 8 & 255)}; }
 inline uint32_t pack_bf16(float first, float second) {
   return __float2bfloat16_rn(first).bits | uint32_t(__float2bfloat16_rn(second).bits) << 16;
+}
+
+template <class T> uint32_t larger_magnitudes(uint32_t most, uint32_t two) {
+  const float low = std::fmax(half_of<T>(most, 0), std::fabs(half_of<T>(two, 0)));
+  return pair_of<T>(low, std::fmax(half_of<T>(most, 1), std::fabs(half_of<T>(two, 1))));
 }
 
 }  // namespace hexa
