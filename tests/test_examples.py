@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,6 +26,7 @@ SAYS = {
     "all_to_all_experts": "equal to one device",
 }
 OF_SEVERAL = ("unequal_devices", "all_to_all_experts")
+"""Run by tests/distributed/test_examples.py."""
 
 
 def test_all_are_tested_and_listed() -> None:
@@ -46,21 +45,9 @@ def test_example_runs(name: str, capsys: pytest.CaptureFixture[str], monkeypatch
     assert SAYS[name] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n.startswith("all") else ()) for n in OF_SEVERAL]
-)
-def test_two_processes_under_torchrun(name: str) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, *launcher, str(FOLDER / f"{name}.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert SAYS[name] in done.stdout
-
-
 @pytest.mark.parametrize("name", OF_SEVERAL)
-def test_several_processes_are_asked_for(name: str) -> None:
-    done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py")], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == f"several processes are needed: torchrun --nproc-per-node 2 examples/{name}.py\n"
+def test_several_processes_are_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    assert stopped.value.code == f"several processes are needed: torchrun --nproc-per-node 2 examples/{name}.py"

@@ -40,23 +40,23 @@ def _quiet() -> None:
 
 @pytest.mark.parametrize("start", [0])
 def test_mutants(start: int) -> None:
-    counts, wrong = run(range(start, start + 20))
+    counts, wrong = run(range(start, start + 12))
     assert not wrong, "\n".join(wrong)
-    assert counts["equal"] + counts["refused"] >= 4, counts
+    assert counts["equal"] + counts["refused"] >= 3, counts
 
 
 @pytest.mark.parametrize("start", [0])
 def test_dormant_features(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features that do nothing on the example, judged awake: equal, refused or the block's own code."""
     monkeypatch.setenv("HEXA_FX_OWN_CODE_WHEN_SMALL", "0")
-    judged = [(seed, *judge_dormant.judge_seed(seed)) for seed in range(start, start + 12)]
+    judged = [(seed, *judge_dormant.judge_seed(seed)) for seed in range(start, start + 8)]
     bad = [(seed, v, what) for seed, v, what in judged if v.outcome in ("WRONG", "CRASH")]
     wrong = [f"seed {s}: {what}: {v.outcome} {v.detail}" for s, v, what in bad]
     assert not wrong, "\n".join(wrong)
-    assert sum(v.outcome in JUDGED for _, v, _ in judged) >= 5
+    assert sum(v.outcome in JUDGED for _, v, _ in judged) >= 4
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(st.randoms(use_true_random=False))
 def test_rewritten_implies_equal(dice: random.Random) -> None:
     """Hypothesis throws the dice, and finds the smallest throws that give a wrong rewrite."""
@@ -87,7 +87,7 @@ def test_mutants_differ_from_their_variants() -> None:
     from tests.zoo.registry import by_name
 
     changed = valid = 0
-    for seed in range(100):
+    for seed in range(60):
         case = mutant(seed)
         if case is None or excuse_of(case, torch.float32):
             continue
@@ -95,5 +95,5 @@ def test_mutants_differ_from_their_variants() -> None:
         args, kwargs = case.variant.inputs(2, 7, torch.float32, 0)
         original = by_name(case.variant.name).make(0)
         changed += not compare(original, case.variant.make(0), args, kwargs).within(1e-6)
-    assert valid >= 30
+    assert valid >= 18
     assert changed >= valid // 2, (changed, valid)

@@ -29,6 +29,7 @@ def is_named(output: str) -> bool:
     return "RankError" in output and "ranks [1] do not answer" in output
 
 
+@pytest.mark.slow  # a rehearsal of the script; test_failures.py has the same on ranks that are forked
 def test_over_gloo(tmp_path: Path) -> None:
     status, output, _ = survivor(tmp_path, "gloo", "data", "backward")
     assert status not in (0, None)
