@@ -52,7 +52,7 @@ def headline(folder: Path) -> str:
     return textwrap.fill(
         f"On one H200, a training step of an MoE layer is {speed} times as fast as with transformers' `grouped_mm`, which keeps "
         f"{memory} times as much memory for backward. It takes {over_dense} times as long as plain matrix products of the same "
-        f"FLOPs ([seven layers](docs/results.md)).",
+        f"FLOPs ([seven layers](docs/how_fast.md)).",
         width=130,
     )
 
@@ -203,7 +203,7 @@ def models(folder: Path) -> str:
 
 PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     ROOT / "README.md": {"headline": headline},
-    ROOT / "docs" / "results.md": {"models": models, "layers": summary, "decode": decode},
+    ROOT / "docs" / "how_fast.md": {"models": models, "layers": summary, "decode": decode, "packed": packed},
     ROOT / "docs" / "kernels.md": {"layers": layers, "launches": launches},
     ROOT / "docs" / "fine_tuning.md": {"adapters": adapters, "packed": packed},
 }

@@ -16,8 +16,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "docs" / "images" / "results.svg"
 WHOLE_MODELS = ROOT / "docs" / "images" / "whole_models.svg"
 
-_NAMES = {"mixtral": "Mixtral 8x7B", "qwen3-30b": "Qwen3-30B", "olmoe": "OLMoE", "dsv3": "DeepSeek-V3"}
-_NAMES |= {"granite-fine": "Granite, fine", "sonic-7b": "7B, fine", "sonic-30b": "30B, fine"}
+NAMES = {"mixtral": "Mixtral 8x7B", "qwen3-30b": "Qwen3-30B", "olmoe": "OLMoE", "dsv3": "DeepSeek-V3"}
+NAMES |= {"granite-fine": "Granite, fine", "sonic-7b": "7B, fine", "sonic-30b": "30B, fine"}
 _IMPLEMENTATIONS = {"hexa": "hexa_fx", "sonicmoe": "SonicMoE"}
 _LEFT, _WIDTH, _TEXT, _ROW, _TOP = 130, 120, 130, 27, 78
 
@@ -58,7 +58,7 @@ def panels(folder: Path) -> list[Panel]:
     """A training step's time and memory, layer by layer; decoding, by model and number of tokens."""
     layers, decode = _rows(folder / "moe_layer_h200.json"), _rows(folder / "moe_layer_h200_decode.json")
     time, memory, tokens = [], [], []
-    for shape, name in _NAMES.items():
+    for shape, name in NAMES.items():
         dense, ours, theirs = (layers[shape, impl] for impl in ("dense", "hexa", "hf-grouped"))
         step = ours["train_ms"] / theirs["train_ms"]
         time.append(
@@ -79,7 +79,7 @@ def panels(folder: Path) -> list[Panel]:
     for shape in dict.fromkeys(shape for shape, _ in decode):
         ours, theirs, eager = (decode[shape, impl]["forward_ms"] for impl in ("hexa", "hf-grouped", "hf-eager"))
         model, count = shape.split("-t")
-        label = f"{_NAMES[model].split('-')[0].split()[0]}, T = {count}"
+        label = f"{NAMES[model].split('-')[0].split()[0]}, T = {count}"
         tokens.append(Bar(label, ours / theirs, f"{ours:.2f} of {theirs:.2f} ms, eager {eager:.1f}"))
     return [
         Panel("Training step", "forward + backward; line: plain matmuls", time),
@@ -105,7 +105,7 @@ def whole_models(folder: Path) -> list[Panel]:
 
 def _bar(row: Row, rows: Sequence[Row], key: str, written: str) -> Bar:
     most = max(other[key] for other in rows if other["model"] == row["model"])
-    model = _NAMES[row["model"].removesuffix("-8x7b")].split()[0].split("-")[0]
+    model = NAMES[row["model"].removesuffix("-8x7b")].split()[0].split("-")[0]
     name = f"{model}, {_IMPLEMENTATIONS.get(row['impl'], row['impl'])}"
     return Bar(name, row[key] / most, written.format(row[key]), ours=row["impl"] == "hexa")
 

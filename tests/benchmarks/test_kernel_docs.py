@@ -1,4 +1,4 @@
-"""Tables of README.md, docs/results.md and docs/kernels.md, and the plot, are what was recorded; a missed goal is set in bold."""
+"""Tables of README.md, docs/how_fast.md and docs/kernels.md, and the plot, are what was recorded; a missed goal is set in bold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kernel_docs as docs
-from benchmarks import results_plot
+from benchmarks import results_plot, speed_plots
 from benchmarks.pages import fill
 
 
@@ -34,5 +34,5 @@ def test_what_misses_its_goal_is_bold(tmp_path: Path) -> None:
 
 
 def test_the_plots_are_those_of_the_records() -> None:
-    for place, text in results_plot.drawn(docs.RESULTS).items():
+    for place, text in (results_plot.drawn(docs.RESULTS) | speed_plots.drawn(docs.RESULTS)).items():
         assert place.read_text(encoding="utf-8") == text
