@@ -200,7 +200,7 @@ class Comparison:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return VerificationCase(name, "skipped", detail=f"the original raises {_first_line(error)}")
+            return VerificationCase(name, "skipped", detail=f"the original raises {first_line(error)}")
         try:
             other = self._run(_repeated(self.forward.rewritten, calls), inputs, override, gradients)
         except GuardMiss as miss:
@@ -208,7 +208,7 @@ class Comparison:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return VerificationCase(name, "different", detail=f"the rewritten block raises {_first_line(error)}")
+            return VerificationCase(name, "different", detail=f"the rewritten block raises {first_line(error)}")
         return original, other
 
     def _original(
@@ -268,5 +268,6 @@ def size(batch: int, sequence: int) -> str:
     return f"batch {batch}, sequence {sequence}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error is and says, in short."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.fx
 
@@ -17,6 +16,7 @@ from hexa_fx.passes.detect.graph import (
     effects,
     is_tensor,
     literals,
+    nodes_in,
     operation,
     writes_outside,
 )
@@ -59,11 +59,11 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Seque
     """
     order = [node for node in captured.graph.nodes if node.op != "output"]
     position = {node: index for index, node in enumerate(order)}
-    wanted = [*roots, *_nodes(captured.output)]
+    wanted = [*roots, *nodes_in(captured.output)]
     places = [position[node] for node in outputs]
     calls = _candidates(captured, places)
     while True:
-        by_result = {node: call for call in calls for node in _nodes(call.output)}
+        by_result = {node: call for call in calls for node in nodes_in(call.output)}
         stand_ins, rereads = _writes_of_calls(calls, order, by_result)
         needed = _needed([*wanted, *_effects(captured, calls, position)], by_result, stand_ins, rereads, outputs)
         outside = needed - rereads.keys()
@@ -72,10 +72,10 @@ def keep(captured: CapturedBlock, roots: Iterable[torch.fx.Node], outputs: Seque
         if torn:
             calls = [c for c in calls if c not in torn] + _inner_calls(torn, captured, places)
             continue
-        unseen = [_nodes(call.output)[0] for call in opened if not needed & set(_nodes(call.output))]
+        unseen = [nodes_in(call.output)[0] for call in opened if not needed & set(nodes_in(call.output))]
         if not unseen:
             place = position | {
-                node: max(position[n] for n in _nodes(by_result[reread.result].output)) + 0.5
+                node: max(position[n] for n in nodes_in(by_result[reread.result].output)) + 0.5
                 for node, reread in rereads.items()
             }
             return Kept(tuple(sorted(needed, key=place.__getitem__)), by_result, stand_ins, rereads)
@@ -111,12 +111,6 @@ def _compares_with_limit(condition: torch.fx.Node) -> bool:
     return not any(map(is_tensor, made)) and any(number not in (0, 1) for number in literals(made))
 
 
-def _nodes(value: Any) -> list[torch.fx.Node]:
-    found: list[torch.fx.Node] = []
-    torch.fx.map_arg(value, found.append)
-    return found
-
-
 def _covers(outer: ModuleCall, inner: ModuleCall) -> bool:
     return outer is not inner and outer.start <= inner.start and inner.end <= outer.end
 
@@ -126,7 +120,7 @@ def _usable(captured: CapturedBlock, places: Sequence[int]) -> list[ModuleCall]:
     return [
         call
         for call in (*captured.calls, *captured.functions)
-        if _nodes(call.output) and call.end > call.start
+        if nodes_in(call.output) and call.end > call.start
         if not any(call.start <= place < call.end for place in places)
     ]
 
@@ -157,7 +151,7 @@ def _writes_of_calls(
 ) -> tuple[dict[torch.fx.Node, torch.fx.Node], dict[torch.fx.Node, Reread]]:
     stand_ins, rereads = {}, {}
     for call in calls:
-        inside, result = set(order[call.start : call.end]), _nodes(call.output)[0]
+        inside, result = set(order[call.start : call.end]), nodes_in(call.output)[0]
         for node in order[call.start : call.end]:
             if node in by_result or not record_of(node).writes:
                 continue
@@ -197,7 +191,7 @@ def _needed(
         needed.add(node)
         if node in by_result:
             call = by_result[node]
-            frontier.extend((*_nodes(call.output), *_nodes(call.args), *_nodes(call.kwargs)))
+            frontier.extend((*nodes_in(call.output), *nodes_in(call.args), *nodes_in(call.kwargs)))
         elif node in rereads:
             frontier.extend((rereads[node].argument, rereads[node].result))
         elif node.target is functional.after:
@@ -230,5 +224,5 @@ def _effects(
     found = []
     for node in effects(captured.graph):
         holder = [call for call in calls if call.start <= position[node] < call.end]
-        found.extend(_nodes(holder[0].output)[:1] if holder else [node])
+        found.extend(nodes_in(holder[0].output)[:1] if holder else [node])
     return found

@@ -54,7 +54,7 @@ def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training
         captured, rewritten: the block.
         training: whether for training too.
     """
-    device, compute = _device(captured.block), _wanted.get()
+    device, compute = device_of(captured.block), _wanted.get()
     if device is None or not compute:
         return
     from hexa_fx import jit
@@ -74,7 +74,8 @@ def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training
             jit.builder().request(found)
 
 
-def _device(block: nn.Module) -> torch.device | None:
+def device_of(block: nn.Module) -> torch.device | None:
+    """The CUDA device of a module's parameters; None if none is on one."""
     return next((p.device for p in block.parameters() if p.is_cuda), None)
 
 

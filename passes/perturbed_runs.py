@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.outcome import Outcome, difference, observe, unlike
+from hexa_fx.isolation.outcome import Outcome, difference, observe, unlike, wide
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.size import is_out_of_memory
-from hexa_fx.passes.comparison import Subject, VerificationCase
+from hexa_fx.passes.comparison import Subject, VerificationCase, first_line
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.perturbation import argument_names, perturbations
 from hexa_fx.passes.trial import Change, Perturbation, Trial
@@ -107,7 +107,7 @@ class PerturbedRuns:
         if isinstance(original, Exception) or isinstance(other, GuardMiss):
             return VerificationCase("", "skipped")
         if isinstance(other, Exception):
-            return VerificationCase("", "different", detail=f"only the rewritten block raises {_first_line(other)}")
+            return VerificationCase("", "different", detail=f"only the rewritten block raises {first_line(other)}")
         reason, error = apart(original, other, finite=False, rows=torch.median)
         detail = reason or (_how_far(error) if error > self.tolerance else "")
         return VerificationCase("", "different" if detail else "equal", error, detail=detail)
@@ -189,7 +189,7 @@ def apart(original: Outcome, other: Outcome, finite: bool = True, rows: Rows = t
         return kind, 0.0
     furthest = 0.0
     for name, one in original.values.items():
-        one, two = _wide(one), _wide(other.values[name])
+        one, two = wide(one), wide(other.values[name])
         usual = one.isfinite()
         if bool((usual & ~two.isfinite()).any()):
             return f"{name} is NaN or infinite where the original is finite", 0.0
@@ -209,10 +209,10 @@ def _how_far(error: float) -> str:
 
 def _errors(name: str, original: Outcome | Exception, other: Outcome | Exception, finite: bool) -> VerificationCase:
     if isinstance(original, Exception) and (isinstance(other, Exception) or not finite):
-        return VerificationCase(name, "skipped", detail=f"the original raises {_first_line(original)}")
+        return VerificationCase(name, "skipped", detail=f"the original raises {first_line(original)}")
     which, error = ("the original", original) if isinstance(original, Exception) else ("the rewritten block", other)
     assert isinstance(error, Exception)
-    return VerificationCase(name, "different", detail=f"only {which} raises {_first_line(error)}")
+    return VerificationCase(name, "different", detail=f"only {which} raises {first_line(error)}")
 
 
 def _of_rows(rows: Rows, one: torch.Tensor, two: torch.Tensor) -> float:
@@ -225,15 +225,7 @@ def _of_rows(rows: Rows, one: torch.Tensor, two: torch.Tensor) -> float:
     return float(rows((one - two).abs().amax(-1) / scale))
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
-
-
 def _nudged(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
         return leaf
     return leaf * (1 + 4 * torch.finfo(leaf.dtype).eps)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

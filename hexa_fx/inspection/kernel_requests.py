@@ -8,11 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-import torch
-from torch import nn
-
 from hexa_fx.errors import KernelError
 from hexa_fx.inspection.block_report import BlockReport
+from hexa_fx.passes.kernel_requests import device_of
 from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.stacked_codes import packed_weights
 
@@ -35,7 +33,7 @@ def request_kernels_of_sources(blocks: Iterable[BlockReport], ranks: Ranks) -> N
 
 def _request(block: BlockReport, forward: HexaForward, ranks: Ranks) -> None:
     module = forward.module
-    device, packed, added = _device(module), packed_weights(module), _added(forward, ranks)
+    device, packed, added = device_of(module), packed_weights(module), _added(forward, ranks)
     if device is None or block.case is None or not (packed or added):
         return
     from hexa_fx import jit
@@ -49,10 +47,6 @@ def _request(block: BlockReport, forward: HexaForward, ranks: Ranks) -> None:
         log.debug("no kernels are built ahead for %s: %s", block.name, error)
         return
     jit.builder().request(found)
-
-
-def _device(module: nn.Module) -> torch.device | None:
-    return next((p.device for p in module.parameters() if p.is_cuda), None)
 
 
 def _added(forward: HexaForward, ranks: Ranks) -> dict[str, int]:

@@ -186,13 +186,13 @@ def _filled(
 
 def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[float, str, str]:
     """The largest relative difference, the name of its tensor, and a sentence if two tensors cannot be compared."""
-    largest = max((_scale(_finite(_wide(tensor))) for tensor in first.values()), default=0.0)
+    largest = max((_scale(_finite(wide(tensor))) for tensor in first.values()), default=0.0)
     furthest, worst = 0.0, ""
     for name, one in first.items():
         two = second[name]
         if _unlike(name, one, two):
             return 0.0, name, _unlike(name, one, two)
-        one, two = _wide(one), _wide(two)
+        one, two = wide(one), wide(two)
         if not (one.isfinite().all() and two.isfinite().all()):
             if not torch.equal(_oddities(one), _oddities(two)):
                 return 0.0, name, f"{name}: NaN or inf in other places"
@@ -205,7 +205,8 @@ def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
     return furthest, worst, ""
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float64; complex numbers as pairs."""
     return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
 
 

@@ -33,11 +33,6 @@ _FEW_ROWS = 4
 """Fewer rows than this read a half-type weight once anyway: converting it first would only add traffic."""
 
 
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for everything else."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def as_kn(weight: Tensor, layout: str) -> Tensor:
     """View (E, K, N) of a weight."""
     return weight.transpose(1, 2) if layout == "nk" else weight

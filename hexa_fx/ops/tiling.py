@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hexa_fx.ops import cpu
-from hexa_fx.ops.cpu import Group, accumulate_dtype, compute_dtype
+from hexa_fx.ops.cpu import Group, compute_dtype
 from hexa_fx.ops.reindex import int_tensor, sort_slots
+from hexa_fx.ops.rows import accumulate_dtype
 
 TILE_ELEMENTS = 1 << 17
 """Elements a thread of a tile's rows: what several operators go over should fit a core's cache."""

@@ -79,7 +79,6 @@ class _Layer:
     path: str
     forward: HexaForward
     router: nn.Module
-    router_path: str
     sites: dict[bool, RoutingSite]
 
     @property
@@ -108,7 +107,7 @@ def _layers(model: nn.Module) -> list[_Layer]:
         if site.above >= len(above):
             reasons.append(f"{path or 'the model'}: the module that holds its router is not in this model")
             continue
-        found.append(_Layer(path, forward, model.get_submodule(above[site.above]), above[site.above], known))
+        found.append(_Layer(path, forward, model.get_submodule(above[site.above]), known))
     if reasons:
         raise InputError(
             "the routing of some blocks cannot be separated from the rest: " + "; ".join(dict.fromkeys(reasons))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -112,7 +112,7 @@ def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:
     return frozenset(str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module")
 
 
-def is_within(scope: str, paths: frozenset[str]) -> bool:
+def is_within(scope: str, paths: Collection[str]) -> bool:
     """Whether the module at ``scope`` is one of those at ``paths``, or in one."""
     return any(scope == path or scope.startswith(f"{path}.") for path in paths)
 

@@ -15,7 +15,7 @@ import torch
 
 from hexa_fx.ir import InputGuard
 from hexa_fx.isolation.held_objects import MISSING
-from hexa_fx.runtime.guards import GuardMiss, check_input, dtype_class
+from hexa_fx.runtime.guards import GuardMiss, check_input, dtype_class, equal
 from hexa_fx.runtime.resolution import Resolution, is_still
 from hexa_fx.runtime.signature import ArgumentNames
 
@@ -52,7 +52,7 @@ def still_the_same(found: Resolution) -> Callable[[], bool]:
     clauses = [*_of_dicts(found.dicts, names), *_of_owners(found.owners, names)]
     clauses += [f"type({names.of(value)}) is {names.of(kind)}" for value, kind in found.objects]
     clauses += [f"len({names.of(value)}) == {count}" for value, count in found.counted]
-    names.values |= {"equal": _equal, "is_still": is_still}
+    names.values |= {"equal": equal, "is_still": is_still}
     clauses += [f"equal({names.of(value)}, {names.of(copy)})" for value, copy in found.whole]
     clauses += [f"is_still({', '.join(map(names.of, each))})" for each in found.slow]
     check = f"return {' and '.join(clauses) or True}"
@@ -170,10 +170,3 @@ def _of_owner(owner: Any, key: str, value: Any, names: _Names) -> str:
 def same_object(one: Any, two: Any) -> bool:
     """Whether both are one object; class methods are bound anew each time."""
     return one is two or (type(one) is type(two) and bool(one == two))
-
-
-def _equal(now: Any, copy: Any) -> bool:
-    try:
-        return bool(now == copy)
-    except (RuntimeError, ValueError):  # there are tensors or arrays in one of them now
-        return False

@@ -110,12 +110,13 @@ def _check_constant(guard: InputGuard, value: Any) -> None:
         return
     if isinstance(value, torch.Tensor):
         raise GuardMiss(f"the input {guard.name!r} was a constant and is now a tensor")
-    if type(value) is not type(guard.value) or not _equal(value, guard.value):
+    if type(value) is not type(guard.value) or not equal(value, guard.value):
         raise GuardMiss(f"the input {guard.name!r} has another value than the traced one")
 
 
-def _equal(value: Any, expected: Any) -> bool:
+def equal(now: Any, before: Any) -> bool:
+    """Whether two values are; not where there are tensors or arrays in one of them."""
     try:
-        return bool(value == expected)
-    except (RuntimeError, ValueError):  # tensors or arrays inside
+        return bool(now == before)
+    except (RuntimeError, ValueError):
         return False

@@ -48,6 +48,13 @@ def rows(value: torch.Tensor, width: int) -> torch.Tensor:
     return value.reshape(-1, width)
 
 
+def nodes_in(value: Any) -> list[torch.fx.Node]:
+    """Nodes in a value that an argument of a call can be."""
+    found: list[torch.fx.Node] = []
+    torch.fx.map_arg(value, found.append)
+    return found
+
+
 def ancestors(
     roots: Iterable[torch.fx.Node], stop: Callable[[torch.fx.Node], bool] = lambda node: False
 ) -> set[torch.fx.Node]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.fx
 
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
-from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, operation
+from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, nodes_in, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
+from hexa_fx.runtime.attribute_guards import is_within
 
 
 def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
@@ -42,7 +42,7 @@ def stored_outside_calls(
     order = [node for node in captured.graph.nodes if node.op != "output"]
     live = {call.path for call in captured.calls if opaque.issuperset(order[call.start : call.end])}
     for changed in captured.changed:
-        if all(_is_within(scope, live) for scope in changed.scopes):
+        if all(is_within(scope, live) for scope in changed.scopes):
             continue
         if changed.drawn:
             raise Refuse(
@@ -54,9 +54,9 @@ def stored_outside_calls(
             "attributes (self.loss = loss), appends to lists or sets in dicts of its modules and globals are kept"
         )
     found: list[Access | StoredValue] = [*_added_outside_calls(captured.accesses, live)]
-    found += [item for item in captured.stored if not all(_is_within(scope, live) for scope in item.scopes)]
+    found += [item for item in captured.stored if not all(is_within(scope, live) for scope in item.scopes)]
     for item in found:
-        behind = ancestors(_nodes(item.value))
+        behind = ancestors(nodes_in(item.value))
         if item.value is UNKNOWN or any(n.op == "get_attr" and n.target in captured.recalled for n in behind):
             raise Refuse(f"the code keeps a result on the module ({item}), which the rewritten block would not update")
     return tuple(found)
@@ -70,7 +70,7 @@ def _added_outside_calls(accesses: Iterable[Access], live: set[str]) -> Iterator
     """
     added: set[int] = set()
     for access in accesses:
-        if not _is_within(access.scope, live):
+        if not is_within(access.scope, live):
             if access.problem:
                 raise Refuse(
                     f"the code {access.problem}; it is rewritten if it only adds tensors to a list or sets them in a dict"
@@ -84,10 +84,6 @@ def _added_outside_calls(accesses: Iterable[Access], live: set[str]) -> Iterator
             )
 
 
-def _is_within(scope: str, paths: set[str]) -> bool:
-    return any(scope == path or scope.startswith(f"{path}.") for path in paths)
-
-
 def refuse_stored_intermediates(
     stored: Iterable[Access | StoredValue], tags: Mapping[torch.fx.Node, Tag], end: torch.fx.Node
 ) -> None:
@@ -97,16 +93,10 @@ def refuse_stored_intermediates(
         Refuse: a result that the code keeps on a module is computed inside the experts, before ``end``.
     """
     for item in stored:
-        behind = ancestors(_nodes(item.value), stop=lambda node: node is end)
+        behind = ancestors(nodes_in(item.value), stop=lambda node: node is end)
         inside = ancestors([end]) - {end}
         if any(tags[node].experts and not tags[node].weight for node in behind & inside):
             raise Refuse(f"the code keeps what experts compute on the module ({item})", end)
-
-
-def _nodes(value: Any) -> list[torch.fx.Node]:
-    found: list[torch.fx.Node] = []
-    torch.fx.map_arg(value, found.append)
-    return found
 
 
 _LONGEST_CONSTANT = 64
