@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,9 @@ from real_blocks import make, tokens_of
 from torch import Tensor, nn
 
 import hexa_fx
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW
+from hexa_fx.codegen.tiles_sm90 import NARROW_CANDIDATES
 from hexa_fx.cuda import gemm_sm90 as sm90
-from hexa_fx.cuda.kernel import NotBuilt
+from hexa_fx.cuda.kernel import prebuild
 from hexa_fx.ops.operands import Esmm, Estmm
 
 Row = dict[str, Any]
@@ -141,16 +139,13 @@ def product_rows(options: argparse.Namespace) -> Iterator[Row]:
         if options.device == "cpu":
             continue
         product: Any = sm90.esmm if isinstance(record, Esmm) else sm90.estmm
-        for tile in (replace(NARROW, stages=4), COOPERATIVE):
+        for tile in NARROW_CANDIDATES[1:]:
             label = f"{name}, {tile.bm}x{tile.bn}, {tile.stages} stages"
             runs[label] = lambda product=product, record=record, tile=tile: product(record, tile)
     if options.device == "cpu":
         milliseconds = {name: 1e3 * timed(lambda run=run: run(), 1)[0] for name, run in runs.items()}
     else:
-        for run in runs.values():
-            with suppress(NotBuilt):
-                run()
-        wait_for_kernels()
+        prebuild(lambda: [run() for run in runs.values()])
         milliseconds = steady(runs, options.turns, 0.2, 0.3)
     for name, found in milliseconds.items():
         yield {"question": "products", "product": name, "ms": round(found, 4)}

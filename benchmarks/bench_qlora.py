@@ -132,11 +132,27 @@ def step_rows(options: argparse.Namespace) -> Iterator[Row]:
             "layers": model.config.num_hidden_layers,
         }
         row |= {"adapters": "attention and experts" if packed else "attention", "rank": options.rank}
-        row |= {"tokens": options.step_tokens, "ms": round(1e3 * seconds, 1)}
+        without = timed_without_experts(model, step, options)
+        row |= {"tokens": options.step_tokens, "ms": round(1e3 * seconds, 1), "ms_without_experts": without}
         yield row | {"held_gib": round(held / GIB, 2), "peak_gib": round((held + (above or 0) * 2**20) / GIB, 2)}
         del model, trained, optimizer, step
         if options.device != "cpu":
             torch.cuda.empty_cache()
+
+
+def timed_without_experts(model: nn.Module, step: Callable[[], None], options: argparse.Namespace) -> float:
+    """Milliseconds of a step whose MoE layers hand their tokens on: what attention, the head and the optimizer take."""
+    layers = [module.mlp for module in model.modules() if hasattr(module, "mlp")]
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        layer.__dict__["forward"] = lambda x: (x, None) if options.model.startswith("gpt") else x
+    step()
+    seconds, _ = timed(step, options.rounds)
+    for layer, forward_ in zip(layers, before):
+        layer.__dict__.pop("forward")
+        if forward_ is not None:
+            layer.__dict__["forward"] = forward_
+    return round(1e3 * seconds, 1)
 
 
 def whole(options: argparse.Namespace, way: str) -> Any:

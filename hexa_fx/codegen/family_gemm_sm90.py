@@ -172,8 +172,10 @@ def _check(spec: KernelSpec) -> Iterable[str]:
     if _swapped(spec):
         yield from _check_swapped(spec)
         return
-    if spec.bm not in (64, 128) or spec.bn not in (128, 256) or spec.bk != line_elements(spec.dtype):
-        yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 128 or 256 x {line_elements(spec.dtype)}"
+    if spec.bm not in (64, 128) or spec.bn not in (64, 128, 256) or spec.bk != line_elements(spec.dtype):
+        yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected 64 or 128 x 64, 128 or 256 x {line_elements(spec.dtype)}"
+    if spec.bn == 64 and (spec.op not in ("esmm", "estmm") or _cluster(spec) > 1):
+        yield f"{spec.op}: tiles of 64 columns are for plain narrow products, which share nothing in a cluster"
     if spec.glu in ("concat", "split") and spec.op == "esmm_act" and spec.bn % 128:
         yield f"gate and up halves of {spec.bn // 2} columns; each must be a multiple of 64"
     accumulators = spec.bm * spec.bn // (128 if _pingpong(spec) else 256)

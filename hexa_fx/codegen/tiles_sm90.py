@@ -84,6 +84,12 @@ CANDIDATES = {
 }
 """Tiles worth timing, by operator."""
 
+NARROW_CANDIDATES = (NARROW, replace(NARROW, bn=64, stages=8), COOPERATIVE)
+"""Those of products of up to `NARROW_COLUMNS` columns."""
+
+NARROW_OPS = ("esmm", "estmm")
+"""Operators that have them."""
+
 ROW_LIMITS = (FEW_ROWS, CLUSTER_ROWS)
 """Rows an expert at which rules change besides the limits of buckets."""
 
@@ -104,7 +110,7 @@ def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gath
         if mean <= FEW_ROWS:
             return replace(PINGPONG, stages=2) if many else PINGPONG
         return replace(COOPERATIVE, bn=128) if many else COOPERATIVE
-    if op in ("esmm", "estmm") and columns <= NARROW_COLUMNS:
+    if op in NARROW_OPS and columns <= NARROW_COLUMNS:
         return NARROW
     if op == "esmm_act" and mean > CLUSTER_ROWS:  # fewer reads from L2, less power
         return replace(COOPERATIVE, cluster=2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.family_gemm_sm90 import LINE_BYTES, MAX_EXPERTS
-from hexa_fx.codegen.tiles_sm90 import TileChoice
+from hexa_fx.codegen.tiles_sm90 import NARROW_COLUMNS, TileChoice
 from hexa_fx.cuda.arguments_sm90 import (
     Maps,
     added_map,
@@ -184,7 +184,7 @@ def estmm(o: Estmm, into: Tensor | None = None) -> Tensor:
         p, v, q, transpose = o.x, o.x_index, o.g, layout == "nk"
     else:
         p, v, q, transpose = o.g, o.g_index, o.x, layout == "kn"
-    if v is None and transpose:
+    if v is None and transpose and q.shape[1] > NARROW_COLUMNS:  # narrow tiles are so along Q
         p, q, transpose = q, p, False
     rows, columns, n = p.shape[1], q.shape[1], q.shape[0]
     shape = (experts, columns, rows) if transpose else (experts, rows, columns)

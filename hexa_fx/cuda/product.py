@@ -130,7 +130,8 @@ class GemmKey(NamedTuple):
     def candidates(self) -> Sequence[Tile]:
         """Tiles worth measuring."""
         if self.family == HOPPER:
-            return tiles_sm90.CANDIDATES[self.op]
+            narrow = self.op in tiles_sm90.NARROW_OPS and self.columns <= tiles_sm90.NARROW_COLUMNS
+            return tiles_sm90.NARROW_CANDIDATES if narrow else tiles_sm90.CANDIDATES[self.op]
         return heuristics.candidates(self.op, DTYPES[self.dtype], self.math, self.bucket)
 
     def spec(self, tile: Tile) -> KernelSpec:

@@ -13,7 +13,7 @@ from hexa_fx.codegen.family_block_sm90 import block_shape
 from hexa_fx.codegen.family_gemm_sm90 import CHUNK_BYTES, ROW_OPS, gemm_shape
 from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec, SpecError
-from hexa_fx.codegen.tiles_sm90 import FEW_ROWS, SWAPPED, choose_tile
+from hexa_fx.codegen.tiles_sm90 import FEW_ROWS, NARROW_CANDIDATES, NARROW_OPS, SWAPPED, choose_tile
 
 OPS = ("esmm", "esmm_act", "esmm_act_backward", "estmm", "esfk")
 
@@ -46,7 +46,8 @@ def test_chosen_tiles_fit(op: str, gather: bool, rows: int, cluster: int) -> Non
         ({"aligned": False}, "16-byte aligned"),
         ({"arch": 80}, "sm_90"),
         ({"stages": 5}, "shared memory"),
-        ({"bn": 192}, "expected 64 or 128 x 128 or 256"),
+        ({"bn": 192}, "expected 64 or 128 x 64, 128 or 256"),
+        ({"bn": 64, "options": (("cluster", 2),)}, "plain narrow products"),
         ({"bm": 64}, "cooperative tile has 128 rows"),
         ({"schedule": KernelScheduleType.Multistage}, "schedule Multistage"),
     ],
@@ -54,6 +55,16 @@ def test_chosen_tiles_fit(op: str, gather: bool, rows: int, cluster: int) -> Non
 def test_refusals(change: dict[str, object], reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         render(spec_of("esmm", **change))
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("op", NARROW_OPS)
+def test_tiles_for_narrow_products_fit(op: str, gather: bool) -> None:
+    for tile in NARROW_CANDIDATES:
+        spec = spec_of(op, gather=gather, bn=tile.bn, stages=tile.stages)
+        assert render(spec).launch.shared_bytes <= shared_limit(90)
+    with pytest.raises(SpecError, match="plain narrow products"):
+        render(spec_of("esfk", bn=64))
 
 
 @pytest.mark.parametrize("op", ["estmm", "esfk"])

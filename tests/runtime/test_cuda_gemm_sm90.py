@@ -116,6 +116,16 @@ def test_esmm(recorder: Recorder, layout: str) -> None:
 RANK = 8
 
 
+@pytest.mark.parametrize(("columns", "of_weight", "transpose"), [(16, (N, 16), True), (128, (128, N), False)])
+def test_a_narrow_side_of_a_weights_gradient_is_that_of_narrow_tiles(
+    recorder: Recorder, columns: int, of_weight: tuple[int, int], transpose: bool
+) -> None:
+    _, offs = routing()
+    sm90.estmm(Estmm(randn(T * K, N), randn(T * K, columns), None, None, offs, 1, "nk"))
+    assert (recorder.values["R"], recorder.values["C"]) == of_weight
+    assert (recorder.spec.bn, recorder.spec.option("transpose")) == (128 if transpose else 256, transpose)
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_fused_products_of_some_experts_write_to_results_of_all(recorder: Recorder, last: bool) -> None:
     (v, offs), n = routing(), T * K

@@ -16,6 +16,8 @@ struct Copier {
   static constexpr bool kShareRows = C::Swapped && C::Cluster > 1;                // each CTA copies every second box to both
   // Where weight tiles gather, the next tile is worked out before this one's last steps. Elsewhere that was slower.
   static constexpr bool kEarly = C::WeightOp && C::GatherWeight;
+  static constexpr bool kNarrow = C::BN == kLine;  // features of B are one line, which is all in the first half
+  static constexpr int kHalfLines = kNarrow ? 1 : C::BN / 2 / kLine;
   Smem<C>& sm;
   const GroupedParams& p;
   const TmaDescriptor* maps;
@@ -57,9 +59,9 @@ struct Copier {
       uint8_t* dst = sm.b[pipe.index] + half * (C::BN / 2) * kLineBytes;
       if constexpr (!C::WeightKN) copy_3d(map, bar, dst, k * C::BK, n, t.expert, shared);
       else {
+        if (kNarrow && half) return;
         CUTE_UNROLL
-        for (int j = 0; j < C::BN / 2 / kLine; ++j)
-          copy_3d(map, bar, dst + j * kBlockBytes, n + kLine * j, k * C::BK, t.expert, shared);
+        for (int j = 0; j < kHalfLines; ++j) copy_3d(map, bar, dst + j * kBlockBytes, n + kLine * j, k * C::BK, t.expert, shared);
       }
     });
   }
@@ -111,9 +113,10 @@ struct Copier {
           SM90_TMA_LOAD_2D::copy(maps + kPMap, bar, kEvictNormal, sm.a[pipe.index] + j * kBlockBytes, t.m0 + kLine * j, row);
       }
       halves(t, [&](int half, bool) {
+        if (kNarrow && half) return;
         CUTE_UNROLL
-        for (int i = 0; i < C::BN / 2 / kLine; ++i) {
-          const int j = half * (C::BN / 2 / kLine) + i;
+        for (int i = 0; i < kHalfLines; ++i) {
+          const int j = half * kHalfLines + i;
           SM90_TMA_LOAD_2D::copy(maps + kQMap, bar, kEvictNormal, sm.b[pipe.index] + j * kBlockBytes, t.n0 + kLine * j, row);
         }
       });
