@@ -14,9 +14,10 @@ import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import Access, CapturedBlock, StoredValue, functional, record_of
 from hexa_fx.ir import InputGuard, PythonRead, RewrittenBlock
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.detect.graph import ancestors, is_float, writes_outside, written_from
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import is_outside
+from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.fold_views import fold_views
 from hexa_fx.passes.kept_calls import Kept, keep, refuse_late_conditions
 from hexa_fx.passes.leading_sizes import leading_sizes
@@ -99,10 +100,13 @@ class _Rewriter:
         )
 
     def _asked_first(self) -> set[torch.fx.Node]:
-        """Conditions on parameters and buffers alone, which are checked before any random number is drawn."""
+        """Conditions on parameters, buffers and sizes of inputs alone, which are checked before anything is drawn or written."""
         conditions = [branch.condition for match in self.match.regions for branch in match.conditions]
         behind = [ancestors([condition]) for condition in conditions]
-        return {n for found in behind if not any(n.op == "placeholder" for n in found) for n in found}
+        first = (
+            found for found in behind if not any(n.op == "placeholder" for n in found) or all(map(_is_given, found))
+        )
+        return {n for found in first for n in found if n.op != "placeholder"}
 
     def _overwritten(self, kept: Kept) -> set[torch.fx.Node]:
         """What regions read, or keep for backward, of inputs and buffers that are written to before they end."""
@@ -268,6 +272,14 @@ class _Rewriter:
             gradient = tensor.requires_grad if "gradient" in asked else None
             result.append(InputGuard(name, "tensor", None, tensor.dtype, tensor.dim(), exact, device, layout, gradient))
         return tuple(result)
+
+
+def _is_given(node: torch.fx.Node) -> bool:
+    """Whether it is an input, a size of one that nothing has written to, or a number that is made of such."""
+    if node.op == "placeholder":
+        return True
+    read = [operand for operand in node.all_input_nodes if is_tensor(operand)]
+    return not is_tensor(node) and (not read or (operation(node) in SIZES and all(n.op == "placeholder" for n in read)))
 
 
 def _roots_of(match: MoEMatch) -> list[torch.fx.Node]:

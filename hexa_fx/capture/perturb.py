@@ -6,13 +6,15 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.fx
 from torch import nn
 
+from hexa_fx.capture.records import record_of
 from hexa_fx.isolation.size import is_of_one_number
 
 
@@ -58,6 +60,24 @@ def replaced_parameters(
     finally:
         for key, parameter in plain.items():
             parameter.data = before[key]
+
+
+def decided_alone(block: nn.Module, graph: torch.fx.Graph, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Of the named parameters, those on which alone the host decided in a recorded run, with their own values.
+
+    What the code does with these shows only with the values that they have.
+    """
+    found: set[str] = set()
+    for decision in (node for node in graph.nodes if node.op != "output" and record_of(node).decision):
+        behind, frontier = set(), [decision]
+        while frontier:
+            node = frontier.pop()
+            if node not in behind:
+                behind.add(node)
+                frontier.extend(node.all_input_nodes)
+        if not any(node.op == "placeholder" for node in behind):
+            found |= {str(node.target) for node in behind if node.op == "get_attr"}
+    return {name: block.get_parameter(name).detach() for name in sorted(found.intersection(names))}
 
 
 def _is_plain(value: torch.Tensor) -> bool:

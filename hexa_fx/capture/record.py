@@ -19,7 +19,7 @@ from hexa_fx.capture.calls import why_not_recorded
 from hexa_fx.capture.collect import Access, Collecting, puts
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.host import namespaces_of, visible_host
-from hexa_fx.capture.perturb import AS_IT_IS, Replacements, replaced_parameters
+from hexa_fx.capture.perturb import AS_IT_IS, Replacements, decided_alone, replaced_parameters
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
@@ -74,7 +74,7 @@ class CapturedBlock:
             tensors (`hexa_fx.capture.ran_code.RanCode.asks`).
         replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         analysis_bytes: memory that experiments on the block may hold.
-        as_recorded: the graph before it was brought into canonical form, if that changed it; for people to read.
+        as_recorded: the graph before it was brought into canonical form, if that changed it.
     """
 
     block: nn.Module
@@ -115,10 +115,9 @@ class CapturedBlock:
 
     def tensor_of(self, name: str) -> torch.Tensor:
         """The parameter, buffer or constant behind a ``get_attr`` target, with the value that it had in the run."""
-        if name in self.constants:
-            return self.constants[name]
-        if name in self.replaced:
-            return self.replaced[name]
+        for known in (self.constants, self.replaced):
+            if name in known:
+                return known[name]
         owner, _, leaf = name.rpartition(".")
         return getattr(self.block.get_submodule(owner), leaf)  # type: ignore[no-any-return]
 
@@ -143,8 +142,8 @@ def capture(
     """What one run of ``block`` did.
 
     Parameters, buffers and the global random state are left unchanged. Gradients are on, so that the code's own ``no_grad``
-    shows. Parameters whose elements are all equal, such as new biases, get random numbers for the run: adding zero or
-    multiplying by one would leave no trace. Code that fails under these conditions is run again without them.
+    shows. Parameters of equal elements, such as new biases, get random numbers if the code does not decide on them alone: adding
+    zero would leave no trace. Code that fails under these conditions is run again without them.
 
     Raises:
         CaptureError: the block does not run on these inputs; the message quotes its error.
@@ -159,6 +158,10 @@ def capture(
                 raise
             effects.restore()
             found = _with_side_effects(functools.partial(run, True), block, effects)
+        if own := decided_alone(block, found.graph, found.replaced.keys() - replacements.held.keys()):
+            effects.restore()
+            held = replace(replacements, held=own | {**replacements.held})
+            return capture(block, args, kwargs, path, seed, analysis_bytes, held)
         return replace(found, analysis_bytes=analysis_bytes)
     finally:
         effects.restore()
@@ -198,9 +201,8 @@ def _capture(
     collecting: Collecting | None = None,
 ) -> CapturedBlock:
     """``monitor`` and ``collecting`` look at what a first run left beside its output, to see which module's code does and how."""
-    parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
-        block.named_buffers(remove_duplicate=False)
-    )
+    parameters: dict[str, torch.Tensor] = dict(block.named_parameters(remove_duplicate=False))
+    parameters |= block.named_buffers(remove_duplicate=False)
     bound = _bind_arguments(block, args, kwargs)
     reads = PythonReads(block)
     try:
