@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.ops import checks, library, tiles
 from hexa_fx.ops.activations import check_activation
 from hexa_fx.ops.esmm import projection_backward
-from hexa_fx.ops.operands import EsmmAct
+from hexa_fx.ops.operands import EsmmAct, MoeFfn
 from hexa_fx.ops.tiling import output, whole
 
 library.define(
@@ -69,34 +68,23 @@ def check(*args: Any) -> None:
     checks.check_index("esmm_act", o.x, ("v", "offs"), (o.v, o.offs))
     experts, k, n = checks.check_weight("esmm_act", "w1", o.w1, o.layout, o.offs)
     checks.check_rows("esmm_act", "x", o.x, k, o.v, o.top_k)
-    check_first_projection("esmm_act", experts, n, o.w1, o.b1, o.w3, o.b3, o.activation, o.glu, o.params)
+    check_first_projection("esmm_act", o, experts, n)
 
 
-def check_first_projection(
-    op: str,
-    experts: int,
-    n: int,
-    w1: Tensor,
-    b1: Tensor | None,
-    w3: Tensor | None,
-    b3: Tensor | None,
-    activation: str,
-    glu: str,
-    params: Sequence[float],
-) -> None:
+def check_first_projection(op: str, o: EsmmAct | MoeFfn, experts: int, n: int) -> None:
     """The weights and biases of the first projection fit the activation and each other."""
-    check_activation(activation, glu, params)
-    checks.check_bias(op, "b1", b1, experts, n)
-    if glu == "split":
-        if w3 is None or w3.shape != w1.shape:
-            seen = "missing" if w3 is None else checks.shape(w3)
-            raise InputError(f"hexa::{op}: w3 is {seen}; with glu 'split' it is shaped as w1 {tuple(w1.shape)}")
-        checks.check_bias(op, "b3", b3, experts, n)
+    check_activation(o.activation, o.glu, o.params)
+    checks.check_bias(op, "b1", o.b1, experts, n)
+    if o.glu == "split":
+        if o.w3 is None or o.w3.shape != o.w1.shape:
+            seen = "missing" if o.w3 is None else checks.shape(o.w3)
+            raise InputError(f"hexa::{op}: w3 is {seen}; with glu 'split' it is shaped as w1 {tuple(o.w1.shape)}")
+        checks.check_bias(op, "b3", o.b3, experts, n)
         return
-    if w3 is not None or b3 is not None:
-        raise InputError(f"hexa::{op}: w3 and b3 belong to glu 'split', not to {glu!r}")
-    if glu != "none" and n % 2:
-        raise InputError(f"hexa::{op}: w1 is {checks.shape(w1)}: gate and up need an even width")
+    if o.w3 is not None or o.b3 is not None:
+        raise InputError(f"hexa::{op}: w3 and b3 belong to glu 'split', not to {o.glu!r}")
+    if o.glu != "none" and n % 2:
+        raise InputError(f"hexa::{op}: w1 is {checks.shape(o.w1)}: gate and up need an even width")
 
 
 def esmm_act_cpu(*args: Any) -> tuple[Tensor, Tensor]:

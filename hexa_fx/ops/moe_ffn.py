@@ -13,7 +13,7 @@ autograd reaches them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import checks, library
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.esmm_act import check_first_projection
+from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.program import programs
-from hexa_fx.ops.rows import columns_of
 
 _OPS = torch.ops.hexa
 WEIGHTS = "Tensor w1, Tensor? b1, Tensor? w3, Tensor? b3, Tensor w2, Tensor? b2"
@@ -94,65 +94,35 @@ def _static(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return activation, glu, tuple(params), layout1, layout2, recompute_h
 
 
-def check(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor | None,
-    w1: Tensor,
-    b1: Tensor | None,
-    w3: Tensor | None,
-    b3: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    activation: str,
-    glu: str,
-    params: Sequence[float],
-    layout1: str,
-    layout2: str,
-    recompute_h: bool,
-) -> None:
+def check(*args: Any) -> None:
     """Checks shapes, dtypes and devices of the arguments."""
-    checks.check_floating("moe_ffn", _NAMES, (x, w1, b1, w3, b3, w2, b2))
-    check_shapes(x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2, activation, glu, params, layout1, layout2)
+    o = MoeFfn(*args)
+    names = ("x", "w1", "b1", "w3", "b3", "w2", "b2")
+    checks.check_floating("moe_ffn", names, (o.x, o.w1, o.b1, o.w3, o.b3, o.w2, o.b2))
+    check_shapes(o)
 
 
-def check_shapes(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor | None,
-    w1: Tensor,
-    b1: Tensor | None,
-    w3: Tensor | None,
-    b3: Tensor | None,
-    w2: Tensor,
-    b2: Tensor | None,
-    activation: str,
-    glu: str,
-    params: Sequence[float],
-    layout1: str,
-    layout2: str,
-) -> None:
+def check_shapes(o: MoeFfn) -> None:
     """Checks shapes, and the routing."""
     op = "moe_ffn"
-    experts, model_size, n = checks.check_weight(op, "w1", w1, layout1)
-    checks.check_rows(op, "x", x, model_size)
-    check_first_projection(op, experts, n, w1, b1, w3, b3, activation, glu, params)
-    experts2, k2, n2 = checks.check_weight(op, "w2", w2, layout2)
-    inner = inner_width(n, glu)
+    experts, model_size, n = checks.check_weight(op, "w1", o.w1, o.layout1)
+    checks.check_rows(op, "x", o.x, model_size)
+    check_first_projection(op, o, experts, n)
+    experts2, k2, n2 = checks.check_weight(op, "w2", o.w2, o.layout2)
+    inner = inner_width(n, o.glu)
     if experts2 != experts or k2 != inner:
         raise InputError(
-            f"hexa::{op}: w2 is {checks.shape(w2)}, {experts2} experts of {k2} inputs in layout {layout2}; "
+            f"hexa::{op}: w2 is {checks.shape(o.w2)}, {experts2} experts of {k2} inputs in layout {o.layout2}; "
             f"w1 gives {experts} experts of intermediate size {inner}"
         )
-    checks.check_bias(op, "b2", b2, experts, n2)
-    checks.check_routing(op, x, top_k_index, top_k_weights)
+    checks.check_bias(op, "b2", o.b2, experts, n2)
+    checks.check_routing(op, o.x, o.top_k_index, o.top_k_weights)
 
 
 def _given(tensors: tuple[Any, ...]) -> tuple[bool, ...]:
     return tuple(t is not None for t in tensors)
 
 
-_NAMES = ("x", "w1", "b1", "w3", "b3", "w2", "b2")
 _NO_GRADS = (False,) * 8
 
 
@@ -162,7 +132,7 @@ def forward_on(device: str, training: bool, x: Tensor, top_k_index: Tensor, *res
     out = program.forward(x, top_k_index, *rest[:7])
     if training and rest[12]:
         y, v, inv, offs = out
-        return y, x.new_empty((0, _h_width(rest[1], rest[8], rest[10]))), v, inv, offs
+        return y, x.new_empty((0, MoeFfn(x, top_k_index, *rest).width)), v, inv, offs
     return out
 
 
@@ -203,22 +173,19 @@ def _device_of(x: Tensor, weights: Iterable[Tensor | None]) -> str:
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
-def _h_width(w1: Tensor, glu: str, layout1: str) -> int:
-    width = columns_of(w1, layout1)
-    return 2 * width if glu == "split" else width
+def fake(*args: Any) -> Tensor:
+    """An empty result."""
+    o = MoeFfn(*args)
+    return o.x.new_empty((o.x.shape[0], o.output_size))
 
 
-def fake(x: Tensor, top_k_index: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((x.shape[0], columns_of(rest[5], rest[11])))
-
-
-def fake_forward(x: Tensor, top_k_index: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    w1, glu, layout1, recompute_h = rest[1], rest[8], rest[10], rest[12]
-    n = top_k_index.shape[0] * top_k_index.shape[1]
-    h = x.new_empty((0 if recompute_h else n, _h_width(w1, glu, layout1)))
-    index = torch.empty(n, dtype=torch.int32, device=x.device)
-    offs = torch.empty(w1.shape[0] + 1, dtype=torch.int32, device=x.device)
-    return fake(x, top_k_index, *rest), h, index, torch.empty_like(index), offs
+def fake_forward(*args: Any) -> tuple[Tensor, ...]:
+    """Empty results."""
+    o = MoeFfn(*args)
+    h = o.x.new_empty((0 if o.recompute_h else o.rows, o.width))
+    index = torch.empty(o.rows, dtype=torch.int32, device=o.x.device)
+    offs = torch.empty(o.w1.shape[0] + 1, dtype=torch.int32, device=o.x.device)
+    return fake(*args), h, index, torch.empty_like(index), offs
 
 
 def _fake_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -> list[Tensor]:

@@ -27,6 +27,7 @@ from hexa_fx.ops.fp8 import rows_and_scales
 from hexa_fx.ops.fp8_arguments import Arguments, kernel
 from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS, check_shapes
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
+from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.projection import DENSE
 
 _OPS = torch.ops.hexa
@@ -180,7 +181,7 @@ def _check(*args: Any) -> None:
     for name, t in o.floating.items():
         if t is not None and (t.dtype not in checks.FLOATING or t.device != o.x.device):
             raise InputError(f"hexa::moe_ffn_fp8: {name} is {checks.shape(t)} on {t.device}; x is on {o.x.device}")
-    check_shapes(*args[:14])
+    check_shapes(MoeFfn(*args[:15]))
     if o.s1 is None and o.s2 is None:
         return
     if o.s1 is None or o.s2 is None or not is_whole(o.w1, o.w2, o.glu, o.layout1, o.layout2):

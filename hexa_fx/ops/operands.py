@@ -1,4 +1,4 @@
-"""The operands of products and of the activation's backward: a frozen record an operator, with the fields of its schema in order.
+"""The operands of a layer, of products and of the activation's backward: a frozen record an operator, its schema's fields in order.
 
 The kernels of every device, their checks and their shape rules begin with ``EsmmAct(*args)`` and hand that on. What the fields are
 is said in the operators' own docstrings. T tokens, n rows in expert order, E experts.
@@ -143,3 +143,39 @@ class Esfk(NamedTuple):
     def experts(self) -> int:
         """E."""
         return self.offs.shape[0] - 1
+
+
+class MoeFfn(NamedTuple):
+    """Of `hexa_fx.ops.moe_ffn.moe_ffn`."""
+
+    x: Tensor
+    top_k_index: Tensor
+    top_k_weights: Tensor | None
+    w1: Tensor
+    b1: Tensor | None
+    w3: Tensor | None
+    b3: Tensor | None
+    w2: Tensor
+    b2: Tensor | None
+    activation: str
+    glu: Glu
+    params: tuple[float, ...]
+    layout1: Layout
+    layout2: Layout
+    recompute_h: bool
+
+    @property
+    def rows(self) -> int:
+        """n."""
+        return self.top_k_index.shape[0] * self.top_k_index.shape[1]
+
+    @property
+    def width(self) -> int:
+        """Columns of h."""
+        columns = columns_of(self.w1, self.layout1)
+        return 2 * columns if self.glu == "split" else columns
+
+    @property
+    def output_size(self) -> int:
+        """Columns of y."""
+        return columns_of(self.w2, self.layout2)
