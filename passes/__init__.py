@@ -231,8 +231,9 @@ def _rewrite_mode(
         with announced("canonicalize", captured.graph) as done:
             captured = seen_before(canonicalize(captured), runs.captured)
             done.graph = captured.graph
-        if captured.whole_bytes is None:  # else there is no memory for two of them
-            runs.captured.append(captured)
+        if captured.whole_bytes is not None:  # then there is memory for two of them
+            runs.captured.clear()
+        runs.captured.append(captured)
         return captured
 
     try:

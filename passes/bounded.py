@@ -18,6 +18,7 @@ from hexa_fx.capture.observe import Observation
 from hexa_fx.config import HexaConfig
 from hexa_fx.ir import Refusal, RewrittenBlock
 from hexa_fx.isolation.size import FEW_TOKENS, is_out_of_memory, raises_in_pieces
+from hexa_fx.passes.moved_weights import following
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 
@@ -76,9 +77,11 @@ def refusal_of_layout(captured: CapturedBlock, rewritten: RewrittenBlock) -> Ref
     """
     if captured.whole_bytes is None:
         return None
+    graphs = [captured.graph] if captured.as_recorded is None else [captured.graph, captured.as_recorded]
     try:
-        for weight in rewritten.packed:
-            PackedExperts(captured.block, weight).refresh()
+        with following(graphs, captured.block.parameters()):
+            for weight in rewritten.packed:
+                PackedExperts(captured.block, weight).refresh()
     except GuardMiss as miss:
         return Refusal(captured.path, str(miss))
     return None

@@ -45,6 +45,7 @@ class FreshInputs:
         self._seed = seed
         self._sizes = _sizes(self._leaves)
         self._flat = _are_flat(self._leaves)
+        self._made: dict[tuple[tuple[tuple[int, ...], ...], str], list[Any]] = {}  # the same every time
         self.num_experts = num_experts
         self.kinds = _with_tokens([self._kind(leaf) for leaf in self._leaves], self._leaves)
         self.given_routing = any(kind in ("ids", "marks", "scores") for kind in self.kinds)
@@ -167,12 +168,14 @@ class FreshInputs:
         return width <= self.num_experts and int(leaf.max()) < 2 * self.num_experts
 
     def _make(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, routing: Routing | None) -> tuple[Any, Any]:
-        draw = _Draw(torch.Generator().manual_seed(self._seed), routing)
-        made = [
-            leaf if kind == "other" else self._fill(leaf, kind, shape, draw)
-            for leaf, kind, shape in zip(self._leaves, self.kinds, shapes)
-        ]
-        fresh = [_cast(new, leaf, dtype) for new, leaf in zip(made, self._leaves)]
+        key = tuple(shapes), "" if routing is None else routing.name
+        if key not in self._made:
+            draw = _Draw(torch.Generator().manual_seed(self._seed), routing)
+            self._made[key] = [
+                leaf if kind == "other" else self._fill(leaf, kind, shape, draw)
+                for leaf, kind, shape in zip(self._leaves, self.kinds, shapes)
+            ]
+        fresh = [_cast(new, leaf, dtype) for new, leaf in zip(self._made[key], self._leaves)]
         args, kwargs = pytree.tree_unflatten(fresh, self._spec)
         return args, kwargs
 
@@ -232,7 +235,7 @@ def _with_tokens(kinds: list[Kind], leaves: Sequence[Any]) -> list[Kind]:
 def _cast(new: Any, leaf: Any, dtype: torch.dtype) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return new
-    return new.to(device=leaf.device, dtype=dtype if leaf.is_floating_point() else leaf.dtype)
+    return new.to(device=leaf.device, dtype=dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
 
 
 def _are_flat(leaves: Sequence[Any]) -> bool:

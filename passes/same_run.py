@@ -17,6 +17,7 @@ from torch import nn
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.passes.detect.graph import UNINITIALISED, operation
 
 _OF_THE_RUN = frozenset({"graph", "reads", "collections", "as_recorded"})
 """Fields that are compared otherwise, or that detection does not see."""
@@ -77,7 +78,11 @@ def _same_node(one: torch.fx.Node, two: torch.fx.Node, there: dict[Any, Any], ba
         return False
     if any(getattr(a, name) != getattr(b, name) for name in ("scope", "location", "writes", "decision", "gradient")):
         return False
-    return _same(one.args, two.args) and _same(one.kwargs, two.kwargs) and _same(a.value, b.value)
+    if not (_same(one.args, two.args) and _same(one.kwargs, two.kwargs)):
+        return False
+    if operation(one) in UNINITIALISED and isinstance(a.value, torch.Tensor) and isinstance(b.value, torch.Tensor):
+        return _kind(a.value) == _kind(b.value)  # whatever the memory held before
+    return _same(a.value, b.value)
 
 
 def _same(one: Any, two: Any) -> bool:
@@ -102,11 +107,12 @@ def _same(one: Any, two: Any) -> bool:
 
 
 def _same_tensor(one: torch.Tensor, two: torch.Tensor) -> bool:
-    def kind(value: torch.Tensor) -> tuple[Any, ...]:
-        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-
-    if kind(one) != kind(two):
+    if _kind(one) != _kind(two):
         return False
     if one.is_meta or (one.data_ptr() != 0 and one.data_ptr() == two.data_ptr()):
         return True
     return bool(torch.equal(one, two))
+
+
+def _kind(value: torch.Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.dtype, value.device, value.requires_grad

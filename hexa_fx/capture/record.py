@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +27,7 @@ from hexa_fx.capture.side_effects import SideEffectMonitor, SideEffects
 from hexa_fx.capture.stored import UNKNOWN, StoredValue, noted_settings, stored_values
 from hexa_fx.errors import CaptureError
 from hexa_fx.ir import PythonRead
+from hexa_fx.isolation.apart import Apart
 from hexa_fx.isolation.contents import Contents, Holder
 from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.module_snapshot import restored
@@ -112,6 +113,13 @@ class CapturedBlock:
         if self.whole_bytes is not None and is_large(value):
             return RaisedWeight(value, self.whole_bytes)
         return value.double()
+
+    def stack_in_float64(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Tensors of one shape in float64, (E, ...), for reading."""
+        alike = len({(value.shape, value.dtype, value.device) for value in values}) == 1
+        if self.whole_bytes is not None and is_large(values[0]) and alike:
+            return RaisedWeight(Apart(tuple(values)), self.whole_bytes)
+        return torch.stack([value.detach().double() for value in values])
 
     def tensor_of(self, name: str) -> torch.Tensor:
         """The parameter, buffer or constant behind a ``get_attr`` target, with the value that it had in the run."""

@@ -63,7 +63,7 @@ class LazyGradients(TorchDispatchMode):
         if any(isinstance(leaf, LazyGradient) for leaf in given):
             return run(func, args, kwargs)
         if any(isinstance(leaf, RaisedWeight) for leaf in given):
-            with self:
+            with nullcontext() if raised_weight.is_product(func) else self:  # a product's result is small
                 return raised_weight.run(func, args, kwargs)
         made = _MAKERS.get(func)
         return func(*args, **kwargs) if made is None else made(self, func, args, kwargs)

@@ -7,17 +7,22 @@ those are known here. Any other operation gets the whole weight in float64 as lo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from hexa_fx.isolation.apart import Apart
+
 _ATEN = torch.ops.aten
 
 PIECE_BYTES = 32 << 20
 """Float64 bytes that a product holds of a weight at a time."""
+
+_WIDER = 4
+"""Times as much on a GPU, which narrow matrices do not keep busy."""
 
 _VIEWS = frozenset(
     {
@@ -57,32 +62,42 @@ class TooLarge(MemoryError):
 
 
 class RaisedWeight(torch.Tensor):
-    """A float64 tensor over ``source``, which keeps its own dtype. It is only read.
+    """A float64 tensor over stored ones, which keep their own dtype. It is only read.
 
     Args:
-        source: floating-point tensor, any strides.
+        stored: floating-point tensor, any strides; or experts' tensors that lie apart.
         limit: float64 bytes up to which an operation that is not known here gets a copy of it.
     """
 
-    source: Tensor
+    stored: Tensor | Apart
     limit: int
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, source: Tensor, limit: int) -> RaisedWeight:
+    def __new__(cls, stored: Tensor | Apart, limit: int) -> RaisedWeight:
+        like = stored.empty() if isinstance(stored, Apart) else stored
         made: RaisedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
-            source.size(),
-            strides=source.stride(),
-            storage_offset=source.storage_offset(),
+            like.size(),
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
             dtype=torch.float64,
-            device=source.device,
+            device=stored.device,
         )
-        made.source, made.limit = source.data, limit
+        made.stored, made.limit = stored.data if isinstance(stored, Tensor) else stored, limit
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"RaisedWeight({tuple(self.shape)} over {self.source.dtype})"
+        return f"RaisedWeight({tuple(self.shape)} over {self.stored.dtype})"
+
+    @property
+    def source(self) -> Tensor:
+        """The stored tensor; a copy of those that lie apart."""
+        return self.stored if isinstance(self.stored, Tensor) else torch.stack(self.stored.rows())
+
+    def rows(self) -> Sequence[Tensor]:
+        """What is stored of every index of the first dimension."""
+        return self.stored.unbind() if isinstance(self.stored, Tensor) else self.stored.rows()
 
     def whole(self) -> Tensor:
         """A float64 copy.
@@ -90,9 +105,9 @@ class RaisedWeight(torch.Tensor):
         Raises:
             TooLarge: it would take more than ``limit`` bytes.
         """
-        if 8 * self.source.numel() > self.limit:
+        if 8 * self.numel() > self.limit:
             raise TooLarge(
-                f"a weight of {self.source.numel() >> 20} Mi elements would be copied to float64 as a whole; "
+                f"a weight of {self.numel() >> 20} Mi elements would be copied to float64 as a whole; "
                 f"the analysis may hold {self.limit / 2**30:.2f} GiB of it"
             )
         return self.source.double()
@@ -129,12 +144,14 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _PRODUCTS[func](*args, **kwargs)
     first = args[0]
     if isinstance(first, RaisedWeight) and (func in _VIEWS or func in _GATHERS):
-        taken = func(first.source, *args[1:], **kwargs)
-        if isinstance(taken, Tensor):
+        taken = first.stored.seen_through(func, *args[1:], **kwargs) if isinstance(first.stored, Apart) else None
+        if taken is None:
+            taken = func(first.source, *args[1:], **kwargs)
+        if isinstance(taken, Tensor | Apart):
             return RaisedWeight(taken, first.limit)
         return [RaisedWeight(part, first.limit) for part in taken]
     if isinstance(first, RaisedWeight) and _keeps_dtype(func, args, kwargs):
-        return RaisedWeight(first.source, first.limit)
+        return RaisedWeight(first.stored, first.limit)
     if func in _JOINS and _all_raised(args[0]):
         return _joined(func, args, kwargs)
     if func.namespace == "hexa" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _GENERAL):
@@ -147,6 +164,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise TypeError(f"{func} writes to a weight, which is only read while a block is analysed")
     args, kwargs = pytree.tree_map_only(RaisedWeight, RaisedWeight.whole, (args, kwargs))
     return func(*args, **kwargs)
+
+
+def is_product(func: Any) -> bool:
+    """Whether an operation multiplies matrices, piece by piece."""
+    return func in _PRODUCTS
 
 
 _GENERAL = "CompositeExplicitAutograd"
@@ -208,7 +230,7 @@ def _rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
     result = rows.new_empty(rows.shape[0], matrix.shape[1])
     if not result.numel():
         return result
-    step = max(1, PIECE_BYTES // (8 * max(1, matrix.shape[0])))
+    step = max(1, PIECE_BYTES * (_WIDER if matrix.is_cuda else 1) // (8 * max(1, matrix.shape[0])))
     for start in range(0, matrix.shape[1], step):
         piece = matrix[:, start : start + step].to(torch.float64)
         torch.mm(rows, piece, out=result[:, start : start + step])
@@ -222,7 +244,7 @@ def _bmm(a: Tensor, b: Tensor) -> Tensor:
         return _bmm(b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
     assert isinstance(b, RaisedWeight)
     result = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
-    for number, (rows, matrix) in enumerate(zip(a, b.source)):
+    for number, (rows, matrix) in enumerate(zip(a, b.rows())):
         result[number] = _rows_times(rows, matrix)
     return result
 

@@ -54,7 +54,9 @@ class WeightTable:
 
     def _read(self, base: str) -> tuple[Form, torch.Tensor] | None:
         if base in self.groups.members:
-            return "listed", torch.stack([self._parameter(name) for name in self.groups.members[base]])
+            return "listed", self.captured.stack_in_float64(
+                list(map(self.captured.tensor_of, self.groups.members[base]))
+            )
         parameter = self._parameter(base)
         if parameter.dim() >= 3:
             return "stacked", parameter

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import hexa_fx
+from hexa_fx import passes
+from hexa_fx.capture import record_of
 from hexa_fx.capture.observe import Observation
 from hexa_fx.isolation import gradient_mode, raised_weight, size
-from hexa_fx.passes import analyse
+from hexa_fx.passes import BlockAnalysis, analyse
+from hexa_fx.passes.verify import VerificationResult, verify
 from tests.live_memory import LiveMemory
 
 E, D, INNER, K, T = 16, 128, 128, 2, 12
@@ -90,18 +96,51 @@ def filled(block: nn.Module) -> nn.Module:
     return block.bfloat16().eval()
 
 
+def bounded(monkeypatch: pytest.MonkeyPatch, block: nn.Module) -> BlockAnalysis:
+    """The analysis of a block that counts as large."""
+    for module in (raised_weight, size, gradient_mode):
+        monkeypatch.setattr(module, "LEAST_BYTES", 1 << 16)
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).bfloat16()
+    return analyse(Observation("block", block, (x,), {}), hexa_fx.HexaConfig(analysis_bytes=BOUND))
+
+
 @pytest.mark.parametrize(("kind", "experts"), [(Loop, 48), (Grouped, 48), (Batched, E), (Listed, E)])
 def test_the_analysis_holds_less_than_it_may(kind: type[nn.Module], experts: int, monkeypatch: pytest.MonkeyPatch):
     """With 48 experts the bound is less than a copy in bfloat16 too. The others hold what all experts make, or move weights."""
     monkeypatch.setitem(globals(), "E", experts)
-    for module in (raised_weight, size, gradient_mode):
-        monkeypatch.setattr(module, "LEAST_BYTES", 1 << 16)
     block = filled(kind())
-    x = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).bfloat16()
     with LiveMemory(*block.parameters()) as memory:
-        analysis = analyse(Observation("block", block, (x,), {}), hexa_fx.HexaConfig(analysis_bytes=BOUND))
+        analysis = bounded(monkeypatch, block)
     assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
     assert {check.dtype for check in analysis.checks.values()} == {torch.float64}
     assert all(case.outcome == "equal" for check in analysis.checks.values() for case in check.cases)
     assert any(case.gradient_error > 0 for check in analysis.checks.values() for case in check.cases)
     assert memory.peak <= BOUND, f"{memory.peak / 2**20:.1f} MiB: {memory.held}"
+
+
+def test_nothing_holds_the_memory_that_listed_weights_have_left(monkeypatch: pytest.MonkeyPatch):
+    """Else there are two copies of a block while it is compared: recorded views and what detection read kept the first one."""
+    block = filled(Listed())
+    before = [StorageWeakRef(weight.untyped_storage()) for weight in block.experts.parameters()]
+    alive: list[int] = []
+
+    def spied(*args: Any) -> VerificationResult:
+        alive.append(sum(not storage.expired() for storage in before))
+        return verify(*args)
+
+    monkeypatch.setattr(passes, "verify", spied)
+    analysis = bounded(monkeypatch, block)
+    assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
+    assert alive == [0, 0]
+    graph = analysis.captured["eval"].graph
+    read = {record_of(node).value.data_ptr() for node in graph.nodes if node.op == "get_attr"}
+    assert {weight.data_ptr() for weight in block.experts.parameters()} <= read
+
+
+@pytest.mark.parametrize("kind", [Grouped, Listed])
+def test_a_large_block_that_does_the_same_in_both_modes_is_compared_once(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+):
+    checks = bounded(monkeypatch, filled(kind())).checks
+    assert len(checks["eval"].cases) > 10
+    assert [case.name for case in checks["train"].cases] == ["the example"]

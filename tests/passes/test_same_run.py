@@ -32,6 +32,23 @@ def test_runs_of_one_call_are_the_same_and_share_a_graph() -> None:
     assert shared.reads is second.reads
 
 
+class Uninitialised(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x).copy_(super().forward(x))
+
+
+def test_what_memory_held_before_does_not_tell_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled, numbers = torch.empty_like, iter(range(1, 100))
+
+    def empty_like(x: torch.Tensor) -> torch.Tensor:
+        return filled(x).fill_(next(numbers))
+
+    empty_like.__name__ = "empty_like"
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    block, x = Uninitialised().eval(), torch.randn(12, D)
+    assert same_run(*(capture(block, (x,), {}) for _ in range(2)))
+
+
 class Changeable(Plain):
     """What one run does and another does not."""
 

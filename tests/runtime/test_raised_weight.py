@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from hexa_fx.ir import FfnSpec
 from hexa_fx.isolation import gradient_mode, raised_weight
+from hexa_fx.isolation.apart import Apart
 from hexa_fx.isolation.gradient_mode import LazyGradients, compared
 from hexa_fx.isolation.lazy_gradient import LazyGradient
 from hexa_fx.isolation.outer_products import NotAPlace, Term, filled, reshaped, sketch_of_dense
@@ -181,6 +182,30 @@ def test_weights_side_by_side_are_joined_without_a_copy():
     assert joined.shape == whole.shape
     assert torch.cat(parts).source.data_ptr() == whole.data_ptr()
     torch.testing.assert_close(torch.stack(parts[::-1]).source, whole.flip(0))
+
+
+APART: tuple[Use, ...] = (loop, iterated, halves, one_half, interleaved, all_experts_at_once, broadcast)
+
+
+@pytest.mark.parametrize("use", APART)
+def test_weights_that_lie_apart_are_read_as_a_stack(use: Use, monkeypatch: pytest.MonkeyPatch):
+    parts = tuple(part.clone() for part in stored())
+    expected = use(stored().double(), tokens().detach())
+    monkeypatch.setattr(torch, "stack", None)  # no copy of them all
+    torch.testing.assert_close(use(RaisedWeight(Apart(parts), limit=1), tokens().detach()), expected)
+
+
+def test_weights_that_lie_apart_are_read_where_they_lie_now():
+    parts = tuple(nn.Parameter(part.clone()) for part in stored())
+    weight = RaisedWeight(Apart(parts), limit=1)
+    turned, half = weight.transpose(1, 2), weight[1:, : N // 2]
+    for part in parts:
+        part.data = part.data + 1
+    torch.testing.assert_close(weight[2] @ tokens()[0], (stored() + 1)[2].double() @ tokens()[0])
+    torch.testing.assert_close(turned.source, (stored() + 1).transpose(1, 2))
+    torch.testing.assert_close(half.source, (stored() + 1)[1:, : N // 2])
+    torch.testing.assert_close(weight.transpose(0, 1).source, (stored() + 1).transpose(0, 1))
+    torch.testing.assert_close(weight[2:2].source, stored()[2:2])
 
 
 def test_conversions_to_what_it_counts_as_are_free():
