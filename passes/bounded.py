@@ -75,8 +75,9 @@ def refusal_of_layout(captured: CapturedBlock, rewritten: RewrittenBlock) -> Ref
 
     Done before a large block is verified, so that one tensor over all experts is a view there too.
     """
-    if captured.whole_bytes is None:
+    if captured.whole_bytes is None or not rewritten.packed:
         return None
+    gc.collect()  # what experiments held of the weights
     graphs = [captured.graph] if captured.as_recorded is None else [captured.graph, captured.as_recorded]
     try:
         with following(graphs, captured.block.parameters()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 _ATEN = torch.ops.aten
 View: TypeAlias = Callable[[Tensor], Tensor]
+_Seen: TypeAlias = "Apart | Tensor | list[Tensor] | list[Apart] | None"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Apart:
         """A tensor of the whole's shape without memory."""
         return torch.empty((len(self.parameters), *self.row(0).shape), dtype=self.dtype, device="meta")
 
-    def seen_through(self, func: Any, *args: Any, **kwargs: Any) -> Apart | Tensor | list[Tensor] | None:
+    def seen_through(self, func: Any, *args: Any, **kwargs: Any) -> _Seen:
         """An aten view of the whole, of the parameters as they lie; None if there is no such view of them."""
         view = _VIEWS.get(func)
         return None if view is None else view(self, *args, **kwargs)
@@ -81,6 +83,15 @@ def _slice(whole: Apart, dim: int = 0, start: int | None = None, end: int | None
     return replace(whole, parameters=kept) if kept else None
 
 
+def _split(whole: Apart, size: int | list[int], dim: int = 0) -> list[Apart] | None:
+    inner = whole._inner(dim)
+    if inner < 0:
+        return None
+    ends = list(accumulate(part.shape[inner] for part in whole.row(0).split(size, inner)))
+    cuts = (_slice(whole, dim, start, end) for start, end in zip([0, *ends], ends))
+    return [cut for cut in cuts if cut is not None]
+
+
 def _transpose(whole: Apart, one: int, two: int) -> Apart | None:
     first, second = whole._inner(one), whole._inner(two)
     return None if min(first, second) < 0 else whole._through(lambda tensor: tensor.transpose(first, second))
@@ -90,11 +101,13 @@ def _unbind(whole: Apart, dim: int = 0) -> list[Tensor] | None:
     return whole.rows() if whole._inner(dim) < 0 else None
 
 
-_VIEWS: dict[Any, Callable[..., Apart | Tensor | list[Tensor] | None]] = {
+_VIEWS: dict[Any, Callable[..., _Seen]] = {
     _ATEN.alias.default: _same,
     _ATEN.detach.default: _same,
     _ATEN.select.int: _select,
     _ATEN.slice.Tensor: _slice,
+    _ATEN.split.Tensor: _split,
+    _ATEN.split_with_sizes.default: _split,
     _ATEN.transpose.int: _transpose,
     _ATEN.unbind.int: _unbind,
 }

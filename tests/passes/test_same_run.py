@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import hexa_fx
-from hexa_fx.capture import capture
+from hexa_fx.capture import capture, record_of
 from hexa_fx.capture.started_functions import told_of_starts, untold
 from hexa_fx.passes import detect as detection
+from hexa_fx.passes.detect.graph import operation
 from hexa_fx.passes.same_run import depends_on_mode, same_run, seen_before
 from tests.detect.mixture import D, Mixture
 
@@ -37,16 +39,14 @@ class Uninitialised(Plain):
         return torch.empty_like(x).copy_(super().forward(x))
 
 
-def test_what_memory_held_before_does_not_tell_runs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    filled, numbers = torch.empty_like, iter(range(1, 100))
-
-    def empty_like(x: torch.Tensor) -> torch.Tensor:
-        return filled(x).fill_(next(numbers))
-
-    empty_like.__name__ = "empty_like"
-    monkeypatch.setattr(torch, "empty_like", empty_like)
+def test_what_memory_held_before_does_not_tell_runs_apart() -> None:
     block, x = Uninitialised().eval(), torch.randn(12, D)
-    assert same_run(*(capture(block, (x,), {}) for _ in range(2)))
+    first, second = (capture(block, (x,), {}) for _ in range(2))
+    (made,) = (node for node in second.graph.nodes if operation(node) == "empty_like")
+    made.meta["hexa"] = replace(record_of(made), value=torch.full_like(record_of(made).value, 7.0))
+    assert same_run(first, second)
+    made.meta["hexa"] = replace(record_of(made), value=record_of(made).value.double())
+    assert not same_run(first, second)
 
 
 class Changeable(Plain):

@@ -184,7 +184,7 @@ def test_weights_side_by_side_are_joined_without_a_copy():
     torch.testing.assert_close(torch.stack(parts[::-1]).source, whole.flip(0))
 
 
-APART: tuple[Use, ...] = (loop, iterated, halves, one_half, interleaved, all_experts_at_once, broadcast)
+APART: tuple[Use, ...] = (loop, iterated, halves, one_half, interleaved, all_experts_at_once)
 
 
 @pytest.mark.parametrize("use", APART)
