@@ -27,7 +27,7 @@ from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.calls import raised_at
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.perturb import Replacements
-from hexa_fx.capture.probes import CROWD, crowded_inputs, crowds_of, probe_inputs
+from hexa_fx.capture.probes import OVERFLOW_TOKENS, overflow_inputs, overflow_sizes, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
@@ -169,10 +169,10 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
         if attempt.from_end and (best is None or best.match is None or not best.match.is_given_ids):
             continue
         graphs = [captured.graph for captured in best.captured.values()] if best is not None else []
-        crowd = max(
-            (crowds_of(graph)[-1] for graph in graphs), default=CROWD
+        overflow_tokens = max(
+            (overflow_sizes(graph)[-1] for graph in graphs), default=OVERFLOW_TOKENS
         )  # so that a capacity that the code names is exceeded
-        analysis = _analyse_on(observation, config, attempt, crowd, differed)
+        analysis = _analyse_on(observation, config, attempt, overflow_tokens, differed)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis
         if best.match is None or all(check.ok for check in best.checks.values()):
@@ -182,12 +182,12 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
 
 
 def _analyse_on(
-    observation: Observation, config: HexaConfig, attempt: Attempt, crowd: int, differed: _Differed
+    observation: Observation, config: HexaConfig, attempt: Attempt, overflow_tokens: int, differed: _Differed
 ) -> BlockAnalysis:
     started = time.perf_counter()
     args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens, attempt.scale)
-    if attempt.crowded:
-        args, kwargs = crowded_inputs(args, kwargs, crowd)
+    if attempt.overflow:
+        args, kwargs = overflow_inputs(args, kwargs, overflow_tokens)
     captured: dict[Mode, CapturedBlock] = {}
     rewritten: dict[Mode, RewrittenBlock] = {}
     refusals: dict[Mode, Refusal] = {}

@@ -13,14 +13,14 @@ class Attempt:
 
     Args:
         scale: factor on the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
-        crowded: use many tokens that are nearly alike, so that an expert's capacity is exceeded.
+        overflow: use many tokens that are nearly alike, so that an expert's capacity is exceeded.
         live: see `hexa_fx.passes.region.RegionEmitter`; matters where experts give NaN.
         from_end: see there; matters where the block is given ids.
         prefer_earliest, alone: see `hexa_fx.passes.detect.detect`.
     """
 
     scale: float = 1.0
-    crowded: bool = False
+    overflow: bool = False
     live: Live | None = None
     from_end: bool = False
     prefer_earliest: bool = False
@@ -32,7 +32,7 @@ ATTEMPTS = (
     Attempt(from_end=True),
     Attempt(live="gt"),
     Attempt(live="ne"),
-    Attempt(crowded=True),
+    Attempt(overflow=True),
     Attempt(prefer_earliest=True),
     Attempt(scale=0.1),
     Attempt(scale=10.0),

@@ -120,9 +120,9 @@ class Comparison:
             backward = routing is ROUTINGS[0] and not large
             yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example, backward)
         yield from self._all_reached(spy.top_k)
-        for crowd, routing in product(self.settings.crowds, ROUTINGS[: 1 + self.settings.crowd_last]):
-            name = f"{crowd} {routing.name.removeprefix('all ')}"
-            yield self._forced(name, routing, spy.top_k, partial(self.inputs.at, 1, crowd), gradients=False)
+        for tokens, routing in product(self.settings.overflow_sizes, ROUTINGS[: 1 + self.settings.overflow_last]):
+            name = f"{tokens} {routing.name.removeprefix('all ')}"
+            yield self._forced(name, routing, spy.top_k, partial(self.inputs.at, 1, tokens), gradients=False)
         if self.settings.many:
             given = self.inputs.at(1, self.settings.many, self.subject.dtype)
             yield self._case(f"{self.settings.many} tokens", given, gradients=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hexa_fx.capture import CapturedBlock
-from hexa_fx.capture.probes import CROWD, crowds_of, decides_between_numbers
+from hexa_fx.capture.probes import OVERFLOW_TOKENS, decides_between_numbers, overflow_sizes
 from hexa_fx.config import HexaConfig
 from hexa_fx.isolation.size import FEW_TOKENS
 from hexa_fx.passes.perturbation import factors_past_limits
@@ -29,8 +29,8 @@ class VerifySettings:
         many_bytes: if the float64 copy is larger than this, gradients, which take the time, are compared in two cases instead
             of four. Outputs are compared in all cases.
         brief: compare on the example only, for a mode in which the block does the same as in one that was verified.
-        crowds: how many tokens in a row are sent to the same experts: more than the block's capacity, if it has one.
-        crowd_last: whether to send them to the last experts too.
+        overflow_sizes: how many tokens in a row are sent to the same experts: more than the block's capacity, if it has one.
+        overflow_last: whether to send them to the last experts too.
         many: tokens of one more case, for what shows only in thousands; 0: none.
         seed: of inputs, cotangents and the random numbers that the block draws.
         factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.perturbation`.
@@ -40,8 +40,8 @@ class VerifySettings:
     """
 
     sizes: tuple[tuple[int, int], ...] = ((2, 5), (1, 7), (6, 1), (1, 1), (0, 4))
-    crowds: tuple[int, ...] = (160,)
-    crowd_last: bool = False
+    overflow_sizes: tuple[int, ...] = (160,)
+    overflow_last: bool = False
     many: int = 0
     brief: bool = False
     seed: int = 0
@@ -57,8 +57,8 @@ def settings_of(captured: CapturedBlock, config: HexaConfig, brief: bool) -> Ver
     in_pieces = captured.whole_bytes is not None
     numbers = sum(parameter.numel() for parameter in captured.block.parameters())
     return VerifySettings(
-        crowds=crowds_of(captured.graph, config.probe_tokens if in_pieces else CROWD),
-        crowd_last=decides_between_numbers(captured.graph),
+        overflow_sizes=overflow_sizes(captured.graph, config.probe_tokens if in_pieces else OVERFLOW_TOKENS),
+        overflow_last=decides_between_numbers(captured.graph),
         many=_MANY if _MANY * numbers <= _CHEAP else 0,
         few=config.probe_tokens,
         brief=brief,

@@ -51,8 +51,8 @@ def _rows(tensor: torch.Tensor) -> int:
     return tensor.shape[:-1].numel() if tensor.is_floating_point() else tensor.shape[0]
 
 
-CROWD = 160
-"""Tokens in a crowded probe, unless the code names a larger capacity."""
+OVERFLOW_TOKENS = 160
+"""Tokens in a probe that overflows experts, unless the code names a larger capacity."""
 
 _COMPARISONS = frozenset("le lt ge gt clamp clamp_ clip min minimum".split())
 _PARTS = frozenset("getitem split split_with_sizes tensor_split narrow".split())
@@ -61,7 +61,7 @@ _ORDER = frozenset("lt le gt ge".split())
 _LARGEST = 8192
 
 
-def crowds_of(graph: torch.fx.Graph, least: int = CROWD) -> tuple[int, ...]:
+def overflow_sizes(graph: torch.fx.Graph, least: int = OVERFLOW_TOKENS) -> tuple[int, ...]:
     """Numbers of tokens to try: ``least``, and more than any limit that the code compares with or cuts rows at.
 
     That is twice the largest whole number up to 8192 in a comparison, that a count is divided by, where a list of integers is
@@ -104,7 +104,7 @@ def _whole_numbers(values: list[Any]) -> list[int]:
     return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
 
 
-def crowded_inputs(
+def overflow_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs of which half of the tokens are nearly alike and half random, if the block takes one float tensor; else unchanged."""
@@ -119,6 +119,6 @@ def crowded_inputs(
     noise = torch.randn(tokens, example.shape[-1], generator=generator).to(example) * example.std()
     one = example.reshape(-1, example.shape[-1])[0]
     alike = torch.arange(tokens, device=example.device)[:, None] % 2 == 0
-    crowd = torch.where(alike, one + 0.01 * noise, noise)
-    named[key] = crowd if example.dim() == 2 else crowd.unsqueeze(0)
+    mixed = torch.where(alike, one + 0.01 * noise, noise)
+    named[key] = mixed if example.dim() == 2 else mixed.unsqueeze(0)
     return tuple(named[i] for i in range(len(args))), {name: named[name] for name in kwargs}

@@ -72,7 +72,7 @@ class CapturedBlock:
         collections: lists, deques and dicts among what was read that may hold results.
         in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
         asks: paths of the modules whose code asks for a dtype, a device, a layout or a module's mode, or puts hooks on
-            tensors (`hexa_fx.capture.ran_code.RanCode.asks`).
+            tensors (`hexa_fx.capture.ran_code`).
         replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
         analysis_bytes: memory that experiments on the block may hold.
         as_recorded: the graph before it was brought into canonical form, if that changed it.

@@ -27,7 +27,7 @@ def list_(target: Target, arch: Arch = None, dtype: Dtype = "", tokens: Tokens =
     typer.echo(f"{'':11}  {'in':8}  {'node':18}  operator [family target dtype tile] key")
     for kernel in found:
         state = {True: "built", False: "not built", None: "no compiler"}[kernel.cached] if kernel.spec else "fallback"
-        typer.echo(f"{state:11}  {kernel.way:8}  {kernel.node:18}  {kernel.name}  {kernel.fallback}".rstrip())
+        typer.echo(f"{state:11}  {kernel.direction:8}  {kernel.node:18}  {kernel.name}  {kernel.fallback}".rstrip())
 
 
 @app.command()

@@ -124,7 +124,7 @@ def ess_fp8(g: Tensor, gs: Tensor, offs: Tensor) -> Tensor:
 
 
 class Gradient(NamedTuple):
-    """What an activation's gradient is computed from, as `hexa_fx.ops.fp8.esmm_act_backward_fp8` is given it.
+    """What an activation's gradient is computed from, of the operands of `hexa_fx.ops.fp8.EsmmActBackwardFp8`.
 
     Args:
         da: (n, I') in bfloat16.

@@ -35,7 +35,7 @@ class FfnLayer:
     Args:
         spec: the expert.
         top_k: experts per token.
-        w1, b1, w3, b3, w2, b2: the operator's weights, of which only shapes, strides and types count (see `meta_like`).
+        w1, b1, w3, b3, w2, b2: the operator's weights, of which only shapes, strides and types count.
         index: element type of expert ids.
         gates: element type of routing weights; None if there are none.
         grads: operands that training wants gradients of, of `OPERANDS`.

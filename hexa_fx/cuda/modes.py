@@ -1,7 +1,8 @@
 """How a thread's operators run on CUDA where the usual will not do: by torch's own operators, or waiting for their kernels.
 
-Usually no call waits for a compiler: while a kernel is not built, another tile's kernel or torch's operators run (`launch.Kernel`).
-Autograd would run backward in threads of its own, which know of no mode, so in these contexts it runs it in the same thread.
+Usually no call waits for a compiler: while a kernel is not built, another tile's kernel or torch's operators run
+(`hexa_fx.cuda.kernel`). Autograd would run backward in threads of its own, which know of no mode, so in these contexts it runs
+it in the same thread.
 """
 
 from __future__ import annotations

@@ -30,14 +30,14 @@ class KernelUse:
 
     Args:
         node: the graph node that launches it.
-        way: ``forward`` or ``backward``.
+        direction: ``forward`` or ``backward``.
         operator: such as ``hexa.esmm_act``.
         spec: the kernel as JSON (`hexa_fx.codegen.KernelSpec`); empty if there is none.
         fallback: why torch's own operators run instead.
     """
 
     node: str
-    way: str
+    direction: str
     operator: str
     spec: str = ""
     fallback: str = ""
@@ -86,9 +86,9 @@ def kernels_of(case: FfnCase, arch: int | None = None) -> tuple[KernelUse, ...]:
     known_values: dict[str, Any] = dict(case.operands)
     found: list[KernelUse] = []
     with muted(), collect(card) as specs:
-        for way, lower in (("forward", lower_forward), ("backward", lower_backward)):
+        for direction, lower in (("forward", lower_forward), ("backward", lower_backward)):
             operator_values(CUDA.until("fuse_activation")(lower(case.request)), known_values)
-            found += _Collector(way, known_values, specs).run(CUDA.until("bind_kernels")(lower(case.request)))
+            found += _Collector(direction, known_values, specs).run(CUDA.until("bind_kernels")(lower(case.request)))
     return tuple(found)
 
 
@@ -112,8 +112,8 @@ def local_arch() -> int | None:
 class _Collector:
     """Runs a bound graph node by node, on values known by name, and notes what each kernel would launch."""
 
-    def __init__(self, way: str, known: dict[str, Any], specs: list[Any]) -> None:
-        self._way, self._known, self._specs = way, known, specs
+    def __init__(self, direction: str, known: dict[str, Any], specs: list[Any]) -> None:
+        self._direction, self._known, self._specs = direction, known, specs
 
     def run(self, gm: torch.fx.GraphModule) -> list[KernelUse]:
         operators = [(node, op) for node, op in ((n, _operator(n)) for n in gm.graph.nodes) if op]
@@ -122,13 +122,13 @@ class _Collector:
     def _node(self, node: torch.fx.Node, operator: str) -> list[KernelUse]:
         first = len(self._specs)
         if any(n.name not in self._known for n in node.all_input_nodes):
-            return [KernelUse(node.name, self._way, operator, fallback="the sizes of its operands are not known")]
+            return [KernelUse(node.name, self._direction, operator, fallback="the sizes of its operands are not known")]
         args = torch.fx.map_arg(node.args, lambda n: self._known[n.name])
         try:
             node.target(*args)  # type: ignore[operator]
         except HexaError as error:
-            return [KernelUse(node.name, self._way, operator, fallback=str(error))]
-        return [KernelUse(node.name, self._way, operator, spec.to_json()) for spec in self._specs[first:]]
+            return [KernelUse(node.name, self._direction, operator, fallback=str(error))]
+        return [KernelUse(node.name, self._direction, operator, spec.to_json()) for spec in self._specs[first:]]
 
 
 def _operator(node: torch.fx.Node) -> str:

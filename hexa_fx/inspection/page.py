@@ -91,7 +91,7 @@ def _stage(stage: Stage, picture: Picture) -> dict[str, Any]:
     return {
         "name": stage.name,
         "short": stage.name.removesuffix("_backward"),
-        "way": stage.way,
+        "direction": stage.direction,
         "title": stage.title,
         "difference": stage.difference,
         "count": sum(stage.graph.counts.values()),
@@ -126,16 +126,16 @@ def _kernels(block: PageBlock, numbers: Mapping[str, str]) -> Iterator[dict[str,
     keys: dict[tuple[str, str], set[str]] = {}
     for stage in block.stages:
         if stage.name.startswith("fuse_activation"):
-            keys.update({(stage.way, node.name): set(node.keys) for node in stage.graph.nodes})
+            keys.update({(stage.direction, node.name): set(node.keys) for node in stage.graph.nodes})
     for kernel in block.kernels:
-        linked = keys.get((kernel.way, kernel.node), set())
+        linked = keys.get((kernel.direction, kernel.node), set())
         yield {
             "name": kernel.name,
-            "way": kernel.way,
+            "direction": kernel.direction,
             "operator": kernel.operator,
             "fallback": kernel.fallback,
             "source": numbers.get(kernel.spec),
-            "keys": sorted(key for key in linked if key.startswith("l:") or kernel.way == "forward"),
+            "keys": sorted(key for key in linked if key.startswith("l:") or kernel.direction == "forward"),
         }
 
 

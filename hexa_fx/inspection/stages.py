@@ -21,7 +21,7 @@ from hexa_fx.passes.example_values import moe_ffn_calls, rewritten_values, value
 from hexa_fx.passes.lowering.lower import lower_backward, lower_forward
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 
-Way = Literal["block", "forward", "backward"]
+Direction = Literal["block", "forward", "backward"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Stage:
         graph: the graph as plain data.
         difference: operators removed and added since the previous stage, e.g. ``hexa.esmm -1, hexa.esmm_act +1``.
         nodes_before: number of operator nodes of the previous stage; None for the first one.
-        way: whether it is of the block, or of the forward or backward of its operators.
+        direction: whether it is of the block, or of the forward or backward of its operators.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Stage:
     graph: GraphView
     difference: str = ""
     nodes_before: int | None = None
-    way: Way = "block"
+    direction: Direction = "block"
 
     def __str__(self) -> str:
         count = sum(self.graph.counts.values())
@@ -144,14 +144,14 @@ def lowered_stages(case: FfnCase) -> tuple[Stage, ...]:
     known: dict[str, Any] = dict(case.operands)
     found: list[Stage] = []
     for suffix, lower in (("", lower_forward), ("_backward", lower_backward)):
-        way: Way = "backward" if suffix else "forward"
+        direction: Direction = "backward" if suffix else "forward"
         lowered = _operators(lower(case.request), known)
-        stages = [Stage(f"lower{suffix}", f"{way} in the expert-specific operators", lowered)]
+        stages = [Stage(f"lower{suffix}", f"{direction} in the expert-specific operators", lowered)]
         fused = _operators(CUDA.until("fuse_activation")(lower(case.request)), known, lowered)
-        stages.append(_next(f"fuse_activation{suffix}", f"{way} as CUDA runs it", fused, stages[0]))
+        stages.append(_next(f"fuse_activation{suffix}", f"{direction} as CUDA runs it", fused, stages[0]))
         tiled = _tile(CPU.until("tile_rows")(lower(case.request)))
-        stages.append(_next(f"tile_rows{suffix}", f"{way} as a CPU runs it, for one tile", tiled, stages[0]))
-        found += [replace(stage, way=way) for stage in stages]
+        stages.append(_next(f"tile_rows{suffix}", f"{direction} as a CPU runs it, for one tile", tiled, stages[0]))
+        found += [replace(stage, direction=direction) for stage in stages]
     return tuple(found)
 
 

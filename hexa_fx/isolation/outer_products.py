@@ -1,6 +1,6 @@
 """Gradients of large weights as the products that they are sums of, so that no gradient of a whole stack is ever filled.
 
-The gradient of an expert's matrix is ``g^T x`` over a few rows. `OuterProducts` keeps ``g`` and ``x`` and where the product lies
+The gradient of an expert's matrix is ``g^T x`` over a few rows. A `Term` keeps ``g`` and ``x`` and where the product lies
 in the gradient; what autograd does to gradients on the way from a product to the parameter (transposes, slices, sums) changes
 only that place. Two gradients are compared through their products with random directions (`sketch`), which differ wherever the
 gradients do.

@@ -2,7 +2,7 @@
 
 A size that follows from the sizes of the inputs can be asked before anything is computed. How many rows an expert gets is known
 only after the routing. Whether there are any, and how many compared with a limit, is what verification varies (experts without
-tokens, crowds); whether there are exactly seven, or an even number, no example shows.
+tokens, more than experts have room for); whether there are exactly seven, or an even number, no example shows.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_kernels(monkeypatch, tmp_path):
     wrong = call("kernels", "show", "nothing", FACTORY, "--arch", "80", "--dtype", "bf16", code=2)
     assert key in wrong
     found = json.loads(call("kernels", "list", FACTORY, "--arch", "90", "--json"))
-    assert {kernel["way"] for kernel in found} == {"forward", "backward"}
+    assert {kernel["direction"] for kernel in found} == {"forward", "backward"}
 
 
 def test_cache(monkeypatch, tmp_path):

@@ -175,7 +175,7 @@ def case(dtype: torch.dtype = torch.bfloat16, tokens: int = 4096, width: int = 1
 )
 def test_kernels_are_chosen_without_a_gpu(arch, dtype, family):
     found = kernels_of(case(dtype), arch)
-    by_node = {(kernel.way, kernel.node): json.loads(kernel.spec) for kernel in found}
+    by_node = {(kernel.direction, kernel.node): json.loads(kernel.spec) for kernel in found}
     up = by_node["forward", "h_a"]
     assert (up["family"], up["arch"], up["activation"]) == (family, arch, "silu")
     assert {kernel.operator for kernel in found} >= {

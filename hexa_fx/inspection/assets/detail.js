@@ -50,7 +50,7 @@ function kernels(box) {
   const made = element("div", `CUDA source for ${data[block].card}: `, "kernels");
   for (const kernel of found) {
     if (!kernel.source) { made.append(element("span", `${kernel.operator}: ${kernel.fallback} `)); continue; }
-    const button = element("button", `${kernel.operator.replace("hexa.", "")} · ${kernel.way}`);
+    const button = element("button", `${kernel.operator.replace("hexa.", "")} · ${kernel.direction}`);
     button.title = kernel.name;
     button.onclick = () => openSource(kernel.name, data.sources[kernel.source]);
     made.append(button);
@@ -79,7 +79,7 @@ function openSource(name, text) {
   for (const k of data[block].kernels) {
     if (k.source && !seen.has(k.source)) {
       seen.add(k.source);
-      item(`${k.operator.replace("hexa.", "")} · ${k.way}`, k.name, data.sources[k.source]);
+      item(`${k.operator.replace("hexa.", "")} · ${k.direction}`, k.name, data.sources[k.source]);
     }
   }
   list.append(element("li", "headers they include", "head"));

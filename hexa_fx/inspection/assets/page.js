@@ -34,22 +34,22 @@ function showBlock(number) {
     if (cost.change) made.append(element("i", cost.change, cost.change.startsWith("+") ? "more" : ""));
     return made;
   }));
-  const ways = Object.keys(GROUPS).filter(way => stages.some(s => s.way === way));
+  const directions = Object.keys(GROUPS).filter(direction => stages.some(s => s.direction === direction));
   for (const side in panes) {
-    panes[side].querySelector(".stage").replaceChildren(...ways.map(way => {
+    panes[side].querySelector(".stage").replaceChildren(...directions.map(direction => {
       const group = element("optgroup");
-      group.label = GROUPS[way];
-      group.append(...stages.filter(s => s.way === way).map(s => new Option(s.short, s.name)));
+      group.label = GROUPS[direction];
+      group.append(...stages.filter(s => s.direction === direction).map(s => new Option(s.short, s.name)));
       return group;
     }));
   }
-  document.getElementById("passes").replaceChildren(...ways.map(way => {
+  document.getElementById("passes").replaceChildren(...directions.map(direction => {
     const group = element("div", undefined, "group"), row = element("div");
-    for (const stage of stages.filter(s => s.way === way)) {
+    for (const stage of stages.filter(s => s.direction === direction)) {
       if (row.children.length) row.append(element("span", "→", "then"));
       row.append(passButton(stage));
     }
-    group.append(element("small", GROUPS[way]), row);
+    group.append(element("small", GROUPS[direction]), row);
     return group;
   }));
   show("left", stages[0].name);
@@ -68,10 +68,10 @@ function passButton(stage) {
 
 function show(side, name) {
   shown[side] = name;
-  const pane = panes[side], stage = stageOf(side), way = pane.querySelector(".way");
+  const pane = panes[side], stage = stageOf(side), direction = pane.querySelector(".direction");
   pane.querySelector(".stage").value = name;
-  way.className = `way ${stage.way}`;
-  way.textContent = stage.way === "block" ? "" : GROUPS[stage.way];
+  direction.className = `direction ${stage.direction}`;
+  direction.textContent = stage.direction === "block" ? "" : GROUPS[stage.direction];
   pane.querySelector(".about").textContent = stage.title;
   pane.querySelector(".about").title = stage.difference;
   pane.querySelector(".code").replaceChildren(highlighted(stage.code, "python"));
