@@ -77,7 +77,7 @@ def _put_in(model: nn.Module, installed: Installed, unbound: Sequence[str]) -> N
         module = model.get_submodule(path)
         install(module, forms.get("train"), forms.get("eval"))
         if path not in unbound:
-            installed.session.bind(module, path)
+            installed.session.bind(module, path, installed.traced.get(path))
     installed.session.follow(model)
 
 

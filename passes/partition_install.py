@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,9 +18,11 @@ from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import announced, at_block
 from hexa_fx.passes.collectives import Placement, partition_graph
+from hexa_fx.passes.compiled_form import compiled_form
 from hexa_fx.passes.overlap import OverlapReport, Seconds, overlap
 from hexa_fx.passes.partition_layers import Modes, any_mode, follow_cut, modes_of, read_layers, read_local
-from hexa_fx.plan import Plan
+from hexa_fx.plan import LayerPlan, Plan
+from hexa_fx.runtime.program import Program
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class Installed:
         schedules: what the overlap pass did to each graph, in the order of ``blocks`` and modes; empty without prefetch.
         fsdp: paths of the blocks that are left whole and unbound, for `hexa_fx.distributed.fully_sharded.shard_blocks`.
         layers: the expert layers of every block, as they were before the cut.
+        traced: what torch.compile traces of every block, by path and mode.
     """
 
     session: PartitionSession
@@ -48,6 +51,7 @@ class Installed:
     schedules: tuple[OverlapReport, ...] = ()
     fsdp: tuple[str, ...] = ()
     layers: tuple[tuple[LayerWeights, ...], ...] = ()
+    traced: Mapping[str, Mapping[str, Program]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def install_plan(
         shards[layer.path] = cut_layer(model, layer, lo, lo + planned.shards[session.rank], axis)
     session.hold(model, shards)
     placement = Placement(session.rank, session.name, session.groups.main_name)
-    done, schedules, whole = [], [], []
+    done, schedules, whole, traced = [], [], [], {}
     for block in blocks:
         here = [layer for owner, layer in layers if owner is block]
         forms, path = modes_of(block).items(), any_mode(block).path
@@ -126,6 +130,10 @@ def install_plan(
             done.append({mode: replace(form, small=0) for mode, form in forms})
         else:
             done.append({mode: _partition_block(form, here, plan, placement, mesh) for mode, form in forms})
+            if not is_axis(mesh):
+                traced[path] = {
+                    str(mode): _traced(form, str(mode), here, plan, placement, session) for mode, form in forms
+                }
         if plan.prefetch and path not in whole:
             schedules += [overlap(form.graph, plan.slots or len(plan.layers), seconds) for form in done[-1].values()]
         if finish is not None:
@@ -134,7 +142,8 @@ def install_plan(
         if not here:
             log.info("%r has experts of a form that is not cut: they stay whole on every rank", path)
     session.cache.follows_schedule = any(schedule.held for schedule in schedules)
-    return Installed(session, tuple(done), session.shards, tuple(schedules), tuple(whole), tuple(map(tuple, read)))
+    layers_read = tuple(map(tuple, read))
+    return Installed(session, tuple(done), session.shards, tuple(schedules), tuple(whole), layers_read, traced)
 
 
 def _is_left_whole(path: str, layers: Sequence[LayerWeights], fsdp: set[str]) -> bool:
@@ -156,12 +165,33 @@ def _partition_block(
 ) -> RewrittenBlock:
     planned = [plan.layer(layer.path) for layer in layers]
     with at_block(block.path), announced("partition", block.graph) as done:
-        done.graph = graph = _copy(block.graph)
+        done.graph = graph = _on_slices(block, layers, planned, placement)
         if is_axis(mesh):
             read_local(graph)
-        follow_cut(graph, layers, planned, placement.rank)
         partition_graph(graph, planned, plan, placement)
     return replace(block, graph=graph, small=0)  # its own code cannot run on cut weights, however few tokens there are
+
+
+def _traced(
+    block: RewrittenBlock,
+    mode: str,
+    layers: list[LayerWeights],
+    plan: Plan,
+    placement: Placement,
+    session: PartitionSession,
+) -> Program:
+    planned = [plan.layer(layer.path) for layer in layers]
+    graph = _on_slices(block, layers, planned, placement)
+    return compiled_form(block, mode, graph, planned, plan, placement, session.compiled)
+
+
+def _on_slices(
+    block: RewrittenBlock, layers: list[LayerWeights], planned: list[LayerPlan], placement: Placement
+) -> fx.Graph:
+    """A copy of the block's graph that reads this rank's slices."""
+    graph = _copy(block.graph)
+    follow_cut(graph, layers, planned, placement.rank)
+    return graph
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from hexa_fx.distributed.saved_tensors import SavedTensors
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.install import HexaForward
+from hexa_fx.runtime.program import Program
 
 
 class Bindings:
@@ -26,14 +29,17 @@ class Bindings:
         self._saved, self._guard = saved, guard
         self._undo: list[Callable[[], None]] = []
 
-    def bind(self, module: nn.Module, label: str) -> None:
+    def bind(self, module: nn.Module, label: str, traced: Mapping[str, Program]) -> None:
         """Wraps a module's forward, or the programs inside a rewritten one, so that its guards, copies and signature stay."""
         forward = module.forward
         if not isinstance(forward, HexaForward):
-            self._set(module.__dict__, "forward", self._wrapped(forward, label))
+            self._set(module.__dict__, "forward", self._wrapped(forward, label, None))
             return
-        for program in {id(p): p for p in forward.programs.values() if p is not None}.values():
-            self._set(program.__dict__, "function", self._wrapped(program.function, label))
+        modes = {"train": forward.programs[True], "eval": forward.programs[False]}
+        for mode, program in {id(p): (mode, p) for mode, p in modes.items() if p is not None}.values():
+            instead = traced.get(mode)
+            function = self._wrapped(program.function, label, None if instead is None else instead.function)
+            self._set(program.__dict__, "function", function)
 
         def refuse(*_: Any, **__: Any) -> Any:
             raise PlanError(
@@ -53,11 +59,15 @@ class Bindings:
             undo()
         self._undo.clear()
 
-    def _wrapped(self, function: Callable[..., Any], label: str) -> Callable[..., Any]:
+    def _wrapped(
+        self, function: Callable[..., Any], label: str, traced: Callable[..., Any] | None
+    ) -> Callable[..., Any]:
         guard = self._guard(f"forward of {label!r}")
 
         @functools.wraps(function)
         def bound(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return traced(*args, **kwargs) if traced is not None else untraced(*args, **kwargs)
             self._saved.enter_bound()
             try:
                 with guard:
@@ -65,6 +75,7 @@ class Bindings:
             finally:
                 self._saved.leave_bound()
 
+        untraced = torch.compiler.disable(bound, reason="experts in a form that is not traced: lists, or DTensors")
         return bound
 
     def _set(self, owner: dict[str, Any], name: str, value: Any) -> None:

@@ -14,25 +14,29 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.distributed.fsdp import FSDPModule
 
 from hexa_fx.distributed import collective_errors, rank_failures
 from hexa_fx.distributed.axes import data_axes
 from hexa_fx.distributed.bindings import Bindings
 from hexa_fx.distributed.collectives import all_reduce_, gather_even
+from hexa_fx.distributed.compiled_layers import CompiledLayers
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.graphed_step import GraphedStep
 from hexa_fx.distributed.groups import Groups, make_groups
 from hexa_fx.distributed.pace import Pace
 from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.profile import profile_devices
+from hexa_fx.distributed.readable import readable
 from hexa_fx.distributed.reductions import GradientReductions
 from hexa_fx.distributed.saved_tensors import SavedTensors
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.distributed.shared_cache import SharedCache, in_backward
 from hexa_fx.distributed.slots import CachedLayer
 from hexa_fx.errors import PlanError
-from hexa_fx.plan import Plan, describe_layer
+from hexa_fx.plan import Plan
+from hexa_fx.runtime.program import Program
 
 _numbers = itertools.count()
 _sessions: WeakValueDictionary[str, PartitionSession] = WeakValueDictionary()
@@ -84,6 +88,7 @@ class PartitionSession:
         self._begin_guard = self.guard("the first gathers of a forward")
         self._count_guard = self.guard("the exchange of counts")
         self._bindings = Bindings(self.saved_tensors, self.guard)
+        self.compiled = CompiledLayers(self.name, self.saved_tensors, self.guard)
         self.replanner: Callable[..., PartitionSession] | None = None
         _sessions[self.name] = self
 
@@ -137,23 +142,18 @@ class PartitionSession:
         Raises:
             PlanError: there is no partitioned block at this path.
         """
-        if path not in self.graphs:
-            raise PlanError(f"no partitioned block at {path!r}; they are {list(self.graphs)}")
-        forms = self.graphs[path]
-        graph = forms.get(mode) or next(iter(forms.values()))
-        here = [
-            layer for layer in self.plan.layers if layer.path == path or layer.path.startswith(f"{path}.") or not path
-        ]
-        head = [f"# rank {self.rank} of {self.plan.world}", *(f"# {describe_layer(layer).strip()}" for layer in here)]
-        return "\n".join([*head, graph.python_code("self").src])
+        return readable(path, mode, self.graphs, self.plan, self.rank)
 
-    def bind(self, module: nn.Module, where: str = "") -> nn.Module:
+    def bind(self, module: nn.Module, where: str = "", traced: Mapping[str, Program] | None = None) -> nn.Module:
         """Wraps the forward of a module that runs a partitioned graph, and returns the module.
 
         Within that forward, autograd saves no gathered weight, and a failing collective raises a `RankError` that names the lost
         ranks. Binding both an outer and an inner module is harmless.
+
+        Args:
+            traced: what torch.compile traces instead, by mode; without it, its graphs break here.
         """
-        self._bindings.bind(module, where or type(module).__name__)
+        self._bindings.bind(module, where or type(module).__name__, traced or {})
         return module
 
     def follow(self, model: nn.Module) -> None:
@@ -162,7 +162,7 @@ class PartitionSession:
 
     def begin(self) -> None:
         """Called when a forward of the whole model begins."""
-        if in_backward():  # recomputation of a checkpointed model
+        if is_compiling() or in_backward():  # recomputation of a checkpointed model
             return
         self.reductions.forget()
         with self._begin_guard:
