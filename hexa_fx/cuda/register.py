@@ -19,8 +19,9 @@ _PRODUCTS = (
 _FP8_ROWS = ("quantize_rows_fp8", "quantize_columns_fp8", "quantize_weight_fp8", "ess_fp8")
 _FP8 = ("esmm_act_fp8", "esmm_fp8", "esmm_act_backward_fp8", "estmm_fp8")
 _LAYERS = ("moe_ffn", "moe_ffn_forward", "moe_ffn_backward")
+_SOURCES = ("moe_ffn_sources", "moe_ffn_sources_forward")
 _PACKED = ("esmm_packed", "esmm_packed_low_rank", "esmm_act_packed", "esmm_act_backward_packed")
-KERNELS = (*_ROWS, *_PRODUCTS, *_FP8_ROWS, *_FP8, *_PACKED, "moe_ffn_sources")
+KERNELS = (*_ROWS, *_PRODUCTS, *_FP8_ROWS, *_FP8, *_PACKED, *_SOURCES)
 """The operators that have kernels, which run in the function of their name (`kernel`)."""
 
 
@@ -35,7 +36,7 @@ def kernel(name: str) -> Callable[..., Any]:
         fp8: _FP8,
         fp8_rows: _FP8_ROWS,
         packed_rows: _PACKED,
-        packed_layer: ("moe_ffn_sources",),
+        packed_layer: _SOURCES,
         layer: _LAYERS,
     }
     found: Callable[..., Any] = next(getattr(module, name) for module, names in modules.items() if name in names)

@@ -26,12 +26,13 @@ def request_kernels_of_sources(blocks: Iterable[BlockReport], ranks: Ranks) -> N
         blocks: of a report of an installed model.
         ranks: of adapters, by the block's ``id`` and the parameter's name.
     """
+    seen: set[tuple[object, ...]] = set()
     for block in blocks:
         if block.forward is not None and block.case is not None:
-            _request(block, block.forward, ranks)
+            _request(block, block.forward, ranks, seen)
 
 
-def _request(block: BlockReport, forward: HexaForward, ranks: Ranks) -> None:
+def _request(block: BlockReport, forward: HexaForward, ranks: Ranks, seen: set[tuple[object, ...]]) -> None:
     module = forward.module
     device, packed, added = device_of(module), packed_weights(module), _added(forward, ranks)
     if device is None or block.case is None or not (packed or added):
@@ -41,6 +42,10 @@ def _request(block: BlockReport, forward: HexaForward, ranks: Ranks) -> None:
     from hexa_fx.cuda.sources_kernel_set import layer_of, sources_kernel_set
 
     layer = layer_of(block.case.spec, block.case.operands, packed, added)
+    kind = device.index, *layer.kind
+    if kind in seen:  # blocks of a kind launch the same
+        return
+    seen.add(kind)
     try:
         found = sources_kernel_set(layer, card_of(device.index or 0))
     except KernelError as error:  # the operators fall back and say so

@@ -79,6 +79,14 @@ class Arguments(NamedTuple):
         """What the activation operators are told."""
         return self.activation, self.glu, self.params
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Everything but tokens and data: what a layer's kernels follow from."""
+        weights = [None if t is None else (t.shape, t.dtype, t.stride()) for t in self[3:15]]
+        gates = None if self.top_k_weights is None else self.top_k_weights.dtype
+        rows = (self.x.dtype, self.x.shape[1], self.top_k_index.dtype, self.top_k_index.shape[1], gates)
+        return *rows, *weights, *self.formats, *self.steps[:2], *self.params, *self[-3:]
+
     def shaped(self, like: Tensor) -> Arguments:
         """The same with stand-ins for packed weights that have the shapes of what they hold."""
         weights = zip((self.w1, self.w3, self.w2), self.formats, strict=True)

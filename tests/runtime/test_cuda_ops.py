@@ -46,6 +46,7 @@ RECORDS = {
     "estmm": operands.Estmm,
     "esfk": operands.Esfk,
     "moe_ffn_sources": Arguments,
+    "moe_ffn_sources_forward": Arguments,
 }
 
 
