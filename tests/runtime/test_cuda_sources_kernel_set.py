@@ -82,7 +82,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
 
     monkeypatch.setattr(jit, "builder", lambda: SimpleNamespace(request=request))
     for module in (kernel_requests, of_sources):
-        monkeypatch.setattr(module, "_device", lambda block: torch.device("cuda", 0))
+        monkeypatch.setattr(module, "device_of", lambda block: torch.device("cuda", 0))
     monkeypatch.setattr(choosing, "device_card", lambda device: typical_card(90))
     return found
 
