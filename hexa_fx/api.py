@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hexa_fx.analysis import ExampleInputs, ModelAnalysis, analyse_model, call_arguments
+from hexa_fx.attached import attach, detach, has_session, note_session
 from hexa_fx.capture.copies import copied, deepcopied
 from hexa_fx.config import HexaConfig
-from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, VerificationError
 from hexa_fx.example_tokens import example_tokens
 from hexa_fx.graphs import Graphs
@@ -143,9 +143,9 @@ def optimize_(
                 finish=functools.partial(_finished, config=config),
                 example=lambda: model(*args, **kwargs),
                 data_mesh=data_mesh,
-                changed=_note_session,
+                changed=note_session,
             )
-            _attach(model, "partition", session)
+            attach(model, "partition", session)
             report = with_plan(report, session.plan, inspector.partitioned)
             if config.compute != "native":
                 said = f"asked to multiply in {config.compute}; the error that this adds is not measured on blocks that are spread"
@@ -162,8 +162,8 @@ def optimize_(
             report = with_forwards(with_compute(report, added), installed)
             request_kernels_of_steps(model, found.unusual_examples)
         graphs = Graphs.of(found.analyses, inspector)
-        _attach(model, "report", report)
-        _attach(model, "graphs", graphs)
+        attach(model, "report", report)
+        attach(model, "graphs", graphs)
         if mesh is None:
             find_sites(model, found.around, {block.path: block.same_as for block in report.blocks})
             request_kernels_of_sources(report.blocks, peft.hand_over_in(model))
@@ -232,7 +232,7 @@ def undo_(model: Model) -> Model:
         InputError: the model is spread over devices: its expert weights are cut, so its own code can no longer run.
     """
     for module in model.modules():
-        if any(isinstance(vars(module).get(name), PartitionSession) for name in ("partition", "hexa_partition")):
+        if has_session(module):
             raise InputError(
                 "the model's expert weights are cut over devices; save it (docs/partition.md) and load it into a new model"
             )
@@ -240,38 +240,8 @@ def undo_(model: Model) -> Model:
         peft.take_back(module)
         if is_installed(module):
             uninstall(module)
-        for name, kind in _ATTACHED.items():
-            for key in (name, f"hexa_{name}"):
-                if isinstance(vars(module).get(key), kind):
-                    del module.__dict__[key]
+        detach(module)
     return model
-
-
-_ATTACHED: dict[str, type] = {"report": OptimizationReport, "graphs": Graphs, "partition": PartitionSession}
-
-
-def _attach(model: nn.Module, name: str, value: Any) -> None:
-    """Sets an attribute on this instance, under a name of ours where the model already has one of its own."""
-    if hasattr(model, name) and not isinstance(vars(model).get(name), _ATTACHED[name]):
-        log.warning("%s has an attribute %r of its own; hexa_fx's is .hexa_%s", type(model).__name__, name, name)
-        name = f"hexa_{name}"
-    model.__dict__[name] = value
-
-
-def _note_session(session: PartitionSession) -> None:
-    """Leaves on a model what it runs now that its plan was exchanged."""
-    model = session.model
-    graphs = {path: next(iter(forms.values())) for path, forms in session.graphs.items()}
-    for name, value in {
-        "partition": session,
-        "report": with_plan(attached(model, "report"), session.plan, graphs),
-    }.items():
-        model.__dict__[f"hexa_{name}" if f"hexa_{name}" in vars(model) else name] = value
-
-
-def attached(model: nn.Module, name: Literal["report", "graphs", "partition"]) -> Any:
-    """The report, graphs or session that `optimize` left on a model, under whichever name."""
-    return vars(model).get(f"hexa_{name}") or vars(model)[name]
 
 
 def _checked(config: HexaConfig | None) -> HexaConfig:

@@ -7,7 +7,8 @@ import json
 import torch
 from torch import nn
 
-from hexa_fx.api import attached, optimize
+from hexa_fx.api import optimize
+from hexa_fx.attached import attached
 from hexa_fx.integrations.tiny_models import tiny_model
 
 

@@ -40,7 +40,8 @@ def bench(
     """Time a model against itself rewritten: forward, and forward with backward, of the model and of one MoE block in it."""
     import torch
 
-    from hexa_fx.api import attached, optimize
+    from hexa_fx.api import optimize
+    from hexa_fx.attached import attached
 
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"--device {device}: torch sees no GPU here; leave it out to run on the CPU")

@@ -22,7 +22,7 @@ def explain(
     arch: Arch = None,
 ) -> None:
     """Say which MoE blocks of a model are rewritten and to what, what it costs, and why the others are not."""
-    from hexa_fx.api import attached
+    from hexa_fx.attached import attached
 
     model = optimized(target)
     report = attached(model, "report")

@@ -26,7 +26,7 @@ def graph(
     as_json: Json = False,
 ) -> None:
     """Draw a model's MoE blocks before and after, or print one stage of one of them."""
-    from hexa_fx.api import attached
+    from hexa_fx.attached import attached
 
     graphs = attached(optimized(target), "graphs")
     if not graphs:

@@ -109,7 +109,7 @@ def _kernels(target: str, arch: int | None, dtype: str, tokens: int | None) -> l
     """Of all rewritten blocks, each kernel at each node once."""
     import torch
 
-    from hexa_fx.api import attached
+    from hexa_fx.attached import attached
     from hexa_fx.inspection.kernels import kernels_of
 
     if dtype and dtype not in _DTYPES:
