@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 import hexa_fx
+from hexa_fx.cuda import choosing, register
 from hexa_fx.ops import program
 from tests.inspect import models
+from tests.runtime.cards import Cards
 
 ROOT = Path(__file__).parents[1]
 WALKS = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Three walks")[1].split("\n## ")[0]
@@ -73,6 +75,19 @@ def test_a_model_takes_the_walk():
     program._made.cache_clear()
     with torch.no_grad():
         assert_in_order(walk[called:], trace(lambda: made[0](torch.randn(40, 500, 8))))
+
+
+def test_a_kernel_takes_the_walk(monkeypatch, tmp_path):
+    """On a stand-in for a card, which has built and loaded its kernels (``hexa_fx/jit``) before."""
+    cards = Cards()
+    cards.stand_in(monkeypatch, tmp_path)
+    cards.be_hopper(monkeypatch)
+    v, offs = torch.arange(1600, dtype=torch.int32), torch.linspace(0, 1600, 6).to(torch.int32)
+    x, weight = torch.zeros(800, 64, dtype=torch.bfloat16), torch.zeros(5, 128, 64, dtype=torch.bfloat16)
+    ran = trace(lambda: register.kernel("esmm")(x, weight, None, v, offs, 2, "nk"))
+    choosing.forget_choices()
+    assert len(cards.launches) == 1
+    assert_in_order([step for step in steps("A kernel") if step[1]], ran)
 
 
 def test_a_plan_takes_the_walk(tmp_path):
