@@ -129,8 +129,8 @@ def _stack(codes: Tensor, state: Any) -> QuantizedWeight:
 def _adopt_mxfp4(model: nn.Module, path: str, experts: Any, dtype: torch.dtype) -> None:
     """Replaces experts whose forward is a Triton kernel by those that transformers dequantises to, with the codes as they are.
 
-    The module around them runs the router in that kernel, too, and is replaced with them. Codes lie as the kernel wants them; they
-    are taken back as `save_pretrained` does it.
+    The module around them runs the router in that kernel, too, and is replaced with them. Codes lie as the kernel wants them, and
+    the kernel's own layouts take them back.
     """
     mxfp4, gpt_oss = importlib.import_module(_MXFP4), importlib.import_module(_GPT_OSS)
     above, _, last = path.rpartition(".")
@@ -139,14 +139,16 @@ def _adopt_mxfp4(model: nn.Module, path: str, experts: Any, dtype: torch.dtype) 
         dense = gpt_oss.GptOssExperts(config)
     dense.alpha, dense.limit = experts.alpha, experts.limit
     for name in _PROJECTIONS:
-        full = f"{name}_blocks"
-        found = mxfp4.Mxfp4ReverseDeserialize(None).convert({}, model=experts, full_layer_name=full)
-        blocks, scales = found[full].contiguous(), found[f"{name}_scales"].contiguous()
-        weight = QuantizedWeight(blocks.flatten(2), [scales], MXFP4.name, dtype, transposed=True)
-        if not _same(weight.expert(0), mxfp4.convert_moe_packed_tensors(blocks[:1], scales[:1], dtype=dtype)[0]):
+        bias = getattr(experts, f"{name}_bias").detach().to(dtype)
+        columns = experts.hidden_size if name == _PROJECTIONS[0] else experts.intermediate_size
+        shape = *bias.shape, columns // MXFP4.block
+        held = getattr(experts, name), getattr(experts, f"{name}_precision_config").weight_scale
+        codes, scales = (_in_rows(path, name, of, shape, width) for of, width in zip(held, (MXFP4.block // 2, 1)))
+        weight = QuantizedWeight(codes, [scales], MXFP4.name, dtype, transposed=True)
+        blocks = codes[:1].unflatten(2, (-1, MXFP4.block // 2))
+        if not _same(weight.expert(0), mxfp4.convert_moe_packed_tensors(blocks, scales[:1], dtype=dtype)[0]):
             raise InputError(f"{path}.{name} {_OTHERS}")
         _set(dense, name, weight)
-        bias = getattr(experts, f"{name}_bias").detach().to(dtype)
         dense._parameters[f"{name}_bias"] = nn.Parameter(bias, requires_grad=False)
     dense.train(experts.training)
     if type(owner) is not mxfp4.Mxfp4GptOssMLP:
@@ -158,6 +160,29 @@ def _adopt_mxfp4(model: nn.Module, path: str, experts: Any, dtype: torch.dtype) 
     around.train(owner.training)
     outside, _, name = above.rpartition(".")
     model.get_submodule(outside)._modules[name] = around
+
+
+def _in_rows(path: str, name: str, held: Any, shape: tuple[int, ...], width: int) -> Tensor:
+    """(E, N, K / 32 * width) bytes of what a Triton kernel's tensor holds as (E, ., N), in an order and with padding of its own.
+
+    Args:
+        held: the tensor, whose layout knows the order: that of a Hopper or Blackwell card, or none.
+        shape: E, N and K / 32.
+        width: bytes of a block.
+    """
+    take_back = getattr(held.storage.layout, "unswizzle_data", None)
+    found = None if take_back is None else take_back(held.storage.data).transpose(-1, -2)
+    experts, rows, blocks = shape
+    if (
+        found is None
+        or found.dim() != 3
+        or any(have < want for have, want in zip(found.shape, (*shape[:2], blocks * width)))
+    ):
+        raise InputError(
+            f"{path}.{name} lies in the layout {type(held.storage.layout).__name__}, which hexa_fx does not read: load the model "
+            'dequantised (Mxfp4Config(dequantize=True)), and hexa_fx.quantize_experts_(model, "mxfp4") gives the codes back'
+        )
+    return found[:experts, :rows, : blocks * width].contiguous()  # type: ignore[no-any-return]
 
 
 def _config_of(model: nn.Module, path: str) -> Any:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import hexa_fx
@@ -136,22 +137,21 @@ def test_stacks_that_are_stored_transposed(replace):
 
 
 class Layout:
-    """The order of a kernel: here, backwards."""
+    """The order of a kernel: here, backwards. As in layouts of GPUs, rows are padded, and stay so when they are taken back."""
 
     def unswizzle_data(self, data):
         return data.flip(1)
 
 
 def as_triton_has_it(codes):
-    """(E, ., N), backwards."""
-    return SimpleNamespace(storage=SimpleNamespace(layout=Layout(), data=codes.transpose(1, 2).flip(1)))
+    """(E, ., N), backwards and padded."""
+    data = F.pad(codes.transpose(1, 2), (0, 3, 0, 5), value=77)
+    return SimpleNamespace(storage=SimpleNamespace(layout=Layout(), data=data.flip(1)))
 
 
 def loaded_gpt_oss():
     """A tiny gpt-oss as it is loaded on a GPU, and one with the dequantised weights."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    if not hasattr(mxfp4, "Mxfp4ReverseDeserialize"):
-        pytest.skip("transformers before 5.23 loads them otherwise")
     config = tiny_config(default_config("gpt_oss"))
     config._experts_implementation = "eager"
     packed, inputs = built(config, "gpt_oss")
@@ -188,6 +188,15 @@ def test_gpt_oss_in_mxfp4_is_read_as_it_lies(caplog):
     for one, other in zip(found, torch.autograd.grad(dense(**inputs).logits.square().sum(), others), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
     assert "unpacked" not in caplog.text
+
+
+@pytest.mark.parametrize("layout", [SimpleNamespace(), SimpleNamespace(unswizzle_data=lambda data: data[:, :1])])
+def test_a_layout_that_is_not_read_is_an_error_with_the_remedy(layout):
+    packed, _, inputs = loaded_gpt_oss()
+    experts = next(module for module in packed.modules() if type(module).__name__ == "Mxfp4GptOssExperts")
+    experts.down_proj.storage.layout = layout
+    with pytest.raises(InputError, match=r"down_proj lies in the layout SimpleNamespace.*dequantize=True"):
+        hexa_fx.optimize_(packed, inputs["input_ids"], ALWAYS)
 
 
 def test_codes_in_another_order_are_noticed(monkeypatch):
