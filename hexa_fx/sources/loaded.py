@@ -45,6 +45,7 @@ def adopt_loaded(model: nn.Module) -> None:
         _adopt_stacks(path, owner)
         if type(owner).__module__ == _MXFP4 and hasattr(owner, f"{_PROJECTIONS[0]}_precision_config"):
             _adopt_mxfp4(model, path, owner, dtype)
+            _release(model, path)
 
 
 def _adopt_fp8(path: str, owner: nn.Module, dtype: torch.dtype) -> None:
@@ -160,6 +161,20 @@ def _adopt_mxfp4(model: nn.Module, path: str, experts: Any, dtype: torch.dtype) 
     around.train(owner.training)
     outside, _, name = above.rpartition(".")
     model.get_submodule(outside)._modules[name] = around
+
+
+def _release(model: nn.Module, path: str) -> None:
+    """Takes the quantiser off the model around some experts, which nothing of it is left in: with it, Trainer refuses to train the
+    model, and it would be saved in transformers' format.
+    """
+    parts = path.split(".")
+    for owner in (model.get_submodule(".".join(parts[:n])) for n in range(len(parts))):
+        held: Any = vars(owner)
+        if type(held.get("hf_quantizer")).__name__ != "Mxfp4HfQuantizer":
+            continue
+        for name in ("hf_quantizer", "quantization_method", "is_quantized"):
+            held.pop(name, None)
+        vars(owner.config).pop("quantization_config", None)
 
 
 def _in_rows(path: str, name: str, held: Any, shape: tuple[int, ...], width: int) -> Tensor:

@@ -190,6 +190,27 @@ def test_gpt_oss_in_mxfp4_is_read_as_it_lies(caplog):
     assert "unpacked" not in caplog.text
 
 
+def test_trainer_takes_adapters_on_a_gpt_oss_that_was_loaded_in_mxfp4():
+    peft, quantizers = pytest.importorskip("peft"), pytest.importorskip("transformers.quantizers.quantizer_mxfp4")
+    trainer_utils, transformers = pytest.importorskip("transformers.trainer_utils"), pytest.importorskip("transformers")
+    if not hasattr(trainer_utils, "validate_quantization_for_training"):
+        pytest.skip("in transformers 4 Trainer asks elsewhere")
+    packed, _, inputs = loaded_gpt_oss()
+    config = transformers.Mxfp4Config()
+    packed.hf_quantizer, packed.is_quantized = quantizers.Mxfp4HfQuantizer(config, pre_quantized=True), True
+    packed.config.quantization_config = config
+    adapters = peft.LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    with pytest.raises(ValueError, match="purely quantized"):
+        trainer_utils.validate_quantization_for_training(packed)
+    copied = hexa_fx.optimize(packed, inputs["input_ids"], ALWAYS)
+    assert packed.is_quantized
+    adapted = peft.get_peft_model(copied, adapters).train()
+    trainer_utils.validate_quantization_for_training(adapted)
+    assert not hasattr(copied.config, "quantization_config")
+    adapted(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora_" in name)
+
+
 @pytest.mark.parametrize("layout", [SimpleNamespace(), SimpleNamespace(unswizzle_data=lambda data: data[:, :1])])
 def test_a_layout_that_is_not_read_is_an_error_with_the_remedy(layout):
     packed, _, inputs = loaded_gpt_oss()
