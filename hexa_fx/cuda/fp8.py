@@ -27,10 +27,8 @@ from hexa_fx.formats.fp8_scaling import BLOCK
 from hexa_fx.ops.fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8
 from hexa_fx.ops.fp8_arguments import Arguments
 
-STAGES, STAGES_GATHERED = 3, 4
-"""Of shared memory, 48 KiB each. With three there is room for a tile's results, which leave while the next one is multiplied.
-Gathered rows come later than those that the copy engine brings.
-"""
+STAGES = 3
+"""Of shared memory, 48 KiB each. With three there is room for a tile's results, which leave while the next one is multiplied."""
 
 GROUP_M = 8
 """Tiles along M that share a weight tile in L2, as the bf16 kernels' rule has it."""
@@ -180,8 +178,7 @@ def _kernel_of(
     options: tuple[tuple[str, int | bool], ...],
     adds: bool,
 ) -> Kernel:
-    stages = STAGES_GATHERED if dict(fields).get("gather") else STAGES
-    tile: dict[str, Any] = {"bm": TILE_M, "bn": TILE_N, "bk": TILE_K, "stages": stages}
+    tile: dict[str, Any] = {"bm": TILE_M, "bn": TILE_N, "bk": TILE_K, "stages": STAGES}
     spec = KernelSpec(FAMILY, op, 90, dtype=DataType.e4m3, out_dtype=out, **tile, **dict(fields))
     spec = spec.with_options(**dict(options))
     return kernel_of(spec.adding() if adds else spec)

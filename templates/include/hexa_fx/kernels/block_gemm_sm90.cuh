@@ -24,6 +24,7 @@ struct BlockConsumer {
     TileReader<C> reader;
     Pipe pipe;
     const int row = group * 64 + warp_in_group() * 16;
+    if (group == 1) __nanosleep(400);  // half a step behind the first, one's epilogue begins while the other multiplies
     while (true) {
       const Tile t = reader.next(sm);
       if (t.kind == kEnd) break;
