@@ -134,7 +134,8 @@ class BlockReport:
             return ""
         dense, stored = sum(w.numel() * w.itemsize for w in weights), sum(w.stored_bytes for w in weights)
         formats = ", ".join(dict.fromkeys(w.format for w in weights))
-        return f"{formats}, {stored / 2**20:.1f} MiB in place of {dense / 2**20:.1f}"
+        unit, name = (2**20, "MiB") if dense >= 2**20 else (2**10, "KiB")
+        return f"{formats}, {stored / unit:.1f} {name} in place of {dense / unit:.1f}"
 
     @property
     def sizes(self) -> str:

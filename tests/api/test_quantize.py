@@ -115,8 +115,8 @@ def test_the_report_says_how_weights_are_packed():
     model = hexa_fx.optimize(Model(), torch.randn(20, D, dtype=torch.float64))
     assert "packed as" not in str(model.report)
     hexa_fx.quantize_experts_(model, "mxfp4")
-    dense, kept = 2 * 8 * E * 3 * H * D / 2**21, 17 / 32 * 2 * E * 3 * H * D / 2**21
-    assert f"weights packed as mxfp4, {kept:.1f} MiB in place of {dense:.1f}" in str(model.report)
+    dense, kept = 8 * E * 3 * H * D / 2**10, 17 / 32 * E * 3 * H * D / 2**10
+    assert f"weights packed as mxfp4, {kept:.1f} KiB in place of {dense:.1f}" in str(model.report)
 
 
 def test_saved_loaded_copied_and_moved(optimized):

@@ -78,6 +78,47 @@ def test_fp8_experts_of_transformers_are_read_as_they_are():
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("first", ["adapters", "optimize_"])
+def test_adapters_on_fp8_experts(first):
+    """Against the sums, of the weights as transformers' own function reads them."""
+    peft = pytest.importorskip("peft")
+    model, x = nn.Sequential(Layer()), torch.randn(40, D)
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    dense = [
+        fp8._dequantize_fp8_weight(
+            getattr(model[0].experts, name), getattr(model[0].experts, f"{name}_scale_inv"), (128, 128), x.dtype
+        )
+        for name in ("gate_up_proj", "down_proj")
+    ]
+    if first == "adapters":
+        model = hexa_fx.optimize_(peft.get_peft_model(model, lora), x)
+    else:
+        model = peft.get_peft_model(hexa_fx.optimize_(model, x), lora)
+    factors = [p for name, p in model.named_parameters() if "lora_" in name]
+    for factor in factors:
+        nn.init.normal_(factor, std=0.05)
+    y = model.train()(x)
+    found = torch.autograd.grad(y.square().sum(), factors)
+    of_down, of_up = factors[2:], factors[:2]
+    if factors[0].shape[1] != D:  # PEFT wraps one around the other
+        of_down, of_up = of_up, of_down
+    summed = [
+        w + 2 * torch.einsum("nre,erk->enk", b.view(w.shape[1], -1, E), a.view(E, -1, w.shape[2]))
+        for w, (a, b) in zip(dense, (of_up, of_down), strict=True)
+    ]
+    router = model.get_submodule("base_model.model.0.router")
+    weights, index = router(x).softmax(-1).topk(2)
+    expected = x.clone()
+    for e in range(E):
+        token, slot = torch.where(index == e)
+        gate, up = (x[token] @ summed[0][e].t()).chunk(2, -1)
+        rows = (nn.functional.silu(gate) * up @ summed[1][e].t()) * weights[token, slot, None]
+        expected = expected.index_add(0, token, rows)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    for one, other in zip(found, torch.autograd.grad(expected.square().sum(), factors), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
+
+
 def test_fp8_experts_are_multiplied_in_fp8_as_they_lie(monkeypatch, caplog):
     layer, x = Layer(), torch.randn(40, D)
     original = Layer()
