@@ -174,8 +174,21 @@ _WAYS = {
 
 def adapters(folder: Path) -> str:
     """Forward and backward of a layer with adapters, beside the same without."""
-    rows = json.loads((folder / "adapters_h200.json").read_text())["rows"]
+    rows = [row for row in _adapted(folder) if row["question"] == "layer"]
     return table(["", "ms"], [[_WAYS[row["way"]], f"{row['ms']:.2f}"] for row in rows])
+
+
+def adapted_steps(folder: Path) -> str:
+    """A step of a model, by implementation and where its adapters are."""
+    head = ["MoE layers", "adapters on", "ms", "peak (MiB)"]
+    rows = [row for row in _adapted(folder) if row["question"] == "model"]
+    lines = [[row["impl"], row["adapters"], f"{row['ms']:.1f}", f"{row['peak_mib']:,.0f}"] for row in rows]
+    return table(head, lines)
+
+
+def _adapted(folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((folder / "adapters_h200.json").read_text())["rows"]
+    return rows
 
 
 def packed(folder: Path) -> str:
@@ -205,7 +218,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     ROOT / "README.md": {"headline": headline},
     ROOT / "docs" / "how_fast.md": {"models": models, "layers": summary, "decode": decode, "packed": packed},
     ROOT / "docs" / "kernels.md": {"layers": layers, "launches": launches},
-    ROOT / "docs" / "fine_tuning.md": {"adapters": adapters, "packed": packed},
+    ROOT / "docs" / "fine_tuning.md": {"adapters": adapters, "adapted steps": adapted_steps, "packed": packed},
 }
 
 if __name__ == "__main__":
