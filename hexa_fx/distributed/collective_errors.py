@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import logging
+import threading
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -11,8 +12,6 @@ import torch.distributed as dist
 from hexa_fx.distributed import rank_failures
 from hexa_fx.distributed.groups import Groups, groups_named, missing_ranks
 from hexa_fx.errors import HexaError, RankError
-
-logger = logging.getLogger(__name__)
 
 _incidents = 0
 
@@ -51,18 +50,29 @@ def explain_failure(error: BaseException, where: str, groups: Groups) -> RankErr
     """
     grace = min(groups.timeout.total_seconds(), _LONGEST_GRACE) + 3.0
     missing = rank_failures.find_lost(groups, _NOTICE_SECONDS) or _silent_ranks(groups, grace)
-    found = f"ranks {missing} do not answer" if missing else "all ranks answer, so they issued different collectives"
+    if missing is None:
+        found = "the job's store does not answer either, so the host that keeps it (of rank 0) is lost, or this one is cut off"
+    elif missing:
+        found = f"ranks {missing} do not answer"
+    else:
+        found = "all ranks answer, so they issued different collectives"
     return RankError(f"a collective failed in {where} on rank {groups.rank}: {found}. Backend: {first_line(error)}")
 
 
-def _silent_ranks(groups: Groups, grace: float) -> list[int]:
+def _silent_ranks(groups: Groups, grace: float) -> list[int] | None:
+    """None if the store itself does not answer. Asked from a thread: where a host is cut off, the store's client waits for ever."""
     global _incidents
     _incidents += 1
-    try:
-        return missing_ranks(f"hexa_fx/incident/{_incidents}", groups.rank, groups.world, grace)
-    except RuntimeError as error:
-        logger.warning("the job's store is gone too, so lost ranks cannot be named: %s", first_line(error))
-        return []
+    key, found = f"hexa_fx/incident/{_incidents}", list[list[int]]()
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            found.append(missing_ranks(key, groups.rank, groups.world, grace))
+
+    asking = threading.Thread(target=ask, name="hexa_fx who is lost", daemon=True)
+    asking.start()
+    asking.join(grace + _NOTICE_SECONDS)
+    return found[0] if found and groups.rank not in found[0] else None
 
 
 class guarded:

@@ -1,4 +1,7 @@
-"""Two torchrun agents on one machine, as on two hosts: unequal devices train one model, equal to one process."""
+"""Two torchrun agents on one machine, as on two hosts, in network namespaces with a slow link where the machine permits them.
+
+One model is trained, equal to one process; links are as slow as the planner is told; and a host that is lost is named.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from two_hosts import Hosts, hosts, until
 
+HERE = Path(__file__).parent
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -38,3 +44,53 @@ def test_two_agents_equal_one_process() -> None:
             agent.kill()
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert "of one process" in "".join(said)
+
+
+@pytest.fixture
+def apart() -> Iterator[Hosts]:
+    """Two hosts with 100 Mbit/s, 12.5 MB/s, between them."""
+    try:
+        with hosts(100) as made:
+            yield made
+    except OSError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.slow
+def test_hosts_apart_equal_one_process(apart: Hosts) -> None:
+    outputs = apart.start(EXAMPLES / "unequal_devices.py", ranks=1)
+    assert [apart.wait(place, 250) for place in range(2)] == [0, 0], [output.read_text() for output in outputs]
+    assert "of one process" in outputs[0].read_text()
+
+
+@pytest.mark.slow
+def test_links_and_axes(apart: Hosts) -> None:
+    """The partition within a host needs less of the slow link than one over both, as `hexa-fx plan` says."""
+    first, _ = apart.start(HERE / "host_rank.py", "links")
+    assert apart.wait(0, 250) == 0, first.read_text()
+    found = dict(line.split() for line in first.read_text().splitlines() if line.startswith(("device", "host")))
+    inside, between = float(found["device"]), float(found["host"])
+    assert 2e6 < between < 16e6  # of 12.5e6
+    assert inside > 4 * between
+
+
+@pytest.mark.slow
+def test_both_axes_are_exact(apart: Hosts) -> None:
+    first, _ = apart.start(HERE / "host_rank.py", "axes")
+    assert apart.wait(0, 250) == 0, first.read_text()
+    assert "over both" in first.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_host_that_is_lost_is_named(apart: Hosts, how: str, place: int) -> None:
+    """Host 0 has the job's store, too: who survives it cannot ask who is there, and says so."""
+    outputs = apart.start(HERE / "host_rank.py", "lost")
+    for output in outputs:
+        until(output, "stepped", 120)
+    apart.kill(place) if how == "killed" else apart.cut(place)
+    named = "ranks [2, 3] do not answer" if place == 1 else "the host that keeps it (of rank 0) is lost"
+    until(outputs[1 - place], named, 90)
+    if how == "killed":  # torchrun's agent waits for a store that is cut off as long as the system's sockets do
+        assert apart.wait(1 - place, 60) != 0
