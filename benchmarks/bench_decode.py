@@ -1,13 +1,14 @@
-"""Decode of dense layers on one GPU, beside what bytes allow, the launches of larger batches and peers: microseconds a layer.
+"""Forward of dense layers on one GPU by number of tokens, beside what the card allows and peers: microseconds a layer.
 
     python benchmarks/bench_decode.py [--shapes qwen3-30b,mixtral] [--tokens 1,2,4,...] [--layers 6] [--tiles] [--json FILE]
 
-Each time is that of a CUDA graph that runs `--layers` layers one after another, over their number: they have weights and routings
-of their own, so that no weight is found in a cache. ``few`` is `hexa::moe_ffn` in three launches (HEXA_FX_FEW_TOKENS=1), ``apart``
-the same where no launch begins before the one ahead is done, ``four`` the four launches, ``vllm`` and ``sglang`` the Triton layers
-of these packages where they are installed (else a line says why not). ``limit`` is the time in which the weights of the experts
-that are reached can be read once at 4.8 TB/s, ``read`` the same as fast as this card reads one large tensor. ``error`` is
-||out - ref|| / ||ref|| of the first layer against ``four``. ``--tiles`` times tiles of both products.
+Each time is that of a CUDA graph that runs `--layers` layers one after another (two from 512 tokens on), over their number: they
+have weights and routings of their own, so that no weight is found in a cache. ``hexa`` is `hexa::moe_ffn` as it comes, ``general``
+the same with HEXA_FX_FEW_TOKENS=0, up to 256 tokens, ``grouped`` transformers' experts with `grouped_mm`, ``vllm`` and ``sglang``
+the Triton layers of these packages where they are installed (else a line says why not). ``limit`` is the time in which an H200 can
+read the weights of the experts that are reached once at 4.8 TB/s, or multiply at 989 TFLOP/s if that takes longer; ``read`` the
+time of reading at the rate at which this card reads one large tensor. ``error`` is ||out - ref|| / ||ref|| of the first layer
+against ``general``, or ``grouped``. ``--tiles`` times tiles of both products.
 """
 
 from __future__ import annotations
@@ -26,27 +27,29 @@ import peers
 import torch
 from bench_packed import captured, read_rate
 from common import SHAPES, MoeShape, environment, steady
+from layers import Weights as Parameters
+from layers import transformers_experts
 from torch import Tensor
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
-from hexa_fx.codegen import family_decode
 from hexa_fx.codegen.family_decode import DecodeTile, candidates
 from hexa_fx.cuda import calls, choosing
 from hexa_fx.jit import kernel as jit_kernel
 
 OPS, DEVICE, BF16 = torch.ops.hexa, "cuda", torch.bfloat16
-NOMINAL = 4.8e12
+NOMINAL_BYTES, NOMINAL_FLOPS = 4.8e12, 989e12
+MOST_FEW, MANY = 256, 512
+"""Tokens up to which a layer may take launches of its own; and from which on two layers are more than any cache holds."""
 Weights = tuple[Tensor, Tensor]
 Call = tuple[Tensor, Tensor, Tensor]
 Step = Callable[[], object]
 
 
 @contextmanager
-def way(few: bool, overlap: bool = True, tile: DecodeTile | None = None) -> Iterator[None]:
-    """A context in which layers take three launches, or four; which overlap, or not; with a tile of one's own."""
+def way(few: bool, tile: DecodeTile | None = None) -> Iterator[None]:
+    """A context in which layers of few tokens take launches of their own, or none do; with a tile of one's own."""
     with mock.patch.dict(os.environ, HEXA_FX_FEW_TOKENS=str(int(few))):
-        patches = [] if overlap else [mock.patch.object(family_decode, "_depends", return_value=False)]
-        patches += [mock.patch.object(calls, "chosen_tile", return_value=tile)] if tile is not None else []
+        patches = [mock.patch.object(calls, "chosen_tile", return_value=tile)] if tile is not None else []
         for patch in patches:
             patch.start()
         _forget()
@@ -83,6 +86,13 @@ def run(c: Call, w: Weights) -> Tensor:
     return OPS.moe_ffn(*c, w[0], None, None, None, w[1], None, *static)  # type: ignore[no-any-return]
 
 
+def grouped(c: Call, w: Weights) -> Tensor:
+    """transformers' experts on the same."""
+    p = Parameters(c[0], c[1], c[2], w[0], None, w[1], None)
+    shape = MoeShape(c[0].shape[0], c[1].shape[1], w[0].shape[0], w[0].shape[2], w[1].shape[2])
+    return transformers_experts(shape, p, "grouped_mm")(*c)  # type: ignore[no-any-return]
+
+
 def of_peer(name: str) -> Callable[[Call, Weights], Tensor] | None:
     """A peer's layer; None, with a line, where it cannot be had."""
     try:
@@ -96,26 +106,33 @@ def of_peer(name: str) -> Callable[[Call, Weights], Tensor] | None:
 def bench(name: str, tokens: int, options: argparse.Namespace, rate: float, weights: list[Weights]) -> dict[str, Any]:
     """A row of the table."""
     s = SHAPES[name]
+    weights = weights if tokens < MANY else weights[:2]
     calls_of = [random_call(s, tokens) for _ in weights]
     pairs = list(zip(calls_of, weights, strict=True))
     graphs: dict[str, Step] = {}
     outputs: dict[str, Tensor] = {}
-    for key, few, overlap in (("few", True, True), ("apart", True, False), ("four", False, True)):
-        with way(few, overlap):
+    for key in ("hexa", "general") if tokens <= MOST_FEW else ("hexa",):
+        with way(key == "hexa"):
             outputs[key] = run(*pairs[0])
             graphs[key] = captured(lambda: [run(*pair) for pair in pairs])
     for key, layer in options.peers.items():
         try:
+            outputs[key] = layer(*pairs[0])
             graphs[key] = captured(lambda layer=layer: [layer(*pair) for pair in pairs])
         except Exception as reason:
             print(f"{key}: {type(reason).__name__}: {str(reason)[:200]}", flush=True)
     times = steady(graphs, turns=options.turns, warm_s=options.seconds / 2, timed_s=options.seconds)
-    ref = outputs["four"].float()
     row: dict[str, Any] = {"shape": name, "tokens": tokens}
-    row["error"] = float((outputs["few"].float() - ref).norm() / ref.norm())
+    for key in ("general", "grouped"):
+        if key in outputs:
+            ref = outputs[key].float()
+            row["error"] = float((outputs["hexa"].float() - ref).norm() / ref.norm())
+            break
     row |= {f"{key}_us": ms * 1e3 / len(pairs) for key, ms in times.items()}
     row["bytes"] = sum(c[1].unique().numel() for c in calls_of) / len(pairs) * 6 * s.model * s.inner
-    row["limit_us"], row["read_us"] = row["bytes"] / NOMINAL * 1e6, row["bytes"] / rate * 1e6
+    flops = 6.0 * tokens * s.top_k * s.model * s.inner
+    row["limit_us"] = max(row["bytes"] / NOMINAL_BYTES, flops / NOMINAL_FLOPS) * 1e6
+    row["read_us"] = row["bytes"] / rate * 1e6
     if options.tiles:
         row["tiles"] = list(tile_times(pairs))
     return row
@@ -125,7 +142,7 @@ def tile_times(pairs: list[tuple[Call, Weights]]) -> Iterator[dict[str, Any]]:
     """Microseconds of the layer with each tile that this card can hold, for both products."""
     for tile in candidates():
         try:
-            with way(True, tile.dependent, tile):
+            with way(True, tile):
                 graph = captured(lambda: [run(*pair) for pair in pairs])
         except Exception as reason:
             print(f"      {tile}: {str(reason)[:120]}", flush=True)
@@ -139,8 +156,8 @@ def tile_times(pairs: list[tuple[Call, Weights]]) -> Iterator[dict[str, Any]]:
 def line(row: dict[str, Any]) -> str:
     names = [key.removesuffix("_us") for key in row if key.endswith("_us")]
     times = " ".join(f"{key} {row[f'{key}_us']:7.1f}" for key in names)
-    part = row["limit_us"] / row["few_us"]
-    return f"{row['shape']:10s} {row['tokens']:4d} tokens  us: {times}  {part:.0%} of limit  error {row['error'] * 1e3:.2f}e-3"
+    part, error = row["limit_us"] / row["hexa_us"], row.get("error", float("nan"))
+    return f"{row['shape']:10s} {row['tokens']:5d} tokens  us: {times}  {part:.0%} of limit  error {error * 1e3:.2f}e-3"
 
 
 def main() -> None:
@@ -151,12 +168,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.3)
-    parser.add_argument("--peers", default="vllm,sglang")
+    parser.add_argument("--peers", default="grouped,vllm,sglang")
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    found = {name: of_peer(name) for name in options.peers.split(",") if name}
+    found = {name: grouped if name == "grouped" else of_peer(name) for name in options.peers.split(",") if name}
     options.peers = {name: layer for name, layer in found.items() if layer is not None}
     rate, rows = read_rate(), list[dict[str, Any]]()
     print(f"reads {rate / 1e12:.2f} TB/s", flush=True)

@@ -14,6 +14,7 @@ _MODULES = {
     "block_gemm_sm90": "hexa_fx.codegen.family_block_sm90",
     "combine": "hexa_fx.codegen.family_rows",
     "decode_combine": "hexa_fx.codegen.family_decode",
+    "decode_down": "hexa_fx.codegen.family_decode",
     "decode_gemm": "hexa_fx.codegen.family_decode",
     "esfk_sm80": "hexa_fx.codegen.family_gemm_sm80",
     "ess": "hexa_fx.codegen.family_rows",

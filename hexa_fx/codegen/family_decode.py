@@ -1,7 +1,8 @@
-"""decode_gemm and decode_combine: a layer of few tokens in three launches; sm_80 and everything after it.
+"""decode_gemm, decode_down and decode_combine: a layer of few tokens in two or three launches; sm_80 and everything after it.
 
-decode_gemm serves esmm, with or without an activation in its epilogue, in bf16 and fp16, and sorts slots by itself. Its rows lie by
-slot. From sm_90 on a launch may begin while the one before still runs (option ``dependent``).
+decode_gemm serves esmm, with or without an activation in its epilogue, in bf16 and fp16, and sorts slots by itself. Its rows lie
+by slot, or are weighted and summed (option ``summed``), as those of decode_down are; else decode_combine sums them. From sm_90 on a
+launch may begin while the one before still runs (option ``dependent``).
 """
 
 from __future__ import annotations
@@ -16,18 +17,27 @@ from hexa_fx.codegen.family_reindex import ID_TYPES
 from hexa_fx.codegen.family_rows import FLOATS, check_activation
 from hexa_fx.codegen.spec import KernelSpec
 
-GEMM, COMBINE = "decode_gemm", "decode_combine"
+GEMM, DOWN, COMBINE = "decode_gemm", "decode_down", "decode_combine"
 THREADS, COMBINE_THREADS = 256, 128
 EXPERTS = (64, 128, 256, 512)
 """Experts that tables in shared memory have room for."""
 SLOTS = (512, 2048)
 """Slots that they have room for."""
+SUMMED_SLOTS = (64, 512)
+"""The same where rows are summed, which wait there, too."""
 ROWS = (8, 16, 32, 64)
 _WARPS = THREADS // 32
 _WEIGHT_BYTES = 16384
 _FEWEST_STAGES, _MOST_STAGES = 3, 8
 _MOST_ROWS_OF_TWO = 16
 """Of an expert, for which registers and shared memory suffice for two blocks of a multiprocessor."""
+DOWN_ROWS = 8
+"""Of an expert, that decode_down multiplies at a time."""
+MOST_SUMMED_COLUMNS = 32
+LONG_LINES = 4096
+"""K from which on decode_gemm sums rows faster than decode_down."""
+MOST_SHORT_BUCKET, MOST_LONG_BUCKET = 2, 4
+"""Up to 2^2 and 2^4 rows an expert on average summed products are faster than general ones, with short and with long lines."""
 _OVERHEAD = 1024
 """Shared memory that a block takes beside what it asks for."""
 
@@ -62,13 +72,60 @@ def choose_tile(arch: int, bucket: int, experts: int, slots: int, along_k: bool)
         along_k: weights are (E, N, K). Else a tile is at least 64 columns wide, which are 128 bytes of a line.
     """
     rows = 8 if bucket <= 1 else 16 if bucket <= 3 else 32 if bucket <= 4 else 64
-    warps_m = {8: 1 if along_k else 2, 16: 2, 32: 4, 64: 4}[rows]
+    warps_m = {8: 1 if along_k else 2, 16: 2, 32: 2, 64: 4}[rows]
     limit, room_of_two = shared_limit(arch), (shared_limit(arch) - _OVERHEAD) // 2
     tile = DecodeTile(rows, warps_m, 0)
     if rows <= _MOST_ROWS_OF_TWO and arch >= 90:
         limit, tile = room_of_two, replace(tile, blocks=2)
     stages = min(_MOST_STAGES, (limit - shared_bytes(tile, experts, slots)) // _stage_bytes(rows, warps_m))
     return replace(tile, stages=stages) if stages >= _FEWEST_STAGES else None
+
+
+@dataclass(frozen=True)
+class DownTile:
+    """Shape of one kernel of decode_down.
+
+    Args:
+        tiles: of 16 columns that a block gives.
+        stages: of each warp's pipeline, 128 bytes of every column and of eight rows each.
+    """
+
+    tiles: int
+    stages: int
+
+
+def down_bytes(tile: DownTile, experts: int, slots: int) -> int:
+    """Shared memory of a block: pipelines, sums of rows, tables."""
+    slots, lines = room(SUMMED_SLOTS, slots), 16 * tile.tiles
+    ring = _WARPS * tile.stages * (lines + DOWN_ROWS) * 128
+    tables = -(-(8 * (room(EXPERTS, experts) + 1) + 4 * slots) // 16) * 16
+    return ring + (slots + _WARPS * DOWN_ROWS) * lines * 4 + tables + 6 * slots
+
+
+def choose_summed(
+    arch: int, bucket: int, experts: int, slots: int, columns: int, k: int
+) -> DecodeTile | DownTile | None:
+    """The tile of a product whose blocks give so many columns of all tokens, and sum them; None where there is none that serves.
+
+    With long lines a block has enough to do at every expert: decode_gemm. With short ones it would begin anew too often, so its
+    warps go over experts by themselves: decode_down. Few slots leave room beside a block of the first product, others none.
+    """
+    if slots > SUMMED_SLOTS[-1] or columns > MOST_SUMMED_COLUMNS:
+        return None
+    half, whole = (shared_limit(arch) - _OVERHEAD) // 2, shared_limit(arch)
+    if k < LONG_LINES:
+        down = DownTile(1 if columns <= 16 else 2, 0)
+        beside = slots <= SUMMED_SLOTS[0] and down.tiles == 1
+        room_left = (half if beside else whole) - down_bytes(down, experts, slots)
+        stages = min(_MOST_STAGES, room_left // (_WARPS * (16 * down.tiles + DOWN_ROWS) * 128))
+        return replace(down, stages=stages) if stages >= _FEWEST_STAGES and bucket <= MOST_SHORT_BUCKET else None
+    rows = 8 if bucket <= 1 else 16 if bucket <= 3 else 32
+    tile = DecodeTile(rows, 1, 0)
+    for limit in (half, whole):
+        stages = min(_MOST_STAGES, (limit - shared_bytes(tile, experts, slots, True)) // _stage_bytes(rows, 1))
+        if stages > _FEWEST_STAGES and bucket <= MOST_LONG_BUCKET:
+            return replace(tile, stages=stages)
+    return None
 
 
 def candidates() -> list[DecodeTile]:
@@ -78,11 +135,13 @@ def candidates() -> list[DecodeTile]:
     return [replace(tile, blocks=n) for tile in tiles for n in (1, 2) if n == 1 or tile.rows <= _MOST_ROWS_OF_TWO]
 
 
-def shared_bytes(tile: DecodeTile, experts: int, slots: int) -> int:
+def shared_bytes(tile: DecodeTile, experts: int, slots: int, summed: bool = False) -> int:
     """Of a block: the pipeline, sums of the warps that share K, and tables that hold these experts and slots."""
-    sums = _WARPS // tile.warps_m * tile.rows * (32 * tile.warps_m + 4) * 4
-    tables = -(-(8 * (room(EXPERTS, experts) + 1) + 2 * slots_of(tile, slots)) // 16) * 16
-    return tile.stages * _stage_bytes(tile.rows, tile.warps_m) + sums + tables
+    lines = 32 * tile.warps_m
+    sums = _WARPS // tile.warps_m * tile.rows * (lines + 4) * 4
+    tables = -(-(8 * (room(EXPERTS, experts) + 1) + 4 * slots_of(tile, slots, summed)) // 16) * 16
+    rows = slots_of(tile, slots, summed) * (4 + 2 * lines) if summed else 0
+    return tile.stages * _stage_bytes(tile.rows, tile.warps_m) + sums + tables + rows
 
 
 def room(sizes: tuple[int, ...], wanted: int) -> int:
@@ -90,8 +149,10 @@ def room(sizes: tuple[int, ...], wanted: int) -> int:
     return next((size for size in sizes if wanted <= size), sizes[-1])
 
 
-def slots_of(tile: DecodeTile, slots: int) -> int:
+def slots_of(tile: DecodeTile, slots: int, summed: bool = False) -> int:
     """Slots that a tile's tables hold: only where room is short as few as suffice, so that there are few kernels."""
+    if summed:
+        return room(SUMMED_SLOTS, slots)
     return room(SLOTS, slots) if tile.rows == ROWS[0] else SLOTS[-1]
 
 
@@ -106,7 +167,13 @@ def _stage_bytes(rows: int, warps_m: int) -> int:
 
 def _shape(spec: KernelSpec) -> LaunchShape:
     tile = DecodeTile(int(spec.option("rows")), int(spec.option("warps_m")), spec.stages)
-    size = shared_bytes(tile, int(spec.option("experts")), int(spec.option("slots")))
+    size = shared_bytes(tile, int(spec.option("experts")), int(spec.option("slots")), bool(spec.option("summed")))
+    return LaunchShape(threads=THREADS, shared_bytes=size, dependent=_depends(spec), overlaps=True)
+
+
+def _down_shape(spec: KernelSpec) -> LaunchShape:
+    tile = DownTile(int(spec.option("tiles")), spec.stages)
+    size = down_bytes(tile, int(spec.option("experts")), int(spec.option("slots")))
     return LaunchShape(threads=THREADS, shared_bytes=size, dependent=_depends(spec), overlaps=True)
 
 
@@ -128,13 +195,21 @@ def _check_types(spec: KernelSpec) -> Iterable[str]:
 
 
 def _check_gemm(spec: KernelSpec) -> Iterable[str]:
-    yield from _check_types(spec)
+    yield from _check_combine(spec)
     yield from check_activation(spec)
     if not spec.aligned or spec.accumulate:
         yield "weights and rows lie at multiples of 16 bytes, and results are stored"
     if spec.option("rows") not in ROWS or spec.option("warps_m") not in (1, 2, 4, 8) or spec.stages < 2:
         yield f"tile of {spec.option('rows')} rows, {spec.option('warps_m')} warps, {spec.stages} stages"
-    if spec.option("experts") not in EXPERTS or spec.option("slots") not in SLOTS:
+    if spec.option("experts") not in EXPERTS or spec.option("slots") not in (*SLOTS, *SUMMED_SLOTS):
+        yield f"tables for {spec.option('experts')} experts, {spec.option('slots')} slots"
+
+
+def _check_down(spec: KernelSpec) -> Iterable[str]:
+    yield from _check_combine(spec)
+    if not spec.aligned or spec.layout != "nk" or spec.option("tiles") not in (1, 2) or spec.stages < 2:
+        yield f"{spec.option('tiles')} tiles, {spec.stages} stages, layout {spec.layout}"
+    if spec.option("experts") not in EXPERTS or spec.option("slots") not in SUMMED_SLOTS:
         yield f"tables for {spec.option('experts')} experts, {spec.option('slots')} slots"
 
 
@@ -144,16 +219,28 @@ def _check_combine(spec: KernelSpec) -> Iterable[str]:
         yield f"weights are {spec.option('weights')}; expected bf16, f16, f32 or f64"
 
 
+# x, w, w2, bias, bias2, d, ids, weights, x_stride, w_line, w_expert, slots, n, k, experts, top_k (value, magic, shift),
+# together, columns, alpha, limit
+_ARGS = "PPPPPPPPqqqiiiiIIIiiff0P"
+
 FAMILIES = (
     Family(
         name=GEMM,
         template="decode_gemm.cu.j2",
         ops=("esmm",),
-        # x, w, w2, bias, bias2, d, ids, x_stride, w_line, w_expert, slots, n, k, experts, top_k (value, magic, shift), alpha, limit
-        args=struct.Struct("PPPPPPPqqqiiiiIIIff0P"),
+        args=struct.Struct(_ARGS),
         shape=_shape,
         values=_blocks,
         check=_check_gemm,
+    ),
+    Family(
+        name=DOWN,
+        template="decode_down.cu.j2",
+        ops=("combine",),
+        args=struct.Struct(_ARGS),
+        shape=_down_shape,
+        values=lambda spec: {"blocks": 1},
+        check=_check_down,
     ),
     Family(
         name=COMBINE,

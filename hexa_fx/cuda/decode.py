@@ -1,7 +1,8 @@
-"""A dense layer of few tokens in three launches: both products by decode_gemm, which sorts slots itself, and the sum over experts.
+"""A dense layer of few tokens in two launches, which sort slots themselves: the first product, and the second one with the sum over
+experts; or in three, where blocks of the second cannot have equal numbers of columns.
 
 With few rows an expert a layer only streams the weights of the experts that are reached, and each launch may cost a tenth of
-that. The second and the third launch begin while the one before still runs.
+that. All but the first launch begin while the one before still runs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from hexa_fx.codegen.family_decode import (
     COMBINE_THREADS,
     EXPERTS,
     GEMM,
+    LONG_LINES,
+    MOST_LONG_BUCKET,
     SLOTS,
     DecodeTile,
+    DownTile,
+    choose_summed,
     choose_tile,
     columns_of_tile,
 )
@@ -37,12 +42,14 @@ from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.rows import columns_of
 
 MOST_TOKENS = 256
-MOST_BUCKET = 5
-"""Up to 2^5 rows an expert on average. With more, products are no longer bound by the weights that they read once."""
+MOST_BUCKET_APART = 1
+"""Up to 2 rows an expert on average three launches are faster than general ones; two are for more (`choose_summed`)."""
+BUSY = 0.8
+"""Part of the multiprocessors that a product which sums has to keep busy."""
 MOST_COLUMNS = 1 << 18
 """Units of work are dealt out in 32 bits."""
 UNITS = 4
-"""Units of work that a multiprocessor has for each of its blocks."""
+"""Units of work that a multiprocessor has for each of its blocks, where rows are summed by a launch of their own."""
 FIRST_ARCH = 90
 """Cards before it keep one launch for each operator."""
 
@@ -100,16 +107,20 @@ def few_tokens(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *re
     second = _as_stored(Projection(w2, b2, None, None, layout2))
     if not (_takes(card, x, first, slots) and _takes(card, x, second, slots)) or top_k_index.dtype not in ID_TYPES:
         return None
-    a = _product(x, first, slots, True)
-    y = _product(a, second, slots, False)
-    return _combine(y, top_k_weights, slots)
+    columns = _summed_columns(card, second, slots)
+    if not columns and slots.bucket > MOST_BUCKET_APART:
+        return None
+    a = _up(x, first, slots, columns > 0)
+    if columns:
+        return _down(a, second, slots, columns, top_k_weights)
+    return _combine(_down(a, second, slots), top_k_weights, slots)
 
 
 def is_few(card: Card, top_k_index: Tensor, experts: int) -> bool:
     """Whether a call has so few tokens that its layer only streams weights, and these launches are wanted for it on the card."""
     tokens, top_k = top_k_index.shape
     few = 0 < tokens <= MOST_TOKENS and 0 < tokens * top_k <= SLOTS[-1] and 0 < experts <= EXPERTS[-1]
-    fits = few and card.family_arch >= FIRST_ARCH and row_bucket(tokens * top_k, experts) <= MOST_BUCKET
+    fits = few and card.family_arch >= FIRST_ARCH and row_bucket(tokens * top_k, experts) <= MOST_LONG_BUCKET
     return fits and are_wanted()
 
 
@@ -145,30 +156,86 @@ def _columns(o: Projection) -> int:
     return inner_width(columns_of(o.w, o.layout), o.glu)
 
 
-def _product(x: Tensor, o: Projection, slots: Slots, first: bool) -> Tensor:
-    """(n, N) by slot; rows without an expert are not written. Rows of x are tokens in the first product, slots in the second."""
-    n, k = _columns(o), o.w.shape[2 if o.layout == "nk" else 1]
-    planning = planning_of(x)
-    biases = [None if b is None else b.contiguous() for b in (o.b, o.b3)]
-    key = DecodeKey(
-        planning.card,
+def _summed_columns(card: Card, o: Projection, slots: Slots) -> int:
+    """Columns that each block of the second product gives of all tokens, and sums; 0 where that does not serve.
+
+    All multiprocessors need some; and lines that run across columns would be read in short pieces.
+    """
+    _, n, k = o.w.shape
+    if o.layout != "nk":
+        return 0
+    columns = ceil_div(n, 8 * card.multiprocessors) * 8
+    tile = choose_summed(card.arch, slots.bucket, slots.experts, slots.rows, columns, k)
+    return columns if tile is not None and ceil_div(n, columns) >= BUSY * card.multiprocessors else 0
+
+
+def _up(x: Tensor, o: Projection, slots: Slots, summed: bool) -> Tensor:
+    """(n, I) by slot, of rows of tokens; rows without an expert are not written. summed: the product behind sums its rows."""
+    inner = _columns(o)
+    d = x.new_empty((slots.rows, inner))
+    key = _key(x, o, slots)._replace(first=True, beside=summed and inner >= LONG_LINES)
+    _product(key, x, o, slots, d, rows_of=slots.ids.shape[1], units=1 if summed else UNITS)
+    return d
+
+
+def _down(a: Tensor, o: Projection, slots: Slots, summed: int = 0, weights: Tensor | None = None) -> Tensor:
+    """(n, D) by slot; summed, if blocks give so many columns of all tokens: (T, D)."""
+    key = _key(a, o, slots)
+    if not summed:
+        d = a.new_empty((slots.rows, _columns(o)))
+        _product(key, a, o, slots, d)
+        return d
+    tokens, top_k = slots.ids.shape
+    out = a.new_empty((tokens, _columns(o)))
+    weights = None if weights is None else weights.contiguous()
+    name = "f32" if weights is None else DTYPES[weights.dtype].name
+    _product(key._replace(summed=summed, weights=name), a, o, slots, out, weights=weights, together=top_k)
+    return out
+
+
+def _key(x: Tensor, o: Projection, slots: Slots) -> DecodeKey:
+    return DecodeKey(
+        planning_of(x).card,
         x.dtype,
         slots.bucket,
         slots.experts,
         slots.rows,
-        k,
+        o.w.shape[2 if o.layout == "nk" else 1],
         columns_of(o.w, o.layout),
         o.layout,
         ID_TYPES[slots.ids.dtype],
-        first,
+        False,
         o.activation,
         o.glu,
         o.b is not None,
     )
-    tile: DecodeTile = planning.tile_of(key)
+
+
+def _product(
+    key: DecodeKey,
+    x: Tensor,
+    o: Projection,
+    slots: Slots,
+    d: Tensor,
+    rows_of: int = 1,
+    weights: Tensor | None = None,
+    together: int = 1,
+    units: int = UNITS,
+) -> None:
+    """Launches one product.
+
+    Args:
+        d: where it goes.
+        rows_of: slots that share a row of x.
+        weights: of slots, where their rows are summed.
+        together: slots of a token, likewise.
+        units: of work that a multiprocessor has for each of its blocks, at least.
+    """
+    planning, n = planning_of(x), _columns(o)
+    tile: DecodeTile | DownTile = planning.tile_of(key)
     spec = key.spec(tile)
-    d = x.new_empty((slots.rows, n))
-    pointers = (x, o.w, o.w3, *biases, d, slots.ids)
+    biases = [None if b is None else b.contiguous() for b in (o.b, o.b3)]
+    pointers = (x, o.w, o.w3, *biases, d, slots.ids, weights)
     by_expert, by_line, _ = o.w.stride()
     numbers = _NUMBERS.pack(
         x.stride()[0],
@@ -176,16 +243,20 @@ def _product(x: Tensor, o: Projection, slots: Slots, first: bool) -> Tensor:
         by_expert,
         slots.rows,
         n,
-        k,
+        key.inner,
         slots.experts,
-        *divisor(slots.ids.shape[1] if first else 1),
+        *divisor(rows_of),
+        together,
+        key.summed,
         *constants_of(o.activation, o.params),
     )
-    most = min(slots.rows, slots.rows // tile.rows + slots.experts) * ceil_div(n, columns_of_tile(spec))
     places = planning.card.multiprocessors
-    blocks = min(tile.blocks, max(1, most // (UNITS * places)))
-    planning.launch(kernel_of(spec), (min(most, blocks * places), 1, 1), ((pointers, numbers),))
-    return d
+    if key.summed or isinstance(tile, DownTile):
+        blocks = ceil_div(n, key.summed)
+    else:
+        most = min(slots.rows, slots.rows // tile.rows + slots.experts) * ceil_div(n, columns_of_tile(spec))
+        blocks = min(most, places * min(tile.blocks, max(1, most // (units * places))))
+    planning.launch(kernel_of(spec), (blocks, 1, 1), ((pointers, numbers),))
 
 
 def _combine(y: Tensor, top_k_weights: Tensor | None, slots: Slots) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.family_decode import SLOTS
+from hexa_fx.codegen.family_decode import SLOTS, SUMMED_SLOTS
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.codegen.tiles_sm90 import ROW_LIMITS
 from hexa_fx.cuda.calls import chosen, planned
@@ -123,7 +123,14 @@ def kernel_set(layer: FfnLayer, card: Card, training: bool = True, most: int = M
 def token_counts(experts: int, top_k: int, most: int) -> list[int]:
     """The fewest tokens of each interval in which all calls take the same kernels."""
     buckets = [experts << power for power in range((most * top_k // experts).bit_length() + 1)]
-    limits = (*buckets, *(experts * rows for rows in ROW_LIMITS), ONE_BLOCK_SLOTS, *SLOTS, MOST_DECODED * top_k)
+    limits = (
+        *buckets,
+        *(experts * rows for rows in ROW_LIMITS),
+        ONE_BLOCK_SLOTS,
+        *SLOTS,
+        *SUMMED_SLOTS,
+        MOST_DECODED * top_k,
+    )
     return sorted({tokens for limit in (0, *limits) if (tokens := limit // top_k + 1) <= most})
 
 

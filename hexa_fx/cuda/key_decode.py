@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from hexa_fx.codegen.family_decode import EXPERTS, GEMM, DecodeTile, candidates, choose_tile, room, slots_of
+from hexa_fx.codegen.family_decode import (
+    DOWN,
+    EXPERTS,
+    GEMM,
+    ROWS,
+    SUMMED_SLOTS,
+    DecodeTile,
+    DownTile,
+    candidates,
+    choose_summed,
+    choose_tile,
+    room,
+    slots_of,
+)
 from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
 from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card
@@ -20,7 +34,10 @@ class DecodeKey(NamedTuple):
         experts, slots: that tables have to hold.
         inner, columns: K, and columns of the weight.
         ids: C++ type of routing ids.
-        first: of a layer's launches. The second one may begin early.
+        first: of a layer's launches. The next one may begin early.
+        weights: type of the weights of slots, where rows are summed.
+        summed: columns that a block gives of all tokens, which it sums; 0 where rows are not summed.
+        beside: a block of the second product has a place beside one of this product on each multiprocessor.
     """
 
     card: Card
@@ -36,21 +53,30 @@ class DecodeKey(NamedTuple):
     activation: str
     glu: Glu
     bias: bool
+    weights: str = "f32"
+    summed: int = 0
+    beside: bool = False
     accumulate: bool = False
 
     def problem(self) -> Problem:
         """What tuning knows of it."""
-        return Problem(GEMM, "esmm", DTYPES[self.dtype].name, self.first, self.bucket, self.inner, self.columns)
+        op = "combine" if self.summed else "esmm"
+        return Problem(GEMM, op, DTYPES[self.dtype].name, self.first, self.bucket, self.inner, self.columns)
 
-    def tile(self, fields: Any) -> DecodeTile:
+    def tile(self, fields: Any) -> DecodeTile | DownTile:
         """The tile with these fields."""
-        return DecodeTile(**fields)
+        return DownTile(**fields) if "tiles" in fields else DecodeTile(**fields)
 
-    def rule(self) -> DecodeTile:
+    def rule(self) -> DecodeTile | DownTile:
         """The tile that nobody measured. There is one, or the product is not planned (`hexa_fx.cuda.decode`)."""
-        found = choose_tile(self.card.arch, self.bucket, self.experts, self.slots, self.layout == "nk")
+        sizes = (self.card.arch, self.bucket, self.experts, self.slots)
+        if self.summed:
+            summed = choose_summed(*sizes, self.summed, self.inner)
+            assert summed is not None, "asked before"
+            return summed
+        found = choose_tile(*sizes, self.layout == "nk")
         assert found is not None, "asked before"
-        return found
+        return replace(found, blocks=1) if self.beside and found.rows == ROWS[0] else found
 
     def candidates(self) -> list[DecodeTile]:
         """Tiles worth measuring."""
@@ -60,8 +86,10 @@ class DecodeKey(NamedTuple):
         """The same with another number of rows an expert."""
         return self._replace(bucket=bucket)
 
-    def spec(self, tile: DecodeTile) -> KernelSpec:
+    def spec(self, tile: DecodeTile | DownTile) -> KernelSpec:
         """The kernel with this tile."""
+        if isinstance(tile, DownTile):
+            return self._down(tile)
         return KernelSpec(
             family=GEMM,
             op="esmm",
@@ -77,7 +105,20 @@ class DecodeKey(NamedTuple):
             warps_m=tile.warps_m,
             dependent=tile.dependent and not self.first,
             experts=room(EXPERTS, self.experts),
-            slots=slots_of(tile, self.slots),
+            slots=slots_of(tile, self.slots, self.summed > 0),
             id=self.ids,
             first=self.first,
+            weights=self.weights,
+            summed=self.summed > 0,
+        )
+
+    def _down(self, tile: DownTile) -> KernelSpec:
+        spec = KernelSpec(DOWN, "combine", self.card.arch, dtype=DTYPES[self.dtype], stages=tile.stages)
+        return replace(spec, layout=self.layout, bias=self.bias).with_options(
+            tiles=tile.tiles,
+            dependent=True,
+            experts=room(EXPERTS, self.experts),
+            slots=room(SUMMED_SLOTS, self.slots),
+            id=self.ids,
+            weights=self.weights,
         )

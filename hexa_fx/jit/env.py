@@ -28,7 +28,7 @@ VARIABLES = {
     "HEXA_FX_WAIT_FOR_KERNELS": "1: a launch waits until its kernel is built, as benchmarks want; else others run meanwhile.",
     "HEXA_FX_AUTOTUNE": "1: time candidate tiles for shapes that the shipped table lacks, and remember the best "
     "(`hexa-fx tune` does it for known models).",
-    "HEXA_FX_FEW_TOKENS": "1: layers of up to 256 tokens take three launches on Hopper, which nobody has measured yet; else four.",
+    "HEXA_FX_FEW_TOKENS": "0: layers of few tokens take four launches on Hopper, not two or three.",
     "HEXA_FX_CHECKED": "1: raise for routing ids out of range, which otherwise contribute nothing (synchronises).",
 }
 
@@ -49,7 +49,7 @@ class JitSettings:
     verbose_build: bool = False
     keep: bool = False
     autotune: bool = False
-    few_tokens: bool = False
+    few_tokens: bool = True
     checked: bool = False
 
     @classmethod
@@ -76,7 +76,7 @@ class JitSettings:
             verbose_build=_switch("HEXA_FX_VERBOSE_BUILD"),
             keep=_switch("HEXA_FX_KEEP"),
             autotune=_switch("HEXA_FX_AUTOTUNE"),
-            few_tokens=_switch("HEXA_FX_FEW_TOKENS"),
+            few_tokens=_switch("HEXA_FX_FEW_TOKENS", "1"),
             checked=_switch("HEXA_FX_CHECKED"),
         )
 
@@ -105,5 +105,5 @@ def _integer(name: str, default: int) -> int:
     return int(digits)
 
 
-def _switch(name: str) -> bool:
-    return _text(name).lower() not in ("", "0", "false", "no", "off")
+def _switch(name: str, default: str = "") -> bool:
+    return _text(name, default).lower() not in ("", "0", "false", "no", "off")

@@ -14,8 +14,17 @@ from torch import Tensor
 
 from hexa_fx.codegen import render
 from hexa_fx.codegen.family import shared_limit
-from hexa_fx.codegen.family_decode import DecodeTile, candidates, choose_tile, shared_bytes, slots_of
-from hexa_fx.cuda import calls
+from hexa_fx.codegen.family_decode import (
+    DecodeTile,
+    DownTile,
+    candidates,
+    choose_summed,
+    choose_tile,
+    down_bytes,
+    shared_bytes,
+    slots_of,
+)
+from hexa_fx.cuda import calls, decode
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.kernel_set import kernel_set, layer_of
@@ -98,12 +107,19 @@ def reference(x: Tensor, ids: Tensor, gates: Tensor | None, weights: list[Any], 
 
 
 def run(
-    x: Tensor, ids: Tensor, gates: Tensor | None, weights: list[Any], static: list[Any], tile: Any = None
+    x: Tensor,
+    ids: Tensor,
+    gates: Tensor | None,
+    weights: list[Any],
+    static: list[Any],
+    tile: Any = None,
+    launches: list[str] | None = None,
 ) -> Tensor:
-    """Three launches on this machine; what nobody writes is NaN."""
+    """The launches on this machine; what nobody writes is NaN."""
     args = [x, ids, gates, *weights, *static]
     plan = calls.planned(PROGRAMS["moe_ffn"], args, CARD, (lambda key: tile) if tile else calls.chosen())
-    assert [kernel.spec.family for kernel in plan.kernels] == ["decode_gemm", "decode_gemm", "decode_combine"]
+    found = [kernel.spec.family for kernel in plan.kernels]
+    assert found == (launches or APART)
     plan.load()
     tensors = [t for t in args if isinstance(t, Tensor)]
     return plan(tensors, [t.data_ptr() for t in tensors], x.device)
@@ -117,9 +133,16 @@ def poisoned():
     torch.use_deterministic_algorithms(False)
 
 
+APART = ["decode_gemm", "decode_gemm", "decode_combine"]
+LONG, SHORT = ["decode_gemm", "decode_gemm"], ["decode_gemm", "decode_down"]
+
+
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch):
-    monkeypatch.setenv("HEXA_FX_FEW_TOKENS", "1")
+def for_any_number_of_rows(monkeypatch):
+    """Three launches, with many rows an expert too, unless a test wants sums."""
+    monkeypatch.setattr(decode, "MOST_BUCKET_APART", 5)
+    monkeypatch.setattr(decode, "MOST_LONG_BUCKET", 5)
+    monkeypatch.setattr(decode, "choose_summed", lambda *sizes: None)
     cuda_choosing.forget_choices()
     yield
     cuda_choosing.forget_choices()
@@ -141,7 +164,11 @@ MORE: dict[str, tuple[dict[str, Any], DecodeTile | None]] = {
 }
 
 
-def check(case: tuple[dict[str, Any], DecodeTile | None], ids_dtype: torch.dtype = torch.int64) -> None:
+def check(
+    case: tuple[dict[str, Any], DecodeTile | None],
+    ids_dtype: torch.dtype = torch.int64,
+    launches: list[str] | None = None,
+) -> None:
     options, tile = case
     weights, static = layer(**options)
     dtype = weights[0].dtype
@@ -150,7 +177,7 @@ def check(case: tuple[dict[str, Any], DecodeTile | None], ids_dtype: torch.dtype
         x, gates = torch.randn(len(index), options.get("hidden", 72)).to(dtype), torch.rand(ids.shape)
         want = reference(x, ids, gates, weights, static)
         gates[(ids < 0) | (ids >= 5)] = float("nan")
-        error = row_error(run(x, ids, gates, weights, static, tile), want)
+        error = row_error(run(x, ids, gates, weights, static, tile, launches), want)
         assert error < TOLERANCE[dtype], (kind, error)
 
 
@@ -166,6 +193,24 @@ def test_each_warp_sorts_many_slots(emulated):  # noqa: F811
     x, gates = torch.randn(140, 72).to(F16), torch.rand(140, 2)
     want = reference(x, ids, gates, weights, static)
     assert row_error(run(x, ids, gates, weights, static, DecodeTile(8, 1, 3)), want) < TOLERANCE[F16]
+
+
+SUMS: dict[str, tuple[dict[str, Any], DecodeTile | DownTile]] = {
+    "long lines": ({"hidden": 88, "inner": 520, "bias": True}, DecodeTile(8, 1, 4)),
+    "long lines, f16": ({"hidden": 72, "inner": 264, "dtype": F16}, DecodeTile(16, 1, 3)),
+    "short lines": ({"hidden": 40, "inner": 200, "bias": True}, DownTile(1, 3)),
+    "short lines, f16": ({"hidden": 88, "inner": 40, "dtype": F16}, DownTile(2, 3)),
+}
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_sums(emulated, monkeypatch, case):  # noqa: F811
+    """Parts that several warps share, blocks with fewer columns, k that ends inside a stage."""
+    options, tile = SUMS[case]
+    short = isinstance(tile, DownTile)
+    monkeypatch.setattr(decode, "choose_summed", lambda *sizes: tile)
+    monkeypatch.setattr(calls, "chosen_tile", lambda key: tile if key.summed else DecodeTile(8, 1, 3))
+    check((options, None), launches=SHORT if short else LONG)
 
 
 @pytest.mark.slow
@@ -243,6 +288,35 @@ def test_the_set_of_kernels_has_those_of_every_number_of_tokens():
     assert render(combine).launch.dependent
     gemms = [render(spec) for spec in found if spec.family == "decode_gemm"]
     assert all(source.launch.dependent != source.spec.option("first") for source in gemms)
+
+
+@pytest.mark.parametrize(("hidden", "inner", "second"), [(2048, 768, "decode_down"), (4096, 14336, "decode_gemm")])
+def test_second_products_that_sum_by_the_length_of_lines(monkeypatch, hidden, inner, second):
+    monkeypatch.undo()
+    cuda_choosing.forget_choices()
+    card = typical_card(90)
+    experts, top_k = (128, 8) if hidden == 2048 else (8, 2)
+    made = layer_of(FfnSpec("silu", "concat"), experts=experts, top_k=top_k, hidden=hidden, inner=inner)
+    assert [spec.family for spec in launched_by(made, card, 1, training=False)] == ["decode_gemm", second]
+    found = set(kernel_set(made, card, training=False, most=300))
+    for tokens in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257):
+        specs = launched_by(made, card, tokens, training=False)
+        assert set(specs) <= found
+        few = tokens <= 64
+        assert (specs[-1].family == second) == few
+    for spec in found:
+        source = render(spec)
+        assert source.launch.shared_bytes <= shared_limit(90)
+
+
+def test_a_summing_block_has_room_beside_one_of_the_first_product():
+    for slots, columns, k in ((8, 16, 768), (64, 16, 768), (16, 32, 14336)):
+        tile, first = choose_summed(90, 0, 128, slots, columns, k), choose_tile(90, 0, 128, slots, True)
+        assert tile is not None
+        assert first is not None
+        short = isinstance(tile, DownTile)
+        size = down_bytes(tile, 128, slots) if short else shared_bytes(tile, 128, slots, summed=True)
+        assert size + shared_bytes(first, 128, slots) + 2 * 1024 <= 228 * 1024
 
 
 def test_launches_that_begin_early_say_so_to_the_driver(tmp_path):

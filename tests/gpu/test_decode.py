@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hexa_fx.codegen import family_decode
 from hexa_fx.codegen.family_decode import DecodeTile
-from hexa_fx.cuda import calls, layer
+from hexa_fx.cuda import calls, decode, layer
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.jit import kernel as jit_kernel
 from hexa_fx.ops.activations import activation_forward
@@ -28,9 +28,15 @@ hopper = pytest.mark.skipif(
 pytestmark = hopper
 
 
+choose_summed = decode.choose_summed
+
+
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("HEXA_FX_FEW_TOKENS", "1")
+def for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three launches, with many rows an expert too, unless a test wants sums."""
+    monkeypatch.setattr(decode, "MOST_BUCKET_APART", 5)
+    monkeypatch.setattr(decode, "MOST_LONG_BUCKET", 5)
+    monkeypatch.setattr(decode, "choose_summed", lambda *sizes: None)
     cuda_choosing.forget_choices()
     yield
     cuda_choosing.forget_choices()
@@ -158,6 +164,29 @@ def test_tiles(tile: DecodeTile, layouts: str) -> None:
     with mock.patch.object(calls, "chosen_tile", return_value=tile):
         for kind in ("random", "all_to_one"):
             check(made, operands(make_routing(kind, 90, 3, EXPERTS).index, 1104))
+
+
+SUMS = {"short": (2048, 776), "short, wide": (4096, 264), "long": (4096, 4104), "k ends in a stage": (2112, 1000)}
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("shape", SUMS)
+def test_sums(monkeypatch: pytest.MonkeyPatch, shape: str, bias: bool) -> None:
+    """The second product weights and sums rows; each run gives the same bits, in a graph too."""
+    monkeypatch.setattr(decode, "choose_summed", choose_summed)
+    made, hidden = Layer(*SUMS[shape], bias=bias), SUMS[shape][0]
+    for kind in ROUTINGS:
+        for tokens, top_k in ((1, 4), (3, 12), (9, 4), (20, 2)):
+            c = operands(make_routing(kind, tokens, top_k, EXPERTS).index, hidden)
+            check(made, c)
+            first = made(*c)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = made(*c)
+            for _ in range(5):
+                y.fill_(float("nan"))
+                graph.replay()
+                assert torch.equal(y, first)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])

@@ -413,7 +413,16 @@ def test_fp8_layer(gated: bool) -> None:
 @pytest.mark.parametrize("tokens", [5, 60], ids=["8 rows", "32 rows"])
 def test_few_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, layouts: str) -> None:
     """Three launches of which two begin early; more steps than stages, a block's units of several experts."""
-    monkeypatch.setenv("HEXA_FX_FEW_TOKENS", "1")
+    monkeypatch.setattr(few_tokens.decode, "MOST_BUCKET_APART", 5)
+    monkeypatch.setattr(few_tokens.decode, "MOST_LONG_BUCKET", 5)
     cuda_choosing.forget_choices()
     ids = make_routing("sentinels", tokens, 3, few_tokens.EXPERTS).index
     few_tokens.check(few_tokens.Layer(776, 328, layouts=layouts, bias=True), few_tokens.operands(ids, 776))
+
+
+@hopper
+@pytest.mark.parametrize("inner", [328, 4104], ids=["short lines", "long lines"])
+def test_few_tokens_in_two_launches(inner: int) -> None:
+    """The second one gives eight columns of all tokens a block; k ends inside a stage, parts are shared by warps."""
+    ids = make_routing("sentinels", 5, 3, few_tokens.EXPERTS).index
+    few_tokens.check(few_tokens.Layer(1056, inner, bias=True), few_tokens.operands(ids, 1056))

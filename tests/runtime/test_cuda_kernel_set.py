@@ -70,7 +70,7 @@ def test_in_a_fixed_order_all_numbers_of_tokens_take_the_same_products_and_these
 def test_real_blocks_need_few_kernels(name: str, arch: int) -> None:
     found = kernel_set(REAL[name], typical_card(arch))
     assert len(found) <= 30
-    assert len(kernel_set(REAL[name], typical_card(arch), training=False)) <= 12
+    assert len(kernel_set(REAL[name], typical_card(arch), training=False)) <= (16 if arch == 90 else 12)
     for spec in found:
         render(spec)
     for tokens in (1, 2, 100, 4097, 65535, 65536):

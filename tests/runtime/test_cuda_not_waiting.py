@@ -125,7 +125,9 @@ def test_another_tile_of_the_family_runs_meanwhile(
     assert [one.spec for one in cards.launches] == many
 
 
-def test_another_hopper_tile_runs_meanwhile(hopper: Cards, slow: SlowBuilder) -> None:
+def test_another_hopper_tile_runs_meanwhile(hopper: Cards, slow: SlowBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEXA_FX_FEW_TOKENS", "0")
+    choosing.forget_choices()
     args = arguments(tokens=200)
     with choosing.collect(HOPPER) as specs:
         hopper.run(arguments(tokens=4000))

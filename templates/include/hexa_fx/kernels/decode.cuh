@@ -2,14 +2,15 @@
 //
 //   d[s] = act(x[s / top_k] W[e(s)]^T + bias[e(s)]), for every slot s that has an expert
 //
-// Every block sorts the slots for itself, so that nothing has to run before, and rows lie by slot. Blocks stay and take equal numbers of units
-// (a tile of a weight's columns, all k) that follow one another; copies of the next units are under way while one is multiplied. The
-// weight's columns are the 16 rows of mma.sync, an expert's rows its columns. The warps of a block share k, so that a unit is small, and add
-// up in shared memory, in the same order always.
+// Every block sorts the slots for itself, so that nothing has to run before, and rows lie by slot. Blocks stay and take equal stretches of all
+// columns, in tiles by all k; copies of the next tiles are under way while one is multiplied. Or they take the same columns of all experts,
+// and weight and sum the rows of every token. The weight's columns are the 16 rows of mma.sync, an expert's rows its columns. The warps of a
+// block share k, so that a tile is small, and add up in shared memory, in the same order always.
 //
-// The second launch of a layer may begin while the first one ends: it sorts and fetches weights, and waits before it reads rows.
+// The second launch of a layer begins while the first one runs: it sorts and fetches weights, and waits before it reads rows.
 #pragma once
 #include <hexa_fx/epilogue/activations.cuh>
+#include <hexa_fx/epilogue/decode_sum.cuh>
 #include <hexa_fx/load/decode.cuh>
 #include <hexa_fx/ptx/dependent.cuh>
 #include <hexa_fx/types/element.cuh>
@@ -22,37 +23,53 @@ struct DecodeGemm {
   using T = typename C::T;
   using Stage = DecodeStage<C>;
   using Slots = SortedSlots<C::kRows, C::kExperts, C::kSlots, C::kWarps>;
-  using Feed = DecodeFeed<C, Slots>;
+  using Share = DecodeShare<Slots, C::kColumns, C::kGrain, C::kSummed>;
+  using Feed = DecodeFeed<C, Slots, Share>;
+  using Total = DecodeSum<C>;
   static constexpr int kThreads = C::kThreads, kStages = C::kStages, kGroups = C::kRows / 8;
   static constexpr int kPitch = C::kLines + 4;  // of a row's sums: a warp's stores meet in no bank
   static constexpr int kRingBytes = kStages * Stage::kBytes, kSumBytes = C::kWarpsK * C::kRows * kPitch * 4;
-  static constexpr int kSharedBytes = kRingBytes + kSumBytes + Slots::kBytes;
+  static constexpr int kSharedBytes = kRingBytes + kSumBytes + Slots::kBytes + Total::kBytes;
   static_assert(Slots::kScratchBytes <= kRingBytes);
 
   static __device__ void run(const DecodeParams& p, unsigned char* shared) {
-    if constexpr (C::kFirst) wait_for_last_launch();
-    Slots slots(shared + kRingBytes + kSumBytes, p.experts, (p.n + C::kColumns - 1) / C::kColumns);
+    if constexpr (C::kFirst) {
+      wait_for_last_launch();
+      release_next_launch();
+    }
+    Slots slots(shared + kRingBytes + kSumBytes, p.experts);
     slots.sort(static_cast<const typename C::Id*>(p.ids), p.slots, shared);
-    const unsigned all = slots.units();  // times the blocks below 2^32: the host sees to it
-    const int begin = int(all * blockIdx.x / gridDim.x), end = int(all * (blockIdx.x + 1) / gridDim.x);
-    if (begin < end) {
-      DecodeGemm(p, shared, slots).work(begin, end);
+    const Share share(slots, p.n, p.columns);
+    const Total total(p, shared + kRingBytes + kSumBytes + Slots::kBytes);
+    total.prepare();
+    const DecodeWork start = share.start();
+    if (!Share::none(start)) {
+      DecodeGemm(p, shared, slots, share, total).work(start);
     } else {
       release_next_launch();
       wait_for_last_launch();
     }
+    total.store();
   }
 
  private:
   using Sum = float[2][kGroups][4];
   const DecodeParams& p;
   const Slots& slots;
+  const Share& share;
+  const Total& summed;
   const unsigned ring;
   float* sums;
   const int lane = threadIdx.x % 32, warp_m = threadIdx.x / 32 % C::kWarpsM, warp_k = threadIdx.x / 32 / C::kWarpsM;
 
-  __device__ DecodeGemm(const DecodeParams& p_, unsigned char* shared, const Slots& slots_)
-      : p(p_), slots(slots_), ring(shared_address(shared)), sums(reinterpret_cast<float*>(shared + kRingBytes)) {}
+  __device__ DecodeGemm(const DecodeParams& p_, unsigned char* shared, const Slots& slots_, const Share& share_,
+                        const Total& summed_)
+      : p(p_),
+        slots(slots_),
+        share(share_),
+        summed(summed_),
+        ring(shared_address(shared)),
+        sums(reinterpret_cast<float*>(shared + kRingBytes)) {}
 
   // Weights of the first stages, then their rows, so that only these wait for the launch before. Groups of copies end in the order of stages.
   __device__ void fill(Feed& feed) const {
@@ -70,13 +87,13 @@ struct DecodeGemm {
     }
   }
 
-  __device__ void work(int begin, int end) const {
-    Feed feed(p, slots, begin, end);
+  __device__ void work(const DecodeWork& start) const {
+    Feed feed(p, slots, share, start);
     fill(feed);
-    DecodeWork here = slots.at(begin);
+    DecodeWork here = start;
     int read = 0, write = kStages - 1;
 #pragma unroll 1
-    for (int unit = begin; unit < end; ++unit) {
+    while (!Share::none(here)) {
       Sum sum = {};
 #pragma unroll 1
       for (int depth = 0; depth < p.k; depth += C::kDepth) {
@@ -86,7 +103,7 @@ struct DecodeGemm {
           feed.copy_weight(ring + write * Stage::kBytes);
           feed.copy_rows(ring + write * Stage::kBytes);
           feed.advance();
-        } else {
+        } else if constexpr (!C::kFirst) {
           release_next_launch();  // what is left takes about as long as it needs to begin
         }
         commit_copies();
@@ -97,7 +114,7 @@ struct DecodeGemm {
       hand_over(sum);
       __syncthreads();
       store(here);  // sums are written again behind the barrier of the next stage
-      if (unit + 1 < end) here = slots.behind(here, unit + 1);
+      here = share.behind(here);
     }
   }
 
@@ -169,13 +186,14 @@ struct DecodeGemm {
     const int before = here.part * C::kRows, rows = min(here.rows - before, C::kRows);
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * kPairs; i += kThreads) {
-      const int row = i / kPairs, at = i % kPairs * 2, column = here.tile * C::kColumns + at;
-      if (column >= p.n) continue;
-      const long long slot = slots.order[here.first_row + before + row];
+      const int row = i / kPairs, at = i % kPairs * 2, column = here.column + at;
+      if (at >= here.columns || column >= p.n) continue;
+      const int slot = slots.order[here.first_row + before + row];
       alignas(4) T pair[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) pair[j] = narrow<T>(result(here.expert, row, at + j, column + j));
-      *reinterpret_cast<unsigned*>(static_cast<T*>(p.d) + slot * p.n + column) = reinterpret_cast<const unsigned&>(pair);
+      T* to = C::kSummed ? summed.of(slot, at) : static_cast<T*>(p.d) + static_cast<long long>(slot) * p.n + column;
+      *reinterpret_cast<unsigned*>(to) = reinterpret_cast<const unsigned&>(pair);
     }
   }
 

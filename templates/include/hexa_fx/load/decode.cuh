@@ -4,6 +4,7 @@
 // by 16 bytes so that the eight lines of a matrix meet in no bank.
 #pragma once
 #include <hexa_fx/ptx/sm80.cuh>
+#include <hexa_fx/scheduler/share.cuh>
 #include <hexa_fx/scheduler/slots.cuh>
 #include <hexa_fx/types/decode.cuh>
 
@@ -14,7 +15,8 @@ struct DecodeStage {
   static constexpr int kWeightBytes = C::kLines * C::kDepth * 2, kRowBytes = C::kRows * C::kDepth * 2;
   static constexpr int kBytes = kWeightBytes + kRowBytes;
   static constexpr int kPass = 16 * C::kThreads;  // bytes that all threads copy with an instruction
-  static_assert(kWeightBytes == 4 * kPass);
+  static constexpr int kPieces = 4;               // of a thread
+  static_assert(kWeightBytes == kPieces * kPass);
   // 16-byte pieces in a line of the weight, and in a row of x.
   static constexpr int kWeightPieces = (C::kAlongK ? C::kDepth : C::kLines) / 8, kRowPieces = C::kDepth / 8;
 
@@ -27,7 +29,7 @@ struct DecodeStage {
 };
 
 // Goes over a block's units of work and the stages of each.
-template <class C, class Slots>
+template <class C, class Slots, class Share>
 struct DecodeFeed {
   using T = typename C::T;
   using Stage = DecodeStage<C>;
@@ -38,49 +40,39 @@ struct DecodeFeed {
 
   const DecodeParams& p;
   const Slots& slots;
-  int unit, end, depth = 0;  // depth: first k of the stage
+  const Share& share;
+  int depth = 0;  // first k of the stage
   DecodeWork work;
   const T* weight[2];  // of this thread's first piece at k = 0: of both halves, or where lines run across k of its own half
   int left[2];         // columns of each half that exist
   const T* row[kRowCopies];
 
-  __device__ DecodeFeed(const DecodeParams& p_, const Slots& slots_, int begin, int end_)
-      : p(p_), slots(slots_), unit(begin), end(end_), work(slots_.at(begin)) {
+  __device__ DecodeFeed(const DecodeParams& p_, const Slots& slots_, const Share& share_, const DecodeWork& start)
+      : p(p_), slots(slots_), share(share_), work(start) {
     locate();
   }
 
-  __device__ bool more() const { return unit < end; }
+  __device__ bool more() const { return !Share::none(work); }
 
   // To the stage behind.
   __device__ void advance() {
     depth += C::kDepth;
     if (depth < p.k) return;
     depth = 0;
-    if (++unit >= end) return;
-    work = slots.behind(work, unit);
-    locate();
+    work = share.behind(work);
+    if (more()) locate();
   }
 
   __device__ void copy_weight(unsigned stage) const {
     const int line = threadIdx.x / Stage::kWeightPieces, piece = threadIdx.x % Stage::kWeightPieces;
     const unsigned to = stage + Stage::template at<Stage::kWeightPieces>(line, piece);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < Stage::kPieces; ++i) {
       const T* from;
-      bool there;
-      if constexpr (C::kAlongK) {
-        const int column = line + i % 2 * kWeightStep, k = depth + 8 * piece;
-        there = column < left[i / 2] && k < p.k;
-        from = weight[i / 2] + (there ? i % 2 * kWeightStep * p.w_line + depth : 0);
-      } else {
-        const int k = depth + line + i * kWeightStep;
-        there = piece % (kHalf / 8) * 8 < left[0] && k < p.k;
-        from = weight[0] + (there ? (depth + i * kWeightStep) * p.w_line : 0);
-      }
-      copy_async16(to + i * Stage::kPass, there ? from : static_cast<const T*>(p.w), there ? 16 : 0);
+      const bool there = locate_piece(i, line, piece, from);
+      copy_async16(to + i * Stage::kPass, from, there ? 16 : 0);
     }
   }
-
   __device__ void copy_rows(unsigned stage) const {
     const int r = threadIdx.x / Stage::kRowPieces, piece = threadIdx.x % Stage::kRowPieces;
     const unsigned to = stage + Stage::kWeightBytes + Stage::template at<Stage::kRowPieces>(r, piece);
@@ -93,12 +85,29 @@ struct DecodeFeed {
   }
 
  private:
-  // Column of the weight where a half of the tile begins, and how many columns are left of it there.
+  // Where the thread's piece i is, and whether it exists.
+  __device__ bool locate_piece(int i, int line, int piece, const T*& from) const {
+    bool there;
+    if constexpr (C::kAlongK) {
+      const int half = i / 2, column = line + i % 2 * kWeightStep, k = depth + 8 * piece;
+      there = column < left[half] && k < p.k;
+      from = weight[half] + (there ? i % 2 * kWeightStep * p.w_line + depth : 0);
+    } else {
+      const int k = depth + line + i * kWeightStep;
+      there = piece % (kHalf / 8) * 8 < left[0] && k < p.k;
+      from = weight[0] + (there ? (depth + i * kWeightStep) * p.w_line : 0);
+    }
+    if (!there) from = static_cast<const T*>(p.w);
+    return there;
+  }
+
+  // Column of the weight where a half of the tile begins, and how many columns of the tile it has.
   __device__ void begin_half(int half, long long& column, int& columns) const {
     constexpr bool kBoth = C::kGlu == Glu::concat || C::kGlu == Glu::split;
-    const int at = kBoth ? work.tile * kHalf : work.tile * C::kLines + half * kHalf;
-    columns = (C::kGlu == Glu::interleaved ? 2 * p.n : p.n) - at;
-    column = C::kGlu == Glu::concat && half == 1 ? static_cast<long long>(p.n) + at : at;
+    constexpr int kTurns = C::kGlu == Glu::interleaved ? 2 : 1;
+    const int before = kBoth ? 0 : half * kHalf;
+    columns = min(work.columns, p.n - work.column) * kTurns - before;
+    column = work.column * kTurns + before + (C::kGlu == Glu::concat && half == 1 ? static_cast<long long>(p.n) : 0);
   }
   __device__ const T* of_half(int half) const {
     return static_cast<const T*>(C::kGlu == Glu::split && half == 1 ? p.w2 : p.w) + work.expert * p.w_expert;

@@ -1,38 +1,71 @@
-// The slots of few tokens sorted by expert, in every block for itself, and the work that follows: the rows of every expert in parts of at
-// most kRows, times the tiles of its weight. Parts of one tile follow one another, so that the weight comes from memory once.
+// The slots of few tokens sorted by expert, in every block for itself: the rows of every expert, in parts of at most kRows.
 #pragma once
 
 namespace hexa {
-
-struct DecodeWork {
-  int expert, first_row, rows;  // the expert's rows
-  int part, parts, tile;
-};
 
 // kExperts and kSlots: as many as there is room for.
 template <int kRows, int kExperts, int kSlots, int kWarps>
 struct SortedSlots {
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kBytes = (2 * (kExperts + 1) * int(sizeof(int)) + kSlots * 2 + 15) / 16 * 16;
+  static constexpr int kFew = 32;  // slots that a warp sorts in registers
+  static constexpr int kBytes = (2 * (kExperts + 1) * int(sizeof(int)) + 2 * kSlots * 2 + 15) / 16 * 16;
   static constexpr int kScratchBytes = kWarps * kExperts * int(sizeof(int)) + kSlots * 2;
-  int* offs;              // first row of every expert
-  int* first;             // parts of the experts before
-  unsigned short* order;  // slot of every row
-  int experts, tiles;
+  int* offs;               // first row of every expert
+  int* first;              // parts of the experts before
+  unsigned short* order;   // slot of every row
+  unsigned short* expert;  // of every part
+  int experts;
 
-  __device__ SortedSlots(unsigned char* shared, int experts_, int tiles_)
+  __device__ SortedSlots(unsigned char* shared, int experts_)
       : offs(reinterpret_cast<int*>(shared)),
         first(offs + kExperts + 1),
         order(reinterpret_cast<unsigned short*>(first + kExperts + 1)),
-        experts(experts_),
-        tiles(tiles_) {}
+        expert(order + kSlots),
+        experts(experts_) {}
 
-  __device__ int units() const { return first[experts] * tiles; }
+  __device__ int parts() const { return first[experts]; }
 
-  // All threads together; a stable counting sort. Each warp takes slots that follow one another, so that warp order is slot order.
-  // Loops are not unrolled: a small launch waits for its instructions, too.
+  // All threads together.
   template <class Id>
   __device__ void sort(const Id* ids, int slots, unsigned char* scratch) {
+    if (slots <= kFew) sort_few(ids, slots);
+    else sort_many(ids, slots, scratch);
+    __syncthreads();
+  }
+
+ private:
+  // Every warp holds all slots, one a lane, and every thread counts those below its experts.
+  template <class Id>
+  __device__ void sort_few(const Id* ids, int slots) {
+    const int lane = threadIdx.x % 32;
+    const long long id = lane < slots ? static_cast<long long>(ids[lane]) : -1;
+    const int bin = id < 0 || id >= experts ? experts : int(id);
+    const int rank = __popc(__match_any_sync(0xffffffffu, bin) & ((1u << lane) - 1u));
+    const int mine = bin * 2 + (rank % kRows == 0);
+    int row = rank, part = rank / kRows;
+#pragma unroll 1
+    for (int e = threadIdx.x; e - int(threadIdx.x) <= experts; e += kThreads) {
+      int rows = 0, parts = 0;
+#pragma unroll 4
+      for (int i = 0; i < slots; ++i) {
+        const int other = __shfl_sync(0xffffffffu, mine, i);
+        const bool below = other / 2 < e;
+        rows += below;
+        parts += below & other & 1;
+        if (e < kThreads && other / 2 < bin) ++row, part += other & 1;
+      }
+      if (e <= experts) offs[e] = rows, first[e] = parts;
+    }
+    if (threadIdx.x < 32 && bin < experts) {
+      order[row] = static_cast<unsigned short>(lane);
+      if (mine & 1) expert[part] = static_cast<unsigned short>(bin);
+    }
+  }
+
+  // A stable counting sort. Each warp takes slots that follow one another, so that warp order is slot order.
+  // Loops are not unrolled: a small launch waits for its instructions, too.
+  template <class Id>
+  __device__ void sort_many(const Id* ids, int slots, unsigned char* scratch) {
     int* tally = reinterpret_cast<int*>(scratch);  // of every warp, by expert
     unsigned short* bins = reinterpret_cast<unsigned short*>(tally + kWarps * kExperts);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -53,6 +86,9 @@ struct SortedSlots {
     if (warp == 0) scan(tally, lane);
     __syncthreads();
 #pragma unroll 1
+    for (int e = threadIdx.x; e < experts; e += kThreads)
+      for (int part = first[e]; part < first[e + 1]; ++part) expert[part] = static_cast<unsigned short>(e);
+#pragma unroll 1
     for (int at = begin; at < end; at += 32) {
       const int slot = at + lane, bin = slot < end ? bins[slot] : experts;
       const unsigned same = __match_any_sync(0xffffffffu, bin);
@@ -63,28 +99,8 @@ struct SortedSlots {
       __syncwarp();
       if (bin < experts) order[row] = static_cast<unsigned short>(slot);
     }
-    __syncthreads();
   }
 
-  __device__ DecodeWork at(int unit) const {
-    const int index = unit / tiles;
-    int low = 0, high = experts;  // first[low] <= index < first[high]
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (first[middle] <= index) low = middle;
-      else high = middle;
-    }
-    const int parts = first[low + 1] - first[low], own = unit - first[low] * tiles;
-    return {low, offs[low], offs[low + 1] - offs[low], own % parts, parts, own / parts};
-  }
-  // Of the unit behind that of `work`, which is number `unit`.
-  __device__ DecodeWork behind(DecodeWork work, int unit) const {
-    if (++work.part < work.parts) return work;
-    work.part = 0;
-    return ++work.tile < tiles ? work : at(unit);
-  }
-
- private:
   // Tallies of warps become their first rows. Rows and parts are counted in one word.
   __device__ void scan(int* tally, int lane) {
     const int each = (experts + 31) / 32, begin = min(lane * each, experts), end = min(begin + each, experts);
