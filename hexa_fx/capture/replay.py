@@ -14,7 +14,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.calls import memory_of
-from hexa_fx.capture.record import CapturedBlock
+from hexa_fx.capture.captured import CapturedBlock
 from hexa_fx.capture.records import record_of
 from hexa_fx.capture.sharpen import is_coarse, sharpened
 from hexa_fx.isolation.precision import GROUPED, grouped_mm, raised

@@ -1,0 +1,120 @@
+"""What a recorded run hands on: the block's graph, and what a graph cannot hold."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+from torch import nn
+
+from hexa_fx.capture.collect import Access
+from hexa_fx.capture.records import ModuleCall
+from hexa_fx.capture.stored import StoredValue
+from hexa_fx.ir import PythonRead
+from hexa_fx.isolation.apart import Apart
+from hexa_fx.isolation.raised_weight import RaisedWeight
+from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
+
+
+@dataclass(frozen=True)
+class ChangedInPlace:
+    """A list, dict or object, of a module or global, that the code of ``scopes`` (paths of modules) changed.
+
+    Or a stream of random numbers, beside torch's own, that it drew from.
+    """
+
+    label: str
+    drawn: bool
+    scopes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class CapturedBlock:
+    """A block's run as a straight-line graph. It holds one routing, so it is read but never run in place of the block.
+
+    Args:
+        block: the recorded module; ``get_attr`` targets of the graph are relative to it.
+        path: its path in the model.
+        graph: nodes carry a `hexa_fx.capture.records.NodeRecord` in ``meta["hexa"]``.
+        constants: tensors that the code created outside torch's sight, by ``get_attr`` target.
+        calls: every submodule call, with its arguments and results as nodes.
+        functions: every call of an `autograd.Function`, likewise.
+        arguments: name and value of every argument of the run in signature order; tensors are given as their placeholder.
+        output: the result, with nodes for tensors.
+        stored: attributes that the run set on modules. Their nodes are results of the graph beside the output.
+        accesses: what the code does with lists, deques and dicts that it puts results into, which are results of the graph too.
+        changed: other things that the run changed in place.
+        nested: constants that were given to the block inside a list, a dict or another argument that is no tensor.
+        recalled: constants that the block's modules held before the run, outside their parameters and buffers.
+        reads: what the run read from Python.
+        collections: lists, deques and dicts among what was read that may hold results.
+        in_autocast: paths of the modules whose code switches autocast on or off, and whether on.
+        asks: paths of the modules whose code asks for a dtype, a device, a layout or a module's mode, or puts hooks on
+            tensors (`hexa_fx.capture.ran_code`).
+        replaced: the values that stood in for parameters whose elements are all equal, and others that were given, by name.
+        analysis_bytes: memory that experiments on the block may hold.
+        as_recorded: the graph before it was brought into canonical form, if that changed it.
+    """
+
+    block: nn.Module
+    path: str
+    graph: torch.fx.Graph
+    constants: dict[str, torch.Tensor]
+    calls: tuple[ModuleCall, ...]
+    arguments: tuple[tuple[str, Any], ...]
+    output: Any
+    stored: tuple[StoredValue, ...] = ()
+    accesses: tuple[Access, ...] = ()
+    changed: tuple[ChangedInPlace, ...] = ()
+    functions: tuple[ModuleCall, ...] = ()
+    recalled: frozenset[str] = frozenset()
+    nested: frozenset[str] = frozenset()
+    reads: tuple[PythonRead, ...] = ()
+    collections: tuple[Any, ...] = ()
+    in_autocast: Mapping[str, bool] = field(default_factory=dict)
+    asks: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    replaced: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    as_recorded: torch.fx.Graph | None = None
+    analysis_bytes: int = 2 << 30
+
+    @functools.cached_property
+    def code(self) -> str:
+        return str(self.graph.python_code("self").src)
+
+    @functools.cached_property
+    def whole_bytes(self) -> int | None:
+        """Bytes up to which a weight of the block is copied to float64 as a whole, if large ones are to be raised in pieces."""
+        return whole_bytes(self.analysis_bytes) if raises_in_pieces(self.block, self.analysis_bytes) else None
+
+    def in_float64(self, value: torch.Tensor) -> torch.Tensor:
+        """A floating-point tensor in float64, for reading."""
+        if self.whole_bytes is not None and is_large(value):
+            return RaisedWeight(value, self.whole_bytes)
+        return value.double()
+
+    def stack_in_float64(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Tensors of one shape in float64, (E, ...), for reading."""
+        alike = len({(value.shape, value.dtype, value.device) for value in values}) == 1
+        if self.whole_bytes is not None and is_large(values[0]) and alike:
+            return RaisedWeight(Apart(tuple(values)), self.whole_bytes)
+        return torch.stack([value.detach().double() for value in values])
+
+    def tensor_of(self, name: str) -> torch.Tensor:
+        """The parameter, buffer or constant behind a ``get_attr`` target, with the value that it had in the run."""
+        for known in (self.constants, self.replaced):
+            if name in known:
+                return known[name]
+        owner, _, leaf = name.rpartition(".")
+        return getattr(self.block.get_submodule(owner), leaf)  # type: ignore[no-any-return]
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The recorded run as a printable module."""
+        root = nn.Module()
+        for node in self.graph.find_nodes(op="get_attr"):
+            torch.fx.graph_module._assign_attr(self.tensor_of(str(node.target)).detach(), root, str(node.target))
+        return torch.fx.GraphModule(root, self.graph, class_name=f"Captured{type(self.block).__name__}")
