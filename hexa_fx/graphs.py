@@ -22,6 +22,7 @@ from hexa_fx.ir import FfnSpec, RewrittenBlock
 from hexa_fx.observers import muted
 from hexa_fx.passes import BlockAnalysis
 from hexa_fx.passes.lowering.lower import Lowered, lower
+from hexa_fx.runtime.attribute_guards import called_in, is_within
 
 
 @dataclass(frozen=True)
@@ -226,15 +227,18 @@ class PackedParameters(nn.Module):
 
 
 def _readable(rewritten: RewrittenBlock, block: nn.Module) -> torch.fx.GraphModule:
+    """The new forward for reading. Nothing is put into a module of the user's: where the graph reads what lies in one that it
+    calls, a stand-in holds that.
+    """
     packed = {weight.name: PackedParameters(len(weight.parts[0]), len(weight.parts)) for weight in rewritten.packed}
     root: dict[str, object] = dict(packed)
-    for node in rewritten.graph.nodes:
-        target = str(node.target)
-        if node.op == "call_module" and target not in packed:
-            root[target] = block.get_submodule(target)
-        elif node.op == "get_attr":
-            owner, _, leaf = target.rpartition(".")
-            root[target] = _shape_of(getattr(block.get_submodule(owner), leaf))
+    read = {str(node.target) for node in rewritten.graph.find_nodes(op="get_attr")}
+    for target in called_in(rewritten.graph) - packed.keys():
+        around = any(is_within(name, {target}) for name in read)
+        root[target] = nn.Identity() if around else block.get_submodule(target)
+    for target in read:
+        owner, _, leaf = target.rpartition(".")
+        root[target] = _shape_of(getattr(block.get_submodule(owner), leaf))
     return torch.fx.GraphModule(root, rewritten.graph, class_name=f"Rewritten{type(block).__name__}")  # type: ignore[arg-type]
 
 

@@ -177,9 +177,19 @@ class _Rewritten:
                 root[target] = self._captured.block.get_submodule(target)
             elif node.op == "get_attr":
                 root[target] = self._captured.tensor_of(target)
-        module = torch.fx.GraphModule(root, direct(self._rewritten.graph))  # type: ignore[arg-type]
         inputs = [arguments[name] for name, _ in self._captured.arguments]
-        return torch.fx.Interpreter(module).run(*inputs, enable_io_processing=False)
+        return _Run(root, direct(self._rewritten.graph)).run(*inputs, enable_io_processing=False)
+
+
+class _Run(torch.fx.Interpreter):
+    """Runs a graph on what ``root`` has by target. A GraphModule would put tensors into modules of the user's that it calls."""
+
+    def __init__(self, root: dict[str, Any], graph: torch.fx.Graph) -> None:
+        super().__init__(nn.Module(), graph=graph)
+        self._root = root
+
+    def fetch_attr(self, target: str) -> Any:
+        return self._root[target]
 
 
 class _StandIn(nn.Module):
