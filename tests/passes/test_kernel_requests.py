@@ -49,7 +49,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
         found.extend(specs)
 
     monkeypatch.setattr(jit, "builder", lambda: SimpleNamespace(request=request))
-    monkeypatch.setattr(kernel_requests, "_device", lambda block: torch.device("cuda", 0))
+    monkeypatch.setattr(kernel_requests, "device_of", lambda block: torch.device("cuda", 0))
     monkeypatch.setattr(choosing, "device_card", lambda device: choosing.typical_card(90))
     return found
 
