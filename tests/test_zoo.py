@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import pathlib
 from collections.abc import Iterable
+from functools import cache
 
 import pytest
 import torch
 
 from tests.zoo import pattern_table
 from tests.zoo.compare import compare, operators_run, perturb, state_dict_problems
-from tests.zoo.registry import VARIANTS
+from tests.zoo.registry import VARIANTS, by_name
 from tests.zoo.variant import Variant
 
 torch.set_num_threads(1)
@@ -125,6 +126,12 @@ REPRESENTATIVES = [
 ]
 
 
+@cache
+def shared(name: str) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """One of them and its optimized form, for tests that leave both as they are."""
+    return optimized(by_name(name), torch.float64)
+
+
 @pytest.mark.parametrize("v", REPRESENTATIVES, ids=lambda v: v.name)
 def test_state_dict_both_ways(v: Variant) -> None:
     """A state saved from either loads into the other, and the loaded weights are used."""
@@ -142,7 +149,7 @@ def test_state_dict_both_ways(v: Variant) -> None:
 @pytest.mark.parametrize("v", REPRESENTATIVES, ids=lambda v: v.name)
 def test_zero_tokens(v: Variant) -> None:
     """A batch of no tokens gives what the original gives, be it an empty tensor or an error."""
-    model, opt = optimized(v, torch.float64)
+    model, opt = shared(v.name)
     x = torch.zeros(0, 7, 12, dtype=torch.float64)
     try:
         model(x)
@@ -153,7 +160,7 @@ def test_zero_tokens(v: Variant) -> None:
 
 @pytest.mark.parametrize("v", REPRESENTATIVES, ids=lambda v: v.name)
 def test_not_contiguous(v: Variant) -> None:
-    model, opt = optimized(v, torch.float64)
+    model, opt = shared(v.name)
     x = torch.randn(2, 12, 7, dtype=torch.float64).transpose(1, 2)
     try:
         model(x)
@@ -168,7 +175,7 @@ def test_nan_spreads_alike(v: Variant) -> None:
 
     One-hot dispatch multiplies every token by zeros and so spreads a NaN to all of them; the rewritten block does not.
     """
-    model, opt = optimized(v, torch.float64)
+    model, opt = shared(v.name)
     x = torch.randn(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x[0, 3, 2] = float("nan")
     with torch.no_grad():
