@@ -152,8 +152,10 @@ def _adopt_mxfp4(model: nn.Module, path: str, experts: Any, dtype: torch.dtype) 
         _set(dense, name, weight)
         dense._parameters[f"{name}_bias"] = nn.Parameter(bias, requires_grad=False)
     dense.train(experts.training)
-    if type(owner) is not mxfp4.Mxfp4GptOssMLP:
+    if type(owner) is not getattr(mxfp4, "Mxfp4GptOssMLP", None):
         owner._modules[last] = dense
+        if getattr(vars(owner).get("forward"), "__module__", "") == _MXFP4:  # transformers 4 puts it on the instance
+            del owner.__dict__["forward"]
         return
     with torch.device("meta"):
         around = gpt_oss.GptOssMLP(config)
