@@ -28,6 +28,7 @@ def trained(folder: Path, steps: int, *overrides: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.timeout(1050)  # two runs of at most 500 s
 def test_losses_of_20_steps_are_those_of_its_own_experts(tmp_path: Path) -> None:
     own, ours = trained(tmp_path / "own", 20), trained(tmp_path / "ours", 20, OVERRIDE)
     assert own["experts"] != ours["experts"] == ["HexaGroupedExperts"]
