@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run
-from test_mesh import CONFIG, build, data, loss_of
+from test_mesh import CONFIG, build, data
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,7 +21,7 @@ def outcome(run: Any, model: nn.Module, x: Tensor, dtype: torch.dtype | None = N
     """Loss and all gradients, with autocast to ``dtype``."""
     model.zero_grad()
     with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        loss = loss_of(run, x)
+        loss = (run(x) ** 2).sum()  # of no tokens it is 0, where a mean is NaN
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
@@ -66,7 +66,7 @@ def compiled(rank: int, world: int, kind: str, backend: str, capacities: Any, mo
 def test_one_graph_equals_no_graph(kind: str, backend: str, capacities: Any, more: bool) -> None:
     for sizes, worst in run(2, compiled, kind, backend, capacities, more, timeout=200):
         assert all(sizes)
-        assert max(worst) < 1e-6, worst
+        assert max(worst) < 1e-5, worst
 
 
 def along_an_axis(rank: int, world: int) -> float:
