@@ -71,13 +71,28 @@ def whole(folder: Path) -> str:
 
 
 def tiny(folder: Path) -> str:
-    """Seconds of processor time on tiny models, by experts and layers."""
+    """Seconds of processor time on tiny models by experts and layers, now and by an earlier version."""
     found = json.loads((folder / "optimize_time_cpu.json").read_text())
-    keys = ("model", "layers", "experts", "rewritten", "seconds", "seconds_without_verify", "weights_mb", "grown_mb")
-    head = ["model", "layers", "experts", "rewritten", "seconds", "unverified", "weights (MiB)", "grown by (MiB)"]
-    rows = [[row[key] for key in keys] for row in found["rows"] if row["question"] == "optimize"]
+    head = [
+        "model",
+        "layers",
+        "experts",
+        "before (s)",
+        "now (s)",
+        "now / before",
+        "unverified (s)",
+        "weights (MiB)",
+        "grown by (MiB)",
+    ]
+    rows = [_tiny(row) for row in found["rows"] if row["question"] == "optimize"]
     measured = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
     return table(head, rows) + f"\n\nMeasured with {measured}."
+
+
+def _tiny(row: dict[str, Any]) -> list[object]:
+    before, now = row["seconds_before"], row["seconds"]
+    seconds = [f"{before:.2f}", f"{now:.2f}", f"{now / before:.2f}", f"{row['seconds_without_verify']:.2f}"]
+    return [row["model"], row["layers"], row["experts"], *seconds, row["weights_mb"], row["grown_mb"]]
 
 
 def _measured(found: dict[str, Any]) -> str:
