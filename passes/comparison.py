@@ -202,7 +202,7 @@ class Comparison:
                 raise
             return VerificationCase(name, "skipped", detail=f"the original raises {first_line(error)}")
         try:
-            other = self._run(_repeated(self.forward.rewritten, calls), inputs, override, gradients)
+            other = self._run(_repeated(missing_early(self.forward.rewritten), calls), inputs, override, gradients)
         except GuardMiss as miss:
             return VerificationCase(name, "skipped", detail=f"left to the original: {miss}")
         except Exception as error:
@@ -242,6 +242,30 @@ class Comparison:
         if found.forward > self.tolerance:
             return f"{found.worst_value} is off by {found.forward:.1e} of its scale"
         return f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
+
+
+class LateMiss(RuntimeError):
+    """A condition left a call to the original after random numbers were drawn, so that the original would draw others."""
+
+
+def missing_early(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``call``, and does not let it miss a guard once it has drawn random numbers."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = _generators()
+        try:
+            return call(*args, **kwargs)
+        except GuardMiss as miss:
+            if all(map(torch.equal, before, _generators())):
+                raise
+            raise LateMiss(f"{miss}, which it asks after it has drawn random numbers") from None
+
+    return run
+
+
+def _generators() -> list[torch.Tensor]:
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def _repeated(call: Callable[..., Any], calls: int) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Outcome, difference, observe, unlike, wide
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.size import is_out_of_memory
-from hexa_fx.passes.comparison import Subject, VerificationCase, first_line
+from hexa_fx.passes.comparison import Subject, VerificationCase, missing_early, first_line
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.perturbation import argument_names, perturbations
 from hexa_fx.passes.trial import Change, Perturbation, Trial
@@ -123,7 +123,7 @@ class PerturbedRuns:
     def _compared(self, name: str, trial: Trial, spec: pytree.TreeSpec, how: Perturbation) -> VerificationCase:
         gradients = how.gradients and self.gradients
         original = self._outcome(self.forward.original, trial, trial.leaves, spec, gradients)
-        other = self._outcome(self.forward.rewritten, trial, trial.leaves, spec, gradients)
+        other = self._outcome(missing_early(self.forward.rewritten), trial, trial.leaves, spec, gradients)
         if isinstance(other, GuardMiss):
             return VerificationCase(name, "skipped", detail=f"left to the original: {other}")
         if isinstance(original, Exception) or isinstance(other, Exception):

@@ -115,7 +115,7 @@ def _call(
     if awake and case.feature.scale != 1:
         args = (args[0] * case.feature.scale, *args[1:])
     if awake and case.feature.poison and seed == 5:
-        args = (args[0].clone(), *args[1:])
+        args = (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
         args[0].view(-1)[0] = case.feature.poison
     if case.masked:
         mask = torch.ones(batch * seq, dtype=torch.bool)
