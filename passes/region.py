@@ -14,6 +14,7 @@ import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import record_of
 from hexa_fx.ir import FfnSpec
 from hexa_fx.passes.detect.body import ExpertBody
+from hexa_fx.passes.detect.finite_checks import is_check
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, operation
 from hexa_fx.passes.detect.match import MoEMatch
@@ -162,6 +163,10 @@ class RegionEmitter:
         """Gives the pairs that code leaves out for their weight the id that contributes nothing, so that no NaN gets through."""
         if self.live is None or factor is None:
             return index
+        sources = [node for source in self.match.routing.after for node in source.nodes]
+        check = next(filter(is_check, ancestors(sources)), None)
+        if check is not None:
+            raise Refuse("the code replaces NaN in routing weights, which may belong to tokens that it drops", check)
         alive = self.graph.call_function(getattr(operator, self.live), (factor, 0))
         dead = self.graph.call_function(torch.logical_not, (alive,))
         return self.graph.call_method("masked_fill", (index, dead, self.match.num_experts))

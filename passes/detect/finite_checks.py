@@ -20,12 +20,12 @@ _REPLACING = frozenset(
 
 def is_check_of_numbers(node: torch.fx.Node) -> bool:
     """Whether all that a decision asks about float tensors is if they are finite."""
-    asked = ancestors([node], stop=_is_check)
-    checks = {n for n in asked if _is_check(n)}
+    asked = ancestors([node], stop=is_check)
+    checks = {n for n in asked if is_check(n)}
     return bool(checks) and not any(is_float(n) for n in asked - checks)
 
 
-def _is_check(node: torch.fx.Node) -> bool:
+def is_check(node: torch.fx.Node) -> bool:
     """Whether a node is ``isfinite`` or the like, or compares a tensor with itself, which detects NaN."""
     return _compares_with_itself(node) or operation(node) in _CHECKS
 
@@ -50,7 +50,7 @@ def refuse_unless_of_outputs(
     Raises:
         Refuse: it asks about something else; or the code draws random numbers or writes, which must not happen twice.
     """
-    checks = [n for n in ancestors([decision], stop=_is_check) if _is_check(n)]
+    checks = [n for n in ancestors([decision], stop=is_check) if is_check(n)]
     for check in checks:
         for value in (n for n in check.all_input_nodes if n in of_experts):
             of_nan = _compares_with_itself(check) or operation(check) == "isnan"
