@@ -16,7 +16,7 @@ from hexa_fx.ir import FfnSpec
 from hexa_fx.passes.detect.body import ExpertBody
 from hexa_fx.passes.detect.finite_checks import is_check
 from hexa_fx.passes.detect.free_body import FreeBody
-from hexa_fx.passes.detect.graph import ancestors, operation
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import Source
 from hexa_fx.passes.detect.row_steps import RowSteps
@@ -59,6 +59,7 @@ class RegionEmitter:
         tokens = self._as_rows(self.outside[match.source], record_of(match.source).value)
         index = self._counted_from_end(self._routing.quantity(routing.index, None))
         self._require_slots(index)
+        self._refuse_numbers_of_nan()
         factor = self._product(routing.after, index, match.of_factor)
         kept = self._routing.within_capacity(index, self._routing.kept(index))
         before = self._product(routing.before, index)
@@ -163,13 +164,17 @@ class RegionEmitter:
         """Gives the pairs that code leaves out for their weight the id that contributes nothing, so that no NaN gets through."""
         if self.live is None or factor is None:
             return index
-        sources = [node for source in self.match.routing.after for node in source.nodes]
-        check = next(filter(is_check, ancestors(sources)), None)
-        if check is not None:
-            raise Refuse("the code replaces NaN in routing weights, which may belong to tokens that it drops", check)
         alive = self.graph.call_function(getattr(operator, self.live), (factor, 0))
         dead = self.graph.call_function(torch.logical_not, (alive,))
         return self.graph.call_method("masked_fill", (index, dead, self.match.num_experts))
+
+    def _refuse_numbers_of_nan(self) -> None:
+        """0 * NaN is NaN: where code makes a number of that, the weight of a slot that it drops is no longer zero."""
+        sources = [node for source in self.match.routing.after for node in source.nodes]
+        steps = () if self.match.of_factor is None else self.match.of_factor.nodes
+        for check in filter(is_check, (*ancestors(sources), *steps)):
+            if any(map(_multiplies_by_mask, ancestors([check]))):
+                raise Refuse("the code replaces NaN in routing weights that it has multiplied by a mask", check)
 
     def _past_experts(
         self, tokens: torch.fx.Node, index: torch.fx.Node, kept: torch.fx.Node, factor: torch.fx.Node | None
@@ -287,3 +292,8 @@ class RegionEmitter:
             if known.dim() == value.dim() and known.shape[:-1] == value.shape[:-1]:
                 return self.outside[old]
         return None
+
+
+def _multiplies_by_mask(node: torch.fx.Node) -> bool:
+    masks = (operand for operand in node.all_input_nodes if is_tensor(operand) and not is_float(operand))
+    return operation(node) in ("mul", "mul_") and any(masks)

@@ -12,8 +12,7 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.ops.ranks import rank_among_equals
-from hexa_fx.passes.detect.finite_checks import is_check
-from hexa_fx.passes.detect.graph import ancestors, is_float
+from hexa_fx.passes.detect.graph import is_float
 from hexa_fx.passes.detect.rules import is_constant
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -235,12 +234,10 @@ def _factor_columns(
 
 
 def covered(sources: Sequence[Source], slots: Slots) -> bool:
-    """Whether one of the factors is zero wherever a slot was dropped, also where the router gave NaN."""
+    """Whether one of the factors is zero wherever a slot was dropped."""
     if not slots.dropped:
         return True
     for source in sources:
-        if any(map(is_check, ancestors(source.nodes))):
-            continue  # 0 * NaN is NaN, of which the code may make another number
         if source.reading == "columns":
             table = torch.stack([slots.value(node).reshape(-1) for node in source.nodes], 1)
             if _zero_when_dropped(table, "token_slot", slots):

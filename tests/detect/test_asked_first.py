@@ -83,3 +83,23 @@ def test_gradients_with_a_decision_on_a_learned_scale(value: float) -> None:
     wanted = [p for p in block.parameters() if value or p is not block.flag]
     one, two = (torch.autograd.grad(m(x).square().sum(), wanted) for m in (block, opt))
     torch.testing.assert_close(one, two)
+
+
+class DrawnFirst(Mixture):
+    """Asks for a number of tokens after it has drawn random numbers, as code with a case for one token does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noisy = x * torch.empty_like(x).uniform_(0.9, 1.1) if self.training else x
+        out = self.mix(noisy)[2]
+        return out * 0.5 if out.shape[0] == 1 else out
+
+
+def test_a_case_for_one_token_after_random_numbers_draws_them_once() -> None:
+    block, x = DrawnFirst().double(), torch.randn(12, D, dtype=torch.float64)
+    opt = hexa_fx.optimize(block, x, CONFIG)
+    for rows in (1, 12):
+        results = []
+        for module in (block, opt):
+            torch.manual_seed(3)
+            results.append((module(x[:rows]), torch.rand(1)))
+        torch.testing.assert_close(*results)
