@@ -106,7 +106,7 @@ def _on_gpu(analysis: BlockAnalysis) -> bool:
 
 
 def _check_report(analysis: BlockAnalysis) -> CheckReport | None:
-    checks = list(analysis.checks.values())
+    checks = list({id(check): check for check in analysis.checks.values()}.values())  # both modes may share one
     if not checks:
         return None
     cases = [case for check in checks for case in check.cases]

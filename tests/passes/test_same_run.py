@@ -13,7 +13,9 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.capture import capture, record_of
+from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.started_functions import told_of_starts, untold
+from hexa_fx.passes import analyse
 from hexa_fx.passes import detect as detection
 from hexa_fx.passes.detect.graph import operation
 from hexa_fx.passes.same_run import depends_on_mode, same_run, seen_before
@@ -253,3 +255,13 @@ def test_what_is_called_untold_is_told_to_nobody() -> None:
         called()
     assert (after, heard.count("called")) == ((0, 1) if sys.version_info < (3, 12) else (1, 1))
     assert sys.gettrace() is before
+
+
+def test_a_comparison_of_both_modes_is_reported_once() -> None:
+    block, x = Plain(), torch.randn(12, D)
+    config = hexa_fx.HexaConfig(own_code_when_small=False)
+    checks = analyse(Observation("block", block, (x,), {}), config).checks
+    assert checks["eval"] is checks["train"]
+    check = hexa_fx.optimize(block, x, config).report.blocks[0].check
+    assert check is not None
+    assert check.cases == sum(case.outcome != "skipped" for case in checks["eval"].cases)
