@@ -325,7 +325,7 @@ def places_of_bounds() -> Iterator[Any]:
         yield pytest.param(bound, place, marks=pytest.mark.slow if (i + j) % 2 else ())
 
 
-@pytest.mark.parametrize(("bound", "place"), places_of_bounds())
+@pytest.mark.parametrize(("bound", "place"), list(places_of_bounds()))
 def test_bounds_that_nothing_reaches(bound: str, place: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(T, D, dtype=torch.float64)
