@@ -16,7 +16,7 @@ from hexa_fx.capture.calls import memory_of
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a view lies in a parameter that has memory of its own."""
+    """Where a view lies in a contiguous parameter that has memory of its own."""
 
     parameter: torch.Tensor
     size: tuple[int, ...]
@@ -37,9 +37,11 @@ class _Place:
 def following(graphs: Iterable[torch.fx.Graph], parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Lets go of recorded views of ``parameters``, and takes the same views of where these are afterwards.
 
-    A view that were kept would keep the memory that its parameter has left: a second copy of the weights in all.
+    One that stayed would keep the memory that its parameter has left: a second copy of the weights in all. Parameters that are not
+    contiguous, or share their memory, are left alone: they lie in another way afterwards.
     """
-    homes = {memory_of(p): p for p in parameters if p.untyped_storage().nbytes() == p.numel() * p.element_size()}
+    alone = (p for p in parameters if p.untyped_storage().nbytes() == p.numel() * p.element_size())
+    homes = {memory_of(p): p for p in alone if p.is_contiguous()}
 
     def place(value: torch.Tensor) -> torch.Tensor | _Place:
         parameter = homes.get(memory_of(value))

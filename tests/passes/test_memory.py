@@ -137,6 +137,21 @@ def test_nothing_holds_the_memory_that_listed_weights_have_left(monkeypatch: pyt
     assert {weight.data_ptr() for weight in block.experts.parameters()} <= read
 
 
+def test_a_view_of_a_weight_that_lies_in_another_way_afterwards_keeps_its_numbers(monkeypatch: pytest.MonkeyPatch):
+    block = filled(Listed())
+    for expert in block.experts:
+        turned = expert["down"].weight
+        turned.data = turned.data.t().contiguous().t()
+    expected = {name: weight.clone() for name, weight in block.named_parameters()}
+    analysis = bounded(monkeypatch, block)
+    assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
+    graph = analysis.captured["eval"].graph
+    read = [node for node in graph.nodes if node.op == "get_attr" and "experts" in str(node.target)]
+    assert len(read) == 3 * E
+    for node in read:
+        torch.testing.assert_close(record_of(node).value, expected[str(node.target)], rtol=0, atol=0)
+
+
 class OfTwoModes(nn.Module):
     """Asks for its mode, and does the same in both."""
 
