@@ -14,7 +14,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation
+from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, literals, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -60,7 +60,9 @@ def is_condition(decision: torch.fx.Node, sizes: set[torch.fx.Node], tags: Mappi
 
 
 def _refuse_exact_size(decision: torch.fx.Node, sizes: set[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> None:
-    """Refuses a decision on an exact size of what experts compute, unless it is one that their weights have.
+    """Refuses a decision on an exact size of what experts compute, or on a limit of it, unless it is one that their weights have.
+
+    Verification need not reach a limit: what experts compute may have a row for several tokens.
 
     Raises:
         Refuse: it is one.
@@ -68,10 +70,11 @@ def _refuse_exact_size(decision: torch.fx.Node, sizes: set[torch.fx.Node], tags:
     weights = (record_of(n).value for n in decision.graph.nodes if n.op == "get_attr" and tags[n].weight)
     known = {size for weight in weights for size in weight.shape}
     asked = ancestors([decision], stop=_is_size) - sizes
-    if any(record_of(n).value not in known for n in sizes) and any(map(_is_exact, asked)):
+    limited = any(number not in (0, 1) for number in literals(asked))
+    if any(record_of(n).value not in known for n in sizes) and (limited or any(map(_is_exact, asked))):
         raise Refuse(
-            "the code takes a host decision on an exact size of what the experts compute, or on a remainder of it; one on a size "
-            "of what the block is given can be rewritten",
+            "the code takes a host decision on a size of what the experts compute, with a number other than 0 and 1 or on a "
+            "remainder of it; one on a size of what the block is given can be rewritten",
             decision,
         )
 
