@@ -88,6 +88,8 @@ def _arguments(inputs: FreshInputs, module: nn.Module) -> Iterator[Change]:
         elif kind in ("integer", "ids") and _one_number(leaf):
             low, high = min(0, int(leaf.min())), max(1, int(leaf.max()))
             yield Change(f"the integers {name!r} drawn at random", _drawn(number, (low, high + 1)))
+        elif kind == "unsigned" and number != inputs.tokens_at() and leaf.numel() > 1 and bool((leaf == 1).all()):
+            yield Change(f"the mask {name!r} drawn at random", _drawn(number, (0, 2)))
         elif masked and float(leaf.max()) < -_MASKED:
             yield Change(f"the mask {name!r} drawn at random", _masking(number, float(leaf.min())))
 

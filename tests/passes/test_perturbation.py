@@ -194,12 +194,13 @@ def test_names_of_arguments() -> None:
 
 
 def test_masks_of_floats() -> None:
-    """0 and -inf, as they are added to scores."""
+    """0 and -inf, as they are added to scores, and ones, which are zeros elsewhere."""
     mask = torch.zeros(2, 6)
     mask[0, 0] = float("-inf")
-    inputs = FreshInputs((torch.randn(2, 6, D), mask), {}, E, 0)
-    names = [p.name for p in perturbations(inputs, Masked(), ())]
-    assert any("'mask'" in name for name in names)
+    for given, tried in ((mask, True), (torch.ones(2, 6), True), (torch.full((2, 6), 0.5), False)):
+        inputs = FreshInputs((torch.randn(2, 6, D), given), {}, E, 0)
+        names = [p.name for p in perturbations(inputs, Masked(), ())]
+        assert any("'mask'" in name for name in names) is tried
 
 
 def _verified(block: nn.Module, rewritten: RewrittenBlock, example: tuple[torch.Tensor, ...]) -> str:
