@@ -17,6 +17,7 @@ from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe, unlike
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.raised_weight import RaisedWeight
+from hexa_fx.isolation.random_state import random_states
 from hexa_fx.isolation.size import float64_bytes, is_out_of_memory
 from hexa_fx.isolation.weight_slices import WeightSlices
 from hexa_fx.passes.fresh_inputs import FreshInputs
@@ -252,20 +253,15 @@ def missing_early(call: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls ``call``, and does not let it miss a guard once it has drawn random numbers."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = _generators()
+        before = random_states()
         try:
             return call(*args, **kwargs)
         except GuardMiss as miss:
-            if all(map(torch.equal, before, _generators())):
+            if all(map(torch.equal, before, random_states())):
                 raise
             raise LateMiss(f"{miss}, which it asks after it has drawn random numbers") from None
 
     return run
-
-
-def _generators() -> list[torch.Tensor]:
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def _repeated(call: Callable[..., Any], calls: int) -> Callable[..., Any]:

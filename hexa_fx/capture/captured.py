@@ -101,7 +101,7 @@ class CapturedBlock:
         alike = len({(value.shape, value.dtype, value.device) for value in values}) == 1
         if self.whole_bytes is not None and is_large(values[0]) and alike:
             return RaisedWeight(Apart(tuple(values)), self.whole_bytes)
-        return torch.stack([value.detach().double() for value in values])
+        return torch.stack([self.in_float64(value.detach()) for value in values])
 
     def tensor_of(self, name: str) -> torch.Tensor:
         """The parameter, buffer or constant behind a ``get_attr`` target, with the value that it had in the run."""

@@ -15,9 +15,21 @@ def random_state_kept(seed: int | None = None) -> Iterator[None]:
     Args:
         seed: of these generators inside. `torch.manual_seed` would also decide what a process draws that first uses CUDA later.
     """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(_devices()):
         if seed is not None:
-            for generator in (torch.default_generator, *(torch.cuda.default_generators[device] for device in devices)):
+            for generator in _generators():
                 generator.manual_seed(seed)
         yield
+
+
+def random_states() -> list[torch.Tensor]:
+    """The states of torch's default generators, which differ once random numbers are drawn."""
+    return [generator.get_state() for generator in _generators()]
+
+
+def _generators() -> list[torch.Generator]:
+    return [torch.default_generator, *(torch.cuda.default_generators[device] for device in _devices())]
+
+
+def _devices() -> range:
+    return range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)

@@ -88,12 +88,19 @@ def _quantize_weight(op: str, o: fp8.QuantizeWeightFp8) -> None:
         _check(op, "q_t", o.q_t, ELEMENT, (experts, columns, rows))
 
 
-def _esmm_act(op: str, o: fp8.EsmmActFp8) -> None:
+def _check_gathered(
+    op: str, name: str, rows: Tensor, scales: Tensor, o: fp8.EsmmActFp8 | fp8.EsmmActBackwardFp8
+) -> None:
+    """What both products with an activation ask of the rows that they gather, their weight and the activation."""
     check_activation(o.activation, o.glu, o.params)
-    checks.check_index(op, o.x, ("v", "offs"), (o.v, o.offs))
+    checks.check_index(op, rows, ("v", "offs"), (o.v, o.offs))
     check_weight(op, o.w, o.ws, o.offs)
-    _check_rows(op, "x", o.x, o.xs, o.w.shape[2])
-    checks.check_rows(op, "x", o.x, o.w.shape[2], o.v, o.top_k)
+    _check_rows(op, name, rows, scales, o.w.shape[2])
+    checks.check_rows(op, name, rows, o.w.shape[2], o.v, o.top_k)
+
+
+def _esmm_act(op: str, o: fp8.EsmmActFp8) -> None:
+    _check_gathered(op, "x", o.x, o.xs, o)
     _check_bias(op, o.bias, o.w)
 
 
@@ -107,11 +114,7 @@ def _esmm(op: str, o: fp8.EsmmFp8) -> None:
 
 
 def _esmm_act_backward(op: str, o: fp8.EsmmActBackwardFp8) -> None:
-    check_activation(o.activation, o.glu, o.params)
-    checks.check_index(op, o.dy, ("v", "offs"), (o.v, o.offs))
-    check_weight(op, o.w, o.ws, o.offs)
-    _check_rows(op, "dy", o.dy, o.dys, o.w.shape[2])
-    checks.check_rows(op, "dy", o.dy, o.w.shape[2], o.v, o.top_k)
+    _check_gathered(op, "dy", o.dy, o.dys, o)
     _check_rows(op, "h", o.h, o.hs, o.w.shape[1] * (2 if o.gated else 1))
     n = o.v.shape[0]
     if o.h.shape[0] != n or len(o.needs) != 4:
