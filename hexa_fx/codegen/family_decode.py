@@ -98,7 +98,7 @@ def down_bytes(tile: DownTile, experts: int, slots: int) -> int:
     """Shared memory of a block: pipelines, sums of rows, tables."""
     slots, lines = room(SUMMED_SLOTS, slots), 16 * tile.tiles
     ring = _WARPS * tile.stages * (lines + DOWN_ROWS) * 128
-    tables = -(-(8 * (room(EXPERTS, experts) + 1) + 4 * slots) // 16) * 16
+    tables = _table_bytes(experts, slots)
     return ring + (slots + _WARPS * DOWN_ROWS) * lines * 4 + tables + 6 * slots
 
 
@@ -139,7 +139,7 @@ def shared_bytes(tile: DecodeTile, experts: int, slots: int, summed: bool = Fals
     """Of a block: the pipeline, sums of the warps that share K, and tables that hold these experts and slots."""
     lines = 32 * tile.warps_m
     sums = _WARPS // tile.warps_m * tile.rows * (lines + 4) * 4
-    tables = -(-(8 * (room(EXPERTS, experts) + 1) + 4 * slots_of(tile, slots, summed)) // 16) * 16
+    tables = _table_bytes(experts, slots_of(tile, slots, summed))
     rows = slots_of(tile, slots, summed) * (4 + 2 * lines) if summed else 0
     return tile.stages * _stage_bytes(tile.rows, tile.warps_m) + sums + tables + rows
 
@@ -156,9 +156,9 @@ def slots_of(tile: DecodeTile, slots: int, summed: bool = False) -> int:
     return room(SLOTS, slots) if tile.rows == ROWS[0] else SLOTS[-1]
 
 
-def columns_of_tile(spec: KernelSpec) -> int:
-    """Columns of the result (of one glu half) that one unit of work gives."""
-    return int(spec.option("warps_m")) * (32 if spec.glu == "none" else 16)
+def _table_bytes(experts: int, slots: int) -> int:
+    """Of what a block knows about experts and sorted slots."""
+    return -(-(8 * (room(EXPERTS, experts) + 1) + 4 * slots) // 16) * 16
 
 
 def _stage_bytes(rows: int, warps_m: int) -> int:

@@ -25,8 +25,8 @@ from hexa_fx.codegen.family_decode import (
     DownTile,
     choose_summed,
     choose_tile,
-    columns_of_tile,
 )
+from hexa_fx.codegen.family_packed import columns_of_tile
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
 from hexa_fx.cuda.choosing import Card, cached_choice
