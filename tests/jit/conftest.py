@@ -18,10 +18,10 @@ if "--version" in sys.argv:
     sys.exit(0)
 output = pathlib.Path(sys.argv[sys.argv.index("-o") + 1])
 text = pathlib.Path(sys.argv[sys.argv.index("-cubin") + 1]).read_text()
+end, parent = time.monotonic() + float((here / "seconds").read_text()), os.getppid()
 with open(here / "runs", "a") as runs:
     runs.write(f"{os.getpid()}\\n")
 output.write_bytes(b"half")
-end, parent = time.monotonic() + float((here / "seconds").read_text()), os.getppid()
 while time.monotonic() < end and os.getppid() == parent:
     time.sleep(0.01)
 if (here / "broken").exists():
@@ -59,8 +59,10 @@ class FakeCompiler:
         return any(_state(pid) != "Z" for pid in pids)
 
     def take(self, seconds: float) -> None:
-        """Makes each compilation last."""
-        (self.folder / "seconds").write_text(str(seconds))
+        """Makes each compilation that begins from now on last."""
+        text = self.folder / "seconds.new"
+        text.write_text(str(seconds))
+        text.replace(self.folder / "seconds")  # at once: a compiler that begins now never reads an empty file
 
     def breaks(self) -> None:
         """Makes each compilation fail."""
