@@ -16,7 +16,7 @@ from hexa_fx.ir import InputGuard, PythonRead, RewrittenBlock
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operation, writes_outside, written_from
 from hexa_fx.passes.detect.match import MoEMatch
-from hexa_fx.passes.detect.rules import is_outside
+from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.size_decisions import SIZES
 from hexa_fx.passes.fold_views import fold_views
 from hexa_fx.passes.kept_calls import Kept, keep, refuse_late_conditions
@@ -186,7 +186,7 @@ class _Rewriter:
         if node in self.new:
             return
         if node.op == "get_attr" and node.target in self.match.captured.constants:
-            self.new[node] = self._constant(str(node.target))
+            self.new[node] = self._constant(node)
             return
         if node in kept.rereads:
             reread = kept.rereads[node]
@@ -208,10 +208,8 @@ class _Rewriter:
         after_call = node.target is functional.after and argument not in self.new
         return self.new[kept.stand_ins[argument] if after_call else argument]
 
-    def _constant(self, name: str) -> torch.fx.Node:
-        """A tensor from outside the block's parameters and buffers, such as a number that a module keeps."""
-        assert not is_outside(self.match.captured, name), f"detection let {name} pass"
-        value = self.match.captured.constants[name]
+    def _constant(self, node: torch.fx.Node) -> torch.fx.Node:
+        value = constant(self.match.captured, node)
         options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
         return self.graph.call_function(torch.tensor, (value.tolist(),), options)
 

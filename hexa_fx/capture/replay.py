@@ -19,8 +19,17 @@ from hexa_fx.capture.records import record_of
 from hexa_fx.capture.sharpen import is_coarse, sharpened
 from hexa_fx.isolation.precision import GROUPED, grouped_mm, raised
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.size import is_out_of_memory
 
 _CAST_METHODS = frozenset(("float", "half", "bfloat16", "double"))
+
+
+class CannotReplay(Exception):
+    """An operation of the graph raises an error on other values: how much it is given, say, depends on them."""
+
+    def __init__(self, node: torch.fx.Node) -> None:
+        super().__init__(node.name)
+        self.node = node
 
 
 class Replay:
@@ -60,6 +69,9 @@ class Replay:
         """Values of ``wanted`` if the nodes in ``replace`` had the given values (same shapes, float64).
 
         A replaced node keeps its place in the order of writes, but not its memory.
+
+        Raises:
+            CannotReplay: an operation fails on these values.
         """
         targets = list(wanted)
         stale = self._stale(replace)
@@ -69,7 +81,7 @@ class Replay:
         open_targets = set(targets) - set(answers)
         with torch.no_grad(), random_state_kept(seed=0):
             for node in needed:
-                values[node] = self._execute(node, values)
+                values[node] = self._attempt(node, values)
                 if node in open_targets:  # copied at once: a later write must not change the answer
                     answers[node] = self._answer(values[node])
         for node in open_targets - set(answers):
@@ -111,6 +123,14 @@ class Replay:
             if storage is not None:
                 frontier.extend(other for other in self._by_storage[storage] if record_of(other).writes)
         return sorted(needed - set(replace), key=self._position.__getitem__)
+
+    def _attempt(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+        try:
+            return self._execute(node, values)
+        except (RuntimeError, IndexError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise CannotReplay(node) from error
 
     def _execute(self, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
         """Runs a node. A cast that is void in float64 returns its operand; if it made a copy in the run, it does so here too."""

@@ -37,7 +37,6 @@ from hexa_fx.passes.detect.rules import (
     is_constant,
     is_cut_off,
     opaque_nodes,
-    refuse_outside_tensors,
     refuse_own_backward,
     refuse_stored_intermediates,
     stored_outside_calls,
@@ -45,7 +44,7 @@ from hexa_fx.passes.detect.rules import (
 from hexa_fx.passes.detect.several import families_of, find_several
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, shared_by_some, tag, uneven_experts
-from hexa_fx.passes.detect.verdict import NoRouting, Refuse
+from hexa_fx.passes.detect.verdict import NoRouting, Refuse, experiments
 
 __all__ = ["RUNS_ALREADY", "MoEMatch", "detect"]
 
@@ -129,6 +128,7 @@ def _detect_family(
         raise standard from None
 
 
+@experiments()
 def _detect_standard(
     captured: CapturedBlock,
     groups: ExpertGroups,
@@ -195,8 +195,6 @@ def _match_of(
     of_factor = steps_of_factor(weighing[0].nodes[0], instances, combine.node, tags) if weighing else None
     last = [instance.second.node for instance in instances]
     branches = shape_branches(captured, tag(captured, groups), set(routing.index.nodes), opaque, last, combine.node)
-    roots = [node for steps in (before, after, of_factor) if steps is not None for node in steps.roots]
-    refuse_outside_tensors(captured, [source, *routing.nodes, *roots], combine.node, opaque)
     refuse_stored_intermediates(stored, tags, combine.node)
     refuse_own_backward(combine.node, tags)
     idiom = _idiom([instance.second for instance in instances], captured)

@@ -27,7 +27,6 @@ from hexa_fx.passes.detect.rows import NOT_TOKENS, Instance, token_sources
 from hexa_fx.passes.detect.rules import (
     is_constant,
     opaque_nodes,
-    refuse_outside_tensors,
     refuse_own_backward,
     refuse_randomness,
     refuse_stored_intermediates,
@@ -36,7 +35,7 @@ from hexa_fx.passes.detect.rules import (
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.steps import StepReader, refuse_mixing
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
-from hexa_fx.passes.detect.verdict import Refuse
+from hexa_fx.passes.detect.verdict import Refuse, experiments
 
 
 class NotFree(Exception):
@@ -111,6 +110,7 @@ class _Search:
         assert first is not None
         raise first
 
+    @experiments()
     def _match_at(self, end: Column) -> MoEMatch:
         captured, experts = self.captured, experts_of(end, self.tags)
         inside = [[n for n in ancestors([last]) if in_one_expert(n, self.tags)] for last in end]
@@ -150,7 +150,6 @@ class _Search:
         body = self._body(roles, reader.columns, end[reader.run], total)
         everyone = tag(captured, self.groups)
         branches = shape_branches(captured, everyone, set(routing.index.nodes), opaque, end, combine.node)
-        refuse_outside_tensors(captured, [tokens.node, *routing.nodes, *body.roots], combine.node, opaque)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
         refuse_own_backward(combine.node, self.tags)
         idiom = "loop over experts, unusual expert"
@@ -250,6 +249,8 @@ class _Search:
     ) -> FreeBody:
         products = [role for role in roles.values() if isinstance(role, Product)]
         tokens = [node for node, role in roles.items() if isinstance(role, TokenRows)]
+        if not tokens:
+            raise Refuse(NOT_TOKENS, output)
         bases = [role.base for role in roles.values() if isinstance(role, (Product, OfExpert))]
         stored = self.weights.table(bases[0])
         assert stored is not None

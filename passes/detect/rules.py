@@ -9,7 +9,7 @@ import torch.fx
 
 from hexa_fx.capture import UNKNOWN, Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.functional import Applied
-from hexa_fx.passes.detect.graph import ancestors, draws, effects, is_float, nodes_in, operation
+from hexa_fx.passes.detect.graph import ancestors, draws, is_float, nodes_in, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.runtime.attribute_guards import is_within
@@ -102,37 +102,26 @@ def refuse_stored_intermediates(
 _LONGEST_CONSTANT = 64
 
 
-def is_outside(captured: CapturedBlock, name: str) -> bool:
-    """Whether a ``get_attr`` target is a tensor that a rewritten block cannot read again, nor hold as a constant."""
-    return name in captured.constants and (
-        name in captured.recalled or name in captured.nested or captured.constants[name].numel() > _LONGEST_CONSTANT
-    )
-
-
-def refuse_outside_tensors(
-    captured: CapturedBlock, roots: Iterable[torch.fx.Node], end: torch.fx.Node, opaque: set[torch.fx.Node]
-) -> None:
-    """Refuses code that reads tensors which a rewritten block could not read again.
+def constant(captured: CapturedBlock, node: torch.fx.Node) -> torch.Tensor:
+    """A few numbers that a ``get_attr`` reads from elsewhere than parameters and buffers, such as one that a module keeps.
 
     Raises:
-        Refuse: ``roots``, the code after ``end`` or a write to the block's state read a tensor that is neither parameter, buffer
-            nor a few constant numbers.
+        Refuse: a rewritten block could not read them again, nor hold them as constants.
     """
-    results = [captured.graph.output_node(), *effects(captured.graph)]
-    read = ancestors([*roots, *results], stop=lambda node: node is end)
-    for node in read - opaque:
-        if node.op == "get_attr" and node.target in captured.nested:
-            raise Refuse(
-                "the code reads a tensor that it is given inside a list, a dict or an object; one that is an argument itself can "
-                "be followed",
-                next(iter(node.users), node),
-            )
-        if node.op == "get_attr" and is_outside(captured, str(node.target)):
-            raise Refuse(
-                "the code reads a tensor that is neither a parameter nor a buffer, and may have another value next time; "
-                "register it as a buffer",
-                next(iter(node.users), node),
-            )
+    name, user = str(node.target), next(iter(node.users), node)
+    if name in captured.nested:
+        raise Refuse(
+            "the code reads a tensor that it is given inside a list, a dict or an object; one that is an argument itself can be "
+            "followed",
+            user,
+        )
+    if name in captured.recalled or captured.constants[name].numel() > _LONGEST_CONSTANT:
+        raise Refuse(
+            "the code reads a tensor that is neither a parameter nor a buffer, and may have another value next time; register it "
+            "as a buffer",
+            user,
+        )
+    return captured.constants[name]
 
 
 def is_cut_off(source: torch.fx.Node, rows: Iterable[torch.fx.Node]) -> bool:

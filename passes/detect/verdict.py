@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.fx
 
 from hexa_fx.capture import record_of
+from hexa_fx.capture.replay import CannotReplay
 from hexa_fx.ir import Refusal
 
 
@@ -27,3 +31,15 @@ class Refuse(Exception):
 
 class NoRouting(Refuse):
     """The rows of this tensor are given to experts, but nothing says to which: perhaps they are rows of another tensor."""
+
+
+@contextmanager
+def experiments() -> Iterator[None]:
+    """A context in which an experiment that cannot be carried out is a refusal."""
+    try:
+        yield
+    except CannotReplay as failed:
+        raise Refuse(
+            f"with other numbers in place of what experts compute, {failed.node.name} raises an error: {failed.__cause__}",
+            failed.node,
+        ) from failed

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import hexa_fx
+from tests.zoo.bodies import SharedPostNorm
 from tests.zoo.common import MLP, TopKGate, experts
 from tests.zoo.compare import compare, operators_run
 from tests.zoo.refusals import DifferentWidths
-from tests.zoo.variant import D, E, I
+from tests.zoo.unjustified import AddsUpInItsInput
+from tests.zoo.variant import D, E, I, K
 
 
 class Mixture(DifferentWidths):
@@ -112,6 +114,48 @@ class Folded(nn.Module):
         return torch.einsum("bsei,eid->bsd", hidden, self.down)
 
 
+class Scale(nn.Module):
+    """Holds a plain tensor, which a caller may change at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class ScaledRows(Mixture):
+    """Sorted rows are scaled by it before the experts get them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.ones(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat)
+        order = index.flatten().argsort(stable=True)
+        rows = (flat[order // K] * self.scale).split(index.flatten().bincount(minlength=E).tolist())
+        out = torch.cat([expert(given) for expert, given in zip(self.experts, rows)])
+        return (out[order.argsort()].view(-1, K, D) * weights[..., None]).sum(1).view(x.shape)
+
+
+class ScaledNorm(SharedPostNorm):
+    """The norm behind the experts is taken apart, with the tensor in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(Scale(), self.norm)
+
+
+class Swapped(AddsUpInItsInput):
+    """Takes the router's probabilities for ids: no expert runs."""
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().route(x)[::-1]
+
+
 def _tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randn(batch, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
 
@@ -149,6 +193,9 @@ def test_tokens_past_an_experts_room_stay_as_they_are() -> None:
     [
         (TwoAlike, "some experts share a parameter: experts.1.fc1.weight is experts.0.fc1.weight"),
         (Folded, "it adds up what several experts give"),
+        (ScaledRows, "neither a parameter nor a buffer"),
+        (ScaledNorm, "neither a parameter nor a buffer"),
+        (Swapped, "and would be lost"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
