@@ -27,7 +27,7 @@ from hexa_fx.passes.detect.free_body import (
     Shared,
     TokenRows,
 )
-from hexa_fx.passes.detect.graph import CONTRACTIONS, is_float, is_tensor, operation
+from hexa_fx.passes.detect.graph import CONTRACTIONS, is_float, is_tensor, operation, twins
 from hexa_fx.passes.detect.operations import MADE
 from hexa_fx.passes.detect.routing_factors import Source
 from hexa_fx.passes.detect.row_steps import moved_from
@@ -72,6 +72,10 @@ class StepReader:
     factor: Callable[[torch.Tensor], tuple[Source, ...]]
     roles: dict[torch.fx.Node, Role] = field(default_factory=dict)
     columns: dict[torch.fx.Node, Column] = field(default_factory=dict)
+    twin: Mapping[torch.fx.Node, torch.fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.twin = twins(self.captured.graph)
 
     def read(self, end: Column) -> dict[torch.fx.Node, Role]:
         """Roles of the nodes of one run, in recorded order.
@@ -202,7 +206,8 @@ class StepReader:
         if sources is not None:
             return RowFactor(sources)
         node = column[self.run]
-        if len(set(column)) == 1 and any(record_of(node).value.shape[:1] != (rows,) for rows in self.rows):
+        same = len({self.twin[n] for n in column}) == 1  # a mask over features, say, that every run inverts anew
+        if same and any(record_of(node).value.shape[:1] != (rows,) for rows in self.rows):
             return Outside()
         if node.op in ("get_attr", "placeholder") or not all(n.all_input_nodes for n in column) or not is_float(node):
             raise Refuse("the experts compute with a tensor that is neither their tokens' nor shared by all", node)

@@ -85,6 +85,39 @@ class InHeads(nn.Module):
         return out.view(x.shape)
 
 
+class Filled(Mixture):
+    """Some hidden channels are switched off, the same ones for all experts; each run of an expert inverts the mask anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keep", torch.arange(I) % 3 > 0)
+
+    def masked(self, h: torch.Tensor) -> torch.Tensor:
+        return h.masked_fill(~self.keep, 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = self.gate(flat)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            hidden = self.masked(expert.act(expert.fc1(flat[token])))
+            out.index_add_(0, token, expert.fc2(hidden) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+class Multiplied(Filled):
+    def masked(self, h: torch.Tensor) -> torch.Tensor:
+        return h * ~self.keep
+
+
+class Written(Filled):
+    def masked(self, h: torch.Tensor) -> torch.Tensor:
+        h = h.clone()
+        h[:, ~self.keep] = 0
+        return h
+
+
 class Dropping(Mixture):
     """Tokens beyond an expert's room stay as they are; which ones, whole numbers say."""
 
@@ -170,6 +203,19 @@ def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
         assert operators_run(optimized, (x,))
         found = compare(block, optimized, (x,), train=True)
         assert found.within(1e-10), found
+
+
+@pytest.mark.parametrize("kind", [Filled, Multiplied, Written], ids=lambda kind: kind.__name__)
+def test_a_mask_over_features_is_read_in_every_call(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    block = kind().double()
+    optimized = hexa_fx.optimize(block, _tokens(2, 7))
+    for _ in range(2):
+        assert operators_run(optimized, (_tokens(3, 5),))
+        found = compare(block, optimized, (_tokens(3, 5),), train=True)
+        assert found.within(1e-10), found
+        for each in (block, optimized):
+            each.keep.logical_not_()
 
 
 def test_a_result_inside_a_result_keeps_its_class() -> None:
