@@ -28,10 +28,11 @@ from hexa_fx.codegen.family_packed import PackedTile, candidates
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda import calls, choosing, packed
 from hexa_fx.cuda.kernel import prebuild
-from hexa_fx.cuda.packed import PackedProduct, PackedWeight
+from hexa_fx.cuda.packed import PackedProduct
 from hexa_fx.formats import MXFP4, NF4
 from hexa_fx.formats.four_bit import FourBit
 from hexa_fx.jit import background
+from hexa_fx.ops.operands import Esmm, EsmmAct
 
 OPS, DEVICE = torch.ops.hexa, "cuda"
 BF16 = torch.bfloat16
@@ -61,13 +62,17 @@ SHAPES = {
 }
 
 
+Packed = tuple[Tensor, Tensor]
+"""Codes and their scales."""
+
+
 @dataclass
 class Layer:
     """A layer's packed weights and biases."""
 
     shape: Shape
-    w1: PackedWeight
-    w2: PackedWeight
+    w1: Packed
+    w2: Packed
     b1: Tensor | None
     b2: Tensor | None
 
@@ -83,14 +88,14 @@ class Call:
     a: Tensor
 
 
-def random_weight(shape: Shape, columns: int, k: int) -> PackedWeight:
+def random_weight(shape: Shape, columns: int, k: int) -> Packed:
     """Any codes, under scales that keep results of the operands' size."""
     f, experts = shape.format, shape.experts
     codes = torch.randint(0, 256, f.packed_shape((experts, columns, k)), dtype=torch.uint8, device=DEVICE)
     (size,), (dtype,) = f.scale_shapes((experts, columns, k)), f.scale_dtypes()
     if dtype == torch.uint8:
-        return PackedWeight(codes, torch.randint(117, 121, size, dtype=dtype, device=DEVICE), f)
-    return PackedWeight(codes, (torch.rand(size, device=DEVICE) + 0.5) * k**-0.5, f)
+        return codes, torch.randint(117, 121, size, dtype=dtype, device=DEVICE)
+    return codes, (torch.rand(size, device=DEVICE) + 0.5) * k**-0.5
 
 
 def make_layer(shape: Shape) -> Layer:
@@ -113,25 +118,14 @@ def make_call(shape: Shape, tokens: int) -> Call:
 
 def up(layer: Layer, c: Call, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     s, (v, _, offs) = layer.shape, rows
-    product = PackedProduct(
-        c.x,
-        layer.w1,
-        layer.b1,
-        None,
-        None,
-        v,
-        offs,
-        s.top_k,
-        s.activation,
-        s.glu,
-        s.params,
-        False,  # type: ignore[arg-type]
-    )
-    return packed.esmm_act(product)[1]
+    static: Any = (s.top_k, "nk", s.activation, s.glu, s.params, False)
+    base = EsmmAct(c.x, layer.w1[0], layer.b1, None, None, v, offs, *static)
+    return packed.esmm_act(PackedProduct(base, layer.w1[1], None, s.format))[1]
 
 
 def down(layer: Layer, a: Tensor, rows: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    return packed.esmm(PackedProduct(a, layer.w2, layer.b2, None, None, None, rows[2], 1))
+    base = Esmm(a, layer.w2[0], layer.b2, None, rows[2], 1, "nk").plain
+    return packed.esmm(PackedProduct(base, layer.w2[1], None, layer.shape.format))
 
 
 def run_packed(layer: Layer, c: Call) -> Tensor:
@@ -142,7 +136,7 @@ def run_packed(layer: Layer, c: Call) -> Tensor:
 
 def dense(layer: Layer) -> tuple[Tensor | None, ...]:
     """The layer's operands of moe_ffn, in bf16."""
-    w1, w2 = (w.format.dense(w.codes, [w.scales], BF16) for w in (layer.w1, layer.w2))
+    w1, w2 = (layer.shape.format.dense(codes, [scales], BF16) for codes, scales in (layer.w1, layer.w2))
     return w1, layer.b1, None, None, w2, layer.b2
 
 

@@ -59,12 +59,11 @@ def fused_segment(o: EsmmLowRank | EsmmActLowRank | EsmmActBackwardLowRank, into
     base, *added = o
     if isinstance(base, Esmm):
         takes = _hopper(base.offs, (base.columns,), base.x, base.weight, *added, *_stored(base.bias))
-        run: Any = sm90.esmm_low_rank
+        run: Any = sm90.esmm
     elif isinstance(base, EsmmAct):
-        takes, run = _hopper_activates(base, *added), sm90.esmm_act_low_rank if o.u is not None else sm90.esmm_act
+        takes, run = _hopper_activates(base, *added), sm90.esmm_act
     else:
-        takes = _hopper_differentiates(base, *added)
-        run = sm90.esmm_act_backward_low_rank if o.u is not None else sm90.esmm_act_backward
+        takes, run = _hopper_differentiates(base, *added), sm90.esmm_act_backward
     if not takes:
         raise Unsupported("unpacked matrices, or the rows that they are multiplied with, that only gemm_sm80 takes")
     run(o if o.u is not None else base, into=into)
@@ -81,13 +80,7 @@ def esmm_act(*args: Any) -> tuple[Tensor, Tensor]:
 @cuda_kernel("esmm_act_backward")
 def esmm_act_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.esmm_act_backward. One launch on Hopper, two elsewhere."""
-    o = EsmmActBackward(*args)
-    weight, layout = as_stored(o.weight, o.layout)
-    o = o._replace(weight=weight, layout=layout)
-    if not _hopper_differentiates(o):
-        da = sm80.esmm(Esmm(o.dy, weight, None, o.v, o.offs, o.top_k, layout))
-        return activate_backward(da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params)  # type: ignore[no-any-return]
-    return _by_slot(o, *sm90.esmm_act_backward(o))
+    return _activation_gradient(EsmmActBackward(*args), None, None)
 
 
 @cuda_kernel("esmm_low_rank")
@@ -100,7 +93,7 @@ def esmm_low_rank(*args: Any) -> Tensor:
     few = _few_rows(base.rows, base.offs)
     if few or not _hopper(base.offs, (base.columns,), base.x, weight, u, c, *_stored(base.bias)):
         return _with_second(esmm(*base), u, c, base.offs, layout)
-    return sm90.esmm_low_rank(EsmmLowRank(base, u, c))
+    return sm90.esmm(EsmmLowRank(base, u, c))
 
 
 @cuda_kernel("esmm_act_low_rank")
@@ -109,7 +102,7 @@ def esmm_act_low_rank(*args: Any) -> tuple[Tensor, Tensor]:
     given, u, c, c3 = EsmmActLowRank.of(*args)
     c, c3, base = c.contiguous(), None if c3 is None else c3.contiguous(), _both_biases(given)
     if _hopper_activates(base, u, c, c3):
-        return sm90.esmm_act_low_rank(EsmmActLowRank(base, u, c, c3))
+        return sm90.esmm_act(EsmmActLowRank(base, u, c, c3))
     rows = (given.v, given.offs, given.top_k, given.layout)
     h = esmm_low_rank(given.x, given.w1, given.b1, *rows, u, c)
     if given.w3 is not None:
@@ -121,13 +114,19 @@ def esmm_act_low_rank(*args: Any) -> tuple[Tensor, Tensor]:
 @cuda_kernel("esmm_act_backward_low_rank")
 def esmm_act_backward_low_rank(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.low_rank. One launch on Hopper."""
-    o, u, c = EsmmActBackwardLowRank.of(*args)
+    return _activation_gradient(*EsmmActBackwardLowRank.of(*args))
+
+
+def _activation_gradient(o: EsmmActBackward, u: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """With a second product, or without: u and c are None."""
     weight, layout = as_stored(o.weight, o.layout)
-    c = (c if layout == o.layout else c.transpose(1, 2)).contiguous()
+    c = c if c is None else (c if layout == o.layout else c.transpose(1, 2)).contiguous()
     o = o._replace(weight=weight, layout=layout)
     if _hopper_differentiates(o, u, c):
-        return _by_slot(o, *sm90.esmm_act_backward_low_rank(EsmmActBackwardLowRank(o, u, c)))
-    da = esmm_low_rank(o.dy, weight, None, o.v, o.offs, o.top_k, layout, u, c)
+        found = sm90.esmm_act_backward(o if u is None or c is None else EsmmActBackwardLowRank(o, u, c))
+        return _by_slot(o, *found)
+    rows = (o.dy, weight, None, o.v, o.offs, o.top_k, layout)
+    da = sm80.esmm(Esmm(*rows)) if u is None else esmm_low_rank(*rows, u, c)
     return activate_backward(da, o.h, o.top_k_weights, o.v, o.offs, o.activation, o.glu, o.params)  # type: ignore[no-any-return]
 
 

@@ -40,8 +40,7 @@ class _Weight(NamedTuple):
 def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
     into = into or Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True)
-    plain = EsmmAct(o.x, o.weight, o.bias, None, None, o.v, o.offs, o.top_k, o.layout, "none", "none")
-    _rows(plain, into.out, None, into.rows, into.last)
+    _rows(o.plain, into.out, None, into.rows, into.last)
     return into.out
 
 

@@ -1,7 +1,8 @@
 """The matrix products of docs/operators.md on the sm_90a family: operands in, tensors out.
 
 Shapes: T tokens, n rows in expert order, E experts. The operands are CUDA tensors on one device that `unsupported` has no
-objection to: bf16 or f16, 16-byte aligned. Nothing here reads the device back.
+objection to: bf16 or f16, 16-byte aligned. Nothing here reads the device back. Row products also take the records of
+`hexa_fx.ops.low_rank`.
 """
 
 from __future__ import annotations
@@ -53,37 +54,18 @@ def unsupported(*tensors: Tensor | None, experts: int) -> str:
 
 
 @product
-def esmm(o: Esmm, into: Segment | None = None) -> Tensor:
+def esmm(given: Esmm | EsmmLowRank, into: Segment | None = None) -> Tensor:
     """``y[p] = x[row(p)] @ W[e(p)] + b[e(p)]``, (n, N)."""
-    return _plain(o, None, into)
-
-
-@product
-def esmm_low_rank(o: EsmmLowRank, into: Segment | None = None) -> Tensor:
-    """The same with a second product."""
-    return _plain(o.base, Added(o.u, o.c), into)
-
-
-def _plain(o: Esmm, added: Added | None, into: Segment | None) -> Tensor:
+    o, added = _with_second(given)
     into = into or Segment(o.x.new_empty((o.rows, o.columns)), o.rows, True)
-    product = EsmmAct(o.x, o.weight, o.bias, None, None, o.v, o.offs, o.top_k, o.layout, "none", "none")
-    _rows("esmm", product, into, added)
+    _rows("esmm", o.plain, into, added)
     return into.out
 
 
 @product
-def esmm_act(o: EsmmAct, into: Segment | None = None) -> tuple[Tensor, Tensor]:
+def esmm_act(given: EsmmAct | EsmmActLowRank, into: Segment | None = None) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)``: (n, I) or (n, 2I), and (n, I). Without `keep_h` (inference) h is empty."""
-    return _activated(o, None, into)
-
-
-@product
-def esmm_act_low_rank(o: EsmmActLowRank, into: Segment | None = None) -> tuple[Tensor, Tensor]:
-    """The same with a second product."""
-    return _activated(o.base, Added(o.u, o.c, o.c3), into)
-
-
-def _activated(o: EsmmAct, added: Added | None, into: Segment | None) -> tuple[Tensor, Tensor]:
+    o, added = _with_second(given)
     if into is None:
         h, a = o.x.new_empty((o.rows if o.keep_h else 0, o.width)), o.x.new_empty((o.rows, o.inner))
         into = Segment(h, o.rows, True, a)
@@ -127,24 +109,15 @@ def _rows(op: str, o: EsmmAct, into: Segment, added: Added | None) -> None:
 
 
 @product
-def esmm_act_backward(o: EsmmActBackward, into: Segment | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def esmm_act_backward(
+    given: EsmmActBackward | EsmmActBackwardLowRank, into: Segment | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """``da = esmm(dy, weight, v)`` and activate_backward in its epilogue; da itself is never stored.
 
     Returns:
         dh like h, a_scaled (n, I), and d(weights) by slot (n,) in float32: <da, a>.
     """
-    return _activation_gradient(o, None, into)
-
-
-@product
-def esmm_act_backward_low_rank(o: EsmmActBackwardLowRank, into: Segment | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with a second product."""
-    return _activation_gradient(o.base, Added(o.u, o.c), into)
-
-
-def _activation_gradient(
-    o: EsmmActBackward, added: Added | None, into: Segment | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    o, added = _with_second(given)
     dy, weight, h, inner, n = o.dy, o.weight, o.h, o.inner, o.v.shape[0]
     scale = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
     dh, a, rows, last, dots = h, h, n, True, None
@@ -241,6 +214,11 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
     sizes = {"K": columns, "N": rows, "out_ld": rows, "p_ld": x.stride()[0], "R": rows, "C": columns}
     _launch(key, tile, maps, v, offs, top_k, out=dx, p=x, dw=dw, db=db, **sizes)
     return dx, dw, db
+
+
+def _with_second(given: Any) -> tuple[Any, Added | None]:
+    """The operands of a product, and of a second one that is added to it."""
+    return (given.base, Added(*given[1:])) if hasattr(given, "base") else (given, None)
 
 
 def _low_rank(added: Added | None) -> tuple[tuple[str, int], ...]:

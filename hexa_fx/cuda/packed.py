@@ -6,6 +6,7 @@ weights are unpacked again for each eight of them, and matrices that were unpack
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import Struct, pack, unpack
 from typing import NamedTuple
 
@@ -23,7 +24,6 @@ from hexa_fx.codegen.family_packed import (
     rows_of_tile,
 )
 from hexa_fx.codegen.heuristics import row_bucket
-from hexa_fx.codegen.spec import Glu
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.gemm_sm80 import divisor
@@ -31,9 +31,9 @@ from hexa_fx.cuda.kernel import kernel_of
 from hexa_fx.cuda.key_packed import PackedKey
 from hexa_fx.cuda.operands import aligned, ceil_div, constants_of, dense_rows, numbers_of
 from hexa_fx.cuda.planning import Operand, planning_of
+from hexa_fx.formats import FORMATS
 from hexa_fx.formats.four_bit import FourBit
-from hexa_fx.ops.activations import inner_width
-from hexa_fx.ops.rows import row_count
+from hexa_fx.ops.operands import EsmmAct
 
 MOST_BUCKET = 5
 """Up to 2^5 rows an expert on average. Codes are unpacked once for every eight rows; a matrix that is unpacked to memory is written
@@ -41,142 +41,106 @@ and read at two bytes a value, which takes as long as some six passes over four 
 """
 
 _SCALES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.uint8: "e8m0"}
-_PLAIN: tuple[str, Glu, tuple[float, ...]] = ("none", "none", ())
-
-
-class PackedWeight(NamedTuple):
-    """A weight (E, N, K) in four bits.
-
-    Args:
-        codes: (E, N, K / 2), uint8.
-        scales: one for each ``format.block`` values of an expert's matrix, read row by row; float32, or uint8 (E8M0).
-        format: what codes mean.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    format: FourBit
-
-    @property
-    def columns(self) -> int:
-        """N."""
-        return self.codes.shape[1]
-
-    @property
-    def inner(self) -> int:
-        """K."""
-        return 2 * self.codes.shape[2]
 
 
 class PackedProduct(NamedTuple):
-    """One product with an activation or without, as `hexa_fx.ops.operands.EsmmAct` but for its weights.
+    """One product with weights (E, N, K) in four bits, with an activation or without.
 
     Args:
-        w1, w3: the weight; up's for glu ``split``.
+        base: its w1 and w3 are codes (E, N, K / 2), uint8, in layout ``nk``.
+        scales, scales_up: of w1 and w3, one for each ``format.block`` values of an expert's matrix, read row by row; float32, or
+            uint8 (E8M0).
+        format: what codes mean.
     """
 
-    x: Tensor
-    w1: PackedWeight
-    b1: Tensor | None
-    w3: PackedWeight | None
-    b3: Tensor | None
-    v: Tensor | None
-    offs: Tensor
-    top_k: int
-    activation: str = "none"
-    glu: Glu = "none"
-    params: tuple[float, ...] = ()
-    keep_h: bool = True
+    base: EsmmAct
+    scales: Tensor
+    scales_up: Tensor | None
+    format: FourBit
 
     @property
-    def rows(self) -> int:
-        """n."""
-        return row_count(self.x, self.v)
+    def depth(self) -> int:
+        """K."""
+        return 2 * self.base.w1.shape[2]
 
-    @property
-    def inner(self) -> int:
-        """Columns of the result, and of one half of a gated one."""
-        return inner_width(self.w1.columns, self.glu)
+
+def four_bit(format: str, scales: Sequence[Tensor], layout: str) -> FourBit | None:
+    """The format of a packed weight that the kernels know; None for one that they do not, and for another layout."""
+    found = FORMATS.get(format)
+    return found if isinstance(found, FourBit) and len(scales) == 1 and layout == "nk" else None
 
 
 def unsupported(o: PackedProduct) -> str:
     """Why packed_gemm does not take these operands, or should not; empty if it does."""
-    weight = o.w1
-    card = planning_of(o.offs).card if isinstance(o.offs, Operand) else card_of(o.offs.device.index)
+    x, experts, block = o.base.x, o.base.offs.shape[0] - 1, o.format.block
+    card = planning_of(x).card if isinstance(x, Operand) else card_of(x.device.index)
     if card.arch < 80:
         return f"sm_{card.arch}; the kernels need sm_80 or newer"
-    if o.x.dtype not in (torch.bfloat16, torch.float16):
-        return f"rows are {o.x.dtype}; the kernels multiply bfloat16 and float16"
-    scale = _SCALES.get(weight.scales.dtype)
-    if scale is None or (scale == "e8m0" and o.x.dtype != torch.bfloat16):
-        return f"scales are {weight.scales.dtype} for rows of {o.x.dtype}"
-    if weight.inner % weight.format.block or weight.inner > MOST_DEPTH:
-        return f"lines of {weight.inner} values; the kernels take multiples of {weight.format.block} up to {MOST_DEPTH}"
-    if o.offs.shape[0] - 1 > MOST_EXPERTS:
-        return f"{o.offs.shape[0] - 1} experts; the kernels' tables hold {MOST_EXPERTS}"
-    if row_bucket(o.rows, o.offs.shape[0] - 1) > MOST_BUCKET:
-        return f"{o.rows} rows for {o.offs.shape[0] - 1} experts; matrices that are unpacked once are faster"
-    weights = [w for w in (o.w1, o.w3) if w is not None]
-    if not all(w.codes.is_contiguous() and w.scales.is_contiguous() and aligned(w.codes) for w in weights):
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"rows are {x.dtype}; the kernels multiply bfloat16 and float16"
+    scale = _SCALES.get(o.scales.dtype)
+    if scale is None or (scale == "e8m0" and x.dtype != torch.bfloat16):
+        return f"scales are {o.scales.dtype} for rows of {x.dtype}"
+    if o.depth % block or o.depth > MOST_DEPTH:
+        return f"lines of {o.depth} values; the kernels take multiples of {block} up to {MOST_DEPTH}"
+    if experts > MOST_EXPERTS:
+        return f"{experts} experts; the kernels' tables hold {MOST_EXPERTS}"
+    if row_bucket(o.base.rows, experts) > MOST_BUCKET:
+        return f"{o.base.rows} rows for {experts} experts; matrices that are unpacked once are faster"
+    codes, scales = ([t for t in both if t is not None] for both in ((o.base.w1, o.base.w3), (o.scales, o.scales_up)))
+    if not all(t.is_contiguous() for t in (*codes, *scales)) or not aligned(*codes):
         return "packed weights do not lie contiguously at multiples of 16 bytes"
-    return "" if aligned(o.x) and o.x.stride()[-1] == 1 else "rows do not lie at multiples of 16 bytes"
+    return "" if aligned(x) and x.stride()[-1] == 1 else "rows do not lie at multiples of 16 bytes"
 
 
 @product
 def esmm(o: PackedProduct) -> Tensor:
-    """``y[p] = x[row(p)] @ W[e(p)]^T + b[e(p)]``, (n, N)."""
-    y = o.x.new_empty((o.rows, o.w1.columns))
-    _product(o, _PLAIN, y, None)
+    """``y[p] = x[row(p)] @ W[e(p)]^T + b[e(p)]``, (n, N), of a product without an activation."""
+    y = o.base.x.new_empty((o.base.rows, o.base.inner))
+    _product(o, y, None)
     return y
 
 
 @product
 def esmm_act(o: PackedProduct) -> tuple[Tensor, Tensor]:
     """``h = esmm`` and ``a = act(h)`` from one launch: (n, I) or (n, 2I), empty unless it is kept, and (n, I)."""
-    n, inner = o.rows, o.inner
-    h = o.x.new_empty((n if o.keep_h else 0, inner if o.glu == "none" else 2 * inner))
-    a = o.x.new_empty((n, inner))
-    _product(o, (o.activation, o.glu, o.params), h if o.keep_h else None, a)
+    base, n = o.base, o.base.rows
+    h, a = base.x.new_empty((n if base.keep_h else 0, base.width)), base.x.new_empty((n, base.inner))
+    _product(o, h if base.keep_h else None, a)
     return h, a
 
 
-def _product(
-    o: PackedProduct,
-    epilogue: tuple[str, Glu, tuple[float, ...]],
-    d: Tensor | None,
-    act: Tensor | None,
-) -> None:
+def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
     """One launch: h to d and a to act, each if it is given."""
-    x, weight, (activation, glu, params) = dense_rows(o.x), o.w1, epilogue
-    n, inner, experts = o.rows, inner_width(weight.columns, glu), o.offs.shape[0] - 1
+    base, x = o.base, dense_rows(o.base.x)
+    n, inner, experts = base.rows, base.inner, base.offs.shape[0] - 1
     if n == 0 or inner == 0:
         return
-    b1, b3 = (None if b is None else b.contiguous() for b in (o.b1, o.b3))
+    b1, b3 = (None if b is None else b.contiguous() for b in (base.b1, base.b3))
     planning = planning_of(x)
     key = PackedKey(
         planning.card,
         x.dtype,
         row_bucket(n, experts),
-        weight.inner,
-        weight.columns,
-        _SCALES[weight.scales.dtype],
-        weight.format.block,
-        weight.format.high_first,
-        o.v is not None,
-        activation,
-        glu,
+        o.depth,
+        base.w1.shape[1],
+        _SCALES[o.scales.dtype],
+        o.format.block,
+        o.format.high_first,
+        base.v is not None,
+        base.activation,
+        base.glu,
         b1 is not None,
         d is not None,
     )
-    up = (None, None) if o.w3 is None else (o.w3.codes, o.w3.scales)
-    pointers = (x, weight.codes, up[0], weight.scales, up[1], b1, b3, d, act, o.v, o.offs)
+    pointers = (x, base.w1, base.w3, o.scales, o.scales_up, b1, b3, d, act, base.v, base.offs)
     tile: PackedTile = planning.tile_of(key)
     spec = key.spec(tile)
     units = (n // rows_of_tile(spec) + min(experts, n)) * ceil_div(inner, columns_of_tile(spec))
     values = key.columns * key.inner
     strides = (x.stride()[0], values // 2, values // key.block, 0 if d is None else d.shape[1], inner)
-    constants, codes = constants_of(activation, params), _values(weight.format.values, x.dtype)
-    numbers = _numbers().pack(*strides, n, inner, key.inner, experts, *divisor(o.top_k), *constants, *codes)
+    constants, codes = constants_of(base.activation, base.params), _values(o.format.values, x.dtype)
+    numbers = _numbers().pack(*strides, n, inner, key.inner, experts, *divisor(base.top_k), *constants, *codes)
     grid = (min(units, key.card.multiprocessors * resident_blocks(spec)), 1, 1)
     planning.launch(kernel_of(spec), grid, ((pointers, numbers),))
 

@@ -8,17 +8,15 @@ from torch import Tensor
 
 from hexa_fx import registry
 from hexa_fx.codegen.heuristics import row_bucket
-from hexa_fx.codegen.spec import Glu
 from hexa_fx.cuda import packed
 from hexa_fx.cuda.calls import falls_back
 from hexa_fx.cuda.choosing import card_of, collection, on_forget
 from hexa_fx.cuda.fallback import generic
-from hexa_fx.cuda.packed import PackedProduct, PackedWeight
+from hexa_fx.cuda.packed import PackedProduct, four_bit
 from hexa_fx.cuda.rows import combine, reindex
-from hexa_fx.formats import FORMATS
-from hexa_fx.formats.four_bit import FourBit
 from hexa_fx.ops.fixed_order import is_fixed
-from hexa_fx.ops.projection import Projection, Rows, narrowed, project
+from hexa_fx.ops.operands import Esmm, EsmmAct
+from hexa_fx.ops.projection import Rows, narrowed, project
 from hexa_fx.ops.sources_arguments import Arguments
 
 _seen: set[tuple[object, ...]] = set()
@@ -56,30 +54,24 @@ def moe_ffn_sources(*args: Any) -> Tensor:
 def _few_rows(o: Arguments) -> Tensor | None:
     """The result; None where the general path has to compute it."""
     top_k, experts = o.top_k_index.shape[1], o.w1.shape[0]
-    weights = [_weight(p) for p in o.first if p.a is None]
-    w1, w3 = (*weights, None, None)[:2]
-    if w1 is None or (o.w3 is None) != (w3 is None) or row_bucket(o.top_k_index.numel(), experts) > packed.MOST_BUCKET:
+    formats = [None if p.a is not None else four_bit(p.format, p.scales, p.layout) for p in (*o.first, o.second)]
+    format = formats[0]
+    if format is None or any(each is not format for each in formats[:-1]):
+        return None
+    if row_bucket(o.top_k_index.numel(), experts) > packed.MOST_BUCKET:
         return None
     v, inv, offs = reindex(o.top_k_index, experts)
-    glu: Glu = o.glu  # type: ignore[assignment]
-    epilogue = o.activation, glu, tuple(o.params), False
-    first = PackedProduct(o.x, w1, o.b1, w3, o.b3, v, offs, top_k, *epilogue)
-    if is_fixed() or packed.unsupported(first) or (w3 is not None and (o.b1 is None) != (o.b3 is None)):
+    static: Any = top_k, o.layout1, o.activation, o.glu, tuple(o.params), False
+    base = EsmmAct(o.x, o.w1, o.b1, o.w3, o.b3, v, offs, *static)
+    first = PackedProduct(base, o.s1[0], None if o.w3 is None else o.s3[0], format)
+    if is_fixed() or packed.unsupported(first) or (o.w3 is not None and (o.b1 is None) != (o.b3 is None)):
         return None
     _, a = packed.esmm_act(first)
-    w2 = _weight(o.second)
-    second = None if w2 is None else PackedProduct(a, w2, o.b2, None, None, None, offs, 1)
-    if second is None or o.second.a is not None or packed.unsupported(second):
+    down = Esmm(a, o.w2, o.b2, None, offs, 1, "nk").plain
+    second = None if formats[-1] is None else PackedProduct(down, o.s2[0], None, formats[-1])
+    if second is None or packed.unsupported(second):
         rows = Rows(None, offs, 1)
         y = project(a, o.second, rows, narrowed(a, o.second, rows))
     else:
         y = packed.esmm(second)
     return combine(y, o.top_k_weights, inv, offs, top_k)  # type: ignore[no-any-return]
-
-
-def _weight(p: Projection) -> PackedWeight | None:
-    """The weight as the kernels take it; None for a format or a layout that they do not know."""
-    found = FORMATS.get(p.format)
-    if not isinstance(found, FourBit) or len(p.scales) != 1 or p.layout != "nk":
-        return None
-    return PackedWeight(p.weight, p.scales[0], found)

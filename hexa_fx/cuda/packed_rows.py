@@ -18,11 +18,10 @@ from hexa_fx.cuda.fallback import generic
 from hexa_fx.cuda.gemm import DECODE_BUCKET, SM80_ONLY, esmm_segment, fused_segment
 from hexa_fx.cuda.operands import Segment
 from hexa_fx.cuda.unpack import parts
-from hexa_fx.formats import format_of
-from hexa_fx.formats.four_bit import FourBit
 from hexa_fx.ops.esmm_packed import EsmmPacked
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
+from hexa_fx.ops.operands import Esmm
 from hexa_fx.ops.packed_products import EsmmActBackwardPacked, EsmmActPacked, EsmmPackedLowRank
 
 _NARROWEST = 128
@@ -63,8 +62,7 @@ def esmm_act_packed(*args: Any) -> tuple[Tensor, Tensor]:
     o = EsmmActPacked.of(*args)
     few = _of_few_rows(o.base)
     if few is not None and o.u is None:
-        epilogue = {"activation": o.activation, "glu": o.glu, "params": tuple(o.params), "keep_h": o.keep_h}
-        return few_rows.esmm_act(few._replace(**epilogue))
+        return few_rows.esmm_act(few._replace(base=o.with_weight(o.base.packed)))
     if few is not None or not _fuses(o.base, o.u, o.activation):
         return generic("esmm_act_packed")(*args)  # type: ignore[no-any-return]
     n, c = o.base.rows, None if o.c is None else o.c.contiguous()
@@ -97,11 +95,11 @@ def esmm_act_backward_packed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _of_few_rows(o: EsmmPacked) -> few_rows.PackedProduct | None:
     """The product as the kernels for few rows see it; None where they do not take it."""
-    format = format_of(o.format)
-    if not isinstance(format, FourBit) or len(o.scales) != 1 or o.layout != "nk" or is_fixed():
+    format = few_rows.four_bit(o.format, o.scales, o.layout)
+    if format is None or is_fixed():
         return None
-    weight = few_rows.PackedWeight(o.packed, o.scales[0], format)
-    found = few_rows.PackedProduct(o.x, weight, o.bias, None, None, o.v, o.offs, o.top_k)
+    base = Esmm(o.x, o.packed, o.bias, o.v, o.offs, o.top_k, "nk").plain
+    found = few_rows.PackedProduct(base, o.scales[0], None, format)
     return None if few_rows.unsupported(found) else found
 
 

@@ -36,6 +36,12 @@ class Esmm(NamedTuple):
         """N."""
         return columns_of(self.weight, self.layout)
 
+    @property
+    def plain(self) -> EsmmAct:
+        """The same as a product whose activation does nothing."""
+        rows = (self.v, self.offs, self.top_k, self.layout)
+        return EsmmAct(self.x, self.weight, self.bias, None, None, *rows, "none", "none")
+
 
 class EsmmAct(NamedTuple):
     """Of `hexa_fx.ops.esmm_act.esmm_act`."""

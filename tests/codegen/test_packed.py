@@ -10,9 +10,10 @@ import torch
 from hexa_fx.codegen.family_packed import MOST_DEPTH, PackedTile, candidates, choose_tile
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import packed, packed_layer
-from hexa_fx.cuda.packed import PackedProduct, PackedWeight, unsupported
+from hexa_fx.cuda.packed import PackedProduct, unsupported
 from hexa_fx.formats import MXFP4, NF4
 from hexa_fx.ops.activations import activation_forward
+from hexa_fx.ops.operands import Esmm, EsmmAct
 from tests.codegen.emulated import emulated  # noqa: F401
 from tests.gpu.cases import Routing, reference_esmm, reference_reindex, row_error
 from tests.runtime.cards import HOPPER
@@ -43,7 +44,7 @@ def weight(f, columns, k):
             codes.numel() // 256
         )
         scales[0, 1] = 0
-    return PackedWeight(codes, scales, f), f.dense(codes, [scales], torch.float64)
+    return (codes, scales), f.dense(codes, [scales], torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +63,11 @@ def test_products(emulated, f, dtype, k, n, tile):  # noqa: F811
     for kind in IDS:
         r = routing(kind)
         x, rows = torch.randn(len(IDS[kind]), k, dtype=dtype), torch.randn(r.n, k, dtype=dtype)
-        product = PackedProduct(x, w, bias, None, None, r.v, r.offs, r.top_k)
+        product = PackedProduct(Esmm(x, w[0], bias, r.v, r.offs, r.top_k, "nk").plain, w[1], None, f)
         assert not unsupported(product)
         error = row_error(packed.esmm(product, tile), reference_esmm(x, dense, bias, r.v, r, "nk"))
         assert error < (ON_SUMS if tile is None else TOLERANCE)[dtype], kind
-        product = PackedProduct(rows, w, bias, None, None, None, r.offs, 1)
+        product = PackedProduct(Esmm(rows, w[0], bias, None, r.offs, 1, "nk").plain, w[1], None, f)
         error = row_error(packed.esmm(product, tile), reference_esmm(rows, dense, bias, None, r, "nk"))
         assert error < TOLERANCE[dtype], kind
 
@@ -90,7 +91,8 @@ def test_activations(emulated, glu, activation, params, f, bias, keep_h):  # noq
     for kind in ("random", "no expert"):
         r = routing(kind)
         x = torch.randn(len(IDS[kind]), k, dtype=BF16)
-        product = PackedProduct(x, w1, b1, w3, b3, r.v, r.offs, r.top_k, activation, glu, params, keep_h)
+        static = (r.v, r.offs, r.top_k, "nk", activation, glu, params, keep_h)
+        product = PackedProduct(EsmmAct(x, w1[0], b1, w3 and w3[0], b3, *static), w1[1], w3 and w3[1], f)
         h, a = packed.esmm_act(product)
         ref = reference_esmm(x, dense, b1, r.v, r, "nk")
         if w3 is not None:
@@ -108,8 +110,8 @@ def test_a_layer(emulated, monkeypatch, split):  # noqa: F811
     (w1, _), (w2, _) = weight(NF4, inner if split else 2 * inner, hidden), weight(NF4, hidden, inner)
     w3 = weight(NF4, inner, hidden)[0] if split else None
     b2, x, index = torch.randn(E, hidden, dtype=BF16), torch.randn(5, hidden, dtype=BF16), torch.tensor(IDS["random"])
-    scales = [[w.scales] if w is not None else [] for w in (w1, w3, w2)]
-    operands = (w1.codes, None, None if w3 is None else w3.codes, None, w2.codes, b2)
+    scales = [[w[1]] if w is not None else [] for w in (w1, w3, w2)]
+    operands = (w1[0], None, w3 and w3[0], None, w2[0], b2)
     static = ("silu", "split" if split else "concat", [], "nk", "nk", False)
     sources = (*[None] * 6, [0.0] * 3, *scales, ["nf4", "nf4" if split else "dense", "nf4"])
     args = (x, index, torch.rand(5, 2).to(BF16), *operands, *sources, *static)
@@ -123,18 +125,22 @@ def test_a_layer(emulated, monkeypatch, split):  # noqa: F811
 def test_what_is_left_to_other_ways(monkeypatch):
     monkeypatch.setattr(cuda_choosing, "device_card", lambda device: HOPPER)
     cuda_choosing.forget_choices()
-    r, (w, _) = routing("random"), weight(NF4, 64, 128)
+    r, ((codes, scales), _) = routing("random"), weight(NF4, 64, 128)
     x = torch.randn(5, 128, dtype=BF16)
-    product = PackedProduct(x, w, None, None, None, r.v, r.offs, r.top_k)
-    assert not unsupported(product)
-    assert "rows are torch.float32" in unsupported(product._replace(x=x.float()))
-    many = torch.zeros(33 * E, dtype=torch.int32)
-    assert "unpacked once" in unsupported(product._replace(v=many))
-    assert "contiguously" in unsupported(product._replace(w1=w._replace(codes=w.codes[:, ::2])))
-    assert "multiples of 16 bytes" in unsupported(product._replace(x=torch.randn(5, 130, dtype=BF16)[:, 1:129]))
-    wide, _ = weight(MXFP4, 2, MOST_DEPTH + 32)
-    assert "up to 8192" in unsupported(product._replace(w1=wide))
-    assert "scales are torch.uint8" in unsupported(product._replace(w1=weight(MXFP4, 64, 128)[0], x=x.half()))
+    base = Esmm(x, codes, None, r.v, r.offs, r.top_k, "nk").plain
+
+    def why(of=NF4, scales=scales, **other):
+        return unsupported(PackedProduct(base._replace(**other), scales, None, of))
+
+    assert not why()
+    assert "rows are torch.float32" in why(x=x.float())
+    assert "unpacked once" in why(v=torch.zeros(33 * E, dtype=torch.int32))
+    assert "contiguously" in why(w1=codes[:, ::2])
+    assert "multiples of 16 bytes" in why(x=torch.randn(5, 130, dtype=BF16)[:, 1:129])
+    wide, scales_of_wide = weight(MXFP4, 2, MOST_DEPTH + 32)[0]
+    assert "up to 8192" in why(MXFP4, scales_of_wide, w1=wide)
+    other, scales_of_other = weight(MXFP4, 64, 128)[0]
+    assert "scales are torch.uint8" in why(MXFP4, scales_of_other, w1=other, x=x.half())
     cuda_choosing.forget_choices()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor
 from hexa_fx.codegen.family_packed import PackedTile
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import packed
-from hexa_fx.cuda.packed import PackedProduct, PackedWeight
+from hexa_fx.cuda.packed import PackedProduct
 from hexa_fx.formats import MXFP4, NF4
 from hexa_fx.formats.four_bit import FourBit
 from hexa_fx.ops.activations import activation_forward
+from hexa_fx.ops.operands import Esmm, EsmmAct
 from tests.gpu import cases
 from tests.gpu.cases import ROUTINGS, make_routing, randn, reference_esmm, row_error
 
@@ -26,11 +28,21 @@ TOLERANCE = {BF16: 5e-3, F16: 7e-4}
 DEPTHS = [(NF4, 2048), (NF4, 768), (NF4, 192), (NF4, 4096), (NF4, 7168), (MXFP4, 2880), (MXFP4, 32), (MXFP4, 4096)]
 
 
+Weight = tuple[Tensor, Tensor, FourBit]
+"""Codes, their scales, and the format."""
+
+
 @cache
-def weight(f: FourBit, columns: int, k: int) -> tuple[PackedWeight, Tensor]:
+def weight(f: FourBit, columns: int, k: int) -> tuple[Weight, Tensor]:
     """Packed, and as it is read, in float64."""
     codes, scales = f.pack_all(randn(EXPERTS, columns, k, dtype=torch.float32, scale=k**-0.5))
-    return PackedWeight(codes, scales, f), f.dense(codes, [scales], torch.float64)
+    return (codes, scales, f), f.dense(codes, [scales], torch.float64)
+
+
+def product(x: Tensor, w: Weight, bias: Tensor | None, v: Tensor | None, offs: Tensor, top_k: int) -> PackedProduct:
+    """Without an activation."""
+    codes, scales, f = w
+    return PackedProduct(Esmm(x, codes, bias, v, offs, top_k, "nk").plain, scales, None, f)
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +66,10 @@ def test_products(f: FourBit, k: int, kind: str) -> None:
     for tokens, top_k in ((1, 4), (8, 4), (64, 3)):
         r = make_routing(kind, tokens, top_k, EXPERTS)
         x, rows = randn(tokens, k, dtype=BF16), randn(r.n, k, dtype=BF16)
-        gathered = PackedProduct(x, w, bias, None, None, r.v, r.offs, top_k)
+        gathered = product(x, w, bias, r.v, r.offs, top_k)
         assert not packed.unsupported(gathered)
         assert row_error(packed.esmm(gathered), reference_esmm(x, dense, bias, r.v, r, "nk")) < TOLERANCE[BF16]
-        y = packed.esmm(PackedProduct(rows, w, None, None, None, None, r.offs, 1))
+        y = packed.esmm(product(rows, w, None, None, r.offs, 1))
         assert row_error(y, reference_esmm(rows, dense, None, None, r, "nk")) < TOLERANCE[BF16]
 
 
@@ -76,7 +88,7 @@ def test_products(f: FourBit, k: int, kind: str) -> None:
 def test_tiles(k: int, tile: PackedTile) -> None:
     (w, dense), r = weight(NF4, 200, k), make_routing("random", 40, 4, EXPERTS)
     x = randn(40, k, dtype=BF16)
-    y = packed.esmm(PackedProduct(x, w, None, None, None, r.v, r.offs, 4), tile)
+    y = packed.esmm(product(x, w, None, r.v, r.offs, 4), tile)
     assert row_error(y, reference_esmm(x, dense, None, r.v, r, "nk")) < TOLERANCE[BF16]
 
 
@@ -101,9 +113,9 @@ def test_activations(
     for kind in ("random", "all_to_one", "sentinels"):
         r = make_routing(kind, 9, 4, EXPERTS)
         x = randn(9, k, dtype=BF16)
-        h, a = packed.esmm_act(
-            PackedProduct(x, w1, b1, w3, b3, r.v, r.offs, 4, activation, glu, params, keep_h)  # type: ignore[arg-type]
-        )
+        static: Any = (4, "nk", activation, glu, params, keep_h)
+        base = EsmmAct(x, w1[0], b1, w3 and w3[0], b3, r.v, r.offs, *static)
+        h, a = packed.esmm_act(PackedProduct(base, w1[1], w3 and w3[1], f))
         ref = reference_esmm(x, dense, b1, r.v, r, "nk")
         if dense3 is not None:
             ref = torch.cat([ref, reference_esmm(x, dense3, b3, r.v, r, "nk")], 1)
@@ -116,18 +128,18 @@ def test_activations(
 def test_float16() -> None:
     (w, dense), r = weight(NF4, 88, 768), make_routing("random", 20, 4, EXPERTS)
     x = randn(20, 768, dtype=F16)
-    y = packed.esmm(PackedProduct(x, w, None, None, None, r.v, r.offs, 4))
+    y = packed.esmm(product(x, w, None, r.v, r.offs, 4))
     assert row_error(y, reference_esmm(x, dense, None, r.v, r, "nk")) < TOLERANCE[F16]
 
 
 def test_a_cuda_graph_follows_the_routing() -> None:
     (w, dense), r = weight(NF4, 88, 768), make_routing("random", 20, 4, EXPERTS)
     x, v, offs = randn(20, 768, dtype=BF16), r.v.clone(), r.offs.clone()
-    product = PackedProduct(x, w, None, None, None, v, offs, 4)
-    packed.esmm(product)
+    operands = product(x, w, None, v, offs, 4)
+    packed.esmm(operands)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = packed.esmm(product)
+        y = packed.esmm(operands)
     for kind in ("all_to_one", "sentinels", "random"):
         other = make_routing(kind, 20, 4, EXPERTS)
         v.copy_(other.v), offs.copy_(other.offs)
@@ -138,9 +150,9 @@ def test_a_cuda_graph_follows_the_routing() -> None:
 def test_rows_and_experts_do_not_see_each_other() -> None:
     """NaN in one row, infinity in one expert's scales."""
     (w, dense), r = weight(NF4, 88, 768), make_routing("random", 20, 4, EXPERTS)
-    x, scales = randn(20, 768, dtype=BF16), w.scales.clone()
+    x, scales = randn(20, 768, dtype=BF16), w[1].clone()
     x[3], scales[5] = float("nan"), float("inf")
-    y = packed.esmm(PackedProduct(x, w._replace(scales=scales), None, None, None, r.v, r.offs, 4))
+    y = packed.esmm(product(x, (w[0], scales, w[2]), None, r.v, r.offs, 4))
     rows = torch.arange(r.n, device=cases.DEVICE)
     clean = (r.v // 4 != 3) & ~((rows >= r.offs[5]) & (rows < r.offs[6]))
     ref = reference_esmm(x, dense, None, r.v, r, "nk")

@@ -347,9 +347,9 @@ def test_second_products_of_sm90(tile: str, layout: str, rank: int) -> None:
     x, rows = randn(TOKENS, D, dtype=BF16), randn(r.n, D, dtype=BF16)
     second = reference_esmm(u, c, None, None, r, layout)
     for_gather = replace(choice, cluster=1) if choice.swapped else choice
-    y = sm90.esmm_low_rank(EsmmLowRank.of(x, w, None, r.v, r.offs, TOP_K, layout, u, c), for_gather)
+    y = sm90.esmm(EsmmLowRank.of(x, w, None, r.v, r.offs, TOP_K, layout, u, c), for_gather)
     assert_close(y, reference_esmm(x, w, None, r.v, r, layout) + second, BF16)
-    y = sm90.esmm_low_rank(EsmmLowRank.of(rows, w, None, None, r.offs, 1, layout, u, c), choice)
+    y = sm90.esmm(EsmmLowRank.of(rows, w, None, None, r.offs, 1, layout, u, c), choice)
     assert_close(y, reference_esmm(rows, w, None, None, r, layout) + second, BF16)
 
 
@@ -359,7 +359,7 @@ def test_second_products_before_an_activation_s_gradient(tile: str) -> None:
     r, w, c = routing(), weight(N, D, "kn", BF16), weight(N, 16, "kn", BF16)
     dy, h, u = randn(TOKENS, D, dtype=BF16), randn(r.n, 2 * N, dtype=BF16), randn(r.n, 16, dtype=BF16)
     given = EsmmActBackward(dy, w, h, None, r.v, r.offs, TOP_K, "kn", "silu", "concat", ())
-    dh, _, _ = sm90.esmm_act_backward_low_rank(EsmmActBackwardLowRank.of(*given, u, c), GRADIENT_TILES[tile])
+    dh, _, _ = sm90.esmm_act_backward(EsmmActBackwardLowRank.of(*given, u, c), GRADIENT_TILES[tile])
     da = reference_esmm(dy, w, None, r.v, r, "kn") + reference_esmm(u, c, None, None, r, "kn")
     assert_close(dh, activations.activation_backward(da, h.double(), "silu", "concat", ()), BF16, 2)
 
