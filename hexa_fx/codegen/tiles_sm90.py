@@ -94,16 +94,14 @@ ROW_LIMITS = (FEW_ROWS, CLUSTER_ROWS)
 """Rows an expert at which rules change besides the limits of buckets."""
 
 
-def choose_tile(op: str, rows: int, experts: int, inner: int, columns: int, gather: bool) -> TileChoice:
+def choose_tile(op: str, rows: int, experts: int, columns: int) -> TileChoice:
     """The tile for `op`.
 
     Args:
         op: esmm, esmm_act, esmm_act_backward, estmm, esfk.
         rows: n, routed rows (a shape, never a count read from the device).
         experts: E.
-        inner: contraction of row tiles; first feature dimension of weight tiles.
         columns: columns of the weight (row tiles), second feature dimension (weight tiles).
-        gather: a row operand is gathered.
     """
     mean, many = rows / max(experts, 1), experts > MANY_EXPERTS
     if op == "esmm_act_backward":  # h is staged in shared memory too

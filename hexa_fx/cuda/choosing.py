@@ -62,6 +62,11 @@ class Card(NamedTuple):
     multiprocessors: int
     family_arch: int
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it runs kernels of sm_90a, and these are chosen for it."""
+        return self.arch == self.family_arch == 90
+
 
 _TYPICAL = {
     80: Card("NVIDIA A100", 80, 108, 80),

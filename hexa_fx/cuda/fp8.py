@@ -17,14 +17,14 @@ from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.arguments_sm90 import Maps, chunk_map, division, pack, rows_map, weight_map
 from hexa_fx.cuda.calls import cuda_kernel
-from hexa_fx.cuda.choosing import cached_choice, card_of
+from hexa_fx.cuda.choosing import Card, cached_choice, card_of
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.fp8_rows import Gradient, Results, activation_gradient
 from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of
 from hexa_fx.cuda.planning import Piece, TileQueue, planning_of
 from hexa_fx.formats.fp8_scaling import BLOCK
-from hexa_fx.ops.fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8
+from hexa_fx.ops.fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8, glu_of
 from hexa_fx.ops.fp8_arguments import Arguments
 
 STAGES = 3
@@ -39,13 +39,16 @@ _SCALES = ("a_scale", "w_scale", "h_scale", "act_scale", "p_scale", "q_scale")
 
 def why_not(o: Arguments) -> str:
     """Why these kernels cannot take a call of ``hexa::moe_ffn_fp8``; empty if they can."""
-    card, experts = card_of(o.x.device.index), o.w1.shape[0]
-    if card.arch != 90 or card.family_arch != 90:
-        return f"its products need an sm_90, this card is an sm_{card.family_arch}"
-    if experts > MAX_EXPERTS:
-        return f"{experts} experts; the kernels' tables hold {MAX_EXPERTS}"
     odd = [size for size in (o.input_size, o.output_size) if size * o.x.element_size() % 16]
-    return f"rows of {odd[0]} numbers; kernels write them in whole 16 bytes" if odd else ""
+    rows = f"rows of {odd[0]} numbers; kernels write them in whole 16 bytes" if odd else ""
+    return _no_products(card_of(o.x.device.index), o.w1.shape[0]) or rows
+
+
+def _no_products(card: Card, experts: int) -> str:
+    """Why a card has no products in FP8 of so many experts; empty if it has."""
+    if not card.is_hopper:
+        return f"FP8 products need an sm_90, this card is an sm_{card.family_arch}"
+    return f"{experts} experts; the kernels' tables hold {MAX_EXPERTS}" if experts > MAX_EXPERTS else ""
 
 
 @cuda_kernel("esmm_act_fp8")
@@ -56,7 +59,7 @@ def esmm_act_fp8(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (n, inner), width = a.shape, o.w.shape[1]
     if not n:
         return results
-    fields = {"activation": o.activation, "glu": o.glu, "bias": o.bias is not None, "gather": True}
+    fields = {"activation": o.activation, "glu": glu_of(o.gated), "bias": o.bias is not None, "gather": True}
     kernel = _kernel(o.x, o.w, "esmm_act", None, fields, ("store_h", o.keep_h))
     maps = Maps(weight=weight_map(o.w, "nk", PART), out=chunk_map(h) if o.keep_h else None, act=chunk_map(a))
     sizes = {
@@ -161,11 +164,8 @@ def _kernel(
     adds: bool = False,
 ) -> Kernel:
     """The kernel of a product whose experts are those of ``w``."""
-    card = planning_of(x).card
-    if card.arch != 90 or card.family_arch != 90:
-        raise Unsupported(f"sm_{card.arch}; FP8 products need an sm_90")
-    if w.shape[0] > MAX_EXPERTS:
-        raise Unsupported(f"{w.shape[0]} experts; the tile tables hold {MAX_EXPERTS}")
+    if reason := _no_products(planning_of(x).card, w.shape[0]):
+        raise Unsupported(reason)
     tables = next(size for size in TABLES if w.shape[0] <= size)
     return _kernel_of(op, out, tuple(sorted(fields.items())), (*options, ("experts", tables)), adds)
 

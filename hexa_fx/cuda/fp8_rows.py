@@ -20,7 +20,7 @@ from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, dense_rows, numbers_of
 from hexa_fx.cuda.planning import Operand, planning_of
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
-from hexa_fx.ops.fp8 import EssFp8, QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8
+from hexa_fx.ops.fp8 import EssFp8, QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8, glu_of
 
 _QUANTIZE, _ACTIVATE = (numbers_of(get_family(name).args) for name in (QUANTIZE, ACTIVATE))
 _CHUNK = 8
@@ -194,9 +194,7 @@ def _quantize_kernel(op: str, arch: int, dtype: torch.dtype, fit: bool) -> Kerne
 @cached_choice
 def _activate_kernel(arch: int, activation: str, gated: bool) -> Kernel:
     _check_arch(arch)
-    return kernel_of(
-        KernelSpec(ACTIVATE, "activate_backward", arch, activation=activation, glu="concat" if gated else "none")
-    )
+    return kernel_of(KernelSpec(ACTIVATE, "activate_backward", arch, activation=activation, glu=glu_of(gated)))
 
 
 def _check_arch(arch: int) -> None:

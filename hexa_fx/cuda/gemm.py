@@ -259,8 +259,7 @@ def _few_rows(rows: int, offs: Tensor) -> bool:
 
 def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:
     """Whether the Hopper family takes these operands and stores results of these widths."""
-    card = planning_of(offs).card
-    if card.family_arch != 90 or card.arch != 90 or any(width % 8 for width in widths):
+    if not planning_of(offs).card.is_hopper or any(width % 8 for width in widths):
         return False
     return not sm90.unsupported(*operands, experts=offs.shape[0] - 1)
 

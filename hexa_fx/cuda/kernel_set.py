@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx.codegen.family_decode import SLOTS, SUMMED_SLOTS
 from hexa_fx.codegen.spec import KernelSpec
@@ -19,6 +20,7 @@ from hexa_fx.cuda.calls import chosen, planned
 from hexa_fx.cuda.choosing import Card
 from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
 from hexa_fx.cuda.layer import PROGRAMS
+from hexa_fx.cuda.register import KERNELS, kernel
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.program import OPERANDS
@@ -165,3 +167,14 @@ def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) ->
     found += plan("moe_ffn_forward", x, index, *operands, *static)
     found += plan("moe_ffn_backward", x, x, h, v, inv, offs, *operands, layer.top_k, *static, needs, *buffers)
     return found
+
+
+class OnCard(TorchDispatchMode):
+    """Operators of hexa run their CUDA code on tensors without data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.name().partition("::")
+        if space != "hexa" or name not in KERNELS:
+            return func(*args, **(kwargs or {}))
+        with self:  # some are made of others
+            return kernel(name)(*args)

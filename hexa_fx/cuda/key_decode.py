@@ -63,7 +63,7 @@ class DecodeKey(NamedTuple):
         op = "combine" if self.summed else "esmm"
         return Problem(GEMM, op, DTYPES[self.dtype].name, self.first, self.bucket, self.inner, self.columns)
 
-    def tile(self, fields: Any) -> DecodeTile | DownTile:
+    def tile(self, fields: Any) -> Any:
         """The tile with these fields."""
         return DownTile(**fields) if "tiles" in fields else DecodeTile(**fields)
 

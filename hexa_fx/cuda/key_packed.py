@@ -42,7 +42,7 @@ class PackedKey(NamedTuple):
         """What tuning knows of it."""
         return Problem(FAMILY, "esmm", DTYPES[self.dtype].name, self.gather, self.bucket, self.inner, self.columns)
 
-    def tile(self, fields: Any) -> PackedTile:
+    def tile(self, fields: Any) -> Any:
         """The tile with these fields."""
         return PackedTile(**fields)
 

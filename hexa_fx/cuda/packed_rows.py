@@ -107,6 +107,5 @@ def _fuses(o: EsmmPacked, u: Tensor | None, activation: str = "none") -> bool:
     """Whether kernels of this card fuse what belongs to a product, are the ones for so many rows, and take this rank."""
     if u is not None and u.shape[1] % _RANKS:
         return False
-    card = card_of(o.offs.device.index)
     few = not is_fixed() and row_bucket(o.rows, o.offs.shape[0] - 1) <= DECODE_BUCKET
-    return card.family_arch == card.arch == 90 and not few and activation not in SM80_ONLY
+    return card_of(o.offs.device.index).is_hopper and not few and activation not in SM80_ONLY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,8 @@ from hexa_fx.codegen.tuned import Problem
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.kernel import Kernel, NotBuilt, is_built, kernel_of
+from hexa_fx.cuda.key_decode import DecodeKey
+from hexa_fx.cuda.key_packed import PackedKey
 from hexa_fx.cuda.operands import DTYPES
 from hexa_fx.cuda.tune import tuned_tile
 
@@ -34,38 +36,8 @@ Tile = Any
 """A family's tiles have a class of their own."""
 
 
-class ProductKey(Protocol):
-    """All that decides the kernel of a product but its tile."""
-
-    @property
-    def card(self) -> Card:
-        """What the kernel is for."""
-
-    @property
-    def accumulate(self) -> bool:
-        """Whether the result is added to."""
-
-    def problem(self) -> Problem:
-        """What tuning knows of it."""
-
-    def tile(self, fields: Any) -> Tile:
-        """The tile with these fields. Raises TypeError for those of another version."""
-
-    def rule(self) -> Tile:
-        """The tile that nobody measured."""
-
-    def candidates(self) -> Sequence[Tile]:
-        """Tiles worth measuring."""
-
-    def at(self, bucket: int) -> ProductKey:
-        """The same with as many rows an expert as `hexa_fx.codegen.heuristics.row_bucket` calls by this number."""
-
-    def spec(self, tile: Tile) -> KernelSpec:
-        """The kernel with this tile."""
-
-
 class GemmKey(NamedTuple):
-    """Of the families gemm_sm80, esfk_sm80 and gather_gemm_sm90.
+    """All that decides the kernel of a product but its tile, of the families gemm_sm80, esfk_sm80 and gather_gemm_sm90.
 
     Args:
         family: ``gemm_sm80``, ``esfk_sm80`` or `HOPPER`.
@@ -122,7 +94,7 @@ class GemmKey(NamedTuple):
     def rule(self) -> Tile:
         """The tile that nobody measured. Both results of esfk_sm80 have to be worth its width."""
         if self.family == HOPPER:
-            return tiles_sm90.choose_tile(self.op, self.rows, self.experts, self.inner, self.columns, self.gather)
+            return tiles_sm90.choose_tile(self.op, self.rows, self.experts, self.columns)
         columns = min(self.inner, self.columns) if self.op == "esfk" else self.columns
         arch = self.card.family_arch
         return heuristics.choose_tile(self.op, arch, DTYPES[self.dtype], self.math, self.bucket, columns)
@@ -174,8 +146,14 @@ def _of_sm80(key: GemmKey, tile: heuristics.Tile) -> tuple[dict[str, Any], dict[
     return {"bk": tile.bk, "math": math}, {"warps_m": tile.warps_m, "warps_n": tile.warps_n, **simt}
 
 
+ProductKey = GemmKey | DecodeKey | PackedKey
+"""Each says what tuning knows of a product, which tiles there are and which one nobody needs to measure, the kernel of a tile, and
+what the product is at another number of rows an expert, as `hexa_fx.codegen.heuristics.row_bucket` counts them.
+"""
+
+
 @cached_choice
-def kernel_for(key: ProductKey, tile: Tile) -> Kernel:
+def kernel_for(key: GemmKey, tile: Tile) -> Kernel:
     """The kernel of a product with a tile."""
     return kernel_of(key.spec(tile))
 

@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import Card, collect
-from hexa_fx.cuda.kernel_set import MOST_TOKENS, token_counts
+from hexa_fx.cuda.kernel_set import MOST_TOKENS, OnCard, token_counts
 from hexa_fx.cuda.packed import MOST_BUCKET
 from hexa_fx.cuda.packed_layer import moe_ffn_sources
-from hexa_fx.cuda.register import KERNELS, kernel
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.moe_ffn_sources import backward, training
 from hexa_fx.ops.projection import DENSE
@@ -101,7 +99,7 @@ def launched(layer: Arguments, card: Card, tokens: int, train: bool = True) -> l
     )
     if o.top_k_weights is not None:
         o = o._replace(top_k_weights=_empty((tokens, o.top_k_index.shape[1]), o.top_k_weights.dtype))
-    with collect(card) as specs, torch.no_grad(), _OnCard():
+    with collect(card) as specs, torch.no_grad(), OnCard():
         moe_ffn_sources(*o)
         if train:
             y, h, *kept = training(*o)
@@ -109,17 +107,6 @@ def launched(layer: Arguments, card: Card, tokens: int, train: bool = True) -> l
             needs = [name not in frozen and getattr(o, name) is not None for name in OPERANDS]
             backward(y, o.x, None if o.recompute_h else h, *kept, *o[2:], o.top_k_index.shape[1], needs)
     return specs
-
-
-class _OnCard(TorchDispatchMode):
-    """Operators of hexa run their CUDA code on tensors without data."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, _, name = func.name().partition("::")
-        if space != "hexa" or name not in KERNELS:
-            return func(*args, **(kwargs or {}))
-        with self:  # some are made of others
-            return kernel(name)(*args)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

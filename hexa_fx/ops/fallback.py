@@ -44,7 +44,7 @@ def esmm_any(*args: Any) -> Tensor:
     o = Esmm(*args)
     rows = gather_rows(o.x, o.v, o.top_k)
     kn = o.weight.transpose(1, 2) if o.layout == "nk" else o.weight
-    y = _grouped_mm("esmm", rows, kn, o.offs)
+    y = _grouped_mm(rows, kn, o.offs)
     if o.bias is not None:
         y = y + expert_rows(o.bias, o.offs, y.shape[0])
     return torch.where(routed_rows(o.offs, y.shape[0]), y, 0)
@@ -74,7 +74,7 @@ def estmm_any(*args: Any) -> Tensor:
     """Gather, grouped outer product."""
     o = Estmm(*args)
     x, g = gather_rows(o.x, o.x_index, o.top_k), gather_rows(o.g, o.g_index, o.top_k)
-    return _grouped_outer("estmm", g, x, o.offs) if o.layout == "nk" else _grouped_outer("estmm", x, g, o.offs)
+    return _grouped_outer(g, x, o.offs) if o.layout == "nk" else _grouped_outer(x, g, o.offs)
 
 
 def esfk_any(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,20 +86,20 @@ def esfk_any(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return dx, dw, db
 
 
-def _grouped_mm(op: str, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     """(n, N) of x (n, K) and weight (E, K, N). Rows without an expert are unspecified."""
     if has_grouped_mm(x, weight):
-        _log_once(op, x.device.type, "torch's grouped matmul")
+        _log_once("esmm", x.device.type, "torch's grouped matmul")
         return torch._grouped_mm(x, weight, offs=offs[1:].contiguous())
     if _capturing(x):
-        _log_once(op, x.device.type, "every expert on every row, as a CUDA graph is being captured")
+        _log_once("esmm", x.device.type, "every expert on every row, as a CUDA graph is being captured")
         expert = expert_of_row(offs, x.shape[0]).unsqueeze(1)
         y = x.new_zeros((x.shape[0], weight.shape[2]))
         for e in range(weight.shape[0]):
             y = torch.where(expert == e, x @ weight[e], y)
         return y
     if type(weight) is Tensor:  # a subclass is somebody's experiment
-        _log_once(op, x.device.type, f"one matmul an expert, which reads the offsets on the host ({x.dtype})")
+        _log_once("esmm", x.device.type, f"one matmul an expert, which reads the offsets on the host ({x.dtype})")
     y, bounds = x.new_zeros((x.shape[0], weight.shape[2])), offs.tolist()
     for e, (start, end) in enumerate(pairwise(bounds)):
         if start < end:
@@ -107,17 +107,17 @@ def _grouped_mm(op: str, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     return y
 
 
-def _grouped_outer(op: str, x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
+def _grouped_outer(x: Tensor, g: Tensor, offs: Tensor) -> Tensor:
     """(E, K, N), the sum of ``x[p]^T g[p]`` over each expert's rows."""
     experts = offs.shape[0] - 1
     if has_grouped_mm(x, g) and x.shape[0] > 0:
-        _log_once(op, x.device.type, "torch's grouped matmul")
+        _log_once("estmm", x.device.type, "torch's grouped matmul")
         return torch._grouped_mm(x.t(), g, offs=offs[1:].contiguous())
     if _capturing(x):
-        _log_once(op, x.device.type, "every expert on every row, as a CUDA graph is being captured")
+        _log_once("estmm", x.device.type, "every expert on every row, as a CUDA graph is being captured")
         expert = expert_of_row(offs, x.shape[0]).unsqueeze(1)
         return torch.stack([torch.where(expert == e, x, 0).t() @ g for e in range(experts)])
-    _log_once(op, x.device.type, f"one matmul an expert, which reads the offsets on the host ({x.dtype})")
+    _log_once("estmm", x.device.type, f"one matmul an expert, which reads the offsets on the host ({x.dtype})")
     y, bounds = x.new_zeros((experts, x.shape[1], g.shape[1])), offs.tolist()
     for e, (start, end) in enumerate(pairwise(bounds)):
         if start < end:

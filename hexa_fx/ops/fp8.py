@@ -130,6 +130,11 @@ class QuantizeWeightFp8(NamedTuple):
     glu: str
 
 
+def glu_of(gated: bool) -> Glu:
+    """How gate and up lie in h."""
+    return "concat" if gated else "none"
+
+
 class EsmmActFp8(NamedTuple):
     """``h[p] = x[v[p] // top_k] @ W[e(p)]^T + bias[e(p)]`` and ``a = act(h)``, both quantised from float32 in blocks of 1 x 128.
 
@@ -158,11 +163,6 @@ class EsmmActFp8(NamedTuple):
     gated: bool
     params: tuple[float, ...]
     keep_h: bool
-
-    @property
-    def glu(self) -> Glu:
-        """How gate and up lie in h."""
-        return "concat" if self.gated else "none"
 
     def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         n, width = self.v.shape[0], self.w.shape[1]
@@ -233,11 +233,6 @@ class EsmmActBackwardFp8(NamedTuple):
     gated: bool
     params: tuple[float, ...]
     needs: tuple[bool, bool, bool, bool]
-
-    @property
-    def glu(self) -> Glu:
-        """How gate and up lie in h."""
-        return "concat" if self.gated else "none"
 
     def results(self) -> tuple[Tensor, ...]:
         n, width, inner = self.v.shape[0], self.h.shape[1], self.w.shape[1]

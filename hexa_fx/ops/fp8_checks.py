@@ -92,7 +92,7 @@ def _check_gathered(
     op: str, name: str, rows: Tensor, scales: Tensor, o: fp8.EsmmActFp8 | fp8.EsmmActBackwardFp8
 ) -> None:
     """What both products with an activation ask of the rows that they gather, their weight and the activation."""
-    check_activation(o.activation, o.glu, o.params)
+    check_activation(o.activation, fp8.glu_of(o.gated), o.params)
     checks.check_index(op, rows, ("v", "offs"), (o.v, o.offs))
     check_weight(op, o.w, o.ws, o.offs)
     _check_rows(op, name, rows, scales, o.w.shape[2])

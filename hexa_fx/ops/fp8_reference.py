@@ -74,7 +74,7 @@ def _ranges(offs: Tensor) -> Iterator[tuple[int, int, int]]:
 def _esmm_act(*args: Any) -> tuple[Tensor, ...]:
     o = fp8.EsmmActFp8(*args)
     h = _product(gather_rows(read_rows(o.x, o.xs), o.v, o.top_k), o.w, o.ws, o.bias, o.offs)
-    a = activation_forward(h, o.activation, o.glu, o.params)
+    a = activation_forward(h, o.activation, fp8.glu_of(o.gated), o.params)
     return *quantize_rows(h if o.keep_h else h[:0]), *quantize_rows(a)
 
 
@@ -88,12 +88,12 @@ def _esmm_act_backward(*args: Any) -> tuple[Tensor, ...]:
     o = fp8.EsmmActBackwardFp8(*args)
     da = _product(gather_rows(read_rows(o.dy, o.dys), o.v, o.top_k), o.w, o.ws, None, o.offs)
     h = torch.where(routed_rows(o.offs, o.v.shape[0]), read_rows(o.h, o.hs), 0)
-    a = activation_forward(h, o.activation, o.glu, o.params)
+    a = activation_forward(h, o.activation, fp8.glu_of(o.gated), o.params)
     dots = (da * a).view(a.shape[0], a.shape[1] // BLOCK, BLOCK).sum(2)
     if o.top_k_weights is not None:
         share = o.top_k_weights.reshape(-1).index_select(0, o.v).float().unsqueeze(1)
         da, a = da * share, a * share
-    dh = activation_backward(da, h, o.activation, o.glu, o.params)
+    dh = activation_backward(da, h, o.activation, fp8.glu_of(o.gated), o.params)
     rows, *groups, wants_dots = o.needs
     none = o.offs.new_zeros(o.offs.shape[0])
     of_dh, of_a = (

@@ -99,7 +99,7 @@ def _exact_call(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
     return _OPS.moe_ffn.default, (*args[:3], *weights, *args[9:15])
 
 
-def _run(o: Arguments, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
+def run(o: Arguments, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
     """y, h and its scales, and the routing. transposed: whether backward will need weights transposed."""
     x, top_k = o.x, o.top_k_index.shape[1]
     first, second = o.first(transposed), o.second(transposed)
@@ -116,7 +116,7 @@ def _inference(*args: Any) -> Tensor:
     """Kernel for any device."""
     instead = _exact_call(args)
     if instead is None:
-        return _run(Arguments(*args), transposed=False, keep_h=False)[0]
+        return run(Arguments(*args), transposed=False, keep_h=False)[0]
     operator, given = instead
     with _AutoDispatchBelowAutograd():
         return operator(*given)  # type: ignore[no-any-return]
@@ -125,7 +125,7 @@ def _inference(*args: Any) -> Tensor:
 def _training(*args: Any) -> tuple[Tensor, ...]:
     """Kernel for any device: the result, and what backward needs."""
     o = Arguments(*args)
-    return _run(o, transposed=True, keep_h=not o.recompute_h)
+    return run(o, transposed=True, keep_h=not o.recompute_h)
 
 
 class _Function(DirectFunction):
@@ -152,9 +152,9 @@ class _Function(DirectFunction):
         operands = saved[4:]
         buffers = main_grad.of(operands, needs)
         direct = main_grad.direct(operands, buffers) if plain else ()
-        run = _run_backward if plain else _OPS.moe_ffn_fp8_backward.default
+        gradients = _run_backward if plain else _OPS.moe_ffn_fp8_backward.default
         with _AutoDispatchBelowAutograd():
-            left = iter(run(grads[0], x, h, *saved, *ctx.static, *direct))
+            left = iter(gradients(grads[0], x, h, *saved, *ctx.static, *direct))
         added = (None, *direct) if direct else (None,) * len(needs)
         found = [next(left) if need and buffer is None else None for need, buffer in zip(needs, added, strict=True)]
         dx, *others = main_grad.add(buffers, found, plain)

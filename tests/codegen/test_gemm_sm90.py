@@ -19,7 +19,7 @@ OPS = ("esmm", "esmm_act", "esmm_act_backward", "estmm", "esfk")
 
 
 def spec_of(op: str, rows: int = 131072, experts: int = 128, gather: bool = True, **more: object) -> KernelSpec:
-    tile = choose_tile(op, rows, experts, 2048, 768, gather)
+    tile = choose_tile(op, rows, experts, 768)
     spec = KernelSpec(
         family="gather_gemm_sm90", op=op, arch=90, bm=tile.bm, bn=tile.bn, bk=64, stages=tile.stages,
         schedule=tile.kernel_schedule, gather=gather, glu="concat" if "act" in op else "none",
@@ -103,8 +103,8 @@ def test_weight_gradients_have_no_second_product(op: str) -> None:
 @pytest.mark.parametrize("op", ["esmm", "estmm"])
 @pytest.mark.parametrize("experts", [128, 1024])
 def test_narrow_products_have_more_stages(op: str, experts: int) -> None:
-    tile = choose_tile(op, 131072, experts, 2048, 16, True)
-    assert tile.stages > choose_tile(op, 131072, experts, 2048, 768, True).stages
+    tile = choose_tile(op, 131072, experts, 16)
+    assert tile.stages > choose_tile(op, 131072, experts, 768).stages
     spec = spec_of(op, bn=tile.bn, stages=tile.stages).with_options(experts=1024)
     assert render(spec).launch.shared_bytes <= shared_limit(90)
 

@@ -202,22 +202,25 @@ def test_a_layer_launches_what_its_set_holds(
     def kernel(name: str, *_: object) -> object:
         return register.kernel(name) if name.endswith("_fp8") else plain(name, "cpu")
 
-    for module in (moe_ffn_fp8, moe_ffn_fp8_backward):
-        monkeypatch.setattr(module, "kernel", kernel)
-    monkeypatch.setattr(fp8_weights.library, "kernel_for", kernel)
     spec = FfnSpec("silu", glu, layout2="kn")  # type: ignore[arg-type]
     layer = layer_of(spec, experts=E, top_k=K, hidden=136, inner=72, biases=biases)
     weights = [None if t is None else torch.randn(t.shape).bfloat16().requires_grad_() for t in layer.weights]
     w1, b1, w3, b3, w2, b2 = weights
     x, gates = torch.randn(T, 136).bfloat16().requires_grad_(), torch.rand(T, K).requires_grad_()
     index = torch.rand(T, E).argsort(1)[:, :K]
-    y = torch.ops.hexa.moe_ffn_fp8(x, index, gates, w1, b1, w3, b3, w2, b2, "silu", glu, [], "nk", "kn", False, False)
-    torch.autograd.backward(y, torch.ones_like(y))
-    assert not cuda_fallback.fallbacks
-    launched = {launch.spec for launch in hopper.launches}
-    with torch.no_grad():
-        torch.ops.hexa.moe_ffn_fp8(x, index, gates, *weights, "silu", glu, [], "nk", "kn", False, False)
-    inferring = {launch.spec for launch in hopper.launches} - launched
+    with monkeypatch.context() as patched:
+        for module in (moe_ffn_fp8, moe_ffn_fp8_backward):
+            patched.setattr(module, "kernel", kernel)
+        patched.setattr(fp8_weights.library, "kernel_for", kernel)
+        y = torch.ops.hexa.moe_ffn_fp8(
+            x, index, gates, w1, b1, w3, b3, w2, b2, "silu", glu, [], "nk", "kn", False, False
+        )
+        torch.autograd.backward(y, torch.ones_like(y))
+        assert not cuda_fallback.fallbacks
+        launched = {launch.spec for launch in hopper.launches}
+        with torch.no_grad():
+            torch.ops.hexa.moe_ffn_fp8(x, index, gates, *weights, "silu", glu, [], "nk", "kn", False, False)
+        inferring = {launch.spec for launch in hopper.launches} - launched
     assert launched | inferring == set(fp8_kernel_set(layer, typical_card(90)))
     assert inferring < set(fp8_kernel_set(layer, typical_card(90), training=False))
     assert fp8_kernel_set(layer, typical_card(80)) == ()
