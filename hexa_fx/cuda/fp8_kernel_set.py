@@ -5,10 +5,7 @@ None of them depends on a number of tokens. Reindexing, combining and sums over 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from hexa_fx.codegen.family_block_sm90 import FAMILY
 from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, QUANTIZE
@@ -18,8 +15,6 @@ from hexa_fx.cuda.kernel_set import FfnLayer, OnCard
 from hexa_fx.ops.fp8_arguments import Arguments
 from hexa_fx.ops.moe_ffn_fp8 import run
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
-from hexa_fx.ops.program import OPERANDS
-from hexa_fx.ops.rows import columns_of
 
 _TOKENS = 4096
 
@@ -34,25 +29,11 @@ def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[
     """
     if not card.is_hopper:
         return ()
-    spec, dtype, slots = layer.spec, layer.w1.dtype, (_TOKENS, layer.top_k)
-    x = _empty(_TOKENS, columns_of(layer.w2, spec.layout2), dtype=dtype)
-    gates = None if layer.gates is None else _empty(*slots, dtype=layer.gates)
-    static: Any = spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h, False
-    operands: Any = (gates, *layer.weights)
-    o = Arguments(x, _empty(*slots, dtype=layer.index), *operands, *static)
+    args, needs, buffers = layer.call(_TOKENS)
+    o = Arguments._make((*args, False, None, None))
     with collect(card) as specs, torch.no_grad(), OnCard():
         run(o, transposed=False, keep_h=False)
         if training:
-            y, h, *kept = run(o, transposed=True, keep_h=not spec.recompute_h)
-            given = dict(zip(OPERANDS, (x, *operands), strict=True))
-            needs = [name in layer.grads and t is not None for name, t in given.items()]
-            buffers = [
-                _empty(*t.shape, dtype=torch.float32) if t is not None and name in layer.added else None
-                for name, t in list(given.items())[1:]
-            ]
-            backward(y, x, None if spec.recompute_h else h, *kept, *operands, *static, layer.top_k, needs, *buffers)
+            y, h, *kept = run(o, transposed=True, keep_h=not o.recompute_h)
+            backward(y, o.x, None if o.recompute_h else h, *kept, *args[2:], False, layer.top_k, needs, *buffers)
     return tuple(spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE))
-
-
-def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

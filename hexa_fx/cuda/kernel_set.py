@@ -7,7 +7,7 @@ on tensors without data at one number of tokens in each interval between them, a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from hexa_fx.cuda.layer import PROGRAMS
 from hexa_fx.cuda.register import KERNELS, kernel
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.ir import FfnSpec
+from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.program import OPERANDS
 from hexa_fx.ops.rows import accumulate_dtype, columns_of
 
@@ -67,6 +68,36 @@ class FfnLayer:
         """In the order of the operator."""
         return self.w1, self.b1, self.w3, self.b3, self.w2, self.b2
 
+    def call(self, tokens: int) -> Call:
+        """A call of it on tensors without data."""
+        spec, dtype = self.spec, self.w1.dtype
+        x = _empty(tokens, columns_of(self.w2, spec.layout2), dtype=dtype)
+        gates = None if self.gates is None else _empty(tokens, self.top_k, dtype=self.gates)
+        static = (spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h)
+        operands = dict(zip(OPERANDS, (x, gates, *self.weights), strict=True))
+        buffers = [
+            _empty(*t.shape, dtype=accumulate_dtype(dtype)) if t is not None and name in self.added else None
+            for name, t in operands.items()
+        ]
+        needs = [name in self.grads and t is not None for name, t in operands.items()]
+        return Call(
+            (x, _empty(tokens, self.top_k, dtype=self.index), gates, *self.weights, *static), needs, buffers[1:]
+        )
+
+
+class Call(NamedTuple):
+    """A call of a layer.
+
+    Args:
+        args: of `hexa::moe_ffn`.
+        needs: of each of `OPERANDS`, whether its gradient is wanted.
+        buffers: of each but the first, what it is added to, or None.
+    """
+
+    args: tuple[Any, ...]
+    needs: list[bool]
+    buffers: list[Tensor | None]
+
 
 def layer_of(
     spec: FfnSpec,
@@ -85,10 +116,10 @@ def layer_of(
 
     def weight(layout: str, inputs: int, outputs: int) -> Tensor:
         shape = (outputs, inputs) if layout == "nk" else (inputs, outputs)
-        return torch.empty((experts, *shape), dtype=dtype, device="meta")
+        return _empty(experts, *shape, dtype=dtype)
 
     def bias(width: int) -> Tensor | None:
-        return torch.empty((experts, width), dtype=dtype, device="meta") if biases else None
+        return _empty(experts, width, dtype=dtype) if biases else None
 
     split = spec.glu == "split"
     return FfnLayer(
@@ -139,34 +170,24 @@ def token_counts(experts: int, top_k: int, most: int) -> list[int]:
 def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) -> list[KernelSpec]:
     """The kernels that a layer launches at a number of tokens, in order."""
 
-    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     def plan(name: str, *args: Any) -> list[KernelSpec]:
         return [kernel.spec for kernel in planned(PROGRAMS[name], args, card, chosen()).kernels]
 
-    spec, dtype = layer.spec, layer.w1.dtype
-    hidden = layer.w2.shape[1] if spec.layout2 == "nk" else layer.w2.shape[2]
-    x, index = empty(tokens, hidden, dtype=dtype), empty(tokens, layer.top_k, dtype=layer.index)
-    gates = None if layer.gates is None else empty(tokens, layer.top_k, dtype=layer.gates)
-    operands = (gates, *layer.weights)
-    static = (spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h)
-    found = plan("moe_ffn", x, index, *operands, *static)
+    args, needs, buffers = layer.call(tokens)
+    found = plan("moe_ffn", *args)
     if not training:
         return found
-    rows, every = tokens * layer.top_k, (x, *operands)
-    needs = [name in layer.grads and t is not None for name, t in zip(OPERANDS, every, strict=True)]
-    wide = accumulate_dtype(dtype)
-    buffers = [
-        empty(*t.shape, dtype=wide) if name in layer.added and t is not None else None
-        for name, t in zip(OPERANDS[1:], operands, strict=True)
-    ]
-    columns = columns_of(layer.w1, spec.layout1) * (2 if spec.glu == "split" else 1)
-    h = None if spec.recompute_h else empty(rows, columns, dtype=dtype)
-    v, inv, offs = (empty(size, dtype=torch.int32) for size in (rows, rows, layer.experts + 1))
-    found += plan("moe_ffn_forward", x, index, *operands, *static)
-    found += plan("moe_ffn_backward", x, x, h, v, inv, offs, *operands, layer.top_k, *static, needs, *buffers)
+    o = MoeFfn(*args)
+    h = None if o.recompute_h else _empty(o.rows, o.width, dtype=o.x.dtype)
+    v, inv, offs = (_empty(size, dtype=torch.int32) for size in (o.rows, o.rows, layer.experts + 1))
+    found += plan("moe_ffn_forward", *args)
+    operands, static = args[2:9], args[9:]
+    found += plan("moe_ffn_backward", o.x, o.x, h, v, inv, offs, *operands, layer.top_k, *static, needs, *buffers)
     return found
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 class OnCard(TorchDispatchMode):

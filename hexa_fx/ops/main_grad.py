@@ -7,13 +7,14 @@ finished gradient.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch._C import _AutoDispatchBelowAutograd
 
 from hexa_fx.errors import InputError
 from hexa_fx.ops.program import OPERANDS
@@ -32,16 +33,32 @@ def _say_once(why: str) -> None:
     logger.warning("hexa::moe_ffn: torch adds a gradient to main_grad, rounded to the operands' type: %s", why)
 
 
-def of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
-    """The buffers of the operands that need a gradient.
+def gradients(
+    backward: Callable[..., Sequence[Tensor]], operands: Sequence[Tensor | None], needs: Sequence[bool], plain: bool
+) -> list[Tensor | None]:
+    """What autograd is given for each of `OPERANDS`: None where no gradient is needed, or where a buffer took it.
 
     Args:
+        backward: takes buffers to add to, if there are any, and gives all other gradients that are needed, in order.
         operands: of moe_ffn, without x.
         needs: of each of `OPERANDS`.
+        plain: whether nothing but autograd sees the call; see `library.is_plain_tensor`.
 
     Raises:
         InputError: a buffer has another shape than its operand.
     """
+    buffers = _of(operands, needs)
+    taken = _direct(operands, buffers) if plain else ()
+    with _AutoDispatchBelowAutograd() if plain else nullcontext():  # else autograd refuses second derivatives
+        left = iter(backward(*taken))
+    added = (None, *taken) if taken else (None,) * len(needs)
+    found = [next(left) if need and buffer is None else None for need, buffer in zip(needs, added, strict=True)]
+    _add(buffers, found, plain)
+    return found
+
+
+def _of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
+    """The buffers of the operands that need a gradient."""
     found = tuple(getattr(t, NAME, None) if need else None for t, need in zip(operands, needs[1:], strict=True))
     if found.count(None) == len(found):
         return ()
@@ -53,7 +70,7 @@ def of(operands: Sequence[Tensor | None], needs: Sequence[bool]) -> Buffers:
     return found
 
 
-def direct(operands: Sequence[Tensor | None], buffers: Buffers) -> Buffers:
+def _direct(operands: Sequence[Tensor | None], buffers: Buffers) -> Buffers:
     """The buffers that the backward program adds to directly. The routing weights have none, as they are no parameter."""
     found = [
         None if i == 0 or not _fits(*pair) else pair[1] for i, pair in enumerate(zip(operands, buffers, strict=False))
@@ -76,24 +93,17 @@ def _fits(operand: Tensor | None, buffer: Tensor | None) -> bool:
     return False
 
 
-def add(buffers: Buffers, grads: Sequence[Tensor | None], plain: bool = True) -> list[Tensor | None]:
-    """Adds finished gradients to their buffers, and passes none of these on to autograd.
-
-    Args:
-        grads: in the order of `OPERANDS`.
-        plain: whether nothing but autograd sees the call; see `library.is_plain_tensor`.
-    """
-    left = list(grads)
+def _add(buffers: Buffers, grads: list[Tensor | None], plain: bool) -> None:
+    """Moves finished gradients to their buffers."""
     for i, buffer in enumerate(buffers, 1):
-        gradient = left[i]
+        gradient = grads[i]
         if buffer is None or gradient is None:
             continue
         if not plain:
             _say_once("something else than autograd looks on (a mode, a second derivative, a tensor subclass)")
         with torch.no_grad():
             buffer.add_(gradient)
-        left[i] = None
-    return left
+        grads[i] = None
 
 
 def parameters_of(graph: torch.fx.Graph) -> tuple[str, ...]:

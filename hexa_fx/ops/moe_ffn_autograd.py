@@ -8,6 +8,7 @@ Python kernel as a small layer takes to run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,23 +52,13 @@ class ByExpertOrder(DirectFunction):
         if plain and h is not None:
             h = [h]  # the backward program pops it and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-        operands, needs = saved[3:], ctx.static[-1]
-        buffers = main_grad.of(operands, needs)
-        direct = main_grad.direct(operands, buffers) if plain else ()
-        found = _gradients(plain, direct, dy, x, h, *saved, *ctx.static)
-        return _by_argument(main_grad.add(buffers, found, plain))
+        run = _backward if plain else _OPS.moe_ffn_backward.default
+        found = partial(run, dy, x, h, *saved, *ctx.static)
+        return _by_argument(main_grad.gradients(found, saved[3:], ctx.static[-1], plain))
 
 
-def _gradients(plain: bool, direct: main_grad.Buffers, *args: Any) -> list[Tensor | None]:
-    """Gradients in the order of `OPERANDS`, by ``moe_ffn_backward`` of the arguments; None for what went into a buffer."""
-    needs = args[-1]
-    if plain:
-        with _AutoDispatchBelowAutograd():
-            found = iter(_run("moe_ffn_backward", run_backward, (*args, *direct)))
-    else:
-        found = iter(_OPS.moe_ffn_backward.default(*args))
-    added = (None, *direct) if direct else (None,) * len(needs)
-    return [next(found) if need and buffer is None else None for need, buffer in zip(needs, added, strict=True)]
+def _backward(*args: Any) -> list[Tensor]:
+    return _run("moe_ffn_backward", run_backward, args)  # type: ignore[no-any-return]
 
 
 def _by_argument(grads: Iterable[Tensor | None]) -> Grads:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -145,19 +145,14 @@ class _Function(DirectFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, h, *saved = ctx.saved_tensors
-        plain, needs = library.is_plain_tensor(grads[0]), ctx.static[-1]
+        plain = library.is_plain_tensor(grads[0])
         if plain and h is not None:
             h = [h]  # backward pops it and frees it after its last use
             ctx.maybe_clear_saved_tensors()  # unless the graph is retained
-        operands = saved[4:]
-        buffers = main_grad.of(operands, needs)
-        direct = main_grad.direct(operands, buffers) if plain else ()
-        gradients = _run_backward if plain else _OPS.moe_ffn_fp8_backward.default
-        with _AutoDispatchBelowAutograd():
-            left = iter(gradients(grads[0], x, h, *saved, *ctx.static, *direct))
-        added = (None, *direct) if direct else (None,) * len(needs)
-        found = [next(left) if need and buffer is None else None for need, buffer in zip(needs, added, strict=True)]
-        dx, *others = main_grad.add(buffers, found, plain)
+        run = partial(
+            _run_backward if plain else _OPS.moe_ffn_fp8_backward.default, grads[0], x, h, *saved, *ctx.static
+        )
+        dx, *others = main_grad.gradients(run, saved[4:], ctx.static[-1], plain)
         return dx, None, *others, *(None,) * 7
 
 

@@ -8,6 +8,7 @@ nothing saved for one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -239,7 +240,7 @@ class _Function(DirectFunction):
         tensors = [next(left) for _ in range(count)]
         scales = [[next(left) for _ in range(number)] for number in ctx.scales]
         run = run_backward if plain else _OPS.moe_ffn_sources_backward.default
-        with _AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd() if plain else nullcontext():  # else autograd refuses second derivatives
             found = iter(run(grads[0], x, h, *tensors, alphas, *scales, formats, *static, top_k, needs))
         dx, *others = [next(found) if need else None for need in needs]
         return dx, None, *others, *(None,) * 11

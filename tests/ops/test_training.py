@@ -239,6 +239,20 @@ def test_a_gradient_of_a_gradient_is_refused_in_words():
         torch.autograd.grad(g.sum(), one.operands[2])
 
 
+@pytest.mark.parametrize("name", ["moe_ffn_fp8", "moe_ffn_sources"])
+def test_its_relatives_refuse_it_too(name):
+    """Not a part of it only: the loss's own second derivative is there."""
+    x, w1, w2 = torch.randn(4, 8, requires_grad=True), torch.randn(3, 12, 8), torch.randn(3, 8, 12)
+    operands = (x, torch.randint(0, 3, (4, 2)), None, w1, None, None, None, w2, None)
+    static = ("silu", "none", [], "nk", "nk", False)
+    dense = (*[None] * 6, [1.0] * 3, [], [], [], ["dense"] * 3)
+    args = (*operands, *static, False) if name == "moe_ffn_fp8" else (*operands, *dense, *static)
+    y = getattr(torch.ops.hexa, name)(*args)
+    (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(InputError, match="no second derivative"):
+        (g.square().sum() + x.sum()).backward()
+
+
 def test_expanded_and_transposed_gradients():
     one = layer()
     value = one.run()
