@@ -17,8 +17,8 @@ from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe, unlike
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.raised_weight import RaisedWeight
-from hexa_fx.isolation.random_state import random_states
-from hexa_fx.isolation.size import float64_bytes, is_out_of_memory
+from hexa_fx.isolation.size import float64_bytes
+from hexa_fx.isolation.users_code import raised_by_user
 from hexa_fx.isolation.weight_slices import WeightSlices
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.routing_override import (
@@ -30,6 +30,7 @@ from hexa_fx.passes.routing_override import (
     in_turns,
     rows_for_all,
 )
+from hexa_fx.passes.tried_calls import first_line, missing_early, repeated, tried
 from hexa_fx.passes.verify_settings import TOLERANCE, VerifySettings
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import GuardMiss
@@ -42,7 +43,7 @@ class VerificationCase:
 
     Args:
         name: which inputs or routing.
-        outcome: ``skipped`` if the original raises, or a guard keeps the rewritten block from running.
+        outcome: ``skipped`` if the original raises (its own code: both do), or a guard keeps the rewritten block from running.
         forward_error, gradient_error: largest difference relative to the tensor's scale.
         detail: why it was skipped, or where the two differ.
         none_became_zero: parameters whose gradient is None in the original and zero in the rewritten block.
@@ -185,7 +186,7 @@ class Comparison:
         if self._agree(found):
             return VerificationCase(name, "equal", found.forward, found.gradient, "", found.none_became_zero)
         again = difference(
-            original, self._original(_repeated(self.forward.original, calls), inputs, override, gradients)
+            original, self._original(repeated(self.forward.original, calls), inputs, override, gradients)
         )
         detail = self._describe(found)
         if not self._agree(again):
@@ -195,21 +196,26 @@ class Comparison:
     def _outcomes(
         self, name: str, inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool, calls: int
     ) -> tuple[Outcome, Outcome] | VerificationCase:
-        """Outcomes of the original and the rewritten block, or the finished case if one of them raises."""
-        try:
-            original = self._original(_repeated(self.forward.original, calls), inputs, override, gradients)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            return VerificationCase(name, "skipped", detail=f"the original raises {first_line(error)}")
-        try:
-            other = self._run(_repeated(missing_early(self.forward.rewritten), calls), inputs, override, gradients)
-        except GuardMiss as miss:
-            return VerificationCase(name, "skipped", detail=f"left to the original: {miss}")
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            return VerificationCase(name, "different", detail=f"the rewritten block raises {first_line(error)}")
+        """Outcomes of the original and the rewritten block, or the finished case if one of them raises.
+
+        Where the original's own code raises, the rewritten block has to raise too. Where an operation of it fails, say on no
+        tokens at all, the rewritten block may do without that operation.
+        """
+        call, rewritten = self.forward.original, missing_early(self.forward.rewritten)
+        original = tried(lambda: self._original(repeated(call, calls), inputs, override, gradients))
+        raises = f"the original raises {first_line(original)}" if isinstance(original, Exception) else ""
+        if isinstance(original, Exception) and not raised_by_user(original):
+            return VerificationCase(name, "skipped", detail=raises)
+        other = tried(lambda: self._run(repeated(rewritten, calls), inputs, override, gradients))
+        if isinstance(other, GuardMiss):
+            return VerificationCase(name, "skipped", detail=f"left to the original: {other}")
+        if isinstance(original, Exception):
+            both = isinstance(other, Exception)
+            return VerificationCase(
+                name, "skipped" if both else "different", detail=raises if both else f"only {raises}"
+            )
+        if isinstance(other, Exception):
+            return VerificationCase(name, "different", detail=f"the rewritten block raises {first_line(other)}")
         return original, other
 
     def _original(
@@ -245,36 +251,6 @@ class Comparison:
         return f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
 
 
-class LateMiss(RuntimeError):
-    """A condition left a call to the original after random numbers were drawn, so that the original would draw others."""
-
-
-def missing_early(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``call``, and does not let it miss a guard once it has drawn random numbers."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        before = random_states()
-        try:
-            return call(*args, **kwargs)
-        except GuardMiss as miss:
-            if all(map(torch.equal, before, random_states())):
-                raise
-            raise LateMiss(f"{miss}, which it asks after it has drawn random numbers") from None
-
-    return run
-
-
-def _repeated(call: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """A function that calls ``call`` repeatedly and returns the last result."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for _ in range(calls - 1):
-            call(*args, **kwargs)
-        return call(*args, **kwargs)
-
-    return run
-
-
 def up_to_different(cases: Iterator[VerificationCase]) -> tuple[VerificationCase, ...]:
     found = []
     for case in cases:
@@ -286,8 +262,3 @@ def up_to_different(cases: Iterator[VerificationCase]) -> tuple[VerificationCase
 
 def size(batch: int, sequence: int) -> str:
     return f"batch {batch}, sequence {sequence}"
-
-
-def first_line(error: Exception) -> str:
-    """What an error is and says, in short."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -50,6 +50,9 @@ def perturbations(
     fixed = (*_arguments(inputs, module), *_kept(module))
     if fixed:
         yield Perturbation(fixed, gradients=True)
+    empty = tuple(_empty_masks(inputs, module))
+    if empty:
+        yield Perturbation(empty, finite=False)
     no_expert = tuple(_ids_of_no_expert(inputs, module))
     if no_expert:
         yield Perturbation(no_expert, finite=False, by_token=True)
@@ -92,6 +95,19 @@ def _arguments(inputs: FreshInputs, module: nn.Module) -> Iterator[Change]:
             yield Change(f"the mask {name!r} drawn at random", _drawn(number, (0, 2)))
         elif masked and float(leaf.max()) < -_MASKED:
             yield Change(f"the mask {name!r} drawn at random", _masking(number, float(leaf.min())))
+
+
+def _empty_masks(inputs: FreshInputs, module: nn.Module) -> Iterator[Change]:
+    """Masks that let nothing through, which random ones hardly are."""
+    args, kwargs = inputs.example(torch.float64)
+    names = argument_names(module, args, kwargs)
+    for number, (leaf, kind) in enumerate(zip(pytree.tree_leaves((args, kwargs)), inputs.kinds)):
+        if kind in ("bool", "integer", "unsigned") and number != inputs.tokens_at() and _is_zeros_and_ones(leaf):
+            yield Change(f"no ones in the mask {names[number]!r}", _drawn(number, (0, 1)))
+
+
+def _is_zeros_and_ones(leaf: torch.Tensor) -> bool:
+    return bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def _ids_of_no_expert(inputs: FreshInputs, module: nn.Module) -> Iterator[Change]:

@@ -19,10 +19,11 @@ from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Outcome, difference, observe, unlike, wide
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.size import is_out_of_memory
-from hexa_fx.passes.comparison import Subject, VerificationCase, first_line, missing_early
+from hexa_fx.passes.comparison import Subject, VerificationCase
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.perturbation import argument_names, perturbations
 from hexa_fx.passes.trial import Change, Perturbation, Trial
+from hexa_fx.passes.tried_calls import first_line, missing_early
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward

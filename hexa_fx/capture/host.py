@@ -36,6 +36,7 @@ def visible_host(block: nn.Module, recorder: Recorder) -> Iterator[None]:
             _shim_einops(namespace, recorder, undo)
         _record_module_calls(block, recorder, undo)
         _shim_exchanges(undo)
+        _shim_assertions(undo)
         _note_functions(recorder, undo)
         _note_autocast(recorder, undo)
         yield
@@ -166,6 +167,16 @@ def _shim_exchanges(undo: list[Callable[[], None]]) -> None:
 
     if "all_to_all_single" in namespace:
         _replace(namespace, "all_to_all_single", all_to_all_single, undo)
+
+
+def _shim_assertions(undo: list[Callable[[], None]]) -> None:
+    """Shims assertions that torch makes: they are decisions, as those of ``assert`` are, and no call that gives a result."""
+
+    def _assert(condition: Any, message: Any = "") -> None:
+        assert condition, message
+
+    for name in ("_assert", "_assert_async"):
+        _replace(vars(torch), name, _assert, undo)
 
 
 def _note_functions(recorder: Recorder, undo: list[Callable[[], None]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import sys
+import traceback
 
 _OTHERS = frozenset({"torch", "numpy", "hexa_fx", "einops", "builtins", "functorch", *sys.stdlib_module_names})
 
@@ -10,3 +12,13 @@ _OTHERS = frozenset({"torch", "numpy", "hexa_fx", "einops", "builtins", "functor
 def is_users(module: str) -> bool:
     """Whether code of this Python module belongs to the user or to a model library."""
     return module.partition(".")[0] not in _OTHERS
+
+
+def raised_by_user(error: BaseException) -> bool:
+    """Whether a ``raise`` or an ``assert`` of the user's code made an error; else an operation that it called failed."""
+    if isinstance(error, AssertionError):
+        return True
+    for frame, _ in [*traceback.walk_tb(error.__traceback__)][-1:]:
+        instruction = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+        return instruction == "RAISE_VARARGS" and is_users(str(frame.f_globals.get("__name__", "")))
+    return False

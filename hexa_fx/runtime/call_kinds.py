@@ -1,14 +1,20 @@
-"""What kind of call a block gets: so small that its own code is faster, or differentiated in a way that operators are not."""
+"""What kind of call a block gets: so small that its own code is faster, or one that operators cannot stand for."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
+from torch.overrides import _get_current_function_mode_stack
+
+from hexa_fx.isolation.users_code import is_users
+
+_TRANSFORMS = (TransformType.Grad, TransformType.Jvp, TransformType.Vmap)
+_TRANSFORMED = "torch.func.grad, torch.vmap and forward-mode derivatives go through its own code only"
 
 
 def is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -23,14 +29,22 @@ def is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return type(first) is Tensor and first.numel() <= limit and first.is_cpu and not _len_torch_dispatch_stack()
 
 
-def differentiated_by_function() -> bool:
-    """Whether torch.func.grad, vjp, jvp or forward-mode AD is active. The operators only support backward."""
+def reason_for_own_code() -> str:
+    """Why operators cannot stand for a block's own code in this call; empty if they can.
+
+    They support backward only, know nothing of `torch.vmap`, and a `TorchFunctionMode` of the user's would not see the functions
+    that they stand for.
+    """
     if is_compiling():
-        return False
+        return ""
     if forward_ad._current_level >= 0:
-        return True
+        return _TRANSFORMED
     stack = get_interpreter_stack() if _are_functorch_transforms_active() else None
-    return any(level.key() in (TransformType.Grad, TransformType.Jvp) for level in stack or ())
+    if any(level.key() in _TRANSFORMS for level in stack or ()):
+        return _TRANSFORMED
+    if _len_torch_function_stack() and any(is_users(type(m).__module__) for m in _get_current_function_mode_stack()):
+        return "a TorchFunctionMode is active, which is to see the functions that its own code calls"
+    return ""
 
 
 def call_sizes(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

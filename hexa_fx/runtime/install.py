@@ -23,7 +23,7 @@ from hexa_fx.ops import main_grad
 from hexa_fx.runtime import results
 from hexa_fx.runtime.attribute_guards import AttributeGuards
 from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes, may_be_on
-from hexa_fx.runtime.call_kinds import call_sizes, differentiated_by_function, is_small
+from hexa_fx.runtime.call_kinds import call_sizes, is_small, reason_for_own_code
 from hexa_fx.runtime.compiled_checks import inputs_of
 from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_inputs
 from hexa_fx.runtime.packing import PackedExperts
@@ -150,8 +150,8 @@ class HexaForward:
         if program is None:
             raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
         self.attributes[training].check()
-        if differentiated_by_function():
-            raise GuardMiss("torch.func.grad and forward-mode derivatives go through its own code only")
+        if reason := reason_for_own_code():
+            raise GuardMiss(reason)
         inputs = self._inputs_of(program, training, args, kwargs)
         dtypes = self._dtypes_under_autocast(training, args, kwargs)
         results.check(module, self.stored[training])
