@@ -25,6 +25,10 @@ _TENSOR_HOOKS = (
     "the code puts hooks on gradients (register_hook), which one run does not show at work; an autograd.Function around the "
     "experts can stay"
 )
+_IDENTITY = (
+    "the code compares two of its variables by `is`, and which of the arguments are one tensor no graph shows; an argument that is "
+    "None, or a flag, can be asked for"
+)
 
 
 def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock) -> Refusal | None:
@@ -38,6 +42,9 @@ def refusal_of_host(block: nn.Module, captured: CapturedBlock, rewritten: Rewrit
     called = called_in(rewritten.graph)
     if any(not is_within(scope, called) for scope in captured.asks.get("hook", ())):
         return Refusal(captured.path, _TENSOR_HOOKS)
+    several = len(captured.graph.find_nodes(op="placeholder", sort=False)) > 1
+    if several and any(not is_within(scope, called) for scope in captured.asks.get("identity", ())):
+        return Refusal(captured.path, _IDENTITY)
     if any(on and not is_within(scope, called) for scope, on in captured.in_autocast.items()):
         return Refusal(captured.path, _AUTOCAST)
     return None

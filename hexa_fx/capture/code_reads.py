@@ -13,7 +13,7 @@ import torch
 from hexa_fx.capture.instructions import Instruction, instructions_of
 
 _DTYPES = frozenset(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))
-_WHOLE = frozenset({"globals", "eval", "exec"})
+_WHOLE = frozenset({"globals", "eval", "exec", "sys.modules"})
 _DEVICE = frozenset({"is_cuda", "is_cpu", "get_device", "is_mps", "is_xpu", "device_type"})
 _LAYOUT = frozenset("is_contiguous stride storage_offset data_ptr untyped_storage _base _is_view".split())
 _HARMLESS = frozenset(
@@ -34,6 +34,7 @@ class CodeReads:
         stores: global names that the code sets.
         asks: ``dtype`` if it compares a dtype, or looks something up by it; ``device`` if it asks what kind of device a tensor is
             on; ``layout`` if it asks how a tensor lies in memory. All of them if it catches errors of operations on tensors.
+            ``identity`` if it asks of two variables whether they hold one object.
     """
 
     chains: tuple[tuple[str, ...], ...]
@@ -43,8 +44,9 @@ class CodeReads:
 
     @property
     def hidden(self) -> str:
-        """A function that reads global names which the code does not spell out; empty if there is none."""
-        return next((chain[0] for chain in self.chains if chain[0] in _WHOLE), "")
+        """What the code asks for names that it does not spell out, of globals or Python modules; empty if nothing."""
+        asked = (".".join(chain[:length]) for chain in self.chains for length in (1, 2))
+        return next((name for name in asked if name in _WHOLE), "")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -74,6 +76,14 @@ def _asked(instructions: list[Instruction]) -> Iterator[str]:
         yield "device"
     if catches or any(i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval in _LAYOUT for i in instructions):
         yield "layout"
+    if any(
+        i.opname == "IS_OP" and _are_variables(instructions[max(at - 2, 0) : at]) for at, i in enumerate(instructions)
+    ):
+        yield "identity"
+
+
+def _are_variables(operands: list[Instruction]) -> bool:
+    return len(operands) == 2 and all(i.opname.startswith("LOAD_FAST") for i in operands)
 
 
 def _catches_errors(instructions: list[Instruction]) -> bool:

@@ -73,7 +73,7 @@ class RanCode:
             self.asks[asked].add(scope)
         self._location = SourceLocation(code.co_filename, code.co_firstlineno)
         if found.hidden:
-            self.hidden[scope] = f"{found.hidden}()", "look-up of names", self._location
+            self.hidden[scope] = found.hidden, "look-up of names", self._location
         for first, *rest in found.chains if home is not None else ():
             if first in vars(home) and not is_ours(vars(home)[first]):
                 self._follow(home, [first, *rest], scope)
