@@ -31,16 +31,15 @@ def detect_all(
     record: Callable[[Replacements], CapturedBlock],
     known: Findings,
     prefer_earliest: bool = False,
-    alone: bool = False,
 ) -> MoEMatch | Refusal:
     """`detect` on a recorded run, so that nothing is lost; a refusal that names what would be lost if that cannot be.
 
     Args:
         record: runs the block with other values for what has no effect on the example.
         known: what was found in graphs that ``record`` gave before; added to.
-        prefer_earliest, alone: as in `detect`.
+        prefer_earliest: as in `detect`.
     """
-    look = partial(_announced, known=known, prefer_earliest=prefer_earliest, alone=alone)
+    look = partial(_announced, known=known, prefer_earliest=prefer_earliest)
     first: tuple[CapturedBlock, Refusal] | None = None
     replacements: Replacements | None = Replacements()
     while replacements is not None:
@@ -69,7 +68,6 @@ def _announced(
     replacements: Replacements,
     known: Findings,
     prefer_earliest: bool,
-    alone: bool,
     forms: Sequence[Form],
 ) -> Found:
     """The match in the first form that loses nothing; else the first one, with what it loses."""
@@ -77,9 +75,9 @@ def _announced(
     with announced("detect", captured.graph) as done:
         best: Found | None = None
         for form in forms:
-            key = captured.graph, active, prefer_earliest, alone, form
+            key = captured.graph, active, prefer_earliest, form
             if key not in known:
-                match = detect(captured, prefer_earliest, alone, form)
+                match = detect(captured, prefer_earliest, form)
                 known[key] = match, () if isinstance(match, Refusal) else lost_by(match, active)
             found, lost = known[key]
             if isinstance(found, MoEMatch) and not lost:

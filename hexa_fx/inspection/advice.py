@@ -25,7 +25,6 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         (
-            "only one expert ran",
             "every row that the experts are given is zero",
             "are not used",
             "depends on the expert outputs",
@@ -110,7 +109,6 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         (
-            "differ in what they compute",
             "in different ways",
             "different numbers",
             "computed alike",

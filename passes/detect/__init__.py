@@ -59,30 +59,27 @@ NO_PRODUCT = (
 )
 
 
-def detect(
-    captured: CapturedBlock, prefer_earliest: bool = False, alone: bool = False, form: Form = "any"
-) -> MoEMatch | Refusal:
+def detect(captured: CapturedBlock, prefer_earliest: bool = False, form: Form = "any") -> MoEMatch | Refusal:
     """The block's MoE region, which refers to further ones, or a sentence that says why there is none to rewrite.
 
     Args:
         prefer_earliest: of several tensors that hold the same routing take the first, not the last. They differ where the code
             detaches in between, which values do not show.
-        alone: look for one region only.
         form: how to read the experts.
     """
     try:
-        return _detect(captured, prefer_earliest, alone, form)
+        return _detect(captured, prefer_earliest, form)
     except Refuse as refusal:
         return refusal.at(captured.path)
 
 
-def _detect(captured: CapturedBlock, prefer_earliest: bool, alone: bool, form: Form) -> MoEMatch:
+def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMatch:
     """Tries every family of expert weights, since shared experts in a list look like experts until one looks for their routing."""
     _refuse_own_operators(captured)
     groups = expert_groups(_parameters(captured))
     look = partial(_detect_family, captured, groups, Replay(captured), prefer_earliest=prefer_earliest, form=form)
     families = families_of(captured, groups)
-    found = None if alone else find_several(captured, families, look)
+    found = find_several(captured, families, look)
     if found is not None:
         return found
     first = families.repeated

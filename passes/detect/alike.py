@@ -13,7 +13,6 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, live_nodes, operation
 from hexa_fx.passes.detect.tags import ALL, Tag
-from hexa_fx.passes.detect.verdict import Refuse
 
 Column = tuple[torch.fx.Node, ...]
 """The same value in every run of an expert, in the order of the runs."""
@@ -32,38 +31,24 @@ class AlikeRuns:
     readers: tuple[torch.fx.Node, ...]
 
 
-def find_alike_runs(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> AlikeRuns:
+def find_alike_runs(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]) -> AlikeRuns | None:
     """Runs of single experts that do the same thing, by the structure of what they compute.
 
-    Raises:
-        Refuse: experts are not run one at a time, or differ in what they compute.
+    None if fewer than two experts are run one at a time, or if they differ in what they compute.
     """
     live = live_nodes(captured.graph)
     readers = tuple(n for n in captured.graph.nodes if n in live and n.op != "output" and _reads_expert(n, tags))
-    if not readers:
-        raise Refuse("no operation with per-expert parameters was seen")
-    for reader in readers:
-        if not in_one_expert(reader, tags):
-            raise Refuse(
-                "the experts are not of the form act(x W1) W2, and others are rewritten only where the code runs one at a time",
-                reader,
-            )
+    if not readers or not all(in_one_expert(reader, tags) for reader in readers):
+        return None
     signature = _signatures(captured, tags)
     classes: dict[Hashable, list[torch.fx.Node]] = defaultdict(list)
     for node, value in signature.items():
         classes[value].append(node)
     runs = len(classes[signature[readers[0]]])
-    for reader in readers:
-        if len(classes[signature[reader]]) != runs:
-            raise Refuse("experts differ in what they compute", reader)
-    if runs < 2:
-        raise Refuse(
-            "only one expert ran on the example, so there is nothing to compare it with; give more tokens", readers[0]
-        )
+    if runs < 2 or any(len(classes[signature[reader]]) != runs for reader in readers):
+        return None
     ends = tuple(tuple(column) for column in classes.values() if len(column) == runs and _may_end(column, readers))
-    if not ends:
-        raise Refuse("the outputs of the experts are not computed alike", readers[-1])
-    return AlikeRuns(ends, readers)
+    return AlikeRuns(ends, readers) if ends else None
 
 
 def experts_of(column: Column, tags: Mapping[torch.fx.Node, Tag]) -> tuple[int, ...]:

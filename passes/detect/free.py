@@ -66,11 +66,9 @@ def detect_free(
     """
     for members in _families(groups, family):
         tags = tag(captured, groups, members)
-        try:
-            runs = find_alike_runs(captured, tags)
-        except Refuse:
-            continue
-        return _Search(captured, tags, groups, replay, runs, prefer_earliest, passed).match()
+        runs = find_alike_runs(captured, tags)
+        if runs is not None:
+            return _Search(captured, tags, groups, replay, runs, prefer_earliest, passed).match()
     raise NotFree
 
 

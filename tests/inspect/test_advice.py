@@ -60,10 +60,10 @@ def test_nearly_every_refusal_has_advice_of_its_own():
             "the code adds to LOSSES before gate uses it too, and the rewritten block would add to it last",
             "a list each",
         ),
-        ("only one expert ran on the example, so there is nothing to compare it with", "more varied example"),
+        ("on the example every row that the experts are given is zero", "more varied example"),
         ("the code takes a host decision (if, while, assert, item()) on what the experts computed", "torch.where"),
         ("no known activation is what experts compute between their projections (cos)", "silu"),
-        ("experts differ in what they compute", "one class"),
+        ("experts use their weights in different ways", "one class"),
         ("the code takes a decision that depends on the data and not on the routing", "torch.where"),
         ("hexa_fx itself failed here with KeyError: 1", "report"),
         ("the rewritten block differs from the original: the example: output", "report"),
@@ -76,7 +76,6 @@ def test_advice(reason, says):
 
 
 def test_a_sentence_that_says_it_itself_is_left_alone():
-    assert advice("only one expert ran on the example, so there is nothing to compare it with; give more tokens") == ""
     assert (
         advice("... is not a parameter nor a buffer, and may have another value next time; register it as a buffer")
         == ""
