@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from math import log10
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,11 +89,6 @@ def intensity(s: MoeShape) -> float:
     """FLOPs of the forward over its fewest bytes: weights of the experts that random ids reach, tokens in and out."""
     reached = s.experts * (1 - (1 - s.top_k / s.experts) ** s.tokens)
     return s.forward_flops / (2 * (reached * s.model * (s.width + s.inner) + 2 * s.tokens * s.model))
-
-
-def with_tokens(shape: str, tokens: int) -> MoeShape:
-    """The shape with another number of tokens."""
-    return replace(SHAPES[shape], tokens=tokens)
 
 
 def svg(charts: Sequence[Chart], title: str, note: str) -> str:

@@ -219,9 +219,7 @@ def _seconds(run: Callable[[], None], device: torch.device, least: float) -> flo
     return timed(run, device, count) / count
 
 
-def measure_bandwidth(
-    groups: Groups, device: torch.device, nbytes: int = 8 * 2**20, repeats: int = 3
-) -> tuple[float, float]:
+def measure_bandwidth(groups: Groups, device: torch.device, nbytes: int = 8 * 2**20) -> tuple[float, float]:
     """Bytes a second that a rank receives in a large all-gather, and seconds of a small one; equal on all ranks."""
 
     def gather(size: int) -> Callable[[], None]:
@@ -232,7 +230,6 @@ def measure_bandwidth(
     small, large = gather(16), gather(nbytes)
     for run in (small, large):
         run()
-    latency = statistics.median(timed(small, device, 1) for _ in range(repeats))
-    seconds = statistics.median(timed(large, device, 1) for _ in range(repeats))
+    latency, seconds = (statistics.median(timed(run, device, 1) for _ in range(3)) for run in (small, large))
     slowest = max(gathered(seconds, groups))
     return nbytes * (groups.world - 1) / slowest, max(gathered(latency, groups))

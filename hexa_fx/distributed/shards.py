@@ -99,8 +99,8 @@ def cut_layer(
     wanted: dict[str, tuple[Chunk, ...]] = {}
     stacked: set[str] = set()
     for role, source in weights.sources.items():
-        for part, paths in enumerate(source.parts):
-            chunks = _chunks(weights.geometry, role, source, part, lo, hi)
+        chunks = _chunks(weights.geometry, role, source, lo, hi)
+        for paths in source.parts:
             for path in paths:
                 name = f"{weights.root}.{path}" if weights.root else path
                 shared = source.form != "own"
@@ -113,7 +113,7 @@ def cut_layer(
     return [_cut_parameter(model, name, chunks, mesh if name in stacked else None) for name, chunks in wanted.items()]
 
 
-def _chunks(geometry: Geometry, role: str, source: WeightSource, part: int, lo: int, hi: int) -> tuple[Chunk, ...]:
+def _chunks(geometry: Geometry, role: str, source: WeightSource, lo: int, hi: int) -> tuple[Chunk, ...]:
     size, length = geometry.shape.intermediate_size, hi - lo
     if not source.stacked and len(source.parts) > 1:  # gate and up are parameters of their own: each has only its half
         return (Chunk(geometry.dim(role) - 1, lo, 0, length),)

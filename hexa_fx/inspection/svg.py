@@ -14,9 +14,9 @@ from hexa_fx.inspection.view import GraphView
 _CHARACTER, _SMALL, _PADDING = 8.5, 6.8, 20.0
 
 
-def svg_of(graph: GraphView, standalone: bool = True) -> str:
-    """The picture of a graph; with its style inside if it is to stand alone."""
-    return draw(picture_of(graph), standalone)
+def svg_of(graph: GraphView) -> str:
+    """The picture of a graph."""
+    return draw(picture_of(graph))
 
 
 def draw(picture: Picture, standalone: bool = True) -> str:

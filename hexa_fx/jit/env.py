@@ -50,7 +50,6 @@ class JitSettings:
     keep: bool = False
     autotune: bool = False
     few_tokens: bool = True
-    checked: bool = False
 
     @classmethod
     def from_env(cls) -> JitSettings:
@@ -77,7 +76,6 @@ class JitSettings:
             keep=_switch("HEXA_FX_KEEP"),
             autotune=_switch("HEXA_FX_AUTOTUNE"),
             few_tokens=_switch("HEXA_FX_FEW_TOKENS", "1"),
-            checked=_switch("HEXA_FX_CHECKED"),
         )
 
 

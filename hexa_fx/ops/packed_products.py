@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +15,16 @@ from torch import Tensor
 
 from hexa_fx.ops import library
 from hexa_fx.ops.activations import inner_width
+from hexa_fx.ops.esmm import check as check_esmm
+from hexa_fx.ops.esmm import fake as fake_esmm
 from hexa_fx.ops.esmm_act import check as check_act
 from hexa_fx.ops.esmm_act import fake as fake_act
 from hexa_fx.ops.esmm_act_backward import check as check_act_backward
 from hexa_fx.ops.esmm_act_backward import fake as fake_act_backward
 from hexa_fx.ops.esmm_packed import EsmmPacked, check_packed, shaped_as
-from hexa_fx.ops.esmm_packed import check as check_esmm
+from hexa_fx.ops.library import Check, Kernel
 from hexa_fx.ops.low_rank import check_added
-from hexa_fx.ops.operands import EsmmAct, EsmmActBackward
+from hexa_fx.ops.operands import Esmm, EsmmAct, EsmmActBackward
 
 _OPS = torch.ops.hexa
 _WEIGHT = "Tensor packed, Tensor[] scales, str format"
@@ -54,6 +56,16 @@ class EsmmPackedLowRank(NamedTuple):
         """The operator's arguments."""
         return cls(EsmmPacked._make(args[:-2]), *args[-2:])
 
+    @property
+    def product(self) -> EsmmPacked:
+        """The product with the packed weight."""
+        return self.base
+
+    def with_weight(self, weight: Tensor) -> Esmm:
+        """The dense operator's record, without what is added."""
+        p = self.base
+        return Esmm(p.x, weight, p.bias, p.v, p.offs, p.top_k, p.layout)  # type: ignore[arg-type]
+
 
 class EsmmActPacked(NamedTuple):
     """Of `esmm_act_packed`.
@@ -70,6 +82,11 @@ class EsmmActPacked(NamedTuple):
     keep_h: bool
     u: Tensor | None
     c: Tensor | None
+
+    @property
+    def product(self) -> EsmmPacked:
+        """What gives the pre-activation."""
+        return self.base
 
     @property
     def inner(self) -> int:
@@ -118,35 +135,6 @@ class EsmmActBackwardPacked(NamedTuple):
         return EsmmActBackward(self.dy, weight, *self[4:12], tuple(self.params))
 
 
-def _shaped(o: EsmmPacked) -> Tensor:
-    return shaped_as(o.x, o.packed, o.format)
-
-
-def _check_second(op: str, o: EsmmPacked, u: Tensor | None, c: Tensor | None) -> None:
-    if u is not None:
-        check_added(op, o.x, o.rows, _shaped(o), o.layout, u, c)
-
-
-def _check_low_rank(*args: Any) -> None:
-    o = EsmmPackedLowRank.of(*args)
-    check_esmm(*o.base)
-    _check_second("esmm_packed_low_rank", *o)
-
-
-def _check_act(*args: Any) -> None:
-    o = EsmmActPacked.of(*args)
-    check_packed("esmm_act_packed", "packed", *o.base[:4])
-    check_act(*o.with_weight(_shaped(o.base)))
-    _check_second("esmm_act_packed", o.base, o.u, o.c)
-
-
-def _check_act_backward(*args: Any) -> None:
-    o = EsmmActBackwardPacked(*args)
-    check_packed("esmm_act_backward_packed", "packed", *o[:4])
-    check_act_backward(*o.with_weight(_shaped(o.product)))
-    _check_second("esmm_act_backward_packed", o.product, o.u, o.c)
-
-
 def product_with(o: EsmmPacked, u: Tensor | None, c: Tensor | None) -> Tensor:
     """The product, and what is added to it, in an operator of their own each."""
     y: Tensor = _OPS.esmm_packed(*o)
@@ -176,28 +164,29 @@ def act_backward_composed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out
 
 
-def _fake_low_rank(*args: Any) -> Tensor:
-    o = EsmmPackedLowRank.of(*args).base
-    return o.x.new_empty((o.rows, o.columns))
+def _register(name: str, of: Callable[..., Any], check_dense: Check, fake_dense: Kernel, composed: Kernel) -> None:
+    """An operator that is a dense one, or one with a second product, but for its weight."""
+
+    def check(*args: Any) -> None:
+        o = of(*args)
+        product = o.product
+        check_packed(name, "packed", *product[:4])
+        weight = shaped_as(product.x, product.packed, product.format)
+        check_dense(*o.with_weight(weight))
+        if o.u is not None:
+            check_added(name, product.x, product.rows, weight, product.layout, o.u, o.c)
+
+    def fake(*args: Any) -> Any:
+        o = of(*args)
+        return fake_dense(*o.with_weight(shaped_as(o.product.x, o.product.packed, o.product.format)))
+
+    library.register_fake(name, fake, check)
+    library.register_kernel(name, "any", composed)
+    library.refuse_double_backward(name)
 
 
-def _fake_act(*args: Any) -> tuple[Tensor, ...]:
-    o = EsmmActPacked.of(*args)
-    found: tuple[Tensor, ...] = fake_act(*o.with_weight(_shaped(o.base)))
-    return found
-
-
-def _fake_act_backward(*args: Any) -> tuple[Tensor, ...]:
-    o = EsmmActBackwardPacked(*args)
-    found: tuple[Tensor, ...] = fake_act_backward(*o.with_weight(_shaped(o.product)))
-    return found
-
-
-for _name, _fake, _check, _composed in (
-    ("esmm_packed_low_rank", _fake_low_rank, _check_low_rank, low_rank_composed),
-    ("esmm_act_packed", _fake_act, _check_act, act_composed),
-    ("esmm_act_backward_packed", _fake_act_backward, _check_act_backward, act_backward_composed),
-):
-    library.register_fake(_name, _fake, _check)
-    library.register_kernel(_name, "any", _composed)
-    library.refuse_double_backward(_name)
+_register("esmm_packed_low_rank", EsmmPackedLowRank.of, check_esmm, fake_esmm, low_rank_composed)
+_register("esmm_act_packed", EsmmActPacked.of, check_act, fake_act, act_composed)
+_register(
+    "esmm_act_backward_packed", EsmmActBackwardPacked, check_act_backward, fake_act_backward, act_backward_composed
+)

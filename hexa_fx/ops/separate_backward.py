@@ -27,8 +27,9 @@ _WEIGHTS = slice(2, 9)
 def moe_ffn_without_esfk(*args: Any) -> Tensor:
     """Has the arguments and value of `hexa::moe_ffn`."""
     x, top_k_index, top_k_weights, *weights = args[:9]
-    cast = [None if t is None else in_compute_dtype(t) for t in weights]
-    y: Tensor = _Function.apply(in_compute_dtype(x), top_k_index, top_k_weights, *cast, *args[9:])
+    y: Tensor = _Function.apply(
+        in_compute_dtype(x), top_k_index, top_k_weights, *map(in_compute_dtype, weights), *args[9:]
+    )
     return y
 
 

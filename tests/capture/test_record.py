@@ -40,14 +40,10 @@ def block() -> Block:
     return Block()
 
 
-def run_graph(block: nn.Module, captured, *inputs: torch.Tensor) -> torch.Tensor:
-    return captured.graph_module(*inputs)
-
-
 def test_recorded_graph_computes_what_the_block_computed(block):
     x = torch.randn(2, 5, 6)
     captured = capture(block, (x,), {})
-    torch.testing.assert_close(run_graph(block, captured, x), block(x))
+    torch.testing.assert_close(captured.graph_module(x), block(x))
 
 
 def test_recording_leaves_buffers_random_state_and_gradients_alone(block):
