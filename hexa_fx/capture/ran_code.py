@@ -15,7 +15,7 @@ from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.held_objects import MISSING
 from hexa_fx.isolation.lookup import CALLED
-from hexa_fx.isolation.read_values import is_clock
+from hexa_fx.isolation.read_values import CACHED, is_clock
 from hexa_fx.isolation.users_code import is_users
 
 _GENERATED = "<eval_with_key>"
@@ -58,13 +58,15 @@ class RanCode:
         return {scope for code, scopes in self._ran.values() if name in code.co_names for scope in scopes}
 
     def _starts(self, frame: types.FrameType) -> bool:
-        code, scope, home = frame.f_code, self._scope(), frame.f_globals.get("__name__", "")
+        return self._runs(frame.f_code, str(frame.f_globals.get("__name__", "")), self._scope())
+
+    def _runs(self, code: types.CodeType, home: str, scope: str) -> bool:
         if id(code) in self._ran and scope in self._ran[id(code)][1]:
             return True
-        if not is_users(str(home)) or code.co_filename.startswith(_GENERATED):
+        if not is_users(home) or code.co_filename.startswith(_GENERATED):
             return False
         self._ran.setdefault(id(code), (code, set()))[1].add(scope)
-        self._note(code, sys.modules.get(str(home)), scope)
+        self._note(code, sys.modules.get(home), scope)
         return True
 
     def _note(self, code: types.CodeType, home: types.ModuleType | None, scope: str) -> None:
@@ -91,6 +93,8 @@ class RanCode:
             else:
                 value = self._read(holder, name, scope)
             self.note_state(value, scope)
+            if isinstance(value, CACHED) and isinstance(value.__wrapped__, types.FunctionType):
+                self._runs(value.__wrapped__.__code__, value.__wrapped__.__module__, scope)  # perhaps not in this run
             holder = value
             if isinstance(holder, types.ModuleType) or _is_backend(holder):
                 continue

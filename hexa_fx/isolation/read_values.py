@@ -59,7 +59,7 @@ _COPIED = (list, tuple, set, frozenset, dict, deque, bytearray)
 _LONGEST = 4096
 _OWN_CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
-_CACHED = type(functools.lru_cache(lambda: None))
+CACHED = type(functools.lru_cache(lambda: None))
 _SEEN_INTO = (
     types.MethodType,
     types.CellType,
@@ -68,7 +68,7 @@ _SEEN_INTO = (
     weakref.ref,
     staticmethod,
     classmethod,
-    _CACHED,
+    CACHED,
 )
 
 
@@ -210,7 +210,7 @@ def keys_inside(value: Any, noted: Any) -> Iterator[Any]:
             yield "__self__"
     elif isinstance(value, weakref.ref):
         yield CALLED
-    elif isinstance(value, _CACHED):
+    elif isinstance(value, CACHED):
         yield "__wrapped__"
     elif isinstance(noted, IsA) and is_object(value) and not type(value).__flags__ & _OWN_CLASS:
         yield from items(value)
