@@ -22,7 +22,7 @@ def run(as_json: bool = False) -> None:
         print(json.dumps({**found, "gradient_difference": gradient}, indent=2))
         return
     path, graphs = next(iter(attached(optimized, "graphs").items()))
-    print(f"{path}, rewritten:\n{graphs.rewritten.code}")
+    print(f"{path}, rewritten:\n\n{graphs.rewritten.code.strip()}\n")
     attached(optimized, "report").print()
     output, gradient = differences(model, optimized, inputs)
     print(f"largest relative difference: logits {output:.1e}, gradients of {_count(model)} parameters {gradient:.1e}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import json
 import sys
 from collections.abc import Mapping
@@ -94,6 +95,12 @@ def _from_factory(target: str) -> tuple[nn.Module, Any]:
         factory = getattr(_module(module_name), name)
     except (ImportError, AttributeError, OSError) as error:
         raise InputError(f"{target!r}: {error}; {EXPECTED}") from error
+    if not callable(factory):
+        raise InputError(
+            f"{target!r} is {type(factory).__name__}; expected a function that returns (model, example_inputs)"
+        )
+    if not _takes_nothing(factory):
+        raise InputError(f"{target!r} is called without arguments; give them defaults")
     made = factory()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise InputError(f"{target!r} returned {type(made).__name__}; expected a tuple (model, example_inputs)")
@@ -101,10 +108,22 @@ def _from_factory(target: str) -> tuple[nn.Module, Any]:
     return model, dict(inputs) if isinstance(inputs, Mapping) else inputs
 
 
+def _takes_nothing(factory: Any) -> bool:
+    try:
+        inspect.signature(factory).bind()
+    except ValueError:  # of C code
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 def _module(name: str) -> Any:
+    """The module of this name, or in this file, which finds others as it does under ``python``."""
+    folder = str(Path(name).resolve().parent) if name.endswith(".py") else ""
+    if folder not in sys.path:  # a console script does not search the working folder
+        sys.path.insert(0, folder)
     if not name.endswith(".py"):
-        if "" not in sys.path:  # a console script does not search the working folder
-            sys.path.insert(0, "")
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)
     if spec is None or spec.loader is None or not Path(name).is_file():

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from hexa_fx.report import OptimizationReport
 
 OptionalTarget = Annotated[str | None, typer.Argument(help="As for the other commands; leave it out with --like.")]
-Repeat = Annotated[int, typer.Option("--repeat", help="Timed runs of each, taking turns; medians are printed.")]
+Repeat = Annotated[
+    int, typer.Option("--repeat", help="Timed runs of each, taking turns, and more of short ones; medians are printed.")
+]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Like = Annotated[
     str | None,
@@ -53,12 +55,15 @@ def bench(
     model, inputs = _target(str(target), device) if like is None else _published(like, layers, tokens, dtype, device)
     rewritten = optimize(model, inputs)
     report = attached(rewritten, "report")
+    if not report.rewritten:
+        raise InputError(
+            f"no block of {target or like} was rewritten, so there is nothing to compare; `hexa-fx explain {target or like}` says why"
+        )
     rows = [compared(what, run, (model, rewritten), repeat, device) for what, run in model_runs(inputs)]
-    if report.rewritten:
-        path = report.rewritten[0].path
-        runs = block_runs(model, inputs, path)
-        blocks = (model.get_submodule(path), rewritten.get_submodule(path))
-        rows += [compared(f"{path or 'the model'}: {what}", run, blocks, repeat, device) for what, run in runs]
+    path = report.rewritten[0].path
+    runs = block_runs(model, inputs, path)
+    blocks = (model.get_submodule(path), rewritten.get_submodule(path))
+    rows += [compared(f"{path or 'the model'}: {what}", run, blocks, repeat, device) for what, run in runs]
     if as_json:
         found = {
             "target": target or like,

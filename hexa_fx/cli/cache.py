@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ app = typer.Typer(no_args_is_help=True, help="Built kernels and measured tiles o
 @app.command()
 @errors_shown
 def info(as_json: Json = False) -> None:
-    """Where the cache is, how large, and what is in it."""
+    """Where the cache is, how large, and what is in it; --json lists every kernel."""
     from hexa_fx.jit import JitSettings, KernelCache
 
     root = JitSettings.from_env().cache_dir
@@ -30,8 +31,8 @@ def info(as_json: Json = False) -> None:
     typer.echo(
         f"{root}\n{len(entries)} kernels, {size / 1e6:.1f} MB; measured tiles for {', '.join(tables) or 'no card'}"
     )
-    for entry in entries:
-        typer.echo(f"  {entry['key']}  {entry['target']:7}  {entry['op']}")
+    for (target, op), count in sorted(Counter((entry["target"], entry["op"]) for entry in entries).items()):
+        typer.echo(f"  {target:7}  {count:5} {op}")
 
 
 @app.command()

@@ -13,6 +13,7 @@ from typing import Any
 from hexa_fx.errors import InputError
 
 Run = Callable[[Any], Any]
+SHORTEST = 0.5  # seconds: medians of a few runs of a millisecond say nothing on a machine that does other things too
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ class Timed:
 
 
 def compared(what: str, run: Run, modules: Sequence[Any], repeat: int, device: str) -> Timed:
-    """``run`` of both modules ``repeat`` times in turns, after one run of each."""
+    """``run`` of both modules in turns, after one run of each: ``repeat`` times, and for `SHORTEST` seconds at least."""
     runs = [partial(run, module) for module in modules]
     peaks = [_peak(each, device) for each in runs]
     times: list[list[float]] = [[] for _ in runs]
-    for _ in range(repeat):
+    while len(times[0]) < repeat or (sum(map(sum, times)) < SHORTEST and len(times[0]) < 50 * repeat):
         for each, found in zip(runs, times):
             found.append(_timed(each, device))
     before, after = (1e3 * statistics.median(found) for found in times)

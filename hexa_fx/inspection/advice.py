@@ -117,6 +117,11 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
         "Give all experts one class, the same shapes and the same arguments; experts of two kinds want a mixture each.",
     ),
     (
+        ("as a weighted sum for each token",),
+        "Add every expert's output, times its routing weight, to its token's row. Experts that choose their tokens, and outputs "
+        "that are compared or normalised together, stay as they are.",
+    ),
+    (
         ("parameter", "bias", "weight", "expert product", "projection", "operand", "neither their tokens'"),
         "Give every expert matrices and biases of its own that forward only multiplies with and adds; combine"
         " parameters outside forward.",
