@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ def with_autocast(
 def _autocast_dtypes(
     block: nn.Module, rewritten: RewrittenBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AutocastDtypes:
-    """The dtypes of results by `kind_of` the call, for inputs as given and for floating ones in the autocast dtype.
+    """The dtypes of results by `kind_of` the call, for inputs as given and for floating ones in other dtypes (`_mixtures`).
 
     Kinds in which the block raises an error are left out.
     """
@@ -54,8 +55,10 @@ def _autocast_dtypes(
         return {}
     found: dict[Any, tuple[torch.dtype | None, ...]] = {}
     before = ModuleSnapshot(block)
-    for dtype, cast in itertools.product(_DTYPES, (False, True)):
-        given = pytree.tree_map(lambda leaf: _cast(leaf, dtype if cast else None), (args, kwargs))  # noqa: B023
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    tried = [(dtype, mixture) for dtype in _DTYPES for mixture in _mixtures(leaves, dtype)]
+    for dtype, mixture in tried:
+        given = pytree.tree_unflatten([_cast(leaf, to) for leaf, to in zip(leaves, mixture)], structure)
         device = next((t.device.type for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)), "cpu")
         try:
             with (
@@ -73,10 +76,22 @@ def _autocast_dtypes(
     return found
 
 
+def _mixtures(leaves: list[Any], autocast: torch.dtype) -> Iterator[tuple[torch.dtype | None, ...]]:
+    """Dtypes in which the leaves are tried. Under autocast norms give float32 and products the autocast dtype, so that one input
+    may come in this and another in that: up to three are tried in both, each."""
+    own = [leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    floating = [dtype is not None and dtype.is_floating_point for dtype in own]
+    yield tuple(own)
+    cast = tuple(autocast if wanted else dtype for dtype, wanted in zip(own, floating))
+    if not 1 < sum(floating) <= 3 or not {*itertools.compress(own, floating)} <= {torch.float32, autocast}:
+        yield cast
+        return
+    either = [(torch.float32, autocast) if wanted else (dtype,) for dtype, wanted in zip(own, floating)]
+    yield from (mixture for mixture in itertools.product(*either) if mixture != tuple(own))
+
+
 def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return leaf.to(dtype, copy=True) if dtype and leaf.is_floating_point() else leaf.clone()
+    return leaf if dtype is None else leaf.to(dtype, copy=True)
 
 
 def _named(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

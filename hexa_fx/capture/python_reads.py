@@ -245,9 +245,10 @@ class PythonReads:
         edge = Edge(holder, "__dict__", Names(own), Names(own))
         self._edges.setdefault(id(holder), {}).setdefault("__dict__", edge).scopes.add(self.scope())
 
-    def note_of_tensor(self, tensor: torch.Tensor, attribute: str) -> None:
-        """Notes that the code asks something of a tensor that is no number of it, such as ``requires_grad``."""
+    def note_of_tensor(self, tensor: Any, attribute: str) -> None:
+        """Notes that the code calls torch, or asks something of a tensor that is no number of it, such as ``requires_grad``."""
         frame: types.FrameType | None = sys._getframe(1)
+        self.ran.settle(frame, "tensor's dtype" if attribute == "dtype" else "caught errors")
         while frame is not None and str(frame.f_globals.get("__name__")).startswith(_PASSED_THROUGH):
             frame = frame.f_back
         if frame is None or attribute not in _OF_GRADIENTS or not is_users(str(frame.f_globals.get("__name__"))):

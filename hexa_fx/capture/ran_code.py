@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hexa_fx.capture.code_reads import code_reads
+import torch
+
+from hexa_fx.capture.code_reads import ONLY_IF, code_reads
 from hexa_fx.capture.started_functions import told_of_starts
 from hexa_fx.ir import SourceLocation
 from hexa_fx.isolation import torch_state
@@ -33,6 +35,8 @@ class RanCode:
     def __init__(self, read: Callable[..., Any], scope: Callable[[], str]) -> None:
         self._read, self._scope = read, scope
         self._ran: dict[int, tuple[types.CodeType, set[str]]] = {}  # by id: hashing code reads all of it
+        self._settled: dict[tuple[int, str], bool] = {}
+        """By the id of code and what is `ONLY_IF` asked, whether it came to that."""
         self._location: SourceLocation | None = None
         self.asks: defaultdict[str, set[str]] = defaultdict(set)
         """Scopes by what their code asks of tensors: see `CodeReads.asks`. ``gradient`` if it asks whether they have one, ``hook``
@@ -58,7 +62,10 @@ class RanCode:
         return {scope for code, scopes in self._ran.values() if name in code.co_names for scope in scopes}
 
     def _starts(self, frame: types.FrameType) -> bool:
-        return self._runs(frame.f_code, str(frame.f_globals.get("__name__", "")), self._scope())
+        noted = self._runs(frame.f_code, str(frame.f_globals.get("__name__", "")), self._scope())
+        if noted and not torch._C._is_torch_function_mode_enabled():  # what it asks of tensors is not seen
+            self.settle(frame, *ONLY_IF)
+        return noted
 
     def _runs(self, code: types.CodeType, home: str, scope: str) -> bool:
         if id(code) in self._ran and scope in self._ran[id(code)][1]:
@@ -69,10 +76,24 @@ class RanCode:
         self._note(code, sys.modules.get(home), scope)
         return True
 
+    def settle(self, frame: types.FrameType | None, *came_to: str) -> None:
+        """Notes that a tensor's dtype is read in ``frame``, or torch is called: whatever code led there asks what it may ask."""
+        while frame is not None and not all(self._settled.values()):
+            self._settle(frame.f_code, *came_to)
+            frame = frame.f_back
+
+    def _settle(self, code: types.CodeType, *came_to: str) -> None:
+        for what in came_to:
+            if self._settled.get((id(code), what)) is False:
+                self._settled[id(code), what] = True
+                for asked in ONLY_IF[what]:
+                    self.asks[asked] |= self._ran[id(code)][1]
+
     def _note(self, code: types.CodeType, home: types.ModuleType | None, scope: str) -> None:
         found = code_reads(code)
         for asked in found.asks:
-            self.asks[asked].add(scope)
+            for what in (asked,) if asked not in ONLY_IF else ONLY_IF[asked] * self._came_to(code, asked):
+                self.asks[what].add(scope)
         self._location = SourceLocation(code.co_filename, code.co_firstlineno)
         if found.hidden:
             self.hidden[scope] = found.hidden, "look-up of names", self._location
@@ -82,6 +103,9 @@ class RanCode:
         for module, *rest in found.imports:
             if module in sys.modules and rest:
                 self._follow(sys.modules[module], rest, scope)
+
+    def _came_to(self, code: types.CodeType, asked: str) -> bool:
+        return self._settled.setdefault((id(code), asked), False)
 
     def _follow(self, holder: Any, names: list[str], scope: str) -> None:
         """Notes attributes of Python modules and classes; other objects note theirs by themselves."""
@@ -95,6 +119,7 @@ class RanCode:
             self.note_state(value, scope)
             if isinstance(value, CACHED) and isinstance(value.__wrapped__, types.FunctionType):
                 self._runs(value.__wrapped__.__code__, value.__wrapped__.__module__, scope)  # perhaps not in this run
+                self._settle(value.__wrapped__.__code__, *ONLY_IF)
             holder = value
             if isinstance(holder, types.ModuleType) or _is_backend(holder):
                 continue

@@ -51,8 +51,8 @@ class Recorder(TorchFunctionMode):
     """What calls return in place of their own results, by the number of their node."""
     leave: Callable[[str], None] = lambda scope: None
     """Told when the code of a module hands over to another's, with the module's path."""
-    asked: Callable[[torch.Tensor, str], None] = lambda tensor, attribute: None
-    """Told when the code asks something of a tensor that is no number of it."""
+    asked: Callable[[Any, str], None] = lambda tensor, attribute: None
+    """Told when the code asks something of a tensor that is no number of it; with None and ``""`` before it calls torch."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -194,6 +194,7 @@ class Recorder(TorchFunctionMode):
 
     def record_leaf(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Calls ``function`` and records it as one node, whatever it calls itself."""
+        self.asked(None, "")
         with torch._C.DisableTorchFunction():
             lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
             result = function(*as_plain(tuple(args)), **as_plain(kwargs))
@@ -202,14 +203,13 @@ class Recorder(TorchFunctionMode):
     # -- the mode ------------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        self.asked(None, "")
         if name == "__get__":
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
         if is_bookkeeping(func, name, plain_args, plain_kwargs):
-            if name in ("is_inference", "register_hook"):
-                self.asked(plain_args[0], name)
+            self.asked(plain_args[0] if plain_args else None, name)
             return func(*plain_args, **plain_kwargs)
         if name in SYMBOLIC_FUNCTIONS:
             return self._number_function(SYMBOLIC_FUNCTIONS[name], args)

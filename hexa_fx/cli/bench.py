@@ -56,9 +56,7 @@ def bench(
     rewritten = optimize(model, inputs)
     report = attached(rewritten, "report")
     if not report.rewritten:
-        raise InputError(
-            f"no block of {target or like} was rewritten, so there is nothing to compare; `hexa-fx explain {target or like}` says why"
-        )
+        raise InputError(f"no block of {target} was rewritten: nothing to compare; `hexa-fx explain {target}` says why")
     rows = [compared(what, run, (model, rewritten), repeat, device) for what, run in model_runs(inputs)]
     path = report.rewritten[0].path
     runs = block_runs(model, inputs, path)

@@ -46,6 +46,22 @@ def test_generate_gives_the_same_tokens_in_float32(family: str) -> None:
         assert torch.equal(*tokens), sampling
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_mixed_precision_and_another_dtype_run_rewritten(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Under autocast norms give float32 and routers bfloat16; the library's check of a dtype is not reached unless compiled."""
+    original, inputs = tiny_model(family)
+    original.train().set_experts_implementation("grouped_mm")
+    optimized = hexa_fx.optimize_(copy.deepcopy(original), inputs)
+    losses = []
+    for model in (original, optimized):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(**inputs, labels=inputs["input_ids"]).loss)
+        losses[-1].backward()
+        losses.append(model.bfloat16()(**inputs, labels=inputs["input_ids"]).loss)
+    torch.testing.assert_close(losses[2:], losses[:2], rtol=1e-2, atol=1e-2)
+    assert "runs its original forward" not in caplog.text
+
+
 @pytest.mark.parametrize("family", ["mixtral", "switch_transformers"])
 def test_save_pretrained_and_from_pretrained(family: str, tmp_path: Path) -> None:
     """Optimized, saved, and loaded by plain transformers; and a saved plain model loaded and optimized."""
