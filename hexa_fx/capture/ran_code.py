@@ -119,7 +119,7 @@ class RanCode:
             self.note_state(value, scope)
             if isinstance(value, CACHED) and isinstance(value.__wrapped__, types.FunctionType):
                 self._runs(value.__wrapped__.__code__, value.__wrapped__.__module__, scope)  # perhaps not in this run
-                self._settle(value.__wrapped__.__code__, *ONLY_IF)
+                self._settle(value.__wrapped__.__code__, "tensor's dtype")
             holder = value
             if isinstance(holder, types.ModuleType) or _is_backend(holder):
                 continue
