@@ -18,7 +18,7 @@ from hexa_fx.cuda.fallback import falls_back_for_good, generic, record_fallback
 from hexa_fx.cuda.kernel import NotBuilt, say_provisional
 from hexa_fx.cuda.plan import CallPlan
 from hexa_fx.cuda.planning import Operand, Planning
-from hexa_fx.cuda.product import ProductKey, Tile, built_tile, chosen_tile, fixed_tile
+from hexa_fx.cuda.product import GemmKey, ProductKey, Tile, built_tile, chosen_tile, fixed_tile
 from hexa_fx.cuda.tune import autotuning, tune
 from hexa_fx.errors import KernelError
 from hexa_fx.ops.fixed_order import is_fixed
@@ -178,7 +178,7 @@ def _first(name: Any, function: Callable[..., Any], args: Sequence[Any], given: 
     if given[1] is not None or not autotuning() or is_fixed():
         return plan
     for key in keys:
-        if not key.accumulate and _measured(name, function, args, key):
+        if not (isinstance(key, GemmKey) and key.accumulate) and _measured(name, function, args, key):
             return _first(name, function, args, given)
     return plan
 

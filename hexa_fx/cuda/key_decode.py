@@ -56,7 +56,6 @@ class DecodeKey(NamedTuple):
     weights: str = "f32"
     summed: int = 0
     beside: bool = False
-    accumulate: bool = False
 
     def problem(self) -> Problem:
         """What tuning knows of it."""

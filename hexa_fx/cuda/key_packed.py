@@ -36,7 +36,6 @@ class PackedKey(NamedTuple):
     glu: Glu
     bias: bool
     keep_h: bool
-    accumulate: bool = False
 
     def problem(self) -> Problem:
         """What tuning knows of it."""

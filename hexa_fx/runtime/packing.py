@@ -23,10 +23,9 @@ from torch import is_grad_enabled, nn
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
-from hexa_fx.ir import PackedWeight
 from hexa_fx.runtime import shared_storage
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.paths import ParameterPaths
+from hexa_fx.runtime.paths import WeightReader
 from hexa_fx.runtime.shared_storage import SharedStorage
 
 logger = logging.getLogger(__name__)
@@ -75,22 +74,11 @@ def _experts_without_tokens(top_k_index: torch.Tensor | None, num_experts: int) 
     return frozenset(range(num_experts)) - frozenset(top_k_index.reshape(-1).tolist())
 
 
-class PackedExperts:
-    """One stacked weight of a block. Calling it returns the current (E, ...) tensor.
-
-    It is no nn.Module, so that it appears in no ``state_dict`` and no ``named_*`` listing of the block that it is set on.
-
-    Args:
-        block: the user's module, referenced weakly because it owns this object.
-        weight: the parameters' paths relative to the block.
-    """
-
-    def __init__(self, block: nn.Module, weight: PackedWeight) -> None:
-        self.weight = weight
-        self._bind(block)
+class PackedExperts(WeightReader):
+    """A weight that is read as a dense tensor (E, ...)."""
 
     def _bind(self, block: nn.Module) -> None:
-        self._paths = ParameterPaths(block, [path for part in self.weight.parts for path in part])
+        super()._bind(block)
         self._packed: torch.Tensor | None = None
         self._storage: SharedStorage | None = None
         self._ids: list[int] = []
@@ -98,13 +86,6 @@ class PackedExperts:
         self._repacked_in_a_row = 0
         self._versions = 0
         self._copy_reason = ""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"weight": self.weight, "block": self._paths.block}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.weight = state["weight"]
-        self._bind(state["block"])
 
     def __repr__(self) -> str:
         parts = self.weight.parts
@@ -144,14 +125,6 @@ class PackedExperts:
             return self._copy(parameters)
         read: torch.Tensor = _ReadPacked.apply(packed, self._storage, top_k_index, *parameters)
         return read
-
-    def check(self) -> None:
-        """Checks the module tree only.
-
-        Raises:
-            GuardMiss: an expert was replaced or hooked.
-        """
-        self._paths.check()
 
     def refresh(self) -> None:
         """Checks the module tree, and packs the parameters again if they were moved. Call it before the block has any effect.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hexa_fx.ir import PackedWeight
 from hexa_fx.runtime.guards import HOOKS, GuardMiss
 
 
@@ -100,3 +101,36 @@ class ParameterPaths:
     def _first_exchanged(self) -> str:
         pairs = zip(self._parents, self._keys, self._children)
         return next(key for parent, key, child in pairs if parent.get(key) is not child)
+
+
+class WeightReader:
+    """One stacked weight of a block. Calling it returns the current one.
+
+    It is no nn.Module, so that it appears in no ``state_dict`` and no ``named_*`` listing of the block that it is set on.
+
+    Args:
+        block: the user's module, referenced weakly because it owns this object.
+        weight: the parameters' paths relative to the block.
+    """
+
+    def __init__(self, block: nn.Module, weight: PackedWeight) -> None:
+        self.weight = weight
+        self._bind(block)
+
+    def _bind(self, block: nn.Module) -> None:
+        self._paths = ParameterPaths(block, [path for part in self.weight.parts for path in part])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"weight": self.weight, "block": self._paths.block}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.weight = state["weight"]
+        self._bind(state["block"])
+
+    def check(self) -> None:
+        """Checks the module tree only.
+
+        Raises:
+            GuardMiss: an expert was replaced or hooked.
+        """
+        self._paths.check()

@@ -18,34 +18,18 @@ from hexa_fx.formats.four_bit import NF4
 from hexa_fx.ir import PackedWeight
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.runtime.guards import GuardMiss
-from hexa_fx.runtime.paths import ParameterPaths
+from hexa_fx.runtime.paths import WeightReader
 from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import packed_parameters
 
 
-class StackedCodes:
-    """One packed weight of a block. Calling it returns the current `QuantizedWeight` (E, N, K).
-
-    Args:
-        block: the user's module, referenced weakly because it owns this object.
-        weight: the parameters' paths relative to the block.
-    """
-
-    def __init__(self, block: nn.Module, weight: PackedWeight) -> None:
-        self.weight = weight
-        self._bind(block)
+class StackedCodes(WeightReader):
+    """A weight that is read as a `QuantizedWeight` (E, N, K)."""
 
     def _bind(self, block: nn.Module) -> None:
-        self._paths = ParameterPaths(block, [path for part in self.weight.parts for path in part])
+        super()._bind(block)
         self._packed: QuantizedWeight | None = None
         self._lies: list[tuple[Tensor, int, Tensor]] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"weight": self.weight, "block": self._paths.block}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.weight = state["weight"]
-        self._bind(state["block"])
 
     def __call__(self, top_k_index: Tensor | None = None) -> QuantizedWeight:
         """The packed weight. It has no gradient, so that ``top_k_index`` does not matter.
@@ -59,14 +43,6 @@ class StackedCodes:
         if self._packed is None or not self._in_place(parameters):
             self._packed = self._pack(parameters)
         return self._packed
-
-    def check(self) -> None:
-        """Checks the module tree only.
-
-        Raises:
-            GuardMiss: an expert was replaced or hooked.
-        """
-        self._paths.check()
 
     def refresh(self) -> None:
         """Checks the module tree, and stacks what was moved again. Call it before the block has any effect.
