@@ -82,12 +82,9 @@ def model_centric_bytes(
     return (4 if reduce == "reduce_scatter" else 6) * activation + routing
 
 
-def data_centric_bytes(
-    shape: ExpertShape, world: int, *, gather_bytes: int, reduce_bytes: int, regather: bool = True
-) -> float:
-    """Bytes an average rank receives for one layer, forward and backward, data-centric."""
-    share = (world - 1) / world
-    return share * shape.weight_numel * ((2 if regather else 1) * gather_bytes + reduce_bytes)
+def data_centric_bytes(shape: ExpertShape, world: int, *, gather_bytes: int, reduce_bytes: int) -> float:
+    """Bytes an average rank receives for one layer, forward and backward, which gathers anew, data-centric."""
+    return (world - 1) / world * shape.weight_numel * (2 * gather_bytes + reduce_bytes)
 
 
 def layer_cost(

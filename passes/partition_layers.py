@@ -63,7 +63,7 @@ def _read_layer(model: nn.Module, block: RewrittenBlock, node: fx.Node) -> Layer
     found = {role: _read(model, block, args[role], role) for role in ROLES if args[role] is not None}
     whole = {role: read.value for role, read in found.items()}
     top_k = _top_k(node)
-    shape = shape_of(whole["w1"], whole.get("w3"), whole["w2"], args["glu"], args["layout1"], top_k)
+    shape = shape_of(whole["w1"], args["glu"], args["layout1"], top_k)
     bias = args["b1"] is not None or args["b3"] is not None
     geometry = Geometry(shape, args["glu"], args["layout1"], args["layout2"], bias)
     sources = {role: _source(read, role, geometry, block) for role, read in found.items()}

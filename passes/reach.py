@@ -18,6 +18,9 @@ from hexa_fx.errors import PlanError
 from hexa_fx.passes.cost_model import Measured, layer_cost
 from hexa_fx.plan import ExpertShape, Mode
 
+_ELEMENT = 2
+"""s: weights, activations and gradients travel in half precision."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -70,7 +73,7 @@ class Reach:
         return self.experts + self.exchange + self.gradients
 
 
-def reaches(shapes: Mapping[str, ExpertShape], tokens: int, cluster: Cluster, element: int = 2) -> tuple[Reach, ...]:
+def reaches(shapes: Mapping[str, ExpertShape], tokens: int, cluster: Cluster) -> tuple[Reach, ...]:
     """Every reach that divides a host or is whole hosts, from one device to all.
 
     Raises:
@@ -83,7 +86,7 @@ def reaches(shapes: Mapping[str, ExpertShape], tokens: int, cluster: Cluster, el
         raise PlanError(f"{tokens} tokens are fewer than {cluster.devices} devices")
     within = [r for r in range(1, cluster.gpus + 1) if cluster.gpus % r == 0]
     beyond = [r * cluster.gpus for r in range(2, cluster.hosts + 1) if cluster.hosts % r == 0]
-    return tuple(_reach(r, shapes, tokens, cluster, element) for r in (*within, *beyond))
+    return tuple(_reach(r, shapes, tokens, cluster) for r in (*within, *beyond))
 
 
 def best(found: tuple[Reach, ...]) -> Reach:
@@ -101,7 +104,7 @@ def best(found: tuple[Reach, ...]) -> Reach:
     return min(fitting, key=lambda reach: (reach.total, reach.devices))
 
 
-def _reach(r: int, shapes: Mapping[str, ExpertShape], tokens: int, cluster: Cluster, element: int) -> Reach:
+def _reach(r: int, shapes: Mapping[str, ExpertShape], tokens: int, cluster: Cluster) -> Reach:
     replicas = cluster.devices // r
     modes: dict[Mode, int] = {}
     experts = exchange = gradients = state = 0.0
@@ -110,23 +113,23 @@ def _reach(r: int, shapes: Mapping[str, ExpertShape], tokens: int, cluster: Clus
         experts += 3 * forward
         state += shape.weight_numel / r * cluster.state_bytes
         if r > 1:
-            mode, seconds = _exchange(shape, tokens // replicas, r, cluster, forward, element)
+            mode, seconds = _exchange(shape, tokens // replicas, r, cluster, forward)
             modes[mode] = modes.get(mode, 0) + 1
             exchange += seconds
         link = cluster.inside if cluster.hosts == 1 else cluster.between
-        sent = 2 * (replicas - 1) / replicas * element * shape.weight_numel / r / link
+        sent = 2 * (replicas - 1) / replicas * _ELEMENT * shape.weight_numel / r / link
         gradients += max(0.0, sent - 2 * forward)
     return Reach(r, replicas, modes, experts, exchange, gradients, state, state <= cluster.memory)
 
 
-def _exchange(
-    shape: ExpertShape, tokens: int, world: int, cluster: Cluster, forward: float, element: int
-) -> tuple[Mode, float]:
+def _exchange(shape: ExpertShape, tokens: int, world: int, cluster: Cluster, forward: float) -> tuple[Mode, float]:
     """The better mode of a layer, and the seconds of its collectives that nothing hides."""
     link = cluster.inside if world <= cluster.gpus else cluster.between
     products = 3 * forward
     measured = Measured(link, 0.0, 0.0, forward, products, products)
-    mode, cost = layer_cost(shape, tokens, world, dtype_bytes=element, reduce_bytes=element, slots=2, measured=measured)
+    mode, cost = layer_cost(
+        shape, tokens, world, dtype_bytes=_ELEMENT, reduce_bytes=_ELEMENT, slots=2, measured=measured
+    )
     seconds = cost.seconds_model_centric if mode == "model_centric" else cost.seconds_data_centric
     assert seconds is not None
     return mode, seconds - products

@@ -98,7 +98,7 @@ def as_plain(value: Any) -> Any:
     return value
 
 
-def is_bookkeeping(func: Any, name: str, args: Any, kwargs: Any) -> bool:
+def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a call neither computes a tensor nor decides anything."""
     if name in _UNRECORDED or "set_grad" in name or "autocast" in name:
         return True

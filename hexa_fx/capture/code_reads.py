@@ -35,7 +35,6 @@ class CodeReads:
     Args:
         chains: a global name and the attributes that are taken of it: ``("config", "scales", "first")``.
         imports: the same of Python modules that the code imports.
-        stores: global names that the code sets.
         asks: ``dtype`` if it compares a dtype, or looks something up by it; ``device`` if it asks what kind of device a tensor is
             on; ``layout`` if it asks how a tensor lies in memory; ``identity`` if it asks of two variables whether they hold one
             object; and what it asks only if it comes to that (`ONLY_IF`).
@@ -43,7 +42,6 @@ class CodeReads:
 
     chains: tuple[tuple[str, ...], ...]
     imports: tuple[tuple[str, ...], ...]
-    stores: frozenset[str]
     asks: frozenset[str]
 
     @property
@@ -68,8 +66,7 @@ def code_reads(code: types.CodeType) -> CodeReads:
                 imported[str(following[0].argval)] = name
         elif instruction.opname.startswith("LOAD_FAST") and name in imported:
             imports[imported[name], *_attributes(following)] = None
-    stores = frozenset(str(i.argval) for i in instructions if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
-    return CodeReads(tuple(chains), tuple(imports), stores, frozenset(_asked(instructions)))
+    return CodeReads(tuple(chains), tuple(imports), frozenset(_asked(instructions)))
 
 
 def _asked(instructions: list[Instruction]) -> Iterator[str]:

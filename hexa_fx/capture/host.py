@@ -122,7 +122,7 @@ def _range_shim(recorder: Recorder) -> type:
             symbolic = [limit.node for limit in limits if isinstance(limit, torch.SymInt)]
             if len(limits) < 3 or plain(limits[2]) == 1:
                 for number in symbolic:
-                    recorder.note_decision(number.node, number.value)
+                    recorder.note_decision(number.node)
             elif symbolic:
                 bool((limits[1] - limits[0] + limits[2] - 1) // limits[2] == builtins.len(found))
             return found

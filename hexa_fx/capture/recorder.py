@@ -89,7 +89,7 @@ class Recorder(TorchFunctionMode):
         """Records a call on symbolic numbers."""
         return self.add("call_function", function, args, {}, value)
 
-    def note_decision(self, node: torch.fx.Node | None, value: Any) -> None:
+    def note_decision(self, node: torch.fx.Node | None) -> None:
         """Notes that the host reads ``node`` as a plain value, so that the rest of the recording depends on it."""
         if node is not None:
             record_of(node).decision = True
@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
         if name == "__get__":
             return self._read_property(func, args)
         plain_args, plain_kwargs = as_plain(args), as_plain(kwargs)
-        if is_bookkeeping(func, name, plain_args, plain_kwargs):
+        if is_bookkeeping(name, plain_args, plain_kwargs):
             self.asked(plain_args[0] if plain_args else None, name)
             return func(*plain_args, **plain_kwargs)
         if name in SYMBOLIC_FUNCTIONS:
@@ -243,7 +243,7 @@ class Recorder(TorchFunctionMode):
             return self._size(args[0], value)
         if name == "__len__":
             node = self.add("call_method", "size", (self.lift(args[0]), 0), {}, value)
-            self.note_decision(node, value)
+            self.note_decision(node)
             return value
         return wrap(value, self.add("call_method", name, self.lift(args), self.lift(kwargs), value), self)
 
@@ -256,7 +256,7 @@ class Recorder(TorchFunctionMode):
         kept = value if name in ("item", "tolist", "__bool__") else None
         node = self.add("call_method", name, self.lift(args[:1]), {}, kept)
         if name != "item":  # an item stays symbolic; what the host does with it is noted when it does it
-            self.note_decision(node, value)
+            self.note_decision(node)
         return self._wrap_numbers(value, node) if name in ("item", "tolist") else value
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> Any:
@@ -271,11 +271,11 @@ class Recorder(TorchFunctionMode):
         written = written_tensor(name, plain_args, plain_kwargs, result)
         node = self.add(op, target, lifted_args, lifted_kwargs, result if written is None else written)
         if name == "unbind":  # also what iterating over a tensor calls: the host now knows how many rows there are
-            self.note_decision(node, len(result))
+            self.note_decision(node)
         if written is not None:
             return self._note_write(written, node, result)
         if isinstance(result, (bool, int, float)):
-            self.note_decision(node, result)
+            self.note_decision(node)
             return result
         if isinstance(result, torch.Tensor) and any(result is item for item in (*plain_args, *plain_kwargs.values())):
             # Dropout in eval mode gives what it is given: who uses which, only identity tells.

@@ -27,7 +27,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 class NumberRecorder(Protocol):
     """What a recorded number needs of the recorder (`hexa_fx.capture.recorder.Recorder`)."""
 
-    def note_decision(self, node: torch.fx.Node | None, value: float | bool) -> None:
+    def note_decision(self, node: torch.fx.Node | None) -> None:
         """Notes that the host has seen the number, so that the rest of the run may depend on it."""
 
     def record_call(self, function: Callable[..., Any], args: tuple[Any, ...], value: Any) -> torch.fx.Node:
@@ -93,7 +93,7 @@ class RecordedNumber:
         ):
             self._compare()
         else:
-            self.recorder.note_decision(self.node, int(self.value))
+            self.recorder.note_decision(self.node)
         return int(self.value)
 
     int_ = guard_int
@@ -102,11 +102,11 @@ class RecordedNumber:
         if self.node is not None and is_of_sizes(self.node):
             self._compare()
         else:
-            self.recorder.note_decision(self.node, float(self.value))
+            self.recorder.note_decision(self.node)
         return float(self.value)
 
     def guard_bool(self, *_: object) -> bool:
-        self.recorder.note_decision(self.node, bool(self.value))
+        self.recorder.note_decision(self.node)
         return bool(self.value)
 
     bool_ = expect_true = guard_bool
@@ -126,7 +126,7 @@ class RecordedNumber:
     def _compare(self) -> None:
         """Notes that the run went on with this very number."""
         if self.node is not None:
-            self.recorder.note_decision(self.recorder.record_call(operator.eq, (self.node, self.value), True), True)
+            self.recorder.note_decision(self.recorder.record_call(operator.eq, (self.node, self.value), True))
 
     def str(self) -> str:
         self._compare()

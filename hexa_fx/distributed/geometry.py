@@ -237,8 +237,8 @@ def _some(tensors: Weights) -> Tensor:
     raise PlanError("no gradient of any expert weight arrived; at least one of a layer's weights must require one")
 
 
-def shape_of(w1: Tensor, w3: Tensor | None, w2: Tensor, glu: Glu, layout1: Layout, top_k: int) -> ExpertShape:
-    """The sizes of a layer, from its whole weights."""
+def shape_of(w1: Tensor, glu: Glu, layout1: Layout, top_k: int) -> ExpertShape:
+    """The sizes of a layer, from its whole first weight."""
     rows, hidden = (w1.shape[1], w1.shape[2]) if layout1 == "nk" else (w1.shape[2], w1.shape[1])
     intermediate = rows // 2 if glu in ("concat", "interleaved") else rows
     return ExpertShape(int(w1.shape[0]), int(hidden), int(intermediate), 2 if glu == "none" else 3, top_k)

@@ -114,7 +114,7 @@ class _Search:
         inside = [[n for n in ancestors([last]) if in_one_expert(n, self.tags)] for last in end]
         everything = [node for nodes in inside for node in nodes]
         refuse_randomness(everything)
-        tokens = self._tokens(end, inside)
+        tokens = self._tokens(end)
         value = record_of(tokens.node).value
         count = value.numel() // value.shape[-1]
         opaque = opaque_nodes(captured, everything)
@@ -181,19 +181,19 @@ class _Search:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def _tokens(self, end: Column, inside: list[list[torch.fx.Node]]) -> _Tokens:
+    def _tokens(self, end: Column) -> _Tokens:
         """The token of every row, read off the operands of the runs or off what these are computed from."""
         lengths = tuple(len(record_of(node).value) for node in end)
-        frontier = self._given(end, inside)
+        frontier = self._given(end)
         for _ in range(6):
             for column in frontier:
-                found = self._as_tokens(column, lengths, end)
+                found = self._as_tokens(column, lengths)
                 if found is not None:
                     return found
             frontier = [operands for column in frontier for operands in _operands(column)]
         raise Refuse(NOT_TOKENS, end[0])
 
-    def _given(self, end: Column, inside: list[list[torch.fx.Node]]) -> list[Column]:
+    def _given(self, end: Column) -> list[Column]:
         """Columns of tensors that enter the runs from outside and are no parameters."""
         found: dict[Column, None] = {}
         seen: set[Column] = set()
@@ -210,7 +210,7 @@ class _Search:
                     found.setdefault(operands)
         return list(found)
 
-    def _as_tokens(self, column: Column, lengths: tuple[int, ...], end: Column) -> _Tokens | None:
+    def _as_tokens(self, column: Column, lengths: tuple[int, ...]) -> _Tokens | None:
         values = [self.replay.value(n) for n in column]
         if not all(is_float(n) for n in column) or any(v.dim() < 2 for v in values):
             return None

@@ -56,7 +56,7 @@ def find_contractions(captured: CapturedBlock, tags: Mapping[torch.fx.Node, Tag]
 def _read_contraction(
     node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag], found: Mapping[torch.fx.Node, Contraction]
 ) -> Contraction | None:
-    weights = [n for n in _operands(node) if tags[n].weight and _is_expert_weight(n, tags[n], node)]
+    weights = [n for n in _operands(node) if tags[n].weight and _is_expert_weight(n, tags[n])]
     if not weights:
         return None
     data = [n for n in _operands(node) if not tags[n].weight]
@@ -81,7 +81,7 @@ def _operands(node: torch.fx.Node) -> list[torch.fx.Node]:
     return [n for n in node.all_input_nodes if is_float(n)]
 
 
-def _is_expert_weight(weight: torch.fx.Node, tag: Tag, product: torch.fx.Node) -> bool:
+def _is_expert_weight(weight: torch.fx.Node, tag: Tag) -> bool:
     """One expert's parameter, all experts' gathered, or a whole stack in a batched product."""
     return bool(tag.experts) or (record_of(weight).value.dim() >= 3 and not tag.ordinary)
 
