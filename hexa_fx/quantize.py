@@ -103,7 +103,9 @@ def _place(path: str, block: nn.Module, name: str, transposed: bool, format: For
             f"{where} is not a parameter of its own at the moment (parametrized, perhaps): undo that first"
         )
     if isinstance(weight, QuantizedWeight):
-        raise InputError(f"{where} is packed as {weight.format} already")
+        raise InputError(
+            f"{where} is packed as {weight.format} already; another format packs the dense weights, of the model loaded anew"
+        )
     shape = weight.transpose(1, 2).shape if transposed else weight.shape
     reason = format_of(format).why_not(shape)
     if reason:

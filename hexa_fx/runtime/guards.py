@@ -94,7 +94,10 @@ def check_input(guard: InputGuard, value: Any) -> None:
     if guard.dtype is not None and dtype_class(value.dtype) != dtype_class(guard.dtype):
         raise GuardMiss(f"the input {guard.name!r} is not {dtype_class(guard.dtype)}")
     if guard.exact_dtype and value.dtype != guard.dtype:
-        raise GuardMiss(f"the input {guard.name!r} is {value.dtype}; the block was recorded with {guard.dtype}")
+        raise GuardMiss(
+            f"the input {guard.name!r} is {value.dtype}; the block was recorded with {guard.dtype}, which its code asks for; "
+            "hexa_fx.undo_ and hexa_fx.optimize_ record it anew"
+        )
     if guard.device is not None and value.device.type != guard.device:
         raise GuardMiss(f"the input {guard.name!r} is on {value.device}; the block was recorded on {guard.device}")
     if guard.contiguous is not None and value.is_contiguous() != guard.contiguous:

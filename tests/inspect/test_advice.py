@@ -63,6 +63,7 @@ def test_nearly_every_refusal_has_advice_of_its_own():
         ("on the example every row that the experts are given is zero", "more varied example"),
         ("the code takes a host decision (if, while, assert, item()) on what the experts computed", "torch.where"),
         ("no known activation is what experts compute between their projections (cos)", "silu"),
+        ("the expert outputs do not enter the result as a weighted sum for each token; they", "Experts that choose"),
         ("experts use their weights in different ways", "one class"),
         ("the code takes a decision that depends on the data and not on the routing", "torch.where"),
         ("hexa_fx itself failed here with KeyError: 1", "report"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -266,6 +267,38 @@ def test_errors_as_json():
 def test_the_models_own_error_names_the_users_line():
     text = call("explain", FACTORY.replace(":factory", ":failing"), code=2)
     assert "models.py:" in text
+
+
+FACTORY_FILE = """
+import parts_of_a_model
+from tests.inspect import models
+
+def whole():
+    return models.make(), models.INPUT
+
+def with_width(width):
+    return models.make(), models.INPUT
+
+made = models.INPUT
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("with_width", ":with_width' is called without arguments; give them defaults"),
+        ("made", ":made' is a Tensor; expected a function that returns (model, example_inputs)"),
+    ],
+)
+def test_what_is_no_factory_is_named(name, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "parts_of_a_model.py").touch()
+    (tmp_path / "mine.py").write_text(FACTORY_FILE)
+    assert said in call("explain", f"{tmp_path}/mine.py:{name}", code=2)
+
+
+def test_bench_times_nothing_that_was_not_rewritten():
+    assert "was rewritten: nothing to compare; `hexa-fx explain" in call("bench", REFUSED, code=2)
 
 
 def test_a_misspelt_model_type_gets_a_hint():
