@@ -197,13 +197,14 @@ def estmm(tile: Tile, key: str, x: Tensor, g: Tensor, x_gathered: bool, g_gather
     if layout == "nk":
         x, g = g, x
     tiling, k, n = tile.tiling, x.shape[1], g.shape[1]
-    if cpu.has_loop_overhead(tile.groups, x.shape[0] * k * n) and cpu.grouped_mm_takes(x, g):
+    everyone = bool(tile.groups) and (tile.groups[0][0], tile.groups[-1][0] + 1) == (0, tiling.experts)
+    if _is_one_product(tile, x, g, everyone):
         first, end, offs = tile.local_offs()
         y = torch._grouped_mm(x.t(), g, offs=offs)
-        if (first, end) == (0, tiling.experts):
+        if everyone:
             tiling.buffer(key, lambda: y)
-            return
-        tiling.buffer(key, lambda: _weight_output(tiling, k, n))[first:end].copy_(y)
+        else:
+            tiling.buffer(key, lambda: _weight_output(tiling, k, n))[first:end].copy_(y)
         return
     if tile.whole and len(tile.groups) == tiling.experts and tiling.experts * k * n <= _SMALL:
         tiling.buffer(key, lambda: cpu.outer_products(x, g, tile.groups).to(tiling.dtype))
@@ -218,11 +219,22 @@ def estmm_add(tile: Tile, into: Tensor, x: Tensor, g: Tensor, x_gathered: bool, 
     x, g = tile.rows(x, x_gathered), tile.rows(g, g_gathered)
     if layout == "nk":
         x, g = g, x
-    if cpu.has_loop_overhead(tile.groups, x.shape[0] * x.shape[1] * g.shape[1]) and cpu.grouped_mm_takes(x, g):
+    if _is_one_product(tile, x, g, False):
         first, end, offs = tile.local_offs()
         into[first:end].add_(torch._grouped_mm(x.t(), g, offs=offs))
     elif tile.groups:
         cpu.add_outer_groups(x, g, tile.groups, into)
+
+
+def _is_one_product(tile: Tile, x: Tensor, g: Tensor, kept: bool) -> bool:
+    """Whether torch's grouped matmul gives the experts' outer products sooner than a loop that writes each to its place.
+
+    Args:
+        kept: what it gives is the output as it is, not copied or added to it.
+    """
+    outer = x.shape[1] * g.shape[1]
+    overhead = (kept or outer <= _SMALL) and cpu.has_loop_overhead(tile.groups, x.shape[0] * outer)
+    return overhead and cpu.grouped_mm_takes(x, g)
 
 
 def _weight_output(tiling: Tiling, k: int, n: int) -> Tensor:
