@@ -28,8 +28,10 @@ from torch._C import (
 )
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
+from torch.utils._pytree import tree_map
 
 from hexa_fx.errors import InputError
+from hexa_fx.ops.cpu import multiplies_in_float32
 
 NAMESPACE = "hexa"
 
@@ -153,7 +155,8 @@ def register_autocast(name: str, cast: Sequence[int]) -> None:
     """Under autocast ``hexa::<name>`` behaves like torch.nn.functional.linear.
 
     Its floating-point arguments at the positions ``cast`` are cast to the autocast dtype (float64 and packed weights are left
-    alone), and the operator then runs with autocast off.
+    alone), and the operator then runs with autocast off. A CPU that multiplies the autocast dtype by way of float32 takes them in
+    float32 if one of them is, and casts the results: nothing is cast down to be raised again.
     """
     for device in _AUTOCAST_DEVICES:
         _LIBRARY.impl(
@@ -207,11 +210,17 @@ def without_autocast() -> _ExcludeDispatchKeyGuard:
 def _autocast_kernel(name: str, device: str, cast: frozenset[int]) -> Kernel:
     def kernel(_keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
-        cast_args = [_autocast(a, dtype) if i in cast else a for i, a in enumerate(args)]
+        wide = device == "cpu" and multiplies_in_float32(dtype) and any(_is_float32(args[i]) for i in cast)
+        cast_args = [_autocast(a, torch.float32 if wide else dtype) if i in cast else a for i, a in enumerate(args)]
         with without_autocast():
-            return overload(name)(*cast_args)
+            result = overload(name)(*cast_args)
+            return tree_map(lambda value: _autocast(value, dtype), result) if wide else result
 
     return kernel
+
+
+def _is_float32(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32
 
 
 def _autocast(value: Any, dtype: torch.dtype) -> Any:
