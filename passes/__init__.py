@@ -27,7 +27,7 @@ from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.calls import raised_at
 from hexa_fx.capture.observe import Observation
 from hexa_fx.capture.perturb import Replacements
-from hexa_fx.capture.probes import probe_inputs
+from hexa_fx.capture.probes import OVERFLOW_TOKENS, overflow_inputs, overflow_sizes, probe_inputs
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
@@ -116,7 +116,7 @@ _ALIKE = (
 
 
 def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
-    """Takes one block through the passes, and again, read in other ways, if the result differs. The block is not changed.
+    """Takes one block through the passes, and again with other probes if the result differs. The block is not changed.
 
     A failure of the passes themselves is a refusal too, so that it does not keep the user from the rest of the model.
     """
@@ -166,7 +166,11 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
     for attempt in ATTEMPTS:
         if attempt.from_end and (best is None or best.match is None or not best.match.is_given_ids):
             continue
-        analysis = _analyse_on(observation, config, attempt, differed)
+        graphs = [captured.graph for captured in best.captured.values()] if best is not None else []
+        overflow_tokens = max(
+            (overflow_sizes(graph)[-1] for graph in graphs), default=OVERFLOW_TOKENS
+        )  # so that a capacity that the code names is exceeded
+        analysis = _analyse_on(observation, config, attempt, overflow_tokens, differed)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis
         if best.match is None or all(check.ok for check in best.checks.values()):
@@ -175,9 +179,13 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
     return best
 
 
-def _analyse_on(observation: Observation, config: HexaConfig, attempt: Attempt, differed: _Differed) -> BlockAnalysis:
+def _analyse_on(
+    observation: Observation, config: HexaConfig, attempt: Attempt, overflow_tokens: int, differed: _Differed
+) -> BlockAnalysis:
     started = time.perf_counter()
-    args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
+    args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens, attempt.scale)
+    if attempt.overflow:
+        args, kwargs = overflow_inputs(args, kwargs, overflow_tokens)
     captured: dict[Mode, CapturedBlock] = {}
     rewritten: dict[Mode, RewrittenBlock] = {}
     refusals: dict[Mode, Refusal] = {}

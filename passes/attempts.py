@@ -1,4 +1,4 @@
-"""The ways in which a block is read, one after the other, until what was found equals the block."""
+"""The ways in which a block is probed, one after the other, until what was found equals the block."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from hexa_fx.passes.region import Live
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to read a block. The first one nearly always works; the others are tried if its result differs.
+    """One way to probe a block. The first one nearly always works; the others are tried if its result differs.
 
     Args:
+        scale: factor on the float inputs. A probe can be degenerate, e.g. give routing weights of exactly 1.
+        overflow: use many tokens that are nearly alike, so that an expert's capacity is exceeded.
         live: see `hexa_fx.passes.region.RegionEmitter`; matters where experts give NaN.
         from_end: see there; matters where the block is given ids.
         prefer_earliest: see `hexa_fx.passes.detect.detect`.
     """
 
+    scale: float = 1.0
+    overflow: bool = False
     live: Live | None = None
     from_end: bool = False
     prefer_earliest: bool = False
@@ -27,5 +31,8 @@ ATTEMPTS = (
     Attempt(from_end=True),
     Attempt(live="gt"),
     Attempt(live="ne"),
+    Attempt(overflow=True),
     Attempt(prefer_earliest=True),
+    Attempt(scale=0.1),
+    Attempt(scale=10.0),
 )

@@ -12,19 +12,23 @@ from hexa_fx.capture.symint import is_of_sizes
 
 
 def probe_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], max_tokens: int
+    args: tuple[Any, ...], kwargs: dict[str, Any], max_tokens: int, scale: float = 1.0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with at most about ``max_tokens`` rows.
+    """Arguments with at most about ``max_tokens`` rows, float tensors multiplied by ``scale``.
 
     Cut along the first dimension where all tensors share it, then along the second dimension of a lone (B, S, D) input. Inputs
     that do not allow it are used whole.
     """
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
-    cut = _cut(tensors, max_tokens)
+    cut = {key: _scaled(value, scale) for key, value in _cut(tensors, max_tokens).items()}
     return tuple(cut.get(i, value) for i, value in enumerate(args)), {
         key: cut.get(key, value) for key, value in kwargs.items()
     }
+
+
+def _scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+    return tensor * scale if tensor.is_floating_point() and scale != 1.0 else tensor
 
 
 def _cut(tensors: dict[Any, torch.Tensor], max_tokens: int) -> dict[Any, torch.Tensor]:
@@ -48,7 +52,7 @@ def _rows(tensor: torch.Tensor) -> int:
 
 
 OVERFLOW_TOKENS = 160
-"""Tokens that overflow experts, unless the code names a larger capacity."""
+"""Tokens in a probe that overflows experts, unless the code names a larger capacity."""
 
 _COMPARISONS = frozenset("le lt ge gt clamp clamp_ clip min minimum".split())
 _PARTS = frozenset("getitem split split_with_sizes tensor_split narrow".split())
@@ -98,3 +102,23 @@ def _limits(node: torch.fx.Node) -> list[int]:
 
 def _whole_numbers(values: list[Any]) -> list[int]:
     return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+
+
+def overflow_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs of which half of the tokens are nearly alike and half random, if the block takes one float tensor; else unchanged."""
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    tensors = {key: value for key, value in named.items() if isinstance(value, torch.Tensor)}
+    if len(tensors) != 1:
+        return args, kwargs
+    ((key, example),) = tensors.items()
+    if not example.is_floating_point() or example.dim() not in (2, 3) or not example.numel():
+        return args, kwargs
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(tokens, example.shape[-1], generator=generator).to(example) * example.std()
+    one = example.reshape(-1, example.shape[-1])[0]
+    alike = torch.arange(tokens, device=example.device)[:, None] % 2 == 0
+    mixed = torch.where(alike, one + 0.01 * noise, noise)
+    named[key] = mixed if example.dim() == 2 else mixed.unsqueeze(0)
+    return tuple(named[i] for i in range(len(args))), {name: named[name] for name in kwargs}
