@@ -151,17 +151,19 @@ def register_autograd_kernel(name: str, kernel: Kernel) -> None:
     _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
-def register_autocast(name: str, cast: Sequence[int]) -> None:
+def register_autocast(name: str, cast: Sequence[int], or_float32: bool = False) -> None:
     """Under autocast ``hexa::<name>`` behaves like torch.nn.functional.linear.
 
     Its floating-point arguments at the positions ``cast`` are cast to the autocast dtype (float64 and packed weights are left
-    alone), and the operator then runs with autocast off. A CPU that multiplies the autocast dtype by way of float32 takes them in
-    float32 if one of them is, and casts the results: nothing is cast down to be raised again.
+    alone), and the operator then runs with autocast off.
+
+    Args:
+        or_float32: a CPU that multiplies the autocast dtype by way of float32 takes them in float32 if one of them is, and casts
+            the results: nothing is cast down to be raised again.
     """
     for device in _AUTOCAST_DEVICES:
-        _LIBRARY.impl(
-            name, _autocast_kernel(name, device, frozenset(cast)), f"Autocast{device.upper()}", with_keyset=True
-        )
+        kernel = _autocast_kernel(name, device, frozenset(cast), or_float32 and device == "cpu")
+        _LIBRARY.impl(name, kernel, f"Autocast{device.upper()}", with_keyset=True)
 
 
 def is_plain(keyset: torch._C.DispatchKeySet) -> bool:
@@ -207,10 +209,10 @@ def without_autocast() -> _ExcludeDispatchKeyGuard:
     return _ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
 
 
-def _autocast_kernel(name: str, device: str, cast: frozenset[int]) -> Kernel:
+def _autocast_kernel(name: str, device: str, cast: frozenset[int], or_float32: bool) -> Kernel:
     def kernel(_keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
-        wide = device == "cpu" and multiplies_in_float32(dtype) and any(_is_float32(args[i]) for i in cast)
+        wide = or_float32 and multiplies_in_float32(dtype) and any(_is_float32(args[i]) for i in cast)
         cast_args = [_autocast(a, torch.float32 if wide else dtype) if i in cast else a for i, a in enumerate(args)]
         with without_autocast():
             result = overload(name)(*cast_args)

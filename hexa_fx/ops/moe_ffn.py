@@ -198,7 +198,7 @@ def _fake_backward(dy: Tensor, x: Tensor | None, h: Tensor | None, *rest: Any) -
 
 library.register_fake("moe_ffn", fake, check)
 run = library.register_kernel("moe_ffn", "any", inference)
-library.register_autocast("moe_ffn", cast=(0, 3, 4, 5, 6, 7, 8))
+library.register_autocast("moe_ffn", cast=(0, 3, 4, 5, 6, 7, 8), or_float32=True)
 
 library.register_fake("moe_ffn_forward", fake_forward, check)
 run_forward = library.register_kernel("moe_ffn_forward", "any", training)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from hexa_fx import ops
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
+from hexa_fx.ops import library
 from tests.ops.reference import GATED, NAMES, Layer, Operators, assert_is_loop, layer, row_error
 
 
@@ -149,6 +150,15 @@ def test_autocast_is_that_of_linear(dtype):
     for leaf, g, e in zip(one.leaves(), one.grads(value), exact.grads(exact.loop())):
         assert g.dtype == leaf.dtype == torch.float32
         assert row_error(g, e) < 40 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("by_float32", [False, True])
+def test_autocast_casts_nothing_down_that_a_cpu_raises_again(by_float32, monkeypatch):
+    one = layer(dtype=torch.float32, bias=True, tokens=40)
+    monkeypatch.setattr(library, "multiplies_in_float32", lambda dtype: by_float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = one.run()
+    assert torch.equal(value, one.run().bfloat16()) is by_float32
 
 
 def test_autocast_leaves_float64_alone_and_ends_inside_the_operator():
