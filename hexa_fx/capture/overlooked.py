@@ -18,8 +18,8 @@ SOFT = (
     "no work to leave out"
 )
 THRESHOLD = (
-    "no fixed number of experts is chosen for every token: a comparison decides, so that one token gets more experts than another; "
-    "it is rewritten if it chooses with topk or argmax"
+    "no fixed number of experts is chosen for every token: a comparison decides, so that one token may get more experts than "
+    "another; it is rewritten if it chooses with topk or argmax"
 )
 SLOTS = "experts run on no tokens: each gets mixtures of all of them (a soft mixture with slots), so there is nothing to choose"
 INTEGERS = (
