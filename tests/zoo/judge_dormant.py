@@ -136,7 +136,8 @@ def _differ(case: Dormant, model: nn.Module, opt: nn.Module, call: tuple, dtype:
             if not compare(model, model, args, kwargs, train=train, backward=gradients).within(0.0) and not nan:
                 continue
         except Exception as error:
-            if not _raises(opt, call, train):
+            opt.train(train)
+            if not _raises(opt, call):
                 return f"the original raises {type(error).__name__}: {error}" if nan is False else ""
             continue
         if nan:
@@ -154,14 +155,17 @@ def _is_dropout(case: Dormant) -> bool:
 def _seeded(model: nn.Module, opt: nn.Module, call: tuple, dtype: torch.dtype) -> str:
     """Modes are left as they are: which submodule is in train mode is the point."""
     torch.manual_seed(3)
-    one = _output(model, *call)
+    try:
+        one = _output(model, *call)
+    except Exception as error:
+        torch.manual_seed(3)
+        return "" if _raises(opt, call) else f"with dropout, the original raises {type(error).__name__}: {error}"
     torch.manual_seed(3)
     found = _where_finite(one, _output(opt, *call), dtype)  # weights may be divided by a sum that dropout makes 0
     return f"with dropout, {found}" if found else ""
 
 
-def _raises(opt: nn.Module, call: tuple, train: bool) -> bool:
-    opt.train(train)
+def _raises(opt: nn.Module, call: tuple) -> bool:
     try:
         _output(opt, *call)
     except Exception:
