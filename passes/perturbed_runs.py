@@ -18,12 +18,11 @@ from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Outcome, difference, observe, unlike, wide
 from hexa_fx.isolation.precision import InFloat64
-from hexa_fx.isolation.size import is_out_of_memory
 from hexa_fx.passes.comparison import Subject, VerificationCase
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.perturbation import argument_names, perturbations
 from hexa_fx.passes.trial import Change, Perturbation, Trial
-from hexa_fx.passes.tried_calls import first_line, missing_early
+from hexa_fx.passes.tried_calls import first_line, missing_early, tried
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward
@@ -147,19 +146,20 @@ class PerturbedRuns:
         if trial.state is None:
             shared = results.shared_holders(module, self.forward.stored[bool(module.training)])
             trial.state = ModuleState(module, shared)
-        try:
+        state = trial.state
+
+        def run() -> Outcome:
             with ExitStack() as modes:
                 modes.enter_context(no_device_asserts(module))
                 if self.subject.dtype == torch.float64:
                     modes.enter_context(InFloat64(self.subject.own))
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
-                return observe(call, module, trial.state, (args, kwargs), self.seed, gradients)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            return error
+                return observe(call, module, state, (args, kwargs), self.seed, gradients)
+
+        try:
+            return tried(run)
         finally:
-            trial.state.restore()
+            state.restore()
 
     def _moves(self, original: Outcome, trial: Trial, spec: pytree.TreeSpec, how: Perturbation) -> float:
         """How far the original's results move when the inputs do by a few roundings."""

@@ -14,7 +14,7 @@ from hexa_fx.runtime.guards import GuardMiss
 
 
 def tried(run: Callable[[], Outcome]) -> Outcome | Exception:
-    """What ``run`` gives, or the error that it raises; but that of memory that ends."""
+    """What ``run`` gives, or the error that it raises. Where memory is full, the error goes on to the caller."""
     try:
         return run()
     except Exception as error:
