@@ -41,7 +41,7 @@ General = Callable[..., Any]
 
 
 def _inference(*args: Any) -> Any:
-    """In three launches where tokens are few, else operator by operator."""
+    """In launches of their own where tokens are few, else operator by operator."""
     y = few_tokens(*args)
     return forward_on("cuda", False, *args) if y is None else y
 
