@@ -400,11 +400,12 @@ def test_fp8_layer(gated: bool) -> None:
     dh, dhs, dh_t, dhs_t, *_ = run("esmm_act_backward_fp8", *x, *back, h, hs, None, *rows, *static, (True,) * 4)
     (dx,) = run("esmm_fp8", dh, dhs, *w[2:], None, r.offs, 640, F32)
     assert dx[: r.routed].isfinite().all()
-    x_t = run("quantize_columns_fp8", randn(TOKENS, 640, dtype=BF16), *rows, True)
-    dw = torch.empty(EXPERTS, 512, 640, dtype=BF16, device="cuda")
-    run("estmm_fp8", dw, dh_t, dhs_t, *x_t, r.offs, True, False)
-    assert dw.isfinite().all()
-    assert not dw[2].any()
+    for shared in (True, False):
+        x_t = run("quantize_columns_fp8", randn(TOKENS, 640, dtype=BF16), *rows, shared)
+        dw = torch.empty(EXPERTS, 512, 640, dtype=BF16, device="cuda")
+        run("estmm_fp8", dw, dh_t, dhs_t, *x_t, r.offs, shared, False)
+        assert dw.isfinite().all()
+        assert not dw[2].any()
     assert run("ess_fp8", dh_t, dhs_t, r.offs)[0].isfinite().all()
 
 
