@@ -27,6 +27,7 @@ struct GroupCopier {
     for (int k = 0; k < t.k_tiles; ++k) {
       const int group = first + k, stage = pipe.index;
       Barrier::wait(&sm.empty[stage], pipe.phase ^ 1);
+      cutlass::arch::fence_view_async_shared();  // lanes have read the scales that the copy engine overwrites
       uint64_t* bar = &sm.full[stage];
       TxBarrier::arrive_and_expect_tx(bar, Smem<C>::ABytes + Smem<C>::BBytes + p_bytes + q_bytes);
       SM90_TMA_LOAD_3D::copy(maps + kPMap, bar, kEvictNormal, sm.a[stage], 0, t.m0, group);
