@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.fx
 from torch import nn
 
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.inspection.roles import REGION
 from hexa_fx.inspection.stages import FfnCase, Snapshots
 from hexa_fx.inspection.view import GraphView
@@ -178,7 +179,9 @@ class _Rewritten:
             elif node.op == "get_attr":
                 root[target] = self._captured.tensor_of(target)
         inputs = [arguments[name] for name, _ in self._captured.arguments]
-        return _Run(root, direct(self._rewritten.graph)).run(*inputs, enable_io_processing=False)
+        # kernels read codes that lie contiguously; those of the stand-ins share the memory of one expert
+        with torch_operators() if any(isinstance(w, QuantizedWeight) for w in self.weights) else nullcontext():
+            return _Run(root, direct(self._rewritten.graph)).run(*inputs, enable_io_processing=False)
 
 
 class _Run(torch.fx.Interpreter):

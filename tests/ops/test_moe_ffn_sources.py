@@ -86,8 +86,10 @@ def compare(given, spec, frozen=()):
         leaves = [t.requires_grad_() for t in leaves if t.is_floating_point()]
         y = function(operands, spec)
         outcomes.append((y, *torch.autograd.grad(y, leaves, direction.to(y))))
+    # a value that is rounded across the limit of a clamp has a gradient or none
+    bound = 0.1 if spec.activation == "swiglu_oai" else 4e-2
     for found, expected in zip(*outcomes, strict=True):
-        assert_alike(found, expected)
+        assert_alike(found, expected, bound)
 
 
 def exactly(name, given):
@@ -110,13 +112,13 @@ def pack(given, format, numbers="123"):
     return given
 
 
-def assert_alike(found, expected):
+def assert_alike(found, expected, bound=4e-2):
     if found.dtype == torch.float64:
         torch.testing.assert_close(found, expected)
         return
     assert found.shape == expected.shape
     error = (found.detach().double().cpu() - expected.detach()).norm()
-    assert error <= 4e-2 * expected.detach().norm(), f"relative error {error / expected.detach().norm():.1e}"
+    assert error <= bound * expected.detach().norm(), f"relative error {error / expected.detach().norm():.1e}"
 
 
 ADAPTED_PROJECTIONS = ["12", "1", "2", "123", "3"]
