@@ -83,7 +83,8 @@ def say_provisional(op: str, what: str, reason: NotBuilt) -> None:
         return
     _said.add((op, what))
     kept = "; the CUDA graph that is captured now keeps it" if torch.cuda.is_current_stream_capturing() else ""
-    log.warning("hexa::%s runs %s for the moment: %s%s", op, what, reason, kept)
+    said = str(reason)  # a record of the error itself would keep its callers and their tensors
+    log.warning("hexa::%s runs %s for the moment: %s%s", op, what, said, kept)
 
 
 def prebuild(run: Callable[[], object]) -> int:

@@ -177,11 +177,11 @@ def _needed(steps: Sequence[Launch | TorchCall], result: Any) -> list[Launch | T
 
 
 def _load(kernels: Iterable[Kernel]) -> None:
-    missing = None
+    missing = ""  # not the error, which would keep all callers and their tensors alive until garbage is collected
     for kernel in kernels:
         try:
             _ = kernel.handle
         except NotBuilt as error:
-            missing = missing or error
-    if missing is not None:
-        raise missing
+            missing = missing or str(error)
+    if missing:
+        raise NotBuilt(missing)

@@ -8,6 +8,7 @@ now and then. Kernels appear in the cache by one rename, and are ready here from
 from __future__ import annotations
 
 import atexit
+import copy
 import logging
 import os
 import threading
@@ -66,7 +67,7 @@ class Builder:
         """Queues what is neither built nor requested yet. Takes about a millisecond for each new kernel.
 
         Args:
-            specs: the kernels. One that cannot be generated or built has `failed` from then on.
+            specs: the kernels. One that cannot be generated or built is refused by `check` from then on.
             first: before everything that waits in the queue, since a call needs them now.
         """
         missing = [spec for spec in dict.fromkeys(specs) if not self._known(spec, first)]
@@ -87,10 +88,15 @@ class Builder:
         job = self._jobs.get(spec)
         return job.entry if job else None
 
-    def failed(self, spec: KernelSpec) -> Exception | None:
-        """Why a requested kernel cannot be built: a SpecError, ToolchainError, BuildError or OSError."""
+    def check(self, spec: KernelSpec) -> None:
+        """Raises why a requested kernel cannot be built.
+
+        Raises:
+            SpecError, ToolchainError, BuildError, OSError: a new one at each call, since what was raised refers to all who called.
+        """
         job = self._jobs.get(spec)
-        return job.error if job else None
+        if job is not None and job.error is not None:
+            raise copy.copy(job.error)
 
     def left(self, specs: Iterable[KernelSpec] | None = None) -> int:
         """How many of these requested kernels (default: of all) are neither built nor failed."""
@@ -138,7 +144,7 @@ class Builder:
             if job.entry is None and self.settings.disable_jit:
                 raise BuildDisabledError(job.source.key)
         except Exception as error:
-            job.error = error
+            job.error = error.with_traceback(None)
         return job
 
     def _start_worker(self) -> None:
@@ -245,9 +251,8 @@ def prebuild(specs: Iterable[KernelSpec], settings: JitSettings | None = None) -
                 bar.advance()
             done = len(wanted) - left
             own.wait(wanted, _POLL)
-    error = next(filter(None, map(own.failed, wanted)), None)
-    if error is not None:
-        raise error
+    for spec in wanted:
+        own.check(spec)
     return [entry for entry in map(own.ready, wanted) if entry is not None]
 
 

@@ -123,8 +123,7 @@ def loaded_kernel(spec: KernelSpec) -> KernelHandle | None:
         DriverError: it does not load.
     """
     own = builder()
-    if (error := own.failed(spec)) is not None:
-        raise error
+    own.check(spec)
     return get_kernel(spec) if own.ready(spec) else None
 
 

@@ -35,7 +35,8 @@ def test_a_request_returns_at_once_and_the_kernel_is_ready_later(compiler: FakeC
     own.request([SPEC, SPEC])
     own.request([SPEC])
     assert time.monotonic() - began < 0.9
-    assert (own.ready(SPEC), own.failed(SPEC), own.left(), own.left([SPEC])) == (None, None, 1, 1)
+    own.check(SPEC)
+    assert (own.ready(SPEC), own.left(), own.left([SPEC])) == (None, 1, 1)
     assert not own.wait([SPEC], timeout=0.01)
     assert own.wait([SPEC], timeout=30)
     entry = own.ready(SPEC)
@@ -88,9 +89,11 @@ def test_one_failure_is_remembered_and_stops_no_other(compiler: FakeCompiler) ->
     (compiler.folder / "broken").unlink()
     own.request([SPEC, IMPOSSIBLE, SPECS[0]])
     assert own.wait(timeout=30)
-    assert isinstance(own.failed(SPEC), BuildError)
-    assert isinstance(own.failed(IMPOSSIBLE), SpecError)
-    assert own.failed(SPECS[0]) is None
+    with pytest.raises(BuildError):
+        own.check(SPEC)
+    with pytest.raises(SpecError):
+        own.check(IMPOSSIBLE)
+    own.check(SPECS[0])
     assert own.ready(SPECS[0])
     assert compiler.runs == 2
     with pytest.raises(BuildError, match="this is the reason"):
@@ -105,7 +108,8 @@ def test_without_a_compiler_every_request_fails_with_the_sentence(
 ) -> None:
     monkeypatch.setenv("HEXA_FX_NVCC", "/nonexistent")
     builder().request([SPEC])
-    assert isinstance(builder().failed(SPEC), ToolchainError)
+    with pytest.raises(ToolchainError):
+        builder().check(SPEC)
 
 
 def test_disabled_builds_nothing_in_the_background(compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +118,8 @@ def test_disabled_builds_nothing_in_the_background(compiler: FakeCompiler, monke
     builder().request(SPECS)
     assert builder().wait(timeout=10)
     assert builder().ready(SPEC)
-    assert "HEXA_FX_DISABLE_JIT is set" in str(builder().failed(SPECS[0]))
+    with pytest.raises(ToolchainError, match="HEXA_FX_DISABLE_JIT is set"):
+        builder().check(SPECS[0])
     assert compiler.runs == 1
 
 
@@ -122,7 +127,8 @@ def test_a_cache_that_cannot_be_written_is_a_failure(compiler: FakeCompiler, mon
     monkeypatch.setenv("HEXA_FX_CACHE_DIR", "/proc/nowhere")
     builder().request([SPEC])
     assert builder().wait(timeout=10)
-    assert isinstance(builder().failed(SPEC), OSError)
+    with pytest.raises(OSError):
+        builder().check(SPEC)
 
 
 def test_ranks_share_the_work_and_build_each_kernel_once(compiler: FakeCompiler) -> None:
@@ -202,7 +208,7 @@ if child == 0:
     os.wait()
     prebuild([SPEC])
     sys.exit(7 if builder().ready(SPEC) else 1)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), builder().wait([SPEC], 30), builder().failed(SPEC))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), builder().wait([SPEC], 30), builder().check(SPEC))
 """
     process = run(script, RUNS=str(compiler.folder / "runs"))
     assert process.communicate(timeout=60)[0].strip() == "7 True None"

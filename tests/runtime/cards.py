@@ -136,8 +136,7 @@ class Cards:
         """From now on kernels are launched when the builder has built them, and no call waits."""
 
         def loaded_kernel(spec: KernelSpec) -> KernelHandle | None:
-            if (error := builder().failed(spec)) is not None:
-                raise error
+            builder().check(spec)
             return self.get_kernel(spec) if builder().ready(spec) else None
 
         monkeypatch.delenv("HEXA_FX_WAIT_FOR_KERNELS")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from hexa_fx.cuda import choosing, fallback, gemm, layer, modes
 from hexa_fx.cuda.kernel_set import kernel_set, layer_of
 from hexa_fx.ir import FfnSpec
 from hexa_fx.jit import BuildError, background
+from hexa_fx.jit.env import JitSettings
 from hexa_fx.ops import library, moe_ffn_autograd
 from tests.jit.conftest import FakeCompiler, compiler  # noqa: F401  (a fixture)
 from tests.runtime import cards as cards_module
@@ -35,8 +39,9 @@ class SlowBuilder:
     def ready(self, spec: KernelSpec) -> object:
         return "cubin" if spec in self.built else None
 
-    def failed(self, spec: KernelSpec) -> Exception | None:
-        return self.errors.get(spec)
+    def check(self, spec: KernelSpec) -> None:
+        if spec in self.errors:
+            raise self.errors[spec]
 
     def left(self) -> int:
         return len(self.requested) - len(self.built)
@@ -182,6 +187,29 @@ def test_a_kernel_that_does_not_build_falls_back_for_good(
     assert fallback.falls_back()
     assert "this is the reason" in fallback.fallbacks["combine"]
     assert not cards.launches
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_called_for_a_missing_kernel_is_not_kept_alive(
+    fails: bool, cards: Cards, slow: SlowBuilder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A step's gradients, say, in the frames of the callers; no garbage is collected meanwhile."""
+    if fails:
+        never = background.Builder(JitSettings(cache_dir=tmp_path, disable_jit=True))
+        for module in (background, cards_module):
+            monkeypatch.setattr(module, "builder", lambda: never)
+
+    def call() -> weakref.ref[Tensor]:
+        mine = torch.zeros(3)
+        cards.run(arguments(dtype=torch.float32, gates=torch.float32))
+        return weakref.ref(mine)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_thread_can_wait_for_its_kernels(cards: Cards, slow: SlowBuilder) -> None:
