@@ -57,6 +57,7 @@ def _key(observation: Observation) -> Hashable:
         tuple((name, shape_of(t), t.dtype, t.device.type, t.requires_grad, type(t)) for name, t in tensors),
         _shape(observation.args),
         _shape(observation.kwargs),
+        "forward" in vars(block),  # if it has one of its own, that is among the reads
     )
 
 

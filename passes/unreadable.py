@@ -10,8 +10,8 @@ from hexa_fx.sources import linear4bit
 
 OFFLOADED = (
     "its weights are offloaded (accelerate brings them to the device for each call), and cannot be read in place; a block is "
-    "rewritten if it stays on one device: leave room for it in device_map or max_memory, or optimize the model before it is "
-    "dispatched"
+    "rewritten if it stays on one device: leave room for it in device_map or max_memory (stacked experts may also be optimized "
+    "before the model is dispatched)"
 )
 SPREAD = (
     "its weights lie on several devices ({}); a block is rewritten if it is on one: keep it together in device_map "

@@ -43,6 +43,7 @@ class AttributeGuards:
         stored: (path, name) of attributes that a forward sets.
         reads: what the recorded run read.
         packed: paths of parameters that are read side by side, and of which that is checked with them.
+        own_forward: the forward that the block's instance had of its own, such as a wrapper; None if it had the class's.
     """
 
     def __init__(
@@ -52,23 +53,37 @@ class AttributeGuards:
         stored: Iterable[tuple[str, str]] = (),
         reads: Iterable[PythonRead] = (),
         packed: Iterable[str] = (),
+        own_forward: Callable[..., Any] | None = None,
     ) -> None:
+        self.own_forward = own_forward
         written = {*stored, ("", "forward")}
-        self.reads = tuple(read for read in reads if read.is_global or (read.root, read.steps[0]) not in written)
+        self.reads = tuple(
+            read
+            for read in reads
+            if read.is_global or (read.root, read.steps[0]) not in written or self._is_kept_by_own_forward(read)
+        )
         self.packed = frozenset(above for path in packed for above in _and_above(path))
         owners = {path.rpartition(".")[0] for path in packed}
         self.inner = tuple(path for path, _ in _read(block, "", frozenset(called)) if path and path not in owners)
         self.bind(block)
 
+    def _is_kept_by_own_forward(self, read: PythonRead) -> bool:
+        is_below = (read.root, read.steps[0]) == ("", "forward") and len(read.steps) > 1
+        return self.own_forward is not None and is_below
+
     @classmethod
     def of(
-        cls, block: nn.Module, rewritten: RewrittenBlock | None, stored: Iterable[tuple[str, str]]
+        cls,
+        block: nn.Module,
+        rewritten: RewrittenBlock | None,
+        stored: Iterable[tuple[str, str]],
+        own_forward: Callable[..., Any] | None = None,
     ) -> AttributeGuards:
         """Those of a rewritten forward; none if there is no such forward."""
         if rewritten is None:
             return cls(block)
         packed = [path for weight in rewritten.packed for part in weight.parts for path in part]
-        return cls(block, called_in(rewritten.graph), stored, rewritten.reads, packed)
+        return cls(block, called_in(rewritten.graph), stored, rewritten.reads, packed, own_forward)
 
     def bind(self, block: nn.Module) -> None:
         """Watches ``block`` from now on: the same one, or a copy that may still be incomplete."""
@@ -91,14 +106,14 @@ class AttributeGuards:
     def _resolve(self) -> None:
         block, self._found, self._is_same = self._block(), None, None
         assert block is not None
-        self._found = Resolution(block, self.reads, self.packed)
+        self._found = Resolution(block, self.reads, self.packed, self.own_forward)
         modules = dict(block.named_modules(remove_duplicate=False))
         inner = [submodule(modules, path) for path in self.inner]
         self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
 
     def __getstate__(self) -> dict[str, Any]:
         reads = tuple(dataclasses.replace(read, value=movable(read.value)) for read in self.reads)
-        return {"reads": reads, "packed": self.packed, "inner": self.inner}
+        return {"reads": reads, "packed": self.packed, "inner": self.inner, "own_forward": self.own_forward}
 
 
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:

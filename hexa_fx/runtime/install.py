@@ -78,8 +78,8 @@ class HexaForward:
         attributes = [item for item in (*self.stored[True], *self.stored[False]) if isinstance(item, ModuleAttribute)]
         written = [(item.path, item.name) for item in attributes]
         self.attributes = {
-            True: AttributeGuards.of(module, train, written),
-            False: AttributeGuards.of(module, eval, written),
+            True: AttributeGuards.of(module, train, written, original),
+            False: AttributeGuards.of(module, eval, written, original),
         }
         self._bind(module)
 

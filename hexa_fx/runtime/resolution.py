@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation.lookup import lookup, own_names, place
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
+from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
 from hexa_fx.runtime.guards import GuardMiss
 
@@ -28,7 +30,13 @@ class Resolution:
         GuardMiss: one of them is not what was noted.
     """
 
-    def __init__(self, block: nn.Module, reads: Sequence[PythonRead], packed: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        reads: Sequence[PythonRead],
+        packed: frozenset[str] = frozenset(),
+        own_forward: Callable[..., Any] | None = None,
+    ) -> None:
         self.dicts: list[tuple[dict[Any, Any], Any, Any]] = []
         self.owners: list[tuple[Any, str, Any]] = []
         self.objects: list[tuple[Any, type]] = []
@@ -37,6 +45,8 @@ class Resolution:
         self.slow: list[tuple[Any, Any, Any]] = []
         self._modules, self._packed = dict(block.named_modules(remove_duplicate=False)), packed
         self._holders: dict[tuple[bool, str, tuple[Any, ...]], Any] = {}
+        if own_forward is not None:  # in its place there is a rewritten one now
+            self._holders[False, "", ("forward",)] = own_forward
         self._seen: dict[tuple[int, Any], Any] = {}
         self._entered: set[tuple[int, Any]] = set()
         self._through = {(read.is_global, read.root, read.steps[:-1]) for read in reads}
@@ -50,7 +60,7 @@ class Resolution:
             self._add_names(holder, key, read)
             return
         if (id(holder), key) in self._seen:
-            if not alike(self._seen[id(holder), key], read.value):
+            if not _is_like(self._seen[id(holder), key], read.value):
                 raise GuardMiss(f"{str(read)!r} changes from call to call")
             return
         own = _own_class(holder) if key == "__class__" else None
@@ -61,7 +71,7 @@ class Resolution:
             return
         found = place(holder, key)
         self._seen[id(holder), key] = found.value
-        if not alike(found.value, read.value) and not is_switch_of_generate(key, read.value, found.value):
+        if not _is_like(found.value, read.value) and not is_switch_of_generate(key, read.value, found.value):
             raise GuardMiss(_said(read, found.value))
         through = (read.is_global, read.root, read.steps) in self._through
         if isinstance(found.value, torch.Tensor) and not through:
@@ -137,6 +147,19 @@ def _own_class(holder: Any) -> type | None:
     if fsdp is not None and isinstance(holder, nn.Module) and type(holder).__bases__[0] is fsdp.FSDPModule:
         return type(holder).__bases__[1]
     return None
+
+
+def _is_like(now: Any, noted: Any) -> bool:
+    """Whether ``now`` is what was noted, or a function that the same ``def`` or ``lambda`` made, as one makes wrappers of several
+    modules. What functions of the user's code keep is among the reads (`hexa_fx.isolation.read_values.keys_inside`), if anything.
+    """
+    if not (isinstance(now, FunctionType) and isinstance(noted, FunctionType) and is_users(noted.__module__ or "")):
+        return alike(now, noted)
+    alike_made = now.__code__ == noted.__code__ and now.__globals__ is noted.__globals__
+    return alike_made and all(bool(getattr(now, name)) == bool(getattr(noted, name)) for name in _KEPT)
+
+
+_KEPT = ("__defaults__", "__kwdefaults__", "__dict__")
 
 
 class _Same:

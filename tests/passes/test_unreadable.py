@@ -44,7 +44,20 @@ def test_hooks_that_only_place_inputs_are_fine():
         hooks.add_hook_to_module(block, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
     found = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(own_code_when_small=False))
     assert [block.status for block in found.report.blocks] == ["rewritten", "rewritten"], str(found.report)
+    assert found.report.blocks[1].same_as == "first"  # hooks of one kind do not cost an analysis of each block
     torch.testing.assert_close(found(x), expected)
+
+
+def test_a_hook_that_changes_one_of_two_blocks():
+    class Scale(hooks.ModelHook):
+        def post_forward(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
+            return output * 2
+
+    model, x = Two().eval(), torch.randn(12, D, generator=torch.Generator().manual_seed(0))
+    hooks.add_hook_to_module(model.second, Scale())
+    found = hexa_fx.optimize(model, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert [block.same_as for block in found.report.blocks] == [None, None]
+    torch.testing.assert_close(found(x), model(x))
 
 
 def test_a_block_on_two_devices():

@@ -201,3 +201,28 @@ def test_a_method_that_is_exchanged_on_the_instance():
     plain = rewritten.route
     rewritten.route = lambda tokens: (lambda weights, chosen: (2 * weights, chosen))(*plain(tokens))
     torch.testing.assert_close(rewritten(x), 2 * expected)
+
+
+# -- a forward of the instance's own -----------------------------------------------------------------------------------
+
+
+def scaled(block, factor):
+    """Wraps the block's forward, as accelerate's hooks and many a patch do."""
+    own = block.forward
+    block.forward = lambda x: own(x) * factor[0]
+
+
+@pytest.mark.parametrize("wrapped", [(0,), (1,), (0, 1)])
+def test_wrappers_of_single_blocks(wrapped, caplog):
+    torch.manual_seed(0)
+    model, x, factors = nn.Sequential(Block(), Block()), torch.randn(20, D), [[2.0], [3.0]]
+    for number in wrapped:
+        scaled(model[number], factors[number])
+    expected = model(x)
+    found = hexa_fx.optimize_(model, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert len(found.report.rewritten) == 2
+    torch.testing.assert_close(found(x), expected)
+    factors[wrapped[0]][0] = 5.0  # what the wrapper encloses is a setting like any other
+    changed = found(x)
+    assert "'forward.__closure__" in caplog.text
+    torch.testing.assert_close(changed, hexa_fx.undo_(found)(x))
