@@ -26,6 +26,7 @@ from torch.fx import Graph
 from hexa_fx.capture import CapturedBlock, capture
 from hexa_fx.capture.calls import raised_at
 from hexa_fx.capture.observe import Observation
+from hexa_fx.capture.overlooked import NOT_REACHED
 from hexa_fx.capture.perturb import Replacements
 from hexa_fx.capture.probes import OVERFLOW_TOKENS, overflow_inputs, overflow_sizes, probe_inputs
 from hexa_fx.config import HexaConfig
@@ -40,7 +41,7 @@ from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.complete import Findings, detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.verdict import Refuse
-from hexa_fx.passes.distinct_tokens import examples, mostly_alike
+from hexa_fx.passes.distinct_tokens import examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.host_rules import refusal_of_host
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
@@ -120,9 +121,9 @@ def analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
 
     A failure of the passes themselves is a refusal too, so that it does not keep the user from the rest of the model.
     """
-    unreadable = why_unreadable(observation.module)
-    if unreadable:
-        return refused(Refusal(observation.path, unreadable))
+    reason = why_unreadable(observation.module) or (NOT_REACHED if has_no_tokens(observation) else "")
+    if reason:
+        return refused(Refusal(observation.path, reason))
     try:
         found = with_few_enough_tokens(_analyse, observation, config)
         return refused(found) if isinstance(found, Refusal) else found

@@ -1,8 +1,9 @@
 """Replaces example inputs whose tokens cannot be told apart by ones whose tokens can.
 
-People first try zeros, ones, a repeated sentence or a single token. Equal tokens all go to the same experts, so that one cannot see
-which row went where. Since a block is a function of its inputs, it is recorded on others of the same kind instead: random tokens of
-the example's scale, with random routings if the inputs contain a routing. Masks, positions and everything else stay as they are.
+People first try zeros, ones, a repeated sentence or a single token; an untrained model may give NaN. Equal tokens all go to the
+same experts, so that one cannot see which row went where. Since a block is a function of its inputs, it is recorded on others of
+the same kind instead: random tokens of the example's scale, with random routings if the inputs contain a routing. Masks, positions
+and everything else stay as they are.
 """
 
 from __future__ import annotations
@@ -53,10 +54,18 @@ def mostly_alike(observation: Observation) -> bool:
 
 
 def number_alike(rows: torch.Tensor) -> int:
-    """How many rows (R, D) have the direction of an earlier one, up to rounding."""
+    """How many rows (R, D) have the direction of an earlier one, up to rounding, or none, since they are not finite."""
     scaled = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
     near = torch.cdist(scaled, scaled) <= _SAME
-    return int(near.tril(-1).any(1).sum())
+    return int((near.tril(-1).any(1) | ~rows.isfinite().all(1)).sum())
+
+
+def has_no_tokens(observation: Observation) -> bool:
+    """Whether the first matrix of floats that the block is given has no rows."""
+    leaves = pytree.tree_leaves((observation.args, observation.kwargs))
+    matrices = (t for t in leaves if isinstance(t, torch.Tensor) and t.dim() >= 2 and t.is_floating_point())
+    first = next(matrices, None)
+    return first is not None and first.numel() == 0
 
 
 def _rows(observation: Observation) -> torch.Tensor | None:

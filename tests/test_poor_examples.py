@@ -50,6 +50,17 @@ def test_the_same_graph_as_on_a_good_example(style: str) -> None:
         assert graphs(analysed(model, args, verify=name == "zeros")) == expected[name == "zeros"], name
 
 
+def test_an_example_that_is_not_finite_and_one_without_tokens() -> None:
+    v = by_name(STYLES[0])
+    model, (x, *others) = v.make(0).eval(), v.inputs(2, 7, torch.float32, 0)[0]
+    assert graphs(analysed(model, (torch.full_like(x, torch.nan), *others), False)) == graphs(
+        analysed(model, (x, *others), False)
+    )
+    (block,) = analysed(model, (x[:0], *others), False).report.blocks
+    assert block.reason == "its experts did not run on the example: give an example that reaches them"
+    assert not block.advice
+
+
 @pytest.mark.parametrize("name", POOR)
 @pytest.mark.parametrize("style", STYLES[:2])
 def test_the_same_numbers(style: str, name: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -131,8 +130,6 @@ def _free(device: str) -> int | None:
     """Bytes that are free on the device; None where nothing says so."""
     import torch
 
-    if device != "cpu":
-        return torch.cuda.mem_get_info(device)[0]
-    table = Path("/proc/meminfo")
-    lines = table.read_text(encoding="ascii").splitlines() if table.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+    from hexa_fx.isolation.host_memory import available_bytes
+
+    return available_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]

@@ -124,7 +124,7 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("parameter", "bias", "weight", "expert product", "projection", "operand", "neither their tokens'"),
         "Give every expert matrices and biases of its own that forward only multiplies with and adds; combine"
-        " parameters outside forward.",
+        " parameters outside forward (parametrize.remove_parametrizations, prune.remove and the like do so).",
     ),
 )
 
@@ -132,7 +132,7 @@ DEFAULT = f"{_SAFE} docs/patterns.md lists the ways of writing that are rewritte
 
 
 _SAYS_IT_ITSELF = re.compile(
-    r"not enough memory to analyse|; .*(rewritten|undo_|register|multiply|give more|has to be)"
+    r"not enough memory to analyse|: give an example|; .*(rewritten|undo_|register|multiply|give more|has to be)"
 )
 
 

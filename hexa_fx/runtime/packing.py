@@ -23,6 +23,7 @@ from torch import is_grad_enabled, nn
 from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 
+from hexa_fx.isolation.host_memory import owns_its_storage
 from hexa_fx.runtime import shared_storage
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.paths import WeightReader
@@ -189,14 +190,27 @@ class PackedExperts(WeightReader):
         return True
 
     def _move(self, parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
+        own = 0 if self._packed is None else self._packed.untyped_storage().data_ptr()
+        views = any(
+            not owns_its_storage(tensor) and tensor.untyped_storage().data_ptr() != own
+            for part in parts
+            for tensor in part
+        )
         try:
-            return shared_storage.move(parts)
+            moved = shared_storage.move(parts)
         except shared_storage.NoRoom as error:
             raise GuardMiss(
                 f"the experts' weights of {self.weight.name!r} cannot be laid side by side on {parts[0][0].device}: that takes "
                 f"{error.needed / 2**30:.1f} GiB for a while, which are not free; optimize the model on the host and move it, or "
                 "use a version of it with stacked weights"
             ) from None
+        if views:
+            logger.warning(
+                "the experts' weights (%s, ...) were views of a larger tensor; they now lie side by side in memory of their own, "
+                "and what is written to that tensor no longer reaches them",
+                self.weight.parts[0][0],
+            )
+        return moved
 
     def _why_not_move(self, tensors: Sequence[torch.Tensor]) -> str:
         if self._repacked_in_a_row >= REPACK_LIMIT:
@@ -206,7 +220,7 @@ class PackedExperts(WeightReader):
             return ""
         if exchanged:
             return "the parameters were exchanged in a distributed job (FSDP, perhaps)"
-        if self._packed is not None and not all(map(_owns_its_storage, tensors)):
+        if self._packed is not None and not all(map(owns_its_storage, tensors)):
             return "the parameters lie in a storage that something else manages (FSDP, perhaps)"
         return ""
 
@@ -243,7 +257,3 @@ def _traced() -> bool:
 
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _owns_its_storage(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

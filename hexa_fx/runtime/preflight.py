@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hexa_fx.errors import InputError
 from hexa_fx.runtime.install import is_installed
@@ -21,7 +22,7 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         InputError: the object is no model, or it is already optimized, compiled, scripted, wrapped for data parallelism, sharded,
-            on the meta device, or made in inference mode.
+            on the meta device, lazy, or made in inference mode.
     """
     if not isinstance(model, nn.Module):
         hint = "; call the class to make a model" if isinstance(model, type) else ""
@@ -70,6 +71,10 @@ def _check_parameters(model: nn.Module) -> None:
     for path, parameter in (*model.named_parameters(), *model.named_buffers()):
         if id(parameter) in away:  # its block is left as it is; the others can be rewritten
             continue
+        if is_lazy(parameter):
+            raise InputError(
+                f"{path} belongs to a lazy module and has no shape yet; call the model once on an example first"
+            )
         if type(parameter.data).__name__ == "DTensor":
             raise InputError(f"{path} is a distributed tensor; optimize the model before sharding it (fully_shard, TP)")
         if parameter.device.type == "meta":

@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
+from hexa_fx.isolation.host_memory import available_bytes, bytes_that_stay
 from hexa_fx.jit.errors import DriverError
 from hexa_fx.jit.mapped_memory import MappedMemory
 
@@ -105,12 +106,22 @@ def nbytes(parts: Sequence[Sequence[torch.Tensor]]) -> int:
     return sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part)
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that a new tensor may take on a GPU. None elsewhere: memory of the host is taken page by page as it is written, and
-    what has been moved is given back at once.
+def lacking_bytes(parts: Sequence[Sequence[torch.Tensor]]) -> int:
+    """Bytes that have to be there twice for a while and for which there is no room; 0 if there is room.
+
+    The host's memory is taken page by page as it is written, and what has been moved is given back at once, but for views of a
+    larger tensor and files that are mapped.
     """
+    needed, free = nbytes(parts), free_bytes(parts[0][0].device)
+    if free is not None and needed > free and parts[0][0].device.type == "cpu":
+        needed = bytes_that_stay(tensor for part in parts for tensor in part)
+    return needed if free is not None and needed > free else 0
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that a new tensor may take; None where nothing says so."""
     if device.type != "cuda":
-        return None
+        return available_bytes() if device.type == "cpu" else None
     torch.cuda.empty_cache()  # experts that were moved before lie in blocks of their own
     return torch.cuda.mem_get_info(device)[0]
 
@@ -132,8 +143,7 @@ def move(parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
             log.info("expert weights move all at once: %s", error)
     if memory is not None:
         return _moved_in_pieces(parts, memory)
-    needed, free = nbytes(parts), free_bytes(first.device)
-    if free is not None and needed > free:
+    if needed := lacking_bytes(parts):
         raise NoRoom(needed)
     shared = SharedStorage.of(parts)
     stacked = torch.empty(shared.shape, dtype=first.dtype, device=first.device)

@@ -49,6 +49,11 @@ def test_the_models_own_error_tells_what_was_called(model):
     assert error.value.__notes__ == ["hexa_fx called the model on the example inputs: Model(float32[4, 7] on cpu)"]
 
 
+def test_a_lazy_model():
+    lazy = nn.Sequential(nn.LazyLinear(4))
+    assert "0.weight belongs to a lazy module" in sentence(lambda: hexa_fx.optimize(lazy, INPUT))
+
+
 @pytest.mark.parametrize("call", [hexa_fx.optimize, hexa_fx.optimize_, hexa_fx.explain])
 def test_configurations_that_are_none(model, call):
     assert "expected a hexa_fx.HexaConfig" in sentence(lambda: call(model, INPUT, {"verify": False}))

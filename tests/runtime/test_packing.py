@@ -8,6 +8,7 @@ import logging
 import math
 import multiprocessing
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from hexa_fx.ir import PackedWeight
+from hexa_fx.isolation.host_memory import bytes_that_stay
 from hexa_fx.jit import DriverError
 from hexa_fx.runtime import packing, shared_storage
 from hexa_fx.runtime.guards import GuardMiss
@@ -481,6 +483,11 @@ def test_a_few_experts_at_a_time(limit: int, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_no_room_to_lay_side_by_side(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     block, x = ListMoE().eval(), torch.randn(1, 9, D, generator=torch.Generator().manual_seed(4))
+    flat = torch.cat(
+        [parameter.detach().flatten() for parameter in block.parameters()]
+    )  # memory that does not come free
+    for parameter, view in zip(block.parameters(), flat.split([p.numel() for p in block.parameters()])):
+        parameter.data = view.view_as(parameter)
     expected, before = block(x), block.experts[1].w1.weight.data_ptr()
     monkeypatch.setattr(shared_storage, "free_bytes", lambda device: 1)
     install(block, None, list_rewritten(False))
@@ -489,5 +496,15 @@ def test_no_room_to_lay_side_by_side(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert "cannot be laid side by side on cpu" in caplog.text
     assert "runs its original forward" in caplog.text
     monkeypatch.undo()
+    assert "were views of a larger tensor" not in caplog.text
     torch.testing.assert_close(block(x), expected)
     assert block.experts[1].w1.weight.data_ptr() != before
+    assert "(experts.0.w1.weight, ...) were views of a larger tensor" in caplog.text
+
+
+def test_what_memory_of_the_host_stays_taken(tmp_path: Path) -> None:
+    own = torch.zeros(5000)
+    mapped = torch.from_file(str(tmp_path / "weights"), shared=True, size=5000)
+    assert bytes_that_stay([own]) == 0
+    assert bytes_that_stay([own[:100], own[:200]]) == 4 * 300
+    assert bytes_that_stay([mapped, own]) == 4 * 5000
