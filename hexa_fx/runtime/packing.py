@@ -14,7 +14,7 @@ Passing ``top_k_index`` restores None, at the price of one device-to-host copy i
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -190,12 +190,7 @@ class PackedExperts(WeightReader):
         return True
 
     def _move(self, parts: Sequence[Sequence[nn.Parameter]]) -> torch.Tensor:
-        own = 0 if self._packed is None else self._packed.untyped_storage().data_ptr()
-        views = any(
-            not owns_its_storage(tensor) and tensor.untyped_storage().data_ptr() != own
-            for part in parts
-            for tensor in part
-        )
+        views = self._lie_in_one(tensor for part in parts for tensor in part)
         try:
             moved = shared_storage.move(parts)
         except shared_storage.NoRoom as error:
@@ -211,6 +206,12 @@ class PackedExperts(WeightReader):
                 self.weight.parts[0][0],
             )
         return moved
+
+    def _lie_in_one(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether some are views of one larger tensor, which is not the stack that was made of them before."""
+        own = 0 if self._packed is None else self._packed.untyped_storage().data_ptr()
+        views = [t.untyped_storage().data_ptr() for t in tensors if not owns_its_storage(t)]
+        return len({*views} - {own}) < len([place for place in views if place != own])
 
     def _why_not_move(self, tensors: Sequence[torch.Tensor]) -> str:
         if self._repacked_in_a_row >= REPACK_LIMIT:
