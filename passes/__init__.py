@@ -41,7 +41,7 @@ from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.complete import Findings, detect_all
 from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.verdict import Refuse
-from hexa_fx.passes.distinct_tokens import examples, has_no_tokens, mostly_alike
+from hexa_fx.passes.distinct_tokens import all_differ, examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.host_rules import refusal_of_host
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
@@ -146,9 +146,11 @@ def _analyse(observation: Observation, config: HexaConfig) -> BlockAnalysis:
         if analysis.rewritten:
             return analysis
         refused.append((example, analysis))
-    for example, analysis in refused:
-        if _was_recorded(analysis) and not mostly_alike(example):
-            return analysis
+    recorded = [(example, analysis) for example, analysis in refused if _was_recorded(analysis)]
+    for told_apart in (all_differ, lambda example: not mostly_alike(example)):
+        for example, analysis in recorded:
+            if told_apart(example):
+                return analysis
     example, last = refused[-1]
     if not mostly_alike(example):
         return last

@@ -53,6 +53,12 @@ def mostly_alike(observation: Observation) -> bool:
     return rows is not None and len(rows) > 0 and 2 * number_alike(rows) >= len(rows)
 
 
+def all_differ(observation: Observation) -> bool:
+    """Whether no two tokens are alike, so that a refusal is the code's own."""
+    rows = _rows(observation)
+    return rows is None or not number_alike(rows)
+
+
 def number_alike(rows: torch.Tensor) -> int:
     """How many rows (R, D) have the direction of an earlier one, up to rounding, or none, since they are not finite."""
     scaled = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)

@@ -101,11 +101,15 @@ class RowEmitter:
 
     def _token_rows(self, node: Node, source: Node) -> Node:
         """x[v // k], or the tokens themselves if only products read them, which gather as they read."""
-        tokens = self.as_rows(source)
+        tokens, value = self.as_rows(source), record_of(node).value
+        if (
+            record_of(source).value.dtype != value.dtype
+        ):  # each expert casts what it is given, as adapters of another dtype do
+            tokens = self._method("to", tokens, value.dtype)
         if self._only_in_products(node):
             return tokens
         token = self._v if self._top_k == 1 else self._call(operator.floordiv, self._v, self._top_k)
-        return self._routed_only(self._method("index_select", tokens, 0, token), record_of(node).value.dim())
+        return self._routed_only(self._method("index_select", tokens, 0, token), value.dim())
 
     def _only_in_products(self, node: Node) -> bool:
         steps = self.body.steps

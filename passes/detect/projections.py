@@ -102,7 +102,7 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
     if max(levels) > 2:
         raise Refuse(
             f"the experts have {max(levels)} matrix products in a row, or read each other's outputs; more than two are rewritten "
-            "only where the code runs one expert at a time, and each on its tokens alone",
+            "only where the code runs one expert at a time, all of them alike, and each on its tokens alone",
             contractions[-1].node,
         )
     pairs = []

@@ -198,6 +198,8 @@ class _Reader:
 
     def _candidates(self, contraction: Contraction) -> Iterator[tuple[Stack, RowMatcher]]:
         for stack in self._weights.matrices(contraction.base, *_feature_sizes(contraction)):
+            if stack.matrices.shape[2] != self._tokens.shape[1]:  # it reads something narrower or wider than a token
+                continue
             key = (stack.base, stack.layout, stack.part)
             if key not in self._matchers:
                 self._matchers[key] = stack, RowMatcher(self._tokens, stack.matrices)

@@ -183,6 +183,8 @@ class StepReader:
         if self.tags[node].experts:
             return self._of_expert(column)
         if node.op == "get_attr":
+            if len({n.target for n in column}) > 1:
+                raise Refuse(f"the experts differ in shape or structure: {node.target} has no like in the others", node)
             return Shared(str(node.target))
         return self._copy(column)
 

@@ -270,3 +270,38 @@ def test_adapters_on_a_list_of_linears_are_switched():
         torch.testing.assert_close(optimized(x), original(x))
     optimized(x).sum().backward()
     assert all("lora" in name for name, p in optimized.named_parameters() if p.grad is not None)
+
+
+def test_adapters_in_float32_on_a_list_in_bfloat16():
+    """PEFT's default: each expert casts its rows to what its adapters multiply in."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+    original = peft.get_peft_model(nn.Sequential(Listed()).bfloat16(), config)
+    x = torch.randn(9, 8).bfloat16()
+    optimized = hexa_fx.optimize(original, x, CONFIG)
+    assert operators_run(optimized, (x,)) > 0
+    for model in (original, optimized):
+        model(x).float().square().sum().backward()
+    torch.testing.assert_close(optimized(x), original(x), rtol=2e-2, atol=2e-2)
+    for one, other in zip(optimized.parameters(), original.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_adapters_of_other_forms_on_a_list():
+    """The refusal is of tokens that can be told apart, though two of the example are equal."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 8)
+    x[3] = x[1]
+    sums = peft.MissConfig(r=2, target_modules=["up"], init_weights=False)
+    original = peft.get_peft_model(nn.Sequential(Listed()), sums)
+    for (
+        block
+    ) in original.modules():  # the first product with a parameter of its own reads something narrower than a token
+        for parameter in getattr(block, "miss_block", {}).values():
+            nn.init.normal_(parameter)
+    torch.testing.assert_close(hexa_fx.optimize(original, x, CONFIG)(x), original(x))
+    uneven = peft.LoraConfig(r=2, target_modules=["up"], rank_pattern={r"0\.up": 3}, init_lora_weights=False)
+    report = hexa_fx.optimize(peft.get_peft_model(nn.Sequential(Listed()), uneven), x, CONFIG).report
+    assert "0.up.lora_A.default.weight has no like in the others" in str(report)
