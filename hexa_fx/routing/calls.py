@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ class ModelCall:
         real: (rows,) bool mask of the tokens that are no padding; None: all.
         lengths: tokens that are no padding, of each row of the batch.
         start: where these tokens start in the log.
-        first: autograd's sequence number when the call began.
+        first, last: autograd's sequence numbers when the call began and ended.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +32,7 @@ class ModelCall:
     lengths: tuple[int, ...]
     start: int = 0
     first: int = field(default_factory=lambda: torch._C._autograd._get_sequence_nr())
+    last: int = 0
 
     @property
     def rows(self) -> int:
@@ -90,6 +92,29 @@ def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def in_backward() -> bool:
     """Whether autograd runs a backward here: a forward inside it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+class Ended:
+    """Raises where backward computes one of some calls again that were replayed, and would be routed otherwise now."""
+
+    def __init__(self) -> None:
+        self.calls: deque[tuple[int, int]] = deque(maxlen=64)
+
+    def __call__(self) -> None:
+        """To be called before a block.
+
+        Raises:
+            InputError: this is a part of such a call.
+        """
+        if not in_backward():
+            return
+        node: Any = torch._C._current_autograd_node()
+        number = node._sequence_nr()
+        if any(first <= number < last for first, last in self.calls):
+            raise InputError(
+                "backward computes a forward again that ran inside replay_routing, and would route its tokens by itself now; run "
+                "backward inside the context in which the forward ran"
+            )
 
 
 def recomputed(calls: list[ModelCall]) -> ModelCall:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from torch import Tensor
@@ -23,10 +25,11 @@ class RoutingLog:
         num_experts: E of each layer, or of all; None if it is not known.
         top_k: k of each layer; None: that of ``ids``.
         layers: the layers' paths, for people.
-        live: (N,) bool, the tokens that are not known and are routed by the router itself; None: all are known.
+        live: (N,) bool, the tokens that are not known and are routed by the router itself, whatever their ids say; None: all are
+            known.
 
     Raises:
-        InputError: shapes do not fit together, or an id is negative or not below E.
+        InputError: these are no integers, shapes do not fit together, or an id is negative or not below E.
     """
 
     def __init__(
@@ -38,20 +41,21 @@ class RoutingLog:
         layers: Sequence[str] = (),
         live: Tensor | Any | None = None,
     ) -> None:
-        found = torch.as_tensor(ids)
-        if found.dim() != 3 or found.is_floating_point():
-            raise InputError(
-                f"a routing log holds integer ids (tokens, layers, k); got {found.dtype} {list(found.shape)}"
-            )
+        found = _integers(ids)
+        if found.dim() != 3:
+            raise InputError(f"a routing log holds ids (tokens, layers, k); got {list(found.shape)}")
         count = found.shape[1]
-        self.lengths = (found.shape[0],) if lengths is None else tuple(map(int, lengths))
+        self.lengths = (found.shape[0],) if lengths is None else _numbers("lengths", lengths)
         if sum(self.lengths) != found.shape[0] or min(self.lengths, default=0) < 0:
-            raise InputError(f"the log holds {found.shape[0]} tokens, and its sequences {sum(self.lengths)}")
-        experts = [num_experts] * count if isinstance(num_experts, int) else num_experts
-        self.num_experts = None if experts is None else tuple(map(int, experts))
-        self.top_k = (found.shape[2],) * count if top_k is None else tuple(map(int, top_k))
+            raise InputError(
+                f"the log holds {found.shape[0]} tokens, and its sequences are {list(self.lengths[:9])} long: {sum(self.lengths)}"
+            )
+        self.num_experts = None if num_experts is None else _numbers("num_experts", num_experts, count)
+        self.top_k = (found.shape[2],) * count if top_k is None else _numbers("top_k", top_k, count)
         self.layers = tuple(layers)
-        self.live = None if live is None else torch.as_tensor(live, dtype=torch.bool)
+        self.live = _marks(live, found)
+        if self.live is not None:
+            found = found.masked_fill(self.live[:, None, None], 0)
         self._check(found)
         self.ids = found.to(smallest_dtype(max(self.num_experts or (int(found.max()) + 1 if found.numel() else 1,))))
 
@@ -62,8 +66,6 @@ class RoutingLog:
                 raise InputError(f"the log holds {count} layers, and {name} is of {len(given)}")
         if max(self.top_k, default=0) > ids.shape[2]:
             raise InputError(f"the log holds {ids.shape[2]} ids a token, and top_k says {max(self.top_k)}")
-        if self.live is not None and self.live.shape != ids.shape[:1]:
-            raise InputError(f"live is {list(self.live.shape)}; expected [{ids.shape[0]}], one for every token")
         if not ids.numel():
             return
         largest = ids.amax((0, 2)).tolist()
@@ -88,8 +90,8 @@ class RoutingLog:
         Raises:
             InputError: an array is longer than its sequence, or they differ in layers or k.
         """
-        arrays = [torch.as_tensor(sequence) for sequence in sequences]
-        wanted = [len(array) for array in arrays] if lengths is None else list(lengths)
+        arrays = [_integers(sequence) for sequence in sequences]
+        wanted = tuple(len(array) for array in arrays) if lengths is None else _numbers("lengths", lengths)
         if len({array.shape[1:] for array in arrays}) != 1 or len(wanted) != len(arrays):
             raise InputError("expected one (tokens, layers, k) array for every sequence, all of the same layers and k")
         pieces, live = [], []
@@ -99,8 +101,7 @@ class RoutingLog:
             rest = length - len(array)
             pieces += [array, array.new_zeros(rest, *array.shape[1:])]
             live += [torch.zeros(len(array), dtype=torch.bool), torch.ones(rest, dtype=torch.bool)]
-        marks = torch.cat(live)
-        return cls(torch.cat(pieces), wanted, live=marks if bool(marks.any()) else None, **options)
+        return cls(torch.cat(pieces), wanted, live=torch.cat(live), **options)
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -117,7 +118,13 @@ class RoutingLog:
         return self.ids.numel() * self.ids.element_size()
 
     def select(self, sequences: Sequence[int]) -> RoutingLog:
-        """A log of these sequences, by number and in this order, such as those of a shuffled minibatch."""
+        """A log of these sequences, by number and in this order, such as those of a shuffled minibatch.
+
+        Raises:
+            InputError: there is no sequence of such a number.
+        """
+        if missing := [int(number) for number in sequences if not -len(self) <= int(number) < len(self)]:
+            raise InputError(f"the log has no sequence {missing[0]}; it holds {len(self)}")
         pieces = [self._range(int(number)) for number in sequences]
         rows = torch.cat([torch.arange(*piece) for piece in pieces]) if pieces else torch.arange(0)
         return self._taken(rows, [stop - start for start, stop in pieces])
@@ -138,9 +145,10 @@ class RoutingLog:
 
     def truncated(self, lengths: Sequence[int]) -> RoutingLog:
         """A log of the first ``lengths[i]`` tokens of every sequence, such as those before the end-of-text token."""
-        if len(lengths) != len(self):
-            raise InputError(f"{len(lengths)} lengths were given for {len(self)} sequences")
-        kept = [min(int(new), old) for new, old in zip(lengths, self.lengths)]
+        wanted = _numbers("lengths", lengths)
+        if len(wanted) != len(self) or min(wanted, default=0) < 0:
+            raise InputError(f"{len(self)} sequences are cut to as many lengths, none negative; got {list(wanted)}")
+        kept = [min(new, old) for new, old in zip(wanted, self.lengths)]
         pieces = [torch.arange(self._range(i)[0], self._range(i)[0] + n) for i, n in enumerate(kept)]
         return self._taken(torch.cat(pieces), kept)
 
@@ -171,15 +179,19 @@ class RoutingLog:
         """
         import numpy
 
-        with numpy.load(Path(path), allow_pickle=False) as archive:
-            found = {name: archive[name] for name in archive.files}
+        try:
+            with numpy.load(Path(path), allow_pickle=False) as archive:
+                found = {name: archive[name] for name in archive.files}
+        except (ValueError, TypeError, EOFError, BadZipFile) as error:  # TypeError: the array of an .npy file
+            raise InputError(f"{path} is no NumPy archive (.npz) of numbers and text: {error}") from error
         if "routed_experts" not in found:
             raise InputError(
                 f"{path} has no entry 'routed_experts' with ids (tokens, layers, k); it has {sorted(found)}"
             )
         ids = found["routed_experts"]
         listed = {name: found[name].tolist() for name in ("lengths", "num_experts", "top_k") if name in found}
-        return cls(ids, **listed, layers=tuple(map(str, found.get("layers", ()))), live=found.get("live"))
+        layers = tuple(map(str, found["layers"].astype(str))) if "layers" in found else ()
+        return cls(ids, **listed, layers=layers, live=found.get("live"))
 
     def extend(self, ids: Tensor, lengths: Sequence[int]) -> None:
         """Adds the sequences of a call: (n, L, k) ids and their lengths."""
@@ -190,7 +202,7 @@ class RoutingLog:
         if not isinstance(other, RoutingLog):
             return NotImplemented
         same = self.lengths == other.lengths and self.top_k == other.top_k and self.ids.shape == other.ids.shape
-        return same and bool((self.ids == other.ids).all())
+        return same and bool((self.ids == other.ids).all()) and _alike(self.live, other.live)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -208,5 +220,60 @@ class RoutingLog:
 
 
 def smallest_dtype(experts: int) -> torch.dtype:
-    """The smallest integer dtype that holds ids below ``experts``."""
-    return next(dtype for limit, dtype in _SMALLEST if experts <= limit)
+    """The smallest integer dtype that holds ids below ``experts``.
+
+    Raises:
+        InputError: they need more than 32 bits.
+    """
+    found = next((dtype for limit, dtype in _SMALLEST if experts <= limit), None)
+    if found is None:
+        raise InputError(f"an expert id of {experts - 1} needs more than 32 bits; are these ids of experts?")
+    return found
+
+
+def _integers(values: Any) -> Tensor:
+    """Integers of any kind of array, in a dtype that torch computes with.
+
+    Raises:
+        InputError: they are none.
+    """
+    if not isinstance(values, Tensor):
+        import numpy
+
+        array = numpy.asarray(values)
+        if array.dtype.kind not in "iu" and array.size:
+            raise InputError(f"a routing log holds integer ids; got {array.dtype} {list(array.shape)}")
+        native = array.dtype.newbyteorder("=") if array.dtype.kind in "iu" else numpy.int64
+        values = torch.from_numpy(numpy.ascontiguousarray(array, dtype=native))
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise InputError(f"a routing log holds integer ids; got {values.dtype} {list(values.shape)}")
+    unsigned = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+    return values.to(unsigned.get(values.dtype, values.dtype))  # type: ignore[no-any-return]
+
+
+def _numbers(name: str, given: int | Iterable[Any], count: int | None = None) -> tuple[int, ...]:
+    """Whole numbers, of which a single one stands for ``count``.
+
+    Raises:
+        InputError: some are none.
+    """
+    try:
+        if isinstance(given, int):
+            return (given,) * (1 if count is None else count)
+        return tuple(map(operator.index, given))
+    except TypeError as error:
+        raise InputError(f"{name} are whole numbers in a row; got {given!r}") from error
+
+
+def _marks(live: Tensor | Any | None, ids: Tensor) -> Tensor | None:
+    """(N,) bool; None if nothing is marked."""
+    if live is None:
+        return None
+    marks = torch.as_tensor(live, dtype=torch.bool, device=ids.device)
+    if marks.shape != ids.shape[:1]:
+        raise InputError(f"live is {list(marks.shape)}; expected [{len(ids)}], one for every token")
+    return marks if bool(marks.any()) else None
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)

@@ -14,12 +14,10 @@ from torch.compiler import is_compiling
 
 from hexa_fx.capture.observe import with_ancestors
 from hexa_fx.errors import InputError
-from hexa_fx.ir import RoutingSite
-from hexa_fx.routing.calls import ModelCall, in_backward, read_call, recomputed
+from hexa_fx.routing.calls import Ended, ModelCall, in_backward, read_call, recomputed
+from hexa_fx.routing.layers import Layer, check_fit, layers_of
 from hexa_fx.routing.log import RoutingLog, smallest_dtype
-from hexa_fx.routing.sites import modules_around
 from hexa_fx.routing.tap import RoutingTap
-from hexa_fx.runtime.install import HexaForward, installed_forward
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingLog]:
         InputError: the model has no rewritten block, or it is not known where the experts of one are chosen; inside the context
             if a block sees other tokens than the call has, or the model is compiled.
     """
-    layers = _layers(model)
+    layers = layers_of(model)
     count, top_k = len(layers), [layer.site.top_k for layer in layers]
     experts = [layer.candidates for layer in layers]
     empty = torch.empty(0, count, max(top_k), dtype=smallest_dtype(max(experts)))
@@ -63,8 +61,8 @@ def replay_routing(model: nn.Module, routing: RoutingLog) -> Iterator[None]:
         InputError: as for `record_routing`; the log is of other layers, experts or k; at a call, before the model runs, if the
             log's next tokens are not as many as the call's.
     """
-    layers = _layers(model)
-    _check_fit(layers, routing)
+    layers = layers_of(model)
+    check_fit(layers, routing)
     session = _Session(model, layers, routing, replay=True)
     with session.running():
         yield
@@ -72,76 +70,12 @@ def replay_routing(model: nn.Module, routing: RoutingLog) -> Iterator[None]:
         log.warning("%d of the log's %d tokens were not replayed", routing.tokens - session.position, routing.tokens)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A rewritten block, and the module that holds its router."""
-
-    path: str
-    forward: HexaForward
-    router: nn.Module
-    sites: dict[bool, RoutingSite]
-
-    @property
-    def site(self) -> RoutingSite:
-        return next(iter(self.sites.values()))
-
-    @property
-    def candidates(self) -> int:
-        """Number of experts that the router chooses from, those without weights included."""
-        return self.site.columns[0][0].size
-
-
-def _layers(model: nn.Module) -> list[_Layer]:
-    found, reasons = [], []
-    for path, module in model.named_modules():
-        forward = installed_forward(module)
-        if forward is None:
-            continue
-        known = {mode: site for mode, site in forward.sites.items() if isinstance(site, RoutingSite)}
-        reasons += [f"{path or 'the model'}: {site}" for site in forward.sites.values() if isinstance(site, str)]
-        if not known:
-            reasons += [] if forward.sites else [f"{path or 'the model'}: it is spread over devices"]
-            continue
-        site = next(iter(known.values()))
-        above = modules_around(model, path)
-        if site.above >= len(above):
-            reasons.append(f"{path or 'the model'}: the module that holds its router is not in this model")
-            continue
-        found.append(_Layer(path, forward, model.get_submodule(above[site.above]), known))
-    if reasons:
-        raise InputError(
-            "the routing of some blocks cannot be separated from the rest: " + "; ".join(dict.fromkeys(reasons))
-        )
-    if not found:
-        raise InputError("the model has no block that hexa_fx rewrote; call hexa_fx.optimize first")
-    return found
-
-
-def _check_fit(layers: list[_Layer], routing: RoutingLog) -> None:
-    if routing.ids.shape[1] != len(layers):
-        raise InputError(
-            f"the log holds {routing.ids.shape[1]} layers, and the model has {len(layers)} rewritten blocks"
-        )
-    largest = routing.ids.amax((0, 2)).tolist() if routing.ids.numel() else [0] * len(layers)
-    for number, layer in enumerate(layers):
-        if routing.top_k[number] != layer.site.top_k:
-            raise InputError(
-                f"{layer.path} takes {layer.site.top_k} experts a token, and the log has {routing.top_k[number]}"
-            )
-        known = None if routing.num_experts is None else routing.num_experts[number]
-        if known not in (None, layer.candidates) or largest[number] >= layer.candidates:
-            seen = (
-                f"is of {known} experts" if known not in (None, layer.candidates) else f"names expert {largest[number]}"
-            )
-            raise InputError(f"{layer.path} has {layer.candidates} experts, and the log {seen}")
-
-
 @dataclass
 class _Session:
     """What runs while a context is open: hooks on the modules around blocks, and on those that hold routers."""
 
     model: nn.Module
-    layers: list[_Layer]
+    layers: list[Layer]
     routing: RoutingLog
     replay: bool
     position: int = 0
@@ -167,6 +101,10 @@ class _Session:
         finally:
             for handle in handles:
                 handle.remove()
+            for layer in self.layers if self.replay else ():
+                ended = next((told for told in layer.forward.called if isinstance(told, Ended)), Ended())
+                ended.calls.extend((call.first, call.last) for call in self.calls if call.last > call.first)
+                layer.forward.called = [ended] if ended.calls else []
 
     # -- the model's calls -----------------------------------------------------------------------------------------------
 
@@ -212,8 +150,10 @@ class _Session:
         call = self.current
         if self._depth or call is None:
             return
-        self.current = None
+        self.current, call.last = None, torch._C._autograd._get_sequence_nr()
         missing = [layer.path for number, layer in enumerate(self.layers) if number not in self.noted]
+        if missing and output is None:  # the call failed, and may be tried again
+            self.position = call.start
         if missing and output is not None:
             done = "replayed" if self.replay else "recorded"
             raise InputError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from hexa_fx.errors import InputError
 from hexa_fx.ir import Choice, RoutingSite
@@ -64,7 +64,9 @@ class RoutingTap(TorchFunctionMode):
             return result
         columns = slice(place, place + 1) if single else slice(0, width)
         ids = self._spread(own, columns)
-        self._found[place] = ids
+        for tap in (self, *_get_current_function_mode_stack()):  # what is noted around this context is where tokens go
+            if isinstance(tap, RoutingTap) and tap._site is self._site:
+                tap._found[place] = ids
         return call.forced(ids)
 
     def _among_groups(self, call: ChoosingCall, result: Any) -> Any:

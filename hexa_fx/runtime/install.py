@@ -70,7 +70,7 @@ class HexaForward:
         self.matrices = {mode: matrices_of(graph) if graph else {} for mode, graph in graphs.items()}
         self.num_experts = {True: train.num_experts if train else None, False: eval.num_experts if eval else None}
         self.sites: dict[bool, RoutingSite | str] = {}
-        self.restarted: list[Callable[[], None]] = []
+        self.restarted, self.called = list[Callable[[], None]](), list[Callable[[], None]]()
         self.adapters = Adapters()
         self._own_original = original
         self._logged: set[str] = set()
@@ -122,6 +122,8 @@ class HexaForward:
         return type(module).forward(module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for told in self.called:
+            told()
         training = bool(self.module.training)
         if self.programs[training] is None:
             return self.original(*args, **kwargs)
@@ -213,15 +215,13 @@ class HexaForward:
     def __setstate__(self, state: dict[str, Any]) -> None:
         module = state.pop("module")
         self.__dict__.update(state)
-        self._logged = set()
-        self._missed_sizes = None
-        self.restarted = []
+        self._logged, self._missed_sizes, self.restarted, self.called = set(), None, [], []
         self._bind(module)
 
 
 _NO_CODE = HexaForward.__call__.__code__
 _UNPICKLED = frozenset(
-    {"_module", "_arguments", "_forms", "_logged", "restarted", "_missed_sizes", "__doc__", "__name__"}
+    {"_module", "_arguments", "_forms", "_logged", "restarted", "called", "_missed_sizes", "__doc__", "__name__"}
 )
 
 

@@ -228,6 +228,8 @@ def test_a_log_that_does_not_fit_is_an_error_before_anything_runs(qwen):
         "takes 2 experts": RoutingLog(log.ids[:, :, :1], log.lengths),
         "names expert 8": RoutingLog(torch.full_like(log.ids, 8), log.lengths),
         "is of 9 experts": RoutingLog(log.ids, log.lengths, 9),
+        "token 0 to expert 0 of .* more than once": RoutingLog(torch.zeros_like(log.ids), log.lengths),
+        "RoutingLog.load": "log.npz",
     }
     for message, other in wrong.items():
         with pytest.raises(InputError, match=message), hexa_fx.replay_routing(model, other):
@@ -253,6 +255,33 @@ def test_tokens_that_are_left_over_are_reported(qwen, caplog):
     assert "40 of the log's 60 tokens were not replayed" in caplog.text
 
 
+def test_logs_are_read_as_any_array_holds_them(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    ids = numpy.arange(24).reshape(3, 2, 4)
+    expected = RoutingLog(ids)
+    for other in (ids.astype("uint16"), ids.astype("uint64"), ids.astype(">i4"), ids[::-1].copy()[::-1], ids.tolist()):
+        assert RoutingLog(other) == expected
+    for entries in ({"lengths": 3}, {"top_k": 4, "num_experts": 24}, {"layers": numpy.array([b"a", b"b"])}):
+        numpy.savez(tmp_path / "log.npz", routed_experts=ids, **entries)
+        assert RoutingLog.load(tmp_path / "log.npz") == expected
+    unknown = numpy.where(numpy.arange(3)[:, None, None] == 1, -1, ids)
+    assert RoutingLog(unknown, live=[False, True, False], num_experts=24).ids[1].eq(0).all()
+    assert RoutingLog(unknown, live=[False, True, False]) != RoutingLog(numpy.maximum(unknown, 0))
+    (tmp_path / "text.npz").write_text("no archive")
+    wrong = {
+        "integer ids; got bool": lambda: RoutingLog(ids > 2),
+        "integer ids; got object": lambda: RoutingLog(None),
+        "more than 32 bits": lambda: RoutingLog(ids + 2**40),
+        "lengths are whole numbers": lambda: RoutingLog(ids, [1.0, 2.0]),
+        "no sequence 1; it holds 1": lambda: expected.select([1]),
+        "none negative": lambda: expected.truncated([-1]),
+        "no NumPy archive": lambda: RoutingLog.load(tmp_path / "text.npz"),
+    }
+    for message, make in wrong.items():
+        with pytest.raises(InputError, match=message):
+            make()
+
+
 def test_a_log_is_saved_loaded_and_written_by_others(qwen, tmp_path):
     numpy = pytest.importorskip("numpy")
     model, ids = qwen
@@ -272,6 +301,38 @@ def test_a_log_is_saved_loaded_and_written_by_others(qwen, tmp_path):
     numpy.savez(tmp_path / "other.npz", ids=log.ids.numpy())
     with pytest.raises(InputError, match="routed_experts"):
         RoutingLog.load(tmp_path / "other.npz")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backward_of_a_checkpointed_forward_after_its_replay_is_an_error(reentrant):
+    _, optimized, ids = optimized_of("qwen3_moe")
+    optimized.train()
+    optimized.enable_input_require_grads()
+    optimized.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with hexa_fx.record_routing(optimized) as log:
+        optimized(ids).logits.sum().backward()
+    with hexa_fx.replay_routing(optimized, log):
+        loss = optimized(ids).logits.sum()
+    with pytest.raises(InputError, match="run backward inside the context"):
+        loss.backward()
+    optimized(ids).logits.sum().backward()
+
+
+def test_contexts_in_each_other_and_a_call_that_failed(qwen):
+    """What is recorded is where tokens go, whichever context is the outer one; a call that failed has replayed nothing."""
+    model, ids = qwen
+    with torch.no_grad(), hexa_fx.record_routing(model) as own:
+        model(ids)
+    other = RoutingLog((own.ids + 1) % 8, own.lengths)
+    record, replay = hexa_fx.record_routing, hexa_fx.replay_routing
+    with torch.no_grad(), record(model) as outer, replay(model, other), record(model) as inner:
+        handle = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids)
+        handle.remove()
+        model(ids)
+    assert inner == outer
+    assert inner == other
 
 
 def test_nothing_is_left_after_a_context(qwen):
