@@ -17,6 +17,7 @@ from hexa_fx.capture.calls import memory_of
 from hexa_fx.capture.observe import Observation
 from hexa_fx.config import HexaConfig
 from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.isolation.raised_pieces import piece_memory_kept
 from hexa_fx.isolation.size import FEW_TOKENS, is_out_of_memory, raises_in_pieces
 from hexa_fx.passes.moved_weights import following
 from hexa_fx.runtime.guards import GuardMiss
@@ -44,7 +45,8 @@ def with_few_enough_tokens(
         config = replace(config, probe_tokens=min(config.probe_tokens, FEW_TOKENS))
     while True:
         try:
-            return analyse(observation, config)
+            with piece_memory_kept():
+                return analyse(observation, config)
         except TooManyTokens:
             reason = ""
         except Exception as error:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hexa_fx.isolation.apart import Apart
+from hexa_fx.isolation.raised_pieces import raised_piece
 
 _ATEN = torch.ops.aten
 
@@ -232,7 +233,7 @@ def _rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
         return result
     step = max(1, PIECE_BYTES * (_WIDER if matrix.is_cuda else 1) // (8 * max(1, matrix.shape[0])))
     for start in range(0, matrix.shape[1], step):
-        piece = matrix[:, start : start + step].to(torch.float64)
+        piece = raised_piece(matrix[:, start : start + step])
         torch.mm(rows, piece, out=result[:, start : start + step])
     return result
 

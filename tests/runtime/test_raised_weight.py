@@ -16,6 +16,7 @@ from hexa_fx.isolation.gradient_mode import LazyGradients, compared
 from hexa_fx.isolation.lazy_gradient import LazyGradient
 from hexa_fx.isolation.outer_products import NotAPlace, Term, filled, reshaped, sketch_of_dense
 from hexa_fx.isolation.precision import InFloat64
+from hexa_fx.isolation.raised_pieces import piece_memory_kept, raised_piece
 from hexa_fx.isolation.raised_weight import RaisedWeight, TooLarge
 from hexa_fx.ops.moe_ffn import moe_ffn
 
@@ -246,3 +247,15 @@ def test_nothing_writes_to_a_gradient_that_is_kept_as_products():
         assert isinstance(gradient, LazyGradient)
         with pytest.raises(NotImplementedError, match="kept as products"):
             torch.mul(gradient, 2, out=gradient)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_pieces_take_one_memory_in_turn(turned: bool) -> None:
+    stored = torch.randn(7, 12).bfloat16()
+    pieces = [part.t() if turned else part for part in (stored[:, :8], stored[:, 8:], stored[:3, 2:9])]
+    with piece_memory_kept():
+        for piece in pieces:
+            raised = raised_piece(piece)
+            torch.testing.assert_close(raised, piece.double(), rtol=0, atol=0)
+            assert raised.data_ptr() == raised_piece(pieces[0]).data_ptr()
+            assert (raised.stride(0) > raised.stride(1)) == (piece.stride(0) > piece.stride(1))
