@@ -182,7 +182,7 @@ def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysi
     except linear4bit.OtherNumbers as error:
         return refused(Refusal(observation.path, str(error)))
     for form in analysis.rewritten.values():
-        if reason := linear4bit.why_not_in(module, form.graph, analysis.reads):
+        if reason := linear4bit.why_not_in(module, form, analysis.reads):
             return refused(Refusal(observation.path, reason))
     kinds = partial(linear4bit.with_kinds, module)
     rewritten = {mode: replace(form, reads=kinds(form.reads)) for mode, form in analysis.rewritten.items()}

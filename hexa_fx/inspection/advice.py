@@ -10,7 +10,7 @@ _SAFE = "The block runs its own code, which is always right."
 
 _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     (
-        ("hexa_fx itself failed", "differs from the original"),
+        ("hexa_fx itself failed", "differs from the original", "gives other numbers than hexa_fx reads"),
         f"{_SAFE} Please report it with what HEXA_FX_DUMP_DIR=folder writes.",
     ),
     (

@@ -52,10 +52,13 @@ class QuantizedWeight(Tensor):
         made: QuantizedWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=dtype, device=packed.device
         )
-        made.packed, made.scales, made.format, made.transposed = packed, tuple(scales), format, transposed
-        for number, scale in enumerate(made.scales):
-            setattr(made, f"scale{number}", scale)
+        made._hold(packed, scales, format, transposed)
         return made
+
+    def _hold(self, packed: Tensor, scales: Sequence[Tensor], format: str, transposed: bool) -> None:
+        self.packed, self.scales, self.format, self.transposed = packed, tuple(scales), format, transposed
+        for number, scale in enumerate(self.scales):
+            setattr(self, f"scale{number}", scale)
 
     @classmethod
     def of(cls, weight: Tensor, format: str, transposed: bool = False) -> QuantizedWeight:
@@ -79,6 +82,41 @@ class QuantizedWeight(Tensor):
         """All of it, unpacked."""
         matrices = format_of(self.format).dense(self.packed, self.scales, self.dtype)
         return matrices.transpose(1, 2) if self.transposed else matrices
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """No: such a weight is frozen."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value:
+            raise InputError(
+                "a packed weight has no gradient: train adapters on it (target_parameters), and leave its module out of "
+                "modules_to_save"
+            )
+
+    def requires_grad_(self, requires_grad: bool = True) -> QuantizedWeight:
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def data(self) -> QuantizedWeight:  # type: ignore[override]
+        """The same weight, in the same memory."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, QuantizedWeight):
+            value = QuantizedWeight.of(value, self.format, self.transposed)
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]  # shape, dtype and device
+        self._hold(value.packed, value.scales, value.format, value.transposed)
+
+    def share_memory_(self) -> QuantizedWeight:
+        """Moves what it holds to shared memory."""
+        for held in (self.packed, *self.scales):
+            held.share_memory_()
+        return self
 
     @property
     def stored_bytes(self) -> int:
@@ -147,7 +185,9 @@ class QuantizedWeight(Tensor):
         return self
 
 
-_SAME = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default, _ATEN._to_copy.default})
+_SAME = frozenset(
+    {_ATEN.detach.default, _ATEN.alias.default, _ATEN.clone.default, _ATEN._to_copy.default, _ATEN.empty_like.default}
+)
 
 
 def _restored(

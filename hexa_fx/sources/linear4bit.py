@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hexa_fx.formats.four_bit import NF4
-from hexa_fx.ir import PythonRead
+from hexa_fx.ir import PythonRead, RewrittenBlock
 from hexa_fx.isolation.lookup import lookup
 from hexa_fx.isolation.read_values import IsA
 from hexa_fx.ops.quantized_weight import QuantizedWeight
@@ -110,14 +109,22 @@ def as_dense(block: nn.Module) -> Iterator[int]:
             owner._modules[name] = linear
 
 
-def why_not_in(block: nn.Module, graph: torch.fx.Graph, reads: Sequence[PythonRead]) -> str:
-    """Why a rewritten graph cannot run with codes in place of the numbers that it was made with; empty if it can.
+def why_not_in(block: nn.Module, form: RewrittenBlock, reads: Sequence[PythonRead]) -> str:
+    """Why a rewritten block cannot run with codes in place of the numbers that it was made with; empty if it can.
 
     Args:
         reads: what the recorded run read.
     """
     named = dict(block.named_parameters(remove_duplicate=False))
-    got = (str(node.target) for node in graph.nodes if node.op == "get_attr")
+    for names in ([name for part in weight.parts for name in part] for weight in form.packed):
+        codes = [name for name in names if is_four_bit(named.get(name))]
+        dense = next((name for name in names if name not in codes), "")
+        if codes and dense:
+            return (
+                f"{codes[0]} is a 4-bit weight and {dense}, which is read together with it, a dense one; experts are rewritten "
+                "if both are quantised, or neither"
+            )
+    got = (str(node.target) for node in form.graph.nodes if node.op == "get_attr")
     alone = next((name for name in got if is_four_bit(named.get(name))), "")
     if alone:
         return f"{alone} is a 4-bit weight, which is read as one of a list of experts only"

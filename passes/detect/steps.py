@@ -184,7 +184,11 @@ class StepReader:
             return self._of_expert(column)
         if node.op == "get_attr":
             if len({n.target for n in column}) > 1:
-                raise Refuse(f"the experts differ in shape or structure: {node.target} has no like in the others", node)
+                raise Refuse(
+                    f"the experts differ in shape or structure: {node.target} has no like in the others; only experts of one shape "
+                    "are rewritten",
+                    node,
+                )
             return Shared(str(node.target))
         return self._copy(column)
 

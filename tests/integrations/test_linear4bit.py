@@ -139,6 +139,15 @@ def test_what_is_not_read_is_refused(linear):
     assert "fp4 in blocks of 64; read is nf4 in blocks of 64" in str(report)
 
 
+def test_a_dense_weight_beside_codes_is_refused(linear):
+    model, x = made(linear)
+    for block in model.blocks:
+        for expert in block.experts:
+            expert.up = nn.Linear(D, H, bias=False)
+    report = str(hexa_fx.optimize(model, x, ALWAYS).report)
+    assert "experts.0.up.weight, which is read together with it, a dense one" in report
+
+
 class AsksForTheDtype(Block):
     def forward(self, x):
         return super().forward(x.to(torch.promote_types(self.experts[0].gate.weight.dtype, x.dtype)))

@@ -105,3 +105,21 @@ def test_products_of_rewritten_graphs_read_it(format):
         fullgraph=True,
     )
     torch.testing.assert_close(compiled(x), outcomes[0][0])
+
+
+def test_it_is_frozen_and_its_memory_can_be_set(weight):
+    """What torch notes beside a wrapper's packed tensors would count for nothing."""
+    holder = Holder(weight)
+    held, dense = holder.weight, weight.dense()
+    with pytest.raises(InputError, match="train adapters on it"):
+        holder.requires_grad_()
+    with pytest.raises(InputError, match="modules_to_save"):
+        held.requires_grad = True
+    held.data = held.data * 2
+    torch.testing.assert_close(held.dense(), 2 * dense, rtol=0.02, atol=0.02)
+    held.data = QuantizedWeight.of(dense.float(), held.format)
+    assert (held.dtype, held.shape) == (torch.float32, SHAPE)
+    torch.testing.assert_close(held.dense(), dense.float(), rtol=0.2, atol=0.05)
+    assert isinstance(holder.to_empty(device="cpu").weight, QuantizedWeight)
+    holder.share_memory()
+    assert holder.weight.packed.is_shared()
