@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ _LOOKED_AT = 512
 
 
 def examples(observation: Observation) -> Iterator[Observation]:
-    """The observation and, if its tokens are alike or few, others like it with fresh tokens; the most telling one first.
+    """The observation, or if its tokens are alike or few others like it with fresh tokens; the most telling one first.
 
     Args:
         observation: with at most as many tokens as the block is to be recorded on.
@@ -40,11 +41,14 @@ def examples(observation: Observation) -> Iterator[Observation]:
         return
     alike = number_alike(rows)
     few = len(rows) < FEW
-    if alike or few:
-        fresh = list(_with_fresh_tokens(observation, few))
-        yield from [*fresh, observation] if few or 2 * alike >= len(rows) else [observation, *fresh]
-    else:
+    if not alike and not few:
         yield observation
+        return
+    fresh = list(_with_fresh_tokens(observation, few))
+    if few or 2 * alike >= len(rows) or not fresh:
+        yield from [*fresh, observation]
+    else:
+        yield from [_with_repetitions_replaced(observation, fresh[0]), *fresh]
 
 
 def mostly_alike(observation: Observation) -> bool:
@@ -61,9 +65,14 @@ def all_differ(observation: Observation) -> bool:
 
 def number_alike(rows: torch.Tensor) -> int:
     """How many rows (R, D) have the direction of an earlier one, up to rounding, or none, since they are not finite."""
+    return int(_repetitions(rows).sum())
+
+
+def _repetitions(rows: torch.Tensor) -> torch.Tensor:
+    """Which rows (R, D) those are, (R,)."""
     scaled = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
     near = torch.cdist(scaled, scaled) <= _SAME
-    return int((near.tril(-1).any(1) | ~rows.isfinite().all(1)).sum())
+    return near.tril(-1).any(1) | ~rows.isfinite().all(1)
 
 
 def has_no_tokens(observation: Observation) -> bool:
@@ -76,17 +85,27 @@ def has_no_tokens(observation: Observation) -> bool:
 
 def _rows(observation: Observation) -> torch.Tensor | None:
     """The rows (R, D) of the first matrix of floats; else, if the block looks integers up, these as (R, 1)."""
-    leaves = pytree.tree_leaves((observation.args, observation.kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel() and not leaf.is_complex()]
-    matrices = [leaf for leaf in tensors if leaf.dim() >= 2 and leaf.is_floating_point()]
-    if matrices:
-        rows = matrices[0].detach().reshape(-1, matrices[0].shape[-1])
+    tensors, matrix = _tensors(observation), _matrix(observation)
+    if matrix is not None:
+        rows = matrix.reshape(-1, matrix.shape[-1])
     elif _vocabulary(observation.module) is not None and tensors and tensors[0].dtype != torch.bool:
         ids = tensors[0].detach().reshape(-1, 1)
         rows = torch.cat([ids, torch.ones_like(ids)], 1)
     else:
         return None
     return rows[:: max(1, len(rows) // _LOOKED_AT)].double()
+
+
+def _tensors(observation: Observation) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves((observation.args, observation.kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel() and not leaf.is_complex()]
+
+
+def _matrix(observation: Observation) -> torch.Tensor | None:
+    """The first matrix of floats, detached."""
+    matrices = (leaf for leaf in _tensors(observation) if leaf.dim() >= 2 and leaf.is_floating_point())
+    found = next(matrices, None)
+    return None if found is None else found.detach()
 
 
 def _with_fresh_tokens(observation: Observation, few: bool) -> Iterator[Observation]:
@@ -98,6 +117,22 @@ def _with_fresh_tokens(observation: Observation, few: bool) -> Iterator[Observat
         made = inputs.with_fresh_tokens(size, _vocabulary(observation.module))
         if made is not None:
             yield replace(observation, args=made[0], kwargs=made[1])
+
+
+def _with_repetitions_replaced(observation: Observation, fresh: Observation) -> Observation:
+    """The observation with tokens of ``fresh``, which is in its shape, where a token is like an earlier one."""
+    matrix, other = _matrix(observation), _matrix(fresh)
+    if matrix is None or other is None or matrix.numel() > _LOOKED_AT * matrix.shape[-1]:
+        return observation
+    again = _repetitions(matrix.reshape(-1, matrix.shape[-1]).double()).view(*matrix.shape[:-1], 1)
+    mixed = torch.where(again, other, matrix)
+
+    def replaced(leaf: Any) -> Any:
+        same = isinstance(leaf, torch.Tensor) and leaf.shape == matrix.shape and leaf.data_ptr() == matrix.data_ptr()
+        return mixed.clone().requires_grad_(leaf.requires_grad) if same else leaf
+
+    args, kwargs = pytree.tree_map(replaced, (observation.args, observation.kwargs))
+    return replace(observation, args=args, kwargs=kwargs)
 
 
 def number_of_experts(block: nn.Module) -> int | None:
