@@ -12,8 +12,9 @@ import torch.fx as fx
 from torch import nn
 
 from hexa_fx.distributed.groups import is_axis
+from hexa_fx.distributed.plan_agreement import check_same_weights
 from hexa_fx.distributed.session import PartitionSession
-from hexa_fx.distributed.shards import LayerWeights, ShardedParameter, cut_layer
+from hexa_fx.distributed.shards import LayerWeights, ShardedParameter, check_cuttable, cut_layer
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import announced, at_block
@@ -90,7 +91,7 @@ def install_plan(
         known: the model is cut already, by another plan.
 
     Raises:
-        PlanError: ranks hold different plans, or the plan is for another model.
+        PlanError: ranks hold different plans or weights, the plan is for another model, or a parameter cannot be cut.
         RankError: a rank did not arrive.
     """
     fsdp = {layer.path for layer in plan.layers if layer.mode == "fsdp"}
@@ -101,15 +102,11 @@ def install_plan(
         )
     read = known.layers if known else [_same_in_all_modes(model, block) for block in blocks]
     layers = [(block, layer) for block, found in zip(blocks, read) for layer in found]
-    if [layer.path for _, layer in layers] != [layer.path for layer in plan.layers]:
-        raise PlanError(
-            f"the plan is for layers {[layer.path for layer in plan.layers]}, "
-            f"the model has {[layer.path for _, layer in layers]}"
-        )
-    for (_, layer), planned in zip(layers, plan.layers):
-        if replace(layer.geometry.shape, top_k=planned.shape.top_k) != planned.shape:  # top_k only enters costs
-            raise PlanError(f"the plan has {planned.shape} for {layer.path!r}, the model {layer.geometry.shape}")
+    _check_plan(plan, [layer for _, layer in layers])
+    check_cuttable(model, [layer for _, layer in layers if layer.path not in fsdp])
     session = PartitionSession(plan, {layer.path: layer.geometry for _, layer in layers}, mesh, timeout, data_mesh)
+    if known is None:
+        _check_same_weights(model, session)
     shards: dict[str, list[ShardedParameter]] = {}
     for (_, layer), planned in zip(layers, plan.layers):
         if planned.mode == "fsdp":
@@ -144,6 +141,25 @@ def install_plan(
     session.cache.follows_schedule = any(schedule.held for schedule in schedules)
     layers_read = tuple(map(tuple, read))
     return Installed(session, tuple(done), session.shards, tuple(schedules), tuple(whole), layers_read, traced)
+
+
+def _check_plan(plan: Plan, layers: Sequence[LayerWeights]) -> None:
+    if [layer.path for layer in layers] != [layer.path for layer in plan.layers]:
+        raise PlanError(
+            f"the plan is for layers {[layer.path for layer in plan.layers]}, the model has {[layer.path for layer in layers]}"
+        )
+    for layer, planned in zip(layers, plan.layers):
+        if replace(layer.geometry.shape, top_k=planned.shape.top_k) != planned.shape:  # top_k only enters costs
+            raise PlanError(f"the plan has {planned.shape} for {layer.path!r}, the model {layer.geometry.shape}")
+
+
+def _check_same_weights(model: nn.Module, session: PartitionSession) -> None:
+    try:
+        with session.guard("the comparison of weights"):
+            check_same_weights(model, session.everyone)
+    except PlanError:
+        session.close()
+        raise
 
 
 def _is_left_whole(path: str, layers: Sequence[LayerWeights], fsdp: set[str]) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from hexa_fx.distributed.collective_errors import join
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.groups import Groups, is_axis, make_groups
 from hexa_fx.distributed.mode_times import BlockTimes, measure_blocks, measure_modes
+from hexa_fx.distributed.plan_agreement import check_same_request
 from hexa_fx.distributed.profile import measure_bandwidth, profile_costs
 from hexa_fx.distributed.shards import LayerWeights, find_tensor
 from hexa_fx.errors import PlanError
@@ -73,10 +74,14 @@ def plan_blocks(
     """`partition_model` with the layers of every block, of a model whose weights may be cut already."""
     config = config or PartitionConfig()
     layers = [layer for found in by_block for layer in found]
-    if not layers:
-        raise PlanError("nothing to partition: no block holds the canonical operator")
     groups = make_groups(mesh)
     join(groups, "to plan the partition")
+    asked = {field.name: getattr(config, field.name) for field in fields(config)}
+    asked |= {"strategy": strategy, "capacities": _spelled(capacities)}
+    asked["the list of expert layers"] = [(layer.path, layer.geometry) for layer in layers]
+    check_same_request(asked, groups)
+    if not layers:
+        raise PlanError("nothing to partition: no block holds the canonical operator")
     sample = _first_tensor(model, layers[0])
     config = _with_tokens(_for_device(config, sample), _recorded_tokens(blocks))
     costs = _capacities(capacities, layers[0].geometry, config.tokens, sample, groups)
@@ -92,6 +97,14 @@ def plan_blocks(
     box = [plan.to_json()]
     dist.broadcast_object_list(box, src=dist.get_global_rank(groups.host, 0), group=groups.host)
     return Plan.from_json(box[0])
+
+
+def _spelled(capacities: object) -> object:
+    return (
+        list(map(float, capacities))
+        if isinstance(capacities, Iterable) and not isinstance(capacities, str)
+        else capacities
+    )
 
 
 def _never_fsdp(model: nn.Module, by_block: Sequence[Sequence[LayerWeights]], mesh: Any) -> list[str]:
@@ -143,7 +156,7 @@ def _capacities(
 ) -> DeviceCosts:
     if capacities is None:
         return DeviceCosts.proportional((1.0,) * groups.world)
-    if isinstance(capacities, str):
+    if isinstance(capacities, str) or not isinstance(capacities, Iterable):
         if capacities != "measure":
             raise PlanError(f"capacities is 'measure', a sequence of seconds or None, got {capacities!r}")
         dtype, device = sample.dtype, sample.device

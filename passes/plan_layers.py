@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from hexa_fx.allocation import DeviceCosts, even
@@ -16,6 +17,7 @@ from hexa_fx.plan import ExpertShape, GradDtype, LayerCost, LayerPlan, Mode, Pla
 
 Strategy = Literal["auto", "data", "model", "fsdp"] | Mapping[str, Literal["auto", "data", "model", "fsdp"]]
 
+_EXPECTED = "'auto', 'data', 'model' or 'fsdp', or a dict of them by path"
 _MODES: dict[str, Mode] = {"data": "data_centric", "model": "model_centric", "fsdp": "fsdp"}
 
 
@@ -63,6 +65,14 @@ class PartitionConfig:
     reduce_bytes: int | None = None
     attention_seconds: float | None = None
     measure: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in {"batch": 0, "tokens": 0, "tile": 1}.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, Integral) or int(value) < least):
+                raise PlanError(f"PartitionConfig: {name} is a whole number, {least} or more, got {value!r}")
+        if self.data_parallel not in ("sum", "mean"):
+            raise PlanError(f"PartitionConfig: data_parallel is 'sum' or 'mean', got {self.data_parallel!r}")
 
 
 # --- pure planning ---------------------------------------------------------------------------------------------------
@@ -124,13 +134,13 @@ def batch_shares(costs: DeviceCosts, batch: int, tokens: int | None) -> tuple[in
 
 
 def wanted_modes(strategy: Strategy, shapes: Mapping[str, ExpertShape]) -> dict[str, str]:
+    if not isinstance(strategy, str | Mapping):
+        raise PlanError(f"strategy is a {type(strategy).__name__}; expected {_EXPECTED}")
     given = {"": strategy} if isinstance(strategy, str) else dict(strategy)
     for path, kind in given.items():
         if kind != "auto" and kind not in _MODES:
             where = f" of {path!r}" if path else ""
-            raise PlanError(
-                f"strategy {kind!r}{where}: expected 'auto', 'data', 'model' or 'fsdp', or a dict of them by path"
-            )
+            raise PlanError(f"strategy {kind!r}{where}: expected {_EXPECTED}")
     unknown = [key for key in given if shapes and not any(_is_in(path, key) for path in shapes)]
     if unknown:
         raise PlanError(f"strategy names layers {sorted(unknown)}; the model's MoE layers are {list(shapes)}")

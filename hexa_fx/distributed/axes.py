@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hexa_fx.distributed.groups import Groups
@@ -42,10 +43,12 @@ def data_axes(mesh: Any, groups: Groups) -> DataAxes:
     """The axes of ``mesh``, a DeviceMesh of any number of dimensions, none of them the partition's. A collective call.
 
     Raises:
-        PlanError: the mesh shares ranks with the partition.
+        PlanError: it is no DeviceMesh, or shares ranks with the partition.
     """
     if mesh is None:
         return DataAxes()
+    if not isinstance(mesh, DeviceMesh):
+        raise PlanError(f'data_mesh is a {type(mesh).__name__}; expected the data axes of a DeviceMesh, mesh["data"]')
     ranks = set(dist.get_process_group_ranks(groups.main))
     found = tuple(mesh.get_all_groups())
     for group in found:

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.distributed.saved_tensors import SavedTensors
+from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.program import Program
+
+
+class _Bound:
+    """A function that a session has put on a module, and for its sake the module can be neither copied nor pickled."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PlanError(
+            "a model whose experts are spread over devices cannot be copied or pickled, since it is one with its session. "
+            "checkpoint.save writes it; for an average of its weights (EMA) keep copies of its parameters, or optimize_ a second "
+            "model that was copied before, with capacities=model.partition.plan.capacities and the same strategy"
+        )
 
 
 class Bindings:
@@ -41,9 +59,10 @@ class Bindings:
             function = self._wrapped(program.function, label, None if instead is None else instead.function)
             self._set(program.__dict__, "function", function)
 
+        @_Bound
         def refuse(*_: Any, **__: Any) -> Any:
             raise PlanError(
-                f"{label!r} was called in a way it was not recorded for (see the log). Its expert weights are cut, so its "
+                f"{label!r} was called in a way it was not recorded for{forward.why}. Its expert weights are cut, so its "
                 "original forward cannot run: record with such inputs, in both train and eval mode"
             )
 
@@ -51,7 +70,23 @@ class Bindings:
 
     def before_forward(self, model: nn.Module, begin: Callable[[], None]) -> None:
         """Calls ``begin`` whenever a forward of the model begins."""
-        self._undo.append(model.register_forward_pre_hook(lambda *_: begin(), prepend=True).remove)
+        hook = _Bound(lambda *_: begin())
+        self._undo.append(model.register_forward_pre_hook(hook, prepend=True).remove)
+
+    def before_loading(self, model: nn.Module, shards: Iterable[ShardedParameter]) -> None:
+        """Refuses, with the remedy, to load a whole parameter where the model holds a slice."""
+
+        @_Bound
+        def check(_: nn.Module, given: Mapping[str, Any], prefix: str, *__: Any) -> None:
+            for shard in shards:
+                value, held = given.get(prefix + shard.name), shard.parameter
+                if isinstance(value, Tensor) and tuple(value.shape) == shard.whole != tuple(held.shape):
+                    raise PlanError(
+                        f"{shard.name!r} of the state dict is whole, the model holds this rank's slice {tuple(held.shape)}: "
+                        "load it before optimize_, or use hexa_fx.distributed.checkpoint, which cuts what it loads"
+                    )
+
+        self._undo.append(model.register_load_state_dict_pre_hook(check).remove)
 
     def undo(self) -> None:
         """Gives modules their forward back."""

@@ -117,10 +117,19 @@ def missing_ranks(key: str, rank: int, world: int, seconds: float) -> list[int]:
 def _group_of(mesh: Any) -> Any:
     if mesh is None:
         return dist.group.WORLD
-    if not hasattr(mesh, "get_group"):
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER or (isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None):
+        raise PlanError(f"rank {dist.get_rank()} is not in the mesh: only its ranks partition the model over it")
+    if isinstance(mesh, dist.ProcessGroup):
         return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise PlanError(
+            f"mesh is a {type(mesh).__name__}; expected a DeviceMesh (init_device_mesh makes one) or a process group"
+        )
     if mesh.ndim != 1:
-        raise PlanError(f"experts are split over one mesh dimension, got a mesh of shape {tuple(mesh.shape)}: slice it")
+        raise PlanError(
+            f"experts are split over one mesh dimension, got a mesh of shape {tuple(mesh.shape)}: slice it, as in "
+            f"mesh[{(mesh.mesh_dim_names or ('hexa',))[-1]!r}]"
+        )
     return mesh.get_group()
 
 

@@ -11,10 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.groups import Groups
-from hexa_fx.distributed.shards import ShardedParameter
+from hexa_fx.distributed.shards import ShardedParameter, exchange
 from hexa_fx.errors import PlanError
-
-_OTHER = {torch.float32: torch.float64}
 
 
 def check_movable(shards: Iterable[ShardedParameter]) -> None:
@@ -30,13 +28,7 @@ def check_movable(shards: Iterable[ShardedParameter]) -> None:
 def unite(shards: Iterable[ShardedParameter], groups: Groups) -> None:
     """Makes parameters whole again, on every rank; they stay the same objects. A collective call."""
     for shard in shards:
-        parameter = shard.parameter
-        with torch.no_grad():
-            whole = put_together(parameter.data, shard, groups)
-            # A live graph keeps autograd's record of the cut shape; a detour through another dtype drops it.
-            parameter.data = parameter.data.new_empty(0, dtype=_OTHER.get(parameter.dtype, torch.float32))
-            parameter.data = whole
-        parameter.grad = None
+        exchange(shard.parameter, put_together(shard.parameter.data, shard, groups))
 
 
 def put_together(held: Tensor, shard: ShardedParameter, groups: Groups) -> Tensor:

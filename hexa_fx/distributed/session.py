@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from torch.distributed.fsdp import FSDPModule
 
 from hexa_fx.distributed import collective_errors, rank_failures
-from hexa_fx.distributed.axes import data_axes
+from hexa_fx.distributed.axes import data_axes, local_part
 from hexa_fx.distributed.bindings import Bindings
 from hexa_fx.distributed.collectives import all_reduce_, gather_even
 from hexa_fx.distributed.compiled_layers import CompiledLayers
@@ -34,6 +34,7 @@ from hexa_fx.distributed.saved_tensors import SavedTensors
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.distributed.shared_cache import SharedCache, in_backward
 from hexa_fx.distributed.slots import CachedLayer
+from hexa_fx.distributed.wrappers import Wrappers
 from hexa_fx.errors import PlanError
 from hexa_fx.plan import Plan
 from hexa_fx.runtime.program import Program
@@ -78,14 +79,14 @@ class PartitionSession:
             if layer.mode == "data_centric"
         ]
         self.reductions = GradientReductions(self.groups)
-        self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch, self._is_managed)
+        self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch, self._parameters_of)
         self.saved_tensors = SavedTensors(self.cache)
+        self._wrappers = Wrappers(self.groups, plan.grad_scale == 1.0)
         self.shards: tuple[ShardedParameter, ...] = ()
         self._of_layer: dict[str, tuple[ShardedParameter, ...]] = {}
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._graphed: WeakSet[GraphedStep] = WeakSet()
         self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
-        self._begin_guard = self.guard("the first gathers of a forward")
         self._count_guard = self.guard("the exchange of counts")
         self._bindings = Bindings(self.saved_tensors, self.guard)
         self.compiled = CompiledLayers(self.name, self.saved_tensors, self.guard)
@@ -123,14 +124,15 @@ class PartitionSession:
         """What was cut of a planned layer."""
         return self._of_layer.get(layer, ())
 
-    def _is_managed(self, layer: str) -> bool:
-        """Whether FSDP2 has put a parameter of its own in the place of one that was cut."""
-        replaced = [shard for shard in self.shards_of(layer) if shard.parameter is not shard.original]
-        model = self._model()
-        if not replaced or model is None:
-            return False
-        above = replaced[0].name.split(".")
-        return any(isinstance(model.get_submodule(".".join(above[:i])), FSDPModule) for i in range(len(above)))
+    def _parameters_of(self, layer: str) -> tuple[Tensor, ...]:
+        """What was cut of a layer, as this rank holds it; nothing where FSDP2 has put parameters of its own in its place."""
+        shards, model = self.shards_of(layer), self._model()
+        replaced = [shard for shard in shards if shard.parameter is not shard.original]
+        if replaced and model is not None:
+            above = replaced[0].name.split(".")
+            if any(isinstance(model.get_submodule(".".join(above[:i])), FSDPModule) for i in range(len(above))):
+                return ()
+        return tuple(local_part(shard.parameter) for shard in shards)
 
     def readable(self, path: str, mode: str = "train") -> str:
         """The code that a block runs, with its collectives, headed by the plan of its layers.
@@ -157,15 +159,17 @@ class PartitionSession:
         return module
 
     def follow(self, model: nn.Module) -> None:
-        """Hooks the whole model's forward, so that the first layers' weights start to travel when it begins."""
+        """Hooks the whole model: its forward, so that the first layers' weights start to travel when it begins, and loading."""
         self._bindings.before_forward(model, self.begin)
+        self._bindings.before_loading(model, self.shards)
 
     def begin(self) -> None:
         """Called when a forward of the whole model begins."""
         if is_compiling() or in_backward():  # recomputation of a checkpointed model
             return
+        self._wrappers.check(self.model, self._of_layer.values())
         self.reductions.forget()
-        with self._begin_guard:
+        with self.guard("the first gathers of a forward"):
             self.cache.begin()
 
     def guard(self, where: str) -> AbstractContextManager[None]:

@@ -10,7 +10,8 @@ over this axis, which FSDP2, optimizers and checkpoints know how to treat.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -61,6 +62,11 @@ class LayerWeights:
     geometry: Geometry
     sources: Mapping[str, WeightSource]
 
+    def names(self, source: WeightSource) -> list[str]:
+        """The parameters of a source, by their names in the model."""
+        paths = itertools.chain.from_iterable(source.parts)
+        return [f"{self.root}.{path}" if self.root else path for path in paths]
+
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
@@ -85,6 +91,43 @@ class ShardedParameter:
         return held
 
 
+def check_cuttable(model: nn.Module, layers: Iterable[LayerWeights]) -> None:
+    """Raises `PlanError`, on every rank alike, if a parameter of these layers cannot be cut; nothing is cut yet.
+
+    It is a plain one, one module holds it, and one layer reads it, once or as halves of it.
+    """
+    uses: dict[int, tuple[str, str, str]] = {}
+    for weights in layers:
+        read = [(name, source.form) for source in weights.sources.values() for name in weights.names(source)]
+        for name, form in read:
+            parameter, use = find_tensor(model, name), (name, weights.path, form)
+            if type(parameter) not in (nn.Parameter, Tensor):
+                raise PlanError(f"{name!r} is a {type(parameter).__name__}, which cannot be cut: {_remedy(parameter)}")
+            first = uses.setdefault(id(parameter), use)
+            if first is not use and (first != use or form == "own"):
+                raise _shared(first[0], f"is used twice, by {first[1]!r} and as {name!r} by {weights.path!r}")
+    owners = {
+        (id(model.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name, _, _ in uses.values()
+    }
+    for path, module in model.named_modules():
+        for key, held in module._parameters.items():
+            if id(held) in uses and (id(module), key) not in owners:
+                raise _shared(uses[id(held)][0], f"is also {'.'.join(filter(None, (path, key)))!r}")
+
+
+def _remedy(parameter: Tensor) -> str:
+    if isinstance(parameter, DTensor):
+        return "partition the model before wrapping it in DDP or FSDP2"
+    return "partition a model whose experts are plain parameters, or leave it whole on every device (no mesh=)"
+
+
+def _shared(name: str, how: str) -> PlanError:
+    return PlanError(
+        f"{name!r} {how}: each rank keeps a slice of it for one use, so it cannot be cut; give each use a parameter of its own, or "
+        "share the whole block"
+    )
+
+
 def cut_layer(
     model: nn.Module, weights: LayerWeights, lo: int, hi: int, mesh: DeviceMesh | None = None
 ) -> list[ShardedParameter]:
@@ -92,24 +135,14 @@ def cut_layer(
 
     Args:
         mesh: 1-d; stacked parameters become DTensors over it. All ranks of it then have to hold equally many channels.
-
-    Raises:
-        PlanError: a parameter is missing, used twice by the layer, or not a plain one.
     """
     wanted: dict[str, tuple[Chunk, ...]] = {}
     stacked: set[str] = set()
     for role, source in weights.sources.items():
         chunks = _chunks(weights.geometry, role, source, lo, hi)
-        for paths in source.parts:
-            for path in paths:
-                name = f"{weights.root}.{path}" if weights.root else path
-                shared = source.form != "own"
-                if name in wanted and not (shared and wanted[name] == chunks):
-                    raise PlanError(
-                        f"{name!r} is used twice by the layer, so it cannot be cut; give each use a parameter of its own"
-                    )
-                wanted[name] = chunks
-                stacked |= {name} if source.stacked else set()
+        names = weights.names(source)
+        wanted |= dict.fromkeys(names, chunks)
+        stacked |= set(names) if source.stacked else set()
     return [_cut_parameter(model, name, chunks, mesh if name in stacked else None) for name, chunks in wanted.items()]
 
 
@@ -141,21 +174,26 @@ def _below_each_other(chunks: tuple[Chunk, ...], source: WeightSource, size: int
 
 def _cut_parameter(model: nn.Module, name: str, chunks: tuple[Chunk, ...], mesh: DeviceMesh | None) -> ShardedParameter:
     parameter = find_tensor(model, name)
-    if type(parameter) not in (nn.Parameter, Tensor):
-        raise PlanError(
-            f"{name!r} is a {type(parameter).__name__}: partition the model before wrapping it in DDP or FSDP2"
-        )
     whole = tuple(parameter.shape)
-    with torch.no_grad():
-        pieces = [parameter.data.narrow(chunk.dim, chunk.start, chunk.length) for chunk in chunks]
-        local = torch.cat(pieces, dim=chunks[0].dim).contiguous()
-        # A live graph keeps autograd's record of the whole shape; a detour through another dtype drops it.
-        parameter.data = parameter.data.new_empty(0, dtype=_OTHER.get(parameter.dtype, torch.float32))
-        parameter.data = local
-    parameter.grad = None
+    pieces = [parameter.data.narrow(chunk.dim, chunk.start, chunk.length) for chunk in chunks]
+    local = torch.cat(pieces, dim=chunks[0].dim).contiguous()
+    exchange(parameter, local)
+    path, _, key = name.rpartition(".")
+    owner = model.get_submodule(path)
     if mesh is not None and isinstance(parameter, nn.Parameter):
-        parameter = _replaced(model, parameter, distributed(local, whole, chunks, mesh))
-    return ShardedParameter(name, parameter, model.get_submodule(name.rpartition(".")[0]), whole, chunks)
+        spread = distributed(local, whole, chunks, mesh)
+        parameter = nn.Parameter(spread, requires_grad=parameter.requires_grad)
+        owner.register_parameter(key, parameter)
+    return ShardedParameter(name, parameter, owner, whole, chunks)
+
+
+def exchange(parameter: Tensor, value: Tensor) -> None:
+    """Gives a parameter values of another shape, and no gradient; it stays the same object."""
+    with torch.no_grad():
+        # A live graph keeps autograd's record of the old shape; a detour through another dtype drops it.
+        parameter.data = parameter.data.new_empty(0, dtype=_OTHER.get(parameter.dtype, torch.float32))
+        parameter.data = value
+    parameter.grad = None
 
 
 def distributed(local: Tensor, whole: tuple[int, ...], chunks: tuple[Chunk, ...], mesh: DeviceMesh) -> DTensor:
@@ -164,16 +202,6 @@ def distributed(local: Tensor, whole: tuple[int, ...], chunks: tuple[Chunk, ...]
     placement: Any = Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
     stride = torch.empty(whole, device="meta").stride()
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(whole), stride=stride)
-
-
-def _replaced(model: nn.Module, old: nn.Parameter, value: DTensor) -> nn.Parameter:
-    """Puts a new parameter wherever the model holds the old one."""
-    new = nn.Parameter(value, requires_grad=old.requires_grad)
-    for module in model.modules():
-        for key, held in module._parameters.items():
-            if held is old:
-                module._parameters[key] = new
-    return new
 
 
 def find_tensor(model: nn.Module, name: str) -> Tensor:

@@ -53,13 +53,13 @@ class SharedCache:
         layers: Sequence[CachedLayer],
         slots: int,
         groups: Groups,
-        prefetch: bool = True,
-        is_managed: Callable[[str], bool] = lambda _: False,
+        prefetch: bool,
+        parameters_of: Callable[[str], tuple[Tensor, ...]],
     ) -> None:
         self.layers = tuple(layers)
         self.groups = groups
-        self.is_managed = is_managed
-        """Whether another library gathers a layer's own slices for as long as the layer runs."""
+        self.parameters_of = parameters_of
+        """What a layer's own slices lie in; nothing where another library gathers these for as long as the layer runs."""
         self.prefetch_enabled = prefetch
         self.follows_schedule = False
         """Whether the graph says when forward's gathers start, some of them later than the slots would allow."""
@@ -81,7 +81,7 @@ class SharedCache:
         index = self._index[path]
         source = self._sources.get(index)
         if source is None or not source.is_of(weights, dtype):
-            source = self._sources[index] = Source.of(weights, dtype, self.is_managed(path))
+            source = self._sources[index] = Source.of(weights, dtype, self.parameters_of(path))
         return source
 
     def fetch(self, path: str) -> Tensor:

@@ -47,6 +47,7 @@ class Source:
         addresses: where those lay that are not None.
         weights: the same, detached.
         targets: where their gradients go.
+        parameters: those that the slices lie in, or were copied from. held: where these lay.
         lasting: the slices lie in parameters, so the next pass may read them before its own forward hands them over. What
             was computed from parameters is stale by then.
         managed: another library (FSDP2) gathers the slices for the time that the layer runs, and frees them in between.
@@ -58,22 +59,21 @@ class Source:
     dtype: torch.dtype
     targets: tuple[Destination | None, ...]
     parameters: tuple[Tensor, ...]
+    held: tuple[int, ...]
     lasting: bool
     managed: bool = False
 
     @classmethod
-    def of(cls, weights: Weights, dtype: torch.dtype, managed: bool = False) -> Source:
+    def of(cls, weights: Weights, dtype: torch.dtype, parameters: tuple[Tensor, ...] = ()) -> Source:
+        """What these weights are read from: ``parameters`` of this package alone, or none where another library manages them."""
+        given, detached = _origins(weights), _detached(weights)
+        if not parameters:  # what is done with gradients, when the slices are there, and where, is for the other to say
+            read = tuple(w for w in detached if w is not None and not w.is_inference())
+            return cls(given, _addresses(weights), detached, dtype, (None,) * 5, read, (), False, managed=True)
         targets = destinations(weights)
-        read = [_read(weight, target) for weight, target in zip(weights, targets) if weight is not None]
-        found, lasting = [t for held, _ in read for t in held], all(lasts for _, lasts in read)
-        given = _origins(weights)
-        if (
-            managed
-        ):  # what is done with gradients, when the slices are there, and where, is for the other library to say
-            targets, lasting = (None,) * len(targets), False
-        # detach() shares the version counter, so the versions of detached sources follow the parameters
-        held = tuple(t.detach() for t in found)
-        return cls(given, _addresses(weights), _detached(weights), dtype, targets, held, lasting, managed)
+        lasting = all(w is None or _lies_in_parameters(w, target) for w, target in zip(weights, targets))
+        held = tuple(map(Tensor.data_ptr, parameters))
+        return cls(given, _addresses(weights), detached, dtype, targets, parameters, held, lasting)
 
     def is_of(self, weights: Weights, dtype: torch.dtype) -> bool:
         """Whether `of` would give an equal source: the same tensors at the same addresses, since ``.data = ...`` moves a tensor."""
@@ -89,8 +89,7 @@ class Source:
     @property
     def versions(self) -> tuple[int, ...]:
         """Identifies the values. Addresses count too, because ``.data = ...`` does not change a tensor's version."""
-        versions = tuple(map(_version, self.parameters))
-        return versions if self.managed else (*versions, *map(Tensor.data_ptr, self.parameters))
+        return *map(_version, self.parameters), *self.held
 
 
 class Place(NamedTuple):
@@ -162,13 +161,12 @@ def address_of(tensor: Tensor) -> int:
         return 0
 
 
-def _read(weight: Tensor, target: Destination | None) -> tuple[tuple[Tensor, ...], bool]:
-    """The tensors whose versions are a weight's, and whether these are parameters."""
+def _lies_in_parameters(weight: Tensor, target: Destination | None) -> bool:
     parameter = origin(weight)
     if parameter is not None and parameter is not weight:
-        return (weight,), True
+        return True
     held = (weight,) if target is None else target.parameters
-    return held, all(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in held)
+    return all(isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter) for t in held)
 
 
 def _origins(weights: Weights) -> Weights | None:

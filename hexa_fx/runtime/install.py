@@ -75,6 +75,7 @@ class HexaForward:
         self._own_original = original
         self._logged: set[str] = set()
         self._missed_sizes: tuple[Any, ...] | None = None
+        self.why = ""  # ... the original ran when it last did
         attributes = [item for item in (*self.stored[True], *self.stored[False]) if isinstance(item, ModuleAttribute)]
         written = [(item.path, item.name) for item in attributes]
         self.attributes = {
@@ -110,10 +111,8 @@ class HexaForward:
         """Runs the forward that was there before. ``restarted`` are told, since the rewritten one may have run a part of it."""
         for told in self.restarted:
             told()
-        if self.adapters:
-            with self.adapters.in_place():
-                return self._original(*args, **kwargs)
-        return self._original(*args, **kwargs)
+        with self.adapters.in_place() if self.adapters else nullcontext():
+            return self._original(*args, **kwargs)
 
     def _original(self, *args: Any, **kwargs: Any) -> Any:
         if self._own_original is not None:
@@ -199,6 +198,7 @@ class HexaForward:
         return main_grad.has_any(self.module, self.weights[training])
 
     def _log(self, reason: str) -> None:
+        self.why = f": {reason}"
         if self._has_main_grad(bool(self.module.training)):
             reason += "; gradients of its weights go to grad meanwhile, not to main_grad"
         if reason in self._logged:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,10 +12,12 @@ from harness import run
 from models import cut, full, largest
 from test_transformers import build, loss_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hexa_fx
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
+from hexa_fx.distributed.groups import make_groups
 from hexa_fx.errors import PlanError
 from hexa_fx.passes.plan_layers import PartitionConfig
 
@@ -112,11 +117,66 @@ def wrong_requests(rank, world):
             hexa_fx.optimize_(
                 build("mixtral"), {"input_ids": ids}, mesh=mesh_of(world), strategy=strategy, capacities=None
             )
+    for said, change, asked in WRONG:
+        model, x = Two("listed"), torch.randn(8, 16, dtype=torch.float64)
+        change(model, rank)
+        whole = {name: p.shape for name, p in model.named_parameters()}
+        given = {"mesh": mesh_of(world), "strategy": "data", "capacities": None} | asked(rank)
+        with pytest.raises(PlanError, match=said):
+            hexa_fx.optimize_(model, x, CONFIG, **given)
+        assert {name: p.shape for name, p in model.named_parameters()} == whole
+    if rank == 0:
+        with pytest.raises(PlanError, match="rank 0 is not in the mesh"):
+            make_groups(dist.GroupMember.NON_GROUP_MEMBER)
     return True
+
+
+def other_weights(model, rank):
+    with torch.no_grad():
+        model.mix.bias[0] += rank
+
+
+def tied_expert(model, _):
+    model.blocks[1].experts[0] = model.blocks[0].experts[0]
+
+
+def expert_elsewhere(model, _):
+    model.more = nn.Linear(24, 16)
+    model.more.weight = model.blocks[0].experts[2].down.weight
+
+
+CONFIG = hexa_fx.HexaConfig(verify=False)
+
+
+def same(model, _):
+    return model
+
+
+WRONG = [
+    ("strategy is (data|model) and on rank . (data|model)", same, lambda rank: {"strategy": ("data", "model")[rank]}),
+    ("tile is . and on rank", same, lambda rank: {"partition": PartitionConfig(tile=1 + rank)}),
+    ("'mix.bias' and 0 more parameters of rank 1 are not those of rank 0", other_weights, lambda _: {}),
+    ("'blocks.0.experts.0.gate.weight' is used twice", tied_expert, lambda _: {}),
+    ("'blocks.0.experts.2.down.weight' is also 'more.weight'", expert_elsewhere, lambda _: {}),
+    ("mesh is a str", same, lambda _: {"mesh": "cpu"}),
+    ("data_mesh is a int", same, lambda _: {"data_mesh": 2}),
+    ("strategy is a NoneType", same, lambda _: {"strategy": None}),
+    ("capacities is 'measure'", same, lambda _: {"capacities": 3}),
+]
 
 
 def test_wrong_requests():
     assert all(run(2, wrong_requests))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"tile": 0}, {"batch": 4.0}, {"tokens": -1}, {"data_parallel": "average"}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_wrong_options(wrong):
+    with pytest.raises(PlanError, match=next(iter(wrong))):
+        PartitionConfig(**wrong)
 
 
 def test_profile_devices_is_at_the_top():
@@ -248,6 +308,38 @@ def test_experts_stored_in_other_ways(kind, strategy):
     for worst, plan, _, _ in run(2, stored, kind, strategy, (1.0, 3.0)):
         assert worst < 1e-10
         assert plan.layers[0].shards == ((12, 12) if strategy == "data" else (20, 4))
+
+
+def one_block_twice(rank, world):
+    """A block that occurs twice, each call recomputed by the older kind of checkpointing, which runs forward without gradients."""
+    model, whole = Two("listed"), Two("listed")
+    x = torch.randn(6, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for net in (model, whole):
+        net.blocks[1] = net.blocks[0]
+    config = PartitionConfig(tile=4)
+    hexa_fx.optimize_(model, x, CONFIG, mesh=mesh_of(world), strategy="data", capacities=None, partition=config)
+    with pytest.raises(PlanError, match="cannot be copied or pickled"):
+        copy.deepcopy(model)
+    with pytest.raises(PlanError, match="cannot be copied or pickled"):
+        pickle.dumps(model.blocks[0])
+    with pytest.raises(PlanError, match="of the state dict is whole"):
+        model.load_state_dict(whole.state_dict())
+
+    def loss(net, data):
+        h = data
+        for block in net.blocks:
+            h = h + (
+                checkpoint(block, torch.tanh(net.mix(h)), use_reentrant=True)
+                if net is model
+                else block(torch.tanh(net.mix(h)))
+            )
+        return (h**2).sum(-1).mean() + square_loss(net, data)
+
+    return compared(model, whole, x, rank, loss)[0]
+
+
+def test_one_block_twice():
+    assert max(run(2, one_block_twice)) < 1e-10
 
 
 @pytest.mark.parametrize("kind", ["listed-bias", "halves", "flat"])

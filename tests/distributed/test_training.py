@@ -9,6 +9,7 @@ import torch
 from harness import run
 from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, largest, loss_sum, make_plan, own
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hexa_fx.distributed.collectives import count_traffic
@@ -70,7 +71,7 @@ def wrapped(rank, world, plan, how):
     installed = install(model, plan)
     if how == "ddp":
         ignore_in_ddp(model, installed.session)
-        run_model = torch.nn.parallel.DistributedDataParallel(model)
+        run_model = DistributedDataParallel(model)
     else:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -98,6 +99,35 @@ def wrapped(rank, world, plan, how):
         grad = p.__dict__.get("whole_grad", p.grad)
         pairs.append((grad, cut(installed, name, names[name].grad)))
     return largest(pairs)
+
+
+def wrapped_wrongly(rank, world, plan):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    x, _ = batch(sum(plan.batch))
+    for how, said in (
+        ("ddp", "gave every rank the slice"),
+        ("sum", "averages gradients"),
+        ("fsdp2", "fully_shard cut"),
+    ):
+        model = Net(THREE)
+        session = install(model, plan).session
+        session.follow(model)
+        if how == "sum":
+            ignore_in_ddp(model, session)
+        outer = (
+            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+            if how == "fsdp2"
+            else DistributedDataParallel(model)
+        )
+        with pytest.raises(PlanError, match=said):
+            outer(x)
+        session.close()
+
+
+def test_wrappers_that_would_mix_slices():
+    run(2, wrapped_wrongly, make_plan(2, "even", MODES["mixed"], THREE))
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
