@@ -88,7 +88,8 @@ def run(c: Call, w: Weights) -> Tensor:
 
 def grouped(c: Call, w: Weights) -> Tensor:
     """transformers' experts on the same."""
-    p = Parameters(c[0], c[1], c[2], w[0], None, w[1], None)
+    w1, w2 = (torch.nn.Parameter(t, requires_grad=False) for t in w)
+    p = Parameters(c[0], c[1], c[2], w1, None, w2, None)
     shape = MoeShape(c[0].shape[0], c[1].shape[1], w[0].shape[0], w[0].shape[2], w[1].shape[2])
     return transformers_experts(shape, p, "grouped_mm")(*c)  # type: ignore[no-any-return]
 
