@@ -71,6 +71,11 @@ def _check_early(given: Mapping[str, Any]) -> None:
             path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK)
         ):
             raise InputError(f"--{name} {path}: cannot be written; give a file in a folder that exists")
+    if given.get("out") is not None:
+        out = given["out"].absolute()
+        there = next(path for path in (out, *out.parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise InputError(f"--out {given['out']}: nothing can be written to {there}; give another folder")
 
 
 def _foreign(error: Exception) -> str:

@@ -77,8 +77,15 @@ def found_packs(folder: str, arch: int) -> tuple[Pack, ...]:
         folder: value of HEXA_FX_KERNEL_PACK; what `kernels pack` wrote to, or a pack in it.
         arch: compute capability.
     """
-    packs = filter(None, map(_read, dict.fromkeys(_folders(folder, arch))))
-    return tuple(pack for pack in packs if pack.arch == arch)
+    packs = list(filter(None, map(_read, dict.fromkeys(_folders(folder, arch)))))
+    fitting = tuple(pack for pack in packs if pack.arch == arch)
+    if folder and packs and not fitting:
+        others = ", ".join(sorted({f"{pack.arch / 10}" for pack in packs}))
+        _say_once(
+            f"HEXA_FX_KERNEL_PACK is {folder}, whose kernels are for compute capability {others}, not {arch / 10}: "
+            f"{_make(arch)}"
+        )
+    return fitting
 
 
 def write(folder: Path, arch: int, compiler: str, kernels: Iterable[tuple[KernelSource, Entry]]) -> Pack:
@@ -121,10 +128,14 @@ def _read(folder: Path) -> Pack | None:
     if made_for != _identity():
         _say_once(
             f"the kernel pack {folder} is ignored, since hexa_fx {made_for['hexa_fx']} made it for kernels that are not those of "
-            f"this hexa_fx {package_version()}: make it anew with `hexa-fx kernels pack --arch {pack.arch}`, or remove it"
+            f"this hexa_fx {package_version()}: {_make(pack.arch)}, or remove it"
         )
         return None
     return pack
+
+
+def _make(arch: int) -> str:
+    return f"make one with `hexa-fx kernels pack --arch {arch} --out FOLDER`"
 
 
 @cache

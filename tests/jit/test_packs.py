@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -70,9 +71,13 @@ def test_the_folder_that_holds_packs_will_do(pack: packs.Pack, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("bare")
-def test_a_pack_serves_its_own_architecture_only(pack: packs.Pack) -> None:
+def test_a_pack_serves_its_own_architecture_only(pack: packs.Pack, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ToolchainError):
         build(render(replace(SPEC, arch=90)))
+    (said,) = caplog.messages
+    assert said.endswith(
+        "for compute capability 8.0, not 9.0: make one with `hexa-fx kernels pack --arch 90 --out FOLDER`"
+    )
 
 
 def changed(pack: packs.Pack, **values: object) -> None:
@@ -170,6 +175,8 @@ def test_the_command_writes_the_folder_and_the_wheel(tmp_path: Path, monkeypatch
     assert [pack.path for pack in packs.found_packs(str(out), 80)] == [Path(told["path"])]
     refused = CliRunner().invoke(app, ["kernels", "pack", "--arch", "80", "--out", str(out), "--dtype", "bf16,i8"])
     assert refused.exit_code == 2
+    refused = CliRunner().invoke(app, ["kernels", "pack", "--arch", "80", "--out", told["wheel"]])
+    assert "nothing can be written to" in refused.output
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -177,4 +184,6 @@ def test_a_pack_holds_each_kernel_once_and_all_can_be_generated(arch: int) -> No
     specs = pack_kernels(arch, [torch.bfloat16])
     assert len(MODELS) == 10
     assert len(set(specs)) == len(specs) <= (170 if arch == 90 else 120)
+    page = (Path(__file__).parents[2] / "docs" / "codegen.md").read_text(encoding="utf-8")
+    assert re.search(rf"\| {arch}[^|]*\| bf16[^|]*\| {len(specs)} \|", page)
     assert all(render(spec).target.startswith(f"sm_{arch}") for spec in specs)
