@@ -218,7 +218,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     ROOT / "README.md": {"headline": headline},
     ROOT / "docs" / "how_fast.md": {"models": models, "layers": summary, "decode": decode, "packed": packed},
     ROOT / "docs" / "kernels.md": {"layers": layers, "launches": launches},
-    ROOT / "docs" / "fine_tuning.md": {"adapters": adapters, "adapted steps": adapted_steps, "packed": packed},
+    ROOT / "docs" / "fine_tuning.md": {"adapters": adapters, "adapted steps": adapted_steps},
 }
 
 if __name__ == "__main__":
