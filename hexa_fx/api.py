@@ -26,7 +26,6 @@ from hexa_fx.passes import BlockAnalysis, Mode
 from hexa_fx.passes.batch_invariance import fix_order
 from hexa_fx.passes.fp8_compute import added_error, computes_in_fp8, in_fp8
 from hexa_fx.passes.kernel_requests import kernels_requested
-from hexa_fx.passes.partition import apply_partition
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.passes.switches import switch_off
 from hexa_fx.report import OptimizationReport, with_compute, with_forwards, with_plan
@@ -132,6 +131,10 @@ def optimize_(
         if mesh is not None and not rewritten:
             raise PlanError(f"there is nothing to spread over devices: {report}")
         if mesh is not None:
+            from hexa_fx.passes.partition import (
+                apply_partition,
+            )  # torch's DTensor and networkx, for those who have a mesh
+
             args, kwargs = call_arguments(example_inputs)
             session = apply_partition(
                 model,

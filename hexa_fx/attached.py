@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.graphs import Graphs
+from hexa_fx.plan import Session
 from hexa_fx.report import OptimizationReport, with_plan
+
+if TYPE_CHECKING:
+    from hexa_fx.distributed.session import PartitionSession
 
 log = logging.getLogger(__name__)
 Name = Literal["report", "graphs", "partition"]
-_KINDS: dict[Name, type] = {"report": OptimizationReport, "graphs": Graphs, "partition": PartitionSession}
+_KINDS: dict[Name, type] = {"report": OptimizationReport, "graphs": Graphs, "partition": Session}
 
 
 def attach(model: nn.Module, name: Name, value: Any) -> None:
@@ -32,7 +35,7 @@ def attached(model: nn.Module, name: Name) -> Any:
 
 def has_session(module: nn.Module) -> bool:
     """Whether it is spread over devices."""
-    return any(isinstance(vars(module).get(name), PartitionSession) for name in ("partition", "hexa_partition"))
+    return any(isinstance(vars(module).get(name), Session) for name in ("partition", "hexa_partition"))
 
 
 def detach(module: nn.Module) -> None:

@@ -225,3 +225,9 @@ def _check_sizes(what: str, sizes: tuple[int, ...], world: int) -> None:
         raise PlanError(f"{what} has {len(sizes)} entries {list(sizes)}, the plan has {world} ranks")
     if any(size < 0 for size in sizes):
         raise PlanError(f"{what} has a negative size: {list(sizes)}")
+
+
+class Session:
+    """What a model that is spread over devices has as its attribute ``partition``, told without loading torch's DTensor: a
+    `hexa_fx.distributed.session.PartitionSession`.
+    """

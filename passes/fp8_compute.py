@@ -15,7 +15,6 @@ import torch.fx as fx
 from torch import nn
 
 from hexa_fx.config import HexaConfig
-from hexa_fx.distributed import nodes
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import observe
@@ -56,6 +55,8 @@ def _change(node: fx.Node, packed: frozenset[str]) -> None:
 
 def _is_own_weight(value: Any, packed: frozenset[str]) -> bool:
     """Whether a node is a weight of the block, a stack of them (of these names), or a view of this rank's slice of one."""
+    from hexa_fx.distributed import nodes  # which loads torch's DTensor
+
     while isinstance(value, fx.Node) and value.target in (nodes.local_weight, nodes.scale_gradient):
         value = value.args[0]
     if not isinstance(value, fx.Node):
