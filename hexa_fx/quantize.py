@@ -113,6 +113,11 @@ def _place(path: str, block: nn.Module, name: str, transposed: bool, format: For
         raise InputError(
             f"{where} of shape {tuple(weight.shape)} cannot be packed as {format}: {reason}; {', '.join(fits)} can"
         )
+    broken = next((number for number, matrix in enumerate(weight) if not matrix.float().isfinite().all()), None)
+    if broken is not None:
+        raise InputError(
+            f"{where} holds NaN, infinity or what float32 cannot hold in expert {broken}, which scales would spread or hide"
+        )
     return _Place(owner, last, transposed)
 
 

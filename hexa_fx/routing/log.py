@@ -53,6 +53,7 @@ class RoutingLog:
         self.num_experts = None if num_experts is None else _numbers("num_experts", num_experts, count)
         self.top_k = (found.shape[2],) * count if top_k is None else _numbers("top_k", top_k, count)
         self.layers = tuple(layers)
+        self._left = set[int]()  # how many sequences the recorded calls left
         self.live = _marks(live, found)
         if self.live is not None:
             found = found.masked_fill(self.live[:, None, None], 0)
@@ -134,10 +135,11 @@ class RoutingLog:
         token of each sequence at a time.
 
         Raises:
-            InputError: the number of pieces is no multiple of ``batch``.
+            InputError: the number of pieces is no multiple of ``batch``, or calls were recorded that left more or fewer.
         """
-        if batch < 1 or len(self) % batch:
-            raise InputError(f"{len(self)} pieces are not those of {batch} sequences")
+        if batch < 1 or len(self) % batch or self._left - {batch}:
+            left = f"; calls left {', '.join(map(str, sorted(self._left)))} each" if self._left else ""
+            raise InputError(f"{len(self)} pieces are not those of {batch} sequences{left}")
         order = [piece for row in range(batch) for piece in range(row, len(self), batch)]
         whole = self.select(order)
         lengths = [sum(self.lengths[row::batch]) for row in range(batch)]
@@ -197,6 +199,7 @@ class RoutingLog:
         """Adds the sequences of a call: (n, L, k) ids and their lengths."""
         self.ids = torch.cat([self.ids, ids.to(self.ids.dtype).cpu()])
         self.lengths = (*self.lengths, *lengths)
+        self._left.add(len(lengths))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RoutingLog):

@@ -252,4 +252,8 @@ def test_lists_and_sizes_that_do_not_fit():
         InputError, match=r"first of shape .* cannot be packed as mxfp4: .*; nf4, nf4_double, fp8_block"
     ):
         hexa_fx.quantize_experts_(made, "mxfp4")
+    with torch.no_grad():
+        made.second[1, 0, 0] = torch.inf
+    with pytest.raises(InputError, match="second holds NaN, infinity or what float32 cannot hold in expert 1"):
+        hexa_fx.quantize_experts_(made, "fp8_block")
     assert not packed_parameters(made), "nothing is packed where something cannot be"

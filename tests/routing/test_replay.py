@@ -205,6 +205,8 @@ def test_generation_is_joined_by_sequence_and_replayed_in_training(qwen):
     model, ids = qwen
     with hexa_fx.record_routing(model) as pieces:
         tokens = model.generate(ids[:3], max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+    with pytest.raises(InputError, match="not those of 6 sequences; calls left 3 each"):  # as of num_return_sequences=2
+        pieces.joined(6)
     log = pieces.joined(3)
     assert log.lengths == (13, 13, 13)  # the last token was never run
     samples = [log.select([row]).ids for row in range(3)]
