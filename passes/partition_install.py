@@ -14,7 +14,7 @@ from torch import nn
 from hexa_fx.distributed.groups import is_axis
 from hexa_fx.distributed.plan_agreement import check_same_weights
 from hexa_fx.distributed.session import PartitionSession
-from hexa_fx.distributed.shards import LayerWeights, ShardedParameter, check_cuttable, cut_layer
+from hexa_fx.distributed.shards import LayerWeights, ShardedParameter, check_cuttable, check_plain, cut_layer
 from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import announced, at_block
@@ -103,6 +103,7 @@ def install_plan(
     read = known.layers if known else [_same_in_all_modes(model, block) for block in blocks]
     layers = [(block, layer) for block, found in zip(blocks, read) for layer in found]
     _check_plan(plan, [layer for _, layer in layers])
+    check_plain(model, [layer for _, layer in layers])
     check_cuttable(model, [layer for _, layer in layers if layer.path not in fsdp])
     session = PartitionSession(plan, {layer.path: layer.geometry for _, layer in layers}, mesh, timeout, data_mesh)
     if known is None:

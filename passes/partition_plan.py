@@ -81,7 +81,10 @@ def plan_blocks(
     asked["the list of expert layers"] = [(layer.path, layer.geometry) for layer in layers]
     check_same_request(asked, groups)
     if not layers:
-        raise PlanError("nothing to partition: no block holds the canonical operator")
+        raise PlanError(
+            "nothing to partition: no rewritten block multiplies its experts' own weights in one operator (adapters on single "
+            "experts keep their products apart, for example); wrap the model in FSDP2 after optimize_ without mesh="
+        )
     sample = _first_tensor(model, layers[0])
     config = _with_tokens(_for_device(config, sample), _recorded_tokens(blocks))
     costs = _capacities(capacities, layers[0].geometry, config.tokens, sample, groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.distributed.saved_tensors import SavedTensors
-from hexa_fx.distributed.shards import ShardedParameter
+from hexa_fx.distributed.shards import ShardedParameter, adapted
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.program import Program
@@ -35,6 +35,13 @@ class _Bound:
         )
 
 
+def _check_unchanged(owner: nn.Module, shards: Iterable[ShardedParameter]) -> None:
+    """Raises `PlanError` if something parametrizes what is cut of a module."""
+    for shard in shards:
+        if shard.owner is owner and shard.name.rpartition(".")[2] in owner.parametrizations:  # type: ignore[operator]
+            raise adapted(shard.name)
+
+
 class Bindings:
     """Forwards that are wrapped, and how to undo it.
 
@@ -47,26 +54,30 @@ class Bindings:
         self._saved, self._guard = saved, guard
         self._undo: list[Callable[[], None]] = []
 
-    def bind(self, module: nn.Module, label: str, traced: Mapping[str, Program]) -> None:
+    def bind(
+        self, module: nn.Module, path: str, traced: Mapping[str, Program], shards: Iterable[ShardedParameter]
+    ) -> None:
         """Wraps a module's forward, or the programs inside a rewritten one, so that its guards, copies and signature stay."""
-        forward = module.forward
+        forward, label = module.forward, path or type(module).__name__
+        inside = [shard for shard in shards if shard.name.startswith(f"{path}." if path else "")]
         if not isinstance(forward, HexaForward):
-            self._set(module.__dict__, "forward", self._wrapped(forward, label, None))
+            self._set(module.__dict__, "forward", self._wrapped(forward, label, None, inside))
             return
         modes = {"train": forward.programs[True], "eval": forward.programs[False]}
         for mode, program in {id(p): (mode, p) for mode, p in modes.items() if p is not None}.values():
             instead = traced.get(mode)
-            function = self._wrapped(program.function, label, None if instead is None else instead.function)
+            function = self._wrapped(program.function, label, None if instead is None else instead.function, inside)
             self._set(program.__dict__, "function", function)
 
         @_Bound
         def refuse(*_: Any, **__: Any) -> Any:
             raise PlanError(
                 f"{label!r} was called in a way it was not recorded for{forward.why}. Its expert weights are cut, so its "
-                "original forward cannot run: record with such inputs, in both train and eval mode"
+                "original forward cannot run: build the model anew, and call optimize_ on it as it will be, with inputs like these"
             )
 
         self._set(forward.__dict__, "_own_original", refuse)
+        self._set(forward.__dict__, "takes_adapters", lambda: False)
 
     def before_forward(self, model: nn.Module, begin: Callable[[], None]) -> None:
         """Calls ``begin`` whenever a forward of the model begins."""
@@ -95,14 +106,22 @@ class Bindings:
         self._undo.clear()
 
     def _wrapped(
-        self, function: Callable[..., Any], label: str, traced: Callable[..., Any] | None
+        self,
+        function: Callable[..., Any],
+        label: str,
+        traced: Callable[..., Any] | None,
+        shards: Sequence[ShardedParameter],
     ) -> Callable[..., Any]:
         guard = self._guard(f"forward of {label!r}")
+        owners = tuple({id(shard.owner): shard.owner for shard in shards}.values())
 
         @functools.wraps(function)
         def bound(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return traced(*args, **kwargs) if traced is not None else untraced(*args, **kwargs)
+            for owner in owners:
+                if "parametrizations" in owner._modules:
+                    _check_unchanged(owner, shards)
             self._saved.enter_bound()
             try:
                 with guard:
@@ -114,5 +133,10 @@ class Bindings:
         return bound
 
     def _set(self, owner: dict[str, Any], name: str, value: Any) -> None:
-        self._undo.append(functools.partial(owner.__setitem__, name, owner.get(name)))
+        before = (
+            functools.partial(owner.__setitem__, name, owner[name])
+            if name in owner
+            else functools.partial(owner.pop, name)
+        )
+        self._undo.append(before)
         owner[name] = value

@@ -155,7 +155,7 @@ class PartitionSession(Session):
         Args:
             traced: what torch.compile traces instead, by mode; without it, its graphs break here.
         """
-        self._bindings.bind(module, where or type(module).__name__, traced or {})
+        self._bindings.bind(module, where, traced or {}, self.shards)
         return module
 
     def follow(self, model: nn.Module) -> None:

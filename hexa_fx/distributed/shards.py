@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from hexa_fx.distributed.geometry import Chunk, Geometry
 from hexa_fx.errors import PlanError
+from hexa_fx.sources import peft
 
 _OTHER = {torch.float32: torch.float64}
 
@@ -106,13 +107,33 @@ def check_cuttable(model: nn.Module, layers: Iterable[LayerWeights]) -> None:
             first = uses.setdefault(id(parameter), use)
             if first is not use and (first != use or form == "own"):
                 raise _shared(first[0], f"is used twice, by {first[1]!r} and as {name!r} by {weights.path!r}")
-    owners = {
-        (id(model.get_submodule(name.rpartition(".")[0])), name.rpartition(".")[2]) for name, _, _ in uses.values()
-    }
+    places = {_place(model, name): name for name, _, _ in uses.values()}
     for path, module in model.named_modules():
         for key, held in module._parameters.items():
-            if id(held) in uses and (id(module), key) not in owners:
+            if id(held) in uses and (id(module), key) not in places:
                 raise _shared(uses[id(held)][0], f"is also {'.'.join(filter(None, (path, key)))!r}")
+
+
+def check_plain(model: nn.Module, layers: Iterable[LayerWeights]) -> None:
+    """Raises `PlanError`, on every rank alike, if there is an adapter on a parameter of these layers."""
+    adapters = peft.adapted_parameters(model)
+    for weights in layers:
+        for name in itertools.chain.from_iterable(map(weights.names, weights.sources.values())):
+            if _place(model, name) in adapters:
+                raise adapted(name)
+
+
+def _place(model: nn.Module, name: str) -> tuple[int, str]:
+    path, _, key = name.rpartition(".")
+    return id(model.get_submodule(path)), key
+
+
+def adapted(name: str) -> PlanError:
+    """What is said of an adapter or another parametrization on a parameter that is spread over ranks."""
+    return PlanError(
+        f"something is added to {name!r} in every call (an adapter, a parametrization), of which its slices know nothing: train "
+        "adapters on experts under FSDP2, after optimize_ without mesh=, or put them on other modules"
+    )
 
 
 def _remedy(parameter: Tensor) -> str:

@@ -109,6 +109,12 @@ def hand_over_in(model: nn.Module) -> dict[tuple[int, str], int]:
     return ranks
 
 
+def adapted_parameters(model: nn.Module) -> set[tuple[int, str]]:
+    """What such wrappers are around, active or not: the ``id`` of the module that holds the parameter, and the parameter's name."""
+    wrappers: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in _NEEDED)]
+    return {(id(wrapper.get_base_layer()), str(wrapper.parameter_name)) for wrapper in wrappers}
+
+
 def take_back(module: nn.Module) -> None:
     """Gives a wrapper its own method back."""
     if isinstance(module.__dict__.get(_METHOD), HandOver):

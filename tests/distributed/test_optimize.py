@@ -12,6 +12,7 @@ from harness import run
 from models import cut, full, largest
 from test_transformers import build, loss_of
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import hexa_fx
@@ -125,6 +126,11 @@ def wrong_requests(rank, world):
         with pytest.raises(PlanError, match=said):
             hexa_fx.optimize_(model, x, CONFIG, **given)
         assert {name: p.shape for name, p in model.named_parameters()} == whole
+    model, x = Two("halves"), torch.randn(8, 16, dtype=torch.float64)
+    hexa_fx.optimize_(model, x, CONFIG, mesh=mesh_of(world), strategy="data", capacities=None)
+    register_parametrization(model.blocks[1], "first", nn.Identity())
+    with pytest.raises(PlanError, match=r"something is added to 'blocks.1.first'"):
+        model(x)
     if rank == 0:
         with pytest.raises(PlanError, match="rank 0 is not in the mesh"):
             make_groups(dist.GroupMember.NON_GROUP_MEMBER)
@@ -145,6 +151,21 @@ def expert_elsewhere(model, _):
     model.more.weight = model.blocks[0].experts[2].down.weight
 
 
+class Adapter(nn.Module):
+    """What is asked of PEFT's wrappers around parameters."""
+
+    parameter_name, lora_A, num_experts = "weight", (), 4
+    _activate_lora = get_delta_factors = None
+
+    def __init__(self, around):
+        super().__init__()
+        self.get_base_layer = lambda: around
+
+
+def adapter(model, _):
+    model.more = Adapter(model.blocks[1].experts[3].down)
+
+
 CONFIG = hexa_fx.HexaConfig(verify=False)
 
 
@@ -158,6 +179,7 @@ WRONG = [
     ("'mix.bias' and 0 more parameters of rank 1 are not those of rank 0", other_weights, lambda _: {}),
     ("'blocks.0.experts.0.gate.weight' is used twice", tied_expert, lambda _: {}),
     ("'blocks.0.experts.2.down.weight' is also 'more.weight'", expert_elsewhere, lambda _: {}),
+    ("something is added to 'blocks.1.experts.3.down.weight'", adapter, lambda _: {}),
     ("mesh is a str", same, lambda _: {"mesh": "cpu"}),
     ("data_mesh is a int", same, lambda _: {"data_mesh": 2}),
     ("strategy is a NoneType", same, lambda _: {"strategy": None}),
