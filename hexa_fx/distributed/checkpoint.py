@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -90,9 +92,10 @@ def state_dict(
         optimizer: one whose state belongs to the checkpoint, too.
 
     Raises:
-        InputError: the optimizer has a parameter that the model does not name.
+        InputError: the session is not the model's, or the optimizer has a parameter that the model does not name.
         RankError: a rank is lost.
     """
+    _check_session(model, session)
     if session is not None:
         session.check("the state of a checkpoint")
     cut = {} if session is None else {shard.name: shard for shard in session.shards}
@@ -103,6 +106,18 @@ def state_dict(
             found["state"][name] = {key: _handle(value, cut.get(name)) for key, value in values.items()}
         out["optimizer"] = found
     return out
+
+
+def _check_session(model: nn.Module, session: PartitionSession | None) -> None:
+    """Slices under other names, or without their session, would be taken for whole parameters."""
+    if session is not None and session.model is not model:
+        raise InputError(
+            "the session is of another module: give the one that optimize_ was called on, not a wrapper or a part"
+        )
+    if session is None and any(
+        isinstance(held, PartitionSession) for part in model.modules() for held in vars(part).values()
+    ):
+        raise InputError("the model's experts are spread over devices: give its session, too, model.partition")
 
 
 def _handle(value: Any, shard: ShardedParameter | None) -> Any:
@@ -211,18 +226,19 @@ def load(
         model, session, optimizer: as for `state_dict`; changed in place.
 
     Raises:
-        InputError: there is no complete checkpoint at this path; or as for `state_dict`.
+        InputError: there is no complete checkpoint at this path, or it is of something else; or as for `state_dict`.
         RankError: a rank was lost while reading. The model and the optimizer may be half loaded: load again, or end.
     """
     found = _whole(os.fspath(path))
     contents = state_dict(model, session, optimizer)
     check_reach(contents, session)
-    with torch.no_grad():
-        if session is None:
-            _dcp_load(contents, checkpoint_id=found, no_dist=True)
-        else:
-            with session.guard("reading a checkpoint"):
-                _dcp_load(contents, checkpoint_id=found, process_group=session.everyone)
+    group = {"no_dist": True} if session is None else {"process_group": session.everyone}
+    guard = nullcontext() if session is None else session.guard("reading a checkpoint")
+    try:
+        with torch.no_grad(), guard:
+            _dcp_load(contents, checkpoint_id=found, **group)
+    except CheckpointException as error:
+        raise _explained(error, found) from error
     if optimizer is not None:
         state = contents["optimizer"]["state"].items()
         contents["optimizer"]["state"] = {
@@ -232,6 +248,20 @@ def load(
         set_optimizer_state_dict(model, optimizer, contents["optimizer"])
     if session is not None:
         session.invalidate()
+
+
+def _explained(error: CheckpointException, path: str) -> BaseException:
+    """What torch found while it compared what is saved with what is asked for, as a sentence; any other error as it is."""
+    found = next(
+        (one for one, _ in error.failures.values() if "Missing key" in str(one) or "mismatch" in str(one)), None
+    )
+    if found is None:
+        return error
+    said = str(found).splitlines()[0].rstrip(".")
+    return InputError(
+        f"the checkpoint {path!r} does not fit: {said}. Load into a model of the same kind, and with an optimizer only if it was "
+        "saved with one"
+    )
 
 
 def _whole(path: str) -> str:

@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hexa_fx.distributed.axes import local_part, summed_elsewhere
 from hexa_fx.distributed.collectives import all_reduce_
-from hexa_fx.distributed.session import PartitionSession
+from hexa_fx.distributed.session import PartitionSession, open_sessions
+from hexa_fx.errors import InputError
 
 
 def loss_weight(session: PartitionSession, count: int) -> float:
@@ -30,7 +31,9 @@ def loss_weight(session: PartitionSession, count: int) -> float:
 
     Hosts exchange the counts (of samples, or of tokens that are not ignored), everywhere.
     """
-    total = session.total(count)
+    if count < 0 or count != int(count):
+        raise InputError(f"count is a number of samples or tokens, got {count!r}")
+    total = session.total(int(count))
     return _averaged_over(session) * count / total if total else 0.0
 
 
@@ -95,14 +98,33 @@ def sync_gradients(model: nn.Module, session: PartitionSession, *, only_experts:
     Args:
         only_experts: where DDP combines the others, everywhere.
     """
-    experts = {id(shard.parameter) for shard in session.shards}
-    cut = [p for p in model.parameters() if p.requires_grad and id(p) in experts]
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in experts and not only_experts]
+    cut, others = _experts_and_others(model, session)
+    others = [] if only_experts else others
     mean = session.plan.grad_scale != 1.0
     with session.guard("the sum of replicated gradients"):
         _combine(others, session.groups.main, session.groups.host, mean)
         for group, host in zip(session.data.groups, session.data.hosts):
             _combine([*others, *cut], group, host, mean)
+
+
+def _experts_and_others(model: nn.Module, session: PartitionSession) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters with gradients that the plan cut, and all others.
+
+    Raises:
+        InputError: the model is another than the session's, or holds experts that another session cut.
+    """
+    experts = {id(shard.parameter) for shard in session.shards}
+    foreign = {
+        id(shard.parameter) for other in open_sessions.values() if other is not session for shard in other.shards
+    }
+    held = list(model.parameters())
+    if not experts <= set(map(id, held)) or foreign & set(map(id, held)):
+        raise InputError(
+            "the session did not cut the experts of this model, or not all of them: give the module that optimize_ was called on "
+            "(a wrapper around it will do), and its own session"
+        )
+    wanted = [p for p in held if p.requires_grad]
+    return [p for p in wanted if id(p) in experts], [p for p in wanted if id(p) not in experts]
 
 
 def _combine(parameters: Sequence[nn.Parameter], group: Any, host: Any, mean: bool) -> None:
@@ -143,7 +165,7 @@ def clip_grad_norm_(model: nn.Module, session: PartitionSession, max_norm: float
     Call it after `sync_gradients`, or under DDP or FSDP2; parameters may be DTensors over different meshes. Returns the norm before
     clipping, the same on all ranks.
     """
-    experts = {id(shard.parameter) for shard in session.shards}
+    experts = set(map(id, _experts_and_others(model, session)[0]))
     # Groups come from all parameters, since every rank has to take part, also one on which a gradient is missing.
     wanted = [p for p in model.parameters() if p.requires_grad]
     parts: dict[tuple[Any, ...], list[Tensor]] = {(): []}

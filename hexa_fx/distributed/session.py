@@ -40,7 +40,7 @@ from hexa_fx.plan import Plan, Session
 from hexa_fx.runtime.program import Program
 
 _numbers = itertools.count()
-_sessions: WeakValueDictionary[str, PartitionSession] = WeakValueDictionary()
+open_sessions: WeakValueDictionary[str, PartitionSession] = WeakValueDictionary()
 
 
 class PartitionSession(Session):
@@ -70,7 +70,6 @@ class PartitionSession(Session):
         self.data = data_axes(data_mesh, self.groups)
         with self.guard("the set-up of the watch of lost ranks"):
             rank_failures.watch(self.groups)
-        self._closed = False
         self.name = f"hexa{next(_numbers)}"
         self._geometries = dict(geometries)
         layers = [
@@ -91,7 +90,7 @@ class PartitionSession(Session):
         self._bindings = Bindings(self.saved_tensors, self.guard)
         self.compiled = CompiledLayers(self.name, self.saved_tensors, self.guard)
         self.replanner: Callable[..., PartitionSession] | None = None
-        _sessions[self.name] = self
+        open_sessions[self.name] = self
 
     @property
     def rank(self) -> int:
@@ -286,15 +285,14 @@ class PartitionSession(Session):
         for step in self._graphed:
             step.reset()
         self.cache.drain()
-        if not self._closed:
-            self._closed = True
+        if open_sessions.pop(self.name, None) is not None:
             rank_failures.unwatch(self.groups)
         self._bindings.undo()
 
 
 def find_session(name: str) -> PartitionSession:
     """The session of this name, which graphs hold instead of it; raises `PlanError` if it is gone."""
-    session = _sessions.get(name)
+    session = open_sessions.get(name)
     if session is None:
         raise PlanError(f"the graph belongs to partition session {name!r}, which is closed: install the plan again")
     return session

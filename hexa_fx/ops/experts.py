@@ -34,8 +34,9 @@ def experts(
     Args:
         rows: (R, D), first those of expert 0, then those of expert 1, and so on. Or (S, R, D): one such block from each of S
             senders, each with room of its own.
-        counts: integer, rows of each expert, on the device of ``rows``: (E,), or (S, E) for S senders, whose rows may also lie
-            right behind one another in an (R, D). No sorting by expert is needed then, nor sorting back.
+        counts: integer, rows of each expert, at most R in all (nobody looks), on the device of ``rows``: (E,), or (S, E) for S
+            senders, whose rows may also lie right behind one another in an (R, D). No sorting by expert is needed then, nor
+            sorting back.
         row_weights: in any floating dtype, one a row, or None, which means 1.
         w1, b1, w3, b3, w2, b2, spec: as for `hexa_fx.ops.moe_ffn`, of the E experts that are here.
 
@@ -56,6 +57,9 @@ def _check(rows: Tensor, counts: Tensor, row_weights: Tensor | None, experts: in
     op = "hexa_fx.ops.experts"
     if rows.dim() not in (2, 3):
         raise InputError(f"{op}: rows is {checks.shape(rows)}; expected (rows, D) or (senders, rows, D)")
+    if not isinstance(counts, Tensor) or counts.device != rows.device:
+        found = f"on {counts.device}" if isinstance(counts, Tensor) else f"a {type(counts).__name__}"
+        raise InputError(f"{op}: counts is {found}; expected a tensor on {rows.device}, where the rows are")
     dims = (1, 2) if rows.dim() == 2 else (2,)
     fits = counts.dim() in dims and counts.shape[-1] == experts and counts.dtype in checks.INTEGER
     if not fits or (rows.dim() == 3 and counts.shape[0] != rows.shape[0]):

@@ -138,11 +138,16 @@ def test_an_optimizer_of_another_model_is_refused():
 
 
 def loaded_parameters(rank, world, plan, path):
+    """... after what would be taken for slices, or for whole parameters, was refused."""
     whole = Net(THREE)
     model = Net(THREE)
     for p in model.parameters():
         torch.nn.init.zeros_(p)
     installed = install(model, plan)
+    with pytest.raises(InputError, match="not a wrapper or a part"):
+        checkpoint.state_dict(torch.nn.Sequential(model), installed.session)
+    with pytest.raises(InputError, match="does not fit: Missing key in checkpoint state_dict: optimizer"):
+        checkpoint.load(path, model, installed.session, optimizer_of(model))
     checkpoint.load(path, model, installed.session)
     names = dict(whole.named_parameters())
     return largest([(p, cut(installed, n, names[n])) for n, p in model.named_parameters()])

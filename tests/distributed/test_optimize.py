@@ -16,10 +16,11 @@ from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 import hexa_fx
+from hexa_fx.distributed import checkpoint as checkpoints
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.distributed.groups import make_groups
-from hexa_fx.errors import PlanError
+from hexa_fx.errors import InputError, PlanError
 from hexa_fx.passes.plan_layers import PartitionConfig
 
 pytest.importorskip("transformers")
@@ -346,6 +347,12 @@ def one_block_twice(rank, world):
         pickle.dumps(model.blocks[0])
     with pytest.raises(PlanError, match="of the state dict is whole"):
         model.load_state_dict(whole.state_dict())
+    with pytest.raises(InputError, match="give its session"):
+        checkpoints.state_dict(model)
+    with pytest.raises(InputError, match="did not cut the experts of this model"):
+        sync_gradients(whole, model.partition)
+    with pytest.raises(InputError, match="number of samples"):
+        weighted_loss(model.partition, x.sum(), 2.5)
 
     def loss(net, data):
         h = data

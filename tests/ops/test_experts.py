@@ -125,7 +125,12 @@ def test_counts_never_reach_the_host() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     x, gate, weights = operands(6)
-    for counts in (torch.zeros(E + 1, dtype=torch.int64), torch.zeros(E), torch.zeros(2, 2, E, dtype=torch.int64)):
+    wrong: tuple[Any, ...] = (
+        torch.zeros(E + 1, dtype=torch.int64),
+        torch.zeros(E),
+        torch.zeros(2, 2, E, dtype=torch.int64),
+    )
+    for counts in (*wrong, [0] * E, torch.zeros(E, dtype=torch.int64, device="meta")):
         with pytest.raises(InputError, match="counts is"):
             ops.experts(x, counts, None, *weights, GATED)
     for counts in (torch.zeros(E, dtype=torch.int64), torch.zeros(3, E, dtype=torch.int64)):
