@@ -127,6 +127,8 @@ def match_rows(
     found = False
     leader = max(pairs, key=lambda pair: replay.value(pair[0][0].data).numel())[0][0]
     for source in token_sources(leader.node, feature_size(leader.data), captured, tags):
+        if record_of(source).value.itemsize == 1:  # numbers in 8 bits are cast before they are multiplied
+            continue
         tokens = replay.value(source).reshape(-1, feature_size(leader.data))
         reader = _Reader(tokens, replay, weights)
         if reader.read(leader) is None:

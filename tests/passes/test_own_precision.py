@@ -99,3 +99,33 @@ def test_a_lost_cast_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         "the example in its own precision: output 0: torch.float32 (9, 12), not torch.bfloat16 (9, 12)" in found.reason
     )
+
+
+class Rounded(Mixture):
+    """Rounds its tokens on the way, as code that emulates a smaller format does."""
+
+    def __init__(self, to: torch.dtype, inside: bool) -> None:
+        super().__init__()
+        self.to_, self.inside = to, inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(2, -1)
+        tokens, out = x if self.inside else x.to(self.to_).to(x.dtype), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = (ids == number).nonzero(as_tuple=True)
+            rows = tokens[token]
+            rows = rows.to(self.to_).to(x.dtype) if self.inside else rows
+            out.index_add_(0, token, expert(rows) * weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.bfloat16])
+@pytest.mark.parametrize("inside", [False, True])
+def test_numbers_that_are_rounded_on_the_way(to: torch.dtype, inside: bool) -> None:
+    """In float64 a cast to 16 bits and back cannot be seen; one to 8 bits is kept."""
+    torch.manual_seed(0)
+    block, x = Rounded(to, inside), torch.randn(9, D)
+    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    torch.testing.assert_close(optimized(x), block(x))
+    assert bool(optimized.report.rewritten) == (to == torch.float8_e4m3fn)
+    assert ("rounds to fewer bits" in str(optimized.report)) == (to == torch.bfloat16)
