@@ -11,6 +11,7 @@ rules -> what one run cannot show
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -44,7 +45,7 @@ from hexa_fx.passes.detect.rules import (
 from hexa_fx.passes.detect.several import families_of, find_several
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, shared_by_some, tag, uneven_experts
-from hexa_fx.passes.detect.verdict import NoRouting, Refuse, experiments
+from hexa_fx.passes.detect.verdict import NoRouting, Refuse, experiments, first_match
 
 __all__ = ["RUNS_ALREADY", "MoEMatch", "detect"]
 
@@ -82,16 +83,17 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     found = find_several(captured, families, look)
     if found is not None:
         return found
-    first = families.repeated
-    for family in families.side_by_side or [None]:
-        try:
-            return look(family)
-        except Refuse as refusal:
-            first = first or refusal
-    if first is not None and first.reason == MIXED:
-        first = Refuse(uneven_experts(_parameters(captured)) or MIXED, first.node)
-    shared = shared_by_some(_parameters(captured)) if first is not None else None
-    raise Refuse(shared, first.node) if first and shared else first or Refuse(NO_PRODUCT)
+    try:
+        return first_match(partial(look, family) for family in families.side_by_side or [None])
+    except Refuse as refusal:
+        raise _explained(captured, families.repeated or refusal) from None
+
+
+def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
+    """The refusal with a reason that the parameters give, if they do."""
+    parameters = _parameters(captured)
+    uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
+    return Refuse(shared_by_some(parameters) or uneven or refusal.reason, refusal.node)
 
 
 def _refuse_own_operators(captured: CapturedBlock) -> None:
@@ -117,12 +119,10 @@ def _detect_family(
         if form == "free":
             raise Refuse("its experts are not read in the standard form")
         return _detect_standard(captured, groups, replay, family, prefer_earliest, passed, form == "steps")
-    except Refuse as refusal:
-        standard = refusal
-    try:
-        return detect_free(captured, groups, replay, family, prefer_earliest, passed)
-    except NotFree:
-        raise standard from None
+    except Refuse:
+        with suppress(NotFree):
+            return detect_free(captured, groups, replay, family, prefer_earliest, passed)
+        raise
 
 
 @experiments()
@@ -142,16 +142,10 @@ def _detect_standard(
     products = [contraction.node for contraction in contractions]
     stored = stored_outside_calls(captured, products)
     weights = WeightTable(captured, groups, tags)
-    first: NoRouting | None = None
-    for source, instances in match_rows(group_instances(contractions), captured, tags, replay, weights):
-        try:
-            return _match_of(
-                captured, groups, replay, prefer_earliest, passed, with_steps, weights, stored, source, instances
-            )
-        except NoRouting as refusal:  # of these rows; there may be others, such as those that a mask keeps
-            first = first or refusal
-    assert first is not None
-    raise first
+    match_of = partial(_match_of, captured, groups, replay, prefer_earliest, passed, with_steps, weights, stored)
+    rows = match_rows(group_instances(contractions), captured, tags, replay, weights)
+    # where rows are given to experts unknown, there may be others, such as those that a mask keeps
+    return first_match((partial(match_of, source, instances) for source, instances in rows), NoRouting)
 
 
 def _match_of(

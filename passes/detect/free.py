@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.fx
@@ -35,7 +36,7 @@ from hexa_fx.passes.detect.rules import (
 from hexa_fx.passes.detect.stacks import WeightTable
 from hexa_fx.passes.detect.steps import StepReader, refuse_mixing
 from hexa_fx.passes.detect.tags import ExpertGroups, Tag, tag
-from hexa_fx.passes.detect.verdict import Refuse, experiments
+from hexa_fx.passes.detect.verdict import Refuse, experiments, first_match
 
 
 class NotFree(Exception):
@@ -99,14 +100,7 @@ class _Search:
     def match(self) -> MoEMatch:
         """The match at the earliest end from which on the code is linear in the expert outputs."""
         self.stored = stored_outside_calls(self.captured, self.runs.readers)
-        first: Refuse | None = None
-        for end in self.runs.ends:
-            try:
-                return self._match_at(end)
-            except Refuse as refusal:
-                first = first or refusal
-        assert first is not None
-        raise first
+        return first_match(partial(self._match_at, end) for end in self.runs.ends)
 
     @experiments()
     def _match_at(self, end: Column) -> MoEMatch:

@@ -6,6 +6,7 @@ them, and the expert's parameters.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -184,10 +185,12 @@ class StepReader:
             return self._of_expert(column)
         if node.op == "get_attr":
             if len({n.target for n in column}) > 1:
+                forms = Counter(record_of(n).value.shape for n in column)
+                odd = min(column, key=lambda n: forms[record_of(n).value.shape])
                 raise Refuse(
-                    f"the experts differ in shape or structure: {node.target} has no like in the others; only experts of one shape "
+                    f"the experts differ in shape or structure: {odd.target} has no like in the others; only experts of one shape "
                     "are rewritten",
-                    node,
+                    odd,
                 )
             return Shared(str(node.target))
         return self._copy(column)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.capture.replay import CannotReplay
 from hexa_fx.ir import Refusal
+
+Found = TypeVar("Found")
 
 
 class Refuse(Exception):
@@ -31,6 +34,25 @@ class Refuse(Exception):
 
 class NoRouting(Refuse):
     """The rows of this tensor are given to experts, but nothing says to which: perhaps they are rows of another tensor."""
+
+
+def first_match(attempts: Iterable[Callable[[], Found]], refusals: type[Refuse] = Refuse) -> Found:
+    """What the first of some attempts finds that does not refuse.
+
+    Raises:
+        Refuse: the first refusal, if all refuse.
+    """
+    first = None
+    try:
+        for attempt in attempts:
+            try:
+                return attempt()
+            except refusals as refusal:
+                first = first or refusal
+        assert first is not None
+        raise first
+    finally:
+        del first  # it refers to this frame and all callers, which it would keep alive until garbage is collected
 
 
 @contextmanager
