@@ -77,17 +77,15 @@ def _repetitions(rows: torch.Tensor) -> torch.Tensor:
 
 def has_no_tokens(observation: Observation) -> bool:
     """Whether the first matrix of floats that the block is given has no rows."""
-    leaves = pytree.tree_leaves((observation.args, observation.kwargs))
-    matrices = (t for t in leaves if isinstance(t, torch.Tensor) and t.dim() >= 2 and t.is_floating_point())
-    first = next(matrices, None)
+    first = _matrix(observation)
     return first is not None and first.numel() == 0
 
 
 def _rows(observation: Observation) -> torch.Tensor | None:
     """The rows (R, D) of the first matrix of floats; else, if the block looks integers up, these as (R, 1)."""
-    tensors, matrix = _tensors(observation), _matrix(observation)
+    tensors, matrix = [t for t in _tensors(observation) if t.numel()], _matrix(observation)
     if matrix is not None:
-        rows = matrix.reshape(-1, matrix.shape[-1])
+        rows = matrix.detach().reshape(-1, matrix.shape[-1])
     elif _vocabulary(observation.module) is not None and tensors and tensors[0].dtype != torch.bool:
         ids = tensors[0].detach().reshape(-1, 1)
         rows = torch.cat([ids, torch.ones_like(ids)], 1)
@@ -98,14 +96,12 @@ def _rows(observation: Observation) -> torch.Tensor | None:
 
 def _tensors(observation: Observation) -> list[torch.Tensor]:
     leaves = pytree.tree_leaves((observation.args, observation.kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel() and not leaf.is_complex()]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_complex()]
 
 
 def _matrix(observation: Observation) -> torch.Tensor | None:
-    """The first matrix of floats, detached."""
-    matrices = (leaf for leaf in _tensors(observation) if leaf.dim() >= 2 and leaf.is_floating_point())
-    found = next(matrices, None)
-    return None if found is None else found.detach()
+    """The first matrix of floats, the very one that the block is given."""
+    return next((leaf for leaf in _tensors(observation) if leaf.dim() >= 2 and leaf.is_floating_point()), None)
 
 
 def _with_fresh_tokens(observation: Observation, few: bool) -> Iterator[Observation]:
@@ -124,8 +120,8 @@ def _with_repetitions_replaced(observation: Observation, fresh: Observation) -> 
     matrix, other = _matrix(observation), _matrix(fresh)
     if matrix is None or other is None or matrix.numel() > _LOOKED_AT * matrix.shape[-1]:
         return observation
-    again = _repetitions(matrix.reshape(-1, matrix.shape[-1]).double()).view(*matrix.shape[:-1], 1)
-    mixed = torch.where(again, other, matrix)
+    again = _repetitions(matrix.detach().reshape(-1, matrix.shape[-1]).double()).view(*matrix.shape[:-1], 1)
+    mixed = torch.where(again, other, matrix).detach()
 
     def replaced(leaf: Any) -> Any:
         same = isinstance(leaf, torch.Tensor) and leaf.shape == matrix.shape and leaf.data_ptr() == matrix.data_ptr()
