@@ -26,7 +26,7 @@ _GROUPED_MM_FLOPS = 1 << 22
 _GROUPED_MM_EXPERTS = 8
 """Fewer experts than this are not worth preparing torch's grouped matmul for."""
 
-_SMALL = 1 << 14
+SMALL = 1 << 14
 """Elements up to which another copy costs less than preparing slices to write into."""
 
 _FEW_ROWS = 4
@@ -82,7 +82,7 @@ def multiply_groups(x: Tensor, weight: Tensor, bias: Tensor | None, groups: list
     """
     if len(groups) == 1:
         return multiply(x, weight, bias, groups[0][0])
-    if x.shape[0] * weight.shape[2] <= _SMALL:
+    if x.shape[0] * weight.shape[2] <= SMALL:
         rows = x.split_with_sizes([end - start for _, start, end in groups])
         return torch.cat([multiply(part, weight, bias, group[0]) for group, part in zip(groups, rows, strict=True)])
     out = x.new_empty((x.shape[0], weight.shape[2]))

@@ -23,9 +23,6 @@ from hexa_fx.ops.cpu import as_kn
 from hexa_fx.ops.rows import flip
 from hexa_fx.ops.tiling import Tile, Tiling
 
-_SMALL = 1 << 14
-"""Elements up to which another copy costs less than preparing slices to write into."""
-
 _RAISED = 1 << 20
 """Elements up to which a half-type weight is raised as a whole, rather than an expert at a time."""
 
@@ -206,7 +203,7 @@ def estmm(tile: Tile, key: str, x: Tensor, g: Tensor, x_gathered: bool, g_gather
         else:
             tiling.buffer(key, lambda: _weight_output(tiling, k, n))[first:end].copy_(y)
         return
-    if tile.whole and len(tile.groups) == tiling.experts and tiling.experts * k * n <= _SMALL:
+    if tile.whole and len(tile.groups) == tiling.experts and tiling.experts * k * n <= cpu.SMALL:
         tiling.buffer(key, lambda: cpu.outer_products(x, g, tile.groups).to(tiling.dtype))
         return
     out = tiling.buffer(key, lambda: _weight_output(tiling, k, n))
@@ -233,7 +230,7 @@ def _is_one_product(tile: Tile, x: Tensor, g: Tensor, kept: bool) -> bool:
         kept: what it gives is the output as it is, not copied or added to it.
     """
     outer = x.shape[1] * g.shape[1]
-    overhead = (kept or outer <= _SMALL) and cpu.has_loop_overhead(tile.groups, x.shape[0] * outer)
+    overhead = (kept or outer <= cpu.SMALL) and cpu.has_loop_overhead(tile.groups, x.shape[0] * outer)
     return overhead and cpu.grouped_mm_takes(x, g)
 
 
