@@ -18,14 +18,8 @@ from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.program import Program
 
 
-class _Bound:
+class _Bound(functools.partial[Any]):
     """A function that a session has put on a module, and for its sake the module can be neither copied nor pickled."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PlanError(
@@ -79,10 +73,9 @@ class Bindings:
         self._set(forward.__dict__, "_own_original", refuse)
         self._set(forward.__dict__, "takes_adapters", lambda: False)
 
-    def before_forward(self, model: nn.Module, begin: Callable[[], None]) -> None:
+    def before_forward(self, model: nn.Module, begin: Callable[..., None]) -> None:
         """Calls ``begin`` whenever a forward of the model begins."""
-        hook = _Bound(lambda *_: begin())
-        self._undo.append(model.register_forward_pre_hook(hook, prepend=True).remove)
+        self._undo.append(model.register_forward_pre_hook(_Bound(begin), prepend=True).remove)
 
     def before_loading(self, model: nn.Module, shards: Iterable[ShardedParameter]) -> None:
         """Refuses, with the remedy, to load a whole parameter where the model holds a slice."""

@@ -86,6 +86,7 @@ class PartitionSession(Session):
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._graphed: WeakSet[GraphedStep] = WeakSet()
         self.graphs: dict[str, Mapping[str, fx.Graph]] = {}
+        self._begin_guard = self.guard("the first gathers of a forward")
         self._count_guard = self.guard("the exchange of counts")
         self._bindings = Bindings(self.saved_tensors, self.guard)
         self.compiled = CompiledLayers(self.name, self.saved_tensors, self.guard)
@@ -110,6 +111,7 @@ class PartitionSession(Session):
         self._of_layer = {path: tuple(found) for path, found in shards.items()}
         self.shards = tuple(shard for found in self._of_layer.values() for shard in found)
         self._model = weakref.ref(model)
+        self._wrappers.watch(self._model, self._of_layer.values())
 
     @property
     def model(self) -> nn.Module:
@@ -162,13 +164,13 @@ class PartitionSession(Session):
         self._bindings.before_forward(model, self.begin)
         self._bindings.before_loading(model, self.shards)
 
-    def begin(self) -> None:
-        """Called when a forward of the whole model begins."""
+    def begin(self, *_: Any) -> None:
+        """Called when a forward of the whole model begins, as a hook or by hand."""
         if is_compiling() or in_backward():  # recomputation of a checkpointed model
             return
-        self._wrappers.check(self.model, self._of_layer.values())
+        self._wrappers.check()
         self.reductions.forget()
-        with self.guard("the first gathers of a forward"):
+        with self._begin_guard:
             self.cache.begin()
 
     def guard(self, where: str) -> AbstractContextManager[None]:

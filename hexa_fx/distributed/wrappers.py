@@ -1,11 +1,12 @@
-"""Refuses DDP and FSDP2 where they would mix the ranks' slices of the experts, or average gradients that the plan sums.
+"""Refuses DDP, FSDP and FSDP2 where they would mix the ranks' slices of the experts, or average gradients that the plan sums.
 
 Nothing would be noticed otherwise: slices of equal shares have equal shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import islice
 from typing import Any
 from weakref import WeakSet
 
@@ -31,66 +32,114 @@ class Wrappers:
 
     def __init__(self, groups: Groups, summed: bool) -> None:
         self._ranks, self._summed = set(dist.get_process_group_ranks(groups.main)), summed
-        self._known: WeakSet[nn.Module] = WeakSet()
+        self._model: Callable[[], nn.Module | None] = lambda: None
+        self._kind: type | None = None
+        self._shards: tuple[ShardedParameter, ...] = ()
+        self._firsts: list[tuple[ShardedParameter, str]] = []
+        self._others: list[tuple[nn.Module, str]] = []
         self._fine: set[str] = set()
+        self._known: WeakSet[nn.Module] = WeakSet()
 
-    def check(self, model: nn.Module, shards: Iterable[tuple[ShardedParameter, ...]]) -> None:
-        """Called when a forward of the model begins, with what was cut, by layer.
+    def watch(self, model: Callable[[], nn.Module | None], layers: Iterable[tuple[ShardedParameter, ...]]) -> None:
+        """Notes what was cut of a model, by layer."""
+        cut = [layer for layer in layers if layer]
+        self._model, self._shards = model, tuple(shard for layer in cut for shard in layer)
+        self._firsts = [(layer[0], layer[0].name.rpartition(".")[2]) for layer in cut]
+        self._fine = {shard.name for shard, _ in self._firsts if isinstance(shard.original, DTensor)}
+        experts = {id(shard.parameter) for shard in self._shards}
+        # Nothing tells over which ranks FSDP averages; over those of the partition it does where there are no others.
+        if self._summed and len(self._ranks) == dist.get_world_size() > 1:
+            self._others = list(islice(_other_parameters(model(), experts), 1))
+
+    def check(self) -> None:
+        """Called when a forward of the model begins.
 
         Raises:
-            PlanError: DDP or FSDP2 works on experts over ranks of the partition, or DDP averages what the plan sums.
+            PlanError: DDP, FSDP or FSDP2 works on experts over ranks of the partition, or averages what the plan sums.
         """
-        layers = [layer for layer in shards if layer]
-        for shard in (layer[0] for layer in layers):
-            held = shard.parameter
-            if held is not shard.original and not isinstance(shard.original, DTensor) and shard.name not in self._fine:
-                self._check_sharded(shard.name, _mesh_of(model, held))
-                self._fine.add(shard.name)
+        for shard, name in self._firsts:
+            held = shard.owner._parameters.get(name)
+            if getattr(held, "_fsdp_flattened", name in shard.owner.__dict__):
+                raise PlanError(
+                    f"FullyShardedDataParallel has flattened {shard.name!r} with the rest of the model: use fully_shard (FSDP2), "
+                    "or ignored_states=hexa_fx.distributed.gradients.expert_parameters(session)"
+                )
+            if held is not shard.original and shard.name not in self._fine:
+                self._check_sharded(shard)
+        for owner, name in self._others:
+            if getattr(owner._parameters.get(name), "_fsdp_flattened", name in owner.__dict__):
+                raise _averages("FullyShardedDataParallel")
+        model = self._model()
+        if model is not None and type(model) is not self._kind:  # fully_shard changes it
+            self._kind = type(model)
+            self._check_sums(model)
         active = DistributedDataParallel._get_active_ddp_module()
         if active is not None and active not in self._known:
-            self._check_averaged(active, (shard for layer in layers for shard in layer))
+            self._check_averaged(active)
             self._known.add(active)
 
-    def _check_sharded(self, name: str, mesh: DeviceMesh | None) -> None:
+    def _check_sharded(self, shard: ShardedParameter) -> None:
+        mesh = _mesh_of(self._model(), shard.parameter)
         if mesh is not None and self._shares(mesh.mesh.flatten().tolist()):
             raise PlanError(
-                f"fully_shard cut {name!r} over ranks of the partition, each of which has a slice of its own, so the rest of it is "
-                "lost: build the model anew and call fully_shard with "
+                f"fully_shard cut {shard.name!r} over ranks of the partition, each of which has a slice of its own, so the rest of "
+                "it is lost: build the model anew and call fully_shard with "
                 "ignored_params=hexa_fx.distributed.gradients.expert_parameters(session), or over the other axes of a mesh"
             )
+        self._fine.add(shard.name)
 
-    def _check_averaged(self, active: DistributedDataParallel, shards: Iterable[ShardedParameter]) -> None:
+    def _check_averaged(self, active: DistributedDataParallel) -> None:
         if not self._shares(dist.get_process_group_ranks(active.process_group)):
             return
         wrapped = set(map(id, active._module_parameters))
-        name = next((shard.name for shard in shards if id(shard.parameter) in wrapped), None)
+        name = next((shard.name for shard in self._shards if id(shard.parameter) in wrapped), None)
         if name is not None:
             raise PlanError(
                 f"DistributedDataParallel gave every rank the slice of {name!r} that its first rank has, so the others are lost: "
                 "build the model anew and call hexa_fx.distributed.gradients.ignore_in_ddp(model, session) before wrapping it"
             )
         if self._summed:
-            raise PlanError(
-                "DistributedDataParallel averages gradients over ranks for which the plan sums them: optimize_ with "
-                "partition=PartitionConfig(data_parallel='mean')"
-            )
+            raise _averages("DistributedDataParallel")
+
+    def _check_sums(self, model: nn.Module) -> None:
+        for group in _sharded(model) if self._summed else ():
+            if group.gradient_divide_factor is None and self._shares(group.mesh_info.mesh.mesh.flatten().tolist()):
+                raise _averages("fully_shard")
 
     def _shares(self, ranks: Iterable[int]) -> bool:
         return self._ranks & set(ranks) != {dist.get_rank()}
 
 
-def _mesh_of(model: nn.Module, held: Tensor) -> DeviceMesh | None:
+def _averages(who: str) -> PlanError:
+    return PlanError(
+        f"{who} averages gradients over ranks for which the plan sums them: optimize_ with "
+        "partition=PartitionConfig(data_parallel='mean')"
+    )
+
+
+def _other_parameters(model: nn.Module | None, experts: Container[int]) -> Iterator[tuple[nn.Module, str]]:
+    """The places of parameters that are trained and not in ``experts``, a set of ids."""
+    for module in model.modules() if model is not None else ():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad and id(parameter) not in experts:
+                yield module, name
+
+
+def _mesh_of(model: nn.Module | None, held: Tensor) -> DeviceMesh | None:
     """The mesh over which FSDP2 keeps a parameter; None if it does not."""
     if isinstance(held, DTensor):
         return held.device_mesh
+    for group in _sharded(model) if model is not None else ():
+        if any(getattr(param, "_unsharded_param", None) is held for param in group.fsdp_params):
+            mesh: DeviceMesh = group.mesh_info.mesh
+            return mesh
+    return None
+
+
+def _sharded(model: nn.Module) -> Iterator[Any]:
+    """What FSDP2 gathers together. Nothing public tells of a parameter that is gathered at the moment, nor who divides."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state: Any = (
-                module._get_fsdp_state()
-            )  # nothing public tells it of a parameter that is gathered at the moment
+            state: Any = module._get_fsdp_state()
             several = hasattr(state, "_fsdp_param_groups")  # from torch 2.13 on
-            for group in state._fsdp_param_groups if several else [state._fsdp_param_group]:
-                if group and any(getattr(param, "_unsharded_param", None) is held for param in group.fsdp_params):
-                    mesh: DeviceMesh = group.mesh_info.mesh
-                    return mesh
-    return None
+            yield from filter(None, state._fsdp_param_groups if several else [state._fsdp_param_group])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -103,24 +104,27 @@ def wrapped(rank, world, plan, how):
 
 def wrapped_wrongly(rank, world, plan):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     x, _ = batch(sum(plan.batch))
+    mesh = init_device_mesh("cpu", (world,))
+    flat = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
     for how, said in (
-        ("ddp", "gave every rank the slice"),
-        ("sum", "averages gradients"),
-        ("fsdp2", "fully_shard cut"),
+        (lambda model, _: DistributedDataParallel(model), "gave every rank the slice"),
+        (lambda model, session: ignore_in_ddp(model, session) or DistributedDataParallel(model), "averages gradients"),
+        (lambda model, _: fully_shard(model, mesh=mesh), "fully_shard cut"),
+        (
+            lambda model, session: fully_shard(model, mesh=mesh, ignored_params=expert_parameters(session)),
+            "fully_shard averages",
+        ),
+        (lambda model, _: flat(model, use_orig_params=True), "with the rest of the model"),
+        (lambda model, _: flat(model), "with the rest of the model"),
+        (lambda model, session: flat(model, ignored_states=expert_parameters(session)), "Parallel averages"),
     ):
         model = Net(THREE)
         session = install(model, plan).session
         session.follow(model)
-        if how == "sum":
-            ignore_in_ddp(model, session)
-        outer = (
-            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-            if how == "fsdp2"
-            else DistributedDataParallel(model)
-        )
+        outer = how(model, session)
         with pytest.raises(PlanError, match=said):
             outer(x)
         session.close()
