@@ -128,9 +128,8 @@ def product_rows(options: argparse.Namespace) -> Iterator[Row]:
         "dX": lambda: ops.esmm(*dx),
         "dX, second product": lambda: ops.esmm_low_rank(*dx, u, a1),
     }
-    stored = torch.randn(
-        c2.shape[1] * rank, experts, device=options.device
-    )  # C of the second projection, as PEFT has it
+    # C of the second projection, as PEFT has it
+    stored = torch.randn(c2.shape[1] * rank, experts, device=options.device)
     runs["C, turned and cast"] = lambda: ops.turned(stored, torch.bfloat16, 0.5)
     runs["C, by torch"] = lambda: stored.t().to(torch.bfloat16).contiguous() * 0.5
     for name, record in narrow.items():

@@ -131,9 +131,8 @@ def optimize_(
         if mesh is not None and not rewritten:
             raise PlanError(f"there is nothing to spread over devices: {report}")
         if mesh is not None:
-            from hexa_fx.passes.partition import (
-                apply_partition,
-            )  # torch's DTensor and networkx, for those who have a mesh
+            # here, since it loads torch's DTensor and networkx, which only those need who have a mesh
+            from hexa_fx.passes.partition import apply_partition
 
             args, kwargs = call_arguments(example_inputs)
             session = apply_partition(

@@ -170,9 +170,8 @@ def _analyse_example(observation: Observation, config: HexaConfig) -> BlockAnaly
         if attempt.from_end and (best is None or best.match is None or not best.match.is_given_ids):
             continue
         graphs = [captured.graph for captured in best.captured.values()] if best is not None else []
-        overflow_tokens = max(
-            (overflow_sizes(graph)[-1] for graph in graphs), default=OVERFLOW_TOKENS
-        )  # so that a capacity that the code names is exceeded
+        # so that a capacity that the code names is exceeded
+        overflow_tokens = max((overflow_sizes(graph)[-1] for graph in graphs), default=OVERFLOW_TOKENS)
         analysis = _analyse_on(observation, config, attempt, overflow_tokens, differed)
         if best is None or len(analysis.rewritten) > len(best.rewritten):
             best = analysis

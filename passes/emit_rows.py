@@ -102,9 +102,8 @@ class RowEmitter:
     def _token_rows(self, node: Node, source: Node) -> Node:
         """x[v // k], or the tokens themselves if only products read them, which gather as they read."""
         tokens, value = self.as_rows(source), record_of(node).value
-        if (
-            record_of(source).value.dtype != value.dtype
-        ):  # each expert casts what it is given, as adapters of another dtype do
+        # Each expert may cast what it is given, as adapters of another dtype do.
+        if record_of(source).value.dtype != value.dtype:
             tokens = self._method("to", tokens, value.dtype)
         if self._only_in_products(node):
             return tokens

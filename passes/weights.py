@@ -73,10 +73,9 @@ class WeightEmitter:
     def emit(self, body: ExpertBody) -> WeightNodes:
         w1, b1, w3, b3, glu = self._first(body)
         w2 = self._read("hexa_w2", [body.down.base], body.down.matrices.shape[0])
-        if (
-            body.gate.matrices.shape[0] > body.down.matrices.shape[0]
-        ):  # storage of experts that have no second projection
-            experts = slice(None, body.down.matrices.shape[0])
+        number = body.down.matrices.shape[0]
+        if body.gate.matrices.shape[0] > number:  # storage of experts that have no second projection
+            experts = slice(None, number)
             w1, w3 = self._cut(w1, 0, experts), None if w3 is None else self._cut(w3, 0, experts)
         if body.gain is not None:  # act(h) * g @ W2 is act(h) @ (g * W2)
             gain = self.graph.call_method(

@@ -61,9 +61,8 @@ def test_as_intended_and_exact(v: Variant) -> None:
         _equal_in(v, model, opt, v.dtypes[0], (TRACED, OTHERS[2]))
         return
     model, opt = model.double(), opt.double()
-    if rewritten(opt) and (
-        v.name in CASTS or not _runs_rewritten(v, opt)
-    ):  # its code names a type: rewritten for that alone
+    # If its code names a type, it is rewritten for that alone.
+    if rewritten(opt) and (v.name in CASTS or not _runs_rewritten(v, opt)):
         model, opt = optimized(v, torch.float64)
         _as_intended(v, opt)
     _equal_in(v, model, opt, torch.float64, (TRACED, *OTHERS))

@@ -96,9 +96,7 @@ class PythonReads:
             self._patch(type(module))
         try:
             with asking_noted(self._read), self.ran.noted():
-                if "forward" in vars(
-                    self._block
-                ):  # a wrapper, which is a part of the block, and read by whoever calls it
+                if "forward" in vars(self._block):  # a wrapper, which is a part of the block; its caller reads it
                     self._read(self._block, "forward", "")
                 yield
         finally:

@@ -179,9 +179,8 @@ def _narrow(config: Any) -> None:
             setattr(config, key, value)
         elif isinstance(known.get(key), list) and all(map(_whole_number, known[key])):
             setattr(config, key, [value] * len(known[key]))
-    if known.get("num_key_value_heads") == known.get(
-        "num_attention_heads"
-    ):  # each head has its own, and has to keep it
+    heads = known.get("num_attention_heads")
+    if known.get("num_key_value_heads") == heads:  # each head has its own, and has to keep it
         config.num_key_value_heads = _WIDTHS["num_attention_heads"]
     if known.get("qk_rope_head_dim"):
         _keep_rotary(config, known)

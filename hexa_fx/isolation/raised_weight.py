@@ -156,9 +156,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _JOINS and _all_raised(args[0]):
         return _joined(func, args, kwargs)
     if func.namespace == "hexa" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _GENERAL):
-        return func._op_dk(
-            torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs
-        )  # its plain torch version, which comes back here for its products
+        # its plain torch version, which comes back here for its products
+        return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
     if func._can_decompose():
         return func.decompose(*args, **kwargs)
     if any(isinstance(value, RaisedWeight) for value in written(func, args, kwargs)):

@@ -115,9 +115,7 @@ class PackedExperts(WeightReader):
             return self._copy(parameters)
         packed = self._packed
         assert packed is not None
-        if (
-            sum(map(_version, parameters)) != self._versions
-        ):  # what was made of the stack no longer holds (`ops.fp8_weights`)
+        if sum(map(_version, parameters)) != self._versions:  # what was made of it no longer holds (`ops.fp8_weights`)
             torch.autograd.graph.increment_version(packed)  # which may be the first parameter's, too
             self._versions = sum(map(_version, parameters))
         if not is_grad_enabled() or not any(map(_requires_grad, parameters)):

@@ -43,10 +43,8 @@ def test_every_experiment_runs_tiny(tmp_path):
     exact = [r for name in ("memory", "ablation_memory", "ablation_latency") for r in found[f"swin_{name}"]["records"]]
     losses = {f"{r['name']} {r.get('variant')}": r["loss"] for r in exact if "loss" in r and r["name"] != "padded"}
     assert len(losses) == 7
-    for (
-        name,
-        loss,
-    ) in losses.items():  # data- and model-centric, expert-parallel, anything switched off: one model, bfloat16
+    # data- and model-centric, expert-parallel, anything switched off: one model, bfloat16
+    for name, loss in losses.items():
         assert loss == pytest.approx(losses["grouped None"], rel=2e-3), name
     for name, document in found.items():
         assert {"command", "torch", "device", "ranks"} <= set(document["environment"])

@@ -182,9 +182,8 @@ def test_a_crash_leaves_the_old_checkpoint(tmp_path):
     assert sorted(os.listdir(path)) == before
     model = Net(THREE)
     checkpoint.load(path, model)  # still loads
-    os.rename(
-        path, path + ".old"
-    )  # the instant at which a job has taken the old one away and not yet put the new one there
+    # the instant at which a job has taken the old one away and not yet put the new one there
+    os.rename(path, path + ".old")
     checkpoint.load(path, model)
     os.remove(os.path.join(path + ".old", ".metadata"))
     with pytest.raises(InputError, match="no complete checkpoint"):

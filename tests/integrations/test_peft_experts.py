@@ -296,9 +296,7 @@ def test_adapters_of_other_forms_on_a_list():
     x[3] = x[1]
     sums = peft.MissConfig(r=2, target_modules=["up"], init_weights=False)
     original = peft.get_peft_model(nn.Sequential(Listed()), sums)
-    for (
-        block
-    ) in original.modules():  # the first product with a parameter of its own reads something narrower than a token
+    for block in original.modules():  # whose first product reads something narrower than a token
         for parameter in getattr(block, "miss_block", {}).values():
             nn.init.normal_(parameter)
     torch.testing.assert_close(hexa_fx.optimize(original, x, CONFIG)(x), original(x))

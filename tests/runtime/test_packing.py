@@ -483,9 +483,7 @@ def test_a_few_experts_at_a_time(limit: int, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_no_room_to_lay_side_by_side(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     block, x = ListMoE().eval(), torch.randn(1, 9, D, generator=torch.Generator().manual_seed(4))
-    flat = torch.cat(
-        [parameter.detach().flatten() for parameter in block.parameters()]
-    )  # memory that does not come free
+    flat = torch.cat([p.detach().flatten() for p in block.parameters()])  # memory that does not come free
     for parameter, view in zip(block.parameters(), flat.split([p.numel() for p in block.parameters()])):
         parameter.data = view.view_as(parameter)
     expected, before = block(x), block.experts[1].w1.weight.data_ptr()
