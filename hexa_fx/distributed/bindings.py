@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.compiler import is_compiling
 
 from hexa_fx.distributed.saved_tensors import SavedTensors
 from hexa_fx.distributed.shards import ShardedParameter, adapted
+from hexa_fx.distributed.slice_states import SliceStates
 from hexa_fx.errors import PlanError
 from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.program import Program
@@ -77,20 +78,11 @@ class Bindings:
         """Calls ``begin`` whenever a forward of the model begins."""
         self._undo.append(model.register_forward_pre_hook(_Bound(begin), prepend=True).remove)
 
-    def before_loading(self, model: nn.Module, shards: Iterable[ShardedParameter]) -> None:
-        """Refuses, with the remedy, to load a whole parameter where the model holds a slice."""
-
-        @_Bound
-        def check(_: nn.Module, given: Mapping[str, Any], prefix: str, *__: Any) -> None:
-            for shard in shards:
-                value, held = given.get(prefix + shard.name), shard.parameter
-                if isinstance(value, Tensor) and tuple(value.shape) == shard.whole != tuple(held.shape):
-                    raise PlanError(
-                        f"{shard.name!r} of the state dict is whole, the model holds this rank's slice {tuple(held.shape)}: "
-                        "load it before optimize_, or use hexa_fx.distributed.checkpoint, which cuts what it loads"
-                    )
-
-        self._undo.append(model.register_load_state_dict_pre_hook(check).remove)
+    def around_states(self, model: nn.Module, shards: Sequence[ShardedParameter]) -> None:
+        """Hooks the state dicts that the model gives and takes."""
+        states = SliceStates(shards)
+        self._undo.append(model.register_state_dict_post_hook(_Bound(states.given)).remove)  # type: ignore[no-untyped-call]
+        self._undo.append(model.register_load_state_dict_pre_hook(_Bound(states.taken)).remove)
 
     def undo(self) -> None:
         """Gives modules their forward back."""

@@ -26,6 +26,7 @@ from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.pieces import Piece, pieces_of
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.distributed.shards import ShardedParameter
+from hexa_fx.distributed.slice_states import known_slices
 from hexa_fx.errors import InputError
 
 
@@ -99,9 +100,11 @@ def state_dict(
     if session is not None:
         session.check("the state of a checkpoint")
     cut = {} if session is None else {shard.name: shard for shard in session.shards}
-    out = {"model": {name: _handle(value, cut.get(name)) for name, value in model.state_dict().items()}}
+    with known_slices():
+        held = model.state_dict()
+        found = {} if optimizer is None else _optimizer_state(model, optimizer)
+    out = {"model": {name: _handle(value, cut.get(name)) for name, value in held.items()}}
     if optimizer is not None:
-        found = _optimizer_state(model, optimizer)
         for name, values in found["state"].items():
             found["state"][name] = {key: _handle(value, cut.get(name)) for key, value in values.items()}
         out["optimizer"] = found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hexa_fx
 from hexa_fx.distributed import checkpoint as checkpoints
+from hexa_fx.distributed import slice_states
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.distributed.groups import make_groups
@@ -333,6 +335,27 @@ def test_experts_stored_in_other_ways(kind, strategy):
         assert plan.layers[0].shards == ((12, 12) if strategy == "data" else (20, 4))
 
 
+def check_slices_in_state_dicts(model):
+    """A rank's own slices load, those of equal shape that another rank saved do not. It is said once that they are slices."""
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slice_states.log, "warning", lambda text, *args: said.append(text % args))
+        checkpoints.state_dict(model, model.partition)
+        assert not said
+        files = [io.BytesIO(), io.BytesIO()]
+        for file in files:
+            torch.save(model.state_dict(), file)
+        assert len(said) == 1
+        assert "as (12, 16) and not (24, 16)" in said[0]
+    box = [files[0].getvalue()]
+    dist.broadcast_object_list(box)
+    of_first, own = (torch.load(io.BytesIO(data)) for data in (box[0], files[1].getvalue()))
+    model.load_state_dict(own)
+    if dist.get_rank() > 0:
+        with pytest.raises(PlanError, match="slice of another rank or plan"):
+            model.load_state_dict(of_first)
+
+
 def one_block_twice(rank, world):
     """A block that occurs twice, each call recomputed by the older kind of checkpointing, which runs forward without gradients."""
     model, whole = Two("listed"), Two("listed")
@@ -347,6 +370,7 @@ def one_block_twice(rank, world):
         pickle.dumps(model.blocks[0])
     with pytest.raises(PlanError, match="of the state dict is whole"):
         model.load_state_dict(whole.state_dict())
+    check_slices_in_state_dicts(model)
     with pytest.raises(InputError, match="give its session"):
         checkpoints.state_dict(model)
     with pytest.raises(InputError, match="did not cut the experts of this model"):
