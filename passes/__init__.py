@@ -43,6 +43,7 @@ from hexa_fx.passes.detect import MoEMatch
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.distinct_tokens import all_differ, examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.host_rules import refusal_of_host
+from hexa_fx.passes.idle_experts import with_idle_experts
 from hexa_fx.passes.kernel_requests import request_kernels
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.rewrite import rewrite
@@ -224,6 +225,7 @@ def _rewrite_mode(
             captured = capture(
                 observation.module, args, kwargs, observation.path, 0, config.analysis_bytes, replacements
             )
+            captured = with_idle_experts(captured)
             done.graph = captured.graph
         check_recorded(captured, config)
         runs.reads.extend(captured.reads)

@@ -55,6 +55,9 @@ def rows_for_all(candidates: int, k: int) -> int:
     return -(-(candidates - 1) // _step(k))
 
 
+_SPREAD = 8.0
+"""How far apart logits may lie where a routing is forced: weights differ by a factor of 3000 then."""
+
 ROUTINGS = (
     Routing("all tokens to the first experts", _first),
     Routing("all tokens to the last experts", _last),
@@ -137,16 +140,22 @@ class LogitsOverride(TorchFunctionMode):
 
 
 def raised(logits: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
-    """(..., E) logits, the wanted experts' far above the others'; gradients as before."""
+    """(..., E) logits, the wanted experts' far above the others'; gradients flow as before.
+
+    Logits that lie far apart are brought closer first: an expert that the router all but rules out would be chosen with a weight
+    at which nothing shows of what it computes.
+    """
     rows = logits.shape[:-1].numel()
     if rows == 0:
         return logits
     with torch.no_grad():
         finite = logits.nan_to_num(0.0, 0.0, 0.0)
-        distance = 2 * torch.ceil(finite.max() - finite.min()) + 4
+        spread = finite.max() - finite.min()
+        closer = (_SPREAD / spread).clamp(max=1.0)
+        distance = 2 * torch.ceil(spread * closer) + 4
         chosen = routing.choose(rows, logits.shape[-1], top_k).to(logits.device)
         wanted = logits.new_zeros(rows, logits.shape[-1]).scatter_(1, chosen, 1.0).reshape(logits.shape)
-    return logits + distance * wanted
+    return logits * closer + distance * wanted
 
 
 class RoutingOverride(TorchFunctionMode):
