@@ -64,6 +64,11 @@ FEW_ROWS = 56
 the weights once for an expert of 65 rows.
 """
 
+STREAMED_ROWS = 16
+"""Rows an expert up to which a product only streams weights: as columns of wgmma its rows go by 16, not by 128."""
+
+STREAMED = replace(SWAPPED, bm=128, stages=6)
+
 NARROW = replace(COOPERATIVE, bn=128, stages=6)
 """For products of up to `NARROW_COLUMNS` columns, such as low-rank factors, which only stream their rows."""
 
@@ -94,7 +99,12 @@ ROW_LIMITS = (FEW_ROWS, CLUSTER_ROWS)
 """Rows an expert at which rules change besides the limits of buckets."""
 
 
-def choose_tile(op: str, rows: int, experts: int, columns: int) -> TileChoice:
+def swaps(op: str, glu: str, layout: str) -> bool:
+    """Whether a product has swapped tiles: they mix gate and up by rows of one (E, N, K) weight."""
+    return op in ("esmm", "esmm_act") and (glu == "none" or (glu == "concat" and layout == "nk"))
+
+
+def choose_tile(op: str, rows: int, experts: int, columns: int, swapped: bool = False) -> TileChoice:
     """The tile for `op`.
 
     Args:
@@ -102,6 +112,7 @@ def choose_tile(op: str, rows: int, experts: int, columns: int) -> TileChoice:
         rows: n, routed rows (a shape, never a count read from the device).
         experts: E.
         columns: columns of the weight (row tiles), second feature dimension (weight tiles).
+        swapped: it `swaps`.
     """
     mean, many = rows / max(experts, 1), experts > MANY_EXPERTS
     if op == "esmm_act_backward":  # h is staged in shared memory too
@@ -110,6 +121,8 @@ def choose_tile(op: str, rows: int, experts: int, columns: int) -> TileChoice:
         return replace(COOPERATIVE, bn=128) if many else COOPERATIVE
     if op in NARROW_OPS and columns <= NARROW_COLUMNS:
         return NARROW
+    if swapped and mean <= STREAMED_ROWS:
+        return STREAMED
     if op == "esmm_act" and mean > CLUSTER_ROWS:  # fewer reads from L2, less power
         return replace(COOPERATIVE, cluster=2)
     return COOPERATIVE

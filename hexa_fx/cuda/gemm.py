@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
+from hexa_fx.codegen.tiles_sm90 import swaps
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
 from hexa_fx.cuda.calls import cuda_kernel, product
@@ -27,6 +28,9 @@ from hexa_fx.ops.rows import flip
 
 DECODE_BUCKET = 4
 """Up to 2^4 rows an expert a product only streams weights: the 16-row tiles of gemm_sm80 waste least there."""
+
+PLAIN_DECODE_BUCKET = 3
+"""The same of a projection with nothing beside it, for which the Hopper family has tiles that go by 16 rows, too."""
 
 SM80_ONLY = ("tanh",)
 """Activations without a Hopper epilogue."""
@@ -44,7 +48,9 @@ def esmm_segment(o: Esmm, into: Segment) -> Tensor:
     """The same of some experts: ``offs`` is a part of those of all, and all rows are in ``x`` and ``v``."""
     weight, layout = as_stored(o.weight, o.layout)
     o = o._replace(weight=weight, layout=layout)
-    if _few_rows(into.rows, o.offs) or not _hopper(o.offs, (o.columns,), o.x, weight, *_stored(o.bias)):
+    if _few_rows(into.rows, o.offs, PLAIN_DECODE_BUCKET) or not _hopper(
+        o.offs, (o.columns,), o.x, weight, *_stored(o.bias)
+    ):
         return sm80.esmm(o, into=into)
     return sm90.esmm(o, into=into)
 
@@ -233,7 +239,8 @@ def _both_biases(o: EsmmAct) -> EsmmAct:
 
 def _hopper_activates(o: EsmmAct, *added: Tensor | None) -> bool:
     """Whether the Hopper family computes this projection and its activation."""
-    if _only_sm80(o.activation, o.glu) or _few_rows(o.rows, o.offs):
+    most = DECODE_BUCKET if added or not swaps("esmm_act", o.glu, o.layout) else PLAIN_DECODE_BUCKET
+    if _only_sm80(o.activation, o.glu) or _few_rows(o.rows, o.offs, most):
         return False
     return _hopper(o.offs, (o.inner,), o.x, o.w1, o.w3, *_stored(o.b1, o.b3), *added)
 
@@ -253,8 +260,8 @@ def _by_slot(o: EsmmActBackward, dh: Tensor, a_scaled: Tensor, dots: Tensor) -> 
     return dh, a_scaled, dots.view(gates.shape).to(gates.dtype)
 
 
-def _few_rows(rows: int, offs: Tensor) -> bool:
-    return not is_fixed() and row_bucket(rows, offs.shape[0] - 1) <= DECODE_BUCKET
+def _few_rows(rows: int, offs: Tensor, most: int = DECODE_BUCKET) -> bool:
+    return not is_fixed() and row_bucket(rows, offs.shape[0] - 1) <= most
 
 
 def _hopper(offs: Tensor, widths: tuple[int, ...], *operands: Tensor | None) -> bool:

@@ -94,7 +94,8 @@ class GemmKey(NamedTuple):
     def rule(self) -> Tile:
         """The tile that nobody measured. Both results of esfk_sm80 have to be worth its width."""
         if self.family == HOPPER:
-            return tiles_sm90.choose_tile(self.op, self.rows, self.experts, self.columns)
+            swapped = tiles_sm90.swaps(self.op, self.glu, self.layout)
+            return tiles_sm90.choose_tile(self.op, self.rows, self.experts, self.columns, swapped)
         columns = min(self.inner, self.columns) if self.op == "esfk" else self.columns
         arch = self.card.family_arch
         return heuristics.choose_tile(self.op, arch, DTYPES[self.dtype], self.math, self.bucket, columns)

@@ -13,7 +13,16 @@ from hexa_fx.codegen.family_block_sm90 import block_shape
 from hexa_fx.codegen.family_gemm_sm90 import CHUNK_BYTES, ROW_OPS, gemm_shape
 from hexa_fx.codegen.render import render
 from hexa_fx.codegen.spec import KernelSpec, SpecError
-from hexa_fx.codegen.tiles_sm90 import FEW_ROWS, NARROW_CANDIDATES, NARROW_OPS, SWAPPED, choose_tile
+from hexa_fx.codegen.tiles_sm90 import (
+    FEW_ROWS,
+    NARROW_CANDIDATES,
+    NARROW_OPS,
+    STREAMED,
+    STREAMED_ROWS,
+    SWAPPED,
+    choose_tile,
+    swaps,
+)
 
 OPS = ("esmm", "esmm_act", "esmm_act_backward", "estmm", "esfk")
 
@@ -37,6 +46,19 @@ def test_chosen_tiles_fit(op: str, gather: bool, rows: int, cluster: int) -> Non
     assert shape.shared_bytes <= shared_limit(90)
     assert shape.cluster == cluster
     assert ("__cluster_dims__" in render(spec).text) == (cluster == 2)
+
+
+@pytest.mark.parametrize("experts", [8, 256, 1024])
+@pytest.mark.parametrize("op", ["esmm", "esmm_act"])
+def test_a_product_of_few_rows_streams_by_swapped_tiles_where_there_are(op: str, experts: int) -> None:
+    glu = "concat" if op == "esmm_act" else "none"
+    assert swaps(op, glu, "nk")
+    tile = choose_tile(op, STREAMED_ROWS * experts, experts, 768, swapped=True)
+    assert tile == STREAMED
+    spec = replace(spec_of(op), bm=tile.bm, bn=tile.bn, stages=tile.stages)
+    validate(get_family(spec.family), spec.with_options(swapped=True, experts=experts))
+    assert choose_tile(op, STREAMED_ROWS * experts + 1, experts, 768, swapped=True) != STREAMED
+    assert not any(swaps("esmm_act", *stored) for stored in (("interleaved", "nk"), ("split", "nk"), ("concat", "kn")))
 
 
 @pytest.mark.parametrize(
