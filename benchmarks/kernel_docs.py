@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.pages import fill, table
+from benchmarks.speed_plots import TOKENS, WAYS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -86,6 +87,21 @@ def decode(folder: Path) -> str:
         theirs = ", ".join(f"{rows[f'{shape} balanced {impl}']['forward_ms']:.2f}" for impl in others)
         lines.append([f"{name}, T = {tokens}", f"{rows[f'{shape} balanced hexa']['forward_ms']:.2f}", theirs])
     return table(["tokens", "hexa_fx (ms)", f"transformers {', '.join(others.values())} (ms)"], lines)
+
+
+def tokens(folder: Path) -> str:
+    """A layer's forward as a CUDA graph by number of tokens, beside peers and the limit: microseconds."""
+    rows = json.loads((folder / TOKENS).read_text())["rows"]
+    lines = []
+    for row in rows:
+        if row["tokens"] in _SHOWN:
+            times = [f"{row[f'{way}_us']:,.1f}" if f"{way}_us" in row else "" for way in WAYS]
+            part = f"{row['limit_us'] / row['hexa_us']:.0%}"
+            lines.append([row["shape"], f"{row['tokens']:,}", *times, f"{row['limit_us']:,.1f}, {part}"])
+    return table(["shape", "tokens", *WAYS.values(), "limit, its part of hexa_fx's"], lines)
+
+
+_SHOWN = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384, 65536)
 
 
 def layers(folder: Path) -> str:
@@ -216,7 +232,13 @@ def models(folder: Path) -> str:
 
 PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     ROOT / "README.md": {"headline": headline},
-    ROOT / "docs" / "how_fast.md": {"models": models, "layers": summary, "decode": decode, "packed": packed},
+    ROOT / "docs" / "how_fast.md": {
+        "models": models,
+        "layers": summary,
+        "tokens": tokens,
+        "decode": decode,
+        "packed": packed,
+    },
     ROOT / "docs" / "kernels.md": {"layers": layers, "launches": launches},
     ROOT / "docs" / "fine_tuning.md": {"adapters": adapters, "adapted steps": adapted_steps},
 }
