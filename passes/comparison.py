@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe, unlike
+from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.size import float64_bytes
@@ -35,9 +35,6 @@ from hexa_fx.passes.verify_settings import TOLERANCE, VerifySettings
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward
-
-_ROUNDED = 2e-4
-"""Relative to a tensor's scale: more than 32 bits lose, less than a cast to bfloat16 does."""
 
 
 @dataclass(frozen=True)
@@ -97,29 +94,20 @@ class Comparison:
         finally:
             self.state.restore()
 
-    def kinds(self, example: tuple[Any, Any]) -> VerificationCase:
-        """Compares shapes and dtypes of the results of (args, kwargs), and numbers so far that a cast to 16 bits and back shows."""
-        name = "the example in its own precision"
+    def as_they_are(self, name: str, example: tuple[Any, Any]) -> tuple[Outcome, Outcome] | VerificationCase:
+        """What both give of (args, kwargs), without gradients; or the finished case if that cannot be compared."""
         try:
-            found = self._outcomes(name, example, None, gradients=False, calls=1)
+            return self._outcomes(name, example, None, gradients=False, calls=1)
         finally:
             self.state.restore()
-        if isinstance(found, VerificationCase):
-            return found
-        detail = unlike(*found) or self._rounded(found)
-        return VerificationCase(name, "different" if detail else "equal", detail=detail)
 
-    def _rounded(self, found: tuple[Outcome, Outcome]) -> str:
-        """A sentence if a block in 32 bits, multiplied in 32 bits, gives numbers as if one of the two rounded to 16 on the way."""
-        numbers = (*self.subject.module.parameters(), *(value for each in found for value in each.values.values()))
-        coarse = any(number.is_floating_point() and number.itemsize < 4 for number in numbers)
-        if coarse or torch.get_float32_matmul_precision() != "highest":
-            return ""
-        furthest = difference(*(replace(each, facts={}) for each in found))
-        if furthest.reason or furthest.forward <= _ROUNDED:
-            return ""
-        off = f"{furthest.worst_value} is off by {furthest.forward:.1e} of its scale"
-        return f"{off}: on the way the block rounds to fewer bits than its inputs have"
+    def original_of(self, example: tuple[Any, Any]) -> Outcome | None:
+        """What the original gives of (args, kwargs), or None if it raises an error."""
+        try:
+            found = tried(lambda: self._original(self.forward.original, example, None, gradients=False))
+        finally:
+            self.state.restore()
+        return None if isinstance(found, Exception) else found
 
     def _each(self) -> Iterator[VerificationCase]:
         spy = ChoiceSpy(self.inputs.num_experts)

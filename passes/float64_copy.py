@@ -13,7 +13,7 @@ from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.size import is_large, is_of_one_number, is_out_of_memory, raises_in_pieces, whole_bytes
 
 
-def float64_copy_or_none(block: nn.Module, analysis_bytes: int) -> nn.Module | None:
+def float64_copy_or_none(block: nn.Module, analysis_bytes: int, as_it_is: bool = False) -> nn.Module | None:
     """The float64 copy, or None if the block holds something that cannot be copied, such as a process group or a lock.
 
     Every parameter wants a gradient. Parameters and buffers of one value, such as biases before training, get random ones: a term
@@ -23,18 +23,19 @@ def float64_copy_or_none(block: nn.Module, analysis_bytes: int) -> nn.Module | N
         block: to copy.
         analysis_bytes: memory that the analysis may hold. Of a block whose copy would take a good part of it, large weights
             are not copied but raised where they are used (`RaisedWeight`).
+        as_it_is: keep parameters and buffers of one value.
     """
     try:
-        return _float64_copy(block, raises_in_pieces(block, analysis_bytes), whole_bytes(analysis_bytes))
+        return _float64_copy(block, raises_in_pieces(block, analysis_bytes), whole_bytes(analysis_bytes), as_it_is)
     except (TypeError, RuntimeError, AttributeError) as error:
         if is_out_of_memory(error):
             raise
         return None
 
 
-def _float64_copy(block: nn.Module, in_pieces: bool, limit: int) -> nn.Module:
+def _float64_copy(block: nn.Module, in_pieces: bool, limit: int, as_it_is: bool) -> nn.Module:
     memo: dict[int, Any] = {}
-    generator = torch.Generator().manual_seed(0)
+    generator = None if as_it_is else torch.Generator().manual_seed(0)
     for parameter in block.parameters():
         if parameter.is_floating_point():
             value = parameter.detach()
@@ -51,17 +52,17 @@ def _float64_copy(block: nn.Module, in_pieces: bool, limit: int) -> nn.Module:
     return deepcopied(block, memo)
 
 
-def _unlike(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _unlike(value: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """A floating vector or matrix with random numbers added if all its elements are equal."""
-    if not is_of_one_number(value) or value.numel() < 2:
+    if generator is None or not is_of_one_number(value) or value.numel() < 2:
         return value
     noise = torch.randn(value.shape, dtype=torch.float64, generator=generator)
     return value + noise.to(value.device) / 8
 
 
-def _unlike_in_place(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _unlike_in_place(value: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
     """As `_unlike`, for a large weight: every row of it begins one random number after the row before."""
-    if not is_of_one_number(value):
+    if generator is None or not is_of_one_number(value):
         return value
     rows = value.shape[:-1].numel()
     noise = torch.randn(rows + value.shape[-1], dtype=torch.float64, generator=generator) / 8

@@ -13,18 +13,22 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.fx
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.copies import deepcopied
 from hexa_fx.ir import InputGuard, RewrittenBlock
+from hexa_fx.isolation.outcome import Outcome, unlike
 from hexa_fx.isolation.size import float64_bytes, raises_in_pieces
 from hexa_fx.passes.comparison import Comparison, Subject, VerificationCase, size, up_to_different
 from hexa_fx.passes.float64_copy import float64_copy_or_none
 from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.lost_precision import lost_precision
 from hexa_fx.passes.perturbed_runs import PerturbedRuns
 from hexa_fx.passes.verify_settings import VerifySettings
 from hexa_fx.runtime.install import HexaForward, install, uninstall
@@ -142,10 +146,32 @@ def _kinds(
     settings: VerifySettings,
 ) -> VerificationCase:
     """Runs the block as it is, since a lost cast does not show where everything is float64."""
-    own = _own_dtype(block)
+    own, name = _own_dtype(block), "the example in its own precision"
     subject = Subject(block, own, own, as_it_is=True)
     with _installed(block, rewritten) as forward:
-        return Comparison(subject, forward, inputs, settings, ()).kinds(example)
+        found = Comparison(subject, forward, inputs, settings, ()).as_they_are(name, example)
+    if isinstance(found, VerificationCase):
+        return found
+    exact = partial(_exactly, block, rewritten, example, inputs, settings)
+    detail = unlike(*found) or lost_precision(*found, exact, block.parameters())
+    return VerificationCase(name, "different" if detail else "equal", detail=detail)
+
+
+def _exactly(
+    block: nn.Module,
+    rewritten: RewrittenBlock,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    inputs: FreshInputs,
+    settings: VerifySettings,
+) -> Outcome | None:
+    """What the block gives of the example in float64, or None if there can be no copy of it in float64."""
+    copied = float64_copy_or_none(block, settings.analysis_bytes, as_it_is=True)
+    if copied is None:
+        return None
+    subject = Subject(copied, torch.float64, _own_dtype(block))
+    raised = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, example)
+    with _installed(copied, _for_dtype(rewritten, torch.float64)) as forward:
+        return Comparison(subject, forward, inputs, settings, ()).original_of(raised)
 
 
 def _own_dtype(block: nn.Module) -> torch.dtype:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
+from hexa_fx.isolation.outcome import Outcome
+from hexa_fx.passes.lost_precision import lost_precision
 from hexa_fx.passes.region import RegionEmitter
 
 D, EXPERTS = 12, 5
@@ -119,8 +123,10 @@ class Rounded(Mixture):
         return out
 
 
-@pytest.mark.parametrize("to", [torch.float8_e4m3fn, torch.bfloat16])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("to", "inside"),
+    [(torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True), (torch.float16, False), (torch.bfloat16, True)],
+)
 def test_numbers_that_are_rounded_on_the_way(to: torch.dtype, inside: bool) -> None:
     """In float64 a cast to 16 bits and back cannot be seen; one to 8 bits is kept."""
     torch.manual_seed(0)
@@ -128,4 +134,44 @@ def test_numbers_that_are_rounded_on_the_way(to: torch.dtype, inside: bool) -> N
     optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
     torch.testing.assert_close(optimized(x), block(x))
     assert bool(optimized.report.rewritten) == (to == torch.float8_e4m3fn)
-    assert ("rounds to fewer bits" in str(optimized.report)) == (to == torch.bfloat16)
+    assert ("rounds to fewer bits" in str(optimized.report)) == (to != torch.float8_e4m3fn)
+
+
+class Cancelling(nn.Module):
+    """Experts in pairs that nearly cancel, multiplied one token at a time, not one expert at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up, self.down = nn.Linear(D, 2), *(nn.Parameter(torch.randn(4, D, D)) for _ in range(2))
+        with torch.no_grad():
+            for weight, sign in ((self.up, 1), (self.down, -1)):
+                weight[1::2] = sign * weight[::2] * (1 + 1e-4 * torch.randn(2, D, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = 2 * self.router(x).argmax(-1, keepdim=True)
+        ids = torch.cat((ids, ids + 1), -1)
+        inner = torch.einsum("td,tkdi->tki", x, self.up[ids]).relu()
+        return torch.einsum("tki,tkid,tk->td", inner, self.down[ids], torch.full_like(ids, 1, dtype=x.dtype))
+
+
+def test_numbers_that_cancel_are_not_taken_for_rounded() -> None:
+    torch.manual_seed(0)
+    block, x = Cancelling(), torch.randn(9, D)
+    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert (optimized(x) - block(x)).abs().max() > 2e-5 * block(x).abs().max()
+    assert optimized.report.rewritten, optimized.report
+
+
+@pytest.mark.parametrize(("dtype", "said"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_results_are_judged_by_their_distance_from_exact_ones(dtype: torch.dtype, said: bool) -> None:
+    """One that is off by far more than the other has rounded; without exact results nothing is said."""
+
+    def lost(one: float, two: float, has_exact: bool = True) -> str:
+        exact, first, second = (Outcome({"y": torch.full((3,), 1 + by).double()}, {}, {}) for by in (0.0, one, two))
+        first, second = (replace(o, values={"y": o.values["y"].to(dtype)}) for o in (first, second))
+        return lost_precision(first, second, lambda: exact if has_exact else None, [torch.zeros(1, dtype=dtype)])
+
+    assert bool(lost(2**-9, 0.0)) == bool(lost(0.0, 2**-9)) == said
+    assert not lost(2**-9, -(2**-9))
+    assert not lost(1e-6, 0.0)
+    assert not lost(2**-9, 0.0, has_exact=False)
