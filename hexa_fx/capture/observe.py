@@ -20,7 +20,10 @@ from hexa_fx.capture.overlooked import COMPARISONS, Runs, innermost, packed_expe
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.random_state import random_state_kept
 
-SELECTIONS = frozenset("topk argmax sort argsort one_hot multinomial kthvalue max nonzero".split())
+SELECTIONS = frozenset(
+    "topk argmax argmin sort argsort msort one_hot multinomial gumbel_softmax kthvalue max min cummax median mode nonzero argwhere "
+    "bucketize searchsorted randint randperm remainder __mod__".split()
+)
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 SOFT = (
-    "nothing is chosen here: every expert runs on every token and the outputs are weighted (a dense or soft mixture), so there is "
-    "no work to leave out"
+    "nothing is chosen here: every token gets a mixture of all experts, of their outputs or of their weights (a dense or soft "
+    "mixture), so there is no work to leave out"
 )
 THRESHOLD = (
     "no fixed number of experts is chosen for every token: a comparison decides, so that one token may get more experts than "

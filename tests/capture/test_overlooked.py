@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
 from hexa_fx.capture import overlooked
+from hexa_fx.capture.observe import observe
 
 D, I, E = 8, 12, 4  # noqa: E741
 
@@ -173,3 +175,32 @@ def test_experts_by_another_name_are_known_by_their_tokens() -> None:
 
     (found,) = hexa_fx.explain(Around(Renamed()), X).blocks
     assert found.reason == overlooked.SOFT
+
+
+class Chosen(Listed):
+    """One expert a token, chosen in a way that a subclass gives: (T,) ids."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, out = self.gate(x), torch.zeros_like(x)
+        ids = self.choose(scores)
+        for number, expert in enumerate(self.experts):
+            out[ids == number] = expert(x[ids == number])
+        return out * scores.softmax(-1).gather(1, ids[:, None])
+
+
+CHOICES = {
+    "argmin": lambda scores: scores.argmin(-1),
+    "min": lambda scores: scores.min(-1).indices,
+    "bucketize": lambda scores: torch.bucketize(scores[:, 0], torch.tensor([-0.5, 0.0, 0.5])),
+    "searchsorted": lambda scores: torch.searchsorted(torch.tensor([-0.5, 0.0, 0.5]), scores[:, 0].contiguous()),
+    "position": lambda scores: torch.arange(len(scores)) % E,
+    "random": lambda scores: torch.randint(0, E, (len(scores),)),
+    "gumbel": lambda scores: F.gumbel_softmax(scores, hard=True).detach() @ torch.arange(E).float(),
+}
+
+
+@pytest.mark.parametrize("how", CHOICES)
+def test_other_ways_to_choose_are_looked_at(how: str) -> None:
+    model = Chosen()
+    model.choose = lambda scores: CHOICES[how](scores).long()
+    assert [candidate.reason for candidate in observe(model, (torch.randn(20, D),), {})] == [""]
