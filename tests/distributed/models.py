@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import hexa_fx.ops  # noqa: F401
 from hexa_fx.ir import RewrittenBlock
@@ -178,8 +179,19 @@ def gradient_pairs(
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A tensor that may be spread over ranks, whole."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """A tensor that may be spread over ranks, whole. torch 2.11's `full_tensor` does not put shares of two pieces together."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    mesh, (*outer, inner) = tensor.device_mesh, tensor.placements
+    if not isinstance(inner, _StridedShard):
+        return tensor.full_tensor()
+    held = tensor.to_local()
+    if outer:
+        held = DTensor.from_local(held, mesh[mesh.mesh_dim_names[:-1]], outer, run_check=False).full_tensor()
+    parts = [torch.empty_like(held) for _ in range(mesh.size(-1))]
+    dist.all_gather(parts, held.contiguous(), group=mesh.get_group(-1))
+    pieces = zip(*(part.chunk(inner.split_factor, inner.dim) for part in parts))
+    return torch.cat([piece for of_all in pieces for piece in of_all], inner.dim)
 
 
 def largest(pairs: list[tuple[Tensor, Tensor]]) -> float:
