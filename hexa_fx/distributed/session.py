@@ -30,6 +30,7 @@ from hexa_fx.distributed.plan_agreement import check_same_plan
 from hexa_fx.distributed.profile import profile_devices
 from hexa_fx.distributed.readable import readable
 from hexa_fx.distributed.reductions import GradientReductions
+from hexa_fx.distributed.sampled_agreement import SampledAgreement
 from hexa_fx.distributed.saved_tensors import SavedTensors
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.distributed.shared_cache import SharedCache, in_backward
@@ -72,15 +73,13 @@ class PartitionSession(Session):
             rank_failures.watch(self.groups)
         self.name = f"hexa{next(_numbers)}"
         self._geometries = dict(geometries)
-        layers = [
-            CachedLayer(layer.path, self._geometries[layer.path], layer.shards)
-            for layer in plan.layers
-            if layer.mode == "data_centric"
-        ]
+        centric = [layer for layer in plan.layers if layer.mode == "data_centric"]
+        layers = [CachedLayer(layer.path, self._geometries[layer.path], layer.shards) for layer in centric]
         self.reductions = GradientReductions(self.groups)
         self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch, self._parameters_of)
         self.saved_tensors = SavedTensors(self.cache)
         self._wrappers = Wrappers(self.groups, plan.grad_scale == 1.0)
+        self._agreement = SampledAgreement(self.groups)
         self.shards: tuple[ShardedParameter, ...] = ()
         self._of_layer: dict[str, tuple[ShardedParameter, ...]] = {}
         self._model: Callable[[], nn.Module | None] = lambda: None
@@ -112,12 +111,12 @@ class PartitionSession(Session):
         self.shards = tuple(shard for found in self._of_layer.values() for shard in found)
         self._model = weakref.ref(model)
         self._wrappers.watch(self._model, self._of_layer.values())
+        self._agreement.watch(model, self.shards)
 
     @property
     def model(self) -> nn.Module:
         """The model whose experts this session spreads; raises `PlanError` if it is gone."""
-        model = self._model()
-        if model is None:
+        if (model := self._model()) is None:
             raise PlanError("the model of this session is gone: keep it as long as the session")
         return model
 
@@ -169,6 +168,7 @@ class PartitionSession(Session):
         if is_compiling() or in_backward():  # recomputation of a checkpointed model
             return
         self._wrappers.check()
+        self._agreement.check()
         self.reductions.forget()
         with self._begin_guard:
             self.cache.begin()
@@ -226,9 +226,8 @@ class PartitionSession(Session):
     def graphed(self, step: Callable[..., Any], warmup: int = 3) -> GraphedStep:
         """The training step ``step(*tensors)`` as a CUDA graph with its collectives, from the call after ``warmup`` on.
 
-        Calls of it do what calls of ``step`` do: each makes one step, on the tensors it is given, with the weights and random
-        numbers of the moment. What a graph cannot repeat runs as it is, and one sentence says why: on a CPU, in other shapes (which
-        are recorded as well when they come again), where the step reads values back to the host. docs/partition.md has the rules.
+        Calls of it do what calls of ``step`` do. What a graph cannot repeat runs as it is, and one sentence says why;
+        docs/partition.md has the rules.
 
         Args:
             step: forward and backward, and what else of the step is to be in the graph.
@@ -256,8 +255,7 @@ class PartitionSession(Session):
     def replan(self, optimizers: Sequence[torch.optim.Optimizer] = (), **changes: Any) -> PartitionSession:
         """Plans anew and moves the experts to their new slices, between two steps. A collective call; returns the new session.
 
-        Parameters stay the same objects; their gradients are dropped. For another number of ranks save a checkpoint instead, and
-        load it there.
+        Parameters stay the same objects; their gradients are dropped. For another number of ranks save a checkpoint and load it.
 
         Args:
             optimizers: those that hold state of the experts, which moves along.
