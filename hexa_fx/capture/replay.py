@@ -95,6 +95,7 @@ class Replay:
     def _stale(self, replace: Mapping[torch.fx.Node, Any]) -> set[torch.fx.Node]:
         """Nodes whose value may change: downstream of a replacement, or sharing memory with a write that is."""
         stale: set[torch.fx.Node] = set()
+        written: set[int] = set()
         frontier = [user for node in replace for user in node.users]
         while frontier:
             node = frontier.pop()
@@ -103,7 +104,8 @@ class Replay:
             stale.add(node)
             frontier.extend(node.users)
             record = record_of(node)
-            if record.writes and record.storage is not None:
+            if record.writes and record.storage is not None and record.storage not in written:
+                written.add(record.storage)
                 frontier.extend(self._by_storage[record.storage])
         return {node for node in stale if node.op not in ("placeholder", "get_attr")}
 
@@ -112,6 +114,7 @@ class Replay:
     ) -> list[torch.fx.Node]:
         """The stale nodes that ``targets`` depend on, in order. Sharing memory with a write counts as depending on it."""
         needed: set[torch.fx.Node] = set()
+        shared: set[int] = set()
         frontier = [node for node in targets if node in stale]
         while frontier:
             node = frontier.pop()
@@ -120,7 +123,8 @@ class Replay:
             needed.add(node)
             frontier.extend(node.all_input_nodes)
             storage = record_of(node).storage
-            if storage is not None:
+            if storage is not None and storage not in shared:
+                shared.add(storage)
                 frontier.extend(other for other in self._by_storage[storage] if record_of(other).writes)
         return sorted(needed - set(replace), key=self._position.__getitem__)
 

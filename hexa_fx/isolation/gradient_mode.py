@@ -59,10 +59,10 @@ class LazyGradients(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = list(_tensors((*args, *kwargs.values())))
-        if any(isinstance(leaf, LazyGradient) for leaf in given):
+        given = {type(leaf) for leaf in _tensors((*args, *kwargs.values()))}
+        if LazyGradient in given:
             return run(func, args, kwargs)
-        if any(isinstance(leaf, RaisedWeight) for leaf in given):
+        if RaisedWeight in given:
             with nullcontext() if raised_weight.is_product(func) else self:  # a product's result is small
                 return raised_weight.run(func, args, kwargs)
         made = _MAKERS.get(func)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hexa_fx.isolation.outer_products import (
     NotAPlace,
+    Places,
     Term,
     contiguous_strides,
     filled,
@@ -35,6 +36,7 @@ class LazyGradient(torch.Tensor):
 
     terms: list[Term]
     limit: int
+    _places: dict[tuple[int, int], Places]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -43,6 +45,7 @@ class LazyGradient(torch.Tensor):
             cls, tuple(shape), strides=contiguous_strides(shape), dtype=torch.float64, device=device
         )
         made.terms, made.limit = terms, limit
+        made._places = {}
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -51,6 +54,14 @@ class LazyGradient(torch.Tensor):
     def like(self, shape: Sequence[int], terms: list[Term]) -> LazyGradient:
         """Another one on the same device."""
         return LazyGradient(shape, terms, self.device, self.limit)
+
+    def between(self, dim: int, start: int, stop: int) -> list[Term]:
+        """What lies between two indices of a dimension, counted from the first of them."""
+        key = dim, len(self.terms)
+        if key not in self._places:
+            self._places[key] = Places(self.terms, dim)
+        cut = (self.terms[number].cut(dim, start, stop) for number in self._places[key].near(start, stop))
+        return [term for term in cut if term is not None]
 
     def filled(self) -> Tensor:
         """The tensor itself; raises `TooLarge` if it must not be made."""
@@ -140,9 +151,8 @@ def _squeeze(grad: LazyGradient, dim: int) -> LazyGradient:
 
 
 def _narrow(grad: LazyGradient, dim: int, start: int, length: int) -> LazyGradient:
-    cut = [term.cut(dim, start, start + length) for term in grad.terms]
     shape = [*grad.shape[:dim], length, *grad.shape[dim + 1 :]]
-    return grad.like(shape, [term for term in cut if term is not None])
+    return grad.like(shape, grad.between(dim, start, start + length))
 
 
 def _slice(

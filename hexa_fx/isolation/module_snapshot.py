@@ -65,6 +65,8 @@ def restored(root: nn.Module) -> Iterator[ModuleSnapshot]:
 
 def same_items(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     """Whether two dicts hold the very same objects under the same keys in the same order."""
+    if not now and not before:  # as most of torch's own dicts are
+        return True
     return now.keys() == before.keys() and all(map(operator.is_, now.values(), before.values()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,21 @@ from hexa_fx.isolation.contents import Contents, Holder, contents, held_by_modul
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot, same_items
 
 _PLAIN = (torch.Tensor, int, float, str)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a module tree keeps after a call.
+
+    Args:
+        tensors: copies of all buffers, tensor attributes and tensors in lists and dicts that changed, by dotted name.
+        facts: plain attributes by dotted name.
+        fresh: tensors that were set as attributes or put into lists and dicts since `ModuleState.restore`, ordered by name.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+    fresh: list[torch.Tensor]
 
 
 class ModuleState:
@@ -36,23 +52,18 @@ class ModuleState:
         self._snapshot.restore()
         self._contents.restore()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Copies of all buffers, tensor attributes and tensors in lists and dicts that changed, by dotted name."""
+    def now(self) -> Kept:
+        """What the tree keeps now, beside what it kept before."""
+        listed = list(self._listed())
         found = {f"buffer {name}": buffer for name, buffer in self._module.named_buffers()}
-        for path, name, value in self._listed():
-            if isinstance(value, torch.Tensor):
-                found[f"attribute {path}.{name}"] = value
-        return {name: tensor.detach().clone() for name, tensor in found.items()}
-
-    def facts(self) -> dict[str, Any]:
-        """Plain attributes by dotted name."""
-        return {f"attribute {path}.{name}": v for path, name, v in self._listed() if not isinstance(v, torch.Tensor)}
-
-    def fresh_tensors(self) -> list[torch.Tensor]:
-        """Tensors that were set as attributes or put into lists and dicts since `restore`, ordered by name."""
+        set_now = sorted((item for item in listed if isinstance(item[2], torch.Tensor)), key=lambda item: item[:2])
+        found |= {f"attribute {path}.{name}": value for path, name, value in set_now}
         before = self._tensors_before | {id(leaf) for value in self._contents.items() for _, leaf in _leaves("", value)}
-        found = [item for item in self._listed() if isinstance(item[2], torch.Tensor)]
-        return [value for _, _, value in sorted(found, key=lambda item: item[:2]) if id(value) not in before]
+        return Kept(
+            {name: tensor.detach().clone() for name, tensor in found.items()},
+            {f"attribute {path}.{name}": v for path, name, v in listed if not isinstance(v, torch.Tensor)},
+            [value for _, _, value in set_now if id(value) not in before],
+        )
 
     def _listed(self) -> Iterable[tuple[str, str, Any]]:
         """Plain attributes and tensors, and what is in lists and dicts that were set or changed since `restore`."""

@@ -82,8 +82,10 @@ def observe(
     given = [leaf.clone() if _is_floating(leaf) else leaf for leaf in fresh]
     args, kwargs = pytree.tree_unflatten(given, spec)
     parameters = dict(module.named_parameters())
-    before = [parameter._version for parameter in parameters.values()]
-    devices = sorted({parameter.device.index or 0 for parameter in parameters.values() if parameter.is_cuda})
+    # What is only read here does not go through the modes under which ``call`` runs: of many experts that takes long.
+    with torch._C.DisableTorchFunction():
+        before = [parameter._version for parameter in parameters.values()]
+        devices = sorted({parameter.device.index or 0 for parameter in parameters.values() if parameter.is_cuda})
     state.restore()
     with random_state_kept(seed), torch.set_grad_enabled(gradients):
         result = _unfolded(call(*args, **kwargs))
@@ -91,14 +93,16 @@ def observe(
         values = {f"output {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(result)) if _is_tensor(leaf)}
         values.update({f"input {i}": leaf for i, leaf in enumerate(given) if _is_tensor(leaf)})
         values = {name: tensor.detach().clone() for name, tensor in values.items()}
-        values.update(state.tensors())
-        facts = state.facts()
-        results = [result, state.fresh_tensors()]
+        kept = state.now()
+        values.update(kept.tensors)
+        facts = kept.facts
+        results = [result, kept.fresh]
         taken: dict[str, torch.Tensor | None] = {}
         backward_error = ""
         if gradients:
             taken, backward_error = _gradients(results, {**roots, **parameters}, seed, slices or WeightSlices(()))
-    after = [parameter._version for parameter in parameters.values()]
+    with torch._C.DisableTorchFunction():
+        after = [parameter._version for parameter in parameters.values()]
     facts["changes of parameters"] = [now - then for now, then in zip(after, before)]
     facts["structure of the outputs"] = str(pytree.tree_structure(result))
     facts["outputs that are no tensors"] = [leaf for leaf in pytree.tree_leaves(result) if not _is_tensor(leaf)]
@@ -150,7 +154,8 @@ def _unlike(name: str, one: torch.Tensor, two: torch.Tensor) -> str:
 def _gradients(
     result: Any, leaves: Mapping[str, torch.Tensor], seed: int, slices: WeightSlices
 ) -> tuple[dict[str, torch.Tensor | None], str]:
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    with torch._C.DisableTorchFunction():
+        wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     outputs = [leaf for leaf in pytree.tree_leaves(result) if _is_tensor(leaf) and leaf.requires_grad]
     if not outputs or not wanted:
         return dict.fromkeys(wanted), ""
@@ -159,14 +164,17 @@ def _gradients(
         torch.randn(leaf.shape, dtype=torch.float64, generator=generator).to(leaf.device, leaf.dtype)
         for leaf in outputs
     ]
+    with torch._C.DisableTorchFunction():
+        mode = lazy_gradients(wanted.values())
     try:
-        with lazy_gradients(wanted.values()):
+        with mode:
             grads = torch.autograd.grad(outputs, [*wanted.values(), *slices.parts], cotangents, allow_unused=True)
     except (RuntimeError, NotImplementedError) as error:
         if is_out_of_memory(error):
             raise
         return dict.fromkeys(wanted), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    found = {name: compared(grad, leaf) for (name, leaf), grad in zip(wanted.items(), grads)}
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        found = {name: compared(grad, leaf) for (name, leaf), grad in zip(wanted.items(), grads)}
     return slices.whole(found, wanted, grads[len(wanted) :]), ""
 
 

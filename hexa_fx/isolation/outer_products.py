@@ -8,7 +8,9 @@ gradients do.
 
 from __future__ import annotations
 
+import functools
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,11 +59,9 @@ class Term:
 
     def cut(self, dim: int, start: int, stop: int) -> Term | None:
         """What lies between two indices of a dimension, counted from the first of them; None if nothing does."""
-        first, (by_row, by_column) = self.starts[dim], self.steps[dim]
+        first, (by_row, by_column) = self.span(dim)[0], self.steps[dim]
         if not by_row and not by_column:
             return self.moved(dim, first - start) if start <= first < stop else None
-        if (by_row and by_column) or by_row + by_column < 0:
-            raise NotAPlace
         step, extent = by_row + by_column, self.extents[0 if by_row else 1]
         low = max(0, -(-(start - first) // step))
         high = min(extent, -(-(stop - first) // step))
@@ -70,6 +70,19 @@ class Term:
         left = self.left[low:high] if by_row else self.left
         right = self.right if by_row else self.right[:, low:high]
         return replace(self, left=left, right=right).moved(dim, first + low * step - start)
+
+    def span(self, dim: int) -> tuple[int, int]:
+        """First index along a dimension, and the one after the last.
+
+        Raises:
+            NotAPlace: the product does not run forward along it.
+        """
+        first, (by_row, by_column) = self.starts[dim], self.steps[dim]
+        if not by_row and not by_column:
+            return first, first + 1
+        if (by_row and by_column) or by_row + by_column < 0:
+            raise NotAPlace
+        return first, first + (self.extents[0 if by_row else 1] - 1) * (by_row + by_column) + 1
 
     def halves(self, axis: int, count: int) -> tuple[Term, Term]:
         """The first ``count`` rows (axis 0) or columns of the product, and the others."""
@@ -85,6 +98,25 @@ class Term:
 
 class NotAPlace(Exception):
     """A product is no longer an evenly spaced part of the tensor."""
+
+
+class Places:
+    """Products by where they lie along a dimension, so that a gradient of many experts is not searched for each of them.
+
+    Raises:
+        NotAPlace: one of them does not run forward along it.
+    """
+
+    def __init__(self, terms: Sequence[Term], dim: int) -> None:
+        spans = sorted((*term.span(dim), number) for number, term in enumerate(terms))
+        self._firsts = [first for first, _, _ in spans]
+        self._numbers = [number for _, _, number in spans]
+        self._longest = max((stop - first for first, stop, _ in spans), default=0)
+
+    def near(self, start: int, stop: int) -> list[int]:
+        """Numbers of those that may reach between two indices, in order."""
+        low = bisect_left(self._firsts, start - self._longest + 1)
+        return sorted(self._numbers[low : bisect_left(self._firsts, stop)])
 
 
 PLAIN = ((1, 0), (0, 1))
@@ -142,8 +174,9 @@ def filled(terms: Sequence[Term], shape: Sequence[int], device: torch.device, li
     return result
 
 
+@functools.lru_cache(maxsize=8)
 def directions(width: int, device: torch.device) -> Tensor:
-    """(width, d) random directions, always the same."""
+    """(width, d) random directions, always the same, and kept: every expert of a list has its gradients sketched on them."""
     generator = torch.Generator().manual_seed(23)
     return torch.randn(width, _DIRECTIONS, dtype=torch.float64, generator=generator).to(device)
 

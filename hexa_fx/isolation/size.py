@@ -47,10 +47,14 @@ def is_large(value: torch.Tensor) -> bool:
 
 
 def is_of_one_number(value: torch.Tensor) -> bool:
-    """Whether all elements of a floating-point tensor are equal. A stacked weight is looked at one matrix after the other."""
+    """Whether all elements of a floating-point tensor are equal. A large one is looked at in pieces, at its first row before."""
     if not value.is_floating_point() or not value.numel():
         return False
-    first = value.detach().flatten()[0] if value.numel() < _PIECE else value.detach()[(0,) * value.dim()]
+    value = value.detach()
+    first, row = value[(0,) * value.dim()], value[(0,) * (value.dim() - 1)]
+    if not bool((row == first).all()):
+        return False
     if value.numel() < _PIECE or value.dim() < 2:
-        return bool((value.detach() == first).all())
-    return all(bool((part == first).all()) for part in value.detach())
+        return bool((value == first).all())
+    step = max(1, _PIECE // value[0].numel())
+    return all(bool((value[start : start + step] == first).all()) for start in range(0, len(value), step))

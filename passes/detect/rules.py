@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -19,10 +20,10 @@ def opaque_nodes(captured: CapturedBlock, products: Iterable[torch.fx.Node]) -> 
     """Nodes inside submodule calls without expert products: such calls can stay calls and decide again at run time."""
     order = [node for node in captured.graph.nodes if node.op != "output"]
     position = {node: index for index, node in enumerate(order)}
-    taken = [position[node] for node in products]
+    taken = sorted(position[node] for node in products)
     inside: set[torch.fx.Node] = set()
     for call in captured.calls:
-        if not any(call.start <= index < call.end for index in taken):
+        if bisect_left(taken, call.start) == bisect_left(taken, call.end):
             inside.update(order[call.start : call.end])
     return inside
 

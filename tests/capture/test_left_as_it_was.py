@@ -135,11 +135,11 @@ def test_verification_compares_what_is_set_on_a_layer_of_torchs() -> None:
     block, x = Block(lambda m, load: setattr(m.router, "last", load)), torch.randn(7, D)
     del block.router.load  # nothing but what torch itself keeps, and a number
     state = ModuleState(block)
-    assert not state.fresh_tensors()
+    assert not state.now().fresh
     block(x)
-    assert "attribute router.last" in state.tensors()
-    assert state.fresh_tensors()[0] is block.router.last
+    assert "attribute router.last" in state.now().tensors
+    assert state.now().fresh[0] is block.router.last
     block.router.calls = 3
-    assert state.facts()["attribute router.calls"] == 3
+    assert state.now().facts["attribute router.calls"] == 3
     state.restore()
-    assert not {"attribute router.last", "attribute router.calls"} & {*state.tensors(), *state.facts()}
+    assert not {"attribute router.last", "attribute router.calls"} & {*state.now().tensors, *state.now().facts}

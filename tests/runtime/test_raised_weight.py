@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from hexa_fx.ir import FfnSpec
-from hexa_fx.isolation import gradient_mode, raised_weight
+from hexa_fx.isolation import gradient_mode, raised_weight, size
 from hexa_fx.isolation.apart import Apart
 from hexa_fx.isolation.gradient_mode import LazyGradients, compared
 from hexa_fx.isolation.lazy_gradient import LazyGradient
-from hexa_fx.isolation.outer_products import NotAPlace, Term, filled, reshaped, sketch_of_dense
+from hexa_fx.isolation.outer_products import PLAIN, NotAPlace, Term, filled, reshaped, sketch_of_dense
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.raised_pieces import piece_memory_kept, raised_piece
 from hexa_fx.isolation.raised_weight import RaisedWeight, TooLarge
@@ -259,3 +259,35 @@ def test_pieces_take_one_memory_in_turn(turned: bool) -> None:
             torch.testing.assert_close(raised, piece.double(), rtol=0, atol=0)
             assert raised.data_ptr() == raised_piece(pieces[0]).data_ptr()
             assert (raised.stride(0) > raised.stride(1)) == (piece.stride(0) > piece.stride(1))
+
+
+def test_parts_of_a_gradient_are_found_without_looking_at_all_products():
+    generator = torch.Generator().manual_seed(3)
+    rows = [int(start) for start in torch.randint(0, 30, (20,), generator=generator)]
+    terms = [
+        Term(torch.randn(height, 2, generator=generator).double(), torch.ones(2, K).double(), (start, 0), PLAIN)
+        for start, height in zip(rows, [1, 2, 5, 9] * 5)
+    ]
+    gradient = LazyGradient((40, K), terms[:-1], torch.device("cpu"), 1 << 20)
+    for _ in range(2):
+        whole = gradient.filled()
+        for part, expected in zip(gradient.split([7, 1, 20, 12]), whole.split([7, 1, 20, 12])):
+            torch.testing.assert_close(part.filled(), expected)
+        gradient.terms.append(terms[-1])  # as backward formulas do
+    backwards = LazyGradient((40, K), [Term(terms[0].left, terms[0].right, (0, 0), ((-1, 0), (0, 1)))], whole.device, 1)
+    with pytest.raises(NotAPlace):
+        backwards.between(0, 0, 1)
+
+
+def test_a_weight_of_one_number_is_told_from_one_that_differs_anywhere(monkeypatch: pytest.MonkeyPatch):
+    for piece in (1 << 22, 40):
+        monkeypatch.setattr(size, "_PIECE", piece)
+        for shape in ((), (7,), (9, 11), (5, 4, 3)):
+            weight = torch.full(shape, 2.0, dtype=torch.bfloat16)
+            assert size.is_of_one_number(weight)
+            if shape:
+                weight[(-1,) * len(shape)] = 3
+                assert not size.is_of_one_number(weight)
+        assert not size.is_of_one_number(torch.full((9, 11), float("nan")))
+        assert not size.is_of_one_number(torch.ones(3, 0))
+        assert not size.is_of_one_number(torch.ones(3, dtype=torch.int))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import observe
@@ -164,3 +165,24 @@ def test_writing_to_a_part_is_the_error_it_was():
         gradients(model, None)
     with WeightSlices(model.parameters()) as slices, pytest.raises(RuntimeError, match="in-place"):
         gradients(model, slices)
+
+
+class Counting(TorchFunctionMode):
+    """Counts what goes through it."""
+
+    calls = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_only_read_of_parameters_does_not_go_through_modes():
+    counts = []
+    for unused in (0, 50):
+        model = nn.Sequential(nn.Linear(D, D))
+        model.others = nn.ParameterList(torch.zeros(2) for _ in range(unused))
+        with Counting() as mode:
+            observe(model[0], model, ModuleState(model), ((torch.ones(1, D),), {}), 0)
+        counts.append(mode.calls)
+    assert counts[0] == counts[1]
