@@ -2,7 +2,7 @@
 # bench_partition.py on a machine of four GPUs: on two of them in two halves at once, then on all four. About four minutes.
 #   sh benchmarks/gpu_partition.sh           JSON to OUT (default: benchmarks/results), its parts and logs to OUT/partition_parts
 #   SMOKE=1 sh benchmarks/gpu_partition.sh   the same tiny, over Gloo on CPUs
-#   python3 -m benchmarks.partition_docs     then writes the tables of docs/partition.md
+#   python3 -m benchmarks.partition_docs     then writes the tables of docs/partition_speed.md
 # A section that fails or hangs costs only itself (partition_run.py); files of earlier runs stay if nothing was recorded.
 set -eu
 cd "$(dirname "$0")/.."

@@ -1,4 +1,4 @@
-"""The tables of docs/partition.md, from the recorded results.   python -m benchmarks.partition_docs   writes them."""
+"""The tables of docs/partition_speed.md, from the recorded results.   python -m benchmarks.partition_docs   writes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks import pages
 from benchmarks.pages import table
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "partition.md"
+PAGE = ROOT / "docs" / "partition_speed.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MODES = ("local", "data", "model", "model-paper", "ep", "fsdp2")
 PAPER = {"data": "13.2 and 25.3 %", "model": "6.3 and 11.9 %"}
