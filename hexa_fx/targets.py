@@ -97,7 +97,7 @@ def _from_factory(target: str) -> tuple[nn.Module, Any]:
         raise InputError(f"{target!r}: {error}; {EXPECTED}") from error
     if not callable(factory):
         raise InputError(
-            f"{target!r} is a {type(factory).__name__}; expected a function that returns (model, example_inputs)"
+            f"{target!r} is of type {type(factory).__name__}; expected a function that returns (model, example_inputs)"
         )
     if not _takes_nothing(factory):
         raise InputError(f"{target!r} is called without arguments; give them defaults")

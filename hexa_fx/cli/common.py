@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -52,10 +53,13 @@ def errors_shown(command: Callable[P, None]) -> Callable[P, None]:
             fail(str(error), bool(kwargs.get("as_json")))
         except typer.Exit:
             raise
+        except BrokenPipeError:  # who reads has seen enough, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
         except Exception as error:
             if os.environ.get("HEXA_FX_LOGS", "").lower() == "debug":
                 raise
-            fail(_foreign(error), bool(kwargs.get("as_json")))
+            fail(_not_written(error, kwargs) or _foreign(error), bool(kwargs.get("as_json")))
 
     return wrapped
 
@@ -76,6 +80,17 @@ def _check_early(given: Mapping[str, Any]) -> None:
         there = next(path for path in (out, *out.parents) if path.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
             raise InputError(f"--out {given['out']}: nothing can be written to {there}; give another folder")
+
+
+def _not_written(error: Exception, given: Mapping[str, Any]) -> str:
+    """A sentence if the error is of a file that an option names."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return ""
+    for name in ("html", "svg", "dot", "out"):
+        path = given.get(name)
+        if path is not None and Path(error.filename).absolute().is_relative_to(path.absolute()):
+            return f"--{name} {path}: cannot be written ({error.strerror}); give another place"
+    return ""
 
 
 def _foreign(error: Exception) -> str:

@@ -42,7 +42,7 @@ def explain(
         _print_kernels(report, arch)
     if graphs:
         for path, block in attached(model, "graphs").items():
-            typer.echo(f"\n## {path}\n")
+            typer.echo(f"\n## {path or '(the model itself)'}\n")
             block.print_readable()
 
 

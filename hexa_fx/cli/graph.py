@@ -50,7 +50,7 @@ def graph(
     for path in written:
         typer.echo(f"wrote {path}")
     if not written:
-        typer.echo(f"## {chosen.path}\n\n{chosen.stage(stage)}")
+        typer.echo(f"## {chosen.path or '(the model itself)'}\n\n{chosen.stage(stage)}")
 
 
 def _as_dict(chosen: BlockGraphs) -> dict[str, object]:

@@ -65,17 +65,25 @@ def plan(
     A model type or a folder is planned at its full widths; its weights are never made. With --hosts it prints up to where experts
     should be split, and from where on data parallelism takes over.
     """
+    for name, rate, unit in (
+        ("bandwidth", bandwidth, "GB/s"),
+        ("tflops", tflops, "TFLOP/s"),
+        ("inside", inside, "GB/s"),
+        ("between", between, "GB/s"),
+        ("memory", memory, "GiB"),
+    ):
+        if not 0 < rate < float("inf"):
+            raise InputError(f"--{name} {rate:g}: expected {unit} above 0")
+    for name, value in {"batch": batch, "tokens": tokens, "gpus": gpus, "hosts": 1 if hosts is None else hosts}.items():
+        if value < 1:
+            raise InputError(f"--{name} {value}: expected at least 1")
+    if slots not in (1, 2):
+        raise InputError(f"--slots {slots}: expected 1 or 2")
     if hosts is not None:
         cluster = Cluster(hosts, gpus, inside * 1e9, between * 1e9, tflops * 1e12, memory=memory * 2**30)
         reach.show(target, tokens, cluster, as_json)
         return
     times = _times(capacities)
-    for name, value in {"batch": batch, "tokens": tokens, "slots": slots}.items():
-        if value < 1:
-            raise InputError(f"--{name} {value}: expected at least 1")
-    for name, rate, unit in (("bandwidth", bandwidth, "GB/s"), ("tflops", tflops, "TFLOP/s")):
-        if not 0 < rate < float("inf"):
-            raise InputError(f"--{name} {rate:g}: expected {unit} above 0")
     if strategy not in ("auto", "data", "model"):
         raise InputError(f"--strategy {strategy!r}: expected auto, data or model")
     machine = Machine(bandwidth * 1e9, tflops * 1e12)
@@ -124,7 +132,7 @@ def _print_layer(layer: Predicted, paths: list[str]) -> None:
     gated = "gated " if shape.matrices == 3 else ""
     sizes = f"E={shape.num_experts} k={shape.top_k} D={shape.hidden_size} I={shape.intermediate_size}"
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    typer.echo(f"\n{paths[0]}{more}: {sizes}, {gated}experts, {layer.mode.replace('_', '-')}")
+    typer.echo(f"\n{paths[0] or '(the model itself)'}{more}: {sizes}, {gated}experts, {layer.mode.replace('_', '-')}")
     typer.echo(f"  channels of I       h_i  {list(layer.shards)}")
     typer.echo("              received  exchange, exposed   experts         total   (forward and backward)")
     for mode, cost in layer.costs.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -238,7 +239,10 @@ def test_predicted_times_follow_capacities_tokens_and_links():
         (("plan", FACTORY, "--capacities", "1,0"), "capacities are times of the same task and must be positive"),
         (("plan", FACTORY, "--batch", "0"), "--batch 0: expected at least 1"),
         (("plan", FACTORY, "--tokens", "0"), "--tokens 0: expected at least 1"),
-        (("plan", FACTORY, "--slots", "0"), "--slots 0: expected at least 1"),
+        (("plan", FACTORY, "--slots", "0"), "--slots 0: expected 1 or 2"),
+        (("plan", FACTORY, "--hosts", "0"), "--hosts 0: expected at least 1"),
+        (("plan", FACTORY, "--hosts", "2", "--memory", "-1"), "--memory -1: expected GiB above 0"),
+        (("gallery", "--out", "/proc/here"), "--out /proc/here: cannot be written"),
         (("plan", FACTORY, "--bandwidth", "0"), "--bandwidth 0: expected GB/s above 0"),
         (("plan", FACTORY, "--bandwidth", "-1"), "--bandwidth -1: expected GB/s above 0"),
         (("plan", FACTORY, "--tflops", "nan"), "--tflops nan: expected TFLOP/s above 0"),
@@ -253,6 +257,13 @@ def test_errors_say_what_to_do(words, said):
     assert text.startswith("hexa-fx: ")
     assert text.count("hexa-fx: ") == 1
     assert "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_is_no_error():
+    words = f"{sys.executable} -m hexa_fx env"
+    done = subprocess.run(f"{words} | true", shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
 
 
 def test_version():
