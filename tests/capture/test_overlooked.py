@@ -204,3 +204,21 @@ def test_other_ways_to_choose_are_looked_at(how: str) -> None:
     model = Chosen()
     model.choose = lambda scores: CHOICES[how](scores).long()
     assert [candidate.reason for candidate in observe(model, (torch.randn(20, D),), {})] == [""]
+
+
+class Frozen(Router):
+    """Experts that are buffers of floating-point numbers, chosen like any others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w1", torch.randn(E, D, I))
+        self.register_buffer("w2", torch.randn(E, I, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(1)
+        hidden = torch.bmm(x[:, None], self.w1[ids[:, 0]]).relu()
+        return torch.bmm(hidden, self.w2[ids[:, 0]])[:, 0] * weights
+
+
+def test_experts_that_are_buffers_are_looked_at() -> None:
+    assert [candidate.reason for candidate in observe(Frozen(), (torch.randn(20, D),), {})] == [""]

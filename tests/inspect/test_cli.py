@@ -298,7 +298,7 @@ made = models.INPUT
     ("name", "said"),
     [
         ("with_width", ":with_width' is called without arguments; give them defaults"),
-        ("made", ":made' is a Tensor; expected a function that returns (model, example_inputs)"),
+        ("made", ":made' is of type Tensor; expected a function that returns (model, example_inputs)"),
     ],
 )
 def test_what_is_no_factory_is_named(name, said, tmp_path, monkeypatch):
