@@ -56,7 +56,8 @@ def _check_parallel(path: str, module: nn.Module) -> None:
         name = _PARALLEL.get(base.__name__)
         if name and base.__module__.startswith("torch."):
             raise InputError(
-                f"{path or 'the model'} is already wrapped by {name}; optimize the model first, then wrap the result"
+                f"{path or 'the model'} is already wrapped by {name}; optimize the model first, then wrap the result "
+                "(or, of what is wrapped, set transformers' experts_implementation='hexa', or torch.compile it with backend='hexa')"
             )
 
 

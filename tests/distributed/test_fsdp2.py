@@ -18,7 +18,7 @@ import hexa_fx
 from hexa_fx.distributed import checkpoint
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import expert_parameters, ignore_in_ddp, sync_gradients, weighted_loss
-from hexa_fx.errors import PlanError
+from hexa_fx.errors import InputError, PlanError
 from hexa_fx.passes.plan_layers import PartitionConfig
 
 
@@ -66,16 +66,23 @@ def mixtral() -> tuple[nn.Module, object, object]:
     return model, data, lambda m, batch: m(**batch).loss
 
 
-def compare(rank: int, world: int, name: str) -> str:
+def compare(rank: int, world: int, name: str, late: bool = False) -> str:
     mesh = init_device_mesh("cpu", (world,))
     build = {"mixtral": mixtral, "listed": listed}[name]
     whole, data, loss_of = build()
     example = data[0]
-    sharded = hexa_fx.optimize_(copy.deepcopy(whole), example)
-    assert len(sharded.report.rewritten) == 2
+    sharded = copy.deepcopy(whole)
+    if not late:
+        hexa_fx.optimize_(sharded, example)
+        assert len(sharded.report.rewritten) == 2
     for layer in sharded.model.layers if build is mixtral else list(sharded)[1:]:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
+    if late:
+        with pytest.raises(InputError, match="set transformers' experts_implementation='hexa'"):
+            hexa_fx.optimize_(sharded, example)
+        hexa_fx.patch_transformers()
+        sharded.set_experts_implementation("hexa")
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (whole, sharded)]
     for _ in range(3):
         for optimizer in optimizers:
@@ -98,6 +105,11 @@ def test_loss_gradients_and_steps_equal_one_device(name: str) -> None:
     if name == "mixtral":
         pytest.importorskip("transformers")
     assert run(2, compare, name) == ["equal", "equal"]
+
+
+def test_experts_of_ours_in_a_model_that_was_sharded_before() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    assert run(2, compare, "mixtral", True) == ["equal", "equal"]
 
 
 def planned(rank: int, world: int, kind: str, strategy: Any, around: str, folder: str) -> Any:
