@@ -68,7 +68,8 @@ def told_of_starts(wanted: Wanted) -> Iterator[None]:
         yield
     finally:
         monitoring.set_events(tool, 0)
-        for event in (starts, resumes):  # Python 3.12 and 3.13 keep callbacks of a tool that is freed, and all they refer to
+        # Python 3.12 and 3.13 keep the callbacks of a tool that is freed, and all they refer to
+        for event in (starts, resumes):
             monitoring.register_callback(tool, event, None)
         monitoring.free_tool_id(tool)
 
