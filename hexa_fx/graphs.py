@@ -239,7 +239,9 @@ def _readable(rewritten: RewrittenBlock, block: nn.Module) -> torch.fx.GraphModu
     for target in read:
         owner, _, leaf = target.rpartition(".")
         root[target] = _shape_of(getattr(block.get_submodule(owner), leaf))
-    return torch.fx.GraphModule(root, rewritten.graph, class_name=f"Rewritten{type(block).__name__}")  # type: ignore[arg-type]
+    made = torch.fx.GraphModule(root, rewritten.graph, class_name=f"Rewritten{type(block).__name__}")  # type: ignore[arg-type]
+    made.graph.owning_module = None  # else the graph, a cycle, would keep the user's modules until garbage is collected
+    return made
 
 
 def _shape_of(value: Any) -> Any:

@@ -89,16 +89,17 @@ class AttributeGuards:
         """Watches ``block`` from now on: the same one, or a copy that may still be incomplete."""
         self._block = weakref.ref(block)
         self._found: Resolution | None = None
-        self._is_same: Callable[[], bool] | None = None
+        self._is_same: Callable[[Any], bool] | None = None
         self._are_hooked: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
         """Raises `GuardMiss` if anything changed."""
         if is_compiling():
             return
+        block = self._block()
         if self._is_same is None and self._found is not None:
-            self._is_same = still_the_same(self._found)
-        if self._is_same is None or not self._is_same():
+            self._is_same, self._found = still_the_same(self._found, block), None
+        if self._is_same is None or not self._is_same(block):
             self._resolve()  # raises if something differs, and otherwise knows the new objects
         if self._are_hooked():
             raise GuardMiss("an expert has hooks, which only its own code calls")

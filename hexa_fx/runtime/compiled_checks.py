@@ -16,7 +16,7 @@ import torch
 from hexa_fx.ir import InputGuard
 from hexa_fx.isolation.held_objects import MISSING
 from hexa_fx.runtime.guards import GuardMiss, check_input, dtype_class, equal
-from hexa_fx.runtime.resolution import Resolution, is_still
+from hexa_fx.runtime.resolution import BLOCK, Resolution, StandIn, is_still
 from hexa_fx.runtime.signature import ArgumentNames
 
 _MOST = 400
@@ -35,6 +35,8 @@ class _Names:
         self._known: dict[int, str] = {}
 
     def of(self, value: Any) -> str:
+        if type(value) is StandIn:
+            return value.name
         name = self._known.setdefault(id(value), f"_{len(self._known)}")
         self.values[name] = value
         return name
@@ -46,17 +48,24 @@ class _Names:
         return function
 
 
-def still_the_same(found: Resolution) -> Callable[[], bool]:
-    """A function that says whether everything lies where it was found."""
+def still_the_same(found: Resolution, block: Any) -> Callable[[Any], bool]:
+    """A function of the block that says whether everything lies where it was found; it does not keep the block alive."""
     names = _Names()
-    clauses = [*_of_dicts(found.dicts, names), *_of_owners(found.owners, names)]
+    clauses = [*_of_dicts(found.dicts, names), *_of_owners(found.owners, names, block)]
     clauses += [f"type({names.of(value)}) is {names.of(kind)}" for value, kind in found.objects]
     clauses += [f"len({names.of(value)}) == {count}" for value, count in found.counted]
     names.values |= {"equal": equal, "is_still": is_still}
     clauses += [f"equal({names.of(value)}, {names.of(copy)})" for value, copy in found.whole]
     clauses += [f"is_still({', '.join(map(names.of, each))})" for each in found.slow]
     check = f"return {' and '.join(clauses) or True}"
-    return names.function("", "try:", f"    {check}", "except (KeyError, AttributeError):", "    return False")
+    return names.function(
+        "block",
+        "try:",
+        "    own = block.__dict__",
+        f"    {check}",
+        "except (KeyError, AttributeError):",
+        "    return False",
+    )
 
 
 def any_of(collections: Iterable[Any]) -> Callable[[], bool]:
@@ -135,34 +144,42 @@ def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Nam
 
 
 def _of_dicts(entries: list[tuple[dict[Any, Any], Any, Any]], names: _Names) -> list[str]:
-    if len(entries) > _MOST:
-        where, keys, values = zip(*entries)
+    few, many = _few_and_many(entries)
+    if many:
+        where, keys, values = zip(*many)
         names.values["dicts_are"] = lambda: all(map(is_, map(dict.get, where, keys, _NOTHING), values))
-        return ["dicts_are()"]
-    return [_of_dict(where, key, value, names) for where, key, value in entries]
+    return [*("dicts_are()" for _ in many[:1]), *(_of_dict(*entry, names) for entry in few)]
+
+
+def _few_and_many(entries: list[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any, Any]], list[tuple[Any, Any, Any]]]:
+    """What is written out, as all is that has to do with the block itself, and what is compared in a loop."""
+    if len(entries) <= _MOST:
+        return entries, []
+    of_block = [StandIn in map(type, entry) for entry in entries]
+    return [e for e, own in zip(entries, of_block) if own], [e for e, own in zip(entries, of_block) if not own]
 
 
 def _of_dict(where: dict[Any, Any], key: Any, value: Any, names: _Names) -> str:
     name = repr(key) if type(key) is str else names.of(key)
-    if type(where) is not dict:
+    if type(where) not in (dict, StandIn):
         return f"get({names.of(where)}, {name}, MISSING) is {names.of(value)}"
     if value is MISSING:
         return f"{name} not in {names.of(where)}"
     return f"{names.of(where)}[{name}] is {names.of(value)}"
 
 
-def _of_owners(entries: list[tuple[Any, str, Any]], names: _Names) -> list[str]:
-    if len(entries) > _MOST:
-        owners, keys, values = zip(*entries)
+def _of_owners(entries: list[tuple[Any, str, Any]], names: _Names, block: Any) -> list[str]:
+    few, many = _few_and_many(entries)
+    if many:
+        owners, keys, values = zip(*many)
         names.values["owners_give"] = lambda: all(map(same_object, map(getattr, owners, keys, _NOTHING), values))
-        return ["owners_give()"]
-    return [_of_owner(owner, key, value, names) for owner, key, value in entries]
+    return [*("owners_give()" for _ in many[:1]), *(_of_owner(*entry, names, block) for entry in few)]
 
 
-def _of_owner(owner: Any, key: str, value: Any, names: _Names) -> str:
+def _of_owner(owner: Any, key: str, value: Any, names: _Names, block: Any) -> str:
     if value is MISSING or not key.isidentifier() or keyword.iskeyword(key):
         return f"same_object(getattr({names.of(owner)}, {key!r}, MISSING), {names.of(value)})"
-    if getattr(owner, key, MISSING) is value:
+    if getattr(block if owner is BLOCK else owner, key, MISSING) is (block if value is BLOCK else value):
         return f"{names.of(owner)}.{key} is {names.of(value)}"
     return f"same_object({names.of(owner)}.{key}, {names.of(value)})"
 

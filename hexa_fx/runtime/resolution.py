@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.lookup import lookup, own_names, place
+from hexa_fx.isolation.lookup import getattr_plain, lookup, own_names, place
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
 from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
@@ -23,8 +24,18 @@ _AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewri
 _COPIES = (list, set, dict, deque, bytearray)
 
 
+@dataclass(frozen=True)
+class StandIn:
+    """In place of the block, which keeps the checks and would never be freed if these kept it; ``name``: that of it in them."""
+
+    name: str
+
+
+BLOCK, OWN_DICT = StandIn("block"), StandIn("own")
+
+
 class Resolution:
-    """Where the values of ``reads`` lie in ``block`` now.
+    """Where the values of ``reads`` lie in ``block`` now. The block itself and its ``__dict__`` are `BLOCK` and `OWN_DICT`.
 
     Raises:
         GuardMiss: one of them is not what was noted.
@@ -52,6 +63,10 @@ class Resolution:
         self._through = {(read.is_global, read.root, read.steps[:-1]) for read in reads}
         for read in sorted(reads, key=lambda read: len(read.steps)):
             self._add(read)
+        stand_ins = {id(block): BLOCK, id(getattr_plain(block)): OWN_DICT}
+        lists: list[list[Any]] = [self.dicts, self.owners, self.objects, self.counted, self.whole, self.slow]
+        for entries in lists:
+            entries[:] = [tuple(stand_ins.get(id(item), item) for item in entry) for entry in entries]
         del self._modules, self._holders, self._seen  # what stays keeps no module alive that is in no place itself
 
     def _add(self, read: PythonRead) -> None:

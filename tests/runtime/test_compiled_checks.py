@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
+import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,7 @@ from hexa_fx.runtime.guards import GuardMiss, check_coverage, check_inputs
 from hexa_fx.runtime.install import installed_forward
 from hexa_fx.runtime.signature import ArgumentNames
 from tests.detect.mixture import D, Mixture
+from tests.zoo.bodies import SharedExpert
 
 
 def _forward(x: Any, ids: Any, scale: float = 1.0, mask: Any = None, *, factor: Any = 2) -> None: ...
@@ -184,6 +188,42 @@ def test_written_checks_of_attributes_see_every_change(change: Any, most: int, m
     change(block)
     with pytest.raises(GuardMiss):
         guards.check()
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("most", [400, 0], ids=["written out", "many"])
+@pytest.mark.parametrize("calls", [1, 3], ids=["before they are written", "written"])
+def test_checks_do_not_keep_their_block(
+    calls: int, most: int, monkeypatch: pytest.MonkeyPatch, no_collection: None
+) -> None:
+    monkeypatch.setattr(compiled_checks, "_MOST", most)
+    block = Holder()
+    block.checks = _guards(block)
+    block.checks.bind(block)
+    for _ in range(calls):
+        block.checks.check()
+    alive = weakref.ref(block.linear)  # the block itself would be gone, its dict not
+    del block
+    assert alive() is None
+
+
+def test_an_optimized_model_is_freed_with_its_last_reference(no_collection: None) -> None:
+    model, x = SharedExpert(gated=True), torch.randn(2, 6, D)
+    hexa_fx.optimize_(model, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    for _ in range(3):
+        model(x).sum().backward()
+    assert model.report.rewritten
+    gc.collect()  # what the analysis left
+    alive = [weakref.ref(value) for value in (*model.modules(), *model.parameters())]
+    del model
+    assert not any(value() is not None for value in alive)
 
 
 def test_another_object_that_says_the_same_is_taken() -> None:
