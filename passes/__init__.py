@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from torch.fx import Graph
@@ -40,6 +41,7 @@ from hexa_fx.passes.bounded import check_recorded, refusal_of_layout, with_few_e
 from hexa_fx.passes.canonicalize import canonicalize
 from hexa_fx.passes.complete import Findings, detect_all
 from hexa_fx.passes.detect import MoEMatch
+from hexa_fx.passes.detect.dropouts import expert_dropouts
 from hexa_fx.passes.detect.verdict import Refuse
 from hexa_fx.passes.distinct_tokens import all_differ, examples, has_no_tokens, mostly_alike
 from hexa_fx.passes.host_rules import refusal_of_host
@@ -222,9 +224,10 @@ def _rewrite_mode(
 ) -> tuple[MoEMatch, RewrittenBlock] | Refusal:
     def record(replacements: Replacements) -> CapturedBlock:
         with announced("capture", Graph()) as done:
-            captured = capture(
-                observation.module, args, kwargs, observation.path, 0, config.analysis_bytes, replacements
-            )
+            run = partial(capture, observation.module, args, kwargs, observation.path, 0, config.analysis_bytes)
+            captured = run(replacements)
+            if idle := expert_dropouts(captured):
+                captured = run(replace(replacements, idle=idle))
             captured = with_idle_experts(captured)
             done.graph = captured.graph
         check_recorded(captured, config)

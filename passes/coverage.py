@@ -38,8 +38,8 @@ Role = Literal["outputs", "added", "hidden", "rows", "factor", "select"]
 
 _SIZES = frozenset("size numel nelement dim".split())
 _OF_SIZES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_full new_empty".split())
-_OFF = frozenset("dropout dropout_".split())
-"""Random operations, which detection lets pass only where they do nothing."""
+_OFF = frozenset("dropout dropout_ row_dropout".split())
+"""Random operations, which detection lets pass only where they do nothing in the run."""
 _NOT_FINITE = frozenset("nan_to_num nan_to_num_ isnan isinf isfinite".split())
 _LARGE = 1e6
 """Numbers from here on are out of the reach of the experiments with what experts compute."""

@@ -19,6 +19,8 @@ import torch.fx
 
 import hexa_fx.ops  # noqa: F401  (defines torch.ops.hexa)
 from hexa_fx.capture import record_of
+from hexa_fx.ops.row_dropout import drop, kept_rows
+from hexa_fx.passes.detect.dropouts import probability
 from hexa_fx.passes.detect.free_body import (
     FreeBody,
     Literal,
@@ -57,6 +59,7 @@ class RowEmitter:
     as_rows: Callable[[Node], Node]
     factor: Callable[[Sequence[Source]], Node | None]
     _new: dict[Node, Node] = field(default_factory=dict)
+    _kept: dict[Node, Node] = field(default_factory=dict)
     _gathered: dict[tuple[str, tuple[int, ...]], Node] = field(default_factory=dict)
 
     def emit(self, index: Node, weights: Node | None, top_k: int) -> Node:
@@ -78,6 +81,21 @@ class RowEmitter:
         chosen = self._method("index_select", self._method("reshape", index, -1), 0, self._v)
         self._expert = self._method("clamp", chosen, 0, experts - 1)
         self._is_routed = {1: self._named("is_routed", operator.eq, chosen, self._expert)}
+        self._draw()
+
+    def _draw(self) -> None:
+        """What all dropouts keep, drawn before any of them is reached, since the original draws expert after expert."""
+        drops = self.body.dropouts
+        if not drops:
+            return
+        source = next(role.source for role in self.body.steps.values() if isinstance(role, TokenRows))
+        own, values = record_of(source).value.dtype, [record_of(node).value for node in drops]
+        kinds = [
+            (tuple(v.shape[1:]), None if v.dtype == own else v.dtype, probability(n)) for n, v in zip(drops, values)
+        ]
+        like = self.as_rows(source)
+        masks = self._call(kept_rows, like, self._v, self._offs, self._top_k, self.body.slots_first, kinds)
+        self._kept = {node: self._call(operator.getitem, masks, number) for number, node in enumerate(drops)}
 
     def _step(self, node: Node, role: Role) -> Node:
         match role:
@@ -163,6 +181,8 @@ class RowEmitter:
     # -- other operations ----------------------------------------------------------------------------------------------
 
     def _copy(self, node: Node) -> Node:
+        if node in self._kept:
+            return self._call(drop, self._operand(node.all_input_nodes[0], node), self._kept[node], probability(node))
         parameters = [n for n in node.all_input_nodes if isinstance(self.body.steps[n], OfExpert)]
         if parameters and operation(node) in _SPECIAL:
             return _SPECIAL[operation(node)](self, node)

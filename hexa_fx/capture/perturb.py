@@ -26,11 +26,13 @@ class Replacements:
         arguments: by name.
         held: of parameters and buffers, by name.
         results: of recorded calls, by the number of their node.
+        idle: numbers of dropouts that drop nothing.
     """
 
     arguments: Mapping[str, torch.Tensor] = field(default_factory=dict)
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
     results: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    idle: frozenset[int] = frozenset()
 
     def __len__(self) -> int:
         return len(self.arguments) + len(self.held) + len(self.results)

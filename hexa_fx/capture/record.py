@@ -120,7 +120,9 @@ def _capture(
             no_device_asserts(block) if replacements else nullcontext(),
             torch.set_grad_enabled(not as_it_is),
         ):
-            recorder = Recorder(parameters, sees_gradients=not as_it_is, forced=replacements.results)
+            recorder = Recorder(
+                parameters, sees_gradients=not as_it_is, forced=replacements.results, idle=replacements.idle
+            )
             reads.scope, recorder.asked = lambda: recorder.scopes[-1], reads.note_of_tensor
             recorder.leave = monitor.leave if monitor else recorder.leave
             if collecting:

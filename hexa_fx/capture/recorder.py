@@ -49,6 +49,7 @@ class Recorder(TorchFunctionMode):
     """Whether the run is made with gradients, so that the code's own ``no_grad`` shows."""
     forced: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """What calls return in place of their own results, by the number of their node."""
+    idle: frozenset[int] = frozenset()  # numbers of the nodes of dropouts that drop nothing
     leave: Callable[[str], None] = lambda scope: None
     """Told when the code of a module hands over to another's, with the module's path."""
     asked: Callable[[Any, str], None] = lambda tensor, attribute: None
@@ -67,10 +68,8 @@ class Recorder(TorchFunctionMode):
         self._parameter_storages = {memory_of(tensor) for tensor in self.parameters.values()}
         self.inside_function = 0
         """Depth in the forward of an `autograd.Function`, where torch turns gradients off."""
-        self.in_autocast: dict[str, bool] = {}
-        """Paths of the modules whose code switches autocast on or off, and whether on."""
-        self.met: dict[str, int] = {}
-        """For every constant, the id of the tensor it was read from."""
+        self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
+        self.met: dict[str, int] = {}  # for every constant, the id of the tensor it was read from
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -261,6 +260,7 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         lifted_args, lifted_kwargs = self.lift(tuple(args)), self.lift(kwargs)
+        func = functional.row_dropout if self.count in self.idle else func
         result = func(*plain_args, **plain_kwargs)
         if isinstance(result, torch.Size):
             return result

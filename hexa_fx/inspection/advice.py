@@ -38,8 +38,8 @@ _ADVICE: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (
         ("dropout is active", "is active inside the experts"),
-        "Put the dropout behind the weighted sum over experts, or set its probability to 0. In eval mode the "
-        "block is rewritten as it is.",
+        "Use F.dropout (not in place) in experts that the code runs in order, put it behind the weighted sum over experts, or "
+        "set its probability to 0. In eval mode the block is rewritten as it is.",
     ),
     (
         ("soft) mixture",),

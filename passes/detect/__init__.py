@@ -25,6 +25,7 @@ from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
 from hexa_fx.passes.detect.combine import Combine, find_combine
 from hexa_fx.passes.detect.decisions import shape_branches
+from hexa_fx.passes.detect.dropouts import INSIDE, has_idle
 from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
@@ -69,7 +70,7 @@ def detect(captured: CapturedBlock, prefer_earliest: bool = False, form: Form = 
         form: how to read the experts.
     """
     try:
-        return _detect(captured, prefer_earliest, form)
+        return _detect(captured, prefer_earliest, "free" if has_idle(captured) else form)
     except Refuse as refusal:
         return refusal.at(captured.path)
 
@@ -117,7 +118,7 @@ def _detect_family(
     """
     try:
         if form == "free":
-            raise Refuse("its experts are not read in the standard form")
+            raise Refuse(INSIDE if has_idle(captured) else "its experts are not read in the standard form")
         return _detect_standard(captured, groups, replay, family, prefer_earliest, passed, form == "steps")
     except Refuse:
         with suppress(NotFree):

@@ -6,7 +6,7 @@ The runs are aligned by structure, cut where the rest is a weighted sum for each
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.alike import AlikeRuns, Column, experts_of, find_alike_runs, in_one_expert
 from hexa_fx.passes.detect.combine import Combine, find_combine
 from hexa_fx.passes.detect.decisions import shape_branches
+from hexa_fx.passes.detect.dropouts import draws_slots_first, refuse_dropouts_after
 from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, TokenRows, width_of
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
@@ -114,6 +115,7 @@ class _Search:
         opaque = opaque_nodes(captured, everything)
         instances = [_instance(*run) for run in zip(end, inside, experts, tokens.rows)]
         combine = find_combine(captured.graph, instances, count, self.replay, opaque | self.passed)
+        refuse_dropouts_after(end, combine.node)
         pairs = _pairs(instances, combine)
         offset = explain_offset(pairs, None, combine, tokens.node, self.weights, self.tags, self.replay)
         total = self._experts()
@@ -139,7 +141,7 @@ class _Search:
         )
         roles = reader.read(end)
         refuse_mixing(reader)
-        body = self._body(roles, reader.columns, end[reader.run], total)
+        body = self._body(roles, reader, end[reader.run], total)
         everyone = tag(captured, self.groups)
         branches = shape_branches(captured, everyone, set(routing.index.nodes), opaque, end, combine.node)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)
@@ -235,7 +237,7 @@ class _Search:
     def _body(
         self,
         roles: Mapping[torch.fx.Node, Role],
-        runs: Mapping[torch.fx.Node, Column],
+        reader: StepReader,
         output: torch.fx.Node,
         experts: int,
     ) -> FreeBody:
@@ -247,7 +249,9 @@ class _Search:
         stored = self.weights.table(bases[0])
         assert stored is not None
         inner = [width_of(role.data) for role in products if role.data not in tokens] or [width_of(output)]
-        return FreeBody(roles, output, experts, width_of(tokens[0]), max(inner), stored[0], runs)
+        body = FreeBody(roles, output, experts, width_of(tokens[0]), max(inner), stored[0], reader.columns)
+        drawn = [reader.columns[node] for node in body.dropouts]
+        return replace(body, slots_first=draws_slots_first(drawn, reader.experts, reader.tokens))
 
 
 def _operands(column: Column) -> list[Column]:

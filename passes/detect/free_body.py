@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch.fx
 
 from hexa_fx.capture import record_of
+from hexa_fx.capture.functional import row_dropout
 from hexa_fx.ir import Layout
 from hexa_fx.passes.detect.graph import operation
 from hexa_fx.passes.detect.routing_factors import Source
@@ -92,6 +93,7 @@ class FreeBody:
         hidden_size, intermediate_size: width of the tokens, and of the widest value that a product reads.
         form: how the first expert parameter is stored.
         runs: the nodes of all runs that do the step.
+        slots_first: whether an expert's rows come in the order of the slots that chose it, and then of tokens; else of tokens.
     """
 
     steps: Mapping[torch.fx.Node, Role]
@@ -101,6 +103,7 @@ class FreeBody:
     intermediate_size: int
     form: Form
     runs: Mapping[torch.fx.Node, tuple[torch.fx.Node, ...]]
+    slots_first: bool = False
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -112,6 +115,11 @@ class FreeBody:
             elif isinstance(role, Copy) and operation(node) != "size":
                 names.append(operation(node))
         return tuple(names)
+
+    @property
+    def dropouts(self) -> list[torch.fx.Node]:
+        """The steps that drop numbers at random, in the order in which an expert draws."""
+        return [node for node in self.steps if node.target is row_dropout]
 
     @property
     def roots(self) -> list[torch.fx.Node]:

@@ -9,6 +9,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.capture.functional import row_dropout
 
 CONTRACTIONS = frozenset(
     "linear matmul mm bmm baddbmm addmm einsum addmv grouped_mm _grouped_mm grouped_mm_fallback __rmatmul__".split()
@@ -159,7 +160,7 @@ def twins(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
     for node in graph.nodes:
         if node.op == "output":
             continue
-        own = record_of(node).writes or operation(node) in RANDOM | UNINITIALISED
+        own = record_of(node).writes or operation(node) in RANDOM | UNINITIALISED or node.target is row_dropout
         key = node if own else (node.op, repr(node.target), part(node.args), part(node.kwargs))
         found[node] = first.setdefault(key, node)
     return found

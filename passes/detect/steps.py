@@ -28,7 +28,7 @@ from hexa_fx.passes.detect.free_body import (
     Shared,
     TokenRows,
 )
-from hexa_fx.passes.detect.graph import CONTRACTIONS, is_float, is_tensor, operation, twins
+from hexa_fx.passes.detect.graph import CONTRACTIONS, ancestors, is_float, is_tensor, operation, twins
 from hexa_fx.passes.detect.operations import MADE
 from hexa_fx.passes.detect.routing_factors import Source
 from hexa_fx.passes.detect.row_steps import moved_from
@@ -44,6 +44,7 @@ BROADCASTING = frozenset(
 
 NORMS = frozenset("layer_norm rms_norm".split())
 ACTIVATIONS_WITH_PARAMETER = frozenset(("prelu",))
+MIXED_WEIGHT = "an expert product mixes several parameters in its weight"
 
 
 @dataclass
@@ -128,7 +129,11 @@ class StepReader:
             return
         shapes = [record_of(n).value.shape for n in column]
         if any(not shape or shape[0] != rows for shape, rows in zip(shapes, self.rows)):
-            raise Refuse(f"{operation(node)} inside the experts does not keep their rows apart", node)
+            of_rows = any(n.op == "placeholder" for n in ancestors([node]))
+            raise Refuse(
+                f"{operation(node)} inside the experts does not keep their rows apart" if of_rows else MIXED_WEIGHT,
+                node,
+            )
 
     def _product(self, column: Column) -> Product:
         node = column[self.run]
@@ -138,7 +143,7 @@ class StepReader:
         operands = expert_operands(node, self.tags)
         bases = [next(iter(self.tags[n].bases)) for n in operands if len(self.tags[n].bases) == 1]
         if len(bases) != len(operands) or len(operands) > 2:
-            raise Refuse("an expert product mixes several parameters in its weight", node)
+            raise Refuse(MIXED_WEIGHT, node)
         place = node.all_input_nodes.index(data[0])
         rows = tuple(n.all_input_nodes[place] for n in column)
         self._visit(rows)

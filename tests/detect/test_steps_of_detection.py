@@ -257,6 +257,19 @@ def test_active_dropout_is_named():
     assert "dropout is active inside the experts" in reason(block)
 
 
+def test_a_weight_made_of_several_parameters_is_named():
+    """Also where operations on matrices that are no rows make it, as LoHa's do."""
+
+    class Made(Loop):
+        def expert(self, number: int, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+            own = self.experts[number]
+            hidden = own.up(rows)
+            made = (own.up.weight * torch.tensor(2.0) * own.down.weight.T).reshape(own.up.weight.shape)
+            return own.down(F.relu(hidden + F.linear(rows, made)))
+
+    assert "mixes several parameters in its weight" in reason(Made())
+
+
 def test_every_expert_for_every_token_is_soft():
     class Soft(Loop):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ QUICK = hexa_fx.HexaConfig(verify=False)
 
 
 class Dropping(nn.Module):
-    """Stacked experts with a dropout between their projections, which only eval mode can do without."""
+    """Stacked experts with an alpha dropout between their projections, which only eval mode can do without."""
 
     def __init__(self, width: int = 8, hidden: int = 12, experts: int = 4) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Dropping(nn.Module):
         out = torch.zeros_like(x)
         for number in range(4):
             token, slot = torch.where(chosen == number)
-            hidden = nn.functional.dropout(torch.relu(x[token] @ self.w1[number].T), 0.3, self.training)
+            hidden = nn.functional.alpha_dropout(torch.relu(x[token] @ self.w1[number].T), 0.3, self.training)
             out.index_add_(0, token, hidden @ self.w2[number].T * weights[token, slot, None])
         return out
 
@@ -50,7 +50,7 @@ def test_a_block_that_trains_with_its_own_code_saves_nothing_for_backward() -> N
     for text in (str(report), html(report)):
         assert "rewritten in eval mode only" in text or "is rewritten to hexa::moe_ffn in eval mode only" in text
         assert "what is kept for backward is that of its own code, which train mode runs" in text
-        assert "runs its own code in train mode: dropout is active" in text
+        assert "runs its own code in train mode: alpha_dropout is active" in text
         assert "B kept for backward" not in text
 
 

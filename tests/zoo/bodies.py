@@ -199,6 +199,20 @@ class DropoutZero(nn.Module):
         return self.net(x)
 
 
+class DropoutActive(nn.Module):
+    """Dropout on what the expert is given, between its layers and at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.net = (
+            nn.Dropout(0.2),
+            nn.Sequential(nn.Linear(D, I), nn.GELU(), nn.Dropout(0.3), nn.Linear(I, D)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.net(self.given(x)), 0.1, self.training)
+
+
 class HalfFrozen(nn.Module):
     """The first projection is frozen."""
 
@@ -453,6 +467,7 @@ VARIANTS = (
     variant("body_geglu", Mixture, "gelu-gated, up half first, biases", make_expert=GeGLU),
     variant("body_prelu", Mixture, "activation with a parameter per expert", make_expert=LearnedActivation),
     variant("body_dropout_zero", Mixture, "dropout with p = 0", make_expert=DropoutZero),
+    variant("body_dropout_active", Mixture, "dropout inside the expert", make_expert=DropoutActive),
     variant("body_half_frozen", Mixture, "first projection frozen", make_expert=HalfFrozen),
     variant("body_conv1x1", Mixture, "experts are 1x1 convolutions", "either", make_expert=Conv1x1Expert),
     variant("around_shared_expert", SharedExpert, "a shared expert is added"),

@@ -118,11 +118,11 @@ class CountScaled(nn.Module):
 
 
 class DropoutExpert(nn.Module):
-    """Active dropout inside the expert."""
+    """Active dropout inside the expert, of a kind that is not drawn expert after expert."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.Dropout(0.3), nn.Linear(I, D))
+        self.net = nn.Sequential(nn.Linear(D, I), nn.ReLU(), nn.AlphaDropout(0.3), nn.Linear(I, D))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
@@ -411,7 +411,7 @@ VARIANTS = (
     variant("refuse_different_activations", DifferentActivations, "one expert with another activation", "either"),
     variant("refuse_different_structures", DifferentStructures, "gated and ungated experts", "either"),
     variant("refuse_scaled_by_number", ScaledByNumber, "a constant per expert", "either"),
-    variant("refuse_dropout_active", Mixture, "dropout inside the expert", "either", make_expert=DropoutExpert),
+    variant("refuse_dropout_active", Mixture, "alpha dropout inside the expert", "either", make_expert=DropoutExpert),
     variant("refuse_soft_moe", SoftMoE, "slots are averages of all tokens", REFUSED),
     variant("refuse_straight_through", StraightThrough, "straight-through gates: gradients differ", REFUSED),
     variant("refuse_leaked_hidden", LeakedHidden, "hidden activations used outside", REFUSED),

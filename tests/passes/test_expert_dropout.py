@@ -1,0 +1,89 @@
+"""Dropout inside experts draws the original's random numbers: expert after expert, each for its rows in the original's order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hexa_fx
+from hexa_fx.ops.reindex import reindex
+from hexa_fx.ops.row_dropout import drop, kept_rows
+
+D, EXPERTS, K = 8, 4, 2
+ROUGH = hexa_fx.HexaConfig(own_code_when_small=False, verify=False)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(D, 12), nn.Linear(12, D), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.drop(F.relu(self.up(F.dropout(x, 0.2, self.training)))))
+
+
+class Mixture(nn.Module):
+    def __init__(self, rows: str) -> None:
+        super().__init__()
+        self.router, self.experts, self.rows = (
+            nn.Linear(D, EXPERTS),
+            nn.ModuleList(Expert() for _ in range(EXPERTS)),
+            rows,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(F.dropout(x, 0.1, self.training)).softmax(-1).topk(K, -1)
+        chosen, out = F.one_hot(ids, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
+        for number in reversed(range(EXPERTS)) if self.rows == "last expert first" else range(EXPERTS):
+            token, slot = torch.where(chosen[number].T)
+            if self.rows == "by slot":
+                slot, token = torch.where(chosen[number])
+            result = self.experts[number](x[token]) * weights[token, slot, None]
+            out = out.index_add(0, token, F.dropout(result, 0.4, self.training) if self.rows == "weighted" else result)
+        return F.dropout(out, 0.1, self.training)
+
+
+def outcome(block: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    x = x.clone().requires_grad_()
+    y = block(x)
+    found = torch.autograd.grad(y.square().sum(), [x, *block.parameters()], allow_unused=True, materialize_grads=True)
+    return [y.detach(), *found, torch.rand(1)]
+
+
+@pytest.mark.parametrize("rows", ["by token", "by slot", "weighted"])
+def test_equal_seeds_give_equal_numbers(rows: str) -> None:
+    torch.manual_seed(0)
+    block, x = Mixture(rows), torch.randn(9, D)
+    optimized = hexa_fx.optimize(block, x, ROUGH)
+    assert "train mode" not in str(optimized.report)
+    for each in (x, torch.randn(70, D), torch.randn(1, D), x[:0]):
+        torch.testing.assert_close(outcome(optimized.train(), each), outcome(block.train(), each))
+
+
+def test_another_order_of_draws_is_refused_in_train_mode() -> None:
+    torch.manual_seed(0)
+    block, x = Mixture("last expert first"), torch.randn(9, D)
+    optimized = hexa_fx.optimize(block, x, ROUGH)
+    assert "runs its own code in train mode: dropout is active inside the experts" in str(optimized.report)
+    torch.testing.assert_close(outcome(optimized.train(), x), outcome(block.train(), x))
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+@pytest.mark.parametrize("slots_first", [False, True])
+def test_kept_rows(p: float, slots_first: bool) -> None:
+    """Rows of sentinel ids are kept; others as one draw for each expert in turn says."""
+    ids = torch.tensor([[1, 0], [4, 1], [1, 3], [0, 1]])
+    v, inv, offs = reindex(ids, EXPERTS)
+    torch.manual_seed(0)
+    (kept,) = kept_rows(torch.ones(1), v, offs, K, slots_first, [((5,), None, p)])
+    dropped = drop(torch.ones(8, 5), kept, p)
+    torch.manual_seed(0)
+    for number in range(EXPERTS):
+        slot, token = torch.where(number == ids.T)
+        rows = (token * K + slot) if slots_first else (token * K + slot).sort().values
+        expected = F.dropout(torch.ones(len(rows), 5), p)
+        torch.testing.assert_close(dropped[inv[rows]], expected)
+    assert kept[offs[-1] :].all()
