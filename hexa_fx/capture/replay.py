@@ -141,6 +141,8 @@ class Replay:
         result, storage = self._call(node, values), record_of(node).storage
         if not isinstance(result, torch.Tensor):
             return result
+        if result.is_floating_point() and result.dtype != torch.float64:
+            return result.double()  # made anew in the default dtype, as torch.zeros does
         same = [operand for operand in node.all_input_nodes if values.get(operand) is result]
         return result.clone() if any(record_of(operand).storage != storage for operand in same) else result
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 _LOWER = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -37,7 +38,15 @@ class InFloat64(TorchFunctionMode):
             return cast.clone() if cast is args[0] and {_CASTS.get(name), *named} - {None, self._own} else cast
         if name in GROUPED and args[0].dtype == torch.float64 and args[1].dim() == 3:
             return grouped_mm(*args, **kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        return result.double() if _is_default_dtype(result, (args, kwargs)) else result
+
+
+def _is_default_dtype(result: Any, given: Any) -> bool:
+    """Whether a call made a tensor out of no others, in a dtype that it does not name, as ``torch.zeros(3)`` does."""
+    if not isinstance(result, torch.Tensor) or result.dtype not in _LOWER:
+        return False
+    return not any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(given))
 
 
 def raised(value: Any) -> Any:

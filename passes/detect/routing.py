@@ -17,7 +17,7 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.capacity import Capacity, find_capacity
-from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_tensor, operation
+from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_float, is_tensor, operation
 from hexa_fx.passes.detect.routing_factors import (
     Pairs,
     Slots,
@@ -91,11 +91,14 @@ def find_routing(
         index, ids = find_index(active, tokens, experts, asked, asked, inner, end)
     slots = Slots(ids, active, tokens, experts, replay.value)
     before = find_factor(active.before, slots, known, inner, end, covers_dropped=False)
+    given = [n for n in in_order[::-1] if _enters_experts(n, tags)] if prefer_earliest else []
     if prefer_earliest and not before:
-        before = straight_through(slots, in_order[::-1])
+        before = straight_through(slots, given)
     after = _find_after(
         active, slots, known, inner, end, not covered(before, slots), _vectors(captured, tags, experts, end)
     )
+    if prefer_earliest and not (before or after):  # `w / (w + 1e-8)` is one in 32 bits, but not in 64
+        after = straight_through(slots, [n for n in in_order[::-1] if n not in given])
     absent = slots.without_rows(pairs)
     keep: tuple[Source, ...] = ()
     capacity: Capacity | None = None
@@ -110,6 +113,23 @@ def find_routing(
     if not covered((*before, *after, *keep), slots):
         after = (*after, find_mask(slots, known, inner, end))
     return Routing(ids.shape[1], index, before, after, keep, capacity)
+
+
+def _enters_experts(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> bool:
+    """Whether experts are given something that is computed from ``node``, past their own weights no further."""
+    open_nodes, seen = [node], {node}
+    while open_nodes:
+        users = [user for user in open_nodes.pop().users if user not in seen and _may_be_rows(user)]
+        seen |= set(users)
+        of_experts = [user for user in users if tags[user].experts]
+        if any(tags[n].weight and tags[n].experts for user in of_experts for n in user.all_input_nodes):
+            return True
+        open_nodes.extend(user for user in users if not tags[user].experts)
+    return False
+
+
+def _may_be_rows(node: torch.fx.Node) -> bool:
+    return node.op != "output" and (is_float(node) or isinstance(record_of(node).value, (tuple, list)))
 
 
 def _find_after(
