@@ -11,8 +11,13 @@ import torch.fx
 
 from hexa_fx.capture import record_of
 from hexa_fx.ops.ranks import ranks_of_choices
+from hexa_fx.passes.detect.graph import operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import Source
+
+_PARTS = frozenset(
+    ("getitem", "select", "squeeze", "unbind", "split", "chunk", "reshape", "view", "flatten", "long", "t")
+)
 
 
 @dataclass
@@ -73,7 +78,18 @@ class RoutingEmitter:
         index = self._in_range(index)
         if source.reading == "expert":
             return self.graph.call_function(operator.getitem, (call("reshape", (node, -1)), index))
-        return call("gather", (self._by_expert(node, source, value), 1, index))
+        factors = call("gather", (self._by_expert(node, source, value), 1, index))
+        return factors if as_marks or not self._chosen_apart() else self._once(factors, index)
+
+    def _chosen_apart(self) -> bool:
+        """Whether every slot is a choice of its own, so that two may be of the same expert, as where all other scores are zero."""
+        return len({choice for node in self.match.routing.index.nodes for choice in _choices(node)}) > 1
+
+    def _once(self, factors: torch.fx.Node, index: torch.fx.Node) -> torch.fx.Node:
+        """``factors`` and zeros for an expert that an earlier slot of the token names: a table has one number for both."""
+        call = self.graph.call_method
+        same = call("eq", (call("unsqueeze", (index, 2)), call("unsqueeze", (index, 1))))
+        return call("masked_fill", (factors, call("any", (call("tril", (same, -1)), -1)), 0))
 
     def _in_range(self, index: torch.fx.Node) -> torch.fx.Node:
         """The ids as indices of a table, whatever is found there for those of no expert."""
@@ -99,3 +115,12 @@ class RoutingEmitter:
         if source.reading == "expert_token":
             return call("t", (call("reshape", (node, experts, -1)),))
         return call("reshape", (call("sum", (node, -1)), -1, experts))
+
+
+def _choices(ids: torch.fx.Node) -> list[torch.fx.Node]:
+    """The operations whose results ids are parts of, or put together from."""
+    while operation(ids) in _PARTS and ids.all_input_nodes:
+        ids = ids.all_input_nodes[0]
+    if operation(ids) in ("stack", "cat"):
+        return [choice for column in ids.all_input_nodes for choice in _choices(column)]
+    return [ids]

@@ -65,9 +65,13 @@ _HEXA = {
 
 def _einsum(equation: str, operands: list[torch.Tensor]) -> int:
     terms = equation.replace(" ", "").split("->")[0].split(",")
-    if "." in equation or len(terms) < 2:
+    if len(terms) < 2:
         return 0
-    sizes = {c: n for term, t in zip(terms, operands) for c, n in zip(term, t.shape)}
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, operands):
+        unnamed = "0123456789"[10 - (operand.dim() - len(term) + 3) :]
+        for letter, size in zip(term.replace("...", unnamed), operand.shape):
+            sizes[letter] = max(size, sizes.get(letter, 1))
     return 2 * prod(sizes.values())
 
 
