@@ -73,9 +73,10 @@ class SampledAgreement:
         values, gradients, steps = self._gathered()
         self._refuse("", _near(values[:, 0]))
         self._refuse("the gradients of ", _equal(gradients[:, 0]))
-        for number, (name, _, _) in enumerate(self._places[1:], 1):
+        for number, (name, owner, key) in enumerate(self._places[1:], 1):
             of_one_step = bool((steps[:, number] == steps[0, number]).all())
-            self._compare(name, _spread(values[:, number]), _spread(gradients[:, number]) if of_one_step else 0.0)
+            apart = _spread(gradients[:, number]) if of_one_step else 0.0
+            self._compare(name, _rounding(owner._parameters.get(key)), _spread(values[:, number]), apart)
 
     def _refuse(self, what: str, alike: Iterator[tuple[int, int]]) -> None:
         for pair in alike:
@@ -87,9 +88,11 @@ class SampledAgreement:
                 "own, and go on from a checkpoint of before"
             )
 
-    def _compare(self, name: str, values: float, gradients: float) -> None:
-        """Says by how much ranks differ in what they all have whole."""
-        if gradients > 1e-3:
+    def _compare(self, name: str, rounding: float, values: float, gradients: float) -> None:
+        """Says by how much ranks differ in what they all have whole. Gradients that were summed together are equal, but for how
+        different devices scale them.
+        """
+        if gradients > max(1e-5, 2 * rounding):
             self._say(
                 "the gradient of %r differs between ranks by %.1g of its size: call sync_gradients before the optimizer's step, "
                 "and clip_grad_norm_ of hexa_fx.distributed.gradients, not torch's, which takes each rank's slices alone",
@@ -166,6 +169,10 @@ def _sample(parameter: Tensor | None, value: Tensor | None, cut: bool) -> Tensor
     if cut and value is parameter:  # unequal slices that were mixed agree from the first element on
         return held.reshape(-1)[numbers % held.numel()]
     return held[tuple(numbers * _STRIDE % size for size in held.shape)].expand(_NUMBERS)
+
+
+def _rounding(parameter: Tensor | None) -> float:
+    return 0.0 if parameter is None else torch.finfo(parameter.dtype).eps
 
 
 def _near(values: Tensor) -> Iterator[tuple[int, int]]:
