@@ -51,17 +51,19 @@ class BlockGraphs:
     costs: Costs | None = None
 
     @classmethod
-    def of(cls, analysis: BlockAnalysis, inspector: Inspector | None = None) -> BlockGraphs:
-        """The graphs of an analysed block that was rewritten."""
+    def of(
+        cls, analysis: BlockAnalysis, inspector: Inspector | None = None, alike: BlockGraphs | None = None
+    ) -> BlockGraphs:
+        """The graphs of an analysed block that was rewritten. ``alike``: those of the identical block whose analysis it shares."""
         mode = next(iter(analysis.rewritten))
         rewritten, captured = analysis.rewritten[mode], analysis.captured[mode]
         inspector = inspector or Inspector()
         taken = inspector.snapshots(analysis)
         facts = facts_of(analysis)
         return cls(
-            captured.code,
-            _readable(rewritten, captured.block),
-            _lowered(rewritten),
+            alike.captured if alike else captured.code,
+            alike.rewritten if alike else _readable(rewritten, captured.block),
+            alike.lowered if alike else _lowered(rewritten),
             inspector.with_partition(analysis.path, taken.stages),
             taken.case,
             analysis.path,
@@ -140,9 +142,16 @@ class Graphs(Mapping[str, BlockGraphs]):
 
     @classmethod
     def of(cls, analyses: Iterable[BlockAnalysis], inspector: Inspector | None = None) -> Graphs:
-        """The graphs of every rewritten block. Identical blocks share their snapshots."""
+        """The graphs of every rewritten block. Identical blocks share them."""
         inspector = inspector or Inspector()
-        return cls({a.path: BlockGraphs.of(a, inspector) for a in analyses if a.rewritten})
+        made: dict[str, BlockGraphs] = {}
+        first: dict[torch.fx.Graph, BlockGraphs] = {}
+        for analysis in analyses:
+            if analysis.rewritten:
+                graph = next(iter(analysis.rewritten.values())).graph
+                made[analysis.path] = BlockGraphs.of(analysis, inspector, first.get(graph))
+                first.setdefault(graph, made[analysis.path])
+        return cls(made)
 
     def __getitem__(self, path: str) -> BlockGraphs:
         try:

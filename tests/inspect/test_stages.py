@@ -99,8 +99,12 @@ def test_an_unknown_block_is_named_with_those_there_are(optimized):
         optimized.graphs["layer.0"]
 
 
-def test_identical_blocks_share_their_snapshots(optimized):
-    assert optimized.graphs["layers.0"].stages is optimized.graphs["layers.1"].stages
+def test_identical_blocks_share_their_snapshots_and_graphs(optimized):
+    one, two = optimized.graphs["layers.0"], optimized.graphs["layers.1"]
+    assert one.stages is two.stages
+    assert one.rewritten is two.rewritten
+    assert one.lowered is two.lowered
+    assert [one.path, two.path] == ["layers.0", "layers.1"]
 
 
 def test_graphs_copy_and_pickle(optimized):
