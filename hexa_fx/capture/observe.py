@@ -122,7 +122,7 @@ def _overlooked(
 
 def _may_hold_experts(path: str, module: nn.Module) -> bool:
     own = list(module.parameters(recurse=False))
-    frozen = [b for b in module.buffers(recurse=False) if b.is_floating_point() and b.dim() >= 3 and len(b) > 1]
+    frozen = [b for b in module.buffers(recurse=False) if b.is_floating_point() and b.dim() == 3 and min(b.shape) > 1]
     if (len(frozen) > 1 or any(p.dim() >= 3 for p in own)) and not isinstance(module, _CONVOLUTIONS):
         return True
     if "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower():
