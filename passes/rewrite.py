@@ -242,10 +242,10 @@ class _Rewriter:
         if isinstance(output, torch.fx.Node):
             cut = is_float(output) and not record_of(output).gradient
             self.new[output] = self.graph.call_method("detach", (result,)) if cut else result
-        elif isinstance(output, (tuple, list)):
-            for index, item in enumerate(output):
-                if isinstance(item, (torch.fx.Node, tuple, list)):
-                    self._bind(item, self.graph.call_function(operator.getitem, (result, index)))
+        elif isinstance(output, (tuple, list, dict)):
+            for key, item in output.items() if isinstance(output, dict) else enumerate(output):
+                if isinstance(item, (torch.fx.Node, tuple, list, dict)):
+                    self._bind(item, self.graph.call_function(operator.getitem, (result, key)))
 
     def _guards(self, captured: CapturedBlock) -> tuple[InputGuard, ...]:
         literal_dtypes = {

@@ -63,6 +63,29 @@ class Nested(Mixture):
         return {"outputs": [out, collections.OrderedDict(twice=2 * out, size=x.shape[0])], "logits": (self.gate(x)[0],)}
 
 
+class DictGate(TopKGate):
+    """Returns a dict, with a list for every expert."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weights, index = super().forward(x)
+        places = [torch.where(index == number) for number in range(E)]
+        lists = {e: [token, weights[token, slot]] for e, (token, slot) in enumerate(places)}
+        return {"lists": lists, "loss": weights.pow(2).mean()}
+
+
+class ByDict(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = DictGate()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        flat = x.reshape(-1, D)
+        routing, out = self.gate(flat), torch.zeros_like(flat)
+        for number, (token, weight) in routing["lists"].items():
+            out.index_add_(0, token, self.experts[number](flat[token]) * weight[:, None])
+        return out.view(x.shape), routing["loss"]
+
+
 class InHeads(nn.Module):
     """Values and outputs of an attention are mixtures of single layers, one after the other."""
 
@@ -193,7 +216,7 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randn(batch, length, D, dtype=torch.float64, generator=torch.Generator().manual_seed(batch))
 
 
-@pytest.mark.parametrize("kind", [OneDown, MaxoutMixture, Nested, InHeads], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [OneDown, MaxoutMixture, Nested, ByDict, InHeads], ids=lambda kind: kind.__name__)
 def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     block = kind().double()
