@@ -63,6 +63,18 @@ def test_equal_seeds_give_equal_numbers(rows: str) -> None:
         torch.testing.assert_close(outcome(optimized.train(), each), outcome(block.train(), each))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_seeds_give_equal_numbers_on_a_gpu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    block, x = Mixture("by slot").to("cuda", dtype), torch.randn(70, D, device="cuda", dtype=dtype)
+    optimized = hexa_fx.optimize(block, x, ROUGH)
+    rtol = 1e-3 if dtype == torch.float32 else 5e-2
+    found, expected = outcome(optimized.train(), x), outcome(block.train(), x)
+    for one, two in zip(found, expected):
+        torch.testing.assert_close(one, two, rtol=rtol, atol=rtol * float(two.abs().max()))
+
+
 def test_another_order_of_draws_is_refused_in_train_mode() -> None:
     torch.manual_seed(0)
     block, x = Mixture("last expert first"), torch.randn(9, D)
