@@ -64,13 +64,13 @@ class Nested(Mixture):
 
 
 class DictGate(TopKGate):
-    """Returns a dict, with a list for every expert."""
+    """Returns a dict with a list for every expert, and the weights; what is made of the dict may stand outside of the mixture."""
 
     def forward(self, x: torch.Tensor) -> Any:
         weights, index = super().forward(x)
         places = [torch.where(index == number) for number in range(E)]
         lists = {e: [token, weights[token, slot]] for e, (token, slot) in enumerate(places)}
-        return {"lists": lists, "loss": weights.pow(2).mean()}
+        return lists, weights
 
 
 class ByDict(Mixture):
@@ -80,10 +80,10 @@ class ByDict(Mixture):
 
     def forward(self, x: torch.Tensor) -> Any:
         flat = x.reshape(-1, D)
-        routing, out = self.gate(flat), torch.zeros_like(flat)
-        for number, (token, weight) in routing["lists"].items():
+        (lists, weights), out = self.gate(flat), torch.zeros_like(flat)
+        for number, (token, weight) in lists.items():
             out.index_add_(0, token, self.experts[number](flat[token]) * weight[:, None])
-        return out.view(x.shape), routing["loss"]
+        return out.view(x.shape), weights.pow(2).mean() + lists[0][1].sum()
 
 
 class InHeads(nn.Module):
