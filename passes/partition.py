@@ -22,7 +22,7 @@ from hexa_fx.errors import PlanError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.overlap import Seconds
 from hexa_fx.passes.partition_install import Finish, Installed, Known, install_plan
-from hexa_fx.passes.partition_layers import Modes, any_mode
+from hexa_fx.passes.partition_layers import Modes, any_mode, that_spread
 from hexa_fx.passes.partition_plan import partition_model, plan_blocks
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.plan import Mode, Plan
@@ -60,6 +60,7 @@ def apply_partition(
     Returns:
         The session, which the model must keep; see `partition_model` and `install_plan` for the rest.
     """
+    blocks = [that_spread(forms) for forms in blocks]
     plan = plan or partition_model(model, blocks, mesh, strategy, capacities, config, example)
     installed = install_plan(model, blocks, plan, mesh, timeout, finish, data_mesh=data_mesh)
     _put_in(model, installed, installed.fsdp)

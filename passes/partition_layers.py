@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.collectives import ffn_arguments, is_moe_ffn
 from hexa_fx.plan import LayerPlan
 
+log = logging.getLogger(__name__)
+
 Modes = Mapping[Any, RewrittenBlock]
 """One block's rewritten forms by mode (train, eval). They read the same weights."""
 
@@ -29,6 +32,21 @@ def modes_of(block: RewrittenBlock | Modes) -> Modes:
 
 def any_mode(block: RewrittenBlock | Modes) -> RewrittenBlock:
     return next(iter(modes_of(block).values()))
+
+
+def that_spread(block: Modes) -> Modes:
+    """The modes in which experts can be spread, if there are any: with dropout inside them, train mode runs experts step by step.
+
+    The other mode is left to the block's own code, which cannot run on slices and says so when it is called there.
+    """
+    spread = {mode: form for mode, form in block.items() if any(map(is_moe_ffn, form.graph.nodes))}
+    if spread and len(spread) < len(block):
+        left = ", ".join(str(mode) for mode in block if mode not in spread)
+        path = any_mode(block).path or "the model"
+        log.warning(
+            "%s has its own code in %s mode, which cannot run on slices: its experts run step by step there", path, left
+        )
+    return spread or block
 
 
 def read_layers(model: nn.Module, block: RewrittenBlock) -> list[LayerWeights]:

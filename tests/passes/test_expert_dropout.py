@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import hexa_fx
+from hexa_fx.capture.observe import Observation
 from hexa_fx.ops.reindex import reindex
 from hexa_fx.ops.row_dropout import drop, kept_rows
+from hexa_fx.passes import analyse
+from hexa_fx.passes.partition_layers import that_spread
 
 D, EXPERTS, K = 8, 4, 2
 ROUGH = hexa_fx.HexaConfig(own_code_when_small=False, verify=False)
@@ -81,6 +84,15 @@ def test_another_order_of_draws_is_refused_in_train_mode() -> None:
     optimized = hexa_fx.optimize(block, x, ROUGH)
     assert "runs its own code in train mode: dropout is active inside the experts" in str(optimized.report)
     torch.testing.assert_close(outcome(optimized.train(), x), outcome(block.train(), x))
+
+
+def test_over_ranks_only_the_mode_without_dropout_is_spread(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    observation = Observation("block", Mixture("by token"), (torch.randn(9, D),), {})
+    forms = dict(analyse(observation, ROUGH).rewritten)
+    assert that_spread(forms) == {"eval": forms["eval"]}
+    assert "block has its own code in train mode" in caplog.text
+    assert that_spread({"train": forms["train"]}) == {"train": forms["train"]}
 
 
 @pytest.mark.parametrize("p", [0.3, 1.0])
