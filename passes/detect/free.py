@@ -17,7 +17,7 @@ from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.alike import AlikeRuns, Column, experts_of, find_alike_runs, in_one_expert
 from hexa_fx.passes.detect.combine import Combine, find_combine
 from hexa_fx.passes.detect.decisions import shape_branches
-from hexa_fx.passes.detect.dropouts import draws_slots_first, refuse_dropouts_after
+from hexa_fx.passes.detect.dropouts import INSIDE, draws_slots_first, refuse_dropouts_after
 from hexa_fx.passes.detect.free_body import FreeBody, OfExpert, Product, Role, TokenRows, width_of
 from hexa_fx.passes.detect.graph import ancestors, is_float
 from hexa_fx.passes.detect.match import MoEMatch
@@ -142,6 +142,8 @@ class _Search:
         roles = reader.read(end)
         refuse_mixing(reader)
         body = self._body(roles, reader, end[reader.run], total)
+        if body.dropouts and not bool(pairs.effective.all()):
+            raise Refuse(INSIDE, body.dropouts[0])  # experts drop numbers in rows that are not theirs too
         everyone = tag(captured, self.groups)
         branches = shape_branches(captured, everyone, set(routing.index.nodes), opaque, end, combine.node)
         refuse_stored_intermediates(self.stored, self.tags, combine.node)

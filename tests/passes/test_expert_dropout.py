@@ -38,6 +38,9 @@ class Mixture(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(F.dropout(x, 0.1, self.training)).softmax(-1).topk(K, -1)
+        if self.rows == "all":
+            dense = torch.stack([expert(x) for expert in self.experts], 1)
+            return (dense.gather(1, ids[..., None].expand(-1, -1, D)) * weights[..., None]).sum(1)
         chosen, out = F.one_hot(ids, EXPERTS).permute(2, 1, 0), torch.zeros_like(x)
         for number in reversed(range(EXPERTS)) if self.rows == "last expert first" else range(EXPERTS):
             token, slot = torch.where(chosen[number].T)
@@ -78,9 +81,10 @@ def test_equal_seeds_give_equal_numbers_on_a_gpu(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, two, rtol=rtol, atol=rtol * float(two.abs().max()))
 
 
-def test_another_order_of_draws_is_refused_in_train_mode() -> None:
+@pytest.mark.parametrize("rows", ["last expert first", "all"])
+def test_other_draws_are_refused_in_train_mode(rows: str) -> None:
     torch.manual_seed(0)
-    block, x = Mixture("last expert first"), torch.randn(9, D)
+    block, x = Mixture(rows), torch.randn(9, D)
     optimized = hexa_fx.optimize(block, x, ROUGH)
     assert "runs its own code in train mode: dropout is active inside the experts" in str(optimized.report)
     torch.testing.assert_close(outcome(optimized.train(), x), outcome(block.train(), x))
