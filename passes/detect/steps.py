@@ -130,10 +130,8 @@ class StepReader:
         shapes = [record_of(n).value.shape for n in column]
         if any(not shape or shape[0] != rows for shape, rows in zip(shapes, self.rows)):
             of_rows = any(n.op == "placeholder" for n in ancestors([node]))
-            raise Refuse(
-                f"{operation(node)} inside the experts does not keep their rows apart" if of_rows else MIXED_WEIGHT,
-                node,
-            )
+            mixed = f"{operation(node)} inside the experts does not keep their rows apart"
+            raise Refuse(mixed if of_rows else MIXED_WEIGHT, node)
 
     def _product(self, column: Column) -> Product:
         node = column[self.run]
