@@ -24,6 +24,7 @@ SELECTIONS = frozenset(
     "topk argmax argmin sort argsort msort one_hot multinomial gumbel_softmax kthvalue max min cummax median mode nonzero argwhere "
     "bucketize searchsorted randint randperm remainder __mod__".split()
 )
+_OF_POSITIONS = frozenset(("remainder", "__mod__"))
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
 
@@ -67,11 +68,16 @@ class _Selections(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in SELECTIONS and self.stack:
+        if name in SELECTIONS and self.stack and not (name in _OF_POSITIONS and _of_codes(args[0])):
             self.selecting.add(self.stack[-1])
         if name in COMPARISONS and self.stack:
             self.runs.comparing.add(self.stack[-1])
         return func(*args, **(kwargs or {}))
+
+
+def _of_codes(value: Any) -> bool:
+    """Whether a remainder is of what weights are packed in, or of fractions, and not of positions or ids."""
+    return isinstance(value, torch.Tensor) and value.dtype not in (torch.int64, torch.int32)
 
 
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
