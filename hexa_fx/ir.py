@@ -92,6 +92,7 @@ class InputGuard:
         device: kind of device, if the recorded code asks for it.
         contiguous: whether the tensor was, if the recorded code asks how tensors lie in memory.
         requires_grad: whether the tensor did, if the recorded code asks which tensors do.
+        last: size of the last dimension, if the rewritten block reads rows of that many numbers.
     """
 
     name: str
@@ -103,6 +104,7 @@ class InputGuard:
     device: str | None = None
     contiguous: bool | None = None
     requires_grad: bool | None = None
+    last: int | None = None
 
 
 @dataclass(frozen=True)

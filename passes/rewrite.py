@@ -18,7 +18,7 @@ from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, operatio
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.rules import constant
 from hexa_fx.passes.detect.size_decisions import SIZES
-from hexa_fx.passes.fold_views import fold_views
+from hexa_fx.passes.fold_views import fold_rows, fold_views
 from hexa_fx.passes.kept_calls import Kept, keep, refuse_late_conditions
 from hexa_fx.passes.leading_sizes import leading_sizes
 from hexa_fx.passes.own_code import own_code_limit
@@ -84,12 +84,14 @@ class _Rewriter:
         output = self._built(self._map(captured.output))
         self.graph.output((output, kept_values) if kept_values else output)
         fold_views(self.graph)
+        given = {self.new[n]: record_of(n).value for _, n in captured.arguments if isinstance(n, torch.fx.Node)}
+        by_rows = fold_rows(self.graph, given, {match.routing.top_k for match in self.match.regions})
         self._drop_unused()
         self.graph.lint()
         stored = tuple(item.place for item in self._stored())
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)
         small = own_code_limit(captured, self._removed(kept), self._added())
-        guards, experts = self._guards(captured), self.match.num_experts
+        guards, experts = self._guards(captured, by_rows), self.match.num_experts
         return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, self._reads())
 
     def _reads(self) -> tuple[PythonRead, ...]:
@@ -247,7 +249,7 @@ class _Rewriter:
                 if isinstance(item, (torch.fx.Node, tuple, list, dict)):
                     self._bind(item, self.graph.call_function(operator.getitem, (result, key)))
 
-    def _guards(self, captured: CapturedBlock) -> tuple[InputGuard, ...]:
+    def _guards(self, captured: CapturedBlock, by_rows: set[torch.fx.Node]) -> tuple[InputGuard, ...]:
         literal_dtypes = {
             item
             for node in self.graph.nodes
@@ -262,13 +264,12 @@ class _Rewriter:
                 result.append(InputGuard(name, "constant", value))
                 continue
             tensor = record_of(value).value
-            exact, device = (
-                "dtype" in asked or tensor.dtype in literal_dtypes,
-                tensor.device.type if "device" in asked else None,
-            )
+            exact = "dtype" in asked or tensor.dtype in literal_dtypes
+            device = tensor.device.type if "device" in asked else None
             layout = tensor.is_contiguous() if "layout" in asked else None
             gradient = tensor.requires_grad if "gradient" in asked else None
-            result.append(InputGuard(name, "tensor", None, tensor.dtype, tensor.dim(), exact, device, layout, gradient))
+            last, kind = tensor.shape[-1] if self.new[value] in by_rows else None, (tensor.dtype, tensor.dim())
+            result.append(InputGuard(name, "tensor", None, *kind, exact, device, layout, gradient, last))
         return tuple(result)
 
 

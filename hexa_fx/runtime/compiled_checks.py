@@ -140,7 +140,8 @@ def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Nam
     clauses += [on] if guard.device is not None else []
     clauses += [f"{x}.is_contiguous() is {guard.contiguous}"] if guard.contiguous is not None else []
     clauses += [f"{x}.requires_grad is {guard.requires_grad}"] if guard.requires_grad is not None else []
-    return clauses + ([f"{x}.ndim == {guard.ndim}"] if guard.ndim is not None else [])
+    clauses += [f"{x}.ndim == {guard.ndim}"] if guard.ndim is not None else []
+    return clauses + ([f"{x}.shape[-1] == {guard.last}"] if guard.last is not None else [])
 
 
 def _of_dicts(entries: list[tuple[dict[Any, Any], Any, Any]], names: _Names) -> list[str]:

@@ -106,6 +106,11 @@ def check_input(guard: InputGuard, value: Any) -> None:
         raise GuardMiss(f"the input {guard.name!r} {'does not want' if guard.requires_grad else 'wants'} a gradient")
     if guard.ndim is not None and value.dim() != guard.ndim:
         raise GuardMiss(f"the input {guard.name!r} does not have {guard.ndim} dimensions")
+    if guard.last is not None and value.shape[-1] != guard.last:
+        raise GuardMiss(
+            f"the input {guard.name!r} has {value.shape[-1]} in a row; the block was recorded with {guard.last}, and "
+            "hexa_fx.undo_ and hexa_fx.optimize_ record it anew"
+        )
 
 
 def _check_constant(guard: InputGuard, value: Any) -> None:

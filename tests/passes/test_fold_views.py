@@ -8,7 +8,7 @@ import torch.fx
 
 import hexa_fx
 from hexa_fx.capture.functional import set_item
-from hexa_fx.passes.fold_views import fold_views
+from hexa_fx.passes.fold_views import fold_rows, fold_views
 
 
 def graph_of(*steps: tuple[object, ...], theirs: int = 1) -> torch.fx.Graph:
@@ -56,12 +56,30 @@ def test_the_users_own_views_stay():
     assert graph.find_nodes(op="call_method", target="reshape")[1].args[0].target == "reshape"
 
 
-def test_sorted_tokens_read_their_routing_once():
-    """The routing of transformers' grouped experts is flattened by their code."""
+def test_sorted_tokens_read_their_routing_as_it_is_given(caplog):
+    """The routing of transformers' grouped experts is flattened by their code, which takes any number of ids a token."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_local_experts": 4, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
     model = transformers.AutoModelForCausalLM.from_config(transformers.MixtralConfig(**sizes, **heads))
-    opt = hexa_fx.optimize(model, {"input_ids": torch.randint(0, 64, (2, 16))})
+    config = hexa_fx.HexaConfig(own_code_when_small=False)
+    opt = hexa_fx.optimize(model, {"input_ids": torch.randint(0, 64, (2, 16))}, config)
     (graphs,) = opt.graphs.values()
-    assert graphs.stage("rewrite").graph.counts["reshape"] == 2  # ids and weights
+    assert "reshape" not in graphs.stage("rewrite").graph.counts
+    x = torch.randn(10, 32)
+    for width in (2, 3, 1):
+        ids, weights = torch.rand(10, 4).topk(width).indices, torch.rand(10, width)
+        experts, original = (m.model.layers[0].mlp.experts for m in (opt, model))
+        torch.testing.assert_close(experts(x, ids, weights), original(x, ids, weights))
+        assert ("was recorded with 2" in caplog.text) == (width != 2)
+
+
+def test_rows_that_inputs_already_are():
+    graph = graph_of(("reshape", -1, 2), theirs=0)
+    (x,) = graph.find_nodes(op="placeholder")
+    assert not fold_rows(graph, {x: torch.ones(3, 2)}, {4})
+    assert not fold_rows(graph, {x: torch.ones(2, 4)}, {2})
+    assert fold_rows(graph, {x: torch.ones(5, 3, 2)}, {2}) == {x}
+    assert len(graph.nodes) == 3
+    assert fold_rows(graph, {x: torch.ones(3, 2)}, {2}) == {x}
+    assert len(graph.nodes) == 2
