@@ -30,11 +30,8 @@ class Expert(nn.Module):
 class Mixture(nn.Module):
     def __init__(self, rows: str) -> None:
         super().__init__()
-        self.router, self.experts, self.rows = (
-            nn.Linear(D, EXPERTS),
-            nn.ModuleList(Expert() for _ in range(EXPERTS)),
-            rows,
-        )
+        self.router, self.rows = nn.Linear(D, EXPERTS), rows
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(F.dropout(x, 0.1, self.training)).softmax(-1).topk(K, -1)
@@ -67,18 +64,6 @@ def test_equal_seeds_give_equal_numbers(rows: str) -> None:
     assert "train mode" not in str(optimized.report)
     for each in (x, torch.randn(70, D), torch.randn(1, D), x[:0]):
         torch.testing.assert_close(outcome(optimized.train(), each), outcome(block.train(), each))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_seeds_give_equal_numbers_on_a_gpu(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    block, x = Mixture("by slot").to("cuda", dtype), torch.randn(70, D, device="cuda", dtype=dtype)
-    optimized = hexa_fx.optimize(block, x, ROUGH)
-    rtol = 1e-3 if dtype == torch.float32 else 5e-2
-    found, expected = outcome(optimized.train(), x), outcome(block.train(), x)
-    for one, two in zip(found, expected):
-        torch.testing.assert_close(one, two, rtol=rtol, atol=rtol * float(two.abs().max()))
 
 
 @pytest.mark.parametrize("rows", ["last expert first", "all"])
