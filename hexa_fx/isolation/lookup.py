@@ -71,6 +71,10 @@ def place(holder: Any, key: Any) -> Place:
         return Place(value, ((holder, value),))
     if is_collection(holder) or isinstance(holder, os._Environ):
         return Place(_item(holder, key), slow=not isinstance(holder, tuple))
+    if not isinstance(
+        key, str
+    ):  # of what is no collection here, though it is one elsewhere: None, where a closure may lie
+        return Place(MISSING)
     if isinstance(holder, types.ModuleType) and key in vars(holder):
         return Place(vars(holder)[key], ((vars(holder), vars(holder)[key]),))
     if isinstance(holder, (type, types.ModuleType)):

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import hexa_fx
+from hexa_fx.isolation.held_objects import MISSING
+from hexa_fx.isolation.lookup import Place, place
 
 D, E, IDLE = 8, 4, 2
 CONFIG = hexa_fx.HexaConfig(verify=False, own_code_when_small=False)
@@ -137,3 +139,9 @@ def test_the_mode_of_an_idle_expert_is_no_reason_to_refuse():
     torch.manual_seed(0)
     report = hexa_fx.explain(WithDropout().eval(), torch.randn(20, D))
     assert report.blocks[0].state == "rewritten", str(report)
+
+
+def test_what_one_expert_keeps_in_a_closure_and_another_does_not():
+    """A wrapper of one expert's activation is read by place in its closure; of the others, None lies there."""
+    assert place(None, 0) == Place(MISSING)
+    assert place(Expert.forward, "__closure__").value is None
