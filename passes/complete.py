@@ -108,11 +108,7 @@ def _replaced_nodes(captured: CapturedBlock, replacements: Replacements) -> froz
 
 def lost_by(match: MoEMatch, active: frozenset[torch.fx.Node] = frozenset()) -> tuple[Lost, ...]:
     """What the regions of a match lose. ``active``: nodes whose values were changed in the recorded run."""
-    block = match.captured.block
-    parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
-        block.named_buffers(remove_duplicate=False)
-    )
-    tags = tag(match.captured, expert_groups(parameters))
+    tags = tag(match.captured, expert_groups(match.captured.named_tensors()))
     return tuple(item for region in match.regions for item in uncovered(region, tags, active))
 
 

@@ -46,10 +46,7 @@ class WeightEmitter:
     packed: list[PackedWeight] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        block = self.captured.block
-        self._groups = expert_groups(
-            dict(block.named_parameters(remove_duplicate=False)) | dict(block.named_buffers(remove_duplicate=False))
-        ).members
+        self._groups = expert_groups(self.captured.named_tensors()).members
         self._by_base: dict[str, torch.fx.Node] = {}
 
     def matrices(self, base: str, experts: int) -> torch.fx.Node:

@@ -90,6 +90,11 @@ class CapturedBlock:
         """Bytes up to which a weight of the block is copied to float64 as a whole, if large ones are to be raised in pieces."""
         return whole_bytes(self.analysis_bytes) if raises_in_pieces(self.block, self.analysis_bytes) else None
 
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """The block's parameters and buffers, by every name that they have."""
+        names = dict(self.block.named_parameters(remove_duplicate=False))
+        return names | dict(self.block.named_buffers(remove_duplicate=False))
+
     def in_float64(self, value: torch.Tensor) -> torch.Tensor:
         """A floating-point tensor in float64, for reading."""
         if self.whole_bytes is not None and is_large(value):

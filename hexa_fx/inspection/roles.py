@@ -32,11 +32,7 @@ _ROUTING = ("x", "top_k_index", "top_k_weights")
 
 def weight_names(match: MoEMatch) -> dict[str, str]:
     """Operand of `hexa::moe_ffn` by parameter path; for experts of an unusual form, every parameter is ``expert``."""
-    block = match.captured.block
-    parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
-        block.named_buffers(remove_duplicate=False)
-    )
-    members = expert_groups(parameters).members
+    members = expert_groups(match.captured.named_tensors()).members
     return {
         name: operand for base, operand in _operands(match.body).items() for name in members.get(base, (base,)) if base
     }

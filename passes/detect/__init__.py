@@ -78,7 +78,7 @@ def detect(captured: CapturedBlock, prefer_earliest: bool = False, form: Form = 
 def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMatch:
     """Tries every family of expert weights, since shared experts in a list look like experts until one looks for their routing."""
     _refuse_own_operators(captured)
-    groups = expert_groups(_parameters(captured))
+    groups = expert_groups(captured.named_tensors())
     look = partial(_detect_family, captured, groups, Replay(captured), prefer_earliest=prefer_earliest, form=form)
     families = families_of(captured, groups)
     found = find_several(captured, families, look)
@@ -92,7 +92,7 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
 
 def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     """The refusal with a reason that the parameters give, if they do."""
-    parameters = _parameters(captured)
+    parameters = captured.named_tensors()
     uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
     return Refuse(shared_by_some(parameters) or uneven or refusal.reason, refusal.node)
 
@@ -139,7 +139,7 @@ def _detect_standard(
     tags = tag(captured, groups, family)
     contractions = find_contractions(captured, tags)
     if not contractions:
-        raise Refuse(uneven_experts(_parameters(captured)) or NO_PRODUCT)
+        raise Refuse(uneven_experts(captured.named_tensors()) or NO_PRODUCT)
     products = [contraction.node for contraction in contractions]
     stored = stored_outside_calls(captured, products)
     weights = WeightTable(captured, groups, tags)
@@ -210,11 +210,6 @@ def _match_of(
         after,
         of_factor,
     )
-
-
-def _parameters(captured: CapturedBlock) -> dict[str, torch.Tensor]:
-    block = captured.block
-    return dict(block.named_parameters(remove_duplicate=False)) | dict(block.named_buffers(remove_duplicate=False))
 
 
 def _late_bias(instances: list[Instance], end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> str | None:

@@ -30,22 +30,15 @@ def expert_dropouts(captured: CapturedBlock) -> frozenset[int]:
     drawing = [(place, node) for place, node in enumerate(captured.graph.nodes) if _drops(node)]
     if not drawing:
         return frozenset()
-    block = captured.block
-    parameters = dict(block.named_parameters(remove_duplicate=False)) | dict(
-        block.named_buffers(remove_duplicate=False)
-    )
-    tags = tag(captured, expert_groups(parameters))
+    tags = tag(captured, expert_groups(captured.named_tensors()))
     return frozenset(place for place, node in drawing if _in_one(_experts(node, tags)))
 
 
 def _drops(node: torch.fx.Node) -> bool:
-    if (
-        node.target is not F.dropout
-        or not draws(node)
-        or node.kwargs.get("inplace", len(node.args) > 3 and node.args[3])
-    ):
+    if node.target is not F.dropout or not draws(node):
         return False
-    return not isinstance(probability(node), torch.fx.Node)
+    in_place = node.kwargs.get("inplace", len(node.args) > 3 and node.args[3])
+    return not in_place and not isinstance(probability(node), torch.fx.Node)
 
 
 def probability(node: torch.fx.Node) -> float:
