@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hexa_fx.codegen.cutlass import DataType, DataTypeSize, KernelScheduleType
 from hexa_fx.codegen.family import Family, LaunchShape, shared_limit
 from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.codegen.tiles_sm90 import why_not_swapped
 
 ROW_OPS = ("esmm", "esmm_act", "esmm_act_backward")
 """Operators made of row tiles. ``esmm_act_backward`` is esmm with activate_backward folded into its epilogue."""
@@ -188,12 +189,7 @@ def _check(spec: KernelSpec) -> Iterable[str]:
 
 
 def _check_swapped(spec: KernelSpec) -> Iterable[str]:
-    if spec.op not in ("esmm", "esmm_act"):
-        yield f"{spec.op} has no swapped tile; esmm and esmm_act have"
-    if spec.glu in ("interleaved", "split"):
-        yield f"{spec.glu} gate and up columns: a swapped tile takes them side by side (concat)"
-    if spec.glu == "concat" and spec.layout == "kn":
-        yield "gate and up of an (E, K, N) weight: a swapped tile mixes them by rows, of (E, N, K)"
+    yield from why_not_swapped(spec.op, spec.glu, spec.layout)
     if spec.bm % 32 or not 128 <= spec.bm <= 320 or spec.bn != 128 or spec.bk != line_elements(spec.dtype):
         yield f"swapped tile {spec.bm}x{spec.bn}x{spec.bk}; expected 128 to 320 by 32 x 128 x {line_elements(spec.dtype)}"
     if _pingpong(spec):

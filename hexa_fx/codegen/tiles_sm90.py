@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hexa_fx.codegen.cutlass import KernelScheduleType
@@ -99,9 +100,19 @@ ROW_LIMITS = (FEW_ROWS, CLUSTER_ROWS)
 """Rows an expert at which rules change besides the limits of buckets."""
 
 
+def why_not_swapped(op: str, glu: str, layout: str) -> Iterator[str]:
+    """Why a product has no swapped tiles, if it has none."""
+    if op not in ("esmm", "esmm_act"):
+        yield f"{op} has no swapped tile; esmm and esmm_act have"
+    if glu in ("interleaved", "split"):
+        yield f"{glu} gate and up columns: a swapped tile takes them side by side (concat)"
+    if glu == "concat" and layout == "kn":
+        yield "gate and up of an (E, K, N) weight: a swapped tile mixes them by rows, of (E, N, K)"
+
+
 def swaps(op: str, glu: str, layout: str) -> bool:
-    """Whether a product has swapped tiles: they mix gate and up by rows of one (E, N, K) weight."""
-    return op in ("esmm", "esmm_act") and (glu == "none" or (glu == "concat" and layout == "nk"))
+    """Whether a product has swapped tiles."""
+    return not any(why_not_swapped(op, glu, layout))
 
 
 def choose_tile(op: str, rows: int, experts: int, columns: int, swapped: bool = False) -> TileChoice:
