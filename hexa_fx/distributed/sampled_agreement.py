@@ -7,8 +7,9 @@ factors. Slices of equal shares have equal shapes, so that nothing else would no
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -23,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.groups import Groups
-from hexa_fx.distributed.shards import ShardedParameter
+from hexa_fx.distributed.shards import ShardedParameter, other_parameters
 from hexa_fx.errors import PlanError
 
 log = logging.getLogger(__name__)
@@ -53,13 +54,14 @@ class SampledAgreement:
         first = next((shard for shard in shards if len(shard.whole) > 1), None)
         if self._groups.world == 1 or first is None:
             return
-        others = list(_others(model, {id(shard.parameter) for shard in shards}))
+        others = list(other_parameters(model, shards))
         self._places = [(first.name, first.owner, first.name.rpartition(".")[2])]
         self._places += others[:: max(1, len(others) // _OTHERS)][:_OTHERS]
         if any(_near(self._gathered()[0][:, 0])):  # a model whose channels were copied to make more of them
             self._places = []
         else:
             _watching.add(self)
+            _hook_optimizers()
 
     def check(self) -> None:
         """Called when a forward of the model begins, on all ranks.
@@ -138,21 +140,16 @@ class SampledAgreement:
             log.warning(text, *args)
 
 
-def _others(model: nn.Module, cut: Container[int]) -> Iterator[tuple[str, nn.Module, str]]:
-    """Name, owner and last part of the name of what is trained and not ``cut``, a set of ids."""
-    for path, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and id(parameter) not in cut:
-                yield f"{path}.{key}" if path else key, module, key
-
-
 def _note_gradients(optimizer: Optimizer, *_: Any) -> None:
     if not is_compiling():
         for agreement in _watching:
             agreement.note_gradients(optimizer)
 
 
-register_optimizer_step_pre_hook(_note_gradients)
+@functools.cache
+def _hook_optimizers() -> None:
+    """Once in a process, since the hook is of all optimizers; those who partition nothing have none."""
+    register_optimizer_step_pre_hook(_note_gradients)
 
 
 def _capturing() -> bool:

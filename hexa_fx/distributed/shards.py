@@ -11,7 +11,7 @@ over this axis, which FSDP2, optimizers and checkpoints know how to treat.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -90,6 +90,15 @@ class ShardedParameter:
         """The parameter that the module holds now."""
         held: Tensor = getattr(self.owner, self.name.rpartition(".")[2])
         return held
+
+
+def other_parameters(model: nn.Module, shards: Iterable[ShardedParameter]) -> Iterator[tuple[str, nn.Module, str]]:
+    """What is trained of a model and was not cut: its name, the module that holds it, and the last part of the name."""
+    cut = {id(shard.parameter) for shard in shards}
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad and id(parameter) not in cut:
+                yield f"{path}.{key}" if path else key, module, key
 
 
 def check_cuttable(model: nn.Module, layers: Iterable[LayerWeights]) -> None:

@@ -5,7 +5,7 @@ Nothing would be noticed otherwise: slices of equal shares have equal shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 from weakref import WeakSet
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hexa_fx.distributed.groups import Groups
-from hexa_fx.distributed.shards import ShardedParameter
+from hexa_fx.distributed.shards import ShardedParameter, other_parameters
 from hexa_fx.errors import PlanError
 
 
@@ -46,10 +46,10 @@ class Wrappers:
         self._model, self._shards = model, tuple(shard for layer in cut for shard in layer)
         self._firsts = [(layer[0], layer[0].name.rpartition(".")[2]) for layer in cut]
         self._fine = {shard.name for shard, _ in self._firsts if isinstance(shard.original, DTensor)}
-        experts = {id(shard.parameter) for shard in self._shards}
         # Nothing tells over which ranks FSDP averages; over those of the partition it does where there are no others.
         if self._summed and len(self._ranks) == dist.get_world_size() > 1:
-            self._others = list(islice(_other_parameters(model(), experts), 1))
+            others = other_parameters(held, self._shards) if (held := model()) is not None else ()
+            self._others = [(owner, key) for _, owner, key in islice(others, 1)]
 
     def check(self) -> None:
         """Called when a forward of the model begins.
@@ -115,14 +115,6 @@ def _averages(who: str) -> PlanError:
         f"{who} averages gradients over ranks for which the plan sums them: optimize_ with "
         "partition=PartitionConfig(data_parallel='mean')"
     )
-
-
-def _other_parameters(model: nn.Module | None, experts: Container[int]) -> Iterator[tuple[nn.Module, str]]:
-    """The places of parameters that are trained and not in ``experts``, a set of ids."""
-    for module in model.modules() if model is not None else ():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and id(parameter) not in experts:
-                yield module, name
 
 
 def _mesh_of(model: nn.Module | None, held: Tensor) -> DeviceMesh | None:
