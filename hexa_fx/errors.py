@@ -1,4 +1,4 @@
-"""The errors that hexa_fx raises. Each says what was seen, what was expected, and what to do."""
+"""The errors that hexa_fx raises. Each says what was seen, what was expected, and what to do. How sentences name a module."""
 
 from __future__ import annotations
 
@@ -59,3 +59,8 @@ class PlanError(HexaError):
 
 class RankError(HexaError, RuntimeError):
     """A collective failed: a rank is lost, hangs, or issued another collective."""
+
+
+def named(path: str) -> str:
+    """The path of a module in words, also of the model itself, whose path is empty."""
+    return path or "(the model itself)"

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from typing import Any, Literal
 
-from hexa_fx.errors import PlanError
+from hexa_fx.errors import PlanError, named
 
 Mode = Literal["data_centric", "model_centric", "fsdp"]
 Reduce = Literal["reduce_scatter", "all_reduce"]
@@ -144,7 +144,7 @@ class Plan:
         rows = ""
         for layer in self.layers:
             cells = (
-                layer.path or "(the model itself)",
+                named(layer.path),
                 layer.mode.replace("_", "-"),
                 "FSDP2's shares" if layer.mode == "fsdp" else list(layer.shards),
                 layer.cost.reason if layer.cost else "",
@@ -156,7 +156,7 @@ class Plan:
 
 def describe_layer(layer: LayerPlan) -> str:
     """One readable line."""
-    text = f"  {layer.path or '(the model itself)'}: {layer.mode}"
+    text = f"  {named(layer.path)}: {layer.mode}"
     text += ", every parameter in equal parts" if layer.mode == "fsdp" else f", h_i {list(layer.shards)}"
     if layer.mode == "model_centric":
         text += f", {layer.reduce}"

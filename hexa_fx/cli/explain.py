@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hexa_fx.cli.common import Arch, Json, Target, echo_json, errors_shown, optimized
+from hexa_fx.errors import named
 
 if TYPE_CHECKING:
     from hexa_fx.report import OptimizationReport
@@ -42,7 +43,7 @@ def explain(
         _print_kernels(report, arch)
     if graphs:
         for path, block in attached(model, "graphs").items():
-            typer.echo(f"\n## {path or '(the model itself)'}\n")
+            typer.echo(f"\n## {named(path)}\n")
             block.print_readable()
 
 

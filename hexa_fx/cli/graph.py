@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hexa_fx.cli.common import Arch, Json, Target, echo_json, errors_shown, fail, optimized
+from hexa_fx.errors import named
 from hexa_fx.targets import name_of
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def graph(
     for path in written:
         typer.echo(f"wrote {path}")
     if not written:
-        typer.echo(f"## {chosen.path or '(the model itself)'}\n\n{chosen.stage(stage)}")
+        typer.echo(f"## {named(chosen.path)}\n\n{chosen.stage(stage)}")
 
 
 def _as_dict(chosen: BlockGraphs) -> dict[str, object]:

@@ -10,7 +10,7 @@ import typer
 from hexa_fx.cli import reach
 from hexa_fx.cli.common import Json, Target, echo_json, errors_shown
 from hexa_fx.cli.prediction import Machine, Memory, Predicted, memory_of, predict
-from hexa_fx.errors import InputError
+from hexa_fx.errors import InputError, named
 from hexa_fx.passes.reach import Cluster
 from hexa_fx.plan import Plan
 from hexa_fx.targets import default_sizes
@@ -132,7 +132,7 @@ def _print_layer(layer: Predicted, paths: list[str]) -> None:
     gated = "gated " if shape.matrices == 3 else ""
     sizes = f"E={shape.num_experts} k={shape.top_k} D={shape.hidden_size} I={shape.intermediate_size}"
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    typer.echo(f"\n{paths[0] or '(the model itself)'}{more}: {sizes}, {gated}experts, {layer.mode.replace('_', '-')}")
+    typer.echo(f"\n{named(paths[0])}{more}: {sizes}, {gated}experts, {layer.mode.replace('_', '-')}")
     typer.echo(f"  channels of I       h_i  {list(layer.shards)}")
     typer.echo("              received  exchange, exposed   experts         total   (forward and backward)")
     for mode, cost in layer.costs.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from hexa_fx.errors import named
 from hexa_fx.inspection.advice import advice
 from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.kernels import KernelUse, kernels_of
@@ -111,7 +112,7 @@ class BlockReport:
     @property
     def name(self) -> str:
         """The path, in words where it is empty."""
-        return self.path or "(the model itself)"
+        return named(self.path)
 
     @property
     def state(self) -> str:
