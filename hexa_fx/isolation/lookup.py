@@ -71,9 +71,7 @@ def place(holder: Any, key: Any) -> Place:
         return Place(value, ((holder, value),))
     if is_collection(holder) or isinstance(holder, os._Environ):
         return Place(_item(holder, key), slow=not isinstance(holder, tuple))
-    if not isinstance(
-        key, str
-    ):  # of what is no collection here, though it is one elsewhere: None, where a closure may lie
+    if not isinstance(key, str):  # where there may be a collection elsewhere, as None may lie in place of a closure
         return Place(MISSING)
     if isinstance(holder, types.ModuleType) and key in vars(holder):
         return Place(vars(holder)[key], ((vars(holder), vars(holder)[key]),))

@@ -146,10 +146,12 @@ def _of_guard(guard: InputGuard, places: dict[str, str], value: Any, names: _Nam
 
 def _of_dicts(entries: list[tuple[dict[Any, Any], Any, Any]], names: _Names) -> list[str]:
     few, many = _few_and_many(entries)
-    if many:
-        where, keys, values = zip(*many)
-        names.values["dicts_are"] = lambda: all(map(is_, map(dict.get, where, keys, _NOTHING), values))
-    return [*("dicts_are()" for _ in many[:1]), *(_of_dict(*entry, names) for entry in few)]
+    clauses = [_of_dict(*entry, names) for entry in few]
+    if not many:
+        return clauses
+    where, keys, values = zip(*many)
+    names.values["dicts_are"] = lambda: all(map(is_, map(dict.get, where, keys, _NOTHING), values))
+    return ["dicts_are()", *clauses]
 
 
 def _few_and_many(entries: list[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any, Any]], list[tuple[Any, Any, Any]]]:
@@ -171,10 +173,12 @@ def _of_dict(where: dict[Any, Any], key: Any, value: Any, names: _Names) -> str:
 
 def _of_owners(entries: list[tuple[Any, str, Any]], names: _Names, block: Any) -> list[str]:
     few, many = _few_and_many(entries)
-    if many:
-        owners, keys, values = zip(*many)
-        names.values["owners_give"] = lambda: all(map(same_object, map(getattr, owners, keys, _NOTHING), values))
-    return [*("owners_give()" for _ in many[:1]), *(_of_owner(*entry, names, block) for entry in few)]
+    clauses = [_of_owner(*entry, names, block) for entry in few]
+    if not many:
+        return clauses
+    owners, keys, values = zip(*many)
+    names.values["owners_give"] = lambda: all(map(same_object, map(getattr, owners, keys, _NOTHING), values))
+    return ["owners_give()", *clauses]
 
 
 def _of_owner(owner: Any, key: str, value: Any, names: _Names, block: Any) -> str:
