@@ -4,8 +4,9 @@
 
 Models of `benchmarks/real_blocks.py` in bf16 with random weights: published widths, as many layers as asked for, a
 vocabulary of 1024. ``hexa`` is `hexa_fx.optimize_` of the model as it is; the others are values of transformers'
-``experts_implementation``: ``grouped_mm``, ``eager`` and the like; ``sonicmoe`` is the installed package. One that is not
-installed, or fails, gets a row with the reason. *Training* is forward, loss and backward of one batch, without an optimizer;
+``experts_implementation``: ``grouped_mm``, ``eager`` and the like; ``sonicmoe`` is the installed package. Behind ``+compile`` the
+model trains through `torch.compile` and decodes with transformers' static cache, whose steps it compiles into CUDA graphs. One
+that is not installed, or fails, gets a row with the reason. *Training* is forward, loss and backward of one batch, without an optimizer;
 gradients are there before, so that peaks do not count them. *Decoding* is greedy `generate` from a short prompt with the
 model's cache. Peaks are above what was allocated before. Each is the median of `--rounds`.
 `--shrink 32 --device cpu --layers 2` tries the script without a GPU.
@@ -56,25 +57,29 @@ def measured(model: nn.Module, implementation: str, options: argparse.Namespace)
     import hexa_fx
 
     ids = tokens_of(options.device, options.tokens)
-    if implementation != "hexa":
-        name = register_sonic() if implementation == "sonicmoe" else implementation
+    experts, *more = implementation.split("+")
+    compiled = more == ["compile"]
+    torch.compiler.reset()
+    if experts != "hexa":
+        name = register_sonic() if experts == "sonicmoe" else experts
         model.set_experts_implementation(name)
-        return training(model, ids, options) | decoding(model, options)
+        return training(model, ids, options, compiled) | decoding(model, options, compiled)
     hexa_fx.optimize_(model, {"input_ids": ids[:, :64]})
     try:
         wait_for_kernels()
-        return training(model, ids, options) | decoding(model, options)
+        return training(model, ids, options, compiled) | decoding(model, options, compiled)
     finally:
         hexa_fx.undo_(model)
 
 
-def training(model: nn.Module, ids: torch.Tensor, options: argparse.Namespace) -> Row:
+def training(model: nn.Module, ids: torch.Tensor, options: argparse.Namespace, compiled: bool) -> Row:
     """A step is forward, loss and backward of all tokens."""
     model.train()
     model.requires_grad_(True)
+    run = torch.compile(model) if compiled else model
 
     def step() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        run(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 
     step()  # makes the gradients
     seconds, peak = timed(step, options.rounds)
@@ -82,12 +87,13 @@ def training(model: nn.Module, ids: torch.Tensor, options: argparse.Namespace) -
     return {"train_tokens_s": round(ids.numel() / seconds, 1), "train_peak_mib": peak}
 
 
-def decoding(model: Any, options: argparse.Namespace) -> Row:
+def decoding(model: Any, options: argparse.Namespace, compiled: bool) -> Row:
     """New tokens of all sequences, one after the other from a prompt of 32."""
+    kept = {"cache_implementation": "static"} if compiled else {}
     prompt = tokens_of(options.device, 32).expand(options.batch, -1)
 
     def generate() -> None:
-        model.generate(prompt, max_new_tokens=options.new, min_new_tokens=options.new, do_sample=False)
+        model.generate(prompt, max_new_tokens=options.new, min_new_tokens=options.new, do_sample=False, **kept)
 
     with torch.no_grad():
         generate()

@@ -52,6 +52,11 @@ REAL_BLOCKS = {
         {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 160, "num_experts_per_tok": 8},
         _ALL_MOE,
     ),
+    "deepseek-v2-lite": RealBlock(
+        "deepseek_v2",
+        {"hidden_size": 2048, "moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6},
+        {**_ALL_MOE, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None},
+    ),
     "deepseek-v3": RealBlock("deepseek_v3", {**_DSV3, "n_routed_experts": 256}, _ALL_MOE),
     "kimi-k2": RealBlock(
         "deepseek_v3", {**_DSV3, "n_routed_experts": 384}, {**_ALL_MOE, "n_group": 1, "topk_group": 1}
@@ -132,7 +137,7 @@ def make(name: str, device: str, shrink: int = 1, layers: int = 1) -> nn.Module:
 
         heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64} if shrink > 1 else {}
         fixed = {"num_hidden_layers": layers, "vocab_size": _VOCABULARY, "eos_token_id": None, "pad_token_id": 0}
-        config = AutoConfig.for_model(block.kind, **{**fixed, **heads, **sizes, **block.extra})
+        config = AutoConfig.for_model(block.kind, **{**fixed, **sizes, **block.extra, **heads})
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
