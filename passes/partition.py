@@ -15,6 +15,7 @@ import torch
 import torch.fx as fx
 from torch import nn
 
+from hexa_fx.distributed import optimizer_states
 from hexa_fx.distributed.fully_sharded import shard_blocks
 from hexa_fx.distributed.moves import check_movable, move_state, unite
 from hexa_fx.distributed.session import PartitionSession
@@ -106,6 +107,8 @@ class _Replanner:
         model, old = session.model, session.plan
         session.settle()
         check_movable(session.shards)
+        for optimizer in optimizers:
+            optimizer_states.check(optimizer)
         config = partition or self.config
         config = config if config.batch is not None else replace(config, batch=sum(old.batch))
         strategy = strategy or {layer.path: _STRATEGIES[layer.mode] for layer in old.layers}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
+from hexa_fx.distributed import optimizer_states
 from hexa_fx.distributed.saved_tensors import SavedTensors
 from hexa_fx.distributed.shards import ShardedParameter, adapted
 from hexa_fx.distributed.slice_states import SliceStates
@@ -78,11 +79,13 @@ class Bindings:
         """Calls ``begin`` whenever a forward of the model begins."""
         self._undo.append(model.register_forward_pre_hook(_Bound(begin), prepend=True).remove)
 
-    def around_states(self, model: nn.Module, shards: Sequence[ShardedParameter]) -> None:
-        """Hooks the state dicts that the model gives and takes."""
+    def around_states(self, shards: Sequence[ShardedParameter]) -> None:
+        """Hooks the state dicts that modules and optimizers give and take of what was cut."""
         states = SliceStates(shards)
-        self._undo.append(model.register_state_dict_post_hook(_Bound(states.given)).remove)  # type: ignore[no-untyped-call]
-        self._undo.append(model.register_load_state_dict_pre_hook(_Bound(states.taken)).remove)
+        for owner in states.owners:
+            self._undo.append(owner.register_state_dict_post_hook(_Bound(states.given)).remove)  # type: ignore[no-untyped-call]
+            self._undo.append(owner.register_load_state_dict_pre_hook(_Bound(states.taken)).remove)
+        self._undo.append(optimizer_states.watch(shards))
 
     def undo(self) -> None:
         """Gives modules their forward back."""

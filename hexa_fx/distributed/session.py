@@ -161,7 +161,7 @@ class PartitionSession(Session):
     def follow(self, model: nn.Module) -> None:
         """Hooks the whole model: its forward, so that the first layers' weights start to travel when it begins, and state dicts."""
         self._bindings.before_forward(model, self.begin)
-        self._bindings.around_states(model, self.shards)
+        self._bindings.around_states(self.shards)
 
     def begin(self, *_: Any) -> None:
         """Called when a forward of the whole model begins, as a hook or by hand."""

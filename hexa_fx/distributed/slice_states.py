@@ -5,24 +5,22 @@ Nothing would be noticed otherwise, since slices of equal shares have equal shap
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import astuple
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.errors import PlanError
 
 log = logging.getLogger(__name__)
 
-_MARK = "hexa_fx_slices"
+MARK = "hexa_fx_slices"
 _are_known: ContextVar[bool] = ContextVar("slices_are_known", default=False)
 
 
@@ -36,54 +34,86 @@ def known_slices() -> Iterator[None]:
         _are_known.reset(token)
 
 
+def are_known() -> bool:
+    """Whether who takes a state dict knows that it has slices."""
+    return _are_known.get()
+
+
 class SliceStates:
-    """Watches the state dicts that a partitioned model gives and takes.
+    """Watches the state dicts that the modules give and take that hold what was cut, whatever module around them is asked.
 
     Args:
         shards: what was cut. DTensors say themselves what they are, and are left alone.
     """
 
-    def __init__(self, shards: Sequence[ShardedParameter]) -> None:
-        self._shards = shards
-        self._plain = [shard for shard in shards if not isinstance(shard.original, DTensor)]
+    def __init__(self, shards: Iterable[ShardedParameter]) -> None:
+        self._of: dict[nn.Module, list[ShardedParameter]] = {}
+        for shard in filter(is_slice, shards):
+            self._of.setdefault(shard.owner, []).append(shard)
         self._said = False
 
-    @functools.cached_property
-    def _mark(self) -> str:
-        """The same of no other slices. torch keeps it beside what it saves of a state dict."""
-        held = [(shard.name, shard.whole, *map(astuple, shard.chunks)) for shard in self._plain]
-        return hashlib.sha256(repr(held).encode()).hexdigest()
+    @property
+    def owners(self) -> Iterable[nn.Module]:
+        """The modules to hook."""
+        return self._of
 
-    def given(self, _module: Any, _state: Any, _prefix: str, metadata: dict[str, Any]) -> None:
-        """Called with every state dict that the model gives."""
-        if not self._plain:
+    def given(self, owner: nn.Module, _state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+        """Called with every state dict that an owner gives."""
+        slices = self._of[owner]
+        metadata[MARK] = mark_of(slices)  # torch keeps it beside what it saves of a state dict
+        if self._said or are_known():
             return
-        metadata[_MARK] = self._mark
-        if self._said or _are_known.get():
-            return
-        self._said, first = True, self._plain[0]
+        self._said, first = True, slices[0]
         log.warning(
             "state_dict() of a model that is spread over devices has this rank's slices, %r as %s and not %s: "
             "hexa_fx.distributed.checkpoint.save writes whole weights, and load reads them, on one device too",
-            *(first.name, tuple(first.parameter.shape), first.whole),
+            *(prefix + _key(first), tuple(first.parameter.shape), first.whole),
         )
 
-    def taken(self, _module: Any, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-        """Called with every state dict that the model is to load.
+    def taken(
+        self, owner: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+    ) -> None:
+        """Called with every state dict that an owner is to load.
 
         Raises:
             PlanError: what would be loaded into a slice is whole, or a slice of another rank or plan.
         """
-        for shard in self._shards:
-            value, held = state.get(prefix + shard.name), shard.parameter
-            if isinstance(value, Tensor) and tuple(value.shape) == shard.whole != tuple(held.shape):
-                raise PlanError(
-                    f"{shard.name!r} of the state dict is whole, the model holds this rank's slice {tuple(held.shape)}: "
-                    "load it before optimize_, or use hexa_fx.distributed.checkpoint, which cuts what it loads"
-                )
-        name = next((shard.name for shard in self._plain if prefix + shard.name in state), None)
-        if name is not None and metadata.get(_MARK, self._mark) != self._mark:
-            raise PlanError(
-                f"{name!r} of the state dict is a slice of another rank or plan: use hexa_fx.distributed.checkpoint, which writes "
-                "whole weights and cuts what it loads"
-            )
+        here = {prefix + _key(shard): shard for shard in self._of[owner] if prefix + _key(shard) in state}
+        for name, shard in here.items():
+            check_slice(f"{name!r} of the state dict", state[name], shard)
+        mark = mark_of(self._of[owner])
+        if here and metadata.get(MARK, mark) != mark:
+            raise not_ours(f"{next(iter(here))!r} of the state dict")
+
+
+def _key(shard: ShardedParameter) -> str:
+    return shard.name.rpartition(".")[2]
+
+
+def is_slice(shard: ShardedParameter) -> bool:
+    """Whether a parameter has less than the whole, and nothing but this package knows. DTensors have the shape of the whole."""
+    return tuple(shard.original.shape) != shard.whole
+
+
+def mark_of(shards: Iterable[ShardedParameter]) -> int:
+    """The same of no other slices."""
+    held = [(_key(shard), shard.whole, *map(astuple, shard.chunks)) for shard in shards]
+    return int(hashlib.sha256(repr(held).encode()).hexdigest()[:12], 16)
+
+
+def check_slice(what: str, value: object, shard: ShardedParameter) -> None:
+    """Raises `PlanError` if a value for a slice has the shape of the whole."""
+    held = tuple(shard.parameter.shape)
+    if isinstance(value, Tensor) and tuple(value.shape) == shard.whole != held:
+        raise PlanError(
+            f"{what} is whole, the model holds this rank's slice {held}: load it before optimize_, or use "
+            "hexa_fx.distributed.checkpoint, which cuts what it loads"
+        )
+
+
+def not_ours(what: str) -> PlanError:
+    """What is said where another rank's slices, or those of another plan, would be taken for this rank's."""
+    return PlanError(
+        f"{what} is a slice of another rank or plan: use hexa_fx.distributed.checkpoint, which writes whole weights and cuts what "
+        "it loads"
+    )

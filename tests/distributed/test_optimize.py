@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hexa_fx
 from hexa_fx.distributed import checkpoint as checkpoints
-from hexa_fx.distributed import slice_states
+from hexa_fx.distributed import optimizer_states, slice_states
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import sync_gradients, weighted_loss
 from hexa_fx.distributed.groups import make_groups
@@ -335,25 +336,47 @@ def test_experts_stored_in_other_ways(kind, strategy):
         assert plan.layers[0].shards == ((12, 12) if strategy == "data" else (20, 4))
 
 
-def check_slices_in_state_dicts(model):
+def stored_twice(value):
+    """What torch.load gives of what the first rank saved, and of what this one did."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    box = [file.getvalue()]
+    dist.broadcast_object_list(box)
+    return torch.load(io.BytesIO(box[0])), torch.load(io.BytesIO(file.getvalue()))
+
+
+def check_slices_in_state_dicts(model, whole):
     """A rank's own slices load, those of equal shape that another rank saved do not. It is said once that they are slices."""
     said = []
+    of_others = pytest.raises(PlanError, match="slice of another rank or plan") if dist.get_rank() else nullcontext()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9) for net in (model, whole)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slice_states.log, "warning", lambda text, *args: said.append(text % args))
+        for module in (slice_states, optimizer_states):
+            patch.setattr(module.log, "warning", lambda text, *args: said.append(text % args))
         checkpoints.state_dict(model, model.partition)
+        checkpoints.state_dict(model, model.partition, optimizers[0])
         assert not said
-        files = [io.BytesIO(), io.BytesIO()]
-        for file in files:
-            torch.save(model.state_dict(), file)
-        assert len(said) == 1
+        for part in (model.blocks, model):
+            of_first, own = stored_twice(part.state_dict())
+            part.load_state_dict(own)
+            with of_others:
+                part.load_state_dict(of_first)
+        for net, optimizer in zip((model, whole), optimizers):
+            for p in net.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            of_first, own = stored_twice(optimizer.state_dict())
+            optimizer.load_state_dict(own)
+            with of_others if net is model else nullcontext():
+                optimizer.load_state_dict(of_first)
+            late = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+            late.load_state_dict(of_first)  # torch tells nobody
+            with of_others if net is model else pytest.raises(PlanError, match=r"state of 'blocks.0.* is whole"):
+                late.step()
+            net.zero_grad()
+        assert len(said) == 2
         assert "as (12, 16) and not (24, 16)" in said[0]
-    box = [files[0].getvalue()]
-    dist.broadcast_object_list(box)
-    of_first, own = (torch.load(io.BytesIO(data)) for data in (box[0], files[1].getvalue()))
-    model.load_state_dict(own)
-    if dist.get_rank() > 0:
-        with pytest.raises(PlanError, match="slice of another rank or plan"):
-            model.load_state_dict(of_first)
+        assert "state of this rank's slices" in said[1]
 
 
 def one_block_twice(rank, world):
@@ -370,7 +393,7 @@ def one_block_twice(rank, world):
         pickle.dumps(model.blocks[0])
     with pytest.raises(PlanError, match="of the state dict is whole"):
         model.load_state_dict(whole.state_dict())
-    check_slices_in_state_dicts(model)
+    check_slices_in_state_dicts(model, whole)
     with pytest.raises(InputError, match="give its session"):
         checkpoints.state_dict(model)
     with pytest.raises(InputError, match="did not cut the experts of this model"):

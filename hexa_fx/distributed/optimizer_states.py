@@ -1,0 +1,106 @@
+"""State dicts of optimizers whose parameters are slices: said once, marked, and refused where they are another rank's or whole.
+
+torch has no hook of all optimizers' state dicts, but one of all their steps, and before the first step there is no state to give.
+The mark is a value of a parameter group, which `load_state_dict` keeps, so that what was loaded into a new optimizer is found in its
+first step.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+from torch.compiler import is_compiling
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from hexa_fx.distributed.shards import ShardedParameter
+from hexa_fx.distributed.slice_states import MARK, are_known, check_slice, is_slice, mark_of, not_ours
+
+log = logging.getLogger(__name__)
+
+
+class _Slices:
+    """What a session cut, for as long as the session lives."""
+
+    def __init__(self, shards: Iterable[ShardedParameter]) -> None:
+        self.shards = tuple(filter(is_slice, shards))
+
+    def end(self) -> None:
+        _watched.discard(self)
+
+
+_watched: WeakSet[_Slices] = WeakSet()
+_looked_at: WeakSet[Optimizer] = WeakSet()
+_hooked: WeakSet[Optimizer] = WeakSet()
+_said: WeakSet[Optimizer] = WeakSet()
+
+
+def watch(shards: Iterable[ShardedParameter]) -> Callable[[], None]:
+    """Watches the optimizers of these parameters from their next step on. Keep what it returns; its call ends the watch."""
+    slices = _Slices(shards)
+    _watched.add(slices)
+    _looked_at.clear()
+    _hook_steps()
+    return slices.end
+
+
+def check(optimizer: Optimizer) -> None:
+    """Looks at the state of an optimizer, which may have been loaded.
+
+    Raises:
+        PlanError: it is whole where a parameter is a slice, or of another rank's slices or another plan's.
+    """
+    for group, here in _slices_in(optimizer):
+        for shard in here:
+            for value in optimizer.state.get(shard.parameter, {}).values():
+                check_slice(f"the optimizer's state of {shard.name!r}", value, shard)
+        if here and group.get(MARK, mark_of(here)) != mark_of(here):
+            raise not_ours(f"the optimizer's state of {here[0].name!r}")
+    for group in optimizer.param_groups:
+        group.pop(MARK, None)
+
+
+def _slices_in(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[ShardedParameter]]]:
+    """The slices of every parameter group."""
+    known = {id(shard.parameter): shard for slices in _watched for shard in slices.shards}
+    return [(group, [known[id(p)] for p in group["params"] if id(p) in known]) for group in optimizer.param_groups]
+
+
+@functools.cache
+def _hook_steps() -> None:
+    """Once in a process, since the hook is of all optimizers; those who partition nothing have none."""
+    register_optimizer_step_pre_hook(_stepping)
+
+
+def _stepping(optimizer: Optimizer, *_: Any) -> None:
+    if is_compiling() or optimizer in _looked_at:
+        return
+    if any(here for _, here in _slices_in(optimizer)):
+        check(optimizer)
+        if optimizer not in _hooked:
+            optimizer.register_state_dict_post_hook(_given)
+            optimizer.register_load_state_dict_post_hook(check)
+            _hooked.add(optimizer)
+    _looked_at.add(optimizer)
+
+
+def _given(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Called with every state dict that an optimizer gives. Its groups are copies."""
+    held = [here for _, here in _slices_in(optimizer)]
+    if are_known() or not any(held):
+        return
+    for group, here in zip(state["param_groups"], held):
+        if here:
+            group[MARK] = mark_of(here)
+    if optimizer not in _said:
+        _said.add(optimizer)
+        first = next(filter(None, held))[0]
+        log.warning(
+            "state_dict() of an optimizer has the state of this rank's slices, of %r as %s and not %s: "
+            "hexa_fx.distributed.checkpoint.save(path, model, session, optimizer) writes whole state, and load reads it, on one "
+            "device too; torch.distributed.checkpoint writes what hexa_fx.distributed.checkpoint.state_dict returns",
+            *(first.name, tuple(first.parameter.shape), first.whole),
+        )
