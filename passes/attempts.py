@@ -29,8 +29,9 @@ class Attempt:
 ATTEMPTS = (
     Attempt(),
     Attempt(from_end=True),
-    Attempt(live="gt"),
+    # first what leaves out less: a NaN weight is not 0, and code that keeps it gives NaN for its token
     Attempt(live="ne"),
+    Attempt(live="gt"),
     Attempt(overflow=True),
     Attempt(prefer_earliest=True),
     Attempt(scale=0.1),

@@ -32,6 +32,8 @@ _LOOKED_AT = 512
 def examples(observation: Observation) -> Iterator[Observation]:
     """The observation, or if its tokens are alike or few others like it with fresh tokens; the most telling one first.
 
+    Sequences of one token do not show whether something is computed for each token or for each sequence: then others are next.
+
     Args:
         observation: with at most as many tokens as the block is to be recorded on.
     """
@@ -43,6 +45,8 @@ def examples(observation: Observation) -> Iterator[Observation]:
     few = len(rows) < FEW
     if not alike and not few:
         yield observation
+        if _of_one_token_each(observation):
+            yield from _with_fresh_tokens(observation, few=True)
         return
     fresh = list(_with_fresh_tokens(observation, few))
     if few or 2 * alike >= len(rows) or not fresh:
@@ -102,6 +106,11 @@ def _tensors(observation: Observation) -> list[torch.Tensor]:
 def _matrix(observation: Observation) -> torch.Tensor | None:
     """The first matrix of floats, the very one that the block is given."""
     return next((leaf for leaf in _tensors(observation) if leaf.dim() >= 2 and leaf.is_floating_point()), None)
+
+
+def _of_one_token_each(observation: Observation) -> bool:
+    matrix = _matrix(observation)
+    return matrix is not None and matrix.dim() > 2 and matrix.shape[-2] == 1
 
 
 def _with_fresh_tokens(observation: Observation, few: bool) -> Iterator[Observation]:

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.ops.ranks import ranks_of_choices
+from hexa_fx.ops.ranks import ranks_of_choices, repeated_in_groups
 from hexa_fx.passes.detect.graph import operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.routing_factors import Source
@@ -63,7 +63,7 @@ class RoutingEmitter:
                 return self.graph.call_function(torch.cat, (nodes, 1))
             flat = nodes if value.dim() == 1 else [call("reshape", (node, -1)) for node in nodes]
             return self.graph.call_function(torch.stack, (flat, 1))
-        node = nodes[0]
+        node = self._of_each_token(nodes[0]) if source.groups else nodes[0]
         if not as_marks and (value.dtype == torch.bool or (index is not None and not value.is_floating_point())):
             node = call("to", (node, record_of(self.match.source).value.dtype))
         if source.reading == "token_slot":
@@ -80,6 +80,9 @@ class RoutingEmitter:
             return self.graph.call_function(operator.getitem, (call("reshape", (node, -1)), index))
         factors = call("gather", (self._by_expert(node, source, value), 1, index))
         return factors if as_marks or not self._chosen_apart() else self._once(factors, index)
+
+    def _of_each_token(self, node: torch.fx.Node) -> torch.fx.Node:
+        return self.graph.call_function(repeated_in_groups, (node, self.outside[self.match.source]))
 
     def _chosen_apart(self) -> bool:
         """Whether every slot is a choice of its own, so that two may be of the same expert, as where all other scores are zero."""

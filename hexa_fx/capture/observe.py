@@ -6,7 +6,9 @@ it or in its arguments. Names only suggest where to look; detection decides what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,19 +88,21 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     Buffers, attributes, hooks and the random state are restored afterwards. Errors of the model itself are not caught.
     """
     suspects = {path for path, module in model.named_modules() if _may_hold_experts(path, module)}
+    numbered = {path for path, module in model.named_modules() if _holds_numbered(module)} - suspects
     packed = {path for path, module in model.named_modules() if packed_experts(module)}
-    if not suspects | packed:
+    if not suspects | numbered | packed:
         return []
     recorded: dict[str, Observation] = {}
     mode = _Selections()
     with (
         restored(model),
         random_state_kept(),
-        _hooks(model, suspects | packed, mode, recorded),
+        _hooks(model, suspects | numbered | packed, mode, recorded),
         torch.no_grad(),
         mode,
     ):
         model(*args, **kwargs)
+    suspects |= numbered - mode.chained
     found = _candidates(model, suspects, mode, recorded)
     left = _overlooked(model, suspects | packed, mode, recorded, {candidate.levels[0].path for candidate in found})
     order = {path: number for number, (path, _) in enumerate(model.named_modules())}
@@ -138,6 +142,20 @@ def _may_hold_experts(path: str, module: nn.Module) -> bool:
     return _is_list_of_alikes(module) or _lists_of_parameters(module)
 
 
+_FEWEST = 3
+"""Modules under numbered names that may be experts: two of them are the layers of an ordinary network as often."""
+
+
+def _holds_numbered(module: nn.Module) -> bool:
+    """Whether some children have names that differ in one number and matrices of the same shapes, as ``ffn_0``, ``ffn_1``, ..."""
+    alike: Counter[Hashable] = Counter()
+    for name, child in module.named_children():
+        shapes = tuple((n, tuple(p.shape)) for n, p in child.named_parameters())
+        if any(len(shape) == 2 for _, shape in shapes):
+            alike.update((name[: at.start()], name[at.end() :], shapes) for at in re.finditer(r"\d+", name))
+    return max(alike.values(), default=0) >= _FEWEST
+
+
 def _is_list_of_alikes(module: nn.Module) -> bool:
     """Whether the children are numbered (or in a dictionary) and have the same parameters, as experts do, but layers too."""
     children = list(module.named_children())
@@ -175,7 +193,7 @@ def _hooks(model: nn.Module, suspects: set[str], mode: _Selections, recorded: di
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         owner, _, name = mode.stack.pop().rpartition(".")
-        if not _is_member(name):
+        if not any(map(str.isdigit, name)):
             return
         first = output[0] if isinstance(output, tuple) and output else output
         if isinstance(first, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Places of rows among those that have something in common, without asking the host."""
+"""What rows have in common with others, such as their place among them, without asking the host."""
 
 from __future__ import annotations
 
@@ -32,3 +32,15 @@ def ranks_of_choices(ids: torch.Tensor, order: Order) -> torch.Tensor:
     if order == "by_slot":
         return rank_among_equals(ids.t().reshape(-1)).reshape(ids.shape[1], ids.shape[0]).t()
     return rank_among_equals(ids.reshape(-1)).reshape(ids.shape)
+
+
+def repeated_in_groups(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """For every token the value of its group, where ``values`` (G, ...) has one for each of G groups of equally many tokens.
+
+    Args:
+        tokens: (..., D), those of a group one after the other.
+
+    Returns:
+        (T, ...), of the dtype of ``values``.
+    """
+    return values.repeat_interleave(tokens.shape[:-1].numel() // max(len(values), 1), 0)

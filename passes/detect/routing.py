@@ -27,7 +27,7 @@ from hexa_fx.passes.detect.routing_factors import (
     find_mask,
     straight_through,
 )
-from hexa_fx.passes.detect.routing_index import find_index, find_repeated, read_ids
+from hexa_fx.passes.detect.routing_index import find_index, find_repeated, ids_of
 from hexa_fx.passes.detect.size_decisions import NUMBERS
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
@@ -184,11 +184,7 @@ def find_row_factor(
         Refuse: it is not among the tensors computed before ``end``.
     """
     effective = pairs.effective
-    values = [record_of(node).value for node in routing.index.nodes]
-    if routing.index.reading == "columns":
-        ids = torch.stack([value.reshape(-1) for value in values], 1)
-    else:
-        ids = dict(read_ids(values[0], tokens, experts))[routing.index.reading]
+    ids = ids_of(routing.index, tokens, experts)
     slots = Slots(ids, pairs.taken(effective), tokens, experts, replay.value)
     known = _candidates(captured, tags, end)[::-1]
     return find_factor(wanted[effective], slots, known, inside_calls(captured), end, covers_dropped=False)
@@ -211,7 +207,8 @@ def how_tokens_pass(
     unrouted = torch.ones_like(factor).index_fill(0, pairs.token, 0.0)
     if torch.allclose(unrouted, factor, rtol=0.0, atol=1e-6):
         return "unrouted"
-    if routing.index.reading != "token_slot" or [s.reading for s in routing.after] != ["token_slot"] or routing.before:
+    read = [(source.reading, source.groups) for source in (routing.index, *routing.after)]
+    if read != [("token_slot", False)] * 2 or routing.before:
         raise Refuse("tokens reach the output past the experts, and the routing does not say with which weight", end)
     ids = record_of(routing.index.nodes[0]).value.reshape(len(factor), routing.top_k)
     weight = replay.value(routing.after[0].nodes[0]).reshape(len(factor), routing.top_k).double()

@@ -58,10 +58,14 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Source:
-    """A routing quantity: the nodes that hold it and how they are read. ``value`` for a constant factor."""
+    """A routing quantity: the nodes that hold it and how they are read.
+
+    ``groups``: it holds an entry for each group of tokens that follow each other, such as a sequence, not for each token.
+    """
 
     nodes: tuple[torch.fx.Node, ...]
     reading: Reading = "token_slot"
+    groups: bool = False
 
 
 class Slots:
@@ -114,6 +118,26 @@ class Slots:
         return found
 
 
+def of_each_token(value: torch.Tensor, tokens: int, most: int) -> torch.Tensor | None:
+    """A tensor with an entry of at most ``most`` numbers for each group of tokens, with that entry for each token; or None."""
+    groups = value.shape[0] if value.dim() else 0
+    if not 0 < groups < tokens or tokens % groups or value.numel() > groups * most:
+        return None
+    return value.repeat_interleave(tokens // groups, 0)
+
+
+def _readings(
+    value: torch.Tensor, slots: Slots, of_groups: bool = True
+) -> Iterator[tuple[bool, Reading, torch.Tensor]]:
+    """The ways to read a tensor as a factor, first as one of tokens, then as one of groups of tokens."""
+    for reading, table in _read_factor(value, slots):
+        yield False, reading, table
+    spread = of_each_token(value, slots.tokens, slots.experts) if of_groups else None
+    if spread is not None:
+        for reading, table in _read_factor(spread, slots):
+            yield True, reading, table
+
+
 def _read_factor(value: torch.Tensor, slots: Slots) -> Iterator[tuple[Reading, torch.Tensor]]:
     """The ways to read a tensor as a factor, each (T, k) or (T, E)."""
     t, k, e = slots.tokens, slots.top_k, slots.experts
@@ -141,8 +165,8 @@ _RANK: dict[str, int] = {
     "token": 1,
     "token_expert": 2,
     "expert_token": 2,
-    "expert": 2,
     "token_expert_position": 3,
+    "expert": 4,
 }
 
 
@@ -162,16 +186,17 @@ def find_factor(
     constant = bool(((wanted - 1).abs() <= 1e-9).all())
     if constant and not (slots.dropped and covers_dropped):
         return ()
-    best: tuple[tuple[bool, bool, int, int], Source] | None = None
+    best: tuple[tuple[bool, bool, bool, int, int], Source] | None = None
     for place, node in enumerate(known):
         if not is_float(node):
             continue
-        for reading, table in _read_factor(slots.value(node), slots):
+        for groups, reading, table in _readings(slots.value(node), slots):
             if not _agrees(table, reading, wanted, slots):
                 continue
-            key = (not _zero_when_dropped(table, reading, slots), node in inner, _RANK[reading], place)
+            row = reading == "expert" and record_of(node).value.dim() > 1  # (1, E): of each expert, or of a lone group
+            key = (not _zero_when_dropped(table, reading, slots), groups or row, node in inner, _RANK[reading], place)
             if best is None or key < best[0]:
-                best = key, Source((node,), reading)
+                best = key, Source((node,), reading, groups)
     if best is not None and not (constant and best[0][0]):
         return (best[1],)
     if constant:
@@ -243,9 +268,9 @@ def covered(sources: Sequence[Source], slots: Slots) -> bool:
             if _zero_when_dropped(table, "token_slot", slots):
                 return True
             continue
-        readings = dict(_read_factor(slots.value(source.nodes[0]), slots))
-        if _zero_when_dropped(readings[source.reading], source.reading, slots):
-            return True
+        for groups, reading, table in _readings(slots.value(source.nodes[0]), slots, source.groups):
+            if (groups, reading) == (source.groups, source.reading) and _zero_when_dropped(table, reading, slots):
+                return True
     return False
 
 
@@ -257,9 +282,9 @@ def find_mask(
     for node in sorted(known, key=lambda node: node in inner):
         if record_of(node).value.is_complex():
             continue
-        for reading, table in _read_factor(slots.value(node).double(), slots):
+        for groups, reading, table in _readings(slots.value(node).double(), slots):
             if _agrees(table, reading, ones, slots) and _zero_when_dropped(table, reading, slots):
-                return Source((node,), reading)
+                return Source((node,), reading, groups)
     raise Refuse(
         "some of the router's choices reach no expert, and no tensor says which; where tokens are dropped on purpose, multiply "
         "the weights by a mask of those that are kept",

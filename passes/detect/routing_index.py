@@ -8,7 +8,7 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.routing_factors import Pairs, Reading, Source
+from hexa_fx.passes.detect.routing_factors import Pairs, Reading, Source, of_each_token
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
 
@@ -42,19 +42,34 @@ def find_index(
     wanted = torch.zeros(tokens, experts, dtype=torch.bool, device=pairs.token.device)
     wanted[pairs.token, pairs.expert] = True
     best: tuple[tuple[bool, int, int, bool, int], Source, torch.Tensor] | None = None
-    for place, node in enumerate(known):
-        for reading, ids in read_ids(record_of(node).value, tokens, experts):
-            extra = _extra_ids(ids, wanted)
-            if extra is None:
-                continue
-            key = (reading == "one_hot", ids.shape[1], extra, node in inner, place)
-            if best is None or key < best[0]:
-                best = key, Source((node,), reading), ids
-    if best is not None:
-        return best[1], best[2]
+    for groups in (False, True):
+        for place, node in enumerate(known):
+            for reading, ids in _readings(record_of(node).value, tokens, experts, groups):
+                extra = _extra_ids(ids, wanted)
+                if extra is None:
+                    continue
+                key = (reading == "one_hot", ids.shape[1], extra, node in inner, place)
+                if best is None or key < best[0]:
+                    best = key, Source((node,), reading, groups), ids
+        if best is not None:
+            return best[1], best[2]
     if experts > 1 and bool(wanted.all()):
         raise Refuse("every token is given to every expert with a weight of its own: a dense (soft) mixture", end)
     return _index_from_columns(wanted, tokens, experts, in_order, end)
+
+
+def _readings(value: torch.Tensor, tokens: int, experts: int, groups: bool) -> Iterator[tuple[Reading, torch.Tensor]]:
+    """Ids of every token, or of every group of tokens that follow each other."""
+    spread = of_each_token(value, tokens, experts * experts) if groups else value
+    return iter(()) if spread is None else read_ids(spread, tokens, experts)
+
+
+def ids_of(source: Source, tokens: int, experts: int) -> torch.Tensor:
+    """The recorded ids (T, k) of a source."""
+    values = [record_of(node).value for node in source.nodes]
+    if source.reading == "columns":
+        return torch.stack([value.reshape(-1) for value in values], 1)
+    return dict(_readings(values[0], tokens, experts, source.groups))[source.reading]
 
 
 def read_ids(value: torch.Tensor, tokens: int, experts: int) -> Iterator[tuple[Reading, torch.Tensor]]:

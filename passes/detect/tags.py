@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx
@@ -49,21 +50,38 @@ class ExpertGroups:
 
 
 _INDEX = re.compile(r"(?:(?<=^)|(?<=\.)|(?<=expert_)|(?<=experts_)|(?<=expert))\d+(?=\.|$)")
+_NUMBER = re.compile(r"\d+(?=[^.]*\.)")
+"""In the name of a module: ``w1``, ``w2`` and ``w3`` that are parameters may hold all experts each."""
 
 
 def expert_groups(parameters: Mapping[str, torch.Tensor]) -> ExpertGroups:
     """Finds lists of like-shaped parameters numbered 0, 1, 2, ... A parameter belongs to its longest list; one of all, to none.
 
-    If there are none: sibling networks of the same structure, such as those that a dictionary holds by name.
+    If there are none, and no weight is stacked: sibling networks of the same structure, such as those that a dictionary holds by
+    name; then names that differ in any one number (``default_0``, ``w1_0``), three or more from 0 or 1 on; then three or more
+    siblings of one matrix each.
     """
+    numbered = _numbered(parameters, _INDEX, starts=(0,), fewest=2)
+    if numbered or any(parameter.dim() > 2 for parameter in parameters.values()):
+        return ExpertGroups(numbered)
+    return ExpertGroups(
+        _named_siblings(parameters, matrices=2, fewest=2)
+        or _numbered(parameters, _NUMBER, starts=(0, 1), fewest=3)
+        or _named_siblings(parameters, matrices=1, fewest=3)
+    )
+
+
+def _numbered(
+    parameters: Mapping[str, torch.Tensor], numbers: re.Pattern[str], starts: Collection[int], fewest: int
+) -> dict[str, tuple[str, ...]]:
     found: dict[str, dict[int, str]] = defaultdict(dict)
     for name in parameters:
-        for match in _INDEX.finditer(name):
+        for match in numbers.finditer(name):
             found[name[: match.start()] + "{}" + name[match.end() :]][int(match.group())] = name
     complete = {
-        pattern: tuple(by_index[i] for i in range(len(by_index)))
+        pattern: tuple(by_index[i] for i in sorted(by_index))
         for pattern, by_index in found.items()
-        if len(by_index) > 1 and set(by_index) == set(range(len(by_index)))
+        if len(by_index) >= fewest and min(by_index) in starts and max(by_index) - min(by_index) + 1 == len(by_index)
         if _same_shape(by_index, parameters) and _several(by_index, parameters)
     }
     longest: dict[str, str] = {}
@@ -71,14 +89,14 @@ def expert_groups(parameters: Mapping[str, torch.Tensor]) -> ExpertGroups:
         for name in names:
             if name not in longest or len(complete[longest[name]]) < len(names):
                 longest[name] = pattern
-    numbered = {p: names for p, names in complete.items() if all(longest[name] == p for name in names)}
-    return ExpertGroups(numbered or _named_siblings(parameters))
+    return {p: names for p, names in complete.items() if all(longest[name] == p for name in names)}
 
 
-def _named_siblings(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
-    """The parameters of the largest set of siblings that hold the same two matrices or more, where no weight is stacked."""
-    if any(parameter.dim() > 2 for parameter in parameters.values()):
-        return {}
+def _named_siblings(parameters: Mapping[str, torch.Tensor], matrices: int, fewest: int) -> dict[str, tuple[str, ...]]:
+    """The parameters of the largest set of siblings that hold the same.
+
+    ``matrices``: how many each has to hold. If it is one, there are no other siblings: those of an attention are no experts.
+    """
     inside: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in parameters:
         parts = name.split(".")
@@ -87,15 +105,16 @@ def _named_siblings(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[s
     best: tuple[str, list[str], list[str]] = ("", [], [])
     for owner, children in inside.items():
         prefix = f"{owner}." if owner else ""
-        held = {
-            child: tuple((rest, parameters[f"{prefix}{child}.{rest}"].shape) for rest in rests)
-            for child, rests in children.items()
-            if sum(parameters[f"{prefix}{child}.{rest}"].dim() == 2 for rest in rests) >= 2
-        }
-        if len(held) > len(best[1]) and len(set(held.values())) == 1:
-            best = (prefix, list(held), children[next(iter(held))])
+        alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+        for child, rests in children.items():
+            shapes = [parameters[f"{prefix}{child}.{rest}"].shape for rest in rests]
+            if sum(len(shape) == 2 for shape in shapes) >= matrices:
+                alike[tuple(zip(rests, shapes))].append(child)
+        largest = max(alike.values(), key=len, default=[])
+        if len(largest) > len(best[1]) and (matrices > 1 or len(largest) == len(children)):
+            best = (prefix, largest, children[largest[0]])
     prefix, names, rests = best
-    if len(names) < 2:
+    if len(names) < fewest:
         return {}
     return {f"{prefix}{{}}.{rest}": tuple(f"{prefix}{name}.{rest}" for name in names) for rest in rests}
 

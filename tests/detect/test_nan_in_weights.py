@@ -47,3 +47,31 @@ def test_a_slot_dropped_by_its_weight_stays_dropped_where_the_router_gives_nan()
         for module in (block, opt):
             module.router.weight.data[-1, 0] = float("nan")
         torch.testing.assert_close(opt(x), block(x), equal_nan=True)
+
+
+class Thresholded(nn.Module):
+    """Gates that are zero past a share of the probability; an expert is given the tokens whose gate is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, E, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share, ids = self.router(x).softmax(-1).sort(-1, descending=True)
+        gates = torch.zeros_like(share).scatter(-1, ids, share * (share.cumsum(-1) - share < 0.6))
+        out = torch.zeros_like(x)
+        for expert, gate in zip(self.experts, gates.unbind(-1)):
+            token = gate.nonzero().squeeze(-1)
+            out.index_add_(0, token, expert(x[token]) * gate[token, None])
+        return out
+
+
+def test_a_token_of_nan_stays_nan_where_experts_are_given_what_has_a_gate() -> None:
+    x = torch.randn(T, D, dtype=torch.float64)
+    block = Thresholded().double()
+    optimized = hexa_fx.optimize(block, x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert optimized.report.rewritten, str(optimized.report)
+    x[3, 1] = math.nan
+    torch.testing.assert_close(optimized(x), block(x), equal_nan=True)
+    assert optimized(x)[3].isnan().all()

@@ -1,0 +1,126 @@
+"""Experts that are chosen for whole sequences (or images), and weights that are: an entry for each group of tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.ops.ranks import repeated_in_groups
+from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.zoo.compare import compare, operators_run, perturb
+from tests.zoo.variant import D, E, I, K
+
+
+class TopOfSequence(Mixture):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x.mean(1))
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            row, slot = torch.where(index == number)
+            if len(row):
+                out[row] = out[row] + expert(x[row]) * weights[row, slot, None, None]
+        return out
+
+
+class FirstToken(Mixture):
+    """The first token of a sequence decides, one expert, written by a mask."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, index = self.gate.weight(x[:, :1].sum(1)).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            chosen = index == number
+            out[chosen] = expert(x[chosen])
+        return out * weight[:, None, None]
+
+
+class Gathered(TopOfSequence):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = None
+        self.up, self.down = nn.Parameter(torch.randn(E, D, I)), nn.Parameter(torch.randn(E, I, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x.mean(1))
+        each = (torch.bmm(torch.bmm(x, self.up[i]).relu(), self.down[i]) for i in index.unbind(1))
+        return sum(y * w[:, None, None] for y, w in zip(each, weights.unbind(1)))
+
+
+class GateMatrix(Mixture):
+    """Every expert runs on every token; a matrix with a row for each sequence is zero where it does not count."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x.mean(1))
+        gates = x.new_zeros(len(x), E).scatter(1, index, weights)
+        return sum(gates[:, number, None, None] * expert(x) for number, expert in enumerate(self.experts))
+
+
+class WeightOfSequence(Mixture):
+    """Tokens choose; their sequence weighs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index, gates = self.gate.weight(x).argmax(-1), self.gate.weight(x.mean(1)).sigmoid()
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            row, place = torch.where(index == number)
+            out[row, place] = expert(x[row, place]) * gates[row, number, None]
+        return out
+
+
+class WeightOfToken(Mixture):
+    """The sequence chooses; its tokens weigh."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index, out = self.gate.weight(x.mean(1)).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            chosen = index == number
+            out[chosen] = expert(x[chosen])
+        return out * self.gate.weight(x)[..., :1].sigmoid()
+
+
+class MixesSequence(TopOfSequence):
+    """Experts look at all tokens of a sequence: no function of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for expert in self.experts:
+            expert.register_forward_pre_hook(lambda _, args: args[0] - args[0].mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("kind", [TopOfSequence, FirstToken, Gathered, GateMatrix, WeightOfSequence, WeightOfToken])
+def test_rewritten_and_equal(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    block = kind().double()
+    optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
+    assert optimized.report.rewritten, str(optimized.report)
+    perturb(block, optimized)
+    for size in ((3, 5), (1, 1), (1, 6), (5, 1), (0, 4), (4, 0)):
+        assert operators_run(optimized, (_tokens(*size),))
+        found = compare(block, optimized, (_tokens(*size),), train=True)
+        assert found.within(1e-10), (size, found)
+
+
+@pytest.mark.parametrize("size", [(1, 7), (6, 1), (E, E), (7, K)])
+def test_examples_that_tell_sequences_and_tokens_apart_badly(size: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    block = TopOfSequence().double()
+    optimized = hexa_fx.optimize(block, _tokens(*size), hexa_fx.HexaConfig(own_code_when_small=False))
+    assert optimized.report.rewritten, str(optimized.report)
+    found = compare(block, optimized, (_tokens(3, 5),), train=True)
+    assert found.within(1e-10), found
+
+
+def test_experts_that_mix_the_tokens_of_a_sequence_stay() -> None:
+    torch.manual_seed(0)
+    report = hexa_fx.explain(MixesSequence().double(), _tokens(2, 7))
+    assert not report.rewritten
+    assert "hexa_fx itself failed" not in report.blocks[0].reason
+
+
+def test_repeated_in_groups() -> None:
+    values = torch.tensor([[1, 2], [3, 4]])
+    assert repeated_in_groups(values, torch.zeros(2, 3, D)).tolist() == [[1, 2]] * 3 + [[3, 4]] * 3
+    assert repeated_in_groups(values[:0], torch.zeros(0, 3, D)).shape == (0, 2)
+    assert repeated_in_groups(values, torch.zeros(2, 0, D)).shape == (0, 2)
