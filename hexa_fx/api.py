@@ -17,6 +17,7 @@ from hexa_fx.capture.copies import copied, deepcopied
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, VerificationError
 from hexa_fx.example_tokens import example_tokens
+from hexa_fx.garbage import full_collections_are_rare
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
@@ -74,6 +75,7 @@ def optimize(model: Model, example_inputs: ExampleInputs | None = None, config: 
 
 
 @collecting
+@full_collections_are_rare()
 def optimize_(
     model: Model,
     example_inputs: ExampleInputs | None = None,
@@ -204,6 +206,7 @@ def _partition_config(
 
 
 @collecting
+@full_collections_are_rare()
 def explain(
     model: nn.Module, example_inputs: ExampleInputs | None = None, config: HexaConfig | None = None
 ) -> OptimizationReport:

@@ -143,9 +143,9 @@ def rewritten_values(captured: CapturedBlock, rewritten: RewrittenBlock) -> dict
 
 
 def _packed_value(captured: CapturedBlock, parts: tuple[tuple[str, ...], ...]) -> torch.Tensor:
-    firsts = [like_meta(of_numbers(captured.tensor_of(part[0]))).contiguous() for part in parts]
-    whole = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
-    return torch.empty((len(parts[0]), *whole.shape), dtype=whole.dtype, device="meta")
+    first, *others = (of_numbers(captured.tensor_of(part[0])) for part in parts)
+    rows = [sum(part.shape[0] for part in (first, *others))] if others else first.shape[:1]
+    return torch.empty((len(parts[0]), *rows, *first.shape[1:]), dtype=first.dtype, device="meta")
 
 
 def _shell(graph: torch.fx.Graph) -> torch.fx.GraphModule:

@@ -8,9 +8,11 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # what is drawn depends on how many rows each expert has
+# What is drawn depends on how many rows each expert has. `torch.compiler.disable` would import all of dynamo now.
+@_disable_dynamo
 def kept_rows(
     like: Tensor,
     v: Tensor,
