@@ -6,8 +6,8 @@ Models of `benchmarks/real_blocks.py` in bf16 with random weights: published wid
 vocabulary of 1024. ``hexa`` is `hexa_fx.optimize_` of the model as it is; the others are values of transformers'
 ``experts_implementation``: ``grouped_mm``, ``eager`` and the like; ``sonicmoe`` is the installed package. Behind ``+compile`` the
 model trains through `torch.compile` and decodes with transformers' static cache, whose steps it compiles into CUDA graphs. One
-that is not installed, or fails, gets a row with the reason. *Training* is forward, loss and backward of one batch, without an optimizer;
-gradients are there before, so that peaks do not count them. *Decoding* is greedy `generate` from a short prompt with the
+that is not installed, or fails, gets a row with the reason. *Training* is forward, loss and backward of one batch, without an
+optimizer; gradients are there before, so that peaks do not count them. *Decoding* is greedy `generate` from a short prompt with the
 model's cache. Peaks are above what was allocated before. Each is the median of `--rounds`.
 `--shrink 32 --device cpu --layers 2` tries the script without a GPU.
 """

@@ -1,8 +1,8 @@
 """State dicts of optimizers whose parameters are slices: said once, marked, and refused where they are another rank's or whole.
 
 torch has no hook of all optimizers' state dicts, but one of all their steps, and before the first step there is no state to give.
-The mark is a value of a parameter group, which `load_state_dict` keeps, so that what was loaded into a new optimizer is found in its
-first step.
+The mark is a value of a parameter group, which `load_state_dict` keeps, so that what was loaded into a new optimizer is found in
+its first step.
 """
 
 from __future__ import annotations
