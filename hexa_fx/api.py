@@ -17,11 +17,11 @@ from hexa_fx.capture.copies import copied, deepcopied
 from hexa_fx.config import HexaConfig
 from hexa_fx.errors import HexaError, InputError, NothingRewritten, PlanError, VerificationError
 from hexa_fx.example_tokens import example_tokens
-from hexa_fx.garbage import full_collections_are_rare
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
 from hexa_fx.ir import RewrittenBlock
+from hexa_fx.isolation.garbage import full_collections_are_rare
 from hexa_fx.observers import listening
 from hexa_fx.passes import BlockAnalysis, Mode
 from hexa_fx.passes.batch_invariance import fix_order
