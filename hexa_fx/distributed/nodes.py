@@ -171,7 +171,7 @@ class _CacheGather(DirectFunction):
                     own.mul_(plan.grad_scale)  # nobody else holds the sum
                 return geometry.unpack(own, dtype, needs)
 
-            if not can_defer(ctx, source.targets):
+            if not can_defer(ctx, source.weights, source.targets):
                 return *local(), None
             reductions.defer(ctx.layer, lambda: _deliver(source.targets, local()))
             return (None,) * 6

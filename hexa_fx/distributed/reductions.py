@@ -121,13 +121,16 @@ def origin(weight: Tensor) -> Tensor | None:
     return found
 
 
-def can_defer(node: Any, targets: Sequence[Destination | None]) -> bool:
+def can_defer(node: Any, weights: Sequence[Tensor | None], targets: Sequence[Destination | None]) -> bool:
     """Whether a backward may add to the parameters itself: no hook needs the gradients, and nobody asked for their values.
 
     Args:
-        node: the autograd node in its backward; its first inputs are the weights of ``targets``.
+        node: the autograd node in its backward; its first inputs are the weights, or what they were detached from.
+        targets: of every weight.
     """
-    for (source, _), need, target in zip(node.next_functions, node.needs_input_grad, targets):
+    edges = iter(node.next_functions)  # torch keeps none of an input that is None
+    for weight, need, target in zip(weights, node.needs_input_grad, targets):
+        source = None if weight is None else next(edges)[0]
         if need and (target is None or any(map(_has_hooks, target.parameters)) or not _will_run(source)):
             return False
     return True

@@ -68,7 +68,7 @@ def asked_for(rank, world, plan):
     expected = torch.autograd.grad(loss_sum(whole(x), target), [theirs[name] for name in names])
     untouched = all(p.grad is None for p in model.parameters())
     pairs = [(g, cut(installed, name, e)) for name, g, e in zip(names, found, expected)]
-    loss_sum(model(x[mine]), target[mine]).backward(inputs=[ours["layers.0.w1"]])
+    loss_sum(model(x[mine]), target[mine]).backward(inputs=[ours["layers.0.w1"], ours["layers.0.b1"]])  # and not w2
     only = [name for name, p in ours.items() if p.grad is not None]
     pairs.append((ours["layers.0.w1"].grad, cut(installed, "layers.0.w1", expected[0])))
     return largest(pairs), untouched, only
@@ -78,7 +78,7 @@ def test_gradients_as_values():
     for worst, untouched, only in run(2, asked_for, plan_of()):
         assert worst < 1e-10
         assert untouched
-        assert only == ["layers.0.w1"]
+        assert only == ["layers.0.w1", "layers.0.b1"]
 
 
 def interrupted(rank, world, plan):
