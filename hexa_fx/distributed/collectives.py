@@ -24,6 +24,7 @@ from torch._C import _AutoDispatchBelowAutograd
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from hexa_fx.distributed import rank_failures
+from hexa_fx.distributed.broken_steps import in_backward_of
 from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.errors import PlanError
 from hexa_fx.ops.direct_function import DirectFunction
@@ -130,6 +131,7 @@ class _Scatter(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        in_backward_of(ctx.group)
         with guarded("the backward of a reduce-scatter", ctx.group):
             return wait(all_gather_v(grads[0], ctx.sizes, ctx.group)), None, None
 
@@ -142,6 +144,7 @@ class _Reduce(DirectFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        in_backward_of(ctx.group)
         with guarded("the backward of an all-reduce", ctx.group):
             return wait(all_reduce(grads[0], ctx.group)), None
 

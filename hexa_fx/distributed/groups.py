@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hexa_fx.errors import PlanError, RankError
 
-_DEFAULT_TIMEOUT = timedelta(minutes=5)
+_LONGEST_ARRIVAL = timedelta(minutes=5)
 _arrivals: Counter[str] = Counter()
 
 # Communicators cost memory and sockets: one set a mesh. Weak, as torch's own table of groups owns them.
@@ -32,6 +32,7 @@ class Groups:
         gather: gathers of expert weights, which run beside the others.
         reduce: sums of expert gradients, likewise.
         host: Gloo, for numbers that the hosts exchange without touching the device.
+        timeout: how long hosts wait for each other where no collective is under way.
     """
 
     main: Any
@@ -60,7 +61,7 @@ def make_groups(mesh: Any = None, timeout: timedelta | None = None) -> Groups:
 
     Args:
         mesh: a 1-d DeviceMesh, a process group, or None for all ranks.
-        timeout: how long a collective waits for a rank before it fails; None for the backend's default.
+        timeout: how long a collective waits for a rank before it fails; None for what init_process_group was given.
 
     Raises:
         PlanError: torch.distributed is not initialised, or the mesh has more than one dimension.
@@ -71,18 +72,28 @@ def make_groups(mesh: Any = None, timeout: timedelta | None = None) -> Groups:
     main = _group_of(mesh)
     known = _made.get(main, {})
     if timeout not in known:
-        _arrive(main, (timeout or _DEFAULT_TIMEOUT).total_seconds())
-        known = {**known, timeout: _new_groups(main, timeout)}
+        of_job = _timeout_of_job()
+        patience = timeout or min(of_job or _LONGEST_ARRIVAL, _LONGEST_ARRIVAL)
+        _arrive(main, patience.total_seconds())
+        known = {**known, timeout: _new_groups(main, timeout or of_job, patience)}
         _made[main] = known
     return known[timeout]
 
 
-def _new_groups(main: Any, timeout: timedelta | None) -> Groups:
+def _timeout_of_job() -> timedelta | None:
+    """What init_process_group was given, or the backend's default. New groups get the default, whatever was given."""
+    world: Any = dist.group.WORLD
+    backend = world._get_backend(world._device_types[0])
+    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found
+
+
+def _new_groups(main: Any, timeout: timedelta | None, patience: timedelta) -> Groups:
     ranks = dist.get_process_group_ranks(main)
     local = len(ranks) != dist.get_world_size()
     gather, reduce = (dist.new_group(ranks, timeout=timeout, use_local_synchronization=local) for _ in range(2))
     host = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=local)
-    made = Groups(main, gather, reduce, host, dist.get_rank(main), len(ranks), timeout or _DEFAULT_TIMEOUT)
+    made = Groups(main, gather, reduce, host, dist.get_rank(main), len(ranks), patience)
     for name in (made.main_name, made.gather_name, made.reduce_name):
         _by_name[name] = made
     return made
@@ -100,10 +111,10 @@ def _arrive(main: Any, seconds: float) -> None:
         )
 
 
-def missing_ranks(key: str, rank: int, world: int, seconds: float) -> list[int]:
+def missing_ranks(key: str, rank: int, world: int, seconds: float, mark: str = "here") -> list[int]:
     """Leaves this rank's mark in the job's store. Returns the ranks whose marks do not appear in time."""
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"{key}/{rank}", "here")
+    store.set(f"{key}/{rank}", mark)
     end = time.monotonic() + seconds
     missing = []
     for other in range(world):

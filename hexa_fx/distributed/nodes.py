@@ -14,6 +14,7 @@ import torch.fx
 from torch import Tensor, is_grad_enabled
 from torch.distributed.tensor import DTensor
 
+from hexa_fx.distributed.broken_steps import in_backward_of
 from hexa_fx.distributed.collectives import finish
 from hexa_fx.distributed.geometry import Weights
 from hexa_fx.distributed.local_weight import LocalWeight
@@ -159,6 +160,7 @@ class _CacheGather(DirectFunction):
         session: PartitionSession = ctx.session
         plan, geometry, reductions = session.plan, session.geometry(ctx.layer), session.reductions
         source, needs, dtype = ctx.source, ctx.needs_input_grad[:5], ctx.dtype
+        in_backward_of(session.groups.main_name)
         with reductions.guard(ctx.layer):
             session.cache.release(ctx.layer)  # first, because it starts the gather of the layer two before
             reductions.finish()  # that of the next layer, which travelled while this layer's experts ran

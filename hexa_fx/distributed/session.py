@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from hexa_fx.distributed import collective_errors, rank_failures
 from hexa_fx.distributed.axes import data_axes, local_part
 from hexa_fx.distributed.bindings import Bindings
+from hexa_fx.distributed.broken_steps import BrokenSteps
 from hexa_fx.distributed.collectives import all_reduce_, gather_even
 from hexa_fx.distributed.compiled_layers import CompiledLayers
 from hexa_fx.distributed.geometry import Geometry
@@ -78,6 +79,7 @@ class PartitionSession(Session):
         self.reductions = GradientReductions(self.groups)
         self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch, self._parameters_of)
         self.saved_tensors = SavedTensors(self.cache)
+        self._steps = BrokenSteps(self.groups)
         self._wrappers = Wrappers(self.groups, plan.grad_scale == 1.0)
         self._agreement = SampledAgreement(self.groups)
         self.shards: tuple[ShardedParameter, ...] = ()
@@ -160,18 +162,26 @@ class PartitionSession(Session):
 
     def follow(self, model: nn.Module) -> None:
         """Hooks the whole model: its forward, so that the first layers' weights start to travel when it begins, and state dicts."""
-        self._bindings.before_forward(model, self.begin)
+        self._bindings.around_forward(model, self.begin, self._end)
         self._bindings.around_states(self.shards)
 
     def begin(self, *_: Any) -> None:
-        """Called when a forward of the whole model begins, as a hook or by hand."""
+        """Called when a forward of the whole model begins."""
         if is_compiling() or in_backward():  # recomputation of a checkpointed model
             return
+        if self._steps.found():
+            self._steps.agree()
+            self.invalidate()
         self._wrappers.check()
         self._agreement.check()
         self.reductions.forget()
         with self._begin_guard:
             self.cache.begin()
+        self._steps.in_forward = True
+
+    def _end(self, *_: Any) -> None:
+        if not is_compiling():
+            self._steps.in_forward = False
 
     def guard(self, where: str) -> AbstractContextManager[None]:
         """A context that turns the error of a failed collective into a `RankError` that says where it failed and who is lost.
@@ -220,6 +230,7 @@ class PartitionSession(Session):
 
     def abandon(self) -> None:
         """Forgets gathers and sums of a step that was broken off."""
+        self._steps.forget()
         self.reductions.forget()
         self.cache.abandon()
 

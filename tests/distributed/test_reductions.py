@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from harness import run
 from models import KINDS, MODES, Net, batch, cut, gradient_pairs, install, largest, loss_sum, make_plan, own
 
-from hexa_fx.distributed import gradients
+from hexa_fx.distributed import broken_steps, gradients
 from hexa_fx.distributed.gradients import load_balancing_loss, unscale_, weighted_loss
+from hexa_fx.errors import RankError
 
 THREE = [KINDS["concat-kn"], KINDS["mlp"], KINDS["split"]]
 
@@ -82,7 +85,7 @@ def test_gradients_as_values():
 
 
 def interrupted(rank, world, plan):
-    """An error in the middle of backward; the next step is as if nothing had happened."""
+    """An error in the middle of backward on all ranks; the next step is as if nothing had happened. On some it is refused."""
     model, whole, installed, [((x, target), mine)] = both(rank, plan)
     session = installed.session
     session.follow(model)
@@ -95,14 +98,31 @@ def interrupted(rank, world, plan):
         loss_sum(model(x[mine]), target[mine]).backward()
     handle.remove()
     model.zero_grad()
-    session.invalidate()
     loss_sum(model(x[mine]), target[mine]).backward()
     loss_sum(whole(x), target).backward()
-    return largest(gradient_pairs(model, whole, installed))
+    pairs = gradient_pairs(model, whole, installed)
+    handle = model.layers[1].register_forward_pre_hook(lambda *_: fail(None))
+    with pytest.raises(ValueError, match="by the user"):
+        model(x[mine])
+    handle.remove()
+    pairs.append((model(x[mine]), whole(x)[mine]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(broken_steps, "_PATIENCE", 0.2)
+        session._steps.in_forward = True
+        patch.setattr(
+            broken_steps, "_agreements", Counter({session.groups.main_name: 10 + rank})
+        )  # as if the others had not
+        with pytest.raises(RankError, match=rf"on rank {rank}, and ranks \[{1 - rank}\] did not"):
+            model(x[mine])
+    of_job = session.groups.host._get_backend(torch.device("cpu")).options._timeout
+    return largest(pairs), of_job.total_seconds()
 
 
-def test_an_interrupted_backward():
-    assert max(run(2, interrupted, plan_of())) < 1e-10
+@pytest.mark.parametrize("mode", ["data", "model"])
+def test_steps_that_an_error_breaks_off(mode):
+    for worst, timeout in run(2, interrupted, make_plan(2, "uneven", MODES[mode], THREE, slots=2)):
+        assert worst < 1e-10
+        assert timeout == 120  # what the job's process group was given
 
 
 def first_gathers(rank, world, plan):
