@@ -1,4 +1,6 @@
-"""State dicts of optimizers whose parameters are slices: said once, marked, and refused where they are another rank's or whole.
+"""Optimizers whose parameters are slices: their state dicts, and steps that would need the whole. Said once.
+
+State dicts are marked, and refused where they are another rank's or whole.
 
 torch has no hook of all optimizers' state dicts, but one of all their steps, and before the first step there is no state to give.
 The mark is a value of a parameter group, which `load_state_dict` keeps, so that what was loaded into a new optimizer is found in
@@ -8,11 +10,13 @@ its first step.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakSet
 
+from torch import optim
 from torch.compiler import is_compiling
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -20,6 +24,12 @@ from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.distributed.slice_states import MARK, are_known, check_slice, is_slice, mark_of, not_ours
 
 log = logging.getLogger(__name__)
+
+_BY_ELEMENT = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
+    *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+)
+"""Those of torch that do the same to a slice as to the whole."""
 
 
 class _Slices:
@@ -36,6 +46,7 @@ _watched: WeakSet[_Slices] = WeakSet()
 _looked_at: WeakSet[Optimizer] = WeakSet()
 _hooked: WeakSet[Optimizer] = WeakSet()
 _said: WeakSet[Optimizer] = WeakSet()
+_warned: WeakSet[type[Optimizer]] = WeakSet()
 
 
 def watch(shards: Iterable[ShardedParameter]) -> Callable[[], None]:
@@ -78,13 +89,29 @@ def _hook_steps() -> None:
 def _stepping(optimizer: Optimizer, *_: Any) -> None:
     if is_compiling() or optimizer in _looked_at:
         return
-    if any(here for _, here in _slices_in(optimizer)):
+    slices = [shard for _, here in _slices_in(optimizer) for shard in here]
+    if slices:
         check(optimizer)
         if optimizer not in _hooked:
+            _warn_of_matrices(optimizer, slices[0])
             optimizer.register_state_dict_post_hook(_given)
             optimizer.register_load_state_dict_post_hook(check)
             _hooked.add(optimizer)
     _looked_at.add(optimizer)
+
+
+def _warn_of_matrices(optimizer: Optimizer, first: ShardedParameter) -> None:
+    """Says that an optimizer may do something else to slices. Who inherits a known step does the same."""
+    kind = type(optimizer)
+    if kind in _warned or inspect.unwrap(kind.step) in {inspect.unwrap(known.step) for known in _BY_ELEMENT}:
+        return
+    _warned.add(kind)
+    log.warning(
+        "%s may look at whole matrices (norms, factored moments, a line search), and has only this rank's slices of %r and others: "
+        "its steps are then not those of one device. Those of torch.optim that look at single elements (AdamW, SGD) are the same "
+        "on slices; if this one looks at no more, ignore this",
+        *(kind.__name__, first.name),
+    )
 
 
 def _given(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

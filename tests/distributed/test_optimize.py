@@ -373,8 +373,12 @@ def check_slices_in_state_dicts(model, whole):
             late.load_state_dict(of_first)  # torch tells nobody
             with of_others if net is model else pytest.raises(PlanError, match=r"state of 'blocks.0.* is whole"):
                 late.step()
-            net.zero_grad()
-        assert len(said) == 2
+        for kind in (type("Own", (torch.optim.AdamW,), {}), torch.optim.Adafactor):
+            kind(model.parameters(), lr=0.0).step()
+        model.zero_grad()
+        whole.zero_grad()
+        assert len(said) == 3
+        assert said.pop().startswith("Adafactor may look at whole matrices")
         assert "as (12, 16) and not (24, 16)" in said[0]
         assert "state of this rank's slices" in said[1]
 
