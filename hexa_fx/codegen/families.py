@@ -13,6 +13,7 @@ _MODULES = {
     "activate_fp8": "hexa_fx.codegen.family_rows_fp8",
     "block_gemm_sm90": "hexa_fx.codegen.family_block_sm90",
     "combine": "hexa_fx.codegen.family_rows",
+    "combine_bytes": "hexa_fx.codegen.family_rows_fp8",
     "decode_combine": "hexa_fx.codegen.family_decode",
     "decode_down": "hexa_fx.codegen.family_decode",
     "decode_gemm": "hexa_fx.codegen.family_decode",

@@ -22,7 +22,7 @@ PART = 128
 BLOCK_ARGS = struct.Struct(ARGS.format.removesuffix("0P") + "6P2i0P")
 """hexa::sm90::BlockParams, in its order: GroupedParams, scales, and two strides."""
 
-_OUT = (DataType.bf16, DataType.f16, DataType.f32)
+_OUT = (DataType.bf16, DataType.f16, DataType.f32, DataType.u8)
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,11 @@ def _check(spec: KernelSpec) -> Iterable[str]:
     if spec.dtype is not DataType.e4m3:
         yield f"{spec.dtype.name} operands; these kernels multiply e4m3"
     if spec.out not in ((spec.wide,) if spec.accumulate else (*_OUT, spec.dtype)):
-        yield f"results of {spec.out.name}; expected bf16, f16 or f32, and f32 where they are added"
+        yield f"results of {spec.out.name}; expected bf16, f16, f32 or bytes, and f32 where they are added"
     if (spec.op == "esmm_act") != (spec.out is spec.dtype):
         yield f"{spec.op} -> {spec.out.name}: activations leave quantised, all else does not"
+    if spec.out is DataType.u8 and spec.op != "esmm":
+        yield f"{spec.op} -> bytes; rows that are only summed leave so, of esmm"
     if spec.accumulate and spec.op != "estmm":
         yield f"{spec.op} adds to nothing; estmm does"
     if (spec.bm, spec.bn, spec.bk) != (TILE_M, TILE_N, TILE_K):

@@ -48,7 +48,8 @@ def check_accumulate(spec: KernelSpec, op: str) -> Iterable[str]:
         yield f"{spec.dtype.name} -> {spec.out.name}; results have the operands' type, sums of launches {spec.wide.name}"
 
 
-def _check_combine(spec: KernelSpec) -> Iterable[str]:
+def check_combine(spec: KernelSpec) -> Iterable[str]:
+    """Reasons why a sum of tokens' rows cannot be generated."""
     yield from _check_types(spec)
     if spec.option("top_k") not in (0, *UNROLLED_TOP_K):
         yield f"top_k {spec.option('top_k')} is not unrolled; use 0"
@@ -98,7 +99,7 @@ FAMILIES = (
         ops=("combine",),
         args=struct.Struct("PPPPPqqii"),  # y, weights, inv, routed, out, y_stride, out_stride, width, top_k
         shape=lambda spec: LaunchShape(threads=int(spec.option("threads"))),
-        check=_check_combine,
+        check=check_combine,
         min_arch=70,
     ),
     Family(

@@ -1,4 +1,4 @@
-"""quantize_fp8 and activate_fp8: what FP8 block compute does besides products, bandwidth-bound."""
+"""quantize_fp8, activate_fp8 and combine_bytes: what FP8 block compute does besides products, bandwidth-bound."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family import Family, LaunchShape
-from hexa_fx.codegen.family_rows import check_activation
+from hexa_fx.codegen.family_rows import check_activation, check_combine
 from hexa_fx.codegen.spec import KernelSpec
 
-QUANTIZE, ACTIVATE = "quantize_fp8", "activate_fp8"
+QUANTIZE, ACTIVATE, COMBINE = "quantize_fp8", "activate_fp8", "combine_bytes"
 THREADS = 256
 """Of a block: a tile of 128 x 128 numbers, or 16 blocks of a row."""
 
@@ -67,5 +67,14 @@ FAMILIES = (
         shape=lambda spec: LaunchShape(threads=THREADS, shared_bytes=_activate_bytes(spec)),
         check=_check_activate,
         min_arch=89,
+    ),
+    Family(
+        name=COMBINE,
+        template="combine_bytes.cu.j2",
+        ops=("combine",),
+        args=struct.Struct("6P3i0P"),  # y, scales, weights, inv, routed, out; width, padded, top_k
+        shape=lambda spec: LaunchShape(threads=int(spec.option("threads"))),
+        check=check_combine,
+        min_arch=80,
     ),
 )

@@ -79,29 +79,28 @@ def esmm_act_fp8(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @cuda_kernel("esmm_fp8")
-def esmm_fp8(*args: Any) -> Tensor:
+def esmm_fp8(*args: Any) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.fp8. One launch."""
     o = EsmmFp8(*args)
-    y = o.results()
-    _product(o, None, 1, into=y)
-    return y
+    y, ys = o.results()
+    _product(o, None, 1, into=y, scales=ys)
+    return y, ys
 
 
-def _product(o: EsmmFp8, v: Tensor | None, top_k: int, into: Tensor) -> None:
-    """One launch, of rows in expert order or gathered by v."""
+def _product(o: EsmmFp8, v: Tensor | None, top_k: int, into: Tensor, scales: Tensor | None) -> None:
+    """One launch, of rows in expert order or gathered by v. ``scales``: of results in bytes."""
     n, columns = into.shape
-    if columns * into.element_size() % 16:
-        raise Unsupported(f"results of {columns} columns; the copy engine writes rows of whole 16 bytes")
     if not n:
         return
     fields = {"bias": o.bias is not None, "gather": v is not None}
-    kernel = _kernel(o.x, o.w, "esmm", DTYPES[o.dtype], fields)
+    kernel = _kernel(o.x, o.w, "esmm", DTYPES[into.dtype], fields)
     rows = None if v is not None else rows_map(o.x, _ROW_BOX)
     maps = Maps(rows=rows, weight=weight_map(o.w, "nk", PART), out=chunk_map(into))
     depth = o.x.shape[1]
-    sizes = {"n": n, "a_ld": depth, "out_ld": columns, "K": depth, "N": columns, "bias_ld": o.w.shape[1]}
+    sizes = {"n": n, "a_ld": depth, "out_ld": columns, "K": depth, "N": columns, "bias_ld": columns}
     tensors = {"a": o.x, "out": into, "bias": _bias(o.bias), "v": v}
-    _launch(kernel, o.offs, maps, {"a_scale": o.xs, "w_scale": o.ws}, **sizes, **tensors, division=division(top_k))
+    given = {"a_scale": o.xs, "w_scale": o.ws, "h_scale": scales}
+    _launch(kernel, o.offs, maps, given, **sizes, **tensors, division=division(top_k))
 
 
 @cuda_kernel("esmm_act_backward_fp8")
@@ -113,7 +112,7 @@ def esmm_act_backward_fp8(*args: Any) -> tuple[Tensor, ...]:
     results, (n, inner) = o.results(), (o.v.shape[0], o.w.shape[1])
     if n and any(o.needs):
         da = o.dy.new_empty((n, inner), dtype=torch.bfloat16)
-        _product(EsmmFp8(o.dy, o.dys, o.w, o.ws, None, o.offs, inner, da.dtype), o.v, o.top_k, into=da)
+        _product(EsmmFp8(o.dy, o.dys, o.w, o.ws, None, o.offs), o.v, o.top_k, into=da, scales=None)
         weights = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
         wanted = Results(*[t if t.numel() else None for t in results])
         activation_gradient(

@@ -1,6 +1,6 @@
 """The kernels that a layer launches in FP8 block compute besides those of its exact form; as `hexa_fx.cuda.kernel_set`.
 
-None of them depends on a number of tokens. Reindexing, combining and sums over rows are those of the exact form.
+None of them depends on a number of tokens. Reindexing and sums over rows are those of the exact form.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from hexa_fx.codegen.family_block_sm90 import FAMILY
-from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, QUANTIZE
+from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, COMBINE, QUANTIZE
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import Card, collect
 from hexa_fx.cuda.kernel_set import FfnLayer, OnCard
@@ -36,4 +36,4 @@ def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[
         if training:
             y, h, *kept = run(o, transposed=True, keep_h=not o.recompute_h)
             backward(y, o.x, None if o.recompute_h else h, *kept, *args[2:], False, layer.top_k, needs, *buffers)
-    return tuple(spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE))
+    return tuple(spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE, COMBINE))

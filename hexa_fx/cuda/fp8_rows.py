@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.families import get_family
-from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, QUANTIZE, THREADS
+from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
+from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, COMBINE, QUANTIZE, THREADS
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.calls import cuda_kernel, product
 from hexa_fx.cuda.choosing import cached_choice
@@ -20,14 +21,17 @@ from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, dense_rows, numbers_of
 from hexa_fx.cuda.planning import Operand, planning_of
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
-from hexa_fx.ops.fp8 import EssFp8, QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8, glu_of
+from hexa_fx.ops.fp8 import CombineFp8, EssFp8, QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8, glu_of
 
-_QUANTIZE, _ACTIVATE = (numbers_of(get_family(name).args) for name in (QUANTIZE, ACTIVATE))
+_QUANTIZE, _ACTIVATE, _COMBINE = (numbers_of(get_family(name).args) for name in (QUANTIZE, ACTIVATE, COMBINE))
 _CHUNK = 8
 """Numbers that a thread reads at a time."""
 
 _THREADS_A_BLOCK = 16
 """Threads that share 128 numbers of a row."""
+
+_COLUMNS_A_THREAD = 16
+"""Of a row of bytes that is summed."""
 
 TILES_A_BLOCK = 4
 """Tiles of 128 x 128 that a block of a group takes, one after the other."""
@@ -109,6 +113,33 @@ def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices
     if turned:
         return _Matrices(w, second, k, half, by_k, step * by_n, (1, count))
     return _Matrices(w, second, half, k, step * by_n, by_k, (count, 1))
+
+
+@cuda_kernel("combine_fp8")
+def combine_fp8(*args: Any) -> Tensor:
+    """See hexa_fx.ops.fp8. One block a token."""
+    o = CombineFp8(*args)
+    out, planning = o.results(), planning_of(o.y)
+    weights = None if o.top_k_weights is None else o.top_k_weights.contiguous()
+    kernel = _combine_kernel(
+        planning.card.arch, o.dtype, None if weights is None else weights.dtype, o.columns, o.top_k, aligned(out)
+    )
+    numbers = _COMBINE.pack(o.columns, o.y.shape[1], o.top_k)
+    planning.launch(kernel, (out.shape[0], 1, 1), (((o.y, o.ys, weights, o.inv, o.offs[-1:], out), numbers),))
+    return out
+
+
+@cached_choice
+def _combine_kernel(
+    arch: int, dtype: torch.dtype, weights: torch.dtype | None, columns: int, top_k: int, fit: bool
+) -> Kernel:
+    # The block that wastes the fewest threads, and the largest of equals.
+    lines = ceil_div(columns, _COLUMNS_A_THREAD)
+    threads = min(COMBINE_THREADS, key=lambda t: (ceil_div(lines, t) * t, -t))
+    spec = KernelSpec(COMBINE, "combine", arch, dtype=DTYPES[dtype], scale=weights is not None, aligned=fit)
+    unrolled = top_k if top_k in UNROLLED_TOP_K else 0
+    name = "f32" if weights is None else DTYPES[weights].name
+    return kernel_of(spec.with_options(top_k=unrolled, threads=threads, weights=name))
 
 
 @cuda_kernel("ess_fp8")

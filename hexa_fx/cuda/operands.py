@@ -20,6 +20,7 @@ DTYPES = {
     torch.float32: DataType.f32,
     torch.float64: DataType.f64,
     torch.float8_e4m3fn: DataType.e4m3,
+    torch.uint8: DataType.u8,
 }
 
 

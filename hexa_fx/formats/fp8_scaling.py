@@ -22,6 +22,9 @@ BLOCK = 128
 ELEMENT = torch.float8_e4m3fn
 """Of everything, gradients too (benchmarks/LOG.md)."""
 
+BYTE_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+"""Columns of rows in bytes, as the lanes of a product hold them."""
+
 FLOOR = 1e-30
 """The smallest of a block's largest magnitude: its scale and the scale's inverse are normal numbers."""
 
@@ -56,6 +59,29 @@ def read_rows(q: Tensor, scales: Tensor) -> Tensor:
     """What `quantize_rows` made, in float32, (R, padded C)."""
     blocks = q.float().view(q.shape[0], scales.shape[1], BLOCK)
     return blocks.mul_(scales.unsqueeze(2)).view(q.shape)
+
+
+def rows_as_bytes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x (R, C), C a multiple of 128, as whole numbers of -127 to 127 that 128 columns of a row have a scale for.
+
+    Bytes (R, C) are 128 more, sixteen columns in the order of `BYTE_ORDER`; scales (R, C / 128) are float32. A block with a NaN or
+    an infinity reads as NaN.
+    """
+    blocks = x.float().unflatten(1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1)
+    scales = largest.clamp_min(FLOOR) / 127
+    scales = torch.where(largest.isfinite(), scales, torch.nan)
+    whole = torch.where(largest.isfinite().unsqueeze(-1), blocks / scales.unsqueeze(-1), 0).round_() + 128
+    order = torch.tensor(BYTE_ORDER, device=x.device)
+    return whole.to(torch.uint8).flatten(1).unflatten(1, (-1, 16))[:, :, order].flatten(1), scales
+
+
+def read_bytes(y: Tensor, scales: Tensor) -> Tensor:
+    """What `rows_as_bytes` made, in float32."""
+    places = torch.tensor(BYTE_ORDER, device=y.device).argsort()
+    whole = y.unflatten(1, (-1, 16))[:, :, places].flatten(1).float().sub_(128)
+    blocks: Tensor = whole.unflatten(1, (-1, BLOCK)).mul_(scales.unsqueeze(2))
+    return blocks.flatten(1)
 
 
 def first_groups(offs: Tensor) -> Tensor:

@@ -14,8 +14,24 @@ from hexa_fx.jit.errors import DriverError
 TENSOR_MAP_BYTES = 128
 _ALIGNMENT = 64
 
-_TYPE = {DataType.e4m3: 0, DataType.f16: 6, DataType.f32: 7, DataType.f64: 8, DataType.bf16: 9, DataType.tf32: 11}
-_SIZE = {DataType.e4m3: 1, DataType.f16: 2, DataType.bf16: 2, DataType.f32: 4, DataType.tf32: 4, DataType.f64: 8}
+_TYPE = {
+    DataType.u8: 0,
+    DataType.e4m3: 0,
+    DataType.f16: 6,
+    DataType.f32: 7,
+    DataType.f64: 8,
+    DataType.bf16: 9,
+    DataType.tf32: 11,
+}
+_SIZE = {
+    DataType.u8: 1,
+    DataType.e4m3: 1,
+    DataType.f16: 2,
+    DataType.bf16: 2,
+    DataType.f32: 4,
+    DataType.tf32: 4,
+    DataType.f64: 8,
+}
 _SWIZZLE = {0: 0, 32: 1, 64: 2, 128: 3}
 _PROMOTE = {0: 0, 64: 1, 128: 2, 256: 3}
 

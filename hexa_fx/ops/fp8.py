@@ -38,8 +38,10 @@ library.define(
     "esmm_act_fp8(Tensor x, Tensor xs, Tensor w, Tensor ws, Tensor? bias, Tensor v, Tensor offs, SymInt top_k, str activation, "
     "bool gated, float[] params, bool keep_h) -> (Tensor h, Tensor hs, Tensor a, Tensor a_scales)"
 )
+library.define("esmm_fp8(Tensor x, Tensor xs, Tensor w, Tensor ws, Tensor? bias, Tensor offs) -> (Tensor y, Tensor ys)")
 library.define(
-    "esmm_fp8(Tensor x, Tensor xs, Tensor w, Tensor ws, Tensor? bias, Tensor offs, SymInt columns, ScalarType dtype) -> Tensor"
+    "combine_fp8(Tensor y, Tensor ys, Tensor? top_k_weights, Tensor inv, Tensor offs, SymInt top_k, SymInt columns, "
+    "ScalarType dtype) -> Tensor"
 )
 library.define(
     "esmm_act_backward_fp8(Tensor dy, Tensor dys, Tensor w, Tensor ws, Tensor h, Tensor hs, Tensor? top_k_weights, Tensor v, "
@@ -171,17 +173,15 @@ class EsmmActFp8(NamedTuple):
 
 
 class EsmmFp8(NamedTuple):
-    """``y[p] = x[p] @ W[e(p)]^T + bias[e(p)]``: the second projection, and the first one's gradient of x.
+    """``y[p] = x[p] @ W[e(p)]^T + bias[e(p)]``: the second projection, and the first one's gradient of x, for `CombineFp8`.
 
     Args:
         x, xs: (n, K') e4m3 in expert order and (n, K' / 128).
         w, ws: (E, N', K') e4m3 and (E, N' / 128, K' / 128).
         bias: (E, N') float32, or None.
-        columns: N, the first columns that are wanted.
-        dtype: of the result: bfloat16, float16 or float32.
 
     Results:
-        y: (n, N), rounded once.
+        y, ys: (n, N') uint8 and (n, N' / 128) float32, of `hexa_fx.formats.fp8_scaling.rows_as_bytes`.
     """
 
     x: Tensor
@@ -190,11 +190,36 @@ class EsmmFp8(NamedTuple):
     ws: Tensor
     bias: Tensor | None
     offs: Tensor
+
+    def results(self) -> tuple[Tensor, Tensor]:
+        n, width = self.x.shape[0], self.w.shape[1]
+        return self.x.new_empty((n, width), dtype=torch.uint8), self.ws.new_empty((n, width // BLOCK))
+
+
+class CombineFp8(NamedTuple):
+    """`combine` of the rows of `EsmmFp8`, added up in float32.
+
+    Args:
+        y, ys: of `EsmmFp8`.
+        top_k_weights, inv, offs, top_k: as in `combine`.
+        columns: D, the first columns that are wanted.
+        dtype: of the result.
+
+    Results:
+        out: (T, D).
+    """
+
+    y: Tensor
+    ys: Tensor
+    top_k_weights: Tensor | None
+    inv: Tensor
+    offs: Tensor
+    top_k: int
     columns: int
     dtype: torch.dtype
 
     def results(self) -> Tensor:
-        return self.x.new_empty((self.x.shape[0], self.columns), dtype=self.dtype)
+        return self.y.new_empty((self.inv.shape[0] // self.top_k, self.columns), dtype=self.dtype)
 
 
 class EsmmActBackwardFp8(NamedTuple):

@@ -109,8 +109,14 @@ def _esmm(op: str, o: fp8.EsmmFp8) -> None:
     check_weight(op, o.w, o.ws, o.offs)
     _check_rows(op, "x", o.x, o.xs, o.w.shape[2])
     _check_bias(op, o.bias, o.w)
-    if padded(o.columns) != o.w.shape[1] or o.dtype not in QUANTIZABLE:
-        raise InputError(f"hexa::{op}: {o.columns} columns of {o.dtype} of a weight {checks.shape(o.w)}")
+
+
+def _combine(op: str, o: fp8.CombineFp8) -> None:
+    checks.check_index(op, o.y, ("inv", "offs"), (o.inv, o.offs))
+    _check(op, "y", o.y, torch.uint8, (o.inv.shape[0], padded(o.columns)))
+    _check(op, "y's scales", o.ys, torch.float32, (o.inv.shape[0], padded(o.columns) // BLOCK))
+    if o.top_k_weights is not None and o.top_k_weights.numel() != o.inv.shape[0]:
+        raise InputError(f"hexa::{op}: top_k_weights is {checks.shape(o.top_k_weights)} of {o.inv.shape[0]} rows")
 
 
 def _esmm_act_backward(op: str, o: fp8.EsmmActBackwardFp8) -> None:
@@ -156,6 +162,7 @@ _register("quantize_columns_fp8", fp8.QuantizeColumnsFp8, _quantize_columns)
 _register("quantize_weight_fp8", fp8.QuantizeWeightFp8, _quantize_weight, in_place=True)
 _register("esmm_act_fp8", fp8.EsmmActFp8, _esmm_act)
 _register("esmm_fp8", fp8.EsmmFp8, _esmm)
+_register("combine_fp8", fp8.CombineFp8, _combine)
 _register("esmm_act_backward_fp8", fp8.EsmmActBackwardFp8, _esmm_act_backward)
 _register("estmm_fp8", fp8.EstmmFp8, _estmm, in_place=True)
 _register("ess_fp8", fp8.EssFp8, _ess)

@@ -20,13 +20,16 @@ from hexa_fx.formats.fp8_scaling import (
     quantize_groups,
     quantize_rows,
     quantize_weight,
+    read_bytes,
     read_groups,
     read_rows,
     read_weight,
+    rows_as_bytes,
 )
 from hexa_fx.ops import fp8, library
 from hexa_fx.ops import fp8_checks as _checks  # noqa: F401  (registers them)
 from hexa_fx.ops.activations import activation_backward, activation_forward, gate_and_up
+from hexa_fx.ops.combine import combine_generic
 from hexa_fx.ops.rows import expert_rows, gather_rows, routed_rows
 
 
@@ -78,10 +81,16 @@ def _esmm_act(*args: Any) -> tuple[Tensor, ...]:
     return *quantize_rows(h if o.keep_h else h[:0]), *quantize_rows(a)
 
 
-def _esmm(*args: Any) -> Tensor:
+def _esmm(*args: Any) -> tuple[Tensor, Tensor]:
     o = fp8.EsmmFp8(*args)
-    y = _product(read_rows(o.x, o.xs), o.w, o.ws, o.bias, o.offs)
-    return y[:, : o.columns].to(o.dtype).contiguous()
+    return rows_as_bytes(_product(read_rows(o.x, o.xs), o.w, o.ws, o.bias, o.offs))
+
+
+def _combine(*args: Any) -> Tensor:
+    o = fp8.CombineFp8(*args)
+    weights = None if o.top_k_weights is None else o.top_k_weights.float()
+    rows = torch.where(routed_rows(o.offs, o.y.shape[0]), read_bytes(o.y, o.ys)[:, : o.columns], 0)
+    return combine_generic(rows, weights, o.inv, o.offs, o.top_k).to(o.dtype)
 
 
 def _esmm_act_backward(*args: Any) -> tuple[Tensor, ...]:
@@ -126,6 +135,7 @@ _KERNELS: dict[str, library.Kernel] = {
     "quantize_weight_fp8": _weight,
     "esmm_act_fp8": _esmm_act,
     "esmm_fp8": _esmm,
+    "combine_fp8": _combine,
     "esmm_act_backward_fp8": _esmm_act_backward,
     "estmm_fp8": _estmm,
     "ess_fp8": _ess,

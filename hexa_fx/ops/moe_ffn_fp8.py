@@ -107,9 +107,10 @@ def run(o: Arguments, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
     h, hs, a, a_scales = kernel("esmm_act_fp8", x)(
         *kernel("quantize_rows_fp8", x)(x), *first[:2], o.first_bias(), v, offs, top_k, *o.steps, keep_h
     )
-    rows = kernel("esmm_fp8", x)(a, a_scales, *second[:2], o.second_bias(), offs, o.output_size, x.dtype)
+    rows = kernel("esmm_fp8", x)(a, a_scales, *second[:2], o.second_bias(), offs)
     del a, a_scales
-    return kernel("combine", x)(rows, o.top_k_weights, inv, offs, top_k), h, hs, v, inv, offs
+    y = kernel("combine_fp8", x)(*rows, o.top_k_weights, inv, offs, top_k, o.output_size, x.dtype)
+    return y, h, hs, v, inv, offs
 
 
 def _inference(*args: Any) -> Tensor:

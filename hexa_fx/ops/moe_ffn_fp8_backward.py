@@ -67,8 +67,8 @@ def backward(
     del of_dh
     if needs["x"]:
         weight = o.first(transposed=True, forward=False).transposed
-        rows = kernel("esmm_fp8", dy)(dh, dhs, *weight, None, offs, o.input_size, dy.dtype)
-        found["x"] = kernel("combine", dy)(rows, None, inv, offs, top_k)
+        rows = kernel("esmm_fp8", dy)(dh, dhs, *weight, None, offs)
+        found["x"] = kernel("combine_fp8", dy)(*rows, None, inv, offs, top_k, o.input_size, dy.dtype)
     return [gradient for name in OPERANDS if needs[name] and (gradient := found[name]) is not None]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hexa_fx.cuda import fp8_rows
-from hexa_fx.formats.fp8_scaling import first_groups, read_groups, read_rows
+from hexa_fx.formats.fp8_scaling import first_groups, read_groups, read_rows, rows_as_bytes
 from hexa_fx.ops.activations import activation_backward, activation_forward
 from tests.codegen.emulated import emulated  # noqa: F401
 
@@ -156,3 +156,18 @@ def test_gradient_of_the_activation(kind, activation, gated):
     dots = torch.full_like(wanted[6], 7.0)
     fp8_rows.activation_gradient(given._replace(weights=None), into=fp8_rows.Results(*[None] * 6, dots))
     assert torch.equal(dots, wanted[6])
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize(
+    ("dtype", "weights", "columns"), [(torch.bfloat16, torch.bfloat16, 200), (torch.float32, None, 333)], ids=str
+)
+def test_sums_of_rows_in_bytes(kind, dtype, weights, columns):
+    _, inv, offs = routed(kind)
+    y, ys = rows_as_bytes(torch.randn(len(inv), 128 * (columns // 128 + 1)) * torch.logspace(-3, 3, len(inv))[:, None])
+    ys[int(offs[-1]) :] = torch.nan  # of no expert
+    gates = None if weights is None else torch.rand(TOKENS, K).to(weights)
+    args = (y, ys, gates, inv, offs, K, columns, dtype)
+    found, expected = fp8_rows.combine_fp8(*args), fp8.combine_fp8(*args)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-3)

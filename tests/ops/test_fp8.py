@@ -124,11 +124,12 @@ def operands(routing="random", gated=True):
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_products_are_those_of_the_numbers_that_were_quantised(routing, gated):
-    v, _, offs, x, dy, w1, w2, weights = operands(routing, gated)
+    v, inv, offs, x, dy, w1, w2, weights = operands(routing, gated)
     xq, dyq = fp8.quantize_rows_fp8(x), fp8.quantize_rows_fp8(dy)
     bias = torch.randn(E, w1[0].shape[1])
     h, hs, a, a_scales = fp8.esmm_act_fp8(*xq, *w1[:2], bias, v, offs, K, "silu", gated, (), True)
-    y = fp8.esmm_fp8(a, a_scales, *w2[:2], None, offs, D, torch.float32)
+    y, ys = fp8.esmm_fp8(a, a_scales, *w2[:2], None, offs)
+    out = fp8.combine_fp8(y, ys, weights, inv, offs, K, D, torch.float32)
     found = fp8.esmm_act_backward_fp8(*dyq, *w2[2:], h, hs, weights, v, offs, K, "silu", gated, (), [True] * 4)
     routed, token = int(offs[-1]), v.long() // K
     expert = torch.repeat_interleave(torch.arange(E), offs.diff().long())
@@ -145,7 +146,9 @@ def test_products_are_those_of_the_numbers_that_were_quantised(routing, gated):
     da = torch.einsum("pn,pnk->pk", grads, second[expert])
     (dh,) = torch.autograd.grad(act, pre, da * share)
     close(fp8_scaling.read_rows(a, a_scales)[:routed], act, 0.08)
-    close(y[:routed], torch.einsum("pk,pnk->pn", act, second[expert])[:, :D], 0.08)
+    rows_of_y = torch.einsum("pk,pnk->pn", act, second[expert])[:, :D]
+    close(fp8_scaling.read_bytes(y, ys)[:routed, :D], rows_of_y, 0.08)
+    close(out, torch.zeros_like(out).index_add(0, token[:routed], rows_of_y * share), 0.08)
     close(fp8_scaling.read_rows(*found[:2])[:routed], dh, 0.06)
     close(found[6][:routed].sum(1), (da * act).sum(1), 1e-4)
     out = torch.full((E, w1[0].shape[1], D), 5.0)
@@ -171,9 +174,11 @@ def test_results_that_are_not_wanted_are_empty():
     assert [len(t) for t in found] == [0] * 7
 
 
-@pytest.mark.parametrize("name", ["rows", "columns", "weight", "esmm_act", "esmm", "esmm_act_backward", "estmm", "ess"])
+@pytest.mark.parametrize(
+    "name", ["rows", "columns", "weight", "esmm_act", "esmm", "combine", "esmm_act_backward", "estmm", "ess"]
+)
 def test_opcheck(name):
-    v, _, offs, x, dy, w1, w2, weights = operands()
+    v, inv, offs, x, dy, w1, w2, weights = operands()
     xq, dyq, xt = fp8.quantize_rows_fp8(x), fp8.quantize_rows_fp8(dy), fp8.quantize_columns_fp8(x, v, offs, K, False)
     static = (v, offs, K, "silu", True, [])
     h, hs, a, a_scales = fp8.esmm_act_fp8(*xq, *w1[:2], None, *static, True)
@@ -182,7 +187,17 @@ def test_opcheck(name):
         "columns": ("quantize_columns_fp8", x, v, offs, K, True),
         "weight": ("quantize_weight_fp8", *w2, torch.randn(E, D, INNER), None, "nk", "none"),
         "esmm_act": ("esmm_act_fp8", *xq, *w1[:2], None, *static, True),
-        "esmm": ("esmm_fp8", a, a_scales, *w2[:2], None, offs, D, torch.bfloat16),
+        "esmm": ("esmm_fp8", a, a_scales, *w2[:2], None, offs),
+        "combine": (
+            "combine_fp8",
+            *fp8.esmm_fp8(a, a_scales, *w2[:2], None, offs),
+            weights,
+            inv,
+            offs,
+            K,
+            D,
+            torch.bfloat16,
+        ),
         "esmm_act_backward": ("esmm_act_backward_fp8", *dyq, *w2[2:], h, hs, weights, *static, [True] * 4),
         "estmm": ("estmm_fp8", torch.zeros(E, D, D), *xt, *xt, offs, False, False),
         "ess": ("ess_fp8", *xt, offs),
@@ -200,6 +215,6 @@ def test_operands_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match="float64"):
         fp8.quantize_rows_fp8(x.double())
     with pytest.raises(InputError, match="x is"):
-        fp8.esmm_fp8(*xq, *w2[:2], None, offs, D, torch.bfloat16)
+        fp8.esmm_fp8(*xq, *w2[:2], None, offs)
     with pytest.raises(InputError, match="scales"):
         fp8.esmm_act_fp8(*xq, w1[0], w1[1][:, :1], None, v, offs, K, "silu", True, (), True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hexa_fx.codegen.family_block_sm90 import FAMILY
-from hexa_fx.cuda import arguments_sm90, fp8, register
+from hexa_fx.cuda import arguments_sm90, fp8, fp8_rows, register
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.fp8_kernel_set import fp8_kernel_set
@@ -76,22 +76,22 @@ def test_up(hopper: Cards, gated: bool, keep_h: bool) -> None:
     assert [any(m) for m in launch.maps] == [False, True, False, False, False, False, keep_h, True, False]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, F32], ids=str)
-def test_down_reads_rows_in_order(hopper: Cards, dtype: torch.dtype) -> None:
-    (x, xs), (w, ws), (_, offs) = rows(T * K, INNER), weight(D, INNER), routing()
-    y = fp8.esmm_fp8(x, xs, w, ws, None, offs, D - 8, dtype)
-    assert (y.shape, y.dtype) == ((T * K, D - 8), dtype)
-    (launch,) = hopper.launches
-    got = values(launch)
-    assert (launch.spec.op, launch.spec.gather, got["v"], got["out"]) == ("esmm", False, 0, y.data_ptr())
-    assert [got[n] for n in ("n", "K", "N", "out_ld")] == [T * K, INNER, D - 8, D - 8]
-    assert [any(m) for m in launch.maps] == [True, True, False, False, False, False, True, False, False]
-
-
-def test_results_of_odd_widths_run_the_reference(hopper: Cards) -> None:
-    (x, xs), (w, ws), (_, offs) = rows(T * K, INNER), weight(D, INNER), routing()
-    assert fp8.esmm_fp8(x, xs, w, ws, None, offs, D - 1, torch.bfloat16).shape == (T * K, D - 1)
-    assert "whole 16 bytes" in cuda_fallback.fallbacks["esmm_fp8"]
+def test_down_reads_rows_in_order_and_combine_its_bytes(hopper: Cards) -> None:
+    (x, xs), (w, ws), (v, offs) = rows(T * K, INNER), weight(D, INNER), routing()
+    y, ys = fp8.esmm_fp8(x, xs, w, ws, None, offs)
+    assert (y.shape, y.dtype, ys.shape) == ((T * K, D), torch.uint8, (T * K, D // 128))
+    gates = torch.rand(T, K)
+    out = fp8_rows.combine_fp8(y, ys, gates, v, offs, K, D - 8, torch.bfloat16)
+    assert (out.shape, out.dtype) == ((T, D - 8), torch.bfloat16)
+    product, combine = hopper.launches
+    got = values(product)
+    assert (product.spec.op, product.spec.out.name, product.spec.gather, got["v"]) == ("esmm", "u8", False, 0)
+    assert [got[n] for n in ("out", "h_scale", "n", "K", "N", "out_ld")] == [
+        *(t.data_ptr() for t in (y, ys)),
+        *(T * K, INNER, D, D),
+    ]
+    assert [any(m) for m in product.maps] == [True, True, False, False, False, False, True, False, False]
+    assert (combine.spec.family, combine.blocks[0]) == ("combine_bytes", T)
 
 
 @pytest.mark.parametrize("needs", [(True,) * 4, (True, False, False, True), (False,) * 4])
@@ -186,7 +186,7 @@ def test_layers_that_the_kernels_do_not_take_run_exactly(hopper: Cards, size: in
 
 def test_another_card_says_so(cards: Cards) -> None:
     (x, xs), (w, ws), (_, offs) = rows(T * K, INNER), weight(D, INNER), routing()
-    fp8.esmm_fp8(x, xs, w, ws, None, offs, D, torch.bfloat16)
+    fp8.esmm_fp8(x, xs, w, ws, None, offs)
     assert "FP8 products need an sm_90" in cuda_fallback.fallbacks["esmm_fp8"]
 
 

@@ -50,6 +50,7 @@ RECORDS = {
     "quantize_weight_fp8": fp8.QuantizeWeightFp8,
     "esmm_act_fp8": fp8.EsmmActFp8,
     "esmm_fp8": fp8.EsmmFp8,
+    "combine_fp8": fp8.CombineFp8,
     "esmm_act_backward_fp8": fp8.EsmmActBackwardFp8,
     "estmm_fp8": fp8.EstmmFp8,
     "ess_fp8": fp8.EssFp8,

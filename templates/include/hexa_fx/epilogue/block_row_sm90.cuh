@@ -65,21 +65,52 @@ struct BlockRowEpilogue {
     }
   }
 
-  // A part quantised: one scale for each of its rows, number `block` of `scales`.
-  CUTE_DEVICE void quantised(const Values& x, const Rows<T>& out, int column, float* scales, int scale_ld, int block) const {
-    float inverse[2];
+  // The scales of a part's rows, number `block` of `scales`, and what its numbers are multiplied by.
+  template <class Scale>
+  CUTE_DEVICE void scale_rows(const Values& x, float (&inverse)[2], float* scales, int scale_ld, int block) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       float largest = 0.f;
       CUTE_UNROLL
-      for (int j = 0; j < 16; ++j) largest = fmaxf(largest, fmaxf(fabsf(x[4 * j + 2 * r]), fabsf(x[4 * j + 2 * r + 1])));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const BlockScale of(largest);
+      for (int j = 0; j < 16; ++j)
+        largest = Scale::larger(largest, Scale::larger(fabsf(x[4 * j + 2 * r]), fabsf(x[4 * j + 2 * r + 1])));
+      largest = Scale::larger(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = Scale::larger(largest, __shfl_xor_sync(~0u, largest, 2));
+      const Scale of(largest);
       inverse[r] = of.inverse;
       const int at = row + (lane_id() >> 2) + 8 * r;
       if ((lane_id() & 3) == 0 && at < t.rows) scales[(int64_t(t.row0) + at) * scale_ld + block] = of.scale;
     }
+  }
+  CUTE_DEVICE void leave(const Chunk& s, const Rows<T>& out, int column) const {
+    const int columns = column + kPart;
+    if (whole()) out.template store<true>(s, column, columns, Outbox<C>::sends());
+    else out.template store<false>(s, column, columns, Outbox<C>::sends());
+  }
+
+  // A part as bytes, from column `first` on: whole numbers, 128 more than they are, as rows/combine_bytes.cuh reads them. Adding 2^23
+  // rounds a number to the lowest bits of a float.
+  CUTE_DEVICE void bytes(const Values& x, int first) const {
+    float inverse[2];
+    scale_rows<IntegerScale>(x, inverse, p.h_scale, p.N / kPart, first / kPart);
+    const Chunk s = box.next();
+    s.put([&](int j, int r) {
+      uint32_t two[2];
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const int at = 4 * (2 * j + i) + 2 * r;
+        const float low = fmaf(x[at], inverse[r], 8388608.f + 128.f), high = fmaf(x[at + 1], inverse[r], 8388608.f + 128.f);
+        two[i] = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x0040);
+      }
+      return __byte_perm(two[0], two[1], 0x5410);
+    });
+    leave(s, rows<T>(p.out, p.out_ld, kOutMap), first);
+  }
+
+  // A part quantised: one scale for each of its rows, number `block` of `scales`.
+  CUTE_DEVICE void quantised(const Values& x, const Rows<T>& out, int column, float* scales, int scale_ld, int block) const {
+    float inverse[2];
+    scale_rows<BlockScale>(x, inverse, scales, scale_ld, block);
     const Chunk s = box.next();
     CUTE_UNROLL
     for (int j = 0; j < 16; ++j) {
@@ -90,9 +121,7 @@ struct BlockRowEpilogue {
             uint16_t(pack_e4m3(x[at] * inverse[r], x[at + 1] * inverse[r]));
       }
     }
-    const int columns = column + kPart;
-    if (whole()) out.template store<true>(s, column, columns, Outbox<C>::sends());
-    else out.template store<false>(s, column, columns, Outbox<C>::sends());
+    leave(s, out, column);
   }
 
   CUTE_DEVICE void run(float (&total)[kParts][64]) const {
@@ -102,7 +131,8 @@ struct BlockRowEpilogue {
       const int first = t.n0 + h * (C::PairedWeight ? p.N : kPart);
       if (!C::PairedWeight && first >= p.N) break;
       add_bias(total[h], first, h_columns);
-      if constexpr (C::Kind == Epilogue::store) {
+      if constexpr (C::Kind == Epilogue::store && sizeof(Out) == 1) bytes(total[h], first);
+      else if constexpr (C::Kind == Epilogue::store) {
         if (whole() && first + kPart <= p.N) plain<true>(total[h], first, p.N);
         else plain<false>(total[h], first, p.N);
       } else {

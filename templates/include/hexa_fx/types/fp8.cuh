@@ -12,6 +12,15 @@ struct BlockScale {
   float scale, inverse;
   __device__ __forceinline__ explicit BlockScale(float largest)
       : scale(fmaxf(largest, kScaleFloor) * (1.f / kLargestE4m3)), inverse(reciprocal_fast(scale)) {}
+  static __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+};
+
+// The scale of a block of numbers as whole numbers of -127 to 127. If one of them is not finite, all are NaN.
+struct IntegerScale {
+  float scale, inverse;
+  __device__ __forceinline__ explicit IntegerScale(float largest)
+      : scale(larger(largest, kScaleFloor) * (1.f / 127.f)), inverse(reciprocal_fast(scale)) {}
+  static __device__ __forceinline__ float larger(float a, float b) { return max_or_nan(a, b); }
 };
 
 }  // namespace hexa
