@@ -45,7 +45,7 @@ def block_shape(spec: KernelSpec) -> BlockShape:
     """Template values of `spec`.
 
     Options: ``store_h``; ``shared``, for weight tiles: columns of a part of Q share their scale; ``experts``, which the tables have
-    room for.
+    room for; ``cluster``: blocks that share a weight tile.
     """
     paired = spec.op == "esmm_act" and spec.glu == "concat"
     return BlockShape(
@@ -84,7 +84,11 @@ def _up(size: int) -> int:
 
 
 def _shape(spec: KernelSpec) -> LaunchShape:
-    return LaunchShape(threads=384, shared_bytes=_smem_bytes(spec, _chunks(spec)))
+    return LaunchShape(threads=384, shared_bytes=_smem_bytes(spec, _chunks(spec)), cluster=_cluster(spec))
+
+
+def _cluster(spec: KernelSpec) -> int:
+    return int(spec.option("cluster", 1))
 
 
 def _check(spec: KernelSpec) -> Iterable[str]:
@@ -100,6 +104,8 @@ def _check(spec: KernelSpec) -> Iterable[str]:
         yield f"{spec.op} adds to nothing; estmm does"
     if (spec.bm, spec.bn, spec.bk) != (TILE_M, TILE_N, TILE_K):
         yield f"tile {spec.bm}x{spec.bn}x{spec.bk}; expected {TILE_M}x{TILE_N}x{TILE_K}"
+    if spec.op == "estmm" and _cluster(spec) > 1:
+        yield "both warpgroups of one block share a weight tile, so no clusters"
     if spec.op == "estmm" and spec.gather:
         yield "weight gradients read rows that are turned round already"
     if spec.glu not in ("none", "concat") or spec.layout != "nk":

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hexa_fx.codegen.family_block_sm90 import FAMILY
+from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS
 from hexa_fx.cuda import arguments_sm90, fp8, fp8_rows, register
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda.choosing import typical_card
@@ -92,6 +93,15 @@ def test_down_reads_rows_in_order_and_combine_its_bytes(hopper: Cards) -> None:
     ]
     assert [any(m) for m in product.maps] == [True, True, False, False, False, False, True, False, False]
     assert (combine.spec.family, combine.blocks[0]) == ("combine_bytes", T)
+
+
+def test_many_rows_that_are_gathered_cluster(hopper: Cards) -> None:
+    many = CLUSTER_ROWS * E // K + 1
+    (x, xs), (w, ws) = rows(many, D), weight(2 * INNER, D)
+    v, offs = torch.arange(many * K, dtype=torch.int32), torch.linspace(0, many * K, E + 1).to(torch.int32)
+    fp8.esmm_act_fp8(x, xs, w, ws, None, v, offs, K, "silu", True, (), False)
+    (launch,) = hopper.launches
+    assert (launch.spec.option("cluster"), launch.blocks[0] % 2) == (2, 0)
 
 
 @pytest.mark.parametrize("needs", [(True,) * 4, (True, False, False, True), (False,) * 4])
@@ -195,7 +205,9 @@ def test_another_card_says_so(cards: Cards) -> None:
 def test_a_layer_launches_what_its_set_holds(
     hopper: Cards, monkeypatch: pytest.MonkeyPatch, glu: str, biases: bool
 ) -> None:
-    """A layer of widths that are filled up, forward and backward, with the operators' CUDA code on the stand-in."""
+    """A layer of widths that are filled up, forward and backward, with the operators' CUDA code on the stand-in: of few tokens, and
+    of as many as make products cluster.
+    """
 
     plain = library.kernel_for
 
@@ -206,21 +218,25 @@ def test_a_layer_launches_what_its_set_holds(
     layer = layer_of(spec, experts=E, top_k=K, hidden=136, inner=72, biases=biases)
     weights = [None if t is None else torch.randn(t.shape).bfloat16().requires_grad_() for t in layer.weights]
     w1, b1, w3, b3, w2, b2 = weights
-    x, gates = torch.randn(T, 136).bfloat16().requires_grad_(), torch.rand(T, K).requires_grad_()
-    index = torch.rand(T, E).argsort(1)[:, :K]
+    static = ("silu", glu, [], "nk", "kn", False, False)
+    launched, inferring = set(), set()
     with monkeypatch.context() as patched:
         for module in (moe_ffn_fp8, moe_ffn_fp8_backward):
             patched.setattr(module, "kernel", kernel)
         patched.setattr(fp8_weights.library, "kernel_for", kernel)
-        y = torch.ops.hexa.moe_ffn_fp8(
-            x, index, gates, w1, b1, w3, b3, w2, b2, "silu", glu, [], "nk", "kn", False, False
-        )
-        torch.autograd.backward(y, torch.ones_like(y))
+        for tokens in (T, CLUSTER_ROWS * E // K + 1):
+            x, gates = torch.randn(tokens, 136).bfloat16().requires_grad_(), torch.rand(tokens, K).requires_grad_()
+            index = torch.rand(tokens, E).argsort(1)[:, :K]
+            y = torch.ops.hexa.moe_ffn_fp8(x, index, gates, w1, b1, w3, b3, w2, b2, *static)
+            torch.autograd.backward(y, torch.ones_like(y))
+            launched |= {launch.spec for launch in hopper.launches}
+            hopper.launches.clear()
+            with torch.no_grad():
+                torch.ops.hexa.moe_ffn_fp8(x, index, gates, *weights, *static)
+            inferring |= {launch.spec for launch in hopper.launches}
+            hopper.launches.clear()
         assert not cuda_fallback.fallbacks
-        launched = {launch.spec for launch in hopper.launches}
-        with torch.no_grad():
-            torch.ops.hexa.moe_ffn_fp8(x, index, gates, *weights, "silu", glu, [], "nk", "kn", False, False)
-        inferring = {launch.spec for launch in hopper.launches} - launched
+        inferring -= launched
     assert launched | inferring == set(fp8_kernel_set(layer, typical_card(90)))
     assert inferring < set(fp8_kernel_set(layer, typical_card(90), training=False))
     assert fp8_kernel_set(layer, typical_card(80)) == ()

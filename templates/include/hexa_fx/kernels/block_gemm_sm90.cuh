@@ -1,6 +1,7 @@
 // The persistent kernel of FP8 block compute: its barriers, and the roles of its warps. See config_fp8_sm90.cuh.
 #pragma once
 #include <cutlass/arch/reg_reconfig.h>
+#include <cute/arch/cluster_sm90.hpp>
 
 #include <hexa_fx/epilogue/block_row_sm90.cuh>
 #include <hexa_fx/epilogue/block_weight_sm90.cuh>
@@ -47,33 +48,36 @@ CUTE_DEVICE void block_gemm(const TmaDescriptor* maps, const BlockParams& p) {
     for (int i = 0; i < C::Stages; ++i) {
       // copier; and those who copied scales, or the relay for them
       Barrier::init(&sm.full[i], C::WeightOp ? 1 : C::GatherRows ? 2 : 1 + kScaleThreads);
-      Barrier::init(&sm.empty[i], kConsumerWarps);
+      Barrier::init(&sm.empty[i], kConsumerWarps * C::Cluster);
       Barrier::init(&sm.landed[i], kScaleThreads);
     }
     for (int i = 0; i < kTileSlots; ++i) {
       Barrier::init(&sm.tile_full[i], 1);
-      Barrier::init(&sm.tile_empty[i], kConsumerWarps + 1 +
-                                           (C::WeightOp     ? 0
-                                            : C::GatherRows ? 3
-                                                            : 2));  // + copier (+ loaders + relay)
+      const int loading = C::WeightOp ? 1 : C::GatherRows ? 4 : 3;  // copier (+ loaders + relay)
+      Barrier::init(&sm.tile_empty[i], (kConsumerWarps + loading) * C::Cluster);
     }
     cutlass::arch::fence_barrier_init();
   }
   if (threadIdx.x < 32) tabulate(sm, p);
-  __syncthreads();
+  if constexpr (C::Cluster > 1) cluster_sync();
+  else __syncthreads();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::ProducerRegisters>();
     const int warp = warp_in_group();
     if constexpr (C::WeightOp) {
       if (warp == 3) GroupCopier<C>{sm, p, maps}.run();
     } else {
-      if (warp == 3) Copier<C>{sm, p, maps, 0}.run();
+      if (warp == 3) Copier<C>{sm, p, maps, C::Cluster > 1 ? int(block_rank_in_cluster()) : 0}.run();
       if (warp < kScaleThreads / 32) BlockLoader<C>{sm, p}.run();
       if (C::GatherRows && warp == 2) RelayWarp<C>{sm, p}.run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::ConsumerRegisters>();
     BlockConsumer<C>{sm, p, maps, group - 1}.run();
+  }
+  if constexpr (C::Cluster > 1) {  // the other CTA may still write to this one's shared memory
+    __syncwarp();
+    cluster_sync();
   }
 }
 
