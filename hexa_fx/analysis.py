@@ -21,6 +21,7 @@ from hexa_fx.errors import InputError
 from hexa_fx.example_tokens import ExampleTokens
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import Refusal
+from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import BlockAnalysis, analyse, refused
 from hexa_fx.passes.detect.free_body import FreeBody
@@ -72,17 +73,21 @@ def analyse_model(
 ) -> ModelAnalysis:
     """Runs the model once on the example inputs and takes every block that looks like MoE through the passes.
 
-    What these runs append to lists or put into objects is taken out again.
+    What these runs append to lists or put into objects is taken out again. Autocast is off in them: what blocks give under it is
+    found out for each of its dtypes (`hexa_fx.passes.autocast`), and rounding would hide what is compared.
     """
     effects = SideEffects(model, namespaces_of(model))
     try:
-        return _analyse_model(model, example_inputs, config, inspector)
+        with autocast_off() as was_on:
+            return _analyse_model(
+                model, example_inputs, config, inspector, " with torch.autocast off" if was_on else ""
+            )
     finally:
         effects.restore()
 
 
 def _analyse_model(
-    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, inspector: Inspector
+    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, inspector: Inspector, how: str
 ) -> ModelAnalysis:
     started = time.perf_counter()
     args, kwargs = call_arguments(example_inputs)
@@ -92,7 +97,13 @@ def _analyse_model(
     around: dict[str, Sequence[Observation]] = {}
     with progress("analysing MoE blocks", 1) as bar, listening(*_stages(bar)):
         bar.say("the model runs on the example inputs")
-        candidates = _observe(model, args, kwargs, isinstance(example_inputs, ExampleTokens))
+        made = isinstance(example_inputs, ExampleTokens)
+        what = (
+            "tokens made by its configuration (give example_inputs if it needs others)"
+            if made
+            else "the example inputs"
+        )
+        candidates = _observe(model, args, kwargs, what + how)
         bar.total = len(candidates)
         for candidate in candidates:
             analysis, same_as = _analyse_candidate(candidate, config, cache)
@@ -119,16 +130,11 @@ def _stages(bar: Bar) -> list[Listener]:
     return [see] if bar.shown else []
 
 
-def _observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], made: bool) -> list[Candidate]:
+def _observe(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> list[Candidate]:
     try:
         return observe(model, args, kwargs)
     except Exception as error:
         given = ", ".join([*map(_kind, args), *(f"{name}={_kind(value)}" for name, value in kwargs.items())])
-        what = (
-            "tokens made by its configuration (give example_inputs if it needs others)"
-            if made
-            else "the example inputs"
-        )
         error.add_note(f"hexa_fx called the model on {what}: {type(model).__name__}({given})")
         raise
 

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 _wanted: ContextVar[str] = ContextVar("kernels_wanted", default="")
 """`hexa_fx.HexaConfig.compute` of the blocks whose kernels are requested; empty where none are."""
 
+_cast: ContextVar[torch.dtype | None] = ContextVar("kernels_cast", default=None)
+"""The dtype that autocast has on GPUs where they will run: blocks are analysed without it."""
+
 
 @contextmanager
 def kernels_requested(compute: str) -> Iterator[None]:
@@ -40,11 +43,13 @@ def kernels_requested(compute: str) -> Iterator[None]:
         compute: `hexa_fx.HexaConfig.compute`. Blocks that multiply in FP8 get the kernels of their exact form too, which is what
             calls that FP8 cannot take run. Empty: none, since a block is analysed in another form than it will run in.
     """
-    token = _wanted.set(compute)
+    wanted = _wanted.set(compute)
+    cast = _cast.set(torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else _cast.get())
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _wanted.reset(wanted)
+        _cast.reset(cast)
 
 
 def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training: bool) -> None:
@@ -82,8 +87,7 @@ def device_of(block: nn.Module) -> torch.device | None:
 def _layer(call: FfnCall, captured: CapturedBlock, rewritten: RewrittenBlock) -> FfnLayer:
     from hexa_fx.cuda.kernel_set import FfnLayer
 
-    given = call.operands
-    cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    given, cast = call.operands, _cast.get()
     weights = {
         name: value if cast is None or value.dtype == torch.float64 else value.to(cast)
         for name, value in given.items()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,8 +11,25 @@ import torch
 
 def autocast_state() -> tuple[Any, ...]:
     """Whether autocast is on, and to which dtype, for each kind of device."""
-    kinds = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _kinds())
+
+
+@contextmanager
+def autocast_off() -> Iterator[bool]:
+    """A context in which autocast is off for each kind of device. Yields whether it was on for one."""
+    on = [kind for kind in _kinds() if torch.is_autocast_enabled(kind)]
+    with ExitStack() as stack:
+        for kind in on:
+            stack.enter_context(torch.autocast(kind, _DTYPES[kind], enabled=False))
+        yield bool(on)
+
+
+_DTYPES = {"cuda": torch.float16, "cpu": torch.bfloat16}
+"""What autocast has where nobody ever switched it on."""
+
+
+def _kinds() -> tuple[str, ...]:
+    return ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
 
 
 STATE: Mapping[str, Callable[[], Any]] = {

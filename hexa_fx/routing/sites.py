@@ -23,6 +23,7 @@ from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.ir import Choice, RoutingSite
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.routing.choices import ChoiceCounter, choosing_call, with_groups
 from hexa_fx.runtime.install import HexaForward
 
@@ -83,6 +84,7 @@ class _Trial(TorchFunctionMode):
         return result
 
 
+@autocast_off()  # under it a block may have to run its own code, which says nothing about the rewritten one
 def find_sites(
     model: nn.Module, around: Mapping[str, Sequence[Observation]], same_as: Mapping[str, str | None]
 ) -> None:

@@ -13,6 +13,9 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 """Where a module keeps the hooks that only its own call runs."""
 
 
+AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now"
+
+
 class GuardMiss(Exception):
     """A rewritten block met something that it was not made for. `hexa_fx.runtime.install.HexaForward` catches it."""
 

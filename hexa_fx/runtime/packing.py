@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch._C import _are_functorch_transforms_active, _get_tracing_state, _len_
 from torch.compiler import is_compiling
 
 from hexa_fx.isolation.host_memory import owns_its_storage
+from hexa_fx.ops import library
 from hexa_fx.runtime import shared_storage
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.paths import WeightReader
@@ -224,7 +226,9 @@ class PackedExperts(WeightReader):
         return ""
 
     def _copy(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return shared_storage.stack(self._in_parts(tensors))
+        # Under autocast torch.stack takes no weights in the other 16-bit dtype, which products cast.
+        with nullcontext() if is_compiling() else library.without_autocast():
+            return shared_storage.stack(self._in_parts(tensors))
 
     def _in_parts(self, tensors: Sequence[Any]) -> list[Sequence[Any]]:
         count = len(self.weight.parts[0])

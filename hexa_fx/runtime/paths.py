@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hexa_fx.ir import PackedWeight
-from hexa_fx.runtime.guards import HOOKS, GuardMiss
+from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
 
 
 class ParameterPaths:
@@ -42,7 +42,9 @@ class ParameterPaths:
         if not self._ready:
             self._walk()
         if list(map(dict.get, self._parents, self._keys)) != self._children:
-            raise GuardMiss(f"the submodule {self._first_exchanged()!r} was exchanged after the block was rewritten")
+            raise GuardMiss(
+                f"the submodule {self._first_exchanged()!r} was exchanged after the block was rewritten; {AGAIN}"
+            )
         if any(self._hooks):
             raise GuardMiss("an expert has hooks, which only its own code calls")
 
@@ -73,23 +75,24 @@ class ParameterPaths:
         return found
 
     def _walk(self) -> None:
-        edges: dict[tuple[int, str], tuple[dict[str, Any], str, nn.Module]] = {}
+        edges: dict[tuple[int, str], tuple[str, dict[str, Any], str, nn.Module]] = {}
         self._owners: list[dict[str, Any]] = []
         self._names: list[str] = []
         for *modules, name in self.paths:
             owner = self.block
-            for key in modules:
+            for depth, key in enumerate(modules, 1):
                 child = owner._modules.get(key)
                 if child is None:
                     raise GuardMiss(f"there is no submodule {key!r} on the way to {'.'.join([*modules, name])!r}")
-                edges[id(owner), key] = (owner._modules, key, child)
+                edges[id(owner), key] = (".".join(modules[:depth]), owner._modules, key, child)
                 owner = child
             listed: Any = owner._parameters if name in owner._parameters else owner._buffers
             self._owners.append(listed)
             self._names.append(name)
-        self._parents = [parent for parent, _, _ in edges.values()]
-        self._keys = [key for _, key, _ in edges.values()]
-        self._children = [child for _, _, child in edges.values()]
+        self._places = [place for place, _, _, _ in edges.values()]
+        self._parents = [parent for _, parent, _, _ in edges.values()]
+        self._keys = [key for _, _, key, _ in edges.values()]
+        self._children = [child for _, _, _, child in edges.values()]
         # The rewritten graph may call the container of the experts, and then calls its hooks too.
         owners = {id(owner): owner for owner in map(self._owner_of, self.paths)}
         self._hooks = [getattr(owner, hooks) for owner in owners.values() if owner is not self.block for hooks in HOOKS]
@@ -99,8 +102,8 @@ class ParameterPaths:
         return self.block.get_submodule(".".join(path[:-1]))
 
     def _first_exchanged(self) -> str:
-        pairs = zip(self._parents, self._keys, self._children)
-        return next(key for parent, key, child in pairs if parent.get(key) is not child)
+        edges = zip(self._places, self._parents, self._keys, self._children)
+        return next(place for place, parent, key, child in edges if parent.get(key) is not child)
 
 
 class WeightReader:

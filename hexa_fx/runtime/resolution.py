@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import PythonRead
+from hexa_fx.isolation import torch_state
 from hexa_fx.isolation.lookup import getattr_plain, lookup, own_names, place
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
 from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
-from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.guards import AGAIN, GuardMiss
 
-_AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now"
 _COPIES = (list, set, dict, deque, bytearray)
 
 
@@ -205,15 +205,20 @@ def holds(block: nn.Module, reads: Sequence[PythonRead]) -> bool:
 def _said(read: PythonRead, now: Any) -> str:
     if isinstance(read.value, IsA) and issubclass(read.value.kind, nn.Module):
         if not isinstance(now, nn.Module):
-            return f"there is no longer a submodule {str(read)!r}; {_AGAIN}"
-        return f"{str(read)!r} was exchanged: a {_name(read.value.kind)} for a {_name(type(now))}; {_AGAIN}"
-    return f"{str(read)!r} is not what it was when the block was rewritten; {_AGAIN}"
+            return f"there is no longer a submodule {str(read)!r}; {AGAIN}"
+        return f"{str(read)!r} was exchanged: a {_name(read.value.kind)} for a {_name(type(now))}; {AGAIN}"
+    if read.root == torch_state.__name__ and "autocast" in read.steps[1]:
+        return (
+            f"it asks torch.{read.steps[1]}(), and is rewritten as it runs without autocast; a model in bfloat16 needs none "
+            "(bf16=False in a trainer)"
+        )
+    return f"{str(read)!r} is not what it was when the block was rewritten; {AGAIN}"
 
 
 def submodule(modules: Mapping[str, nn.Module], path: str) -> nn.Module:
     """The module at ``path``, of those by name."""
     if path not in modules:
-        raise GuardMiss(f"there is no longer a submodule {path!r}; {_AGAIN}")
+        raise GuardMiss(f"there is no longer a submodule {path!r}; {AGAIN}")
     return modules[path]
 
 

@@ -81,8 +81,8 @@ def test_a_report_knows_that_an_expert_was_exchanged(models) -> None:
     assert "1 of them runs the original code now" in model.report.summary()
     for text in (str(model.report), html(model.report), model.report.to_json()):
         assert "was exchanged after the block was rewritten" in text
-    assert "layers.0: runs its own code now: the submodule" in str(model.report)
-    assert "what helps: Call hexa_fx.undo_ and hexa_fx.optimize_" in str(model.report)
+    assert "layers.0: runs its own code now: the submodule 'experts.2' was exchanged" in str(model.report)
+    assert "call hexa_fx.undo_ and hexa_fx.optimize_" in str(model.report)
     alone = pickle.loads(pickle.dumps(model.report))  # no model comes with it
     assert alone.blocks[0].now == ""
     assert copy.deepcopy(model).report.summary().startswith("2 of 2")

@@ -95,3 +95,14 @@ def test_frozen_experts_need_no_kernels_of_weight_gradients(requested: list[Kern
 def test_a_report_requests_nothing(requested: list[KernelSpec]) -> None:
     hexa_fx.explain(Stacked(), torch.randn(10, D))
     assert requested == []
+
+
+def test_under_autocast_the_kernels_of_its_dtype_are_requested(requested: list[KernelSpec]) -> None:
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with kernel_requests.kernels_requested("native"):
+            torch.set_autocast_enabled("cuda", False)  # as the analysis has it
+            hexa_fx.optimize(Stacked(), torch.randn(10, D))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert "f16" in {spec.dtype for spec in requested}

@@ -180,3 +180,45 @@ def test_code_that_asks_for_it():
     model, optimized = pair(Asking)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(optimized(x()), model(x()), rtol=0, atol=0)
+
+
+def test_the_sentence_says_what_it_asks(caplog):
+    _, optimized = pair(Asking)
+    with caplog.at_level(logging.WARNING), torch.autocast("cpu", torch.bfloat16):
+        optimized(x())
+    assert "it asks torch.is_autocast_enabled(), and is rewritten as it runs without autocast" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [Block, Asking])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_optimized_under_autocast(kind, dtype):
+    """As outside of it: the run on the example and all comparisons are without, and it is found out as ever what calls give under it."""
+    torch.manual_seed(0)
+    model = kind()
+    with torch.autocast("cpu", dtype):
+        optimized = hexa_fx.optimize(copy.deepcopy(model), x())
+        assert torch.is_autocast_enabled("cpu")
+        expected, found = model(x()), optimized(x())
+        assert operators_run(optimized, (x(),)) == (kind is Block)
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+    assert operators_run(optimized, (x(),))
+    torch.testing.assert_close(optimized(x()), model(x()))
+
+
+def test_what_only_runs_under_autocast_is_told():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError) as error:
+        hexa_fx.optimize(Block(), x().bfloat16())
+    assert "on the example inputs with torch.autocast off: Block(bfloat16[24, 8] on cpu)" in error.value.__notes__[0]
+
+
+def test_weights_in_the_other_16_bits():
+    """torch.stack would refuse them under autocast; products cast them."""
+    model, optimized = (m.bfloat16() for m in pair(Block))
+    found = []
+    for one in (model, optimized):
+        with torch.autocast("cpu", torch.float16):
+            y = one(x())
+        y.float().square().sum().backward()
+        found.append([y, *(p.grad for p in one.parameters())])
+    for one, two in zip(*found):
+        torch.testing.assert_close(two, one, rtol=0.1, atol=0.1)
