@@ -192,7 +192,7 @@ def test_the_sentence_says_what_it_asks(caplog):
 @pytest.mark.parametrize("kind", [Block, Asking])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_optimized_under_autocast(kind, dtype):
-    """As outside of it: the run on the example and all comparisons are without, and it is found out as ever what calls give under it."""
+    """As outside of it: the run on the example and all comparisons are without."""
     torch.manual_seed(0)
     model = kind()
     with torch.autocast("cpu", dtype):
