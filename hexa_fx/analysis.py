@@ -27,6 +27,7 @@ from hexa_fx.passes import BlockAnalysis, analyse, refused
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.structure import StructureCache, moved_to
+from hexa_fx.passes.unreadable import why_unreadable
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.warmup import Example
@@ -153,7 +154,8 @@ def _analyse_candidate(
     Also returns the path of the identical block whose analysis was reused, if there was one.
     """
     if candidate.reason:
-        return refused(Refusal(candidate.levels[0].path, candidate.reason)), None
+        block = candidate.levels[0]
+        return refused(Refusal(block.path, why_unreadable(block.module) or candidate.reason)), None
     first: tuple[BlockAnalysis, str | None] | None = None
     for observation in candidate.levels:
         found = _analyse_level(observation, config, cache)

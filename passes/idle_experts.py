@@ -96,7 +96,9 @@ def _siblings(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[_S
 
 def _as_now(modules: Mapping[str, nn.Module], read: PythonRead) -> PythonRead | None:
     """With what lies there now; None where nothing could."""
-    holder: Any = modules.get(read.root, MISSING)
+    if read.root not in modules:  # siblings may hold different modules, such as layers with lists of different lengths
+        return None
+    holder: Any = modules[read.root]
     for step in read.steps[:-1]:
         holder = lookup(holder, step)
     key = read.steps[-1]

@@ -1,4 +1,4 @@
-"""Refuses blocks whose weights cannot be read where they are: offloaded, spread over devices, quantised."""
+"""Refuses blocks whose weights or code cannot be read where they are: offloaded, spread over devices, quantised, compiled."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ QUANTISED = (
     "as they are (llm_int8_skip_modules, modules_to_not_convert), or if the model is optimized before it is quantised "
     "(hexa_fx.quantize_experts_ packs stacked experts)"
 )
+SCRIPTED = (
+    "{} is compiled by torch.jit, which hides what it computes; a block is rewritten if all of its modules are Python: leave this "
+    "one as it is written (functions that torch.jit.script compiled are no hindrance)"
+)
 _PACKAGES = frozenset("torchao bitsandbytes auto_gptq gptqmodel awq hqq quanto optimum compressed_tensors".split())
 _MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
 
 def why_unreadable(block: nn.Module) -> str:
-    """A sentence if the block's weights are elsewhere, on several devices or quantised; else empty."""
+    """A sentence if the block's weights are elsewhere, on several devices or quantised, or it holds compiled code; else empty."""
+    scripted = next((path for path, module in block.named_modules() if isinstance(module, torch.jit.ScriptModule)), None)
+    if scripted is not None:
+        return SCRIPTED.format(repr(scripted))
     devices = {parameter.device for parameter in block.parameters()}
     if any(device.type == "meta" for device in devices):
         return OFFLOADED

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture.copies import copied
 from hexa_fx.capture.overlooked import COMPARISONS, Runs, innermost, packed_experts, why_overlooked
+from hexa_fx.capture.scripted import scripts_as_python
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.random_state import random_state_kept
 
@@ -99,6 +100,7 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         random_state_kept(),
         _hooks(model, suspects | numbered | packed, mode, recorded),
         torch.no_grad(),
+        scripts_as_python(all_of_them=False),
         mode,
     ):
         model(*args, **kwargs)
@@ -201,6 +203,8 @@ def _hooks(model: nn.Module, suspects: set[str], mode: _Selections, recorded: di
             alive.append(first)
 
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
+            continue
         handles.append(module.register_forward_pre_hook(enter(path), with_kwargs=True))
         handles.append(module.register_forward_hook(leave))
     try:

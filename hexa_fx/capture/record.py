@@ -24,6 +24,7 @@ from hexa_fx.capture.perturb import AS_IT_IS, Replacements, decided_alone, repla
 from hexa_fx.capture.python_reads import PythonReads
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import NodeRecord
+from hexa_fx.capture.scripted import scripts_as_python
 from hexa_fx.capture.side_effects import SideEffectMonitor, SideEffects
 from hexa_fx.capture.stored import UNKNOWN, noted_settings, stored_values
 from hexa_fx.errors import CaptureError
@@ -201,5 +202,5 @@ def _run(
         else:
             bound.arguments[name] = given(name, value)
     contents = Contents(holders)
-    with visible_host(block, recorder), recorder:
+    with visible_host(block, recorder), scripts_as_python(all_of_them=True), recorder:
         return block.forward(*bound.args, **bound.kwargs), tuple(named), contents

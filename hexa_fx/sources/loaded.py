@@ -53,9 +53,10 @@ def _adopt_fp8(path: str, owner: nn.Module, dtype: torch.dtype) -> None:
 
     Such a module's own forward multiplies dense weights with rows as they are, and needs a GPU and a kernel for packed ones.
     """
-    for name, weight in list(owner._parameters.items()):
-        scales = owner._parameters.get(f"{name}_scale_inv")
-        if weight is None or scales is None or weight.dtype != FP8_BLOCK.dtype or weight.dim() != 3:
+    parameters = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
+    for name, weight in parameters.items():
+        scales = parameters.get(f"{name}_scale_inv")
+        if scales is None or weight.dtype != FP8_BLOCK.dtype or weight.dim() != 3:
             continue
         wanted = FP8_BLOCK.scale_shapes(weight.shape)[0]
         if tuple(scales.shape) != wanted:

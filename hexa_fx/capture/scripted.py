@@ -1,0 +1,37 @@
+"""Runs functions that torch.jit.script compiled as the Python code that they were made of: torch tells no mode of what they call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hexa_fx.capture.calls import Unreadable
+
+
+@contextmanager
+def scripts_as_python(all_of_them: bool) -> Iterator[None]:
+    """A context in which compiled functions run in Python.
+
+    ``all_of_them``: to call one of which there is no Python code raises `Unreadable`; else it runs as it is.
+    """
+    compiled = torch.jit.ScriptFunction.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        source = getattr(function, "_torchdynamo_inline", None)
+        if source is not None:
+            return source(*args, **kwargs)
+        if all_of_them:
+            raise Unreadable(
+                f"it calls {function.name}, which torch.jit compiled and of which there is no Python code; call a function that is "
+                "written in Python"
+            )
+        return compiled(function, *args, **kwargs)
+
+    torch.jit.ScriptFunction.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.jit.ScriptFunction.__call__ = compiled  # type: ignore[method-assign]

@@ -1,0 +1,92 @@
+"""Blocks whose code calls what torch.jit compiled."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import hexa_fx
+from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.zoo.common import TopKGate
+from tests.zoo.compare import compare, operators_run
+from tests.zoo.variant import D, E, K
+
+
+def _gating(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weights, index = torch.topk(scores, k, dim=-1)
+    counts = torch.zeros(scores.size(1), dtype=torch.long, device=scores.device)
+    counts = counts.scatter_add(0, index.flatten(), torch.ones_like(index.flatten()))
+    return weights / weights.sum(-1, keepdim=True), index, counts
+
+
+def _activate(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+class Scripted(Mixture):
+    """Gating and activation are compiled, and nothing else chooses."""
+
+    gating, activate = torch.jit.script(_gating), torch.jit.script(_activate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index, counts = self.gating(self.gate.weight(flat).softmax(-1), K)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            chosen = weights * (index == number)
+            out = out + expert.fc2(self.activate(expert.fc1(flat))) * chosen.sum(-1, keepdim=True)
+        return out.view(x.shape)
+
+
+class Model(nn.Module):
+    """A compiled layer before one block, and a block with a compiled router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.first, self.second = torch.jit.script(nn.Linear(D, D)), Mixture(), Mixture()
+        self.second.gate = torch.jit.script(_Gate())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(self.before(x)))
+
+
+class _Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = TopKGate().weight
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, index = self.weight(x).softmax(-1).topk(2, -1)
+        return weights, index
+
+
+def test_compiled_functions_are_read_as_python() -> None:
+    torch.manual_seed(0)
+    block = Scripted().double()
+    optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
+    assert optimized.report.rewritten, str(optimized.report)
+    for x in (_tokens(3, 5), _tokens(1, 1)):
+        assert operators_run(optimized, (x,))
+        found = compare(block, optimized, (x,), train=True)
+        assert found.within(1e-10), found
+    assert isinstance(Scripted.gating, torch.jit.ScriptFunction)
+
+
+def test_compiled_modules_are_named_and_the_others_rewritten() -> None:
+    torch.manual_seed(0)
+    model = Model().double()
+    optimized = hexa_fx.optimize(model, _tokens(2, 7))
+    assert [block.status for block in optimized.report.blocks] == ["rewritten", "refused"]
+    assert "'gate' is compiled by torch.jit" in optimized.report.blocks[1].reason
+    torch.testing.assert_close(optimized(_tokens(3, 5)), model(_tokens(3, 5)))
+
+
+def test_a_function_without_python_code_is_named() -> None:
+    class Compiled(Mixture):
+        activate = torch.jit.CompilationUnit("def twice(x):\n  return 2 * x\n").twice
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.activate(x))
+
+    reason = hexa_fx.explain(Compiled().double(), _tokens(2, 7)).blocks[0].reason
+    assert "it calls twice, which torch.jit compiled" in reason
