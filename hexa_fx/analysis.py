@@ -27,7 +27,7 @@ from hexa_fx.passes import BlockAnalysis, analyse, refused
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
 from hexa_fx.passes.structure import StructureCache, moved_to
-from hexa_fx.passes.unreadable import why_unreadable
+from hexa_fx.passes.unreadable import why_hidden
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.warmup import Example
@@ -155,7 +155,7 @@ def _analyse_candidate(
     """
     if candidate.reason:
         block = candidate.levels[0]
-        return refused(Refusal(block.path, why_unreadable(block.module) or candidate.reason)), None
+        return refused(Refusal(block.path, why_hidden(block.module) or candidate.reason)), None
     first: tuple[BlockAnalysis, str | None] | None = None
     for observation in candidate.levels:
         found = _analyse_level(observation, config, cache)

@@ -117,5 +117,5 @@ def _check_report(analysis: BlockAnalysis) -> CheckReport | None:
         max((case.gradient_error for case in cases), default=0.0),
         sum(check.seconds for check in checks),
         str(checks[0].dtype).removeprefix("torch."),
-        any(case.name.startswith(ROUTINGS[-1].name) for case in compared),
+        any(case.name.startswith(ROUTINGS[-1].name) for case in compared) and any(c.all_reached for c in checks),
     )

@@ -51,7 +51,7 @@ from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.same_run import depends_on_mode, in_mode, seen_before
 from hexa_fx.passes.unreadable import why_unreadable
-from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify
+from hexa_fx.passes.verify import VerificationResult, in_own_dtype_only, verify, why_refused
 from hexa_fx.passes.verify_settings import settings_of
 
 log = logging.getLogger(__name__)
@@ -288,8 +288,6 @@ def _check(
             if checks[mode].only_own_dtype or (brief and any(check.only_own_dtype for check in checks.values())):
                 rewritten[mode] = in_own_dtype_only(rewritten[mode])
         if not checks[mode].ok:
-            refusals[mode] = Refusal(
-                observation.path, f"the rewritten block differs from the original: {checks[mode].reason}"
-            )
+            refusals[mode] = Refusal(observation.path, why_refused(checks[mode], observation.module))
             del rewritten[mode]
     return checks

@@ -21,6 +21,7 @@ from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.isolation.users_code import raised_by_user
 from hexa_fx.isolation.weight_slices import WeightSlices
 from hexa_fx.passes.fresh_inputs import FreshInputs
+from hexa_fx.passes.reached import Unreached
 from hexa_fx.passes.routing_override import (
     ROUTINGS,
     ChoiceSpy,
@@ -33,7 +34,7 @@ from hexa_fx.passes.routing_override import (
 from hexa_fx.passes.tried_calls import first_line, missing_early, repeated, tried
 from hexa_fx.passes.verify_settings import TOLERANCE, VerifySettings
 from hexa_fx.runtime import results
-from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.guards import LEFT, GuardMiss
 from hexa_fx.runtime.install import HexaForward
 
 
@@ -82,7 +83,7 @@ class Comparison:
         experts: tuple[torch.Tensor, ...],
     ) -> None:
         self.subject, self.forward, self.inputs, self.settings = subject, forward, inputs, settings
-        self.experts = experts
+        self.experts, self.unreached = experts, Unreached(subject.module, experts)
         stored = forward.stored[bool(subject.module.training)]
         self.state = ModuleState(subject.module, results.shared_holders(subject.module, stored))
         self.tolerance = settings.tolerance.get(subject.dtype, TOLERANCE[torch.float16])
@@ -125,6 +126,7 @@ class Comparison:
             backward = routing is ROUTINGS[0] and not large
             yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example, backward)
         yield from self._all_reached(spy.top_k)
+        yield from self._reached_otherwise(spy.top_k)
         for tokens, routing in product(self.settings.overflow_sizes, ROUTINGS[: 1 + self.settings.overflow_last]):
             name = f"{tokens} {routing.name.removeprefix('all ')}"
             yield self._forced(name, routing, spy.top_k, partial(self.inputs.at, 1, tokens), gradients=False)
@@ -153,6 +155,20 @@ class Comparison:
                 return
         routing = ROUTINGS[-1]
         yield self._forced(routing.name, routing, top_k, self.inputs.like_example, gradients=True)
+
+    def _reached_otherwise(self, top_k: int) -> Iterator[VerificationCase]:
+        """More tokens in sequences of their own, and choices in place of the router's, as long as there are experts without any.
+
+        Code that adds to logits, or scales them, keeps the router from choosing what its logits say.
+        """
+        experts, routing = self.inputs.num_experts, ROUTINGS[-1]
+        if experts is None or self.inputs.given_routing or self._in_pieces():
+            return
+        inputs = self.inputs.at(rows_for_all(experts, top_k), 1, self.subject.dtype)
+        overrides = (LogitsOverride(routing, experts, top_k, self.experts), RoutingOverride(routing, experts))
+        for override in overrides:
+            if self.unreached:
+                yield self._case(f"{routing.name}, by {override.forces}", inputs, override)
 
     def _in_pieces(self) -> bool:
         return any(isinstance(weight, RaisedWeight) for weight in self.experts)
@@ -185,6 +201,7 @@ class Comparison:
         if isinstance(outcomes, VerificationCase):
             return outcomes
         original, other = outcomes
+        self.unreached.see(original.gradients)
         found = difference(original, other)
         if self._agree(found):
             return VerificationCase(name, "equal", found.forward, found.gradient, "", found.none_became_zero)
@@ -211,7 +228,7 @@ class Comparison:
             return VerificationCase(name, "skipped", detail=raises)
         other = tried(lambda: self._run(repeated(rewritten, calls), inputs, override, gradients))
         if isinstance(other, GuardMiss):
-            return VerificationCase(name, "skipped", detail=f"left to the original: {other}")
+            return VerificationCase(name, "skipped", detail=f"{LEFT}{other}")
         if isinstance(original, Exception):
             both = isinstance(other, Exception)
             return VerificationCase(

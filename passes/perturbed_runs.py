@@ -24,7 +24,7 @@ from hexa_fx.passes.perturbation import argument_names, perturbations
 from hexa_fx.passes.trial import Change, Perturbation, Trial
 from hexa_fx.passes.tried_calls import first_line, missing_early, tried
 from hexa_fx.runtime import results
-from hexa_fx.runtime.guards import GuardMiss
+from hexa_fx.runtime.guards import LEFT, GuardMiss
 from hexa_fx.runtime.install import HexaForward
 
 _TINY, _NOTHING = 1e-300, 1e100
@@ -125,7 +125,7 @@ class PerturbedRuns:
         original = self._outcome(self.forward.original, trial, trial.leaves, spec, gradients)
         other = self._outcome(missing_early(self.forward.rewritten), trial, trial.leaves, spec, gradients)
         if isinstance(other, GuardMiss):
-            return VerificationCase(name, "skipped", detail=f"left to the original: {other}")
+            return VerificationCase(name, "skipped", detail=f"{LEFT}{other}")
         if isinstance(original, Exception) or isinstance(other, Exception):
             return _errors(name, original, other, how.finite)
         reason, error = apart(original, other, how.finite)

@@ -109,6 +109,8 @@ class LogitsOverride(TorchFunctionMode):
         experts: weights of the experts, which are no router's weight even if one of their sizes is the number of experts.
     """
 
+    forces = "logits"
+
     def __init__(self, routing: Routing, num_experts: int, top_k: int, experts: Collection[torch.Tensor] = ()) -> None:
         super().__init__()
         self.routing, self.num_experts, self.top_k = routing, num_experts, min(top_k, num_experts)
@@ -168,6 +170,8 @@ class RoutingOverride(TorchFunctionMode):
         routing: what to choose.
         num_experts: argmax, max and sort are only forced along a dimension of this size; None: of any size.
     """
+
+    forces = "choices"
 
     def __init__(self, routing: Routing, num_experts: int | None) -> None:
         super().__init__()

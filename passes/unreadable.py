@@ -32,7 +32,9 @@ _MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.n
 
 def why_unreadable(block: nn.Module) -> str:
     """A sentence if the block's weights are elsewhere, on several devices or quantised, or it holds compiled code; else empty."""
-    scripted = next((path for path, module in block.named_modules() if isinstance(module, torch.jit.ScriptModule)), None)
+    scripted = next(
+        (path for path, module in block.named_modules() if isinstance(module, torch.jit.ScriptModule)), None
+    )
     if scripted is not None:
         return SCRIPTED.format(repr(scripted))
     devices = {parameter.device for parameter in block.parameters()}
@@ -44,6 +46,13 @@ def why_unreadable(block: nn.Module) -> str:
     if quantised:
         return QUANTISED.format(quantised)
     return SPREAD.format(", ".join(sorted(map(str, devices)))) if len(devices) > 1 else ""
+
+
+def why_hidden(block: nn.Module) -> str:
+    """A sentence if the block holds a module that torch.jit compiled; else empty."""
+    paths = (path for path, module in block.named_modules() if isinstance(module, torch.jit.ScriptModule))
+    found = next(paths, None)
+    return "" if found is None else SCRIPTED.format(repr(found))
 
 
 def _quantised(path: str, module: nn.Module) -> list[str]:

@@ -26,12 +26,15 @@ from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.outcome import Outcome, unlike
 from hexa_fx.isolation.size import float64_bytes, raises_in_pieces
 from hexa_fx.passes.comparison import Comparison, Subject, VerificationCase, size, up_to_different
+from hexa_fx.passes.detect.odd_expert import odd_expert
 from hexa_fx.passes.float64_copy import float64_copy_or_none
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.lost_precision import lost_precision
 from hexa_fx.passes.perturbed_runs import PerturbedRuns
 from hexa_fx.passes.verify_settings import VerifySettings
+from hexa_fx.runtime.guards import LEFT
 from hexa_fx.runtime.install import HexaForward, install, uninstall
+from hexa_fx.runtime.resolution import CHANGED
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ class VerificationResult:
         dtype: of the comparison.
         only_own_dtype: why it may do so only in the dtype of the example: in another one it gives something else, or no copy in
             another one could be made; empty if it may in all.
+        all_reached: whether some case came to every expert's weights, as far as they want gradients.
     """
 
     ok: bool
@@ -60,6 +64,7 @@ class VerificationResult:
     reason: str = ""
     dtype: torch.dtype = torch.float64
     only_own_dtype: str = ""
+    all_reached: bool = False
 
 
 def verify(
@@ -86,7 +91,8 @@ def verify(
         dtype = subject.dtype
         with _installed(subject.module, _for_dtype(rewritten, dtype)) as forward:
             experts = _expert_weights(subject.module, rewritten)
-            cases = Comparison(subject, forward, inputs, settings, experts).cases()
+            comparison = Comparison(subject, forward, inputs, settings, experts)
+            cases = comparison.cases()
             if not settings.brief and not _reason(cases):
                 tolerance = settings.tolerance.get(dtype, _LOOSE)
                 backward = float64_bytes(subject.module) <= settings.many_bytes
@@ -102,7 +108,10 @@ def verify(
         cases += (_kinds(block, rewritten, (args, dict(kwargs or {})), inputs, settings),)
         bound = _in_another_dtype(block, rewritten, inputs, settings)
     reason = _reason(cases) or _too_little(cases, inputs, settings)
-    return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype, bound)
+    all_reached = not settings.brief and not comparison.unreached
+    if not reason and not settings.brief and not all_reached:
+        reason = odd_expert(block)
+    return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype, bound, all_reached)
 
 
 def in_own_dtype_only(rewritten: RewrittenBlock) -> RewrittenBlock:
@@ -207,13 +216,29 @@ def _installed(module: nn.Module, rewritten: RewrittenBlock) -> Iterator[HexaFor
         uninstall(module)
 
 
+_NOT_BY_THE_REWRITTEN = (
+    "which the rewritten block would not; count where the block is called, or register a buffer and add to it"
+)
+
+
 def _reason(cases: tuple[VerificationCase, ...]) -> str:
     for case in cases:
         if case.outcome == "different":
             return f"{case.name}: {case.detail}"
     if all(case.outcome == "skipped" for case in cases):
+        read, changed, _ = cases[0].detail.partition(f" {CHANGED}")
+        if changed:
+            return f"the code changes {read.removeprefix(LEFT)} in every call, {_NOT_BY_THE_REWRITTEN}"
         return f"nothing could be compared; {cases[0].name}: {cases[0].detail}"
     return ""
+
+
+def why_refused(result: VerificationResult, block: nn.Module) -> str:
+    """The sentence on a rewritten block that is not ``ok``: an expert that is unlike the others, or else what differs."""
+    if all(case.outcome != "different" for case in result.cases):
+        return result.reason
+    odd = odd_expert(block)
+    return f"{odd} ({result.reason})" if odd else f"the rewritten block differs from the original: {result.reason}"
 
 
 def _too_little(cases: tuple[VerificationCase, ...], inputs: FreshInputs, settings: VerifySettings) -> str:

@@ -103,9 +103,10 @@ def _catches_errors(instructions: list[Instruction]) -> bool:
 
 def _attributes(following: list[Instruction]) -> Iterator[str]:
     for instruction in following:
-        if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            yield str(instruction.argval)
+        elif instruction.opname != "COPY":  # of ``Config.calls += 1``
             return
-        yield str(instruction.argval)
 
 
 def _imported_from(following: list[Instruction]) -> Iterator[Instruction]:

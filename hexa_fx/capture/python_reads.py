@@ -26,7 +26,7 @@ from hexa_fx.capture.collect import without_stand_in
 from hexa_fx.capture.ran_code import RanCode, is_ours
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.ir import PythonRead, SourceLocation
-from hexa_fx.isolation.held_objects import MODULE_STATE, is_collection, is_object, items
+from hexa_fx.isolation.held_objects import MODULE_STATE, PLAIN, is_collection, is_object, items
 from hexa_fx.isolation.lookup import REGISTRIES, getattr_of, lookup, own_names
 from hexa_fx.isolation.read_values import IsA, Keys, Names, Unreadable, is_unreadable, keys_inside, snapshot
 from hexa_fx.isolation.users_code import is_users
@@ -284,7 +284,8 @@ class PythonReads:
                     continue
                 for name, member in list(vars(base).items()):
                     scopes = self.ran.scopes_of(member) or self.ran.mention(name, member)
-                    if scopes and id(member) not in found:
+                    unique = callable(member) or not isinstance(member, PLAIN)  # every 2 is the same object
+                    if scopes and not (unique and id(member) in found):
                         self._read_class(holder, cls, number, base, name, scopes)
 
     def _read_class(self, holder: Any, cls: type, number: int, base: type, name: str, scopes: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Runs functions that torch.jit.script compiled as the Python code that they were made of: torch tells no mode of what they call."""
+"""Runs functions that torch.jit.script compiled as the Python code that they were made of: no mode is told of what they call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scripts_as_python(all_of_them: bool) -> Iterator[None]:
             )
         return compiled(function, *args, **kwargs)
 
-    torch.jit.ScriptFunction.__call__ = call  # type: ignore[method-assign]
+    torch.jit.ScriptFunction.__call__ = call  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -14,6 +14,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 AGAIN = "call hexa_fx.undo_ and hexa_fx.optimize_ on the model to have it rewritten as it is now"
+LEFT = "left to the original: "
+"""Before the reason, where the original runs in a rewritten block's place."""
 
 
 class GuardMiss(Exception):

@@ -21,6 +21,7 @@ from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
 from hexa_fx.runtime.guards import AGAIN, GuardMiss
 
+CHANGED = "is not what it was when the block was rewritten"
 _COPIES = (list, set, dict, deque, bytearray)
 
 
@@ -212,7 +213,7 @@ def _said(read: PythonRead, now: Any) -> str:
             f"it asks torch.{read.steps[1]}(), and is rewritten as it runs without autocast; a model in bfloat16 needs none "
             "(bf16=False in a trainer)"
         )
-    return f"{str(read)!r} is not what it was when the block was rewritten; {AGAIN}"
+    return f"{str(read)!r} {CHANGED}; {AGAIN}"
 
 
 def submodule(modules: Mapping[str, nn.Module], path: str) -> nn.Module:

@@ -29,6 +29,7 @@ from hexa_fx.passes.detect.dropouts import INSIDE, has_idle
 from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.odd_expert import odd_expert
 from hexa_fx.passes.detect.offset import check_base, explain_offset
 from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
 from hexa_fx.passes.detect.routing import find_routing, how_tokens_pass
@@ -94,7 +95,8 @@ def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     """The refusal with a reason that the parameters give, if they do."""
     parameters = captured.named_tensors()
     uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
-    return Refuse(shared_by_some(parameters) or uneven or refusal.reason, refusal.node)
+    odd = f"{said} ({refusal.reason})" if (said := odd_expert(captured.block)) else None
+    return Refuse(shared_by_some(parameters) or uneven or odd or refusal.reason, refusal.node)
 
 
 def _refuse_own_operators(captured: CapturedBlock) -> None:

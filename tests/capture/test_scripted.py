@@ -9,7 +9,7 @@ import hexa_fx
 from tests.detect.test_what_strangers_write import Mixture, _tokens
 from tests.zoo.common import TopKGate
 from tests.zoo.compare import compare, operators_run
-from tests.zoo.variant import D, E, K
+from tests.zoo.variant import D, K
 
 
 def _gating(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ class Scripted(Mixture):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, D)
-        weights, index, counts = self.gating(self.gate.weight(flat).softmax(-1), K)
+        weights, index, _ = self.gating(self.gate.weight(flat).softmax(-1), K)
         out = torch.zeros_like(flat)
         for number, expert in enumerate(self.experts):
             chosen = weights * (index == number)

@@ -1,0 +1,66 @@
+"""Names the expert that is built otherwise than the others: another activation, another number among its settings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from hexa_fx.passes.detect.tags import expert_groups
+
+_Kinds: TypeAlias = dict[str, Hashable]
+"""What the modules of one expert are, by path in it, and its settings, by path and name."""
+
+
+def odd_expert(block: nn.Module) -> str:
+    """A sentence about the first expert that is not of the kind of most; empty if all are of one kind."""
+    for paths in _experts(block):
+        for kinds_of in (_classes, _settings):
+            kinds = {path: kinds_of(block.get_submodule(path)) for path in paths}
+            said = _odd(kinds)
+            if said:
+                return f"{said}; only experts that compute the same are rewritten"
+    return ""
+
+
+def _experts(block: nn.Module) -> Iterator[tuple[str, ...]]:
+    """The paths of the modules that hold one expert each."""
+    found = set()
+    for pattern, names in expert_groups(dict(block.named_parameters(remove_duplicate=False))).members.items():
+        depth = next(place for place, part in enumerate(pattern.split(".")) if "{}" in part) + 1
+        found.add(tuple(".".join(name.split(".")[:depth]) for name in names))
+    modules = dict(block.named_modules(remove_duplicate=False))
+    yield from (paths for paths in sorted(found) if all(path in modules for path in paths))
+
+
+def _odd(kinds: Mapping[str, _Kinds]) -> str:
+    for key in dict.fromkeys(key for of_one in kinds.values() for key in of_one):
+        values = {path: of_one.get(key, "missing") for path, of_one in kinds.items()}
+        usual, count = Counter(values.values()).most_common(1)[0]
+        odd = next((path for path, value in values.items() if value != usual), None)
+        if odd is not None and 2 * count > len(values):  # what differs in all of them is a name or a number of each
+            return f"{f'{odd}.{key}'.rstrip('.')} is {values[odd]}, where other experts have {usual}"
+    return ""
+
+
+def _classes(expert: nn.Module) -> _Kinds:
+    return {path: type(module).__name__ for path, module in expert.named_modules()}
+
+
+def _settings(expert: nn.Module) -> _Kinds:
+    return {
+        f"{path}.{name}".lstrip("."): _shown(value)
+        for path, module in expert.named_modules()
+        for name, value in vars(module).items()
+        if name != "training" and (isinstance(value, (bool, int, float, str)) or _is_function(value))
+    }
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and hasattr(value, "__name__")
+
+
+def _shown(value: Any) -> str:
+    return value.__name__ if _is_function(value) else repr(value)

@@ -1,0 +1,36 @@
+"""Which experts the cases of a verification have reached, so that one unlike the others cannot hide among those without tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from hexa_fx.isolation.raised_weight import RaisedWeight
+
+
+class Unreached:
+    """The experts' weights that no gradient of the original came to so far.
+
+    Weights without gradients of their own are left out: frozen ones, and those of large blocks, which have products instead.
+
+    Args:
+        module: the block.
+        weights: of its experts, listed or stacked.
+    """
+
+    def __init__(self, module: nn.Module, weights: Sequence[torch.Tensor]) -> None:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        known = [w for w in weights if id(w) in names and w.requires_grad and not isinstance(w, RaisedWeight)]
+        self._left = {names[id(w)]: torch.ones(len(w) if w.dim() > 2 else 1, dtype=torch.bool) for w in known}
+
+    def see(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Leaves out what has a gradient that is not zero."""
+        for name, left in self._left.items():
+            gradient = gradients.get(name)
+            if gradient is not None and bool(left.any()):
+                left &= (gradient.reshape(len(left), -1) == 0).all(1).cpu()
+
+    def __bool__(self) -> bool:
+        return any(bool(left.any()) for left in self._left.values())

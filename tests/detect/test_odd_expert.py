@@ -1,0 +1,66 @@
+"""An expert that is built otherwise than the others is named, be it among those without tokens in the example."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.passes.detect.odd_expert import odd_expert
+from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.zoo.variant import D, E, I
+
+SAME = "; only experts that compute the same are rewritten"
+
+
+class Expert(nn.Module):
+    def __init__(self, act: nn.Module, scale: float = 1.0, number: int = 0) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(D, I), act, nn.Linear(I, D)
+        self.scale, self.number = scale, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)) * self.scale)
+
+
+class Routed(Mixture):
+    """The last expert is hardly ever chosen, and those without tokens do not run."""
+
+    def __init__(self, odd: Expert, idle: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([*(Expert(nn.GELU(), number=n) for n in range(E - 1)), odd])
+        # keeps the router from choosing it, and a test from making the router do so
+        self.register_buffer("bias", torch.tensor([0.0] * (E - 1) + [-3.0 * idle]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = (0.1 * self.gate.weight(flat) + self.bias).softmax(-1).topk(2)
+        out = torch.zeros_like(flat)
+        for number in index.unique().tolist():
+            token, slot = torch.where(index == number)
+            out.index_add_(0, token, self.experts[number](flat[token]) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (Expert(nn.ReLU()), "experts.4.act is ReLU, where other experts have GELU"),
+        (Expert(nn.GELU("tanh")), "experts.4.act.approximate is 'tanh', where other experts have 'none'"),
+        (Expert(nn.GELU(), 1.5), "experts.4.scale is 1.5, where other experts have 1.0"),
+    ],
+    ids=["class", "setting", "number"],
+)
+def test_it_is_named(odd: Expert, said: str, idle: bool) -> None:
+    torch.manual_seed(0)
+    report = hexa_fx.explain(Routed(odd, idle).double(), _tokens(2, 7))
+    assert report.blocks[0].reason.startswith(said + SAME), report.blocks[0].reason
+
+
+def test_what_differs_in_all_experts_is_no_difference() -> None:
+    torch.manual_seed(0)
+    block = Routed(Expert(nn.GELU(), number=E - 1), True)
+    assert not odd_expert(block)
+    assert hexa_fx.explain(block.double(), _tokens(2, 7)).rewritten
