@@ -60,7 +60,7 @@ class RegionEmitter:
         index = self._counted_from_end(self._routing.quantity(routing.index, None))
         self._require_slots(index)
         self._refuse_numbers_of_nan()
-        factor = self._product(routing.after, index, match.of_factor)
+        factor = self._routing.times_constant(self._product(routing.after, index, match.of_factor), index, tokens)
         kept = self._routing.within_capacity(index, self._routing.kept(index))
         before = self._product(routing.before, index)
         given = tokens

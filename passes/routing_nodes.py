@@ -81,6 +81,17 @@ class RoutingEmitter:
         factors = call("gather", (self._by_expert(node, source, value), 1, index))
         return factors if as_marks or not self._chosen_apart() else self._once(factors, index)
 
+    def times_constant(
+        self, factor: torch.fx.Node | None, index: torch.fx.Node, tokens: torch.fx.Node
+    ) -> torch.fx.Node | None:
+        """The factor (T, k) of the outputs, and the number in the code that they are multiplied by too."""
+        constant = self.match.routing.constant
+        if constant == 1:
+            return factor
+        if factor is not None:
+            return self.graph.call_function(operator.mul, (factor, constant))
+        return self.graph.call_method("new_full", (tokens, self.graph.call_method("size", (index,)), constant))
+
     def _of_each_token(self, node: torch.fx.Node) -> torch.fx.Node:
         return self.graph.call_function(repeated_in_groups, (node, self.outside[self.match.source]))
 

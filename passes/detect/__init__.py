@@ -181,6 +181,8 @@ def _match_of(
     added = body.down_bias if late is not None else None  # a bias inside the product is part of what was replaced
     offset = explain_offset(pairs, added, combine, source, weights, tags, replay)
     routing = find_routing(pairs, tokens, experts, captured, tags, combine.node, replay, prefer_earliest)
+    if with_steps and routing.constant != 1:
+        raise Refuse("a constant on what experts give is not read together with steps on it", combine.node)
     if offset.base is not None:
         check_base(offset.base, routing.weights, ends, combine.node, replay)
     passed_on = offset.identity

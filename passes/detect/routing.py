@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,7 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.capacity import Capacity, find_capacity
-from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_float, is_tensor, operation
+from hexa_fx.passes.detect.graph import UNINITIALISED, ancestors, inside_calls, is_float, is_tensor, literals, operation
 from hexa_fx.passes.detect.routing_factors import (
     Pairs,
     Slots,
@@ -41,6 +42,7 @@ class Routing:
         top_k: experts per token.
         index: where the expert ids are.
         before, after: where the factors are; empty when they are all 1. The factors of ``after`` are multiplied.
+        constant: a number in the code that the experts' outputs are multiplied by too.
         keep: zero (false) where a slot is given to no expert at all, which is more than a factor of zero if numbers are not finite.
         capacity: how many tokens an expert takes, where further ones are given to no expert.
     """
@@ -51,6 +53,7 @@ class Routing:
     after: tuple[Source, ...]
     keep: tuple[Source, ...] = ()
     capacity: Capacity | None = None
+    constant: float = 1.0
 
     @property
     def weights(self) -> list[torch.fx.Node]:
@@ -94,8 +97,8 @@ def find_routing(
     given = [n for n in in_order[::-1] if _enters_experts(n, tags)] if prefer_earliest else []
     if prefer_earliest and not before:
         before = straight_through(slots, given)
-    after = _find_after(
-        active, slots, known, inner, end, not covered(before, slots), _vectors(captured, tags, experts, end)
+    after, constant = _find_after(
+        active, slots, known, inner, end, not covered(before, slots), _vectors(captured, tags, experts, end), tags
     )
     if prefer_earliest and not (before or after):  # `w / (w + 1e-8)` is one in 32 bits, but not in 64
         after = straight_through(slots, [n for n in in_order[::-1] if n not in given])
@@ -112,7 +115,7 @@ def find_routing(
             slots = slots.with_rows(pairs)
     if not covered((*before, *after, *keep), slots):
         after = (*after, find_mask(slots, known, inner, end))
-    return Routing(ids.shape[1], index, before, after, keep, capacity)
+    return Routing(ids.shape[1], index, before, after, keep, capacity, constant)
 
 
 def _enters_experts(node: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> bool:
@@ -140,19 +143,27 @@ def _find_after(
     end: torch.fx.Node,
     covers_dropped: bool,
     vectors: Sequence[torch.fx.Node],
-) -> tuple[Source, ...]:
-    """The factors of the outputs: one tensor's, or also one number for every expert, of ``vectors``."""
+    tags: Mapping[torch.fx.Node, Tag],
+) -> tuple[tuple[Source, ...], float]:
+    """The factors of the outputs: one tensor's, or also one number for every expert, of ``vectors``; or times a constant."""
     try:
-        return find_factor(active.after, slots, known, inner, end, covers_dropped)
+        return find_factor(active.after, slots, known, inner, end, covers_dropped), 1.0
     except Refuse as refusal:
         for vector in vectors:
             numbers = slots.value(vector).reshape(-1)[active.expert]
-            try:
+            with suppress(Refuse):
                 found = find_factor(active.after / numbers, slots, known, inner, end, covers_dropped)
-            except Refuse:
-                continue
-            return (*found, Source((vector,), "expert"))
+                return (*found, Source((vector,), "expert")), 1.0
+        for constant in _constants(end, tags):
+            with suppress(Refuse):
+                return find_factor(active.after / constant, slots, known, inner, end, covers_dropped), constant
         raise refusal from None
+
+
+def _constants(end: torch.fx.Node, tags: Mapping[torch.fx.Node, Tag]) -> list[float]:
+    """Numbers in the code that it may multiply what experts give by, or divide it by."""
+    inside = [node for node in (*ancestors([end]), end) if tags[node].experts and not tags[node].weight]
+    return list(dict.fromkeys(n for number in literals(inside) if number for n in (number, 1 / number) if n != 1))
 
 
 def _vectors(

@@ -111,7 +111,8 @@ def _named_siblings(parameters: Mapping[str, torch.Tensor], matrices: int, fewes
             if sum(len(shape) == 2 for shape in shapes) >= matrices:
                 alike[tuple(zip(rests, shapes))].append(child)
         largest = max(alike.values(), key=len, default=[])
-        if len(largest) > len(best[1]) and (matrices > 1 or len(largest) == len(children)):
+        apart = len(alike) > 1 and any(map(str.isdigit, largest))  # a list of two kinds
+        if len(largest) > len(best[1]) and not apart and (matrices > 1 or len(largest) == len(children)):
             best = (prefix, largest, children[largest[0]])
     prefix, names, rests = best
     if len(names) < fewest:
