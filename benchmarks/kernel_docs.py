@@ -230,6 +230,24 @@ def models(folder: Path) -> str:
     )
 
 
+def fp8_layers(folder: Path) -> str:
+    """Layers that multiply in FP8 beside bf16; weights quantised once, and in every call."""
+    head = ["shape", "forward: bf16, FP8 (ms)", "times as fast", "forward + backward (ms)", "times as fast"]
+    head += ["times as fast with weights quantised in every call: forward, forward + backward"]
+    by_shape: dict[str, dict[str, dict[str, float]]] = {}
+    for row in json.loads((folder / "fp8_layers_h200.json").read_text())["rows"]:
+        by_shape.setdefault(row["shape"], {})[row["impl"]] = row
+    lines: list[list[object]] = []
+    for shape, rows in by_shape.items():
+        exact, fast, anew = rows["hexa"], rows["hexa-fp8"], rows["hexa-fp8-step"]
+        cells = [shape + "*" * ("kernels" in fast)]
+        for key in ("forward_ms", "train_ms"):
+            cells += [f"{exact[key]:.2f}, {fast[key]:.2f}", f"{exact[key] / fast[key]:.2f}"]
+        again = (anew[f"bf16_{key}"] / anew[key] for key in ("forward_ms", "train_ms"))
+        lines.append([*cells, ", ".join(f"{ratio:.2f}" for ratio in again)])
+    return table(head, lines)
+
+
 PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     ROOT / "README.md": {"headline": headline},
     ROOT / "docs" / "how_fast.md": {
@@ -240,6 +258,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
         "packed": packed,
     },
     ROOT / "docs" / "kernels.md": {"layers": layers, "launches": launches},
+    ROOT / "docs" / "fp8.md": {"layers": fp8_layers},
     ROOT / "docs" / "fine_tuning.md": {"adapters": adapters, "adapted steps": adapted_steps},
 }
 

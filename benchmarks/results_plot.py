@@ -18,6 +18,8 @@ WHOLE_MODELS = ROOT / "docs" / "images" / "whole_models.svg"
 
 NAMES = {"mixtral": "Mixtral 8x7B", "qwen3-30b": "Qwen3-30B", "olmoe": "OLMoE", "dsv3": "DeepSeek-V3"}
 NAMES |= {"granite-fine": "Granite, fine", "sonic-7b": "7B, fine", "sonic-30b": "30B, fine"}
+MODELS = {"mixtral-8x7b": "Mixtral", "qwen3-30b": "Qwen3", "olmoe": "OLMoE", "gpt-oss-20b": "gpt-oss"}
+MODELS |= {"deepseek-v2-lite": "DeepSeek-V2"}
 _IMPLEMENTATIONS = {"hexa": "hexa_fx", "sonicmoe": "SonicMoE"}
 _LEFT, _WIDTH, _TEXT, _ROW, _TOP = 130, 120, 130, 27, 78
 
@@ -91,7 +93,7 @@ def panels(folder: Path) -> list[Panel]:
 def whole_models(folder: Path) -> list[Panel]:
     """Tokens a second and peaks of training and decoding, by model and implementation."""
     found = json.loads((folder / "whole_models_h200.json").read_text())["rows"]
-    rows = [row for row in found if "reason" not in row]
+    rows = [row for row in found if "reason" not in row and "compile" not in row["impl"]]
     titles = [("Training", "train"), ("Decoding", "decode")]
     return [
         Panel(f"{title}: {what}", about, [_bar(row, rows, f"{key}_{unit}", written) for row in rows])
@@ -105,8 +107,7 @@ def whole_models(folder: Path) -> list[Panel]:
 
 def _bar(row: Row, rows: Sequence[Row], key: str, written: str) -> Bar:
     most = max(other[key] for other in rows if other["model"] == row["model"])
-    model = NAMES[row["model"].removesuffix("-8x7b")].split()[0].split("-")[0]
-    name = f"{model}, {_IMPLEMENTATIONS.get(row['impl'], row['impl'])}"
+    name = f"{MODELS[row['model']]}, {_IMPLEMENTATIONS.get(row['impl'], row['impl'])}"
     return Bar(name, row[key] / most, written.format(row[key]), ours=row["impl"] == "hexa")
 
 
