@@ -133,7 +133,8 @@ class QuantizedWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         about = self.format, self.dtype, self.transposed, isinstance(self, torch.nn.Parameter)
-        return _restored, (self.packed, self.scales, *about)
+        # as bytes, since Python's pickle does not load torch's tensors of 8-bit floats
+        return _restored, (self.packed.view(torch.uint8), self.scales, *about)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
         copied = _restored(*pytree.tree_map_only(Tensor, Tensor.clone, self.__reduce_ex__(2)[1]))
@@ -175,6 +176,9 @@ class QuantizedWeight(Tensor):
     def _overwrite(self, source: Tensor) -> QuantizedWeight:
         if not isinstance(source, QuantizedWeight):
             numbers = source.to(self.device)
+            # DDP copies to weights what it read from them, and packing again may round scales again.
+            if all(torch.equal(self.expert(n).to(numbers.dtype), matrix) for n, matrix in enumerate(numbers)):
+                return self
             packed, *scales = format_of(self.format).pack_all(numbers.transpose(1, 2) if self.transposed else numbers)
         elif (source.format, source.transposed) == (self.format, self.transposed):
             packed, *scales = source.packed, *source.scales
@@ -193,7 +197,7 @@ _SAME = frozenset(
 def _restored(
     packed: Tensor, scales: Sequence[Tensor], format: str, dtype: torch.dtype, transposed: bool, parameter: bool
 ) -> QuantizedWeight:
-    made = QuantizedWeight(packed, scales, format, dtype, transposed)
+    made = QuantizedWeight(packed.view(format_of(format).dtype), scales, format, dtype, transposed)
     return torch.nn.Parameter(made, requires_grad=False) if parameter else made  # type: ignore[return-value]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -82,6 +83,22 @@ def test_numbers_are_packed_when_they_are_copied_to_it(weight):
     numbers = torch.randn(SHAPE, dtype=torch.bfloat16)
     weight.copy_(numbers)
     assert torch.equal(weight.dense(), QuantizedWeight.of(numbers, weight.format).dense())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_its_own_numbers_leave_it_as_it_is(format):
+    """As DDP copies them when it wraps a model: packed again from 16 bits, scales would be others."""
+    torch.manual_seed(0)
+    weight = QuantizedWeight.of(torch.randn(2, 128, 128), format).to(torch.bfloat16)
+    before = [held.clone() for held in (weight.packed, *weight.scales)]
+    weight.copy_(weight.dense())
+    assert all(map(torch.equal, before, (weight.packed, *weight.scales)))
+
+
+def test_pythons_own_pickle(weight):
+    loaded = pickle.loads(pickle.dumps(Holder(weight))).weight
+    assert isinstance(loaded, QuantizedWeight)
+    assert torch.equal(loaded.dense(), weight.dense())
 
 
 @pytest.mark.parametrize("format", FORMATS)
