@@ -19,9 +19,9 @@ WHOLE_MODELS = ROOT / "docs" / "images" / "whole_models.svg"
 NAMES = {"mixtral": "Mixtral 8x7B", "qwen3-30b": "Qwen3-30B", "olmoe": "OLMoE", "dsv3": "DeepSeek-V3"}
 NAMES |= {"granite-fine": "Granite, fine", "sonic-7b": "7B, fine", "sonic-30b": "30B, fine"}
 MODELS = {"mixtral-8x7b": "Mixtral", "qwen3-30b": "Qwen3", "olmoe": "OLMoE", "gpt-oss-20b": "gpt-oss"}
-MODELS |= {"deepseek-v2-lite": "DeepSeek-V2"}
+MODELS |= {"deepseek-v2-lite": "DeepSeek"}
 _IMPLEMENTATIONS = {"hexa": "hexa_fx", "sonicmoe": "SonicMoE"}
-_LEFT, _WIDTH, _TEXT, _ROW, _TOP = 130, 120, 130, 27, 78
+_LEFT, _WIDTH, _TEXT, _ROW, _TOP = 150, 120, 130, 27, 78
 
 _STYLE = """
 text{font:12px ui-sans-serif,system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#131820}
