@@ -21,7 +21,8 @@ from hexa_fx.cuda.kernel import Kernel, kernel_of
 from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, dense_rows, numbers_of
 from hexa_fx.cuda.planning import Operand, planning_of
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
-from hexa_fx.ops.fp8 import CombineFp8, EssFp8, QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8, glu_of
+from hexa_fx.ops.fp8 import CombineFp8, EssFp8, glu_of
+from hexa_fx.ops.fp8_quantizing import QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8
 
 _QUANTIZE, _ACTIVATE, _COMBINE = (numbers_of(get_family(name).args) for name in (QUANTIZE, ACTIVATE, COMBINE))
 _CHUNK = 8

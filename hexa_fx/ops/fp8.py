@@ -1,5 +1,7 @@
 """The operators of FP8 block compute: what `hexa::moe_ffn_fp8` is made of, one grouped kernel each.
 
+Those that quantise are in `hexa_fx.ops.fp8_quantizing`.
+
 Elements are e4m3, scales float32, as `hexa_fx.formats.fp8_scaling` says. T tokens, k experts per token, n = T*k rows in expert
 order, E experts, D model size, I intermediate size. D', I', C' and so on are those sizes, rounded up to multiples of 128; H' is the
 width of the pre-activation h, I' or, gated, 2 I': first the gate's I' columns, then up's, however the parameters store them.
@@ -21,19 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, group_count, padded
+from hexa_fx.formats.fp8_scaling import BLOCK, group_count
 from hexa_fx.ir import Glu
 from hexa_fx.ops import library
-from hexa_fx.ops.rows import row_count
+from hexa_fx.ops.fp8_quantizing import groups_and_scales, rows_and_scales
 
-library.define("quantize_rows_fp8(Tensor x) -> (Tensor q, Tensor s)")
-library.define(
-    "quantize_columns_fp8(Tensor x, Tensor? v, Tensor offs, SymInt top_k, bool shared) -> (Tensor q, Tensor s)"
-)
-library.define(
-    "quantize_weight_fp8(Tensor(a!) q, Tensor(b!) s, Tensor(c!)? q_t, Tensor(d!)? s_t, Tensor w, Tensor? w3, str layout, str glu) "
-    "-> ()"
-)
 library.define(
     "esmm_act_fp8(Tensor x, Tensor xs, Tensor w, Tensor ws, Tensor? bias, Tensor v, Tensor offs, SymInt top_k, str activation, "
     "bool gated, float[] params, bool keep_h) -> (Tensor h, Tensor hs, Tensor a, Tensor a_scales)"
@@ -52,84 +46,6 @@ library.define(
     "estmm_fp8(Tensor(a!) out, Tensor x, Tensor xs, Tensor g, Tensor gs, Tensor offs, bool shared, bool add) -> ()"
 )
 library.define("ess_fp8(Tensor g, Tensor gs, Tensor offs) -> Tensor")
-
-
-def rows_and_scales(like: Tensor, rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """Empty elements (rows, width) and scales (rows, width / 128)."""
-    return like.new_empty((rows, width), dtype=ELEMENT), like.new_empty((rows, width // BLOCK), dtype=torch.float32)
-
-
-def groups_and_scales(like: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor]:
-    """Empty elements (groups, width, 128) and scales (groups, width)."""
-    return like.new_empty((groups, width, BLOCK), dtype=ELEMENT), like.new_empty((groups, width), dtype=torch.float32)
-
-
-class QuantizeRowsFp8(NamedTuple):
-    """Rows in blocks of 1 x 128.
-
-    Args:
-        x: (R, C) in a floating dtype but float64, any strides.
-
-    Results:
-        q: (R, C') e4m3.
-        s: (R, C' / 128) float32.
-    """
-
-    x: Tensor
-
-    def results(self) -> tuple[Tensor, Tensor]:
-        return rows_and_scales(self.x, self.x.shape[0], padded(self.x.shape[1]))
-
-
-class QuantizeColumnsFp8(NamedTuple):
-    """Rows gathered into expert order and transposed in groups of 128 rows, each column of a group with its scale.
-
-    Args:
-        x: (T, C), row p is ``x[v[p] // top_k]``, or (n, C) in expert order without v; in a floating dtype but float64.
-        v: (n,) int32 of `reindex`, or None.
-        offs: (E+1,) int32 of `reindex`.
-        top_k: slots a token; 1 without v.
-        shared: 128 columns of a group share a scale, which products apply at less cost.
-
-    Results:
-        q: (G, C', 128) e4m3, G = n // 128 + min(E, n). ``q[F(e) + j, c, r]`` is of row ``offs[e] + 128 j + r`` and column c, where
-            F(e) is the sum of ``ceil(rows / 128)`` over the experts before e; zero where the expert has no such row.
-        s: (G, C') float32, of the 128 rows of a group in a column.
-    """
-
-    x: Tensor
-    v: Tensor | None
-    offs: Tensor
-    top_k: int
-    shared: bool
-
-    def results(self) -> tuple[Tensor, Tensor]:
-        groups = group_count(row_count(self.x, self.v), self.offs.shape[0] - 1)
-        return groups_and_scales(self.x, groups, padded(self.x.shape[1]))
-
-
-class QuantizeWeightFp8(NamedTuple):
-    """Quantises a projection's weight in blocks of 128 x 128 into buffers, in either orientation.
-
-    Gate and up become the first and the second half of the rows. Every element of the buffers is written.
-
-    Args:
-        q: (E, N', K') e4m3, where N' is 2 I' for a gated weight.
-        s: (E, N' / 128, K' / 128) float32.
-        q_t, s_t: (E, K', N') and (E, K' / 128, N' / 128): the same elements and scales, transposed; or None.
-        w: (E, N, K) for layout ``nk``, (E, K, N) for ``kn``, in a floating dtype but float64, any strides.
-        w3: the up projection, shaped as w, for glu ``split``.
-        glu: how gate and up lie in w, as in `FfnSpec`; ``none`` for the second projection.
-    """
-
-    q: Tensor
-    s: Tensor
-    q_t: Tensor | None
-    s_t: Tensor | None
-    w: Tensor
-    w3: Tensor | None
-    layout: str
-    glu: str
 
 
 def glu_of(gated: bool) -> Glu:

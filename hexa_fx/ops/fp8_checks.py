@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hexa_fx.errors import InputError
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, padded
-from hexa_fx.ops import checks, fp8, library
+from hexa_fx.ops import checks, fp8, fp8_quantizing, library
 from hexa_fx.ops.activations import check_activation
 
 QUANTIZABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -64,17 +64,17 @@ def _check_bias(op: str, bias: Tensor | None, w: Tensor) -> None:
         _check(op, "bias", bias, torch.float32, w.shape[:2])
 
 
-def _quantize_rows(op: str, o: fp8.QuantizeRowsFp8) -> None:
+def _quantize_rows(op: str, o: fp8_quantizing.QuantizeRowsFp8) -> None:
     _check_x(op, o.x)
 
 
-def _quantize_columns(op: str, o: fp8.QuantizeColumnsFp8) -> None:
+def _quantize_columns(op: str, o: fp8_quantizing.QuantizeColumnsFp8) -> None:
     _check_x(op, o.x)
     checks.check_index(op, o.x, ("v", "offs"), (o.v, o.offs))
     checks.check_rows(op, "x", o.x, o.x.shape[1], o.v, o.top_k)
 
 
-def _quantize_weight(op: str, o: fp8.QuantizeWeightFp8) -> None:
+def _quantize_weight(op: str, o: fp8_quantizing.QuantizeWeightFp8) -> None:
     w, w3 = o.w, o.w3
     if w.dtype not in QUANTIZABLE:
         raise InputError(f"hexa::{op}: w has dtype {w.dtype}; expected one of {QUANTIZABLE}")
@@ -157,9 +157,9 @@ def _register(op: str, record: Any, check: Callable[[str, Any], None], in_place:
     library.register_fake(op, fake, lambda *args: check(op, record(*args)))
 
 
-_register("quantize_rows_fp8", fp8.QuantizeRowsFp8, _quantize_rows)
-_register("quantize_columns_fp8", fp8.QuantizeColumnsFp8, _quantize_columns)
-_register("quantize_weight_fp8", fp8.QuantizeWeightFp8, _quantize_weight, in_place=True)
+_register("quantize_rows_fp8", fp8_quantizing.QuantizeRowsFp8, _quantize_rows)
+_register("quantize_columns_fp8", fp8_quantizing.QuantizeColumnsFp8, _quantize_columns)
+_register("quantize_weight_fp8", fp8_quantizing.QuantizeWeightFp8, _quantize_weight, in_place=True)
 _register("esmm_act_fp8", fp8.EsmmActFp8, _esmm_act)
 _register("esmm_fp8", fp8.EsmmFp8, _esmm)
 _register("combine_fp8", fp8.CombineFp8, _combine)

@@ -26,7 +26,7 @@ from hexa_fx.formats.fp8_scaling import (
     read_weight,
     rows_as_bytes,
 )
-from hexa_fx.ops import fp8, library
+from hexa_fx.ops import fp8, fp8_quantizing, library
 from hexa_fx.ops import fp8_checks as _checks  # noqa: F401  (registers them)
 from hexa_fx.ops.activations import activation_backward, activation_forward, gate_and_up
 from hexa_fx.ops.combine import combine_generic
@@ -38,12 +38,12 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _columns(*args: Any) -> tuple[Tensor, Tensor]:
-    o = fp8.QuantizeColumnsFp8(*args)
+    o = fp8_quantizing.QuantizeColumnsFp8(*args)
     return quantize_groups(gather_rows(o.x, o.v, o.top_k), o.offs, o.shared)
 
 
 def _weight(*args: Any) -> None:
-    o = fp8.QuantizeWeightFp8(*args)
+    o = fp8_quantizing.QuantizeWeightFp8(*args)
     for expert in range(o.w.shape[0]):
         parts = [part[expert] if o.layout == "nk" else part[expert].t() for part in (o.w, o.w3) if part is not None]
         if o.glu in ("concat", "interleaved"):

@@ -23,8 +23,8 @@ from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.formats.fp8_scaling import BLOCK
 from hexa_fx.ops import checks, fp8_checks, library, main_grad
 from hexa_fx.ops.direct_function import DirectFunction
-from hexa_fx.ops.fp8 import rows_and_scales
 from hexa_fx.ops.fp8_arguments import Arguments, kernel
+from hexa_fx.ops.fp8_quantizing import rows_and_scales
 from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS, check_shapes
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
 from hexa_fx.ops.operands import MoeFfn

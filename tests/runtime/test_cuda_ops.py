@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from hexa_fx.cuda.register import KERNELS, kernel, register
-from hexa_fx.ops import fp8, library, operands
+from hexa_fx.ops import fp8, fp8_quantizing, library, operands
 from hexa_fx.ops.esmm_packed import EsmmPacked
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from hexa_fx.ops.packed_products import EsmmActBackwardPacked, EsmmActPacked, EsmmPackedLowRank
@@ -45,9 +45,9 @@ RECORDS = {
     "esmm_act_backward_packed": EsmmActBackwardPacked,
     "estmm": operands.Estmm,
     "esfk": operands.Esfk,
-    "quantize_rows_fp8": fp8.QuantizeRowsFp8,
-    "quantize_columns_fp8": fp8.QuantizeColumnsFp8,
-    "quantize_weight_fp8": fp8.QuantizeWeightFp8,
+    "quantize_rows_fp8": fp8_quantizing.QuantizeRowsFp8,
+    "quantize_columns_fp8": fp8_quantizing.QuantizeColumnsFp8,
+    "quantize_weight_fp8": fp8_quantizing.QuantizeWeightFp8,
     "esmm_act_fp8": fp8.EsmmActFp8,
     "esmm_fp8": fp8.EsmmFp8,
     "combine_fp8": fp8.CombineFp8,
