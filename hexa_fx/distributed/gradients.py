@@ -166,19 +166,20 @@ def clip_grad_norm_(model: nn.Module, session: PartitionSession, max_norm: float
     clipping, the same on all ranks.
     """
     experts = set(map(id, _experts_and_others(model, session)[0]))
-    # Groups come from all parameters, since every rank has to take part, also one on which a gradient is missing.
+    # Groups come from all parameters, since every rank has to take part, also one on which a gradient is missing. They are told
+    # apart by their ranks: of equal meshes, torch may give a parameter the one or the other, and another on another rank.
     wanted = [p for p in model.parameters() if p.requires_grad]
-    parts: dict[tuple[Any, ...], list[Tensor]] = {(): []}
+    parts: dict[tuple[Any, ...], tuple[tuple[Any, ...], list[Tensor]]] = {(): ((), [])}
     for parameter in wanted:
         groups = _spread_over(parameter, session.groups.main if id(parameter) in experts else None)
-        held = parts.setdefault(groups, [])
+        _, held = parts.setdefault(tuple(tuple(dist.get_process_group_ranks(g)) for g in groups), (groups, []))
         held += [] if parameter.grad is None else [local_part(parameter.grad)]
     zero = local_part(wanted[0]).new_zeros(1, dtype=_norm_dtype(p.dtype for p in wanted))
     with session.guard("the norm of the gradients"):
-        norms = [_norm(grads, norm_type, groups, zero) for groups, grads in parts.items()]
+        norms = [_norm(grads, norm_type, groups, zero) for groups, grads in parts.values()]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in (grad for grads in parts.values() for grad in grads):
+    for grad in (grad for _, grads in parts.values() for grad in grads):
         grad.mul_(factor.to(grad.dtype))
     return total
 

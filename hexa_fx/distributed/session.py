@@ -80,7 +80,9 @@ class PartitionSession(Session):
         self.cache = SharedCache(layers, plan.slots, self.groups, plan.prefetch, self._parameters_of)
         self.saved_tensors = SavedTensors(self.cache)
         self._steps = BrokenSteps(self.groups)
-        self._wrappers = Wrappers(self.groups, plan.grad_scale == 1.0)
+        self._wrappers = Wrappers(
+            self.groups, dist.get_process_group_ranks(self.everyone) if plan.grad_scale == 1.0 else ()
+        )
         self._agreement = SampledAgreement(self.groups)
         self.shards: tuple[ShardedParameter, ...] = ()
         self._of_layer: dict[str, tuple[ShardedParameter, ...]] = {}

@@ -27,11 +27,12 @@ class Wrappers:
 
     Args:
         groups: of the partition.
-        summed: whether the plan expects that nobody averages gradients over its ranks.
+        summed: ranks over which the plan expects that nobody averages gradients; those of the partition and of the data-parallel
+            axes that the session knows, or none.
     """
 
-    def __init__(self, groups: Groups, summed: bool) -> None:
-        self._ranks, self._summed = set(dist.get_process_group_ranks(groups.main)), summed
+    def __init__(self, groups: Groups, summed: Iterable[int]) -> None:
+        self._ranks, self._summed = set(dist.get_process_group_ranks(groups.main)), set(summed)
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._kind: type | None = None
         self._shards: tuple[ShardedParameter, ...] = ()
@@ -46,8 +47,8 @@ class Wrappers:
         self._model, self._shards = model, tuple(shard for layer in cut for shard in layer)
         self._firsts = [(layer[0], layer[0].name.rpartition(".")[2]) for layer in cut]
         self._fine = {shard.name for shard, _ in self._firsts if isinstance(shard.original, DTensor)}
-        # Nothing tells over which ranks FSDP averages; over those of the partition it does where there are no others.
-        if self._summed and len(self._ranks) == dist.get_world_size() > 1:
+        # Nothing tells over which ranks FSDP averages; over those that the plan sums over it does where there are no others.
+        if len(self._summed) == dist.get_world_size() > 1:
             others = other_parameters(held, self._shards) if (held := model()) is not None else ()
             self._others = [(owner, key) for _, owner, key in islice(others, 1)]
 
@@ -80,7 +81,7 @@ class Wrappers:
 
     def _check_sharded(self, shard: ShardedParameter) -> None:
         mesh = _mesh_of(self._model(), shard.parameter)
-        if mesh is not None and self._shares(mesh.mesh.flatten().tolist()):
+        if mesh is not None and _share(self._ranks, mesh.mesh.flatten().tolist()):
             raise PlanError(
                 f"fully_shard cut {shard.name!r} over ranks of the partition, each of which has a slice of its own, so the rest of "
                 "it is lost: build the model anew and call fully_shard with "
@@ -89,25 +90,28 @@ class Wrappers:
         self._fine.add(shard.name)
 
     def _check_averaged(self, active: DistributedDataParallel) -> None:
-        if not self._shares(dist.get_process_group_ranks(active.process_group)):
-            return
+        ranks = dist.get_process_group_ranks(active.process_group)
         wrapped = set(map(id, active._module_parameters))
         name = next((shard.name for shard in self._shards if id(shard.parameter) in wrapped), None)
-        if name is not None:
+        if name is not None and _share(self._ranks, ranks):
             raise PlanError(
                 f"DistributedDataParallel gave every rank the slice of {name!r} that its first rank has, so the others are lost: "
                 "build the model anew and call hexa_fx.distributed.gradients.ignore_in_ddp(model, session) before wrapping it"
             )
-        if self._summed:
+        if _share(self._summed, ranks):
             raise _averages("DistributedDataParallel")
 
     def _check_sums(self, model: nn.Module) -> None:
         for group in _sharded(model) if self._summed else ():
-            if group.gradient_divide_factor is None and self._shares(group.mesh_info.mesh.mesh.flatten().tolist()):
+            if group.gradient_divide_factor is None and _share(
+                self._summed, group.mesh_info.mesh.mesh.flatten().tolist()
+            ):
                 raise _averages("fully_shard")
 
-    def _shares(self, ranks: Iterable[int]) -> bool:
-        return self._ranks & set(ranks) != {dist.get_rank()}
+
+def _share(ranks: set[int], others: Iterable[int]) -> bool:
+    """Whether there is a rank in both but this one."""
+    return bool(ranks & set(others) - {dist.get_rank()})
 
 
 def _averages(who: str) -> PlanError:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hexa_fx
-from hexa_fx.distributed import checkpoint
+from hexa_fx.distributed import checkpoint, gradients
 from hexa_fx.distributed.data import split_batch
 from hexa_fx.distributed.gradients import clip_grad_norm_, ignore_in_ddp, sync_gradients, weighted_loss
 from hexa_fx.errors import InputError, PlanError
@@ -271,6 +271,25 @@ def test_ddp(strategy: str) -> None:
     assert max(map(max, run(4, ddp, strategy))) < 1e-12
 
 
+def check_norm_of_equal_meshes(rank: int, model: nn.Module, session: Any) -> None:
+    """torch may give a parameter the older of two equal meshes, on some ranks."""
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "hexa"))
+    spread, given = gradients._spread_over, []
+
+    def of_another_mesh(*args: Any) -> Any:
+        groups = spread(*args)
+        given.append(groups) if len(groups) == 2 else None
+        return (other["data"].get_group(), groups[1]) if len(groups) == 2 > len(given) and rank % 2 else groups
+
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = clip_grad_norm_(model, session, 1e9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "_spread_over", of_another_mesh)
+        assert clip_grad_norm_(model, session, 1e9) == before
+    assert given
+
+
 def fsdp_on_the_data_axis_alone(rank: int, world: int) -> Any:
     """Nothing said to the session of the axis outside: FSDP2 averages over it, everything else is summed over the partition."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "hexa"))
@@ -291,7 +310,15 @@ def fsdp_on_the_data_axis_alone(rank: int, world: int) -> Any:
     found = trained(rank, model, whole, x, step, session)
     with pytest.raises(InputError, match="as data_mesh="):
         checkpoint.save("nowhere", model, session)
+    check_norm_of_equal_meshes(rank, model, session)
     session.close()
+    told, axes = build("stacked"), {"mesh": mesh["hexa"], "data_mesh": mesh["data"]}
+    hexa_fx.optimize_(told, x, CONFIG, strategy="data", capacities=EVEN, partition=config, **axes)
+    for layer in told:
+        fully_shard(layer, mesh=mesh["data"])
+    with pytest.raises(PlanError, match="fully_shard averages gradients over ranks for which the plan sums"):
+        told(mine)
+    told.partition.close()
     with pytest.raises(PlanError, match="shares ranks"):
         hexa_fx.optimize_(build("stacked"), x, CONFIG, mesh=mesh["hexa"], data_mesh=mesh["hexa"], capacities=EVEN)
     return found
@@ -334,7 +361,7 @@ def saved(rank: int, world: int, kind: str, folder: str) -> Any:
     """Trains under FSDP2 x hexa and saves; continues on four ranks of unequal shares, and in a mesh of another shape."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "hexa"))
     model, x = build(kind), data(8)
-    config = PartitionConfig(tile=1)
+    config = PartitionConfig(tile=1, data_parallel="mean")
     axes = {"mesh": mesh["hexa"], "data_mesh": mesh["data"]}
     hexa_fx.optimize_(model, x, CONFIG, **axes, strategy="data", capacities=EVEN, partition=config)
     session = model.partition
