@@ -19,8 +19,8 @@ SPREAD = (
 )
 QUANTISED = (
     "it holds quantised weights, which cannot be read as matrices ({}); a block is rewritten if the quantiser leaves its modules "
-    "as they are (llm_int8_skip_modules, modules_to_not_convert), or if the model is optimized before it is quantised "
-    "(hexa_fx.quantize_experts_ packs stacked experts)"
+    "as they are (llm_int8_skip_modules, modules_to_not_convert); hexa_fx.quantize_experts_ packs stacked experts after "
+    "hexa_fx.optimize_"
 )
 SCRIPTED = (
     "{} is compiled by torch.jit, which hides what it computes; a block is rewritten if all of its modules are Python: leave this "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
@@ -29,12 +30,23 @@ def is_small(limit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return type(first) is Tensor and first.numel() <= limit and first.is_cpu and not _len_torch_dispatch_stack()
 
 
-def reason_for_own_code() -> str:
+def reason_for_own_code(block: nn.Module, weights: Sequence[str]) -> str:
     """Why operators cannot stand for a block's own code in this call; empty if they can.
 
-    They support backward only, know nothing of `torch.vmap`, and a `TorchFunctionMode` of the user's would not see the functions
-    that they stand for.
+    They support backward only, know nothing of `torch.vmap` and of other libraries' tensors, and a `TorchFunctionMode` of the
+    user's would not see the functions that they stand for.
+
+    Args:
+        weights: paths of parameters that operators read as they are.
     """
+    for path in weights:
+        owner, name = block, path
+        while "." in name and owner is not None:
+            child, _, name = name.partition(".")
+            owner = owner._modules.get(child)  # type: ignore[assignment]
+        weight = None if owner is None else owner._parameters.get(name)
+        if type(weight) is not nn.Parameter and is_foreign(weight):
+            return f"{path} is {said_of(weight)}"
     if is_compiling():
         return ""
     if forward_ad._current_level >= 0:
@@ -45,6 +57,20 @@ def reason_for_own_code() -> str:
     if _len_torch_function_stack() and any(is_users(type(m).__module__) for m in _get_current_function_mode_stack()):
         return "a TorchFunctionMode is active, which is to see the functions that its own code calls"
     return ""
+
+
+def is_foreign(weight: Any) -> bool:
+    """Whether a tensor is of a class of another library that holds other tensors, as quantisers have."""
+    kind = type(weight)
+    return hasattr(kind, "__tensor_flatten__") and kind.__module__.partition(".")[0] not in ("torch", "hexa_fx")
+
+
+def said_of(weight: Any) -> str:
+    """What a foreign tensor is, and what helps."""
+    return (
+        f"now a {type(weight).__module__}.{type(weight).__name__}, which only the block's own code reads; "
+        "hexa_fx.quantize_experts_ packs stacked experts for the operators"
+    )
 
 
 def call_sizes(training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

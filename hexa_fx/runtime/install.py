@@ -151,7 +151,7 @@ class HexaForward:
         if program is None:
             raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
         self.attributes[training].check()
-        if reason := reason_for_own_code():
+        if reason := reason_for_own_code(module, self.weights[training]):
             raise GuardMiss(reason)
         inputs = self._inputs_of(program, training, args, kwargs)
         dtypes = self._dtypes_under_autocast(training, args, kwargs)

@@ -27,6 +27,7 @@ from torch.compiler import is_compiling
 from hexa_fx.isolation.host_memory import owns_its_storage
 from hexa_fx.ops import library
 from hexa_fx.runtime import shared_storage
+from hexa_fx.runtime.call_kinds import is_foreign, said_of
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.paths import WeightReader
 from hexa_fx.runtime.shared_storage import SharedStorage
@@ -134,13 +135,19 @@ class PackedExperts(WeightReader):
             GuardMiss: an expert was replaced or hooked, so that the original code has to run.
         """
         if is_compiling():
+            self._check_kind(self._paths.first_in_trace())
             return
         self.check()
         if _traced():
+            self._check_kind(self._paths.first_in_trace())
             return
         parameters = self._paths.tensors()
         if not self._ends_in_place(parameters):
             self._pack(parameters)
+
+    def _check_kind(self, first: torch.Tensor) -> None:
+        if type(first) is not nn.Parameter and is_foreign(first):  # quantisers take all experts alike
+            raise GuardMiss(f"{'.'.join(self._paths.paths[0])} is {said_of(first)}")
 
     def _ends_in_place(self, parameters: Sequence[torch.Tensor]) -> bool:
         """A quick check, since whatever moves parameters moves all of them. Every read checks each one."""
@@ -168,6 +175,7 @@ class PackedExperts(WeightReader):
     def _pack(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Takes over the parameters' storage, or says in ``_copy_reason`` why it must not."""
         parts = self._in_parts(tensors)
+        self._check_kind(tensors[0])
         if any(type(tensor).__name__ == "DTensor" for tensor in tensors):
             raise GuardMiss("the experts' weights are distributed tensors")
         reason = _why_not_packable(tensors)

@@ -64,14 +64,20 @@ class ParameterPaths:
 
     def tensors_in_trace(self) -> list[torch.Tensor]:
         """As `tensors`, by plain attribute access all the way, which tracers can follow."""
-        found = []
-        for *modules, name in self.paths:
-            owner: Any = self.block
-            for key in modules:
-                owner = getattr(owner, key)
-            if name not in owner._parameters and name not in owner._buffers:
-                raise GuardMiss("an expert's parameter is gone")
-            found.append(getattr(owner, name))
+        return [self._in_trace(path) for path in self.paths]
+
+    def first_in_trace(self) -> torch.Tensor:
+        """The first of `tensors_in_trace`."""
+        return self._in_trace(self.paths[0])
+
+    def _in_trace(self, path: Sequence[str]) -> torch.Tensor:
+        *modules, name = path
+        owner: Any = self.block
+        for key in modules:
+            owner = getattr(owner, key)
+        if name not in owner._parameters and name not in owner._buffers:
+            raise GuardMiss("an expert's parameter is gone")
+        found: torch.Tensor = getattr(owner, name)
         return found
 
     def _walk(self) -> None:

@@ -159,3 +159,48 @@ def test_own_code_for_another_reason_says_where_gradients_go(caplog):
 
 def _missed() -> None:
     raise install.GuardMiss("a reason")
+
+
+class Coded(torch.Tensor):
+    """As a quantiser's tensor: it can be taken apart and multiplied, and knows neither torch.cat nor other libraries' operators."""
+
+    codes: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, codes):
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+        made.codes = codes
+        return made
+
+    def __tensor_flatten__(self):
+        return ["codes"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, about, size, stride):
+        return Coded(inner["codes"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("detach", "select", "t", "transpose"):
+            return Coded(func(args[0].codes, *args[1:]))
+        if name not in ("mm", "addmm"):
+            raise NotImplementedError(name)
+        return func(*(arg.codes.float() / 64 if isinstance(arg, Coded) else arg for arg in args))
+
+
+@pytest.mark.parametrize("name", ["loop_where_plus_assign", "loop_stacked_gate_up"])
+def test_weights_that_another_library_packs_afterwards(name, caplog):
+    original = by_name(name).make(0).requires_grad_(False)
+    model = hexa_fx.optimize(original, inputs(name, 30), hexa_fx.HexaConfig(verify=False, own_code_when_small=False))
+    for each in (original, model):
+        for module in each.modules():
+            for key, weight in module.named_parameters(recurse=False):
+                if weight.dim() == 3 or (isinstance(module, nn.Linear) and key == "weight"):
+                    codes = (weight * 64).round().to(torch.int8)
+                    module._parameters[key] = nn.Parameter(Coded(codes), requires_grad=False)
+    expected = original(inputs(name, 40))
+    for call in (model, torch.compile(model, backend="eager")):
+        torch.testing.assert_close(call(inputs(name, 40)), expected)
+    assert "is now a tests.runtime.test_own_code.Coded, which only the block's own code reads" in caplog.text
