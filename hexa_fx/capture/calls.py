@@ -153,8 +153,9 @@ def user_location() -> SourceLocation | None:
 
 
 _AS_A_KEY = (
-    "it looks numbers up that it has read from tensors (by tolist() or item(), as keys of a dict, in a set), and a recorded run "
-    "knows them for its own tokens alone; leave what is chosen in tensors, as torch.where(ids == e) does"
+    "it looks numbers up that it has read from tensors (by tolist(), item() or shape; as keys of a dict, in a set, as arguments of "
+    "a cached function), and a recorded run knows them for its own tokens alone; leave what is chosen in tensors, as "
+    "torch.where(ids == e) does, and make what depends on a size anew"
 )
 
 

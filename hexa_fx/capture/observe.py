@@ -27,6 +27,7 @@ SELECTIONS = frozenset(
     "topk argmax argmin sort argsort msort one_hot multinomial gumbel_softmax kthvalue max min cummax median mode nonzero argwhere "
     "bucketize searchsorted randint randperm remainder __mod__".split()
 )
+_CHOICES = frozenset("topk argmax sort argsort multinomial".split())
 _OF_POSITIONS = frozenset(("remainder", "__mod__"))
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 
@@ -75,7 +76,12 @@ class _Selections(TorchFunctionMode):
             self.selecting.add(self.stack[-1])
         if name in COMPARISONS and self.stack:
             self.runs.comparing.add(self.stack[-1])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name in _CHOICES:
+            self.runs.choose(result)
+        if name == "embedding" and self.stack:
+            self.runs.look_up(self.stack[-1], args[0])
+        return result
 
 
 def _of_codes(value: Any) -> bool:
@@ -91,7 +97,8 @@ def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     suspects = {path for path, module in model.named_modules() if _may_hold_experts(path, module)}
     numbered = {path for path, module in model.named_modules() if _holds_numbered(module)} - suspects
     packed = {path for path, module in model.named_modules() if packed_experts(module)}
-    if not suspects | numbered | packed:
+    tables = any(isinstance(module, nn.Embedding) for module in model.modules())
+    if not (suspects | numbered | packed or tables):
         return []
     recorded: dict[str, Observation] = {}
     mode = _Selections()
@@ -122,10 +129,10 @@ def _overlooked(
     left: dict[str, str] = {}
     for path in suspects:
         said = None if _is_list_of_layers(path, mode) else why_overlooked(model, path, mode.runs)
-        if said is not None and not any(
-            said[0] == p or _is_inside(p, said[0]) or _is_inside(said[0], p) for p in found
-        ):
+        if said is not None:
             left.setdefault(*said)
+    left = {**mode.runs.tables(), **left}
+    left = {b: why for b, why in left.items() if not any(b == p or _is_inside(p, b) or _is_inside(b, p) for p in found)}
     return [
         Candidate((recorded.get(path) or Observation(path, model.get_submodule(path), (), {}),), reason)
         for path, reason in innermost(left).items()
@@ -153,7 +160,7 @@ def _holds_numbered(module: nn.Module) -> bool:
     alike: Counter[Hashable] = Counter()
     for name, child in module.named_children():
         shapes = tuple((n, tuple(p.shape)) for n, p in child.named_parameters())
-        if any(len(shape) == 2 for _, shape in shapes):
+        if any(len(shape) == 2 for _, shape in shapes) and not isinstance(child, nn.Embedding):
             alike.update((name[: at.start()], name[at.end() :], shapes) for at in re.finditer(r"\d+", name))
     return max(alike.values(), default=0) >= _FEWEST
 
@@ -165,7 +172,8 @@ def _is_list_of_alikes(module: nn.Module) -> bool:
     if len(children) < 2 or not (numbered or isinstance(module, nn.ModuleDict)):
         return False
     shapes = {tuple((n, tuple(p.shape)) for n, p in child.named_parameters()) for _, child in children}
-    return len(shapes) == 1 and shapes != {()}
+    tables = all(isinstance(child, nn.Embedding) for _, child in children)  # codebooks, or one for each feature
+    return len(shapes) == 1 and shapes != {()} and not tables
 
 
 def _lists_of_parameters(module: nn.Module) -> bool:

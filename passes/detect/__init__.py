@@ -29,6 +29,7 @@ from hexa_fx.passes.detect.dropouts import INSIDE, has_idle
 from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
+from hexa_fx.passes.detect.no_product import refuse_merged_weights, without_products
 from hexa_fx.passes.detect.odd_expert import odd_expert
 from hexa_fx.passes.detect.offset import check_base, explain_offset
 from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
@@ -56,10 +57,6 @@ Form = Literal["any", "steps", "free"]
 steps on single rows before and after the products; only as any steps on rows."""
 
 RUNS_ALREADY = "its experts run on hexa_fx's operators already"
-NO_PRODUCT = (
-    "no matrix product with the weights of single experts was seen; experts are like modules in a list or a dictionary, or "
-    "parameters with the experts as their first dimension, and their layers are matrix products"
-)
 
 
 def detect(captured: CapturedBlock, prefer_earliest: bool = False, form: Form = "any") -> MoEMatch | Refusal:
@@ -141,7 +138,8 @@ def _detect_standard(
     tags = tag(captured, groups, family)
     contractions = find_contractions(captured, tags)
     if not contractions:
-        raise Refuse(uneven_experts(captured.named_tensors()) or NO_PRODUCT)
+        raise without_products(captured, tags)
+    refuse_merged_weights(contractions)
     products = [contraction.node for contraction in contractions]
     stored = stored_outside_calls(captured, products)
     weights = WeightTable(captured, groups, tags)

@@ -96,7 +96,8 @@ def group_instances(contractions: list[Contraction]) -> list[tuple[tuple[Contrac
     levels = {c.level for c in contractions}
     if levels == {1}:
         raise Refuse(
-            "every expert is a single matrix product; such experts are rewritten only where the code runs one expert at a time",
+            "a single matrix product was seen for each expert; such experts are rewritten only where the code runs one expert at a "
+            "time",
             contractions[0].node,
         )
     if max(levels) > 2:

@@ -11,6 +11,8 @@ from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.routing_factors import Pairs, Reading, Source, of_each_token
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse
 
+_NO_IDS = "no tensor holds the expert ids of every token"
+
 
 def find_repeated(
     pairs: Pairs, tokens: int, experts: int, known: Sequence[torch.fx.Node]
@@ -134,8 +136,23 @@ def _index_from_columns(
         if not bool(remaining.any()):
             nodes = tuple(node for node, _ in columns)
             return Source(nodes, "columns"), torch.stack([ids for _, ids in columns], 1)
-    raise NoRouting(
-        "no tensor holds the expert ids of every token; only a fixed number of ids a token is rewritten, not experts that choose "
-        "their tokens, nor a number of experts that differs from token to token",
-        end,
+    raise NoRouting(_why_not(wanted), end)
+
+
+def _why_not(wanted: torch.Tensor) -> str:
+    """By which tokens (T, E) experts are given, whether tokens choose, experts do, or neither as many each time."""
+    of_token, of_expert = wanted.sum(1), wanted.sum(0)
+    if int(of_token.min()) == int(of_token.max()):
+        return (
+            f"{_NO_IDS}; only a fixed number of ids a token is rewritten, not experts that choose their tokens, nor a number of "
+            "experts that differs from token to token"
+        )
+    if int(of_expert.min()) == int(of_expert.max()):
+        return (
+            f"{_NO_IDS}: every expert takes {int(of_expert[0])} of them, and some tokens are taken more often than others (experts "
+            "choose their tokens); it is rewritten if tokens choose, as many experts each"
+        )
+    return (
+        f"{_NO_IDS}: tokens are given to {int(of_token.min())} to {int(of_token.max())} experts; it is rewritten if topk chooses "
+        "as many for every token, with weights of zero for those that do not count"
     )

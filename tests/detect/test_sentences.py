@@ -1,0 +1,158 @@
+"""What is said of MoE code that stays: what was seen, where, and what would be rewritten."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.inspection.advice import advice
+from tests.detect.test_what_strangers_write import Mixture, _tokens
+from tests.zoo.variant import D, E, I, K
+
+MASKS: defaultdict[tuple[int, ...], dict[str, torch.Tensor]] = defaultdict(dict)
+
+
+class Stacked(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = None
+        self.up, self.down = nn.Parameter(torch.randn(E, D, I)), nn.Parameter(torch.randn(E, I, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x.mean(1))
+        up, down = self.mixed(weights, index)
+        return torch.bmm(torch.bmm(x, up).relu(), down)
+
+
+class MergedByIds(Stacked):
+    def mixed(self, weights: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+        return [(weights[..., None, None] * each[index]).sum(1) for each in (self.up, self.down)]
+
+
+class MergedByProducts(Stacked):
+    def mixed(self, weights: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+        gates = weights.new_zeros(len(weights), E).scatter(1, index, weights)
+        return [torch.einsum("be,exy->bxy", gates, each) for each in (self.up, self.down)]
+
+
+class MergedFlat(Stacked):
+    def mixed(self, weights: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+        gates = weights.new_zeros(len(weights), E).scatter(1, index, weights)
+        return [(gates @ each.flatten(1)).unflatten(1, each.shape[1:]) for each in (self.up, self.down)]
+
+
+class Convolutions(Mixture):
+    """Images with channels first, an expert for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Conv1d(D, D, 1) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images, index = x.transpose(1, 2), self.gate.weight(x.mean(1)).argmax(-1)
+        out = torch.zeros_like(images)
+        for number, expert in enumerate(self.experts):
+            out[index == number] = expert(images[index == number])
+        return out.transpose(1, 2)
+
+
+class Tables(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Embedding(9, D) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.gate(x)
+        ids = x[..., 0].abs().long().clamp(max=8)
+        return sum(e(ids) * (weights * (index == n)).sum(-1, keepdim=True) for n, e in enumerate(self.experts))
+
+
+class Threshold(Mixture):
+    def chosen(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores > 0.2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        scores = self.gate.weight(flat).softmax(-1)
+        chosen, out = self.chosen(scores), torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            token = chosen[:, number].nonzero().squeeze(1)
+            out.index_add_(0, token, expert(flat[token]) * scores[token, number, None])
+        return out.view(x.shape)
+
+
+class ExpertsChoose(Threshold):
+    def chosen(self, scores: torch.Tensor) -> torch.Tensor:
+        best = scores.topk(3, 0).indices
+        return torch.zeros_like(scores, dtype=torch.bool).scatter(0, best, True)
+
+
+class Cached(Mixture):
+    """Keeps a tensor for every size that it has met."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = MASKS[tuple(x.shape)]
+        if "ones" not in held:
+            held["ones"] = torch.ones_like(x)
+        return super().forward(x * held["ones"])
+
+
+class Vectors(nn.Module):
+    """Experts of one hidden channel each, looked up by the chosen ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(D, 16)
+        self.down, self.up = nn.Embedding(16, D), nn.Embedding(16, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, index = self.router(x).softmax(-1).topk(K, -1)
+        hidden = torch.einsum("bsd,bskd->bsk", x, self.down(index)).relu() * weights
+        return torch.einsum("bsk,bskd->bsd", hidden, self.up(index))
+
+
+class Codebooks(nn.Module):
+    """Nearest vectors, of which each is looked up in a table of its own: no experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.books = nn.ModuleList(nn.Embedding(16, D) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for book in self.books:
+            x = x - book(torch.cdist(x, book.weight).argmin(-1))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (MergedByIds, "experts' weights are added up before tokens meet them"),
+        (MergedByProducts, "experts' weights are added up before tokens meet them"),
+        (MergedFlat, "experts' weights are added up before tokens meet them"),
+        (Convolutions, "its experts are convolutions (conv1d)"),
+        (Tables, "its experts are tables of vectors that are looked up (embedding)"),
+        (Threshold, "tokens are given to 1 to 3 experts; it is rewritten if topk chooses as many for every token"),
+        (ExpertsChoose, "every expert takes 3 of them, and some tokens are taken more often than others"),
+        (Cached, "by tolist(), item() or shape; as keys of a dict"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_the_sentence_names_the_place_and_what_helps(kind: type[nn.Module], said: str) -> None:
+    torch.manual_seed(0)
+    (block,) = hexa_fx.explain(kind().double(), _tokens(2, 7)).blocks
+    assert said in block.reason
+    assert block.location is not None
+    assert __file__.endswith(block.location.file.rpartition("/")[2])
+    assert not advice(block.reason)  # it says so itself
+
+
+def test_experts_in_embeddings_are_named_and_codebooks_are_not() -> None:
+    torch.manual_seed(0)
+    (block,) = hexa_fx.explain(Vectors().double(), _tokens(2, 7)).blocks
+    assert "the chosen ids look rows up in nn.Embedding (down, up)" in block.reason
+    assert not hexa_fx.explain(Codebooks().double(), _tokens(2, 7)).blocks
