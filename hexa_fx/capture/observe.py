@@ -151,10 +151,6 @@ def _may_hold_experts(path: str, module: nn.Module) -> bool:
     return _is_list_of_alikes(module) or _lists_of_parameters(module)
 
 
-_FEWEST = 3
-"""Modules under numbered names that may be experts: two of them are the layers of an ordinary network as often."""
-
-
 def _holds_numbered(module: nn.Module) -> bool:
     """Whether some children have names that differ in one number and matrices of the same shapes, as ``ffn_0``, ``ffn_1``, ..."""
     alike: Counter[Hashable] = Counter()
@@ -162,7 +158,7 @@ def _holds_numbered(module: nn.Module) -> bool:
         shapes = tuple((n, tuple(p.shape)) for n, p in child.named_parameters())
         if any(len(shape) == 2 for _, shape in shapes) and not isinstance(child, nn.Embedding):
             alike.update((name[: at.start()], name[at.end() :], shapes) for at in re.finditer(r"\d+", name))
-    return max(alike.values(), default=0) >= _FEWEST
+    return max(alike.values(), default=0) > 2  # two may be layers
 
 
 def _is_list_of_alikes(module: nn.Module) -> bool:
@@ -237,7 +233,7 @@ def _candidates(
     model: nn.Module, suspects: set[str], mode: _Selections, recorded: Mapping[str, Observation]
 ) -> list[Candidate]:
     found: dict[str, Candidate] = {}
-    suspects = suspects - _halves(model, suspects)
+    suspects = suspects - _halves(model, suspects, mode.selecting)
     for path in (path for path, _ in model.named_modules() if path in suspects):
         if _is_list_of_layers(path, mode):
             continue
@@ -250,14 +246,16 @@ def _candidates(
     return [_alone(path, candidate, innermost) for path, candidate in innermost.items()]
 
 
-def _halves(model: nn.Module, suspects: set[str]) -> set[str]:
-    """Modules of one stacked weight beside another such module: projections of the experts, not blocks.
+def _halves(model: nn.Module, suspects: set[str], selecting: set[str]) -> set[str]:
+    """Modules of one stacked weight that are no blocks: projections, beside another such module, and routers of groups of experts.
 
-    Only where the module around them is a suspect too; otherwise nothing would be left to look at.
+    The former only where the module around them is a suspect too; otherwise nothing would be left to look at.
     """
     lone = [path for path in suspects if path and _is_one_stack(model.get_submodule(path))]
     owners = [path.rpartition(".")[0] for path in lone]
-    return {path for path, owner in zip(lone, owners) if owners.count(owner) > 1 and owner in suspects}
+    halves = {path for path, owner in zip(lone, owners) if owners.count(owner) > 1 and owner in suspects}
+    wide = [path for path in suspects if any(p.dim() > 3 for p in model.get_submodule(path).parameters(recurse=False))]
+    return halves | {p for p, owner in zip(lone, owners) if p in selecting and any(_is_inside(w, owner) for w in wide)}
 
 
 def _is_one_stack(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from hexa_fx.passes.detect.free import NotFree, detect_free
 from hexa_fx.passes.detect.graph import ancestors, descendants, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.no_product import refuse_merged_weights, without_products
-from hexa_fx.passes.detect.odd_expert import odd_expert
+from hexa_fx.passes.detect.odd_expert import experts_in_groups, odd_expert
 from hexa_fx.passes.detect.offset import check_base, explain_offset
 from hexa_fx.passes.detect.projections import MIXED, Contraction, find_contractions, group_instances
 from hexa_fx.passes.detect.routing import find_routing, how_tokens_pass
@@ -92,7 +92,8 @@ def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     """The refusal with a reason that the parameters give, if they do."""
     parameters = captured.named_tensors()
     uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
-    odd = f"{said} ({refusal.reason})" if (said := odd_expert(captured.block)) else None
+    said = odd_expert(captured.block) or experts_in_groups(captured.block)
+    odd = f"{said} ({refusal.reason})" if said else None
     return Refuse(shared_by_some(parameters) or uneven or odd or refusal.reason, refusal.node)
 
 

@@ -1,4 +1,4 @@
-"""Names the expert that is built otherwise than the others: another activation, another number among its settings."""
+"""What a block's modules say about experts that cannot be rewritten: one is built otherwise, or they lie in several lists."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ def odd_expert(block: nn.Module) -> str:
             if said:
                 return f"{said}; only experts that compute the same are rewritten"
     return ""
+
+
+def experts_in_groups(block: nn.Module) -> str:
+    """A sentence if experts lie in lists of lists, or in parameters with two dimensions of experts; else empty."""
+    where = ""
+    for path, module in block.named_modules():
+        lists = isinstance(module, nn.ModuleList) and len(module) > 1
+        if lists and all(isinstance(child, nn.ModuleList) for child in module):
+            where = f"{path} is a list of lists"
+        if not isinstance(module, nn.modules.conv._ConvNd):
+            wide = (f"{path}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False) if p.dim() == 4)
+            where = next((f"{name} has four dimensions" for name in wide), where)
+    if not where:
+        return ""
+    return f"experts lie in groups here ({where}); they are rewritten if each group, with its router, is a module of its own"
 
 
 def _experts(block: nn.Module) -> Iterator[tuple[str, ...]]:

@@ -101,6 +101,26 @@ class Cached(Mixture):
         return super().forward(x * held["ones"])
 
 
+class Groups(Mixture):
+    """A group is chosen, then an expert of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(D, 2) for _ in range(E))
+        self.experts = nn.ModuleList(nn.ModuleList(nn.Linear(D, D) for _ in range(2)) for _ in range(E))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        group, out = self.gate.weight(flat).argmax(-1), torch.zeros_like(flat)
+        for one, (router, experts) in enumerate(zip(self.inner, self.experts)):
+            rows = torch.where(group == one)[0]
+            weight, index = router(flat[rows]).softmax(-1).max(-1)
+            for number, expert in enumerate(experts):
+                chosen = torch.where(index == number)[0]
+                out[rows[chosen]] = expert(flat[rows[chosen]]) * weight[chosen, None]
+        return out.view(x.shape)
+
+
 class Vectors(nn.Module):
     """Experts of one hidden channel each, looked up by the chosen ids."""
 
@@ -138,6 +158,7 @@ class Codebooks(nn.Module):
         (Tables, "its experts are tables of vectors that are looked up (embedding)"),
         (Threshold, "tokens are given to 1 to 3 experts; it is rewritten if topk chooses as many for every token"),
         (ExpertsChoose, "every expert takes 3 of them, and some tokens are taken more often than others"),
+        (Groups, "experts lie in groups here (experts is a list of lists)"),
         (Cached, "by tolist(), item() or shape; as keys of a dict"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
