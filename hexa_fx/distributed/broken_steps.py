@@ -12,9 +12,8 @@ from collections import Counter
 
 from torch._C import _current_graph_task_id
 from torch.autograd import Variable
-from torch.distributed import distributed_c10d
 
-from hexa_fx.distributed.groups import Groups, missing_ranks
+from hexa_fx.distributed.groups import Groups, marks_of_ranks
 from hexa_fx.errors import RankError
 
 _PATIENCE = 30.0
@@ -61,11 +60,8 @@ class BrokenSteps:
         own = (groups.gather, groups.reduce, groups.host)
         started = ",".join(str(group._get_sequence_number_for_group()) for group in own)
         seconds = min(_PATIENCE, groups.timeout.total_seconds())
-        others = missing_ranks(key, groups.rank, groups.world, seconds, started)
-        if not others:
-            store = distributed_c10d._get_default_store()
-            ranks = range(groups.world)
-            others = [rank for rank in ranks if store.get(f"{key}/{rank}").decode() != started]
+        marks = marks_of_ranks(key, groups.rank, groups.world, seconds, started)
+        others = [rank for rank in range(groups.world) if marks.get(rank) != started]
         if others:
             raise RankError(
                 f"an error broke off the last step on rank {groups.rank}, and ranks {others} did not break off there: they wait in "

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hexa_fx.distributed import rank_failures
-from hexa_fx.distributed.groups import Groups, groups_named, missing_ranks
+from hexa_fx.distributed.groups import Groups, groups_named, marks_of_ranks
 from hexa_fx.errors import HexaError, RankError
 
 _incidents = 0
@@ -49,30 +49,33 @@ def explain_failure(error: BaseException, where: str, groups: Groups) -> RankErr
     survivor only notices the loss when its own collective times out, so the others wait as long, up to half a minute.
     """
     grace = min(groups.timeout.total_seconds(), _LONGEST_GRACE) + 3.0
-    missing = rank_failures.find_lost(groups, _NOTICE_SECONDS) or _silent_ranks(groups, grace)
-    if missing is None:
+    lost = rank_failures.find_lost(groups, _NOTICE_SECONDS)
+    answers = None if lost else _answers(groups, where, grace)
+    missing = lost or [rank for rank in range(groups.world) if rank not in (answers or {groups.rank})]
+    if not lost and answers is None:
         found = "the job's store does not answer either, so the host that keeps it (of rank 0) is lost, or this one is cut off"
     elif missing:
         found = f"ranks {missing} do not answer"
     else:
-        found = "all ranks answer, so they issued different collectives"
+        places = [f"rank {rank} was in {place}" for rank, place in (answers or {}).items() if place != where]
+        found = "; ".join(["all ranks answer, so they issued different collectives", *places[:4]])
     return RankError(f"a collective failed in {where} on rank {groups.rank}: {found}. Backend: {first_line(error)}")
 
 
-def _silent_ranks(groups: Groups, grace: float) -> list[int] | None:
-    """None if the store itself does not answer. Asked from a thread: where a host is cut off, the store's client waits for ever."""
+def _answers(groups: Groups, where: str, grace: float) -> dict[int, str] | None:
+    """Where the ranks were that answer. None if the store itself does not; where a host is cut off, its client waits for ever."""
     global _incidents
     _incidents += 1
-    key, found = f"hexa_fx/incident/{_incidents}", list[list[int]]()
+    key, found = f"hexa_fx/incident/{_incidents}", list[dict[int, str]]()
 
     def ask() -> None:
         with suppress(RuntimeError):
-            found.append(missing_ranks(key, groups.rank, groups.world, grace))
+            found.append(marks_of_ranks(key, groups.rank, groups.world, grace, where))
 
     asking = threading.Thread(target=ask, name="hexa_fx who is lost", daemon=True)
     asking.start()
     asking.join(grace + _NOTICE_SECONDS)
-    return found[0] if found and groups.rank not in found[0] else None
+    return found[0] if found and groups.rank in found[0] else None
 
 
 class guarded:

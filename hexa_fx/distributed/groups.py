@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -104,25 +105,25 @@ def _arrive(main: Any, seconds: float) -> None:
     name = str(main.group_name)
     _arrivals[name] += 1
     key = f"hexa_fx/arrival/{name}/{_arrivals[name]}"
-    missing = missing_ranks(key, dist.get_rank(main), dist.get_world_size(main), seconds)
+    world = dist.get_world_size(main)
+    missing = sorted(set(range(world)) - set(marks_of_ranks(key, dist.get_rank(main), world, seconds)))
     if missing:
         raise RankError(
             f"ranks {missing} did not arrive within {seconds:g} s to partition the model: all ranks must call it"
         )
 
 
-def missing_ranks(key: str, rank: int, world: int, seconds: float, mark: str = "here") -> list[int]:
-    """Leaves this rank's mark in the job's store. Returns the ranks whose marks do not appear in time."""
+def marks_of_ranks(key: str, rank: int, world: int, seconds: float, mark: str = "here") -> dict[int, str]:
+    """Leaves this rank's mark in the job's store. Returns the marks of the ranks that appear in time."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{key}/{rank}", mark)
     end = time.monotonic() + seconds
-    missing = []
+    marks = {}
     for other in range(world):
-        try:
+        with suppress(RuntimeError):
             store.wait([f"{key}/{other}"], timedelta(seconds=max(0.05, end - time.monotonic())))
-        except RuntimeError:
-            missing.append(other)
-    return missing
+            marks[other] = store.get(f"{key}/{other}").decode()
+    return marks
 
 
 def _group_of(mesh: Any) -> Any:

@@ -9,9 +9,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from harness import start
+from harness import run, start
 from models import KINDS, MODES, Net, batch, install, loss_sum, make_plan, own
 
+from hexa_fx.distributed.collective_errors import explain_failure
+from hexa_fx.distributed.groups import make_groups
 from hexa_fx.plan import Plan
 
 TWO = [KINDS["concat"]] * 2
@@ -125,6 +127,20 @@ def test_hanging_rank_is_named():
     assert kind == "error"
     assert "RankError" in text
     assert "ranks [1] do not answer" in text
+
+
+def told(rank, world):
+    groups = make_groups()
+    return str(explain_failure(RuntimeError("gloo timed out"), f"place {rank}", groups))
+
+
+def test_different_collectives_are_told():
+    first, second = run(2, told)
+    assert (
+        "failed in place 0 on rank 0: all ranks answer, so they issued different collectives; rank 1 was in place 1."
+        in first
+    )
+    assert "rank 0 was in place 0" in second
 
 
 def test_plan_text_of_another_job_is_recognised():
