@@ -21,7 +21,7 @@ from hexa_fx.passes.detect.verdict import Refuse
 
 INSIDE = (
     "dropout is active inside the experts, and its random numbers depend on the order experts run in; it is rewritten where code "
-    "runs them one after the other, each once and on its own tokens; with probability 0 the block is rewritten in this mode too"
+    "runs them one after the other, each once and on its own tokens in their order; with probability 0 the block is rewritten in this mode too"
 )
 
 
@@ -95,6 +95,9 @@ def draws_slots_first(columns: Sequence[Column], experts: Sequence[int], tokens:
         return False
     order = {node: place for place, node in enumerate(columns[0][0].graph.nodes)}
     places = [order[column[run]] for run in range(len(experts)) for column in columns]
-    if places != sorted(places) or list(experts) != sorted(set(experts)):
+    slots = int(torch.cat(list(tokens)).unique(return_counts=True)[1].max()) if any(map(len, tokens)) else 1
+    jumps = max((int((rows.diff() < 0).sum()) for rows in tokens), default=0)
+    # Rows of a slot are in the tokens' order, so that there is a jump back at most between slots.
+    if places != sorted(places) or list(experts) != sorted(set(experts)) or jumps >= slots:
         raise Refuse(INSIDE, columns[0][0])
-    return any(bool((rows.diff() < 0).any()) for rows in tokens)
+    return jumps > 0

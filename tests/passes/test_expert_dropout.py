@@ -43,6 +43,9 @@ class Mixture(nn.Module):
             token, slot = torch.where(chosen[number].T)
             if self.rows == "by slot":
                 slot, token = torch.where(chosen[number])
+            if self.rows == "heaviest first":
+                order = weights[token, slot].argsort(descending=True)
+                token, slot = token[order], slot[order]
             result = self.experts[number](x[token]) * weights[token, slot, None]
             out = out.index_add(0, token, F.dropout(result, 0.4, self.training) if self.rows == "weighted" else result)
         return F.dropout(out, 0.1, self.training)
@@ -66,7 +69,7 @@ def test_equal_seeds_give_equal_numbers(rows: str) -> None:
         torch.testing.assert_close(outcome(optimized.train(), each), outcome(block.train(), each))
 
 
-@pytest.mark.parametrize("rows", ["last expert first", "all"])
+@pytest.mark.parametrize("rows", ["last expert first", "heaviest first", "all"])
 def test_other_draws_are_refused_in_train_mode(rows: str) -> None:
     torch.manual_seed(0)
     block, x = Mixture(rows), torch.randn(9, D)
