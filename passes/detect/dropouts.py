@@ -21,7 +21,8 @@ from hexa_fx.passes.detect.verdict import Refuse
 
 INSIDE = (
     "dropout is active inside the experts, and its random numbers depend on the order experts run in; it is rewritten where code "
-    "runs them one after the other, each once and on its own tokens in their order; with probability 0 the block is rewritten in this mode too"
+    "runs them one after the other, each once and on its own tokens in their order; with probability 0 the block is "
+    "rewritten in this mode too"
 )
 
 
