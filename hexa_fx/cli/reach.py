@@ -19,15 +19,15 @@ def show(target: str, tokens: int, cluster: Cluster, as_json: bool) -> None:
     Raises:
         InputError: there is no such target. PlanError: sizes are impossible, or nothing fits.
     """
-    found = reaches(layer_shapes(target), tokens, cluster)
+    shapes = layer_shapes(target)
+    found = reaches(shapes, tokens, cluster)
     chosen = best(found)
     if as_json:
         echo_json({"reaches": [asdict(r) | {"total": r.total} for r in found], "best": chosen.devices})
         return
+    hosts = f"{cluster.hosts} hosts of {cluster.gpus} devices"
     speeds = f"{cluster.inside / 1e9:g} GB/s inside, {cluster.between / 1e9:g} between"
-    typer.echo(
-        f"{target} on {cluster.hosts} hosts of {cluster.gpus} devices, {speeds}; {tokens} tokens a step; ms of all layers"
-    )
+    typer.echo(f"{target} on {hosts}, {speeds}; {tokens} tokens a step; ms of all layers ({len(shapes)})")
     typer.echo(_HEAD)
     for reach in found:
         typer.echo(_line(reach, reach is chosen))

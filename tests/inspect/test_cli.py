@@ -331,7 +331,7 @@ def test_a_folder_keeps_layers_and_experts(tmp_path):
 
 def test_plan_for_several_hosts() -> None:
     text = call("plan", FACTORY, "--hosts", "2", "--gpus", "2", "--tokens", "4096")
-    assert "split over  replicas" in text
+    assert "tokens a step; ms of all layers (2)\n   split over  replicas" in text
     assert 'mesh_dim_names=("data", "hexa")' in text
     found = json.loads(call("plan", FACTORY, "--hosts", "2", "--gpus", "2", "--tokens", "4096", "--json"))
     assert [r["devices"] for r in found["reaches"]] == [1, 2, 4]
