@@ -152,7 +152,10 @@ def _one_number(leaf: torch.Tensor) -> bool:
 
 
 def _kept(module: nn.Module) -> Iterator[Change]:
-    """Buffers, tensors in attributes, and parameters of one number, moved away from 0, from 1 and from each other."""
+    """Buffers, tensors in attributes, and parameters of one number, moved away from 0, from 1 and from each other.
+
+    What masks something out, such as an expert by -1e9 on its logit, no longer does.
+    """
     parameters = [(name, p) for name, p in module.named_parameters() if p.numel() == 1]
     for name, tensor in [*parameters, *module.named_buffers(), *_in_attributes(module)]:
         if tensor.numel() and not tensor.is_complex():
@@ -189,7 +192,8 @@ def _moved(tensor: torch.Tensor) -> Callable[[Trial], None]:
     def make(trial: Trial) -> None:
         random = torch.rand(tensor.shape, dtype=torch.float64, generator=trial.generator).to(tensor.device)
         if tensor.is_floating_point():
-            trial.write(tensor, tensor * (0.5 + random) + random / 4)
+            moved, masked = tensor * (0.5 + random) + random / 4, tensor < _MASKED
+            trial.write(tensor, moved if bool(masked.all()) else torch.where(masked, random, moved))
         elif tensor.dtype == torch.bool:
             trial.write(tensor, random < 0.5 if _one_number(tensor) else ~tensor)
         elif _one_number(tensor):

@@ -59,6 +59,34 @@ def test_it_is_named(odd: Expert, said: str, idle: bool) -> None:
     assert report.blocks[0].reason.startswith(said + SAME), report.blocks[0].reason
 
 
+class RuledOut(Mixture):
+    """A buffer keeps tokens from the last expert, for which the code does something else; it may change."""
+
+    def __init__(self, low: float) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.tensor([0.0] * (E - 1) + [low]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, D)
+        weights, index = (self.gate.weight(flat) + self.bias).softmax(-1).topk(2)
+        out = torch.zeros_like(flat)
+        for number in index.unique().tolist():
+            token, slot = torch.where(index == number)
+            y = self.experts[number](flat[token])
+            out.index_add_(0, token, (2 * y if number == E - 1 else y) * weights[token, slot, None])
+        return out.view(x.shape)
+
+
+@pytest.mark.parametrize("low", [-30.0, -1e9, float("-inf")])
+def test_other_code_for_an_expert_that_a_buffer_rules_out(low: float) -> None:
+    torch.manual_seed(0)
+    block = RuledOut(low).double()
+    optimized = hexa_fx.optimize(block, _tokens(2, 7), hexa_fx.HexaConfig(own_code_when_small=False))
+    for each in (block, optimized):
+        each.bias.zero_()
+    torch.testing.assert_close(optimized(_tokens(3, 5)), block(_tokens(3, 5)))
+
+
 def test_what_differs_in_all_experts_is_no_difference() -> None:
     torch.manual_seed(0)
     block = Routed(Expert(nn.GELU(), number=E - 1), True)
