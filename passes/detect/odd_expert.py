@@ -52,11 +52,14 @@ def _experts(block: nn.Module) -> Iterator[tuple[str, ...]]:
 
 def _odd(kinds: Mapping[str, _Kinds]) -> str:
     for key in dict.fromkeys(key for of_one in kinds.values() for key in of_one):
-        values = {path: of_one.get(key, "missing") for path, of_one in kinds.items()}
+        values = {path: of_one.get(key) for path, of_one in kinds.items()}
         usual, count = Counter(values.values()).most_common(1)[0]
         odd = next((path for path, value in values.items() if value != usual), None)
         if odd is not None and 2 * count > len(values):  # what differs in all of them is a name or a number of each
-            return f"{f'{odd}.{key}'.rstrip('.')} is {values[odd]}, where other experts have {usual}"
+            place = f"{odd}.{key}".rstrip(".")
+            if values[odd] is None:
+                return f"there is no {place}, but {usual} in other experts"
+            return f"{place} is {values[odd]}, where other experts have {'nothing' if usual is None else usual}"
     return ""
 
 

@@ -87,6 +87,17 @@ def test_other_code_for_an_expert_that_a_buffer_rules_out(low: float) -> None:
     torch.testing.assert_close(optimized(_tokens(3, 5)), block(_tokens(3, 5)))
 
 
+def test_what_only_one_has_or_has_not() -> None:
+    block = Mixture()
+    block.experts[1].forward = torch.relu
+    assert odd_expert(block).startswith("experts.1.forward is")
+    assert "where other experts have nothing" in odd_expert(block)
+    for number in (0, 2, 3, 4):
+        block.experts[number].scale = 2.0
+    del block.experts[1].forward
+    assert odd_expert(block).startswith("there is no experts.1.scale, but 2.0 in other experts")
+
+
 def test_what_differs_in_all_experts_is_no_difference() -> None:
     torch.manual_seed(0)
     block = Routed(Expert(nn.GELU(), number=E - 1), True)
