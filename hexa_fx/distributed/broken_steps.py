@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from typing import Any
 
 from torch._C import _current_graph_task_id
 from torch.autograd import Variable
@@ -57,8 +58,7 @@ class BrokenSteps:
         groups = self._groups
         _agreements[groups.main_name] += 1
         key = f"hexa_fx/broken/{groups.main_name}/{_agreements[groups.main_name]}"
-        own = (groups.gather, groups.reduce, groups.host)
-        started = ",".join(str(group._get_sequence_number_for_group()) for group in own)
+        started = ",".join(map(_collectives_of, (groups.gather, groups.reduce, groups.host)))
         seconds = min(_PATIENCE, groups.timeout.total_seconds())
         marks = marks_of_ranks(key, groups.rank, groups.world, seconds, started)
         others = [rank for rank in range(groups.world) if marks.get(rank) != started]
@@ -69,3 +69,11 @@ class BrokenSteps:
                 "end the job and go on from a checkpoint"
             )
         self.forget()
+
+
+def _collectives_of(group: Any) -> str:
+    """How many collectives a process group has begun. Not every backend counts them."""
+    try:
+        return str(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return "?"
