@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from hexa_fx.allocation import allocate
+from hexa_fx.distributed.geometry import Geometry
+from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.profile import profile_devices
 from hexa_fx.plan import Plan
 
 
@@ -44,6 +49,19 @@ class Pace:
             f"rank {worst} has become {self.slower[worst]:.2f} times as slow by the quickest; shares by these times would save "
             f"{100 * self.gain:.0f} % of the experts' time"
         )
+
+
+def timed(geometry: Geometry, held: Tensor, groups: Groups, min_seconds: float | None) -> tuple[float, ...]:
+    """Seconds of a layer's experts on every device, in the dtype and on the device of ``held``. A collective call."""
+    return profile_devices(
+        geometry.shape,
+        gated=geometry.gated,
+        dtype=held.dtype,
+        device=held.device,
+        groups=groups,
+        repeats=3,
+        min_seconds=min_seconds or (0.1 if held.is_cuda else 0.05),
+    )
 
 
 def _slowest(shares: Sequence[int], seconds: Sequence[float]) -> float:

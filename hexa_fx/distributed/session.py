@@ -15,10 +15,9 @@ import torch.distributed as dist
 import torch.fx as fx
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.distributed.fsdp import FSDPModule
 
 from hexa_fx.distributed import collective_errors, rank_failures
-from hexa_fx.distributed.axes import data_axes, local_part
+from hexa_fx.distributed.axes import data_axes
 from hexa_fx.distributed.bindings import Bindings
 from hexa_fx.distributed.broken_steps import BrokenSteps
 from hexa_fx.distributed.collectives import all_reduce_, gather_even
@@ -26,14 +25,13 @@ from hexa_fx.distributed.compiled_layers import CompiledLayers
 from hexa_fx.distributed.geometry import Geometry
 from hexa_fx.distributed.graphed_step import GraphedStep
 from hexa_fx.distributed.groups import Groups, make_groups
-from hexa_fx.distributed.pace import Pace
+from hexa_fx.distributed.pace import Pace, timed
 from hexa_fx.distributed.plan_agreement import check_same_plan
-from hexa_fx.distributed.profile import profile_devices
 from hexa_fx.distributed.readable import readable
 from hexa_fx.distributed.reductions import GradientReductions
 from hexa_fx.distributed.sampled_agreement import SampledAgreement
 from hexa_fx.distributed.saved_tensors import SavedTensors
-from hexa_fx.distributed.shards import ShardedParameter
+from hexa_fx.distributed.shards import ShardedParameter, parameters_here
 from hexa_fx.distributed.shared_cache import SharedCache, in_backward
 from hexa_fx.distributed.slots import CachedLayer
 from hexa_fx.distributed.wrappers import Wrappers
@@ -129,14 +127,7 @@ class PartitionSession(Session):
         return self._of_layer.get(layer, ())
 
     def _parameters_of(self, layer: str) -> tuple[Tensor, ...]:
-        """What was cut of a layer, as this rank holds it; nothing where FSDP2 has put parameters of its own in its place."""
-        shards, model = self.shards_of(layer), self._model()
-        replaced = [shard for shard in shards if shard.parameter is not shard.original]
-        if replaced and model is not None:
-            above = replaced[0].name.split(".")
-            if any(isinstance(model.get_submodule(".".join(above[:i])), FSDPModule) for i in range(len(above))):
-                return ()
-        return tuple(local_part(shard.parameter) for shard in shards)
+        return parameters_here(self.shards_of(layer), self._model())
 
     def readable(self, path: str, mode: str = "train") -> str:
         """The code that a block runs, with its collectives, headed by the plan of its layers.
@@ -256,14 +247,10 @@ class PartitionSession(Session):
         Args:
             min_seconds: how long one of the four timed runs lasts at least. Default: 0.05; 0.1 on CUDA.
         """
-        geometry = self._geometries[self.plan.layers[0].path]
-        held = next(self.model.parameters())
-        least = min_seconds or (0.1 if held.is_cuda else 0.05)
-        where: dict[str, Any] = {"dtype": held.dtype, "device": held.device, "groups": self.groups}
+        geometry, held = self._geometries[self.plan.layers[0].path], next(self.model.parameters())
         self.settle()
         with self.guard("the timing of the devices"):
-            seconds = profile_devices(geometry.shape, gated=geometry.gated, **where, repeats=3, min_seconds=least)
-        return Pace.of(self.plan, seconds)
+            return Pace.of(self.plan, timed(geometry, held, self.groups, min_seconds))
 
     def replan(self, optimizers: Sequence[torch.optim.Optimizer] = (), **changes: Any) -> PartitionSession:
         """Plans anew and moves the experts to their new slices, between two steps. A collective call; returns the new session.

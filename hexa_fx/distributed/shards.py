@@ -11,16 +11,18 @@ over this axis, which FSDP2, optimizers and checkpoints know how to treat.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.geometry import Chunk, Geometry
 from hexa_fx.errors import PlanError
 from hexa_fx.sources import peft
@@ -242,3 +244,13 @@ def find_tensor(model: nn.Module, name: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise PlanError(f"the model has no parameter or buffer {name!r}")
     return value
+
+
+def parameters_here(shards: Sequence[ShardedParameter], model: nn.Module | None) -> tuple[Tensor, ...]:
+    """What was cut of a layer, as this rank holds it; nothing where FSDP2 has put parameters of its own in its place."""
+    replaced = [shard for shard in shards if shard.parameter is not shard.original]
+    if replaced and model is not None:
+        above = replaced[0].name.split(".")
+        if any(isinstance(model.get_submodule(".".join(above[:i])), FSDPModule) for i in range(len(above))):
+            return ()
+    return tuple(local_part(shard.parameter) for shard in shards)
