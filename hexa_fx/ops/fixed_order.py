@@ -31,6 +31,9 @@ _BYTES = 64
 _LARGER = (16, 4)
 """Sizes of longer blocks, in blocks, that are taken where they give the same bits."""
 
+_ORDERS = 2
+"""In how many orders all rows are tried: a place may show in one column and in some rows alone."""
+
 _PIECE = 1 << 14
 """Elements of an elementwise piece: whole vectors, and too few for torch to give to several threads."""
 
@@ -94,15 +97,18 @@ def _sizes(
     weight.copy_(torch.randn((1, *shape[1:]), generator=generator))
     bias = torch.randn((1, shape[2]), generator=generator).to(weight_dtype) if has_bias else None
     rows = torch.randn((least * _LARGER[0], shape[1]), generator=generator).to(dtype)
-    alike = multiply(rows[:1].repeat(least, 1), weight, bias, 0)
-    if not _same(alike, alike[:1].expand_as(alike)):
+    expected = _in_blocks(rows, least, weight, bias)
+    orders = [torch.randperm(len(rows), generator=generator) for _ in range(_ORDERS)]
+
+    def is_fixed(size: int) -> bool:
+        return all(_same(_in_blocks(rows[order], size, weight, bias), expected[order]) for order in orders)
+
+    if not is_fixed(least):
         log.warning(
             "products of %d rows depend on the place of a row in them here: rows are multiplied one by one", least
         )
         return (1,)
-    expected = torch.cat([multiply(block.clone(), weight, bias, 0) for block in rows.split(least)])
-    larger = [least * many for many in _LARGER]
-    return (*(size for size in larger if _same(_in_blocks(rows, size, weight, bias), expected)), least)
+    return (*(size for size in (least * many for many in _LARGER) if is_fixed(size)), least)
 
 
 def _in_blocks(rows: Tensor, size: int, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -183,7 +183,7 @@ def test_the_command_writes_the_folder_and_the_wheel(tmp_path: Path, monkeypatch
 def test_a_pack_holds_each_kernel_once_and_all_can_be_generated(arch: int) -> None:
     specs = pack_kernels(arch, [torch.bfloat16])
     assert len(MODELS) == 10
-    assert len(set(specs)) == len(specs) <= (170 if arch == 90 else 120)
+    assert len(set(specs)) == len(specs) <= (200 if arch == 90 else 120)
     page = (Path(__file__).parents[2] / "docs" / "codegen.md").read_text(encoding="utf-8")
     assert re.search(rf"\| {arch}[^|]*\| bf16[^|]*\| {len(specs)} \|", page)
     assert all(render(spec).target.startswith(f"sm_{arch}") for spec in specs)
