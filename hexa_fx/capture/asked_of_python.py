@@ -22,30 +22,42 @@ _OF_LEVELS = ("isEnabledFor", "getEffectiveLevel")
 @contextmanager
 def asking_noted(read: Read) -> Iterator[None]:
     """A context in which environment variables and levels of loggers that the user's code asks for are noted."""
-    kinds: dict[type, dict[str, Callable[..., Any]]] = {
-        os._Environ: {"__getitem__": _of_environment(os._Environ.__getitem__, read)},
-        logging.Logger: {name: _of_level(getattr(logging.Logger, name), read) for name in _OF_LEVELS},
-    }
-    before = {kind: {name: vars(kind)[name] for name in noting} for kind, noting in kinds.items()}
+    levels = {name: vars(logging.Logger)[name] for name in _OF_LEVELS}
+    with _variables_noted(os.environ, read):
+        try:
+            for name, plain in levels.items():
+                setattr(logging.Logger, name, _of_level(plain, read))
+            yield
+        finally:
+            for name, plain in levels.items():
+                setattr(logging.Logger, name, plain)
+
+
+@contextmanager
+def _variables_noted(environment: Any, read: Read) -> Iterator[None]:
+    """By an attribute of the object: after a thousand changes of a class Python 3.13 goes on with an earlier ``__getitem__``."""
+    if not isinstance(environment, os._Environ):  # somebody put a dict there
+        yield
+        return
+    plain = environment.encodekey
+    environment.encodekey = _of_environment(plain, environment, read)
     try:
-        for kind, noting in kinds.items():
-            for name, function in noting.items():
-                setattr(kind, name, function)
         yield
     finally:
-        for kind, plain in before.items():
-            for name, function in plain.items():
-                setattr(kind, name, function)
+        environment.encodekey = plain
 
 
-def _of_environment(plain: Callable[..., Any], read: Read) -> Callable[..., Any]:
-    def __getitem__(environment: Any, key: str) -> Any:
-        if _is_asked_by_user(sys._getframe(1), _OF_ENVIRONMENT):
+def _of_environment(plain: Callable[[Any], Any], environment: Any, read: Read) -> Callable[[Any], Any]:
+    """What is called with the key of every variable that is looked up, set or deleted."""
+
+    def encodekey(key: Any) -> Any:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "__getitem__" and _is_asked_by_user(frame, _OF_ENVIRONMENT):
             read(os, "environ")
-            read(os.environ, key)
-        return plain(environment, key)
+            read(environment, key)
+        return plain(key)
 
-    return __getitem__
+    return encodekey
 
 
 def _of_level(plain: Callable[..., Any], read: Read) -> Callable[..., Any]:
