@@ -32,11 +32,8 @@ _MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.n
 
 def why_unreadable(block: nn.Module) -> str:
     """A sentence if the block's weights are elsewhere, on several devices or quantised, or it holds compiled code; else empty."""
-    scripted = next(
-        (path for path, module in block.named_modules() if isinstance(module, torch.jit.ScriptModule)), None
-    )
-    if scripted is not None:
-        return SCRIPTED.format(repr(scripted))
+    if hidden := why_hidden(block):
+        return hidden
     devices = {parameter.device for parameter in block.parameters()}
     if any(device.type == "meta" for device in devices):
         return OFFLOADED
