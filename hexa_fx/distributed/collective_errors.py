@@ -50,14 +50,13 @@ def explain_failure(error: BaseException, where: str, groups: Groups) -> RankErr
     """
     grace = min(groups.timeout.total_seconds(), _LONGEST_GRACE) + 3.0
     lost = rank_failures.find_lost(groups, _NOTICE_SECONDS)
-    answers = None if lost else _answers(groups, where, grace)
-    missing = lost or [rank for rank in range(groups.world) if rank not in (answers or {groups.rank})]
-    if not lost and answers is None:
+    answers = {} if lost else _answers(groups, where, grace)
+    if answers is None:
         found = "the job's store does not answer either, so the host that keeps it (of rank 0) is lost, or this one is cut off"
-    elif missing:
+    elif missing := lost or [rank for rank in range(groups.world) if rank not in answers]:
         found = f"ranks {missing} do not answer"
     else:
-        places = [f"rank {rank} was in {place}" for rank, place in (answers or {}).items() if place != where]
+        places = [f"rank {rank} was in {place}" for rank, place in answers.items() if place != where]
         found = "; ".join(["all ranks answer, so they issued different collectives", *places[:4]])
     return RankError(f"a collective failed in {where} on rank {groups.rank}: {found}. Backend: {first_line(error)}")
 
