@@ -54,7 +54,7 @@ def watch(shards: Iterable[ShardedParameter]) -> Callable[[], None]:
     slices = _Slices(shards)
     _watched.add(slices)
     _looked_at.clear()
-    _hook_steps()
+    before_every_step(_stepping)
     return slices.end
 
 
@@ -81,9 +81,9 @@ def _slices_in(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[ShardedP
 
 
 @functools.cache
-def _hook_steps() -> None:
-    """Once in a process, since the hook is of all optimizers; those who partition nothing have none."""
-    register_optimizer_step_pre_hook(_stepping)
+def before_every_step(hook: Callable[..., None]) -> None:
+    """Calls ``hook`` before every step. Once in a process, since it is of all optimizers; those who partition nothing have none."""
+    register_optimizer_step_pre_hook(hook)
 
 
 def _stepping(optimizer: Optimizer, *_: Any) -> None:

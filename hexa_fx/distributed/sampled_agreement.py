@@ -7,7 +7,6 @@ factors. Slices of equal shares have equal shapes, so that nothing else would no
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -19,11 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.collective_errors import guarded
 from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.optimizer_states import before_every_step
 from hexa_fx.distributed.shards import ShardedParameter, other_parameters
 from hexa_fx.errors import PlanError
 
@@ -61,7 +61,7 @@ class SampledAgreement:
             self._places = []
         else:
             _watching.add(self)
-            _hook_optimizers()
+            before_every_step(_note_gradients)
 
     def check(self) -> None:
         """Called when a forward of the model begins, on all ranks.
@@ -144,12 +144,6 @@ def _note_gradients(optimizer: Optimizer, *_: Any) -> None:
     if not is_compiling():
         for agreement in _watching:
             agreement.note_gradients(optimizer)
-
-
-@functools.cache
-def _hook_optimizers() -> None:
-    """Once in a process, since the hook is of all optimizers; those who partition nothing have none."""
-    register_optimizer_step_pre_hook(_note_gradients)
 
 
 def _capturing() -> bool:
