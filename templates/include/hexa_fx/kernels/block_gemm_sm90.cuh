@@ -48,7 +48,7 @@ CUTE_DEVICE void block_gemm(const TmaDescriptor* maps, const BlockParams& p) {
     for (int i = 0; i < C::Stages; ++i) {
       // copier; and those who copied scales, or the relay for them
       Barrier::init(&sm.full[i], C::WeightOp ? 1 : C::GatherRows ? 2 : 1 + kScaleThreads);
-      Barrier::init(&sm.empty[i], kConsumerWarps * C::Cluster);
+      Barrier::init(&sm.empty[i], 32 * kConsumerWarps * C::Cluster);  // see BlockLoop::release_scales
       Barrier::init(&sm.landed[i], kScaleThreads);
     }
     for (int i = 0; i < kTileSlots; ++i) {

@@ -25,7 +25,7 @@ struct BlockLoop {
     if (!active) {
       for (int k = 0; k < k_tiles; ++k) {
         Barrier::wait(&sm.full[pipe.index], pipe.phase);
-        release(sm, pipe.index);
+        release_scales(sm, pipe.index);
         pipe.template next<C::Stages>();
       }
       return;
@@ -56,7 +56,6 @@ struct BlockLoop {
         for (int kk = 0; kk < kSteps; ++kk)
           wgmma_e4m3(swizzled_operand(a + kk * kStep), swizzled_operand(b + h * (kPart * kLineBytes) + kk * kStep), part, kk > 0);
         warpgroup_commit_batch();
-        if (C::PartScales && h == 0) scales_read(row);  // here, while the tensor cores multiply
         if constexpr (!C::PartScales) {
           Columns columns(sm.column_scale[stage] + h * kPart);
           warpgroup_wait<0>();
@@ -65,24 +64,24 @@ struct BlockLoop {
         } else {
           warpgroup_wait<0>();
           fence(part);
-          if (h == kParts - 1) release(sm, stage);
+          if (h == kParts - 1) release_scales(sm, stage);
           add(part, total[h], by[h]);
         }
       }
-      if constexpr (!C::PartScales) {
-        scales_read(row);
-        release(sm, stage);
-      }
+      if constexpr (!C::PartScales) release_scales(sm, stage);
       pipe.template next<C::Stages>();
     }
   }
 
  private:
-  // All lanes read a step's scales, and one of each warp gives the stage back after it. __syncwarp would order that, but
-  // compute-sanitizer's racecheck follows only the barrier. Which warpgroup's, the row tells: it is in a register anyway.
-  static CUTE_DEVICE void scales_read(int row) {
-    if (row < 64) NamedBarrier::sync(128, kTailBarrier);
-    else NamedBarrier::sync(128, kTailBarrier + 1);
+  // Gives a stage back. All lanes have read scales in it, and each says so for itself: compute-sanitizer's racecheck follows no lane
+  // that arrives for others behind a barrier.
+  static CUTE_DEVICE void release_scales(BlockSmem<C>& sm, int stage) {
+    if constexpr (C::Cluster == 1) Barrier::arrive(&sm.empty[stage]);
+    else {
+      CUTE_UNROLL
+      for (int cta = 0; cta < C::Cluster; ++cta) Barrier::arrive(&sm.empty[stage], cta, 1);
+    }
   }
   // The same number, worked out here and not where it is used.
   static CUTE_DEVICE float settled(float x) {
