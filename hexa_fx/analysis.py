@@ -14,6 +14,7 @@ from torch import nn
 
 from hexa_fx.capture.host import namespaces_of
 from hexa_fx.capture.observe import Candidate, Observation, observe, with_ancestors
+from hexa_fx.capture.probes import probe_inputs
 from hexa_fx.capture.side_effects import SideEffects
 from hexa_fx.config import HexaConfig
 from hexa_fx.describe import describe
@@ -24,8 +25,10 @@ from hexa_fx.ir import Refusal
 from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.observers import Listener, PassEvent, listening
 from hexa_fx.passes import BlockAnalysis, analyse, refused
+from hexa_fx.passes.autocast import with_dtypes
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
+from hexa_fx.passes.same_run import in_mode
 from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.passes.unreadable import why_hidden
 from hexa_fx.progress import Bar, progress
@@ -194,6 +197,11 @@ def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysi
             return refused(Refusal(observation.path, reason))
     kinds = partial(linear4bit.with_kinds, module)
     rewritten = {mode: replace(form, reads=kinds(form.reads)) for mode, form in analysis.rewritten.items()}
+    if replaced:  # modules of codes give other dtypes under autocast than dense ones
+        args, kwargs = probe_inputs(observation.args, observation.kwargs, config.probe_tokens)
+        for mode, form in rewritten.items():
+            with in_mode(module, mode == "train"), linear4bit.trained(module):
+                rewritten[mode] = with_dtypes(module, analysis.captured[mode], form, args, kwargs)
     return replace(analysis, rewritten=rewritten, reads=kinds(analysis.reads))
 
 

@@ -20,6 +20,7 @@ from hexa_fx.capture import CapturedBlock
 from hexa_fx.ir import AutocastDtypes, RewrittenBlock
 from hexa_fx.isolation.module_snapshot import ModuleSnapshot
 from hexa_fx.isolation.random_state import random_state_kept
+from hexa_fx.passes.asked_autocast import DTYPES, with_states_alike
 from hexa_fx.runtime.attribute_guards import called_in, is_within
 from hexa_fx.runtime.autocast import dtypes_of, kind_of
 from hexa_fx.runtime.results import values_left
@@ -27,12 +28,19 @@ from hexa_fx.runtime.signature import ArgumentNames
 
 log = logging.getLogger(__name__)
 
-_DTYPES = (torch.bfloat16, torch.float16)
 _LARGEST = 1 << 29
 """Elements of a parameter of which no 16-bit copy is made for this: a block with a larger one runs its own code under autocast."""
 
 
 def with_autocast(
+    block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RewrittenBlock:
+    """The block with the dtypes of its results under autocast, and with the states of autocast in which its code does the same."""
+    found = with_dtypes(block, captured, rewritten, args, kwargs)
+    return replace(found, reads=with_states_alike(captured, found.reads, args, kwargs))
+
+
+def with_dtypes(
     block: nn.Module, captured: CapturedBlock, rewritten: RewrittenBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> RewrittenBlock:
     """The block with the dtypes of its results under autocast.
@@ -56,7 +64,7 @@ def _autocast_dtypes(
     found: dict[Any, tuple[torch.dtype | None, ...]] = {}
     before = ModuleSnapshot(block)
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    tried = [(dtype, mixture) for dtype in _DTYPES for mixture in _mixtures(leaves, dtype)]
+    tried = [(dtype, mixture) for dtype in DTYPES for mixture in _mixtures(leaves, dtype)]
     for dtype, mixture in tried:
         given = pytree.tree_unflatten([_cast(leaf, to) for leaf, to in zip(leaves, mixture)], structure)
         device = next((t.device.type for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)), "cpu")

@@ -1,4 +1,5 @@
-"""Runs in eval and in train mode: whether two of them show the same, so that what is found in one holds of the other.
+"""Runs in eval and in train mode, or with autocast off and on: whether two of them show the same, so that what is found in one
+holds of the other.
 
 Code that asks no module for its mode does the same in train mode as in eval mode, and runs once. Other code often does the same
 all the same; it is recorded in both, since only that shows it, and searched once.
@@ -7,7 +8,7 @@ all the same; it is recorded in both, since only that shows it, and searched onc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +18,13 @@ from torch import nn
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.isolation.random_state import random_state_kept
-from hexa_fx.passes.detect.graph import UNINITIALISED, operation
+from hexa_fx.passes.detect.graph import UNINITIALISED, is_float, operation
+from hexa_fx.passes.detect.operations import CASTS
 
 _OF_THE_RUN = frozenset({"graph", "reads", "collections", "as_recorded"})
 """Fields that are compared otherwise, or that detection does not see."""
+
+_NOTED = ("scope", "writes", "decision", "gradient")
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -61,22 +65,50 @@ def seen_before(captured: CapturedBlock, earlier: Iterable[CapturedBlock]) -> Ca
 
 def same_run(first: CapturedBlock, second: CapturedBlock) -> bool:
     """Whether both made the same calls, with the same values, in the same memory, from the same places in the code."""
-    if len(first.graph.nodes) != len(second.graph.nodes):
-        return False
-    memory: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
-    if not all(_same_node(one, two, *memory) for one, two in zip(first.graph.nodes, second.graph.nodes)):
+    if not _same_graph(first.graph, second.graph, ("location", *_NOTED)):
         return False
     names = (field.name for field in dataclasses.fields(CapturedBlock) if field.name not in _OF_THE_RUN)
     return all(_same(getattr(first, name), getattr(second, name)) for name in names)
 
 
-def _same_node(one: torch.fx.Node, two: torch.fx.Node, there: dict[Any, Any], back: dict[Any, Any]) -> bool:
+def same_but_for_casts(first: CapturedBlock, second: CapturedBlock) -> bool:
+    """Whether both made the same calls, with the same values, but for casts from one floating dtype to another.
+
+    Args:
+        first, second: runs in float64, of which the graphs lose these casts. The second may ask for less than the first.
+    """
+    for captured in (first, second):
+        _drop_casts(captured.graph)
+    asks_no_more = all(scopes <= first.asks.get(asked, frozenset()) for asked, scopes in second.asks.items())
+    left = [([*map(str, (*run.stored, *run.accesses))], run.changed) for run in (first, second)]
+    return asks_no_more and left[0] == left[1] and _same_graph(first.graph, second.graph, _NOTED)
+
+
+def _drop_casts(graph: torch.fx.Graph) -> None:
+    for node in list(graph.nodes):
+        source = node.args[0] if operation(node) in CASTS and node.args else None
+        if isinstance(source, torch.fx.Node) and is_float(source) and is_float(node):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _same_graph(first: torch.fx.Graph, second: torch.fx.Graph, noted: Sequence[str]) -> bool:
+    """Whether their nodes are the same one by one, in what is ``noted`` of them too."""
+    memory: tuple[dict[Any, Any], dict[Any, Any]] = {}, {}
+    if len(first.nodes) != len(second.nodes):
+        return False
+    return all(_same_node(one, two, *memory, noted) for one, two in zip(first.nodes, second.nodes))
+
+
+def _same_node(
+    one: torch.fx.Node, two: torch.fx.Node, there: dict[Any, Any], back: dict[Any, Any], noted: Sequence[str]
+) -> bool:
     if one.op != two.op or one.name != two.name or one.target != two.target:
         return False
     a, b = record_of(one), record_of(two)
     if there.setdefault(a.storage, b.storage) != b.storage or back.setdefault(b.storage, a.storage) != a.storage:
         return False
-    if any(getattr(a, name) != getattr(b, name) for name in ("scope", "location", "writes", "decision", "gradient")):
+    if any(getattr(a, name) != getattr(b, name) for name in noted):
         return False
     if not (_same(one.args, two.args) and _same(one.kwargs, two.kwargs)):
         return False

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from hexa_fx.ir import PythonRead
 from hexa_fx.isolation import torch_state
-from hexa_fx.isolation.lookup import getattr_plain, lookup, own_names, place
+from hexa_fx.isolation.lookup import CALLED, getattr_plain, lookup, own_names, place
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
 from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
@@ -208,12 +208,17 @@ def _said(read: PythonRead, now: Any) -> str:
         if not isinstance(now, nn.Module):
             return f"there is no longer a submodule {str(read)!r}; {AGAIN}"
         return f"{str(read)!r} was exchanged: a {_name(read.value.kind)} for a {_name(type(now))}; {AGAIN}"
-    if read.root == torch_state.__name__ and "autocast" in read.steps[1]:
+    if asks_autocast(read):
         return (
             f"it asks torch.{read.steps[1]}(), and is rewritten as it runs without autocast; a model in bfloat16 needs none "
             "(bf16=False in a trainer)"
         )
     return f"{str(read)!r} {CHANGED}; {AGAIN}"
+
+
+def asks_autocast(read: PythonRead) -> bool:
+    """Whether it is what a function says of autocast."""
+    return read.root == torch_state.__name__ and read.steps[-1] == CALLED and "autocast" in read.steps[1]
 
 
 def submodule(modules: Mapping[str, nn.Module], path: str) -> nn.Module:

@@ -167,6 +167,19 @@ def in_rows(module: Any) -> None:
         module.state_dict()
 
 
+@contextmanager
+def trained(block: nn.Module) -> Iterator[None]:
+    """A context in which modules of codes below a block are in train mode: in eval mode bitsandbytes may move codes on a CPU."""
+    moved = [module for module in block.modules() if is_linear(module) and not module.training]
+    try:
+        for module in moved:
+            module.training = True
+        yield
+    finally:
+        for module in moved:
+            module.training = False
+
+
 def _dense(linear: Any) -> nn.Linear:
     in_rows(linear)
     weight, bias = read(linear.weight).expert(0), linear.bias
@@ -188,7 +201,8 @@ def _compare(linear: Any, made: nn.Linear) -> None:
     linear.compute_dtype, linear.compute_type_is_set = decided
     bias = None if made.bias is None else made.bias.to(dtype)
     expected = F.linear(rows, made.weight.to(dtype), bias).detach()
-    limit = 8 * torch.finfo(dtype).eps * float(expected.abs().max()) if expected.numel() else 0.0
+    eps = max(torch.finfo(dtype).eps, torch.finfo(made.weight.dtype).eps)  # the product may unpack to either
+    limit = 8 * eps * float(expected.abs().max()) if expected.numel() else 0.0
     if not torch.allclose(found, expected, rtol=0, atol=limit):
         raise OtherNumbers(
             f"a {type(linear).__name__} gives other numbers than hexa_fx reads from its weight; please report this, with the "

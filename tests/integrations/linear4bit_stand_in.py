@@ -54,5 +54,6 @@ class Linear4bit(nn.Linear):
         self.weight.quant_state.quant_type = quant_type
 
     def forward(self, x):
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return nn.functional.linear(x, dequantized(self.weight).to(x.dtype), bias)
+        rows = x if self.compute_dtype is None else x.to(self.compute_dtype)
+        bias = None if self.bias is None else self.bias.to(rows.dtype)
+        return nn.functional.linear(rows, dequantized(self.weight).to(rows.dtype), bias).to(x.dtype)

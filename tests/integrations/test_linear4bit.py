@@ -179,27 +179,60 @@ def test_two_in_one_place_and_hooks_run_their_own_code(linear, caplog):
     assert "hooks" in caplog.text
 
 
-def test_adapters_of_peft_train_on_them(linear):
+def adapted(linear, dtype, **options):
+    """In ``dtype``, with adapters."""
     peft = pytest.importorskip("peft")
-    model, x = made(linear)
+    torch.set_default_dtype(dtype)
+    model, x = made(linear, **options)
+    torch.set_default_dtype(torch.float32)
+    for block in model.blocks:
+        block.router = nn.Linear(D, E, bias=False).to(dtype)
     model.is_loaded_in_4bit = linear is not stand_in.Linear4bit
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["gate", "up", "down"], init_lora_weights=False)
-    model = peft.get_peft_model(model, lora).train()
-    trained = [p for p in model.parameters() if p.requires_grad]
+    return peft.get_peft_model(model, lora).train(), x.to(dtype)
 
-    def outcome():
-        rows = x.clone().requires_grad_()
-        y = model(rows)
-        gradients = torch.autograd.grad(y.square().sum(), (rows, *trained), allow_unused=True)
-        return y, *(torch.zeros_like(p) if g is None else g for g, p in zip(gradients, (rows, *trained), strict=True))
 
-    expected = outcome()
+def adapted_outcome(model, x, autocast=None):
+    """Results, and all gradients."""
+    leaves = [x.clone().requires_grad_(), *(p for p in model.parameters() if p.requires_grad)]
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        y = model(leaves[0])
+    gradients = torch.autograd.grad(y.float().square().sum(), leaves, allow_unused=True)
+    return y, *(torch.zeros_like(p) if g is None else g for g, p in zip(gradients, leaves, strict=True))
+
+
+def test_adapters_of_peft_train_on_them(linear):
+    model, x = adapted(linear, torch.float32)
+    expected = adapted_outcome(model, x)
     assert len(hexa_fx.optimize_(model, x, ALWAYS).report.rewritten) == 2
     with Launches() as launches:
-        found = outcome()
+        found = adapted_outcome(model, x)
     assert "hexa::esmm_packed" in " ".join(launches.names_seen())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.detach().abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute", "autocast"),
+    [
+        (torch.float32, torch.float32, torch.bfloat16),
+        (torch.float32, torch.bfloat16, torch.float16),
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32, None),
+    ],
+)
+def test_adapters_of_peft_under_autocast(linear, dtype, compute, autocast, caplog):
+    """PEFT asks for autocast and then casts less; a `Linear4bit` gives the dtype that it is given, there too."""
+    model, x = adapted(linear, dtype, compute_dtype=compute)
+    del model.base_model.model.blocks[1]  # it may route otherwise after another rounding
+    expected = adapted_outcome(model, x, autocast)
+    assert hexa_fx.optimize_(model, x, ALWAYS).report.rewritten
+    found = adapted_outcome(model, x, autocast)
+    assert "original" not in caplog.text
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert (one - other).float().norm() < 0.03 * other.float().norm()
 
 
 @pytest.fixture

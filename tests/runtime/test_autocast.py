@@ -189,6 +189,43 @@ def test_the_sentence_says_what_it_asks(caplog):
     assert "it asks torch.is_autocast_enabled(), and is rewritten as it runs without autocast" in caplog.text
 
 
+class CastsLess(Block):
+    """As PEFT on 4-bit layers."""
+
+    def end(self, out, logits):
+        scale = torch.full_like(out[:1], 2, dtype=out.dtype)
+        if torch.is_autocast_enabled("cpu"):
+            return (out.to(torch.get_autocast_dtype("cpu")) * scale).to(out.dtype)
+        return out * scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_code_that_asks_for_it_and_only_casts(dtype, caplog):
+    model, optimized = pair(CastsLess)
+    with torch.autocast("cpu", dtype):
+        given = x().requires_grad_()
+        found, expected = optimized(given), model(given)
+        assert operators_run(optimized, (given,))
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    assert "original" not in caplog.text
+
+
+class ReadsMore(CastsLess):
+    factor = 2.0
+
+    def end(self, out, logits):
+        return out * (self.factor if torch.is_autocast_enabled("cpu") else 2.0)
+
+
+def test_code_that_reads_something_else_under_it():
+    model, optimized = pair(ReadsMore)
+    for one in (model, optimized):
+        one.factor = 3.0
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(optimized(x()), model(x()), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", [Block, Asking])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_optimized_under_autocast(kind, dtype):
