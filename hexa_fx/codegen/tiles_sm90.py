@@ -70,7 +70,7 @@ STREAMED_ROWS = 16
 
 STREAMED = replace(SWAPPED, bm=128, stages=6)
 
-NARROW = replace(COOPERATIVE, bn=128, stages=6)
+NARROW = replace(COOPERATIVE, bn=64, stages=8)
 """For products of up to `NARROW_COLUMNS` columns, such as low-rank factors, which only stream their rows."""
 
 NARROW_COLUMNS = 64
@@ -90,7 +90,7 @@ CANDIDATES = {
 }
 """Tiles worth timing, by operator."""
 
-NARROW_CANDIDATES = (NARROW, replace(NARROW, bn=64, stages=8), COOPERATIVE)
+NARROW_CANDIDATES = (NARROW, replace(NARROW, bn=128, stages=6), COOPERATIVE)
 """Those of products of up to `NARROW_COLUMNS` columns."""
 
 NARROW_OPS = ("esmm", "estmm")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW_CANDIDATES, PINGPONG, SWAPPED
+from hexa_fx.codegen.tiles_sm90 import COOPERATIVE, NARROW, PINGPONG, SWAPPED
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import gemm_sm80 as sm80
 from hexa_fx.cuda import gemm_sm90 as sm90
@@ -42,8 +42,7 @@ TILES = {
     "pp": SQUARE,
     "low2": replace(PINGPONG, stages=5, cluster=2),
 }
-NARROW_TILE = NARROW_CANDIDATES[1]
-WEIGHT_TILES = {"coop": COOPERATIVE, "coop3": replace(COOPERATIVE, stages=3), "narrow": NARROW_TILE}
+WEIGHT_TILES = {"coop": COOPERATIVE, "coop3": replace(COOPERATIVE, stages=3), "narrow": NARROW}
 SWAPPED_TILES = {
     "swapped2": replace(SWAPPED, cluster=2),
     "swapped low": replace(SWAPPED, bm=128),
@@ -206,7 +205,7 @@ def test_esmm_act_of_sm90_with_swapped_operands(tile: str, case: tuple[str, str]
 @hopper
 @pytest.mark.parametrize("tile", [*TILES, *SWAPPED_TILES, "narrow"])
 def test_esmm_of_sm90(tile: str) -> None:
-    choice = (TILES | SWAPPED_TILES | {"narrow": NARROW_TILE})[tile]
+    choice = (TILES | SWAPPED_TILES | {"narrow": NARROW})[tile]
     r, w, bias = routing(), weight(N, D, "nk", BF16), randn(EXPERTS, N, dtype=BF16)
     x, rows = randn(TOKENS, D, dtype=BF16), randn(r.n, D, dtype=BF16)
     y = sm90.esmm(Esmm(x, w, bias, r.v, r.offs, TOP_K, "nk"), replace(choice, cluster=1) if choice.swapped else choice)
