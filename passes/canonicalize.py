@@ -2,7 +2,7 @@
 
 An einsum over three or more tensors, expert weights among them, does a product and the combine in one call. It is split into
 einsums over two: first the weight with the operand that it is contracted with. Parts taken of a weight along its first dimension
-by ``index_select`` and ``select`` become subscripts.
+by ``index_select`` and ``select`` become subscripts. Sizes that decisions hinge on are traced to the inputs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import torch.fx
 
 from hexa_fx.capture import CapturedBlock, ModuleCall, NodeRecord, record_of
 from hexa_fx.passes.detect.graph import ancestors, operation
+from hexa_fx.passes.size_origins import trace_sizes
 
 
 def canonicalize(captured: CapturedBlock) -> CapturedBlock:
     """The block in that form. Changes the recorded graph; recorded values and module calls stay valid."""
     for node in captured.graph.nodes:
         _as_subscript(node)
+    trace_sizes(captured.graph)
     fused = [n for n in captured.graph.nodes if n.op == "call_function" and operation(n) == "einsum" and _read(n)]
     if not fused:
         return captured

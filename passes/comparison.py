@@ -34,7 +34,7 @@ from hexa_fx.passes.routing_override import (
 from hexa_fx.passes.tried_calls import first_line, missing_early, repeated, tried
 from hexa_fx.passes.verify_settings import TOLERANCE, VerifySettings
 from hexa_fx.runtime import results
-from hexa_fx.runtime.guards import LEFT, GuardMiss
+from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss
 from hexa_fx.runtime.install import HexaForward
 
 
@@ -48,6 +48,8 @@ class VerificationCase:
         forward_error, gradient_error: largest difference relative to the tensor's scale.
         detail: why it was skipped, or where the two differ.
         none_became_zero: parameters whose gradient is None in the original and zero in the rewritten block.
+        raised: whether it was skipped because the original raises.
+        changed: what a guard reads that the code itself has changed, if it was skipped for that.
     """
 
     name: str
@@ -56,6 +58,8 @@ class VerificationCase:
     gradient_error: float = 0.0
     detail: str = ""
     none_became_zero: tuple[str, ...] = ()
+    raised: bool = False
+    changed: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,7 @@ class Comparison:
             yield self._case("a second call, which sees what the first one stored", example, calls=2)
         if self.settings.brief:
             return
-        for number, (batch, sequence) in enumerate(self.settings.sizes):
-            given = self.inputs.at(batch, sequence, self.subject.dtype)
-            yield self._case(size(batch, sequence), given, gradients=number == 0 and not large)
+        yield from self._at_other_sizes(large)
         for routing in ROUTINGS[:-1]:
             backward = routing is ROUTINGS[0] and not large
             yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example, backward)
@@ -133,6 +135,19 @@ class Comparison:
         if self.settings.many:
             given = self.inputs.at(1, self.settings.many, self.subject.dtype)
             yield self._case(f"{self.settings.many} tokens", given, gradients=False)
+
+    def _at_other_sizes(self, large: bool) -> Iterator[VerificationCase]:
+        """At the sizes of the settings; where the original takes no other sequences or batches, each on its own."""
+        dtype, alone = self.subject.dtype, dict[tuple[int | None, int | None], None]()
+        for number, (batch, sequence) in enumerate(self.settings.sizes):
+            given = self.inputs.at(batch, sequence, dtype)
+            case = self._case(size(batch, sequence), given, gradients=number == 0 and not large)
+            alone |= {(batch, None): None, (None, sequence): None} if case.raised else {}
+            yield case
+        for batch_or_none, sequence_or_none in alone:
+            name = f"batch {batch_or_none}" if sequence_or_none is None else f"sequence {sequence_or_none}"
+            given = self.inputs.at(batch_or_none, sequence_or_none, dtype)
+            yield self._case(f"{name} alone", given, gradients=False)
 
     def _all_reached(self, top_k: int) -> Iterator[VerificationCase]:
         """Enough tokens for every expert but the first, so that one unlike the others shows; few at a time in large blocks."""
@@ -225,15 +240,15 @@ class Comparison:
         original = tried(lambda: self._original(repeated(call, calls), inputs, override, gradients))
         raises = f"the original raises {first_line(original)}" if isinstance(original, Exception) else ""
         if isinstance(original, Exception) and not raised_by_user(original):
-            return VerificationCase(name, "skipped", detail=raises)
+            return VerificationCase(name, "skipped", detail=raises, raised=True)
         other = tried(lambda: self._run(repeated(rewritten, calls), inputs, override, gradients))
         if isinstance(other, GuardMiss):
-            return VerificationCase(name, "skipped", detail=f"{LEFT}{other}")
+            changed = repr(other.read) if isinstance(other, ReadMiss) else ""
+            return VerificationCase(name, "skipped", detail=f"{LEFT}{other}", changed=changed)
         if isinstance(original, Exception):
-            both = isinstance(other, Exception)
-            return VerificationCase(
-                name, "skipped" if both else "different", detail=raises if both else f"only {raises}"
-            )
+            if isinstance(other, Exception):
+                return VerificationCase(name, "skipped", detail=raises, raised=True)
+            return VerificationCase(name, "different", detail=f"only {raises}")
         if isinstance(other, Exception):
             return VerificationCase(name, "different", detail=f"the rewritten block raises {first_line(other)}")
         return original, other

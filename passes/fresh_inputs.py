@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch.utils import _pytree as pytree
 
+from hexa_fx.passes.example_sizes import ExampleSizes
 from hexa_fx.passes.routing_override import Routing, raised
 
 Kind = Literal["signed", "unsigned", "scores", "integer", "bool", "ids", "marks", "other"]
@@ -38,13 +39,20 @@ class FreshInputs:
         args, kwargs: the example call.
         num_experts: if known.
         seed: for the random values; equal calls of a method give equal inputs.
+        widths: what a token may be wide, which tells channels of images from pixels.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_experts: int | None, seed: int) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        num_experts: int | None,
+        seed: int,
+        widths: Collection[int] = (),
+    ) -> None:
         self._leaves, self._spec = pytree.tree_flatten((args, kwargs))
         self._seed = seed
-        self._sizes = _sizes(self._leaves)
-        self._flat = _are_flat(self._leaves)
+        self._sizes = ExampleSizes.of(self._leaves, widths)
         self._made: dict[tuple[tuple[tuple[int, ...], ...], str], list[Any]] = {}  # the same every time
         self.num_experts = num_experts
         self.kinds = _with_tokens([self._kind(leaf) for leaf in self._leaves], self._leaves)
@@ -53,12 +61,12 @@ class FreshInputs:
     @property
     def one_token(self) -> bool:
         """Whether batch and sequence of the example are both 1."""
-        return self._sizes == (1, 1)
+        return (self._sizes.batch, self._sizes.sequence) == (1, 1)
 
     @property
     def tokens(self) -> int:
         """Number of tokens of the example."""
-        return self._sizes[0] * self._sizes[1]
+        return self._sizes.tokens
 
     def example(self, dtype: torch.dtype) -> tuple[Any, Any]:
         """(args, kwargs) of the example itself; floating tensors in ``dtype``."""
@@ -70,20 +78,13 @@ class FreshInputs:
         shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves]
         return self._make(shapes, dtype, routing)
 
-    def at(self, batch: int, sequence: int, dtype: torch.dtype, routing: Routing | None = None) -> tuple[Any, Any]:
-        """As `like_example`, with the dimensions that count batch, sequence or tokens set to the given sizes."""
-        shapes = [
-            self._resized(leaf, (batch, sequence)) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves
-        ]
+    def at(
+        self, batch: int | None, sequence: int | None, dtype: torch.dtype, routing: Routing | None = None
+    ) -> tuple[Any, Any]:
+        """As `like_example`, with the dimensions that count batch, sequence or tokens set to the given sizes, if not None."""
+        size = batch, sequence
+        shapes = [self._sizes.resized(leaf, size) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves]
         return self._make(shapes, dtype, routing)
-
-    def _resized(self, leaf: torch.Tensor, size: tuple[int, int]) -> tuple[int, ...]:
-        """Of a single token, sizes of 1 count tokens where tokens are rows; else those of a mask count batch and sequence."""
-        if self.one_token and self._flat and leaf.dim() and leaf.shape[0] == 1:
-            return (size[0] * size[1], *leaf.shape[1:])
-        if self.one_token and not self._flat and leaf.dtype == torch.bool and leaf.shape == (1, 1):
-            return size
-        return _resized(leaf.shape, self._sizes, size)
 
     def with_fresh_tokens(self, size: tuple[int, int] | None, vocabulary: int | None) -> tuple[Any, Any] | None:
         """(args, kwargs) of the example with other tokens and another routing, everything else as it is.
@@ -103,7 +104,7 @@ class FreshInputs:
             if not isinstance(leaf, torch.Tensor):
                 made.append(leaf)
                 continue
-            shape = tuple(leaf.shape) if size is None else self._resized(leaf, size)
+            shape = tuple(leaf.shape) if size is None else self._sizes.resized(leaf, size)
             if number == place:
                 new = _random_tokens(leaf, shape, generator)
             elif place is None and vocabulary is not None:
@@ -238,13 +239,6 @@ def _cast(new: Any, leaf: Any, dtype: torch.dtype) -> Any:
     return new.to(device=leaf.device, dtype=dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
 
 
-def _are_flat(leaves: Sequence[Any]) -> bool:
-    """Whether the first matrix of floats is (T, D)."""
-    matrices = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2)
-    first = next((leaf for leaf in matrices if leaf.is_floating_point()), None)
-    return first is not None and first.dim() == 2
-
-
 def _random_tokens(leaf: torch.Tensor, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Of the example's range; around its number where it is all of one."""
     example = leaf.detach().double()
@@ -277,23 +271,3 @@ def _repeated_to(leaf: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _finite(value: torch.Tensor) -> float:
     return float(value.detach()) if bool(value.isfinite()) else 0.0
-
-
-def _sizes(leaves: Sequence[Any]) -> tuple[int, int]:
-    """(batch, sequence) of the example; batch times sequence is its number of tokens."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
-    floating = [leaf for leaf in tensors if leaf.is_floating_point()] or tensors
-    for leaf in floating:
-        if leaf.dim() == 3:
-            return leaf.shape[0], leaf.shape[1]
-    return (floating[0].shape[0], 1) if floating else (1, 1)
-
-
-def _resized(shape: torch.Size, old: tuple[int, int], new: tuple[int, int]) -> tuple[int, ...]:
-    """Leading sizes that are the example's batch, sequence or number of tokens, exchanged."""
-    if len(shape) >= 2 and tuple(shape[:2]) == old and old[1] != 1:
-        return (*new, *shape[2:])
-    exchanged = {old[1]: new[1], old[0]: new[0], old[0] * old[1]: new[0] * new[1]}
-    if len(shape) <= 2 and shape and shape[0] in exchanged:
-        return (exchanged[shape[0]], *shape[1:])
-    return (*new, *shape[2:]) if len(shape) == 3 and tuple(shape[:2]) == old else tuple(shape)

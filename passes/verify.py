@@ -32,9 +32,7 @@ from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.lost_precision import lost_precision
 from hexa_fx.passes.perturbed_runs import PerturbedRuns
 from hexa_fx.passes.verify_settings import VerifySettings
-from hexa_fx.runtime.guards import LEFT
 from hexa_fx.runtime.install import HexaForward, install, uninstall
-from hexa_fx.runtime.resolution import CHANGED
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +82,8 @@ def verify(
     """
     started = time.perf_counter()
     settings = settings or VerifySettings()
-    inputs = FreshInputs(args, dict(kwargs or {}), _num_experts(block, rewritten), settings.seed)
+    widths = {size for weight in _expert_weights(block, rewritten) for size in weight.shape[-2:]}
+    inputs = FreshInputs(args, dict(kwargs or {}), _num_experts(block, rewritten), settings.seed, widths)
     cases: tuple[VerificationCase, ...] = ()
     dtype = torch.float64
     for subject in _subjects(block, settings):
@@ -226,9 +225,8 @@ def _reason(cases: tuple[VerificationCase, ...]) -> str:
         if case.outcome == "different":
             return f"{case.name}: {case.detail}"
     if all(case.outcome == "skipped" for case in cases):
-        read, changed, _ = cases[0].detail.partition(f" {CHANGED}")
-        if changed:
-            return f"the code changes {read.removeprefix(LEFT)} in every call, {_NOT_BY_THE_REWRITTEN}"
+        if cases[0].changed:
+            return f"the code changes {cases[0].changed} in every call, {_NOT_BY_THE_REWRITTEN}"
         return f"nothing could be compared; {cases[0].name}: {cases[0].detail}"
     return ""
 

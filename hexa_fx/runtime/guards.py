@@ -26,6 +26,18 @@ class SizeMiss(GuardMiss):
     """A size condition of a rewritten graph does not hold, nor will it for other inputs of the same sizes."""
 
 
+class ReadMiss(GuardMiss):
+    """Something that was read from Python has another value; ``read``: its name.
+
+    Args:
+        read: where it lies.
+    """
+
+    def __init__(self, read: str) -> None:
+        super().__init__(f"{read!r} is not what it was when the block was rewritten; {AGAIN}")
+        self.read = read
+
+
 def require(condition: Any, expected: str) -> None:
     """A guard node of a rewritten graph: raises `SizeMiss` unless ``condition`` holds.
 

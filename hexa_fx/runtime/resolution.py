@@ -19,9 +19,8 @@ from hexa_fx.isolation.lookup import CALLED, getattr_plain, lookup, own_names, p
 from hexa_fx.isolation.read_values import Array, IsA, Keys, Names, alike
 from hexa_fx.isolation.users_code import is_users
 from hexa_fx.runtime.decoding import is_switch_of_generate
-from hexa_fx.runtime.guards import AGAIN, GuardMiss
+from hexa_fx.runtime.guards import AGAIN, GuardMiss, ReadMiss
 
-CHANGED = "is not what it was when the block was rewritten"
 _COPIES = (list, set, dict, deque, bytearray)
 
 
@@ -88,7 +87,7 @@ class Resolution:
         found = place(holder, key)
         self._seen[id(holder), key] = found.value
         if not _is_like(found.value, read.value) and not is_switch_of_generate(key, read.value, found.value):
-            raise GuardMiss(_said(read, found.value))
+            raise _miss(read, found.value)
         through = (read.is_global, read.root, read.steps) in self._through
         if isinstance(found.value, torch.Tensor) and not through:
             return
@@ -119,7 +118,7 @@ class Resolution:
     def _add_names(self, module: Any, key: str, read: PythonRead) -> None:
         now = own_names(module) if key == "__dict__" else frozenset(vars(module)[key])
         if now != read.value.names:
-            raise GuardMiss(_said(read, now))
+            raise _miss(read, now)
         if key != "__dict__":
             self.counted.append((vars(module)[key], len(now)))
         else:
@@ -203,17 +202,18 @@ def holds(block: nn.Module, reads: Sequence[PythonRead]) -> bool:
     return True
 
 
-def _said(read: PythonRead, now: Any) -> str:
+def _miss(read: PythonRead, now: Any) -> GuardMiss:
     if isinstance(read.value, IsA) and issubclass(read.value.kind, nn.Module):
         if not isinstance(now, nn.Module):
-            return f"there is no longer a submodule {str(read)!r}; {AGAIN}"
-        return f"{str(read)!r} was exchanged: a {_name(read.value.kind)} for a {_name(type(now))}; {AGAIN}"
+            return GuardMiss(f"there is no longer a submodule {str(read)!r}; {AGAIN}")
+        kinds = f"a {_name(read.value.kind)} for a {_name(type(now))}"
+        return GuardMiss(f"{str(read)!r} was exchanged: {kinds}; {AGAIN}")
     if asks_autocast(read):
-        return (
+        return GuardMiss(
             f"it asks torch.{read.steps[1]}(), and is rewritten as it runs without autocast; a model in bfloat16 needs none "
             "(bf16=False in a trainer)"
         )
-    return f"{str(read)!r} {CHANGED}; {AGAIN}"
+    return ReadMiss(str(read))
 
 
 def asks_autocast(read: PythonRead) -> bool:

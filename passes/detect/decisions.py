@@ -100,7 +100,7 @@ def shape_branches(
             continue
         sizes = sizes_asked(node)
         if sizes:
-            if is_condition(node, sizes, tags):
+            if is_condition(node, sizes, tags, output, after):
                 guards.append(ShapeBranch(node, bool(record_of(node).value)))
             continue
         asked = _asked(node, output)

@@ -35,46 +35,54 @@ def sizes_asked(decision: torch.fx.Node) -> set[torch.fx.Node]:
     """The sizes that a decision hinges on; empty if it hinges on values too, or on none."""
     if is_tensor(decision) or operation(decision) == "unbind":
         return set()
-    asked = ancestors([decision], stop=_is_size)
-    sizes = {n for n in asked if _is_size(n)}
+    asked = ancestors([decision], stop=is_size)
+    sizes = {n for n in asked if is_size(n)}
     return set() if any(is_tensor(n) for n in asked - sizes) else sizes
 
 
-def is_condition(decision: torch.fx.Node, sizes: set[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> bool:
+def is_condition(
+    decision: torch.fx.Node,
+    sizes: set[torch.fx.Node],
+    tags: Mapping[torch.fx.Node, Tag],
+    output: torch.fx.Node,
+    after: set[torch.fx.Node],
+) -> bool:
     """Whether a decision on ``sizes`` is to be checked in every call; else verification sees it.
+
+    Sizes of the region's ``output``, and of what comes ``after`` it, are known once the experts have run.
 
     Raises:
         Refuse: it can be neither checked before the experts run nor seen.
     """
     if not isinstance(record_of(decision).value, bool):
         return False  # range(n): a loop over rows, which verification sees at other sizes
-    behind = ancestors(sizes)
+    behind = ancestors(sizes, stop=lambda n: n is output) - after
     inside = any(is_float(n) and tags[n].experts and not tags[n].weight for n in behind)
     if not inside and not any(map(_counts, behind)):
         return True
     if not all(map(_is_width, sizes)):
         refuse_exact_count(decision)
     if inside and not any(map(_counts, behind)):
-        _refuse_exact_size(decision, sizes, tags)
+        _refuse_size_inside(decision, sizes, tags)
     return False
 
 
-def _refuse_exact_size(decision: torch.fx.Node, sizes: set[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> None:
-    """Refuses a decision on an exact size of what experts compute, or on a limit of it, unless it is one that their weights have.
+def _refuse_size_inside(decision: torch.fx.Node, sizes: set[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> None:
+    """Refuses a decision on a size of what experts compute, unless their weights have it, or it is on whether there is anything.
 
-    Verification need not reach a limit: what experts compute may have a row for several tokens.
+    Verification need not reach the size at which it goes the other way: what experts compute may have a row for several tokens.
 
     Raises:
         Refuse: it is one.
     """
     weights = (record_of(n).value for n in decision.graph.nodes if n.op == "get_attr" and tags[n].weight)
     known = {size for weight in weights for size in weight.shape}
-    asked = ancestors([decision], stop=_is_size) - sizes
-    limited = any(number not in (0, 1) for number in literals(asked))
-    if any(record_of(n).value not in known for n in sizes) and (limited or any(map(_is_exact, asked))):
+    of_weights = {n for n in sizes if _is_width(n) and record_of(n).value in known}
+    numbers = literals(ancestors([decision], stop=is_size) - sizes)
+    if sizes - of_weights and (len(sizes) > 1 or set(numbers) != {0}):
         raise Refuse(
-            "the code takes a host decision on a size of what the experts compute, with a number other than 0 and 1 or on a "
-            "remainder of it; one on a size of what the block is given can be rewritten",
+            "the code takes a host decision on a size of what the experts compute, with a number other than 0 or another size; one "
+            "on a size of what the block is given can be rewritten",
             decision,
         )
 
@@ -95,7 +103,8 @@ def refuse_exact_count(decision: torch.fx.Node) -> None:
         )
 
 
-def _is_size(node: torch.fx.Node) -> bool:
+def is_size(node: torch.fx.Node) -> bool:
+    """Whether it asks a tensor for a size, or for how many there are."""
     return node.op == "call_method" and operation(node) in SIZES
 
 
@@ -131,7 +140,7 @@ def _is_count(node: torch.fx.Node) -> bool:
     if not node.op.startswith("call"):
         return False
     counted = operation(node) in _SUMS and not any(is_float(n) for n in node.all_input_nodes)
-    return counted or (_is_size(node) and not _is_width(node) and any(map(_counts, ancestors([node]))))
+    return counted or (is_size(node) and not _is_width(node) and any(map(_counts, ancestors([node]))))
 
 
 def _is_exact(node: torch.fx.Node) -> bool:

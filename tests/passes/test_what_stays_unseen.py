@@ -123,7 +123,7 @@ class HalvesFirst(ListMoE):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden.mul_(0.5)
-        return super().forward(hidden) * (1.0 if hidden.shape[0] < 25 else 0.5)
+        return super().forward(hidden) * (1.0 if hidden.view(-1, 2, D).shape[0] < 25 else 0.5)
 
 
 class NoiseFirst(HalvesFirst):
@@ -131,35 +131,40 @@ class NoiseFirst(HalvesFirst):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         noisy = hidden * torch.rand_like(hidden)
-        return ListMoE.forward(self, hidden) * (1.0 if noisy.shape[0] < 25 else 0.5)
+        return ListMoE.forward(self, hidden) * (1.0 if noisy.view(-1, 2, D).shape[0] < 25 else 0.5)
 
 
 class OneSizeInside(nn.Module):
-    """Decides on how many tokens what the experts compute is of."""
+    """Decides on how many rows what the experts compute has: one for every token and choice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(D, E)
         self.up, self.down = nn.Parameter(torch.randn(E, D, 20)), nn.Parameter(torch.randn(E, 20, D))
 
+    def asks(self, up: torch.Tensor) -> bool:
+        return up.flatten(0, 1).shape[0] == 30
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, index = self.router(hidden).softmax(-1).topk(K)
         up = torch.einsum("td,tkdi->tki", hidden, self.up[index]).relu()
+        up = 0.5 * up if self.asks(up) else up
         down = torch.einsum("tki,tkid->tkd", up, self.down[index])
-        down = 0.5 * down if down.shape[0] == 15 else down
         return (down * weights[..., None]).sum(1)
 
 
 class LimitInside(OneSizeInside):
-    """The same with a limit that only thousands of tokens reach, of which it makes rows of seven."""
+    """The same with a limit that only thousands of tokens reach, of which it makes rows of six."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights, index = self.router(hidden).softmax(-1).topk(K)
-        up = torch.einsum("td,tkdi->tki", hidden, self.up[index]).relu()
-        down = (torch.einsum("tki,tkid->tkd", up, self.down[index]) * weights[..., None]).sum(1)
-        rows = down.unflatten(0, (-1, 7)) if len(down) % 7 == 0 else down[None]
-        rows = rows if rows.shape[0] < 400 else 0.5 * rows
-        return rows.flatten(0, 1)
+    def asks(self, up: torch.Tensor) -> bool:
+        return up.flatten(0, 1).unflatten(0, (-1, 6)).shape[0] > 4000
+
+
+class AboveASize(OneSizeInside):
+    """The same with a limit that is a size itself."""
+
+    def asks(self, up: torch.Tensor) -> bool:
+        return up.flatten(0, 1).shape[0] > 100 * self.up.shape[2]
 
 
 class Hooked(ListMoE):
@@ -334,6 +339,7 @@ def test_inference_mode_is_asked_for() -> None:
         (NoiseFirst, "has drawn random numbers"),
         (OneSizeInside, "a size of what the experts compute"),
         (LimitInside, "a size of what the experts compute"),
+        (AboveASize, "a size of what the experts compute"),
         (Hooked, "hooks on gradients"),
         (WithGradient, "gradient of"),
         (Timed, "a clock"),

@@ -1,0 +1,181 @@
+"""Conditions on sizes of what a block computes: asked at every call, in whatever layout its tokens come, or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx.capture import capture, record_of
+from hexa_fx.passes.canonicalize import canonicalize
+from hexa_fx.passes.detect.graph import operation
+from hexa_fx.passes.example_sizes import ExampleSizes
+from tests.detect.mixture import D, E, Mixture
+from tests.zoo.compare import compare, operators_run
+
+Tensor = torch.Tensor
+Ask = Callable[[Tensor, Tensor], Any]
+
+
+class Sentences(Mixture):
+    """(batch, sequence, D); halves what the experts give where ``ask`` says so of that and of the input."""
+
+    def __init__(self, ask: Ask) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, D)
+
+    def back(self, out: Tensor, x: Tensor) -> Tensor:
+        return out.view(x.shape[0], -1, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.back(self.mix(self.rows(x))[2], x)
+        return 0.5 * result if self.ask(result, x) else result
+
+
+class Images(Sentences):
+    """(batch, D, height, width)."""
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.flatten(2).transpose(1, 2).reshape(-1, D)
+
+    def back(self, out: Tensor, x: Tensor) -> Tensor:
+        return super().back(out, x).transpose(1, 2).view_as(x)
+
+
+class Films(Sentences):
+    """(batch, D, time, height, width)."""
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 4, 1).reshape(-1, D)
+
+    def back(self, out: Tensor, x: Tensor) -> Tensor:
+        return out.view(x.shape[0], *x.shape[2:], D).permute(0, 4, 1, 2, 3)
+
+
+SHAPES = {
+    Sentences: ((2, 7, D), (1, 7, D), (1, 1, D), (3, 1, D)),
+    Images: ((2, D, 7, 3), (1, D, 7, 3), (1, D, 1, 1), (2, D, 3, 7)),
+    Films: ((2, D, 3, 5, 2), (1, D, 3, 5, 2), (2, D, 1, 1, 1)),
+}
+ASKS: dict[str, Ask] = {
+    "equal": lambda out, x: out.shape[0] == 1,
+    "all": lambda out, x: 1 in out.size(),
+    "below": lambda out, x: len(out) < 2,
+    "elements": lambda out, x: out.numel() < 20 * D,
+    "index": lambda out, x: [1, 1, 0, 0][out.shape[0]],
+    "text": lambda out, x: f"{out.shape[0]}" == "1",
+    "of its own": lambda out, x: out.reshape(-1, 2 * D if out.numel() % (2 * D) == 0 else D).shape[0] < 4,
+}
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+@pytest.mark.parametrize("kind", SHAPES, ids=lambda kind: kind.__name__)
+def test_a_condition_on_a_size_of_the_result_is_asked_at_every_call(kind: type[Sentences], ask: Ask) -> None:
+    torch.manual_seed(0)
+    model, shapes = kind(ask).double(), SHAPES[kind]
+    opt = hexa_fx.optimize(copy.deepcopy(model), torch.randn(shapes[0], dtype=torch.float64), CONFIG)
+    assert opt.report.blocks[0].status == "rewritten", opt.report.blocks[0].reason
+    for shape in shapes:
+        x = torch.randn(shape, dtype=torch.float64)
+        assert compare(model, opt, (x,), {}).within(1e-9), shape
+    assert operators_run(opt, (torch.randn(shapes[0], dtype=torch.float64),))
+
+
+CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
+
+
+class Fixed(Images):
+    """Takes images of one size only, and counts them in a loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.back(self.mix(self.rows(x.flatten(2).unflatten(2, (7, 3))))[2], x)
+        return result if len([*range(len(result))]) > 1 else 0.5 * result
+
+
+def test_images_are_tried_in_other_numbers_where_their_size_is_fixed() -> None:
+    block, x = Fixed(ASKS["equal"]), torch.randn(2, D, 7, 3)
+    (report,) = hexa_fx.explain(block, x, CONFIG).blocks
+    assert report.status == "refused"
+    assert "batch 1 alone: output 0" in report.reason
+
+
+class Inside(Mixture):
+    """Asks for a size of what experts compute: tokens times choices in rows of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(E, *shape)) for shape in ((D, 12), (12, D)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(2)
+        hidden = torch.einsum("td,tkdi->tki", x, self.up[index]).relu()
+        hidden = 0.5 * hidden if hidden.flatten(0, 1).shape[0] == 2 else hidden
+        return (torch.einsum("tki,tkid->tkd", hidden, self.down[index]) * weights[..., None]).sum(1)
+
+
+def test_a_size_inside_the_experts_that_is_none_of_the_inputs_is_refused() -> None:
+    (report,) = hexa_fx.explain(Inside(), torch.randn(12, D), CONFIG).blocks
+    assert report.status == "refused"
+    assert "a size of what the experts compute" in report.reason
+
+
+class Chain(nn.Module):
+    """Sizes of what each operation gives are asked in turn."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        index = x.softmax(-1).topk(2).indices
+        made: dict[str, tuple[Tensor, int]] = {
+            "topk": (index, 0),
+            "gathered": (self.table[index], 0),
+            "transposed": (x.t(), 1),
+            "permuted": (x[None].permute(2, 0, 1), 2),
+            "einsum": (torch.einsum("td,kd->tk", x, self.table), 0),
+            "summed": (x[:, None].sum(1), 0),
+            "written": (torch.zeros(x.shape[0], 3).add_(1), 0),
+            "flattened": (x.view(x.shape[0], 2, -1).flatten(1), 0),
+            "expanded": (x[:, None].expand(-1, 3, -1), 0),
+            "product": (x @ self.table.t(), 0),
+            "broadcast": (x + y, 0),
+            "squeezed": (x.squeeze(), 0),
+        }
+        for tensor, dim in made.values():
+            if tensor.shape[dim] == 5:
+                x = x + 1
+        return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, D))
+
+
+def test_sizes_are_those_of_the_input_only_where_that_is_certain() -> None:
+    graph = canonicalize(capture(Chain(), (torch.randn(6, D), torch.randn(6, D)), {})).graph
+    conditions = [n for n in graph.nodes if n.op != "output" and record_of(n).decision]
+    asked = [operation(n.args[0].args[0]) for n in conditions]
+    assert asked == ["x"] * 10 + ["add", "squeeze"]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "size", "expected"),
+    [
+        (((2, D, 7, 3),), (1, 40), ((1, D, 40, 1),)),
+        (((2, 7, 3, D),), (1, 40), ((1, 40, 1, D),)),
+        (((2, 7, 3, D), (2, 7, 3), (2, 21, 2)), (3, 5), ((3, 5, 1, D), (3, 5, 1), (3, 5, 2))),
+        (((2, D, 7, 3), (2, 1, 7, 3)), (1, None), ((1, D, 7, 3), (1, 1, 7, 3))),
+        (((2, D, D, 3),), (1, 40), ((1, D, D, 3),)),
+        (((2, D, 2, 7, 3),), (0, 4), ((0, D, 4, 1, 1),)),
+        (((2, 7, D), (2, 7)), (None, 3), ((2, 3, D), (2, 3))),
+    ],
+)
+def test_shapes_at_other_sizes(shapes: tuple, size: tuple, expected: tuple) -> None:
+    leaves = [torch.zeros(shape) for shape in shapes]
+    sizes = ExampleSizes.of(leaves, {D})
+    assert tuple(sizes.resized(leaf, size) for leaf in leaves) == expected
