@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class AttributeGuards:
         reads: what the recorded run read.
         packed: paths of parameters that are read side by side, and of which that is checked with them.
         own_forward: the forward that the block's instance had of its own, such as a wrapper; None if it had the class's.
+        dtypes: of parameters by path, which have to stay.
     """
 
     def __init__(
@@ -54,8 +56,10 @@ class AttributeGuards:
         reads: Iterable[PythonRead] = (),
         packed: Iterable[str] = (),
         own_forward: Callable[..., Any] | None = None,
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self.own_forward = own_forward
+        self.dtypes = dict(dtypes)
         written = {*stored, ("", "forward")}
         self.reads = tuple(
             read
@@ -83,7 +87,9 @@ class AttributeGuards:
         if rewritten is None:
             return cls(block)
         packed = [path for weight in rewritten.packed for part in weight.parts for path in part]
-        return cls(block, called_in(rewritten.graph), stored, rewritten.reads, packed, own_forward)
+        asked = any(guard.exact_dtype for guard in rewritten.guards)
+        dtypes = _dtypes_read(block, rewritten) if asked else {}
+        return cls(block, called_in(rewritten.graph), stored, rewritten.reads, packed, own_forward, dtypes)
 
     def bind(self, block: nn.Module) -> None:
         """Watches ``block`` from now on: the same one, or a copy that may still be incomplete."""
@@ -107,14 +113,25 @@ class AttributeGuards:
     def _resolve(self) -> None:
         block, self._found, self._is_same = self._block(), None, None
         assert block is not None
-        self._found = Resolution(block, self.reads, self.packed, self.own_forward)
+        self._found = Resolution(block, self.reads, self.packed, self.own_forward, self.dtypes)
         modules = dict(block.named_modules(remove_duplicate=False))
         inner = [submodule(modules, path) for path in self.inner]
         self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])
 
     def __getstate__(self) -> dict[str, Any]:
         reads = tuple(dataclasses.replace(read, value=movable(read.value)) for read in self.reads)
-        return {"reads": reads, "packed": self.packed, "inner": self.inner, "own_forward": self.own_forward}
+        kept = {"packed": self.packed, "inner": self.inner, "own_forward": self.own_forward, "dtypes": self.dtypes}
+        return {"reads": reads, **kept}
+
+
+def _dtypes_read(block: nn.Module, rewritten: RewrittenBlock) -> dict[str, torch.dtype]:
+    """Of the floating parameters that a graph and the modules that it calls read, by path; of those side by side the first."""
+    listed = [part[0] for weight in rewritten.packed for part in weight.parts]
+    read = {*listed, *(str(node.target) for node in rewritten.graph.find_nodes(op="get_attr", sort=False))}
+    called = called_in(rewritten.graph)
+    named = block.named_parameters(remove_duplicate=False)
+    floating = ((path, parameter) for path, parameter in named if parameter.is_floating_point())
+    return {path: parameter.dtype for path, parameter in floating if path in read or is_within(path, called)}
 
 
 def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:

@@ -53,6 +53,7 @@ def still_the_same(found: Resolution, block: Any) -> Callable[[Any], bool]:
     names = _Names()
     clauses = [*_of_dicts(found.dicts, names), *_of_owners(found.owners, names, block)]
     clauses += [f"type({names.of(value)}) is {names.of(kind)}" for value, kind in found.objects]
+    clauses += [f"{names.of(where)}[{key!r}].dtype is {names.of(dtype)}" for where, key, dtype in found.dtypes]
     clauses += [f"len({names.of(value)}) == {count}" for value, count in found.counted]
     names.values |= {"equal": equal, "is_still": is_still}
     clauses += [f"equal({names.of(value)}, {names.of(copy)})" for value, copy in found.whole]

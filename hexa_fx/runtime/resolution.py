@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Resolution:
         reads: Sequence[PythonRead],
         packed: frozenset[str] = frozenset(),
         own_forward: Callable[..., Any] | None = None,
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self.dicts: list[tuple[dict[Any, Any], Any, Any]] = []
         self.owners: list[tuple[Any, str, Any]] = []
@@ -63,6 +64,7 @@ class Resolution:
         self._through = {(read.is_global, read.root, read.steps[:-1]) for read in reads}
         for read in sorted(reads, key=lambda read: len(read.steps)):
             self._add(read)
+        self.dtypes = [found for path, dtype in dtypes.items() if (found := self._of_dtype(path, dtype))]
         stand_ins = {id(block): BLOCK, id(getattr_plain(block)): OWN_DICT}
         lists: list[list[Any]] = [self.dicts, self.owners, self.objects, self.counted, self.whole, self.slow]
         for entries in lists:
@@ -123,6 +125,19 @@ class Resolution:
             self.counted.append((vars(module)[key], len(now)))
         else:
             self.slow.append((module, "__dict__", read.value))
+
+    def _of_dtype(self, path: str, dtype: torch.dtype) -> tuple[dict[str, Any], str, torch.dtype] | None:
+        """Where a parameter lies, and its dtype; nothing if it is no longer there, as under an adapter."""
+        path_of_owner, _, name = path.rpartition(".")
+        owner = self._modules.get(path_of_owner)
+        now = None if owner is None else owner._parameters.get(name)
+        if owner is None or now is None:
+            return None
+        if now.dtype != dtype:
+            raise GuardMiss(
+                f"{path!r} is {now.dtype}; the block was recorded with {dtype}, which its code asks for; {AGAIN}"
+            )
+        return owner._parameters, name, dtype
 
     def _enter(self, entries: list[tuple[Any, Any, Any]], where: Any, key: Any, value: Any) -> None:
         if (id(where), key) not in self._entered:

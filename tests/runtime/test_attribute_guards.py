@@ -203,6 +203,34 @@ def test_a_method_that_is_exchanged_on_the_instance():
     torch.testing.assert_close(rewritten(x), 2 * expected)
 
 
+class InWeightsDtype(Block):
+    """Casts to whatever dtype a weight has, as PEFT does for adapters."""
+
+    def forward(self, x):
+        weights, chosen = self.router(x.to(self.router.weight.dtype)).softmax(-1, dtype=torch.float).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == number)
+            y = expert(x[token].to(expert.up.weight.dtype)) * weights[token, slot, None]
+            out.index_add_(0, token, y.to(x.dtype))
+        return out
+
+
+@pytest.mark.parametrize("part", ["router", "experts"])
+def test_a_part_in_another_dtype(part, caplog):
+    torch.manual_seed(0)
+    x = torch.randn(20, D)
+    model = InWeightsDtype()
+    rewritten = hexa_fx.optimize(model, x)
+    assert rewritten.report.rewritten
+    for block in (model, rewritten):
+        getattr(block, part).to(torch.bfloat16)
+    torch.testing.assert_close(rewritten(x), model(x), rtol=0, atol=0)
+    assert "is torch.bfloat16; the block was recorded with torch.float32, which its code asks for" in caplog.text
+    hexa_fx.optimize_(hexa_fx.undo_(rewritten), x)
+    torch.testing.assert_close(rewritten(x), model(x), rtol=0.02, atol=0.02)
+
+
 # -- a forward of the instance's own -----------------------------------------------------------------------------------
 
 
