@@ -19,7 +19,7 @@ from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.isolation.users_code import raised_by_user
-from hexa_fx.isolation.weight_slices import WeightSlices
+from hexa_fx.isolation.weight_slices import WeightSlices, sliced
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.reached import Unreached
 from hexa_fx.passes.routing_override import (
@@ -127,8 +127,9 @@ class Comparison:
         for routing in ROUTINGS[:-1]:
             backward = routing is ROUTINGS[0] and not large
             yield self._forced(routing.name, routing, spy.top_k, self.inputs.like_example, backward)
-        yield from self._all_reached(spy.top_k)
-        yield from self._reached_otherwise(spy.top_k)
+        top_k = self.inputs.given_top_k or spy.top_k
+        yield from self._all_reached(top_k)
+        yield from self._reached_otherwise(top_k)
         for tokens, routing in product(self.settings.overflow_sizes, ROUTINGS[: 1 + self.settings.overflow_last]):
             name = f"{tokens} {routing.name.removeprefix('all ')}"
             yield self._forced(name, routing, spy.top_k, partial(self.inputs.at, 1, tokens), gradients=False)
@@ -257,7 +258,7 @@ class Comparison:
         self, call: Callable[..., Any], inputs: tuple[Any, Any], override: TorchFunctionMode | None, gradients: bool
     ) -> Outcome:
         """Outcome of the original, with sliced weights; should a gradient go astray there, the two outcomes would differ."""
-        with WeightSlices(weight for weight in self.experts if not isinstance(weight, RaisedWeight)) as slices:
+        with sliced(self.experts, gradients) as slices:
             return self._run(call, inputs, override, gradients, slices)
 
     def _run(

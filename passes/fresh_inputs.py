@@ -68,6 +68,16 @@ class FreshInputs:
         """Number of tokens of the example."""
         return self._sizes.tokens
 
+    @property
+    def given_top_k(self) -> int:
+        """Experts a token in the routing that the inputs contain, the fewest if they say several; 0 without one."""
+        counts = [
+            _experts_a_token(leaf, kind)
+            for leaf, kind in zip(self._leaves, self.kinds)
+            if kind in ("ids", "marks", "scores")
+        ]
+        return min(counts, default=0)
+
     def example(self, dtype: torch.dtype) -> tuple[Any, Any]:
         """(args, kwargs) of the example itself; floating tensors in ``dtype``."""
         args, kwargs = pytree.tree_unflatten([_cast(leaf, leaf, dtype) for leaf in self._leaves], self._spec)
@@ -184,7 +194,7 @@ class FreshInputs:
         generator = draw.generator
         if kind == "scores":
             scores = torch.randn(shape, dtype=torch.float64, generator=generator)
-            return scores if draw.routing is None else raised(scores, draw.routing, min(2, shape[-1]))
+            return scores if draw.routing is None else raised(scores, draw.routing, _experts_a_token(scores, kind))
         if kind == "signed":
             example = leaf.double()
             spread = float(example.detach().std()) if leaf.numel() > 1 else 1.0
@@ -201,11 +211,9 @@ class FreshInputs:
     def _routed(self, leaf: torch.Tensor, kind: Kind, shape: tuple[int, ...], draw: _Draw) -> torch.Tensor:
         """Random ids or marks. Tensors of a call that describe the same tokens describe the same choice."""
         experts, generator = self.num_experts or 1, draw.generator
-        if kind == "marks":
-            rows, k = shape[:-1], int(leaf.ne(0).sum(-1).max())
-        else:
+        rows, k = shape if kind == "ids" and len(shape) == 1 else shape[:-1], _experts_a_token(leaf, kind)
+        if kind == "ids":
             experts = max(experts, int(leaf.max()) + 1)
-            rows, k = (shape[:-1], shape[-1]) if len(shape) > 1 else (shape, 1)
         count = torch.Size(rows).numel()
         key = (count, experts, k)
         if key not in draw.chosen:
@@ -222,6 +230,15 @@ class FreshInputs:
         if draw.routing is None and bool((leaf == 0).all(-1).any()):
             values = values * (torch.rand(count, 1, generator=generator) < 0.75)
         return torch.zeros(count, experts, dtype=torch.float64).scatter(1, chosen, values).reshape(shape)
+
+
+def _experts_a_token(leaf: torch.Tensor, kind: Kind) -> int:
+    """How many experts ``ids``, ``marks`` or ``scores`` choose for a token; of scores, how many are made to stand out."""
+    if kind == "scores":
+        return min(2, leaf.shape[-1])
+    if kind == "marks":
+        return int(leaf.ne(0).sum(-1).max())
+    return leaf.shape[-1] if leaf.dim() > 1 else 1
 
 
 def _with_tokens(kinds: list[Kind], leaves: Sequence[Any]) -> list[Kind]:

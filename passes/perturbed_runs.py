@@ -18,6 +18,7 @@ from hexa_fx.isolation.device_asserts import no_device_asserts
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.outcome import Outcome, difference, observe, unlike, wide
 from hexa_fx.isolation.precision import InFloat64
+from hexa_fx.isolation.weight_slices import sliced
 from hexa_fx.passes.comparison import Subject, VerificationCase
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.perturbation import argument_names, perturbations
@@ -153,8 +154,10 @@ class PerturbedRuns:
                 modes.enter_context(no_device_asserts(module))
                 if self.subject.dtype == torch.float64:
                     modes.enter_context(InFloat64(self.subject.own))
+                is_original = call == self.forward.original
+                slices = modes.enter_context(sliced(self.experts, gradients and is_original))
                 args, kwargs = pytree.tree_unflatten(leaves, spec)
-                return observe(call, module, state, (args, kwargs), self.seed, gradients)
+                return observe(call, module, state, (args, kwargs), self.seed, gradients, slices)
 
         try:
             return tried(run)

@@ -48,6 +48,7 @@ class Replay:
         self._written = {record_of(node).storage for node in self._nodes if record_of(node).writes}
         self._coarse = is_coarse(self._nodes)
         self._parameters = {record_of(node).storage for node in self._nodes if node.op == "get_attr"}
+        self._parts: dict[tuple[torch.fx.Node, torch.fx.Node], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def value(self, node: torch.fx.Node) -> Any:
         """The recorded value, floating point as float64, without the rounding of a 16-bit run."""
@@ -62,6 +63,18 @@ class Replay:
         """What the single call of ``node`` returns with some operands replaced."""
         result: torch.Tensor = self._execute(node, dict(replace))
         return result
+
+    def linear_part(self, node: torch.fx.Node, data: torch.fx.Node) -> tuple[torch.Tensor, torch.Tensor]:
+        """(product, constant) of the call of ``node``: what depends on its operand ``data``, and what it gives of zeros.
+
+        Both are kept, since each reads a whole weight.
+        """
+        key = node, data
+        if key not in self._parts:
+            given = self.value(data)
+            constant = self.call(node, {data: torch.zeros_like(given)})
+            self._parts[key] = self.call(node, {data: given}) - constant, constant
+        return self._parts[key]
 
     def run(
         self, replace: Mapping[torch.fx.Node, torch.Tensor], wanted: Iterable[torch.fx.Node]

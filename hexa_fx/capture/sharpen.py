@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.records import record_of
+from hexa_fx.isolation.outcome import largest
 from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.random_state import random_state_kept
 
@@ -76,6 +78,9 @@ def _is_near(value: Any, recorded: Any) -> bool:
         return value.lies_with(recorded)
     if not value.is_floating_point():
         return torch.equal(value, recorded)
+    scale = largest(recorded)
+    if math.isfinite(scale):
+        return largest(value - recorded) <= _NEAR * scale
     finite = recorded[recorded.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    scale = largest(finite)
     return torch.allclose(value, recorded, rtol=0.0, atol=_NEAR * scale, equal_nan=True)

@@ -91,8 +91,9 @@ def _product(mode: LazyGradients, func: Any, args: Any, kwargs: Any) -> Any:
     shape = (*a.shape[:-1], b.shape[-1])
     if a.dtype != torch.float64 or _is_dense(shape, a, b):
         return func(*args, **kwargs)
-    if a.dim() == 2:
-        return mode.gradient(shape, [Term(a, b, (0, 0), PLAIN)], a.device)
+    if a.dim() == 2:  # of no rows for experts without tokens
+        terms = [Term(a, b, (0, 0), PLAIN)] if len(b) else []
+        return mode.gradient(shape, terms, a.device)
     terms = [Term(left, right, (e, 0, 0), ((0, 0), *PLAIN)) for e, (left, right) in enumerate(zip(a, b))]
     return mode.gradient(shape, terms, a.device)
 

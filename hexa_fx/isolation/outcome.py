@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from hexa_fx.isolation.weight_slices import WeightSlices
 SCALE_FLOOR = 1e-6
 """A tensor is compared relative to its own scale, but to no less than this part of the largest scale among its like:
 gradients that are zero but for rounding (a router's, when weights are normalised over one expert) stay comparable."""
+
+_PIECE = 1 << 17
+"""Elements that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -194,23 +198,35 @@ def _filled(
 
 def _furthest(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> tuple[float, str, str]:
     """The largest relative difference, the name of its tensor, and a sentence if two tensors cannot be compared."""
-    largest = max((_scale(_finite(wide(tensor))) for tensor in first.values()), default=0.0)
+    scales = {name: largest(wide(tensor)) for name, tensor in first.items()}
+    odd = {name for name, scale in scales.items() if not math.isfinite(scale)}
+    scales |= {name: largest(_finite(wide(first[name]))) for name in odd}
+    floor = SCALE_FLOOR * max(scales.values(), default=0.0)
     furthest, worst = 0.0, ""
     for name, one in first.items():
         two = second[name]
         if _unlike(name, one, two):
             return 0.0, name, _unlike(name, one, two)
         one, two = wide(one), wide(two)
-        if not (one.isfinite().all() and two.isfinite().all()):
+        distance = math.nan if name in odd else _distance(one, two)
+        if not math.isfinite(distance):
             if not torch.equal(_oddities(one), _oddities(two)):
                 return 0.0, name, f"{name}: NaN or inf in other places"
-            one, two = _finite(one), _finite(two)
-        scale = max(_scale(one), SCALE_FLOOR * largest)
-        distance = _scale(one - two)
+            distance = _distance(_finite(one), _finite(two))
+        scale = max(scales[name], floor)
         error = distance / scale if scale else distance
         if error > furthest:
             furthest, worst = error, name
     return furthest, worst, ""
+
+
+def _distance(one: torch.Tensor, two: torch.Tensor) -> float:
+    """The largest difference, NaN if there is one; of much on a CPU in pieces, since large memory that is new is slow."""
+    if one.numel() <= _PIECE or one.device.type != "cpu":
+        return largest(one - two)
+    pieces = zip(one.flatten().split(_PIECE), two.flatten().split(_PIECE))
+    found = [largest(a - b) for a, b in pieces]
+    return math.nan if any(map(math.isnan, found)) else max(found)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -227,8 +243,11 @@ def _oddities(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(tensor.isfinite(), 0.0, tensor).nan_to_num(1.0, 2.0, 3.0)
 
 
-def _scale(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+def largest(tensor: torch.Tensor) -> float:
+    """The largest magnitude of real numbers: 0 of none, NaN or infinite if one of them is."""
+    if tensor.numel() <= _PIECE:
+        return float(tensor.abs().max()) if tensor.numel() else 0.0
+    return float(torch.stack(torch.aminmax(tensor)).abs().max())
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -67,5 +67,7 @@ def grouped_mm(
     """(n, K) rows in expert order times (E, K, N). ``offs`` (E,) holds the groups' ends; rows past the last are zero."""
     ends = offs.tolist()
     groups = [(number, start, end) for number, (start, end) in enumerate(zip([0, *ends[:-1]], ends)) if start < end]
-    parts = [rows[start:end] @ weight[number] for number, start, end in groups or [(0, 0, 0)]]
+    # taken apart at once: the gradient of each ``weight[number]`` would be as large as all of them
+    matrices = weight.unbind()
+    parts = [rows[start:end] @ matrices[number] for number, start, end in groups or [(0, 0, 0)]]
     return torch.cat([*parts, rows.new_zeros(rows.shape[0] - ends[-1], weight.shape[-1])])

@@ -7,6 +7,7 @@ every such part is a leaf of its own, and its gradient is added where it belongs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,6 +68,12 @@ class WeightSlices(TorchFunctionMode):
             offset = int(part.storage_offset() - weight.storage_offset())
             sums[id(weight)].as_strided(part.size(), part.stride(), offset).add_(gradient)
         return {name: _sum(gradient, sums.get(id(weights[name]))) for name, gradient in gradients.items()}
+
+
+def sliced(weights: Iterable[torch.Tensor], gradients: bool) -> AbstractContextManager[WeightSlices | None]:
+    """The mode for those of ``weights`` that backward would fill; none where there are none, since it slows every operation."""
+    plain = [weight for weight in weights if _is_plain_leaf(weight) and weight.dim() > 2] if gradients else []
+    return WeightSlices(plain) if plain else nullcontext()
 
 
 def _is_plain_leaf(weight: torch.Tensor) -> bool:

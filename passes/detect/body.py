@@ -19,7 +19,7 @@ from hexa_fx.capture.replay import Replay
 from hexa_fx.passes.detect.expert_function import Hypothesis, activate, hypotheses, row_factor
 from hexa_fx.passes.detect.graph import ancestors, literals, operation
 from hexa_fx.passes.detect.projections import Contraction, feature_size
-from hexa_fx.passes.detect.rows import Instance, linear_part
+from hexa_fx.passes.detect.rows import Instance
 from hexa_fx.passes.detect.rules import refuse_randomness
 from hexa_fx.passes.detect.stacks import Form, Stack, WeightTable
 from hexa_fx.passes.detect.tags import Tag
@@ -265,7 +265,7 @@ def _second_projection(instances: list[Instance], replay: Replay, weights: Weigh
 def _is_product(instance: Instance, stack: Stack, replay: Replay) -> bool:
     if instance.second.base != stack.base:
         raise Refuse("experts use their weights in different ways", instance.second.node)
-    product, _ = linear_part(instance.second, replay)
+    product, _ = replay.linear_part(instance.second.node, instance.second.data)
     product = product.reshape(-1, stack.matrices.shape[1])
     data = replay.value(instance.second.data).reshape(-1, stack.matrices.shape[2])
     if len(product) != len(data) or len(data) != len(instance.expert):
@@ -282,7 +282,7 @@ def _is_product(instance: Instance, stack: Stack, replay: Replay) -> bool:
 def _check_inner_bias(instances: list[Instance], replay: Replay, weights: WeightTable) -> None:
     for instance in instances:
         for contraction in (*instance.first, instance.second):
-            _, constant = linear_part(contraction, replay)
+            _, constant = replay.linear_part(contraction.node, contraction.data)
             constant = constant.reshape(-1, feature_size(contraction.node))[instance.token >= 0]
             vectors = None if contraction.bias is None else weights.vectors(contraction.bias)
             expected = torch.zeros_like(constant) if vectors is None else vectors[instance.expert[instance.token >= 0]]

@@ -52,13 +52,6 @@ class Instance:
     scale: torch.Tensor
 
 
-def linear_part(contraction: Contraction, replay: Replay) -> tuple[torch.Tensor, torch.Tensor]:
-    """(product, constant) of a recorded contraction: what depends on the data, and the bias inside the call."""
-    data = replay.value(contraction.data)
-    constant = replay.call(contraction.node, {contraction.data: torch.zeros_like(data)})
-    return replay.call(contraction.node, {contraction.data: data}) - constant, constant
-
-
 class RowMatch(NamedTuple):
     """token (R,), expert (R,) and scale (R,) of the rows of a product."""
 
@@ -190,7 +183,7 @@ class _Reader:
         self._matchers: dict[tuple[str, str, str], tuple[Stack, RowMatcher]] = {}
 
     def read(self, contraction: Contraction) -> tuple[Stack, RowMatch] | None:
-        product, _ = linear_part(contraction, self._replay)
+        product, _ = self._replay.linear_part(contraction.node, contraction.data)
         width = feature_size(contraction.node)
         for stack, matcher in self._candidates(contraction):
             match = matcher.match(product.reshape(-1, width), contraction.expert)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hexa_fx
 from hexa_fx import passes
@@ -96,12 +97,14 @@ def filled(block: nn.Module) -> nn.Module:
     return block.bfloat16().eval()
 
 
-def bounded(monkeypatch: pytest.MonkeyPatch, block: nn.Module) -> BlockAnalysis:
+def bounded(
+    monkeypatch: pytest.MonkeyPatch, block: nn.Module, inputs: tuple[torch.Tensor, ...] | None = None
+) -> BlockAnalysis:
     """The analysis of a block that counts as large."""
     for module in (raised_weight, size, gradient_mode):
         monkeypatch.setattr(module, "LEAST_BYTES", 1 << 16)
     x = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).bfloat16()
-    return analyse(Observation("block", block, (x,), {}), hexa_fx.HexaConfig(analysis_bytes=BOUND))
+    return analyse(Observation("block", block, inputs or (x,), {}), hexa_fx.HexaConfig(analysis_bytes=BOUND))
 
 
 @pytest.mark.parametrize(("kind", "experts"), [(Loop, 48), (Grouped, 48), (Batched, E), (Listed, E)])
@@ -170,3 +173,81 @@ def test_a_large_block_that_does_the_same_in_both_modes_is_compared_once(
     checks = bounded(monkeypatch, filled(OfTwoModes(kind()))).checks
     assert len(checks["eval"].cases) > 10
     assert [case.name for case in checks["train"].cases] == ["the example"]
+
+
+class Reads:
+    """How often every element of a block's weights is raised to float64."""
+
+    def __init__(self, block: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read, self.all = 0, sum(weight.numel() for weight in block.parameters() if weight.dim() > 1)
+        raise_piece = raised_weight.raised_piece
+
+        def counted(piece: torch.Tensor) -> torch.Tensor:
+            self.read += piece.numel()
+            return raise_piece(piece)
+
+        monkeypatch.setattr(raised_weight, "raised_piece", counted)
+
+    @property
+    def times(self) -> float:
+        return self.read / self.all
+
+
+class Given(Grouped):
+    """Experts whose routing is an argument, as those of transformers: `Grouped` behind a router of somebody else's."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        order = index.flatten().argsort(stable=True)
+        ends = torch.bincount(index.flatten(), minlength=E).cumsum(0, dtype=torch.int32)
+        rows = x[order // K]
+        gate, up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), ends) * weights.flatten()[order, None]
+        return torch.zeros_like(x).index_add_(0, order // K, y)
+
+
+def routed(tokens: int) -> tuple[torch.Tensor, ...]:
+    """Tokens, and experts and weights for each."""
+    generator = torch.Generator().manual_seed(1)
+    index = torch.rand(tokens, E, generator=generator).argsort(-1)[:, :K]
+    return (
+        torch.randn(tokens, D, generator=generator).bfloat16(),
+        index,
+        torch.rand(tokens, K, generator=generator).bfloat16(),
+    )
+
+
+@pytest.mark.parametrize(("kind", "experts", "top_k", "most"), [(Listed, E, K, 24), (Given, 48, 4, 20)])
+def test_what_was_read_of_a_weight_is_not_read_again(
+    kind: type[nn.Module], experts: int, top_k: int, most: float, monkeypatch: pytest.MonkeyPatch
+):
+    """A product and its bias are taken once in all experiments; experts that are given are reached as often as others."""
+    monkeypatch.setitem(globals(), "E", experts)
+    monkeypatch.setitem(globals(), "K", top_k)
+    block = filled(kind())
+    reads = Reads(block, monkeypatch)
+    analysis = bounded(monkeypatch, block, routed(T) if kind is Given else None)
+    assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
+    assert not [case.name for case in analysis.checks["eval"].cases if "on from expert" in case.name]
+    assert reads.times <= most
+
+
+class WholeGradients(TorchDispatchMode):
+    """Counts gradients of one expert's matrix that are filled up to a whole stack."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.select_backward.default and args[0].dim() == 2
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Loop, Given])
+def test_no_expert_has_a_gradient_as_large_as_all_of_them(kind: type[nn.Module]):
+    """Of a stack that is copied to float64 as a whole that took most of the time: its square in the number of experts."""
+    block = filled(kind()).float()
+    inputs = tuple(value.float() if value.is_floating_point() else value for value in routed(T))
+    with WholeGradients() as filled_up:
+        analysis = analyse(Observation("block", block, inputs[: 3 if kind is Given else 1], {}), hexa_fx.HexaConfig())
+    assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
+    assert any(case.gradient_error > 0 for check in analysis.checks.values() for case in check.cases)
+    assert filled_up.count == 0

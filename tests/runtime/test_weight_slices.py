@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.isolation.module_state import ModuleState
-from hexa_fx.isolation.outcome import observe
+from hexa_fx.isolation.outcome import Difference, Outcome, difference, observe
 from hexa_fx.isolation.weight_slices import WeightSlices
 
 E, D, WIDTH = 5, 4, 6
@@ -186,3 +186,24 @@ def test_what_is_only_read_of_parameters_does_not_go_through_modes():
             observe(model[0], model, ModuleState(model), ((torch.ones(1, D),), {}), 0)
         counts.append(mode.calls)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("size", [3, 300_000])
+def test_outcomes_are_compared_in_pieces_with_their_oddities(size: int):
+    """Tensors that are larger than a piece, with a difference in the last one, and NaN and infinity in both or in one."""
+    one = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    one[1] = torch.nan
+
+    def found(**changed: float) -> Difference:
+        two = one.clone()
+        for place, value in changed.items():
+            two[int(place[2:])] = value
+        return difference(Outcome({"output": one}, {}, {}), Outcome({"output": two}, {}, {}))
+
+    last = f"at{size - 1}"
+    assert found() == Difference()
+    assert found(**{last: float(one[-1]) + 1}).forward == pytest.approx(1 / float(one.nan_to_num(0.0).abs().max()))
+    assert found(**{last: torch.nan}).reason == "output: NaN or inf in other places"
+    assert found(**{last: -torch.inf}).reason == "output: NaN or inf in other places"
+    assert found(at1=0.0).reason == "output: NaN or inf in other places"
+    assert found(at1=torch.inf).reason == "output: NaN or inf in other places"
