@@ -85,6 +85,7 @@ class HexaForward:
         self._bind(module)
 
     def _bind(self, module: nn.Module) -> None:
+        peft.watch()
         self._module = weakref.ref(module)
         for attributes in self.attributes.values():
             attributes.bind(module)
@@ -158,8 +159,7 @@ class HexaForward:
         results.check(module, self.stored[training])
         for name in self.packed_names[training]:
             getattr(module, name).refresh()
-        with peft.noticed(module) if peft.parametrized(module) and not is_compiling() else nullcontext():
-            result = program.function(self.adapters.seen_from(module) if self.adapters else module, *inputs)
+        result = program.function(self.adapters.seen_from(module) if self.adapters else module, *inputs)
         if dtypes is not None:
             result = in_dtypes(result, dtypes)
         if not self.stored[training]:

@@ -24,14 +24,12 @@ class Adapter:
         left, right: (E, P, r) and (E, r, Q), of which the product is added to the parameter (E, P, Q).
         scale: what it is multiplied by before.
         in_place: a context in which the parameter itself reads as the sum.
-        base: the parameter, where the module has something else under its name.
     """
 
     left: Tensor
     right: Tensor
     scale: float
     in_place: Callable[[], AbstractContextManager[Any]]
-    base: Tensor | None = None
 
 
 class Adapters:
@@ -72,8 +70,7 @@ class Adapters:
 
     def seen_from(self, module: nn.Module) -> Any:
         """``module`` as a rewritten graph reads it: with adapted weights in place of parameters."""
-        bases = {n: getattr(module, n) if a.base is None else a.base for n, a in self._active.items()}
-        weights = {n: AdaptedWeight(bases[n], a.left, a.right, a.scale) for n, a in self._active.items()}
+        weights = {n: AdaptedWeight(getattr(module, n), a.left, a.right, a.scale) for n, a in self._active.items()}
         return _View(module, weights)
 
 

@@ -8,23 +8,21 @@ switched, disabled and merged at any time.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from hexa_fx.ops.adapted_weight import say_once
 from hexa_fx.sources.adapters import Adapter, Adapters
 
 _METHOD = "_activate_lora"
 _NEEDED = (_METHOD, "get_delta_factors", "get_base_layer", "parameter_name", "lora_A", "num_experts")
-_FRAMES = 40
-"""How far up the stack wrappers are looked for: each takes a few frames, with hooks some more."""
-
 _SUMMABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,7 +35,6 @@ class HandOver:
 
     def __init__(self, wrapper: nn.Module) -> None:
         self.wrapper = wrapper
-        self._since: int | None = None
 
     def __call__(self, active_adapters: Sequence[str]) -> AbstractContextManager[Any]:
         wrapper: Any = self.wrapper
@@ -45,22 +42,10 @@ class HandOver:
         block, adapters = _adapters_of(wrapper)
         if not names:
             return nullcontext()
-        if adapters is None or is_compiling() or self._again_as_before() or self._why_not(block):
+        if adapters is None or is_compiling() or self._why_not(block):
             return self._own(active_adapters)
         adapter = Adapter(*_factors(wrapper, names), lambda: self._own(active_adapters))
         return adapters.active(wrapper.parameter_name, adapter)
-
-    def _again_as_before(self) -> bool:
-        """Whether checkpointing computes a forward again in which factors were handed over late: it has to keep the same tensors.
-
-        Autograd numbers its nodes in the order in which forward makes them.
-        """
-        if torch._C._current_graph_task_id() == -1:
-            if self._since is None:
-                self._since = torch._C._autograd._get_sequence_nr()
-            return False
-        node: Any = torch._C._current_autograd_node()
-        return self._since is None or node._sequence_nr() < self._since
 
     def _own(self, active_adapters: Sequence[str]) -> AbstractContextManager[Any]:
         """PEFT's own way: the parameter reads as the sum."""
@@ -115,37 +100,30 @@ def adapted_parameters(model: nn.Module) -> set[tuple[int, str]]:
     return {(id(wrapper.get_base_layer()), str(wrapper.parameter_name)) for wrapper in wrappers}
 
 
+@cache
+def watch() -> None:
+    """Makes wrappers that come to be around rewritten blocks hand their factors over from their first call on.
+
+    That call may be under a compiler, where PEFT's own way cannot wrap a packed parameter.
+    """
+    register_module_module_registration_hook(_registered)
+
+
+def _registered(wrapper: Any, name: str, inner: Any) -> None:
+    """Told of every module that becomes a part of another one."""
+    if name != "base_layer" or not hasattr(type(wrapper), _METHOD):
+        return
+    block = inner
+    while isinstance(block, nn.Module) and "base_layer" in block._modules:
+        block = block._modules["base_layer"]
+    if block is not None and _adapters_in(block) is not None:
+        wrapper.__dict__[_METHOD] = HandOver(wrapper)
+
+
 def take_back(module: nn.Module) -> None:
     """Gives a wrapper its own method back."""
     if isinstance(module.__dict__.get(_METHOD), HandOver):
         del module.__dict__[_METHOD]
-
-
-@contextmanager
-def noticed(block: nn.Module) -> Iterator[None]:
-    """A context in which the wrappers that are calling ``block``, which is parametrized now, have handed their factors over.
-
-    An adapter that is added to an optimized model puts wrappers around a block that does not know them. From their next call on
-    they hand over by themselves.
-    """
-    with ExitStack() as stack:
-        for wrapper in list(_callers()):
-            if not isinstance(wrapper, nn.Module) or not hasattr(wrapper, _METHOD):
-                continue
-            if wrapper.get_base_layer() is block and hand_over(wrapper):  # type: ignore[operator]
-                stack.enter_context(_of_this_call(wrapper, block))
-        yield
-
-
-def _of_this_call(wrapper: Any, block: Any) -> AbstractContextManager[Any]:
-    """A context in which the factors of a wrapper that parametrizes ``block`` stand beside the parameter that it parametrizes."""
-    made: Any = getattr(block.parametrizations, wrapper.parameter_name, ())
-    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
-    adapters = _adapters_of(wrapper)[1]
-    if len(made) != 1 or not names or adapters is None:
-        return nullcontext()
-    adapter = Adapter(*_factors(wrapper, names), nullcontext, base=made.original)
-    return adapters.active(wrapper.parameter_name, adapter)
 
 
 def _factors(wrapper: Any, names: Sequence[str]) -> tuple[Tensor, Tensor, float]:
@@ -173,22 +151,13 @@ class _Wrapper:
         return getattr(self._wrapper, name)
 
 
-def _callers() -> Iterator[Any]:
-    frame: Any = sys._getframe(3)
-    for _ in range(_FRAMES):
-        if frame is None:
-            return
-        yield frame.f_locals.get("self")
-        frame = frame.f_back
-
-
 def _adapters_of(wrapper: Any) -> tuple[nn.Module, Adapters | None]:
     block: nn.Module = wrapper.get_base_layer()
+    return block, _adapters_in(block)
+
+
+def _adapters_in(block: nn.Module) -> Adapters | None:
+    """Those of a rewritten block that takes them; None of any other module."""
     forward: Any = block.__dict__.get("forward")
     adapters = getattr(forward, "adapters", None)
-    return block, adapters if isinstance(adapters, Adapters) and forward.takes_adapters() else None
-
-
-def parametrized(block: nn.Module) -> bool:
-    """Whether something parametrizes parameters of ``block`` itself."""
-    return "parametrizations" in block._modules
+    return adapters if isinstance(adapters, Adapters) and forward.takes_adapters() else None
