@@ -36,7 +36,7 @@ from hexa_fx.passes.dormant import is_constant, leaves_out_sentinels, restricts
 Node = torch.fx.Node
 Role = Literal["outputs", "added", "hidden", "rows", "factor", "select"]
 
-_SIZES = frozenset("size numel nelement dim".split())
+_SIZES = frozenset("size numel nelement dim stride".split())
 _OF_SIZES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_ones new_full new_empty".split())
 _OFF = frozenset("dropout dropout_ row_dropout".split())
 """Random operations, which detection lets pass only where they do nothing in the run."""

@@ -202,8 +202,7 @@ class _Rewriter:
         branches = {branch.condition: branch for match in self.match.regions for branch in match.conditions}
         for branch in branches.values():
             if branch.condition is node:
-                holds = copy if branch.outcome else self.graph.call_function(operator.not_, (copy,))
-                self.graph.call_function(guards.require, (holds, branch.as_recorded()))
+                self.graph.call_function(guards.require, (branch.holds(copy), branch.as_recorded()))
 
     def _input_of(self, node: torch.fx.Node, argument: torch.fx.Node, kept: Kept) -> torch.fx.Node:
         """The new node for an argument; a read after a kept call's write is ordered after the call."""

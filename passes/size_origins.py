@@ -25,16 +25,15 @@ def trace_sizes(graph: torch.fx.Graph) -> None:
     asked = {n for node in graph.nodes if node.op != "output" and record_of(node).decision for n in _sizes_behind(node)}
     if not asked:
         return
-    origins = _Origins([node for node in graph.nodes if node in ancestors(asked)])
+    behind = ancestors(asked)
+    origins = _Origins([node for node in graph.nodes if node in behind])
     for size in [node for node in graph.nodes if node in asked]:
         _trace(size, origins)
 
 
 def _sizes_behind(decision: Node) -> set[Node]:
     """Sizes of tensors that the block has computed."""
-    if is_tensor(decision) or operation(decision) == "unbind":
-        return set()
-    sizes = {node for node in ancestors([decision], stop=is_size) if is_size(node) and operation(node) != "dim"}
+    sizes = {node for node in ancestors([decision], stop=is_size) if operation(node) in ("size", "numel", "nelement")}
     return {size for size in sizes if isinstance(size.args[0], Node) and size.args[0].op.startswith("call")}
 
 

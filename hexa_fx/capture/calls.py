@@ -19,8 +19,8 @@ METADATA = frozenset(
 )
 
 _UNRECORDED = frozenset(
-    "is_grad_enabled dim is_floating_point is_contiguous data_ptr stride element_size get_device __repr__ "
-    "__format__ __hash__ is_complex storage_offset untyped_storage is_autocast_enabled get_autocast_dtype "
+    "is_grad_enabled dim is_floating_point is_contiguous data_ptr element_size get_device __repr__ "
+    "__format__ __hash__ is_complex is_autocast_enabled get_autocast_dtype "
     "requires_grad_ finfo is_inference ndimension are_deterministic_algorithms_enabled is_signed is_same_size "
     "_is_view is_pinned __set__ __delete__ register_hook".split()
 )
@@ -59,8 +59,11 @@ _OPERATORS = {
 SYMBOLIC_FUNCTIONS = {"sym_float": float, "sym_int": int, "sym_max": max, "sym_min": min, "sym_not": operator.not_}
 
 
+_MEMORY = frozenset("untyped_storage storage storage_offset".split())
+
+
 class Unreadable(Exception):
-    """A tensor whose values cannot be read as those of a dense one."""
+    """A tensor whose values cannot be read as those of a dense one, or code that reads the memory behind one."""
 
 
 def check_readable(tensor: torch.Tensor) -> None:
@@ -99,7 +102,15 @@ def as_plain(value: Any) -> Any:
 
 
 def is_bookkeeping(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a call neither computes a tensor nor decides anything."""
+    """Whether a call neither computes a tensor nor decides anything.
+
+    Raises:
+        Unreadable: it is one of which a graph does not show what follows.
+    """
+    if name in _MEMORY:
+        raise Unreadable(
+            f"it asks for the memory behind tensors ({name}()), of which a graph says nothing; ask for sizes instead"
+        )
     if name in _UNRECORDED or "set_grad" in name or "autocast" in name:
         return True
     if _holds_tensor(args) or _holds_tensor(kwargs):

@@ -1,8 +1,9 @@
 """Makes visible, while a block is recorded, what a `TorchFunctionMode` cannot see.
 
-``int(n)``, ``len(t)``, ``range(n)``, ``min(a, b)`` and ``max(a, b)`` strip a symbolic number in C; they are shimmed in the globals
-of the modules that define the block's classes. einops caches shapes, so its functions are recorded as one call each. Module calls
-are recorded with their arguments, so that a router can stay a router in the rewritten graph.
+``int(n)``, ``len(t)``, ``range(n)``, ``min(a, b)`` and ``max(a, b)`` strip a symbolic number in C, ``divmod`` and ``isinstance`` do
+not know it; they are shimmed in the globals of the modules that define the block's classes. einops caches shapes, so its
+functions are recorded as one call each. Module calls are recorded with their arguments, so that a router can stay a router in the
+rewritten graph.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hexa_fx.capture import recorder as recorder_module
 from hexa_fx.capture.functional import Applied
 from hexa_fx.capture.recorder import Recorder
 from hexa_fx.capture.records import ModuleCall
-from hexa_fx.capture.symint import SYMBOLIC, plain, wrap
+from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
 from hexa_fx.errors import CaptureError
 
 _EINOPS = ("rearrange", "reduce", "repeat", "einsum")
@@ -74,8 +75,10 @@ def _replace(namespace: dict[str, Any], name: str, value: Any, undo: list[Callab
 def _shim_builtins(namespace: dict[str, Any], recorder: Recorder, undo: list[Callable[[], None]]) -> None:
     shims = {
         "int": _int_shim(recorder),
-        "len": _len_shim,
+        "len": _len_shim(recorder),
         "range": _range_shim(recorder),
+        "divmod": _divmod_shim,
+        "isinstance": _isinstance_shim,
         "min": _extremum_shim(min, recorder),
         "max": _extremum_shim(max, recorder),
     }
@@ -130,8 +133,24 @@ def _range_shim(recorder: Recorder) -> type:
     return Range
 
 
-def _len_shim(value: Any) -> Any:
-    return value.shape[0] if isinstance(value, torch.Tensor) else builtins.len(value)
+def _len_shim(recorder: Recorder) -> Callable[[Any], Any]:
+    def shim(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.shape[0]
+        pieces = recorder.pieces.number(value)
+        return builtins.len(value) if pieces is None else pieces
+
+    return shim
+
+
+def _divmod_shim(value: Any, by: Any) -> Any:
+    symbolic = isinstance(value, SYMBOLIC) or isinstance(by, SYMBOLIC)
+    return (value // by, value % by) if symbolic else builtins.divmod(value, by)
+
+
+def _isinstance_shim(value: Any, kinds: Any) -> bool:
+    number = torch.Size(map(plain, value)) if isinstance(value, SymbolicSize) else plain(value)
+    return isinstance(value, kinds) or isinstance(number, kinds)
 
 
 def _extremum_shim(function: Callable[..., Any], recorder: Recorder) -> Callable[..., Any]:

@@ -31,6 +31,7 @@ from hexa_fx.capture.calls import (
     user_location,
     written_tensor,
 )
+from hexa_fx.capture.pieces import Pieces
 from hexa_fx.capture.records import ModuleCall, NodeRecord, record_of
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.capture.symint import SYMBOLIC, SymbolicSize, plain, wrap
@@ -69,6 +70,7 @@ class Recorder(TorchFunctionMode):
         self.inside_function = 0
         """Depth in the forward of an `autograd.Function`, where torch turns gradients off."""
         self.in_autocast: dict[str, bool] = {}  # by path of the modules whose code switches it, and whether on
+        self.pieces = Pieces(self)
         self.met: dict[str, int] = {}  # for every constant, the id of the tensor it was read from
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
@@ -172,7 +174,8 @@ class Recorder(TorchFunctionMode):
             self._bind(result, node)
             return result
         if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
-            return type(result)([self._wrap_item(item, node, index) for index, item in enumerate(result)])
+            items = [self._wrap_item(item, node, index) for index, item in enumerate(result)]
+            return self.pieces.note(type(result)(items), node)
         return result
 
     def _wrap_item(self, item: Any, node: torch.fx.Node, index: int) -> Any:
@@ -184,7 +187,7 @@ class Recorder(TorchFunctionMode):
         """The result of ``item()`` or ``tolist()`` as symbolic numbers."""
         if isinstance(value, list):
             items = (self.add("call_function", operator.getitem, (node, i), {}, item) for i, item in enumerate(value))
-            return [self._wrap_numbers(item, child) for item, child in zip(value, items)]
+            return self.pieces.note([self._wrap_numbers(item, child) for item, child in zip(value, items)], node)
         return value if isinstance(value, (bool, complex)) else wrap(value, node, self)
 
     def record_result(self, function: Any, lifted_args: Any, result: Any) -> None:
@@ -212,7 +215,7 @@ class Recorder(TorchFunctionMode):
             return func(*plain_args, **plain_kwargs)
         if name in SYMBOLIC_FUNCTIONS:
             return self._number_function(SYMBOLIC_FUNCTIONS[name], args)
-        if name in ("size", "numel", "nelement", "__len__"):
+        if name in ("size", "numel", "nelement", "stride", "__len__"):
             return self._read_size(func, name, args, kwargs, plain_args, plain_kwargs)
         if name in DECISIONS:
             return self._decide(func, name, args, plain_args, plain_kwargs)
@@ -230,16 +233,14 @@ class Recorder(TorchFunctionMode):
             return value
         return self._wrap_result(value, self.add("call_function", getattr, (self.lift(args[0]), attribute), {}, value))
 
-    def _size(self, tensor: torch.Tensor, value: torch.Size) -> SymbolicSize:
+    def _size(self, tensor: torch.Tensor, value: tuple[int, ...], name: str = "size") -> SymbolicSize:
         base = self.lift(tensor)
-        return SymbolicSize(
-            wrap(n, self.add("call_method", "size", (base, d), {}, n), self) for d, n in enumerate(value)
-        )
+        return SymbolicSize(wrap(n, self.add("call_method", name, (base, d), {}, n), self) for d, n in enumerate(value))
 
     def _read_size(self, func: Any, name: str, args: Any, kwargs: Any, plain_args: Any, plain_kwargs: Any) -> Any:
         value = func(*plain_args, **plain_kwargs)
-        if isinstance(value, torch.Size):
-            return self._size(args[0], value)
+        if isinstance(value, tuple):
+            return self._size(args[0], value, name)
         if name == "__len__":
             node = self.add("call_method", "size", (self.lift(args[0]), 0), {}, value)
             self.note_decision(node)

@@ -150,7 +150,7 @@ def is_of_sizes(node: torch.fx.Node) -> bool:
     frontier, seen = [node], set()
     while frontier:
         item = frontier.pop()
-        if item in seen or item.target in ("size", "numel", "nelement", "dim"):
+        if item in seen or item.target in ("size", "numel", "nelement", "dim", "stride"):
             continue
         if item.op != "call_function" or not item.all_input_nodes or isinstance(record_of(item).value, torch.Tensor):
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,14 @@ import torch.fx
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.passes.detect.finite_checks import is_check_of_numbers, refuse_unless_of_outputs
 from hexa_fx.passes.detect.graph import RANDOM, ancestors, descendants, effects, is_float, is_tensor, operation
-from hexa_fx.passes.detect.size_decisions import COUNTING, SIZES, is_condition, refuse_exact_count, sizes_asked
+from hexa_fx.passes.detect.size_decisions import (
+    COUNTING,
+    SIZES,
+    counts_pieces,
+    is_condition,
+    refuse_exact_count,
+    sizes_asked,
+)
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
@@ -38,16 +46,27 @@ ON_DATA = (
 @dataclass(frozen=True)
 class ShapeBranch:
     """A host decision on sizes, on whether numbers are finite, or on parameters and buffers: the rewritten graph holds only while
-    ``condition`` keeps its recorded ``outcome``; or, for a check of what experts give, while all of that is finite.
+    ``condition`` keeps its recorded ``outcome``; while it gives as many ``pieces``; or, for a check of what experts give, while all
+    of that is finite.
     """
 
     condition: torch.fx.Node
     outcome: bool
     of_outputs: bool = False
+    pieces: int | None = None
+
+    def holds(self, asked: torch.fx.Node) -> torch.fx.Node:
+        """Emits whether it does, in the graph of ``asked``, which is the condition there."""
+        graph = asked.graph
+        if self.pieces is not None:
+            return graph.call_function(operator.eq, (graph.call_function(len, (asked,)), self.pieces))
+        return asked if self.outcome else graph.call_function(operator.not_, (asked,))
 
     def as_recorded(self) -> str:
         """In words, for the log line when it goes the other way."""
         record = record_of(self.condition)
+        if self.pieces is not None:
+            return f"the loop at {record.location} to go {self.pieces} times"
         return f"the condition at {record.location} to be {record.value}"
 
 
@@ -98,10 +117,12 @@ def shape_branches(
         if kept and not any(n.op == "placeholder" for n in behind):
             guards.append(_guard_of_kept(captured, node, kept))
             continue
-        sizes = sizes_asked(node)
+        counted = counts_pieces(node)
+        sizes = {node} if counted else sizes_asked(node)
         if sizes:
             if is_condition(node, sizes, tags, output, after):
-                guards.append(ShapeBranch(node, bool(record_of(node).value)))
+                value = record_of(node).value
+                guards.append(ShapeBranch(node, bool(value), pieces=len(value) if counted else None))
             continue
         asked = _asked(node, output)
         of_experts = {n for n in asked if is_float(n) and tags[n].experts and not tags[n].weight}

@@ -14,11 +14,11 @@ import torch
 import torch.fx
 
 from hexa_fx.capture import record_of
-from hexa_fx.passes.detect.graph import ancestors, is_float, is_tensor, literals, operation
+from hexa_fx.passes.detect.graph import RANDOM, ancestors, is_float, is_tensor, literals, operation
 from hexa_fx.passes.detect.tags import Tag
 from hexa_fx.passes.detect.verdict import Refuse
 
-SIZES = frozenset(("size", "numel", "nelement", "dim"))
+SIZES = frozenset(("size", "numel", "nelement", "dim", "stride"))
 COUNTING = frozenset(["nonzero", "where", "unique", "unique_consecutive", "masked_select", "argwhere"])
 """Operations whose result has as many rows as they find."""
 
@@ -32,12 +32,13 @@ _REMAINDERS = frozenset("mod __mod__ __rmod__ remainder fmod divmod __and__ and_
 
 
 def sizes_asked(decision: torch.fx.Node) -> set[torch.fx.Node]:
-    """The sizes that a decision hinges on; empty if it hinges on values too, or on none."""
+    """The sizes that a decision hinges on, also by way of tensors made of them; empty if it hinges on values, or on none."""
     if is_tensor(decision) or operation(decision) == "unbind":
         return set()
     asked = ancestors([decision], stop=is_size)
     sizes = {n for n in asked if is_size(n)}
-    return set() if any(is_tensor(n) for n in asked - sizes) else sizes
+    given = any(not n.op.startswith("call") or operation(n) in RANDOM for n in asked - sizes)
+    return set() if given else sizes
 
 
 def is_condition(
@@ -54,8 +55,15 @@ def is_condition(
     Raises:
         Refuse: it can be neither checked before the experts run nor seen.
     """
-    if not isinstance(record_of(decision).value, bool):
+    if not isinstance(record_of(decision).value, bool) and not counts_pieces(decision):
         return False  # range(n): a loop over rows, which verification sees at other sizes
+    for size in sizes:
+        if operation(size) == "stride" and any(n.op.startswith("call") for n in size.all_input_nodes):
+            raise Refuse(
+                "the code takes a host decision on how something that it computes lies in memory (stride()), which the rewritten "
+                "block need not keep; one on sizes can be rewritten",
+                decision,
+            )
     behind = ancestors(sizes, stop=lambda n: n is output) - after
     inside = any(is_float(n) and tags[n].experts and not tags[n].weight for n in behind)
     if not inside and not any(map(_counts, behind)):
@@ -65,6 +73,11 @@ def is_condition(
     if inside and not any(map(_counts, behind)):
         _refuse_size_inside(decision, sizes, tags)
     return False
+
+
+def counts_pieces(node: torch.fx.Node) -> bool:
+    """Whether the code took a tensor apart, as a loop over its rows does, and reads none of the parts: it can only have counted."""
+    return operation(node) == "unbind" and not any(operation(n) != "getitem" or n.users for n in node.users)
 
 
 def _refuse_size_inside(decision: torch.fx.Node, sizes: set[torch.fx.Node], tags: Mapping[torch.fx.Node, Tag]) -> None:
@@ -105,7 +118,7 @@ def refuse_exact_count(decision: torch.fx.Node) -> None:
 
 def is_size(node: torch.fx.Node) -> bool:
     """Whether it asks a tensor for a size, or for how many there are."""
-    return node.op == "call_method" and operation(node) in SIZES
+    return (node.op == "call_method" and operation(node) in SIZES) or node.target is len
 
 
 def _is_width(size: torch.fx.Node) -> bool:

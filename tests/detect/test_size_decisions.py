@@ -74,12 +74,53 @@ class InText(Block):
         return 2.0 if f"{x.shape[0]}".endswith("00") else 1.0
 
 
+class InTensors(Block):
+    def factor(self, x, w, i):
+        return 2.0 if torch.tensor(x.shape).prod() == 3200 or torch.arange(len(w)).sum() == 79800 else 1.0
+
+
+class Rows(Block):
+    """Rows are counted, and not read."""
+
+    def factor(self, x, w, i):
+        return 2.0 if len(list(x)) == 400 or sum(1 for _ in w) == 301 else 1.0
+
+
+class Pieces(Block):
+    def factor(self, x, w, i):
+        return 2.0 if len(x.split(50)) > 6 and len(w.tolist()) != 301 else 1.0
+
+
+class Kinds(Block):
+    def factor(self, x, w, i):
+        return 2.0 if isinstance(x.shape, torch.Size) and divmod(x.shape[0], 100) == (4, 0) else 1.0
+
+
+class Stride(Block):
+    def factor(self, x, w, i):
+        return 2.0 if x.stride(0) * len(x) == 3200 else 1.0
+
+
 class Above(Block):
     def factor(self, x, w, i):
         return 2.0 if i.shape[0] > 300 and w.shape[0] < 1000 else 1.0
 
 
-ASKED = [Equal, Unequal, Remainder, TableOfSizes, InSizes, OfElements, InText, Above]
+ASKED = [
+    Equal,
+    Unequal,
+    Remainder,
+    TableOfSizes,
+    InSizes,
+    OfElements,
+    InText,
+    InTensors,
+    Rows,
+    Pieces,
+    Kinds,
+    Stride,
+    Above,
+]
 
 
 class ExactlySeven(Block):
@@ -103,6 +144,23 @@ class AsManyAsTokens(Block):
 
 
 NOT_SEEN = [ExactlySeven, EvenCount, CountOfMask, AsManyAsTokens]
+
+
+class StrideOfResult(Block):
+    def factor(self, x, w, i):
+        return 2.0 if x.t().contiguous().stride(0) == 400 else 1.0
+
+
+class Memory(Block):
+    def factor(self, x, w, i):
+        return 2.0 if x.untyped_storage().nbytes() == 400 * D * 8 else 1.0
+
+
+@pytest.mark.parametrize(("kind", "said"), [(StrideOfResult, "lies in memory"), (Memory, "the memory behind tensors")])
+def test_what_lies_where_in_memory_is_refused(kind, said):
+    (block,) = hexa_fx.explain(kind().double().eval(), x(24)).blocks
+    assert block.status == "refused"
+    assert said in block.reason
 
 
 class AnyRows(Block):
