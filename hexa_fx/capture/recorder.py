@@ -174,8 +174,7 @@ class Recorder(TorchFunctionMode):
             self._bind(result, node)
             return result
         if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
-            items = [self._wrap_item(item, node, index) for index, item in enumerate(result)]
-            return self.pieces.note(type(result)(items), node)
+            return self.pieces.note(type(result)([self._wrap_item(p, node, i) for i, p in enumerate(result)]), node)
         return result
 
     def _wrap_item(self, item: Any, node: torch.fx.Node, index: int) -> Any:
