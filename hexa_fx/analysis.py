@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from hexa_fx.capture.host import namespaces_of
 from hexa_fx.capture.observe import Candidate, Observation, observe, with_ancestors
@@ -186,7 +187,7 @@ def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysi
     try:
         with (
             unpacked(module) as packed,
-            linear4bit.as_dense(module) as replaced,
+            linear4bit.as_dense(module, _dtype_of_rows(observation)) as replaced,
             kernels_requested("") if packed + replaced else nullcontext(),
         ):
             analysis = analyse(observation, config)
@@ -203,6 +204,12 @@ def _analyse_dense(observation: Observation, config: HexaConfig) -> BlockAnalysi
             with in_mode(module, mode == "train"), linear4bit.trained(module):
                 rewritten[mode] = with_dtypes(module, analysis.captured[mode], form, args, kwargs)
     return replace(analysis, rewritten=rewritten, reads=kinds(analysis.reads))
+
+
+def _dtype_of_rows(observation: Observation) -> torch.dtype | None:
+    """Of the first floating tensor that a block is given."""
+    leaves = pytree.tree_leaves((observation.args, observation.kwargs))
+    return next((t.dtype for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()), None)
 
 
 def call_arguments(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -85,10 +85,13 @@ def repeated(parameters: Sequence[Any], experts: int) -> QuantizedWeight:
 
 
 @contextmanager
-def as_dense(block: nn.Module) -> Iterator[int]:
+def as_dense(block: nn.Module, dtype: torch.dtype | None) -> Iterator[int]:
     """A context in which the modules below a block whose codes are read are `nn.Linear` with the numbers that these stand for.
 
     Yields how many these are.
+
+    Args:
+        dtype: of the rows that these modules are given, whatever their codes were made of; None: of that.
 
     Raises:
         OtherNumbers: a module's own forward does not give what follows from these.
@@ -99,7 +102,7 @@ def as_dense(block: nn.Module) -> Iterator[int]:
         for name, child in owner._modules.items()
         if child is not None and is_linear(child) and not why_not(child.weight)
     ]
-    made = {id(linear): _dense(linear) for _, _, linear in places}
+    made = {id(linear): _dense(linear, dtype) for _, _, linear in places}
     try:
         for owner, name, linear in places:
             owner._modules[name] = made[id(linear)]
@@ -180,9 +183,10 @@ def trained(block: nn.Module) -> Iterator[None]:
             module.training = False
 
 
-def _dense(linear: Any) -> nn.Linear:
+def _dense(linear: Any, dtype: torch.dtype | None) -> nn.Linear:
     in_rows(linear)
-    weight, bias = read(linear.weight).expert(0), linear.bias
+    codes, bias = read(linear.weight), linear.bias
+    weight = QuantizedWeight(codes.packed, codes.scales, codes.format, dtype or codes.dtype).expert(0)
     made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     made._parameters["weight"] = nn.Parameter(weight, requires_grad=False)
     made._parameters["bias"] = bias
@@ -201,7 +205,8 @@ def _compare(linear: Any, made: nn.Linear) -> None:
     linear.compute_dtype, linear.compute_type_is_set = decided
     bias = None if made.bias is None else made.bias.to(dtype)
     expected = F.linear(rows, made.weight.to(dtype), bias).detach()
-    eps = max(torch.finfo(dtype).eps, torch.finfo(made.weight.dtype).eps)  # the product may unpack to either
+    kinds = dtype, made.weight.dtype, linear.weight.quant_state.dtype  # the module may unpack to any of these
+    eps = max(torch.finfo(kind).eps for kind in kinds)
     limit = 8 * eps * float(expected.abs().max()) if expected.numel() else 0.0
     if not torch.allclose(found, expected, rtol=0, atol=limit):
         raise OtherNumbers(
