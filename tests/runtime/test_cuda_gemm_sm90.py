@@ -123,7 +123,7 @@ def test_a_narrow_side_of_a_weights_gradient_is_that_of_narrow_tiles(
     _, offs = routing()
     sm90.estmm(Estmm(randn(T * K, N), randn(T * K, columns), None, None, offs, 1, "nk"))
     assert (recorder.values["R"], recorder.values["C"]) == of_weight
-    assert (recorder.spec.bn, recorder.spec.option("transpose")) == (128 if transpose else 256, transpose)
+    assert (recorder.spec.bn, recorder.spec.option("transpose")) == (64 if transpose else 256, transpose)
 
 
 @pytest.mark.parametrize("last", [False, True])
