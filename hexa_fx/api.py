@@ -20,7 +20,7 @@ from hexa_fx.example_tokens import example_tokens
 from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
-from hexa_fx.ir import RewrittenBlock
+from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
 from hexa_fx.isolation.garbage import full_collections_are_rare
 from hexa_fx.observers import listening
 from hexa_fx.passes import BlockAnalysis, Mode
@@ -162,7 +162,7 @@ def optimize_(
                 added[analysis.path] = _added_error(block, analysis, forms, found)
                 installed[analysis.path] = install(block, forms.get("train"), forms.get("eval"))
                 if packed_weights(block):  # its own code would unpack
-                    installed[analysis.path].small = {True: 0, False: 0}
+                    installed[analysis.path].small = {True: NEVER_SMALL, False: NEVER_SMALL}
             report = with_forwards(with_compute(report, added), installed)
             request_kernels_of_steps(model, found.unusual_examples)
         graphs = Graphs.of(found.analyses, inspector)

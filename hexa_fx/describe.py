@@ -13,7 +13,7 @@ from hexa_fx.inspection.facts import facts_of
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernels import kernels_of
 from hexa_fx.inspection.stages import FfnCase
-from hexa_fx.ir import SourceLocation
+from hexa_fx.ir import Small, SourceLocation
 from hexa_fx.passes import BlockAnalysis
 from hexa_fx.passes.detect import RUNS_ALREADY
 from hexa_fx.passes.detect.free_body import FreeBody
@@ -71,14 +71,15 @@ def _costs(analysis: BlockAnalysis, inspector: Inspector) -> Costs | None:
     return without_backward(costs, "is that of its own code, which train mode runs")
 
 
-def _small_tokens(analysis: BlockAnalysis, case: FfnCase | None) -> int:
+def _small_tokens(analysis: BlockAnalysis, case: FfnCase | None) -> Small:
     """Tokens up to which some mode runs the block's own code on a CPU, from the elements of the first argument that is a tensor."""
-    mode, form = max(analysis.rewritten.items(), key=lambda item: item[1].small, default=(None, None))
-    if mode is None or form is None or not form.small:
-        return 0
+    mode, form = max(analysis.rewritten.items(), key=lambda item: max(item[1].small), default=(None, None))
+    if mode is None or form is None or not any(form.small):
+        return Small()
     captured = analysis.captured[mode]
     first = next(record_of(value).value for _, value in captured.arguments if isinstance(value, torch.fx.Node))
-    return int(form.small * tokens_of(captured, case) // max(1, first.numel()))
+    tokens, elements = tokens_of(captured, case), max(1, first.numel())
+    return Small(*(int(limit * tokens // elements) for limit in form.small))
 
 
 def _code_of(analysis: BlockAnalysis) -> SourceLocation | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch.fx
 
@@ -221,6 +221,16 @@ class RoutingSite:
     num_experts: int
 
 
+class Small(NamedTuple):
+    """Up to how many elements of the first tensor argument a block's own code is faster on a CPU, by what the call wants."""
+
+    without_gradients: int = 0
+    with_gradients: int = 0
+
+
+NEVER_SMALL = Small()
+
+
 @dataclass(frozen=True)
 class RewrittenBlock:
     """A block's new forward, before it is bound to the module.
@@ -232,7 +242,7 @@ class RewrittenBlock:
         guards: one per input, in signature order.
         stored: where every run leaves results beside its output. If there are any, the graph returns the block's output and a
             tuple of these results.
-        small: up to this many elements of the first tensor argument, the block's own code is faster on a CPU.
+        small: inputs for which the block's own code is faster on a CPU.
         num_experts: expert ids lie below it; None if it is not known.
         reads: what the recorded run read from Python, without what modules read that the graph calls.
         autocast: dtypes of the original's results under autocast; None if nobody asked. In calls of a kind that is not there the
@@ -245,7 +255,7 @@ class RewrittenBlock:
     packed: tuple[PackedWeight, ...] = ()
     guards: tuple[InputGuard, ...] = ()
     stored: tuple[Destination, ...] = ()
-    small: int = 0
+    small: Small = NEVER_SMALL
     num_experts: int | None = None
     reads: tuple[PythonRead, ...] = ()
     autocast: AutocastDtypes | None = None

@@ -10,6 +10,7 @@ from torch import nn
 from hexa_fx.errors import InputError
 from hexa_fx.formats import FORMATS, format_of
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
+from hexa_fx.ir import NEVER_SMALL
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.report import OptimizationReport
 from hexa_fx.runtime.install import HexaForward, installed_forward
@@ -58,7 +59,7 @@ def quantize_experts_(model: Model, format: FormatName) -> Model:
     for alike in by_weight.values():
         _pack(alike, format)
     for forward in blocks.values():
-        forward.small = {True: 0, False: 0}  # its own code would unpack
+        forward.small = {True: NEVER_SMALL, False: NEVER_SMALL}  # its own code would unpack
     ranks = peft.hand_over_in(model)
     held = [value for module in model.modules() for value in vars(module).values()]
     reports = [value for value in held if isinstance(value, OptimizationReport)]

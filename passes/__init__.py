@@ -33,7 +33,7 @@ from hexa_fx.capture.probes import OVERFLOW_TOKENS, overflow_inputs, overflow_si
 from hexa_fx.config import HexaConfig
 from hexa_fx.cuda.modes import torch_operators
 from hexa_fx.errors import CaptureError
-from hexa_fx.ir import PythonRead, Refusal, RewrittenBlock
+from hexa_fx.ir import NEVER_SMALL, PythonRead, Refusal, RewrittenBlock
 from hexa_fx.observers import announced, at_block, muted
 from hexa_fx.passes.attempts import ATTEMPTS, Attempt
 from hexa_fx.passes.autocast import with_autocast
@@ -253,7 +253,7 @@ def _rewrite_mode(
             rewritten = rewrite(match, config.recompute_h, attempt.live, attempt.from_end)
         except Refuse as found:
             return found.at(observation.path)
-        rewritten = rewritten if config.own_code_when_small else replace(rewritten, small=0)
+        rewritten = rewritten if config.own_code_when_small else replace(rewritten, small=NEVER_SMALL)
         done.graph = rewritten.graph
     captured = match.captured
     refusal = refusal_of_host(observation.module, captured, rewritten) or refusal_of_layout(captured, rewritten)

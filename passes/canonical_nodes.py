@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
-from hexa_fx.ir import RewrittenBlock
+from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
 
 
 def with_changed_nodes(block: RewrittenBlock, change: Callable[[fx.Node], None]) -> RewrittenBlock | None:
@@ -18,4 +18,4 @@ def with_changed_nodes(block: RewrittenBlock, change: Callable[[fx.Node], None])
     nodes = graph.find_nodes(op="call_function", target=torch.ops.hexa.moe_ffn.default)
     for node in nodes:
         change(node)
-    return dataclasses.replace(block, graph=graph, small=0) if nodes else None
+    return dataclasses.replace(block, graph=graph, small=NEVER_SMALL) if nodes else None

@@ -2,18 +2,23 @@
 
 On small tensors, calls take the time. A rewrite that saves many calls, such as those of an unrolled loop over experts, is faster at
 any size. If the block makes few calls to begin with (a batched product over all experts, two experts, experts of an unusual form),
-the rewrite wins only by doing less arithmetic, which does not show on a few thousand numbers.
+the rewrite wins only by doing less arithmetic, which does not show on a few thousand numbers. A loop that leaves out experts
+without tokens makes few calls on few tokens, and fills no gradients of the others. Backward of our operators is Python, that of
+torch's is not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
+from hexa_fx.ir import Small
 from hexa_fx.passes.detect.graph import operation
+from hexa_fx.passes.detect.match import MoEMatch
 
 _CALLS = {"moe_ffn": 34, "esmm": 30, "reindex": 12, "combine": 10}
 """Calls of torch's operators that take as long as one of ours on a CPU."""
@@ -30,22 +35,60 @@ _PRODUCTS = frozenset("addmm baddbmm bmm einsum linear matmul mm".split())
 _FEW_ELEMENTS = 1 << 19
 """Elements that the block's own code may write in the region, and read in products, before arithmetic counts."""
 
+_BACKWARD = 1.4
+"""Times as many calls that ours takes as long as with gradients."""
 
-def own_code_limit(captured: CapturedBlock, removed: Iterable[torch.fx.Node], added: Iterable[torch.fx.Node]) -> int:
+_FILLED = 5000
+"""Elements of a weight's gradient that take as long to fill as a call."""
+
+
+def own_code_limit(match: MoEMatch, removed: Iterable[torch.fx.Node], added: Iterable[torch.fx.Node]) -> Small:
     """Elements of the first tensor argument up to which the block's own code is faster on a CPU; 0 for none.
 
     Args:
-        captured: the recorded run.
-        removed: its nodes that the rewrite drops.
+        match: what was found in the recorded run.
+        removed: nodes of the run that the rewrite drops.
         added: the nodes of the rewritten graph that replace them.
     """
-    moved = _moved(captured, set(removed))
+    captured, dropped = match.captured, set(removed)
+    moved = _moved(captured, dropped)
     calls = sum(_CALLS.get(operation(node), operation(node) not in _FREE) for node in added if _is_call(node))
     arguments = (record_of(value).value for _, value in captured.arguments if isinstance(value, torch.fx.Node))
     first = next((value for value in arguments if isinstance(value, torch.Tensor)), None)
-    if first is None or len(moved) > calls:
-        return 0
-    return first.numel() * _FEW_ELEMENTS // max(sum(moved), 1)
+    if first is None:
+        return Small()
+    elements, tokens = first.numel(), max(1, record_of(match.source).value.shape[:-1].numel())
+
+    def limit(calls: float, filled: float) -> int:
+        if len(moved) <= calls:
+            return elements * _FEW_ELEMENTS // max(sum(moved), 1)
+        return int(elements * _tokens_of_few_experts(match, dropped, len(moved), calls, filled) / tokens)
+
+    return Small(limit(calls, 0.0), limit(_BACKWARD * calls, _numbers_of(dropped) / match.num_experts / _FILLED))
+
+
+def _tokens_of_few_experts(
+    match: MoEMatch, removed: set[torch.fx.Node], moved: int, calls: float, filled: float
+) -> float:
+    """Tokens that choose so few experts that a loop over these alone is faster; 0 if the code runs all of them.
+
+    Args:
+        moved: calls that the rewrite saves.
+        calls: those that it makes.
+        filled: calls that take as long as to fill the gradients of one expert, which the loop leaves out too.
+    """
+    ran, experts = len(match.instances) or match.num_experts, match.num_experts
+    decisions = sum(record_of(node).decision for node in removed)
+    if decisions < ran or ran < 2 or match.others:
+        return 0.0
+    reached = min((calls + experts * filled) / (moved / ran + filled), experts - 0.5)
+    return experts / match.routing.top_k * math.log(experts / (experts - reached))
+
+
+def _numbers_of(nodes: set[torch.fx.Node]) -> int:
+    """Elements of the parameters among ``nodes``, each once."""
+    values = {record_of(node).storage: record_of(node).value for node in nodes if node.op == "get_attr"}
+    return sum(value.numel() for value in values.values() if isinstance(value, torch.Tensor))
 
 
 def _is_call(node: torch.fx.Node) -> bool:

@@ -16,7 +16,7 @@ from hexa_fx.distributed.plan_agreement import check_same_weights
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.distributed.shards import LayerWeights, ShardedParameter, check_cuttable, check_plain, cut_layer
 from hexa_fx.errors import PlanError
-from hexa_fx.ir import RewrittenBlock
+from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
 from hexa_fx.observers import announced, at_block
 from hexa_fx.passes.collectives import Placement, partition_graph
 from hexa_fx.passes.compiled_form import compiled_form
@@ -125,7 +125,7 @@ def install_plan(
         forms, path = modes_of(block).items(), any_mode(block).path
         if _is_left_whole(path, here, fsdp):
             whole.append(path)
-            done.append({mode: replace(form, small=0) for mode, form in forms})
+            done.append({mode: replace(form, small=NEVER_SMALL) for mode, form in forms})
         else:
             done.append({mode: _partition_block(form, here, plan, placement, mesh) for mode, form in forms})
             if not is_axis(mesh):
@@ -186,7 +186,9 @@ def _partition_block(
         if is_axis(mesh):
             read_local(graph)
         partition_graph(graph, planned, plan, placement)
-    return replace(block, graph=graph, small=0)  # its own code cannot run on cut weights, however few tokens there are
+    return replace(
+        block, graph=graph, small=NEVER_SMALL
+    )  # its own code cannot run on cut weights, however few tokens there are
 
 
 def _traced(

@@ -12,7 +12,7 @@ import torch
 import torch.fx as fx
 
 from hexa_fx.config import HexaConfig
-from hexa_fx.ir import RewrittenBlock
+from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
 from hexa_fx.ops.dispatch import dispatch_combine
 from hexa_fx.ops.separate_backward import moe_ffn_without_esfk
 
@@ -33,7 +33,7 @@ def switch_off(block: RewrittenBlock, config: HexaConfig) -> RewrittenBlock:
         elif not config.fused_kernel:
             node.target = moe_ffn_without_esfk
     graph.lint()
-    return dataclasses.replace(block, graph=graph, small=0)
+    return dataclasses.replace(block, graph=graph, small=NEVER_SMALL)
 
 
 def _one_row_a_slot(graph: fx.Graph, node: fx.Node) -> None:

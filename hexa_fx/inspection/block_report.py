@@ -10,7 +10,7 @@ from hexa_fx.inspection.advice import advice
 from hexa_fx.inspection.costs import Costs
 from hexa_fx.inspection.kernels import KernelUse, kernels_of
 from hexa_fx.inspection.stages import FfnCase
-from hexa_fx.ir import SourceLocation
+from hexa_fx.ir import NEVER_SMALL, Small, SourceLocation
 from hexa_fx.runtime.current import why_original
 from hexa_fx.runtime.install import HexaForward
 from hexa_fx.runtime.stacked_codes import packed_weights
@@ -70,7 +70,8 @@ class BlockReport:
         kernels: on a GPU, the kernels that forward and backward launch. Elsewhere use `kernels_on`.
         case: sizes and dtype of the block's call.
         collectives: the collectives of this rank's graph, in order, if the block is spread over devices.
-        small_tokens: on a CPU, inputs of up to this many tokens run the block's own code, which is faster for them.
+        small_tokens: on a CPU, inputs of up to this many tokens run the block's own code, which is faster for them: without and
+            with gradients.
         compute: what experts multiply in, if it is not their tensors' dtype, and what that adds to outputs on the example.
         forward: what `optimize` installed, which knows what is so now. It is neither pickled nor copied along.
     """
@@ -98,7 +99,7 @@ class BlockReport:
     kernels: tuple[KernelUse, ...] = ()
     case: FfnCase | None = None
     collectives: tuple[str, ...] = ()
-    small_tokens: int = 0
+    small_tokens: Small = NEVER_SMALL
     compute: str = ""
     forward: HexaForward | None = field(default=None, compare=False, repr=False)
 

@@ -62,7 +62,7 @@ def _notes(block: BlockReport) -> list[str]:
     notes = [f"runs its own code in {mode} mode: {why}" for mode, why in block.modes.items() if why != "rewritten"]
     notes = notes if block.status == "rewritten" else []
     notes += [f"runs its own code now: {block.now}"] if block.now else []
-    notes += [small_text(block)] if block.small_tokens else []
+    notes += [small_text(block)] if any(block.small_tokens) else []
     notes += [f"what is kept for backward {block.costs.not_saved}"] if block.costs and block.costs.not_saved else []
     return notes
 

@@ -35,7 +35,7 @@ def details(block: BlockReport) -> Iterator[str]:
         yield block.compute
     if block.packed:
         yield f"weights packed as {block.packed}"
-    if block.small_tokens and not block.packed and not block.compute:
+    if any(block.small_tokens) and not block.packed and not block.compute:
         yield small_text(block)
     if block.costs is not None:
         yield f"{cost_text(block.costs)}"
@@ -48,7 +48,9 @@ def details(block: BlockReport) -> Iterator[str]:
 
 def small_text(block: BlockReport) -> str:
     """Which inputs run the block's own code because they are small."""
-    return f"on a CPU, up to {block.small_tokens} tokens run its own code, which is the quicker there"
+    without, wanted = block.small_tokens
+    tokens = f"up to {without} tokens" if without == wanted else f"up to {without} tokens, with gradients {wanted},"
+    return f"on a CPU, {tokens} run its own code, which is the quicker there"
 
 
 def cost_text(costs: Costs) -> str:

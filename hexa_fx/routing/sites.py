@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from hexa_fx.capture.observe import Observation, with_ancestors
 from hexa_fx.capture.probes import probe_inputs
-from hexa_fx.ir import Choice, RoutingSite
+from hexa_fx.ir import NEVER_SMALL, Choice, RoutingSite
 from hexa_fx.isolation.module_state import ModuleState
 from hexa_fx.isolation.random_state import random_state_kept
 from hexa_fx.isolation.torch_state import autocast_off
@@ -211,7 +211,7 @@ def _tried(level: _Level, forward: HexaForward, training: bool) -> Iterator[None
     module, small, state = level.module, forward.small, level.state
     modes = {each: each.training for each in module.modules()}
     module.train(training)
-    forward.small = {True: 0, False: 0}
+    forward.small = {True: NEVER_SMALL, False: NEVER_SMALL}
     try:
         yield
     finally:

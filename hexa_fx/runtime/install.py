@@ -18,7 +18,7 @@ from torch import is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
-from hexa_fx.ir import ModuleAttribute, PackedWeight, RewrittenBlock, RoutingSite
+from hexa_fx.ir import NEVER_SMALL, ModuleAttribute, PackedWeight, RewrittenBlock, RoutingSite
 from hexa_fx.ops import main_grad
 from hexa_fx.runtime import results
 from hexa_fx.runtime.attribute_guards import AttributeGuards
@@ -64,7 +64,7 @@ class HexaForward:
         self.packed_names = {True: _packed_names(train), False: _packed_names(eval)}
         self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
         self.autocast = {True: train.autocast if train else None, False: eval.autocast if eval else None}
-        self.small = {True: train.small if train else 0, False: eval.small if eval else 0}
+        self.small = {True: train.small if train else NEVER_SMALL, False: eval.small if eval else NEVER_SMALL}
         graphs = {True: train and train.graph, False: eval and eval.graph}
         self.weights = {mode: main_grad.parameters_of(graph) if graph else () for mode, graph in graphs.items()}
         self.matrices = {mode: matrices_of(graph) if graph else {} for mode, graph in graphs.items()}
@@ -127,7 +127,9 @@ class HexaForward:
         training = bool(self.module.training)
         if self.programs[training] is None:
             return self.original(*args, **kwargs)
-        if is_small(self.small[training], args, kwargs) and not (is_grad_enabled() and self._has_main_grad(training)):
+        if is_small(self.small[training][wanted := is_grad_enabled()], args, kwargs) and not (
+            wanted and self._has_main_grad(training)
+        ):
             return self.original(*args, **kwargs)
         if self._missed_sizes is not None and self._missed_sizes == call_sizes(training, args, kwargs):
             return self.original(*args, **kwargs)

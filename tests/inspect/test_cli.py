@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import hexa_fx
 from hexa_fx.cli import app
 from hexa_fx.cli.prediction import Machine, predict
+from hexa_fx.ir import Small
 
 FACTORY = f"{Path(__file__).with_name('models.py')}:factory"
 REFUSED = FACTORY.replace(":factory", ":refused")
@@ -104,7 +105,9 @@ def test_bench():
 
 
 def test_bench_says_when_the_same_code_is_timed_twice(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", lambda *_: 8000)
+    monkeypatch.setattr(
+        importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", lambda *_: Small(8000, 8000)
+    )
     text = call("bench", FACTORY, "--repeat", "1")
     assert (
         "2 of 2 rewritten blocks run their own code on this example, which a CPU does faster up to 1000 tokens" in text

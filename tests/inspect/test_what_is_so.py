@@ -15,6 +15,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx.inspection.report_page import report_page
+from hexa_fx.ir import Small
 from hexa_fx.progress import Bar
 from hexa_fx.report import OptimizationReport
 
@@ -68,7 +69,7 @@ def test_the_model_itself_has_a_name(models) -> None:
 
 def test_small_inputs_are_counted_in_tokens(models, monkeypatch) -> None:
     """The limit that the forward knows is in elements of its first argument, which has 8 for a token."""
-    monkeypatch.setattr(importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", lambda *_: 247)
+    monkeypatch.setattr(importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", lambda *_: Small(247, 247))
     model = hexa_fx.optimize(models.make(), models.INPUT, QUICK)
     for text in (str(model.report), html(model.report)):
         assert "on a CPU, up to 30 tokens run its own code" in text

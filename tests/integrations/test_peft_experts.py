@@ -10,6 +10,7 @@ from torch import nn
 import hexa_fx
 from hexa_fx import HexaConfig
 from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
+from hexa_fx.ir import Small
 from hexa_fx.ops import adapted_weight
 from tests.integrations.test_transformers import Listed, operators_run
 from tests.ops.test_moe_ffn_sources import Launches
@@ -199,7 +200,7 @@ def test_a_block_in_its_own_code_has_its_adapters():
     for module in optimized.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, hexa_fx.runtime.install.HexaForward):
-            forward.small = {True: 1 << 30, False: 1 << 30}
+            forward.small = dict.fromkeys((True, False), Small(1 << 30, 1 << 30))
     for _ in range(2):
         assert_same(original, optimized, ids)
 

@@ -13,6 +13,7 @@ import hexa_fx
 from hexa_fx import HexaConfig, RoutingLog
 from hexa_fx.errors import InputError
 from hexa_fx.integrations.tiny_models import built, default_config, tiny_config
+from hexa_fx.ir import Small
 from hexa_fx.runtime.guards import GuardMiss
 from hexa_fx.runtime.install import HexaForward
 
@@ -433,7 +434,7 @@ def test_a_block_in_its_own_code_is_replayed_too():
     optimized = hexa_fx.optimize(block, x)
     forward = optimized.__dict__["forward"]
     assert isinstance(forward, HexaForward)
-    forward.small = {True: 1000, False: 1000}
+    forward.small = dict.fromkeys((True, False), Small(1000, 1000))
     ids = torch.rand(12, 4).argsort(1)[:, :2]
     with hexa_fx.replay_routing(optimized, RoutingLog(ids[:, None])), hexa_fx.record_routing(optimized) as seen:
         optimized(x)
