@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hexa_fx.isolation.module_state import ModuleState
@@ -20,6 +18,7 @@ from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.size import float64_bytes
 from hexa_fx.isolation.users_code import raised_by_user
 from hexa_fx.isolation.weight_slices import WeightSlices, sliced
+from hexa_fx.passes.cases import SECOND, Subject, VerificationCase, size, up_to_different
 from hexa_fx.passes.fresh_inputs import FreshInputs
 from hexa_fx.passes.reached import Unreached
 from hexa_fx.passes.routing_override import (
@@ -36,43 +35,6 @@ from hexa_fx.passes.verify_settings import TOLERANCE, VerifySettings
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss
 from hexa_fx.runtime.install import HexaForward
-
-
-@dataclass(frozen=True)
-class VerificationCase:
-    """One comparison.
-
-    Args:
-        name: which inputs or routing.
-        outcome: ``skipped`` if the original raises (its own code: both do), or a guard keeps the rewritten block from running.
-        forward_error, gradient_error: largest difference relative to the tensor's scale.
-        detail: why it was skipped, or where the two differ.
-        none_became_zero: parameters whose gradient is None in the original and zero in the rewritten block.
-        raised: whether it was skipped because the original raises.
-        changed: what a guard reads that the code itself has changed, if it was skipped for that.
-    """
-
-    name: str
-    outcome: Literal["equal", "different", "skipped"]
-    forward_error: float = 0.0
-    gradient_error: float = 0.0
-    detail: str = ""
-    none_became_zero: tuple[str, ...] = ()
-    raised: bool = False
-    changed: str = ""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is compared: the block itself, or a copy of it in ``dtype`` of one in ``own``.
-
-    As it is, casts that its code asks for are made.
-    """
-
-    module: nn.Module
-    dtype: torch.dtype
-    own: torch.dtype
-    as_it_is: bool = False
 
 
 class Comparison:
@@ -120,7 +82,7 @@ class Comparison:
         yield self._case("the example", self.inputs.example(self.subject.dtype), spy)
         if self.forward.stored[bool(self.subject.module.training)]:
             example = self.inputs.example(self.subject.dtype)
-            yield self._case("a second call, which sees what the first one stored", example, calls=2)
+            yield self._case(SECOND, example, calls=2)
         if self.settings.brief:
             return
         yield from self._at_other_sizes(large)
@@ -285,16 +247,3 @@ class Comparison:
         if found.forward > self.tolerance:
             return f"{found.worst_value} is off by {found.forward:.1e} of its scale"
         return f"gradient of {found.worst_gradient} is off by {found.gradient:.1e} of its scale"
-
-
-def up_to_different(cases: Iterator[VerificationCase]) -> tuple[VerificationCase, ...]:
-    found = []
-    for case in cases:
-        found.append(case)
-        if case.outcome == "different":
-            break
-    return tuple(found)
-
-
-def size(batch: int, sequence: int) -> str:
-    return f"batch {batch}, sequence {sequence}"

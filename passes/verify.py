@@ -25,7 +25,8 @@ from hexa_fx.capture.copies import deepcopied
 from hexa_fx.ir import InputGuard, RewrittenBlock
 from hexa_fx.isolation.outcome import Outcome, unlike
 from hexa_fx.isolation.size import float64_bytes, raises_in_pieces
-from hexa_fx.passes.comparison import Comparison, Subject, VerificationCase, size, up_to_different
+from hexa_fx.passes.cases import SECOND, Subject, VerificationCase, size, up_to_different
+from hexa_fx.passes.comparison import Comparison
 from hexa_fx.passes.detect.odd_expert import odd_expert
 from hexa_fx.passes.float64_copy import float64_copy_or_none
 from hexa_fx.passes.fresh_inputs import FreshInputs
@@ -220,10 +221,16 @@ _NOT_BY_THE_REWRITTEN = (
 )
 
 
+_PASS_ON = "what one call is to know of the one before can be a buffer that is written in place"
+
+
 def _reason(cases: tuple[VerificationCase, ...]) -> str:
     for case in cases:
         if case.outcome == "different":
             return f"{case.name}: {case.detail}"
+    for case in cases:
+        if case.name == SECOND and case.changed:
+            return f"the code reads {case.changed}, which it sets itself in every call; {_PASS_ON}"
     if all(case.outcome == "skipped" for case in cases):
         if cases[0].changed:
             return f"the code changes {cases[0].changed} in every call, {_NOT_BY_THE_REWRITTEN}"

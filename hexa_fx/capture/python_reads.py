@@ -58,6 +58,7 @@ class Edge:
     Args:
         scopes: paths of the modules whose code read it.
         inside: whether the holder cannot note reads, so that all it holds counts as read with it.
+        own: whether the run itself had set it by then, so that it is nothing that was there before.
     """
 
     holder: Any
@@ -67,6 +68,7 @@ class Edge:
     scopes: set[str] = field(default_factory=set)
     location: SourceLocation | None = None
     inside: bool = False
+    own: bool = False
 
 
 class PythonReads:
@@ -78,6 +80,7 @@ class PythonReads:
 
     def __init__(self, block: nn.Module) -> None:
         self.scope: Callable[[], str] = lambda: ""
+        self.was_set: Callable[[Any, Any], bool] = lambda holder, key: False
         self._modules = {id(module): path for path, module in reversed(list(block.named_modules()))}
         self._block = block
         self._edges: dict[int, dict[Any, Edge]] = {}
@@ -147,7 +150,7 @@ class PythonReads:
         above: tuple[int, ...],
     ) -> None:
         for edge in self._edges.get(id(holder), {}).values():
-            if is_ours(edge.value):
+            if edge.own or is_ours(edge.value):
                 continue
             by, path = frozenset(edge.scopes) | (scopes if edge.inside else frozenset()), (*steps, edge.key)
             found[root, path] = PythonRead(root[1], path, edge.noted, root[0], by, edge.location)
@@ -170,7 +173,7 @@ class PythonReads:
             try:
                 value = without_stand_in(lookup(holder, key))
                 noted = snapshot(value)
-                edges[key] = Edge(holder, key, value, noted, set())
+                edges[key] = Edge(holder, key, value, noted, set(), own=self.was_set(holder, key))
                 if is_unreadable(value, noted):
                     edges[key].noted, edges[key].location = Unreadable(type(value).__name__), user_location()
                 self._meet(value, noted)

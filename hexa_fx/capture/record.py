@@ -129,6 +129,7 @@ def _capture(
             if collecting:
                 collecting.scope = lambda: recorder.scopes[-1]
             with noted_settings(recorder) as settings, reads.noted():
+                reads.was_set = settings.has
                 result, arguments, given = _run(block, recorder, bound, replacements.arguments)
             recorder.leave("")
             output = recorder.lift_result(result)

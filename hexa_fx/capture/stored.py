@@ -40,6 +40,10 @@ class Settings:
     emptied: set[tuple[int, str]] = field(default_factory=set)
     """Set to None at last. That is a result too, though it may have been None before."""
 
+    def has(self, module: Any, name: Any) -> bool:
+        """Whether the run has set the attribute by now."""
+        return (id(module), name) in self.scopes
+
 
 @contextmanager
 def noted_settings(recorder: Recorder) -> Iterator[Settings]:

@@ -41,7 +41,6 @@ class AttributeGuards:
     Args:
         block: the module as it was recorded; referenced weakly.
         called: paths of submodules that the graph calls, which always do what they currently do.
-        stored: (path, name) of attributes that a forward sets.
         reads: what the recorded run read.
         packed: paths of parameters that are read side by side, and of which that is checked with them.
         own_forward: the forward that the block's instance had of its own, such as a wrapper; None if it had the class's.
@@ -52,7 +51,6 @@ class AttributeGuards:
         self,
         block: nn.Module,
         called: Iterable[str] = (),
-        stored: Iterable[tuple[str, str]] = (),
         reads: Iterable[PythonRead] = (),
         packed: Iterable[str] = (),
         own_forward: Callable[..., Any] | None = None,
@@ -60,27 +58,20 @@ class AttributeGuards:
     ) -> None:
         self.own_forward = own_forward
         self.dtypes = dict(dtypes)
-        written = {*stored, ("", "forward")}
-        self.reads = tuple(
-            read
-            for read in reads
-            if read.is_global or (read.root, read.steps[0]) not in written or self._is_kept_by_own_forward(read)
-        )
+        self.reads = tuple(read for read in reads if not _is_forward(read) or self._is_kept_by_own_forward(read))
         self.packed = frozenset(above for path in packed for above in _and_above(path))
         owners = {path.rpartition(".")[0] for path in packed}
         self.inner = tuple(path for path, _ in _read(block, "", frozenset(called)) if path and path not in owners)
         self.bind(block)
 
     def _is_kept_by_own_forward(self, read: PythonRead) -> bool:
-        is_below = (read.root, read.steps[0]) == ("", "forward") and len(read.steps) > 1
-        return self.own_forward is not None and is_below
+        return self.own_forward is not None and len(read.steps) > 1
 
     @classmethod
     def of(
         cls,
         block: nn.Module,
         rewritten: RewrittenBlock | None,
-        stored: Iterable[tuple[str, str]],
         own_forward: Callable[..., Any] | None = None,
     ) -> AttributeGuards:
         """Those of a rewritten forward; none if there is no such forward."""
@@ -89,7 +80,7 @@ class AttributeGuards:
         packed = [path for weight in rewritten.packed for part in weight.parts for path in part]
         asked = any(guard.exact_dtype for guard in rewritten.guards)
         dtypes = _dtypes_read(block, rewritten) if asked else {}
-        return cls(block, called_in(rewritten.graph), stored, rewritten.reads, packed, own_forward, dtypes)
+        return cls(block, called_in(rewritten.graph), rewritten.reads, packed, own_forward, dtypes)
 
     def bind(self, block: nn.Module) -> None:
         """Watches ``block`` from now on: the same one, or a copy that may still be incomplete."""
@@ -143,6 +134,11 @@ def hooked(block: nn.Module, graph: torch.fx.Graph) -> str:
 def called_in(*graphs: torch.fx.Graph) -> frozenset[str]:
     """Paths of the submodules that the graphs call."""
     return frozenset(str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_module")
+
+
+def _is_forward(read: PythonRead) -> bool:
+    """Whether it is the block's forward, in whose place there is a rewritten one, or what that holds."""
+    return not read.is_global and (read.root, read.steps[0]) == ("", "forward")
 
 
 def is_within(scope: str, paths: Collection[str]) -> bool:

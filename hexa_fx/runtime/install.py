@@ -18,7 +18,7 @@ from torch import is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
-from hexa_fx.ir import NEVER_SMALL, ModuleAttribute, PackedWeight, RewrittenBlock, RoutingSite
+from hexa_fx.ir import NEVER_SMALL, PackedWeight, RewrittenBlock, RoutingSite
 from hexa_fx.ops import main_grad
 from hexa_fx.runtime import results
 from hexa_fx.runtime.attribute_guards import AttributeGuards
@@ -76,11 +76,9 @@ class HexaForward:
         self._logged: set[str] = set()
         self._missed_sizes: tuple[Any, ...] | None = None
         self.why = ""  # ... the original ran when it last did
-        attributes = [item for item in (*self.stored[True], *self.stored[False]) if isinstance(item, ModuleAttribute)]
-        written = [(item.path, item.name) for item in attributes]
         self.attributes = {
-            True: AttributeGuards.of(module, train, written, original),
-            False: AttributeGuards.of(module, eval, written, original),
+            True: AttributeGuards.of(module, train, original),
+            False: AttributeGuards.of(module, eval, original),
         }
         self._bind(module)
 

@@ -94,7 +94,7 @@ def test_analysis_leaves_nothing_behind():
     ("make", "words"),
     [
         (CountsCalls, "self.seen"),
-        (MovingAverage, "a second call"),
+        (MovingAverage, "which it sets itself in every call"),
         (KeepsExpertOutput, "expert outputs do not come together"),
     ],
 )
@@ -107,3 +107,56 @@ def test_refused(make, words):
     for either in (model, opt):
         either(x), either(x)
     torch.testing.assert_close(opt.aux_loss, model.aux_loss)
+
+
+class LeftByTraining(Mixture):
+    """What a call in train mode leaves is a part of what a call in eval mode gives; ``resets``: which leaves nothing itself."""
+
+    resets = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs, _, out, _ = self.mix(x)
+        result = out if self.training or self.load is None else out * self.load
+        if self.training or self.resets:
+            self.load = probs.mean(0).sum().detach() + 1 if self.training else None
+        return result
+
+
+class LeftAndReset(LeftByTraining):
+    resets = True
+
+
+@pytest.mark.parametrize("kind", [LeftByTraining, LeftAndReset])
+def test_what_another_mode_left_is_a_condition(kind: type[LeftByTraining]) -> None:
+    block, x = kind(), torch.randn(12, D)
+    opt = hexa_fx.optimize(copy.deepcopy(block), x, hexa_fx.HexaConfig(own_code_when_small=False))
+    assert opt.report.blocks[0].modes == {"eval": "rewritten", "train": "rewritten"}
+    for training in (False, True, False, False, True, True, False):
+        block.train(training)
+        opt.train(training)
+        torch.testing.assert_close(opt(x), block(x))
+        torch.testing.assert_close(opt.load, block.load)
+
+
+class Remembering(Mixture):
+    """Looks at what the call before left, though it makes no use of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probs, _, out, _ = self.mix(x)
+        known = self.seen is not None
+        self.seen = probs.detach() if known or not known else None
+        return out
+
+
+def test_reading_what_the_last_call_left_is_refused_with_a_sentence() -> None:
+    (report,) = hexa_fx.explain(Remembering(), torch.randn(12, D)).blocks
+    assert report.status == "refused"
+    assert "the code reads 'seen', which it sets itself in every call" in report.reason

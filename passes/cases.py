@@ -1,0 +1,64 @@
+"""What a verification compares, and what came of it, case by case."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+SECOND = "a second call, which sees what the first one stored"
+
+
+@dataclass(frozen=True)
+class VerificationCase:
+    """One comparison.
+
+    Args:
+        name: which inputs or routing.
+        outcome: ``skipped`` if the original raises (its own code: both do), or a guard keeps the rewritten block from running.
+        forward_error, gradient_error: largest difference relative to the tensor's scale.
+        detail: why it was skipped, or where the two differ.
+        none_became_zero: parameters whose gradient is None in the original and zero in the rewritten block.
+        raised: whether it was skipped because the original raises.
+        changed: what a guard reads that the code itself has changed, if it was skipped for that.
+    """
+
+    name: str
+    outcome: Literal["equal", "different", "skipped"]
+    forward_error: float = 0.0
+    gradient_error: float = 0.0
+    detail: str = ""
+    none_became_zero: tuple[str, ...] = ()
+    raised: bool = False
+    changed: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compared: the block itself, or a copy of it in ``dtype`` of one in ``own``.
+
+    As it is, casts that its code asks for are made.
+    """
+
+    module: nn.Module
+    dtype: torch.dtype
+    own: torch.dtype
+    as_it_is: bool = False
+
+
+def up_to_different(cases: Iterator[VerificationCase]) -> tuple[VerificationCase, ...]:
+    """The cases up to the first that differs, which is reason enough."""
+    found = []
+    for case in cases:
+        found.append(case)
+        if case.outcome == "different":
+            break
+    return tuple(found)
+
+
+def size(batch: int, sequence: int) -> str:
+    """The name of a case at that size."""
+    return f"batch {batch}, sequence {sequence}"
