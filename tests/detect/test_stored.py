@@ -151,8 +151,7 @@ class Remembering(Mixture):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probs, _, out, _ = self.mix(x)
-        known = self.seen is not None
-        self.seen = probs.detach() if known or not known else None
+        self.seen = probs.detach() if self.seen is None else probs.detach().clone()
         return out
 
 
