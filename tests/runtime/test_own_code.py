@@ -239,11 +239,9 @@ def limits(experts: int, skips: bool) -> list[float]:
     return [limit / 8 for limit in small[True]]
 
 
-def test_a_list_of_few_experts_runs_its_own_code_with_gradients():
-    """Backward of its rewrite takes longer than that of four experts, and not of ten."""
-    without, wanted = limits(4, skips=False)
-    assert without == 0
-    assert 100 < wanted < 10_000
+def test_a_list_of_few_experts_runs_its_own_code():
+    """Its rewrite takes longer than four experts, and not than ten."""
+    assert all(100 < limit < 10_000 for limit in limits(4, skips=False))
     assert limits(10, skips=False) == [0, 0]
 
 
@@ -253,8 +251,8 @@ def test_a_loop_that_leaves_experts_out_does_so_on_few_tokens(monkeypatch):
     model = hexa_fx.optimize(Listed(16, True).eval(), torch.randn(40, 8), hexa_fx.HexaConfig(verify=False))
     seen, x = ran(model.forward, monkeypatch), torch.randn(40, 8)
     with torch.no_grad():
-        for tokens in (1, int(wanted), 40):
+        for tokens in (1, 40):
             model(x[:tokens])
     for tokens in (1, int(wanted), 40):
         model(x[:tokens]).sum().backward()
-    assert seen == ["original", "rewritten", "rewritten", "original", "original", "rewritten"]
+    assert seen == ["original", "rewritten", "original", "original", "rewritten"]
