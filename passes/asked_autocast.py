@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -48,19 +47,23 @@ def with_states_alike(
         return tuple(reads)
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     device = leaves[0].device.type if leaves else "cpu"
-    alike, added = [autocast_state()], dict[_Place, PythonRead]()
+    states, alike, added = [autocast_state()], True, dict[_Place, PythonRead]()
     try:
-        without, _ = _run(captured, args, kwargs, nullcontext())
-        known = _by_place(without)
+        without = _run(captured, args, kwargs)
+        known, asks_dtype = _by_place(without), True
         for dtype in DTYPES:
-            found, state = _run(captured, args, kwargs, torch.autocast(device, dtype, cache_enabled=False))
-            more = {place: read for place, read in _by_place(found).items() if place not in known}
-            if all(read.is_global for read in more.values()) and same_but_for_casts(without, found):
-                alike.append(state)
-                added |= more
+            with torch.autocast(device, dtype, cache_enabled=False):
+                if asks_dtype:  # else what was found for one holds of the other
+                    found = _run(captured, args, kwargs)
+                    more = {place: read for place, read in _by_place(found).items() if place not in known}
+                    alike = all(read.is_global for read in more.values()) and same_but_for_casts(without, found)
+                    asks_dtype = any("dtype" in read.steps[1] for read in found.reads if asks_autocast(read))
+                if alike:
+                    states.append(autocast_state())
+                    added |= more
     except (CaptureError, _NoCopy) as error:
         log.debug("%s in float64: %s", captured.path, error)
-    allowed = (replace(read, value=OneOf(tuple(alike))) if asks_autocast(read) else read for read in reads)
+    allowed = (replace(read, value=OneOf(tuple(states))) if asks_autocast(read) else read for read in reads)
     return (*allowed, *added.values())
 
 
@@ -77,10 +80,8 @@ class _NoCopy(Exception):
     """The block cannot be copied to float64."""
 
 
-def _run(
-    captured: CapturedBlock, args: tuple[Any, ...], kwargs: dict[str, Any], autocast: AbstractContextManager[Any]
-) -> tuple[CapturedBlock, Any]:
-    """A recorded run in float64, and the state of autocast in it."""
+def _run(captured: CapturedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CapturedBlock:
+    """A recorded run in float64."""
     copied = float64_copy_or_none(captured.block, captured.analysis_bytes)
     if copied is None:
         raise _NoCopy("no copy")
@@ -89,8 +90,7 @@ def _run(
     )
     own = next((p.dtype for p in captured.block.parameters() if p.is_floating_point()), torch.get_default_dtype())
     run = partial(capture, copied, args, kwargs, captured.path, 0, captured.analysis_bytes)
-    with InFloat64(own), autocast:
+    with InFloat64(own):
         found = run()
-        if idle := expert_dropouts(found):
-            found = run(Replacements(idle=idle))
-        return found, autocast_state()
+        idle = expert_dropouts(found)
+        return run(Replacements(idle=idle)) if idle else found
