@@ -47,6 +47,7 @@ from hexa_fx.passes.distinct_tokens import all_differ, examples, has_no_tokens, 
 from hexa_fx.passes.host_rules import refusal_of_host
 from hexa_fx.passes.idle_experts import with_idle_experts
 from hexa_fx.passes.kernel_requests import request_kernels
+from hexa_fx.passes.left_over import decided_by_count
 from hexa_fx.passes.lowering.pipelines import CPU, CUDA
 from hexa_fx.passes.rewrite import rewrite
 from hexa_fx.passes.same_run import depends_on_mode, in_mode, seen_before
@@ -288,6 +289,7 @@ def _check(
             if checks[mode].only_own_dtype or (brief and any(check.only_own_dtype for check in checks.values())):
                 rewritten[mode] = in_own_dtype_only(rewritten[mode])
         if not checks[mode].ok:
-            refusals[mode] = Refusal(observation.path, why_refused(checks[mode], observation.module))
+            cause = decided_by_count(captured[mode], rewritten[mode])
+            refusals[mode] = Refusal(observation.path, why_refused(checks[mode], observation.module, cause))
             del rewritten[mode]
     return checks

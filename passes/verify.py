@@ -238,12 +238,12 @@ def _reason(cases: tuple[VerificationCase, ...]) -> str:
     return ""
 
 
-def why_refused(result: VerificationResult, block: nn.Module) -> str:
-    """The sentence on a rewritten block that is not ``ok``: an expert that is unlike the others, or else what differs."""
+def why_refused(result: VerificationResult, block: nn.Module, cause: str) -> str:
+    """The sentence on a rewritten block that is not ``ok``: an expert that is unlike the others, the ``cause``, or what differs."""
     if all(case.outcome != "different" for case in result.cases):
         return result.reason
-    odd = odd_expert(block)
-    return f"{odd} ({result.reason})" if odd else f"the rewritten block differs from the original: {result.reason}"
+    said = odd_expert(block) or cause
+    return f"{said} ({result.reason})" if said else f"the rewritten block differs from the original: {result.reason}"
 
 
 def _too_little(cases: tuple[VerificationCase, ...], inputs: FreshInputs, settings: VerifySettings) -> str:

@@ -1,4 +1,4 @@
-"""Runs a whole model once on example inputs and notes where MoE blocks may be.
+"""overlooked.Runs a whole model once on example inputs and notes where MoE blocks may be.
 
 A block is worth recording if it holds parameters that could belong to experts, and if something is selected by index inside
 it or in its arguments. Names only suggest where to look; detection decides what a block is.
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from hexa_fx.capture import overlooked
 from hexa_fx.capture.copies import copied
-from hexa_fx.capture.overlooked import COMPARISONS, Runs, innermost, packed_experts, why_overlooked
 from hexa_fx.capture.scripted import scripts_as_python
 from hexa_fx.isolation.module_snapshot import restored
 from hexa_fx.isolation.random_state import random_state_kept
@@ -65,7 +65,7 @@ class _Selections(TorchFunctionMode):
     selecting: set[str] = field(default_factory=set)
     chained: set[str] = field(default_factory=set)
     """Lists in which a member was given another member's output."""
-    runs: Runs = field(default_factory=Runs)
+    runs: overlooked.Runs = field(default_factory=overlooked.Runs)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class _Selections(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in SELECTIONS and self.stack and not (name in _OF_POSITIONS and _of_codes(args[0])):
             self.selecting.add(self.stack[-1])
-        if name in COMPARISONS and self.stack:
+        if name in overlooked.COMPARISONS and self.stack:
             self.runs.comparing.add(self.stack[-1])
         result = func(*args, **(kwargs or {}))
         if name in _CHOICES:
@@ -90,15 +90,16 @@ def _of_codes(value: Any) -> bool:
 
 
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
-    """Runs ``model`` without gradients and returns candidates in the order of ``model.named_modules()``.
+    """overlooked.Runs ``model`` without gradients and returns candidates in the order of ``model.named_modules()``.
 
     Buffers, attributes, hooks and the random state are restored afterwards. Errors of the model itself are not caught.
     """
     suspects = {path for path, module in model.named_modules() if _may_hold_experts(path, module)}
+    suspects |= overlooked.owners_of_shared(model, suspects) & dict(model.named_modules()).keys()
     numbered = {path for path, module in model.named_modules() if _holds_numbered(module)} - suspects
-    packed = {path for path, module in model.named_modules() if packed_experts(module)}
-    tables = any(isinstance(module, nn.Embedding) for module in model.modules())
-    if not (suspects | numbered | packed or tables):
+    packed = {path for path, module in model.named_modules() if overlooked.packed_experts(module)}
+    others = any(isinstance(module, (nn.Embedding, *_CONVOLUTIONS)) for module in model.modules())
+    if not (suspects | numbered | packed or others):
         return []
     recorded: dict[str, Observation] = {}
     mode = _Selections()
@@ -128,14 +129,14 @@ def _overlooked(
     """Blocks with what looks like experts, beside those that are ``found``, that choose none by index."""
     left: dict[str, str] = {}
     for path in suspects:
-        said = None if _is_list_of_layers(path, mode) else why_overlooked(model, path, mode.runs)
+        said = None if _is_list_of_layers(path, mode) else overlooked.why_overlooked(model, path, mode.runs)
         if said is not None:
             left.setdefault(*said)
-    left = {**mode.runs.tables(), **left}
+    left = {**overlooked.in_groups(model, mode.selecting), **mode.runs.tables(), **left}
     left = {b: why for b, why in left.items() if not any(b == p or _is_inside(p, b) or _is_inside(b, p) for p in found)}
     return [
         Candidate((recorded.get(path) or Observation(path, model.get_submodule(path), (), {}),), reason)
-        for path, reason in innermost(left).items()
+        for path, reason in overlooked.innermost(left).items()
     ]
 
 

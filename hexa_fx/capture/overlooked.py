@@ -30,6 +30,10 @@ LOOKED_UP = (
     "the chosen ids look rows up in nn.Embedding ({}): experts that are vectors make no matrix products to save; where a row is "
     "all of an expert's matrices, a block is rewritten if they are parameters (experts, in, out)"
 )
+GROUPED = (
+    "its experts look like the {} groups of a convolution ({}), which computes all of them on every token; a list of modules, or "
+    "stacked matrices (experts, in, out), that run on the tokens that chose them can be rewritten"
+)
 NOT_REACHED = "its experts did not run on the example: give an example that reaches them"
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32)
@@ -124,6 +128,30 @@ def why_overlooked(model: nn.Module, path: str, runs: Runs) -> tuple[str, str] |
     if len(set(given)) > 1 or _inside(block, runs.comparing):
         return block, THRESHOLD
     return block, SOFT if given[0] == runs.rows.get(block) else SLOTS
+
+
+def owners_of_shared(model: nn.Module, suspects: Iterable[str]) -> set[str]:
+    """Paths of modules that hold, under a second name, what looks like experts, as the heads of several tasks may."""
+    shared = {id(model.get_submodule(path)): path for path in suspects if path}
+    names = model.named_modules(remove_duplicate=False)
+    return {path.rpartition(".")[0] for path, module in names if shared.get(id(module), path) != path} - {""}
+
+
+def in_groups(model: nn.Module, selecting: Iterable[str]) -> dict[str, str]:
+    """Reasons by the modules that choose by index, and hold convolutions with a group for each of the router's choices."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for path, module in model.named_modules():
+        block, _, name = path.rpartition(".")
+        if block not in selecting or not isinstance(module, nn.modules.conv._ConvNd):
+            continue
+        groups = module.groups
+        if 1 < groups < module.in_channels and has_router(model.get_submodule(block), module, groups):
+            found.setdefault(block, []).append((name, groups))
+    return {
+        block: GROUPED.format(names[0][1], ", ".join(name for name, _ in names))
+        for block, names in found.items()
+        if len({groups for _, groups in names}) == 1
+    }
 
 
 def _stacked(module: nn.Module) -> int:

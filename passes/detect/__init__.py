@@ -23,7 +23,7 @@ from hexa_fx.capture import Access, CapturedBlock, StoredValue, record_of
 from hexa_fx.capture.replay import Replay
 from hexa_fx.ir import Refusal
 from hexa_fx.passes.detect.body import ExpertBody, bias_bases, identify_body
-from hexa_fx.passes.detect.combine import Combine, find_combine
+from hexa_fx.passes.detect.combine import APART, Combine, find_combine
 from hexa_fx.passes.detect.decisions import shape_branches
 from hexa_fx.passes.detect.dropouts import INSIDE, has_idle
 from hexa_fx.passes.detect.free import NotFree, detect_free
@@ -45,9 +45,18 @@ from hexa_fx.passes.detect.rules import (
     refuse_stored_intermediates,
     stored_outside_calls,
 )
-from hexa_fx.passes.detect.several import families_of, find_several
+from hexa_fx.passes.detect.several import SEVERAL_GATES, families_of, find_several, of_several_routings
 from hexa_fx.passes.detect.stacks import WeightTable
-from hexa_fx.passes.detect.tags import ALL, ExpertGroups, Tag, expert_groups, shared_by_some, tag, uneven_experts
+from hexa_fx.passes.detect.tags import (
+    ALL,
+    ExpertGroups,
+    Tag,
+    expert_groups,
+    shared_by_some,
+    tag,
+    uneven_experts,
+    without_lone_parts,
+)
 from hexa_fx.passes.detect.verdict import NoRouting, Refuse, experiments, first_match
 
 __all__ = ["RUNS_ALREADY", "MoEMatch", "detect"]
@@ -82,8 +91,10 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     found = find_several(captured, families, look)
     if found is not None:
         return found
+    chosen_by_code = without_lone_parts(captured, groups)
+    wanted = [*(families.side_by_side or [None]), *([] if chosen_by_code is None else [chosen_by_code])]
     try:
-        return first_match(partial(look, family) for family in families.side_by_side or [None])
+        return first_match(partial(look, family) for family in wanted)
     except Refuse as refusal:
         raise _explained(captured, families.repeated or refusal) from None
 
@@ -94,7 +105,8 @@ def _explained(captured: CapturedBlock, refusal: Refuse) -> Refuse:
     uneven = uneven_experts(parameters) if refusal.reason == MIXED else None
     said = odd_expert(captured.block) or experts_in_groups(captured.block)
     odd = f"{said} ({refusal.reason})" if said else None
-    return Refuse(shared_by_some(parameters) or uneven or odd or refusal.reason, refusal.node)
+    several = SEVERAL_GATES if refusal.reason == APART and of_several_routings(captured) else None
+    return Refuse(shared_by_some(parameters) or uneven or odd or several or refusal.reason, refusal.node)
 
 
 def _refuse_own_operators(captured: CapturedBlock) -> None:

@@ -31,6 +31,8 @@ _SAME_NUMBERS = frozenset(
     "view reshape flatten unflatten contiguous to type_as float half bfloat16 double clone after".split()
 )
 
+APART = "expert outputs do not come together in one tensor with a row for every token"
+
 
 @dataclass(frozen=True)
 class Combine:
@@ -71,7 +73,7 @@ def find_combine(
             )
     candidates = _gates(graph, instances, tokens * width, width)
     if not candidates:
-        raise Refuse("expert outputs do not come together in one tensor with a row for every token", seconds[0])
+        raise Refuse(APART, seconds[0])
     probes = _Probes(instances, width, replay, _FACTORS[:-1] if bounded else _FACTORS)
     outputs = probes.run(replay, candidates)
     decides_later = False

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Protocol
 
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
 from hexa_fx.passes.detect.decisions import leaves_decision
+from hexa_fx.passes.detect.graph import ancestors, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances
-from hexa_fx.passes.detect.tags import ExpertGroups, tag
+from hexa_fx.passes.detect.tags import ExpertGroups, expert_groups, tag
 from hexa_fx.passes.detect.verdict import Refuse
 
 REPEATED = "the same experts run more than once in a forward; where each run is a call of a module of its own, they are rewritten"
@@ -24,6 +26,12 @@ IN_TURN = (
     "an expert is given what the experts before it gave: their outputs are added to the tensor that the tokens are read from, "
     "perhaps by a write into it (float() of a float32 tensor is that tensor, not a copy)"
 )
+
+SEVERAL_GATES = (
+    "the same experts run for several routings, each with a result of its own (several gates over one set of experts); a module "
+    "for each routing, which holds its gate and is given the experts, can be rewritten"
+)
+_CHOICES = frozenset("topk argmax argsort sort max multinomial".split())
 
 Family = frozenset[str]
 """Parameters and groups that work together in one kind of expert."""
@@ -90,6 +98,17 @@ def _companions(family: Family, groups: ExpertGroups) -> Family:
     """Parameters that stand beside a family's in the same modules, such as biases that are added later."""
     owners = {base.rpartition(".")[0].rpartition(".")[0] for base in family if base in groups.members}
     return frozenset(base for base in groups.members if base.rpartition(".")[0].rpartition(".")[0] in owners)
+
+
+def of_several_routings(captured: CapturedBlock) -> bool:
+    """Whether the same expert runs on tokens that different choices give it."""
+    members = [name for names in expert_groups(captured.named_tensors()).members.values() for name in names[:1]]
+    for read in captured.graph.find_nodes(op="get_attr", sort=False):
+        if read.target in members:
+            runs = [{n for n in ancestors([user]) if operation(n) in _CHOICES} for user in read.users]
+            if any(not one & other for one, other in combinations(filter(None, runs), 2)):
+                return True
+    return False
 
 
 def find_several(captured: CapturedBlock, families: Families, look: Look) -> MoEMatch | None:

@@ -130,6 +130,11 @@ def _is_width(size: torch.fx.Node) -> bool:
     return is_float(of) and dim > 1 and size.args[1] in (-1, dim - 1)
 
 
+def counts(tensor: torch.fx.Node) -> bool:
+    """Whether a size of a tensor depends on values."""
+    return any(map(_counts, ancestors([tensor])))
+
+
 def _counts(node: torch.fx.Node) -> bool:
     """Whether the size of the result depends on values."""
     if not node.op.startswith("call"):

@@ -180,6 +180,25 @@ def tag(captured: CapturedBlock, groups: ExpertGroups, only: frozenset[str] | No
     return tags
 
 
+def without_lone_parts(captured: CapturedBlock, groups: ExpertGroups) -> frozenset[str] | None:
+    """The parameters and groups that may be experts', if others are stacks of which the code itself picks one part.
+
+    As it picks the gate of a task by the task's number. None if there are no such stacks, or nothing else that may be experts.
+    """
+    read = [n for n in captured.graph.find_nodes(op="get_attr", sort=False) if n.target not in captured.constants]
+    grouped = {name for names in groups.members.values() for name in names}
+    lone = {str(n.target) for n in read if str(n.target) not in grouped and _is_stack(n) and _reads_one_part(n)}
+    others = {str(n.target) for n in read if _is_stack(n)} - lone
+    if not lone or not (others or groups.members):
+        return None
+    return frozenset(groups.members) | {str(n.target) for n in read} - grouped - lone
+
+
+def _reads_one_part(stack: torch.fx.Node) -> bool:
+    parts = [node.args[1] if operation(node) == "getitem" else None for node in stack.users]
+    return len(set(map(repr, parts))) == 1 and isinstance(parts[0], int)
+
+
 def _stack_sizes(captured: CapturedBlock) -> set[int]:
     """Numbers of experts that the shapes of the weights allow."""
     values = (record_of(node).value for node in captured.graph.nodes if node.op == "get_attr")

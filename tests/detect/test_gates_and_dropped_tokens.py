@@ -1,0 +1,142 @@
+"""Gates of several tasks over one set of experts, experts in one convolution, and lists of dropped tokens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from tests.detect.mixture import D, E, Mixture
+from tests.zoo.compare import compare
+
+Tensor = torch.Tensor
+CONFIG = hexa_fx.HexaConfig(own_code_when_small=False)
+
+
+def mixed(x: Tensor, scores: Tensor, experts: nn.ModuleList) -> Tensor:
+    weights, index = scores.softmax(-1).topk(2)
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(experts):
+        token, slot = torch.where(index == number)
+        out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
+    return out
+
+
+class GateOfTask(Mixture):
+    """A stack of gates, of which the number of the task picks one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.Parameter(torch.randn(3, D, E))
+
+    def forward(self, x: Tensor, task: int = 1) -> Tensor:
+        return mixed(x, x @ self.gates[task], self.experts)
+
+
+def test_a_stack_of_gates_is_no_stack_of_experts() -> None:
+    torch.manual_seed(0)
+    block, x = GateOfTask().double(), torch.randn(12, D, dtype=torch.float64)
+    opt = hexa_fx.optimize(copy.deepcopy(block), x, CONFIG)
+    assert opt.report.blocks[0].status == "rewritten", opt.report.blocks[0].reason
+    for args in ((x,), (x[:5], 0), (x, 2)):
+        assert compare(block, opt, args, {}).within(1e-9)
+
+
+class Head(nn.Module):
+    def __init__(self, experts: nn.ModuleList) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(D, E), experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mixed(x, self.gate(x), self.experts)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        experts = Mixture().experts
+        self.heads = nn.ModuleList(Head(experts) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(x) for head in self.heads], -1)
+
+
+class Gates(Mixture):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(D, E) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([mixed(x, gate(x), self.experts) for gate in self.gates], -1)
+
+
+def test_several_gates_over_one_set_of_experts() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(12, D, dtype=torch.float64)
+    (report,) = hexa_fx.explain(Gates().double(), x, CONFIG).blocks
+    assert report.status == "refused"
+    assert "several gates over one set of experts" in report.reason
+    block = Heads().double()
+    opt = hexa_fx.optimize(copy.deepcopy(block), x, CONFIG)
+    assert [block.status for block in opt.report.blocks] == ["rewritten", "rewritten"]
+    assert compare(block, opt, (x,), {}).within(1e-9)
+
+
+class OneConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E)
+        self.up, self.down = nn.Conv1d(E * D, E * 8, 1, groups=E), nn.Conv1d(E * 8, E * D, 1, groups=E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.gate(x).softmax(-1).topk(2)
+        gates = torch.zeros(*x.shape[:-1], E).scatter(-1, index, weights)
+        hidden = self.up(x.transpose(1, 2).repeat(1, E, 1)).relu()
+        return torch.einsum("bedt,bte->btd", self.down(hidden).unflatten(1, (E, D)), gates)
+
+
+class Depthwise(nn.Module):
+    """Channels, not experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.mix = nn.Linear(D, D), nn.Conv1d(D, D, 3, padding=1, groups=D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.mix(x.transpose(1, 2)).transpose(1, 2).topk(D).values)
+
+
+def test_groups_of_a_convolution_are_named() -> None:
+    (report,) = hexa_fx.explain(OneConvolution(), torch.randn(2, 7, D), CONFIG).blocks
+    assert f"the {E} groups of a convolution (up, down)" in report.reason
+    assert not hexa_fx.explain(Depthwise(), torch.randn(2, 7, D), CONFIG).blocks
+
+
+class Dropping(Mixture):
+    """Tokens beyond the capacity are passed on, by lists that only experts with too many of them make."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).max(-1)
+        room, dropped = int(x.shape[0] / E), []
+        lists = [torch.eq(index, number).nonzero(as_tuple=True)[0] for number in range(E)]
+        for number in range(E):
+            if len(lists[number]) > room:
+                dropped.append(lists[number][room:])
+                lists[number] = lists[number][:room]
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[lists[number]] = expert(x[lists[number]])
+        if dropped:
+            out[torch.cat(dropped)] = x[torch.cat(dropped)]
+        return out * weights[:, None]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lists_of_dropped_tokens_are_refused_by_their_cause() -> None:
+    torch.manual_seed(0)
+    (report,) = hexa_fx.explain(Dropping(), torch.randn(24, D), CONFIG).blocks
+    assert report.status == "refused"
+    assert "by how many tokens an expert gets, the code decides at" in report.reason
