@@ -88,7 +88,7 @@ def _detect(captured: CapturedBlock, prefer_earliest: bool, form: Form) -> MoEMa
     groups = expert_groups(captured.named_tensors())
     look = partial(_detect_family, captured, groups, Replay(captured), prefer_earliest=prefer_earliest, form=form)
     families = families_of(captured, groups)
-    found = find_several(captured, families, look)
+    found = find_several(captured, groups, families, look)
     if found is not None:
         return found
     chosen_by_code = without_lone_parts(captured, groups)

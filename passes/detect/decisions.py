@@ -117,12 +117,9 @@ def shape_branches(
         if kept and not any(n.op == "placeholder" for n in behind):
             guards.append(_guard_of_kept(captured, node, kept))
             continue
-        counted = counts_pieces(node)
-        sizes = {node} if counted else sizes_asked(node)
+        sizes = _sizes(node)
         if sizes:
-            if is_condition(node, sizes, tags, output, after):
-                value = record_of(node).value
-                guards.append(ShapeBranch(node, bool(value), pieces=len(value) if counted else None))
+            guards += _of_sizes(node, sizes, tags, (output,), after)
             continue
         asked = _asked(node, output)
         of_experts = {n for n in asked if is_float(n) and tags[n].experts and not tags[n].weight}
@@ -148,6 +145,39 @@ def shape_branches(
         if guard is not None:
             guards.append(guard)
     return tuple(guards)
+
+
+def size_branches(
+    captured: CapturedBlock,
+    tags: Mapping[torch.fx.Node, Tag],
+    opaque: set[torch.fx.Node],
+    outputs: Sequence[torch.fx.Node],
+) -> list[ShapeBranch]:
+    """Decisions on sizes that can be checked once the regions that end at ``outputs`` are there; of one alone, not all can.
+
+    Raises:
+        Refuse: a decision is on a size that can be neither checked nor seen.
+    """
+    after = descendants(outputs)
+    decisions = [n for n in captured.graph.nodes if n.op != "output" and record_of(n).decision and n not in opaque]
+    return [branch for node in decisions for branch in _of_sizes(node, _sizes(node), tags, outputs, after)]
+
+
+def _sizes(decision: torch.fx.Node) -> set[torch.fx.Node]:
+    return {decision} if counts_pieces(decision) else sizes_asked(decision)
+
+
+def _of_sizes(
+    decision: torch.fx.Node,
+    sizes: set[torch.fx.Node],
+    tags: Mapping[torch.fx.Node, Tag],
+    outputs: Sequence[torch.fx.Node],
+    after: set[torch.fx.Node],
+) -> list[ShapeBranch]:
+    if not sizes or not is_condition(decision, sizes, tags, outputs, after):
+        return []
+    value = record_of(decision).value
+    return [ShapeBranch(decision, bool(value), pieces=len(value) if decision in sizes else None)]
 
 
 def _kept_values(captured: CapturedBlock, decision: torch.fx.Node) -> list[str]:

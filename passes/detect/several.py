@@ -14,7 +14,7 @@ from typing import Protocol
 import torch.fx
 
 from hexa_fx.capture import CapturedBlock, record_of
-from hexa_fx.passes.detect.decisions import leaves_decision
+from hexa_fx.passes.detect.decisions import leaves_decision, size_branches
 from hexa_fx.passes.detect.graph import ancestors, operation
 from hexa_fx.passes.detect.match import MoEMatch
 from hexa_fx.passes.detect.projections import Contraction, find_contractions, group_instances
@@ -111,7 +111,7 @@ def of_several_routings(captured: CapturedBlock) -> bool:
     return False
 
 
-def find_several(captured: CapturedBlock, families: Families, look: Look) -> MoEMatch | None:
+def find_several(captured: CapturedBlock, groups: ExpertGroups, families: Families, look: Look) -> MoEMatch | None:
     """The first region with the others in it; None unless there are at least two that leave no host decision."""
     decisions = frozenset(n for n in captured.graph.nodes if n.op != "output" and record_of(n).decision)
     regions: list[MoEMatch] = []
@@ -123,9 +123,13 @@ def find_several(captured: CapturedBlock, families: Families, look: Look) -> MoE
     outputs = [region.output for region in regions]
     if len(outputs) < 2 or len(set(outputs)) < len(outputs):
         return None
-    if leaves_decision(outputs, _in_calls_without(captured, outputs)):
+    opaque = _in_calls_without(captured, outputs)
+    if leaves_decision(outputs, opaque):
         return None
-    return replace(regions[0], others=tuple(regions[1:]))
+    asked = size_branches(captured, tag(captured, groups), opaque, outputs)
+    known = {branch.condition for region in regions for branch in region.branches}
+    new = [branch for branch in asked if branch.condition not in known]
+    return replace(regions[0], branches=(*regions[0].branches, *new), others=tuple(regions[1:]))
 
 
 def _in_calls_without(captured: CapturedBlock, outputs: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:

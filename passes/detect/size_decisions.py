@@ -7,7 +7,7 @@ tokens, more than experts have room for); whether there are exactly seven, or an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -45,12 +45,12 @@ def is_condition(
     decision: torch.fx.Node,
     sizes: set[torch.fx.Node],
     tags: Mapping[torch.fx.Node, Tag],
-    output: torch.fx.Node,
+    outputs: Collection[torch.fx.Node],
     after: set[torch.fx.Node],
 ) -> bool:
     """Whether a decision on ``sizes`` is to be checked in every call; else verification sees it.
 
-    Sizes of the region's ``output``, and of what comes ``after`` it, are known once the experts have run.
+    Sizes of the regions' ``outputs``, and of what comes ``after`` them, are known once the experts have run.
 
     Raises:
         Refuse: it can be neither checked before the experts run nor seen.
@@ -64,7 +64,7 @@ def is_condition(
                 "block need not keep; one on sizes can be rewritten",
                 decision,
             )
-    behind = ancestors(sizes, stop=lambda n: n is output) - after
+    behind = ancestors(sizes, stop=lambda n: n in outputs) - after
     inside = any(is_float(n) and tags[n].experts and not tags[n].weight for n in behind)
     if not inside and not any(map(_counts, behind)):
         return True

@@ -179,3 +179,25 @@ def test_shapes_at_other_sizes(shapes: tuple, size: tuple, expected: tuple) -> N
     leaves = [torch.zeros(shape) for shape in shapes]
     sizes = ExampleSizes.of(leaves, {D})
     assert tuple(sizes.resized(leaf, size) for leaf in leaves) == expected
+
+
+class SideBySide(Images):
+    """Two mixtures of the same tokens; the size is that of their sum."""
+
+    def __init__(self, ask: Ask) -> None:
+        super().__init__(ask)
+        self.other = Mixture()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows(x)
+        result = self.back(self.mix(rows)[2] + self.other.mix(rows)[2], x)
+        return 0.5 * result if self.ask(result, x) else result
+
+
+def test_a_size_of_what_two_mixtures_give_is_asked_behind_both() -> None:
+    torch.manual_seed(0)
+    model = SideBySide(lambda out, x: out.reshape(-1, 3, D).shape[0] == 1 if out.shape[0] % 3 == 0 else False).double()
+    opt = hexa_fx.optimize(copy.deepcopy(model), torch.randn(6, D, 2, 2, dtype=torch.float64), CONFIG)
+    assert opt.report.blocks[0].status == "rewritten", opt.report.blocks[0].reason
+    for shape in ((6, D, 2, 2), (3, D, 1, 1), (3, D, 2, 1), (2, D, 2, 2)):
+        assert compare(model, opt, (torch.randn(shape, dtype=torch.float64),), {}).within(1e-9), shape
