@@ -36,7 +36,7 @@ _OF_ALL = (
 class AttributeGuards:
     """What a rewritten forward relies on, checked at every call in a few microseconds.
 
-    Objects on the way (``self.config``) may be exchanged for others that say the same. Under a compiler nothing is checked.
+    Objects on the way (``self.config``) may be exchanged for others that say the same. Under a compiler only dtypes are checked.
 
     Args:
         block: the module as it was recorded; referenced weakly.
@@ -92,6 +92,7 @@ class AttributeGuards:
     def check(self) -> None:
         """Raises `GuardMiss` if anything changed."""
         if is_compiling():
+            self._check_dtypes_in_trace()
             return
         block = self._block()
         if self._is_same is None and self._found is not None:
@@ -100,6 +101,17 @@ class AttributeGuards:
             self._resolve()  # raises if something differs, and otherwise knows the new objects
         if self._are_hooked():
             raise GuardMiss("an expert has hooks, which only its own code calls")
+
+    def _check_dtypes_in_trace(self) -> None:
+        """By plain attribute access all the way, which tracers can follow."""
+        for path, dtype in self.dtypes.items():
+            *modules, name = path.split(".")
+            owner: Any = self._block()
+            for key in modules:
+                owner = getattr(owner, key, None)
+            now = None if owner is None else owner._parameters.get(name)
+            if now is not None and now.dtype != dtype:
+                raise GuardMiss(f"{path!r} is {now.dtype}; the block was recorded with {dtype}")
 
     def _resolve(self) -> None:
         block, self._found, self._is_same = self._block(), None, None

@@ -227,6 +227,7 @@ def test_a_part_in_another_dtype(part, caplog):
         getattr(block, part).to(torch.bfloat16)
     torch.testing.assert_close(rewritten(x), model(x), rtol=0, atol=0)
     assert "is torch.bfloat16; the block was recorded with torch.float32, which its code asks for" in caplog.text
+    torch.testing.assert_close(torch.compile(rewritten, backend="eager")(x), model(x), rtol=0, atol=0)
     hexa_fx.optimize_(hexa_fx.undo_(rewritten), x)
     torch.testing.assert_close(rewritten(x), model(x), rtol=0.02, atol=0.02)
 
