@@ -122,6 +122,8 @@ class _Replanner:
         for optimizer in optimizers:
             move_state(optimizer, session.shards, installed.session.shards, session.groups)
         session.close()
+        for optimizer in optimizers:
+            optimizer_states.mark(optimizer)
         for forms in installed.blocks:
             uninstall(model.get_submodule(any_mode(forms).path))
         _put_in(model, installed, installed.fsdp)

@@ -4,7 +4,8 @@ State dicts are marked, and refused where they are another rank's or whole.
 
 torch has no hook of all optimizers' state dicts, but one of all their steps, and before the first step there is no state to give.
 The mark is a value of a parameter group, which `load_state_dict` keeps, so that what was loaded into a new optimizer is found in
-its first step.
+its first step. The optimizer itself has it from then on: state dicts that torch.distributed.checkpoint flattens are read by the
+values that the groups of the optimizer have.
 """
 
 from __future__ import annotations
@@ -70,8 +71,15 @@ def check(optimizer: Optimizer) -> None:
                 check_slice(f"the optimizer's state of {shard.name!r}", value, shard)
         if here and group.get(MARK, mark_of(here)) != mark_of(here):
             raise not_ours(f"the optimizer's state of {here[0].name!r}")
-    for group in optimizer.param_groups:
+    mark(optimizer)
+
+
+def mark(optimizer: Optimizer) -> None:
+    """Marks the groups of an optimizer whose state is of the slices that its parameters are now."""
+    for group, here in _slices_in(optimizer):
         group.pop(MARK, None)
+        if here:
+            group[MARK] = mark_of(here)
 
 
 def _slices_in(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[ShardedParameter]]]:
@@ -90,6 +98,8 @@ def _stepping(optimizer: Optimizer, *_: Any) -> None:
     if is_compiling() or optimizer in _looked_at:
         return
     slices = [shard for _, here in _slices_in(optimizer) for shard in here]
+    if optimizer in _hooked:  # what it loaded was looked at then, and its marks may be of an earlier plan
+        mark(optimizer)
     if slices:
         check(optimizer)
         if optimizer not in _hooked:
@@ -117,12 +127,11 @@ def _warn_of_matrices(optimizer: Optimizer, first: ShardedParameter) -> None:
 def _given(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Called with every state dict that an optimizer gives. Its groups are copies."""
     held = [here for _, here in _slices_in(optimizer)]
-    if are_known() or not any(held):
-        return
     for group, here in zip(state["param_groups"], held):
-        if here:
+        group.pop(MARK, None)
+        if here and not are_known():
             group[MARK] = mark_of(here)
-    if optimizer not in _said:
+    if any(held) and not are_known() and optimizer not in _said:
         _said.add(optimizer)
         first = next(filter(None, held))[0]
         log.warning(

@@ -14,6 +14,11 @@ from harness import run
 from models import cut, full, largest
 from test_transformers import build, loss_of
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
@@ -373,6 +378,7 @@ def check_slices_in_state_dicts(model, whole):
             late.load_state_dict(of_first)  # torch tells nobody
             with of_others if net is model else pytest.raises(PlanError, match=r"state of 'blocks.0.* is whole"):
                 late.step()
+        check_flattened(model, optimizers[0], of_others)
         for kind in (type("Own", (torch.optim.AdamW,), {}), torch.optim.Adafactor):
             kind(model.parameters(), lr=0.0).step()
         model.zero_grad()
@@ -381,6 +387,17 @@ def check_slices_in_state_dicts(model, whole):
         assert said.pop().startswith("Adafactor may look at whole matrices")
         assert "as (12, 16) and not (24, 16)" in said[0]
         assert "state of this rank's slices" in said[1]
+
+
+def check_flattened(model, optimizer, of_others):
+    """As torch.distributed.checkpoint flattens the state, which leaves out what the groups of an optimizer do not have."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    of_first, own = stored_twice(get_optimizer_state_dict(model, optimizer, options=options))
+    model.zero_grad()
+    for taking in (optimizer, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)):
+        set_optimizer_state_dict(model, taking, own, options=options)
+        with of_others:
+            set_optimizer_state_dict(model, taking, of_first, options=options)
 
 
 def one_block_twice(rank, world):
