@@ -186,9 +186,8 @@ def _partition_block(
         if is_axis(mesh):
             read_local(graph)
         partition_graph(graph, planned, plan, placement)
-    return replace(
-        block, graph=graph, small=NEVER_SMALL
-    )  # its own code cannot run on cut weights, however few tokens there are
+    # its own code cannot run on cut weights, however few tokens there are
+    return replace(block, graph=graph, small=NEVER_SMALL)
 
 
 def _traced(
