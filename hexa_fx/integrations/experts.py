@@ -9,6 +9,7 @@ T tokens, k experts per token, E experts, D model size, I intermediate size.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -84,16 +85,23 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[bool, Gate | None]] = weakref.
 """By module and training mode, since an activation may hold a dropout."""
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _gate_of(experts: Any) -> Gate | None:
     """The module's gate as one of ours, or None. Determined once per module; a compiler treats it as a constant."""
+    found: Gate | None = _gate(id(experts), experts.training)
+    return found
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _gate(number: int, training: bool) -> Gate | None:
+    """Of the module with this id, which the caller holds: a compiler of torch 2.11 hands constants over, and no module."""
+    experts = ctypes.cast(number, ctypes.py_object).value
     known = _KNOWN.setdefault(experts, {})
-    if experts.training not in known:
+    if training not in known:
         gate = None if experts.has_post_expert_norm else identify_gate(experts)
         if gate is None:
             log.info("%s: what it computes around its products runs as it is written", type(experts).__name__)
-        known[experts.training] = gate
-    return known[experts.training]
+        known[training] = gate
+    return known[training]
 
 
 def identify_gate(experts: Any) -> Gate | None:

@@ -125,9 +125,9 @@ class HexaForward:
         training = bool(self.module.training)
         if self.programs[training] is None:
             return self.original(*args, **kwargs)
-        if is_small(self.small[training][wanted := is_grad_enabled()], args, kwargs) and not (
-            wanted and self._has_main_grad(training)
-        ):
+        small, wanted = self.small[training], is_grad_enabled()
+        limit = small.with_gradients if wanted else small.without_gradients
+        if is_small(limit, args, kwargs) and not (wanted and self._has_main_grad(training)):
             return self.original(*args, **kwargs)
         if self._missed_sizes is not None and self._missed_sizes == call_sizes(training, args, kwargs):
             return self.original(*args, **kwargs)
