@@ -20,8 +20,11 @@ from hexa_fx.ir import Small
 from hexa_fx.passes.detect.graph import operation
 from hexa_fx.passes.detect.match import MoEMatch
 
-_CALLS = {"moe_ffn": 45, "esmm": 30, "reindex": 12, "combine": 10}
+_CALLS = {"moe_ffn": 34, "esmm": 30, "reindex": 12, "combine": 10}
 """Calls of torch's operators that take as long as one of ours on a CPU."""
+
+_PACKED = 5
+"""As many more for every weight that is a list in the user's code: each call looks whether it still lies as it was packed."""
 
 _FREE = frozenset(
     "after chunk contiguous detach dim expand expand_as flatten float getattr getitem narrow permute reshape select size split "
@@ -42,17 +45,21 @@ _FILLED = 5000
 """Elements of a weight's gradient that take as long to fill as a call."""
 
 
-def own_code_limit(match: MoEMatch, removed: Iterable[torch.fx.Node], added: Iterable[torch.fx.Node]) -> Small:
+def own_code_limit(
+    match: MoEMatch, removed: Iterable[torch.fx.Node], added: Iterable[torch.fx.Node], packed: int
+) -> Small:
     """Elements of the first tensor argument up to which the block's own code is faster on a CPU; 0 for none.
 
     Args:
         match: what was found in the recorded run.
         removed: nodes of the run that the rewrite drops.
         added: the nodes of the rewritten graph that replace them.
+        packed: how many weights it reads through packed storage.
     """
     captured, dropped = match.captured, set(removed)
     moved = _moved(captured, dropped)
     calls = sum(_CALLS.get(operation(node), operation(node) not in _FREE) for node in added if _is_call(node))
+    calls += _PACKED * packed
     arguments = (record_of(value).value for _, value in captured.arguments if isinstance(value, torch.fx.Node))
     first = next((value for value in arguments if isinstance(value, torch.Tensor)), None)
     if first is None:

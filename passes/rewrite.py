@@ -90,7 +90,7 @@ class _Rewriter:
         self.graph.lint()
         stored = tuple(item.place for item in self._stored())
         packed = tuple(weight for region in regions.values() for weight in region.weights.packed)
-        small = own_code_limit(self.match, self._removed(kept), self._added())
+        small = own_code_limit(self.match, self._removed(kept), self._added(), len(packed))
         guards, experts = self._guards(captured, by_rows), self.match.num_experts
         return RewrittenBlock(captured.path, self.graph, packed, guards, stored, small, experts, self._reads())
 
