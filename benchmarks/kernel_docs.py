@@ -16,6 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 LAYERS = ("moe_layer_h200.json", "moe_layer_h200_repeat.json")
 BREAKDOWN = "sm90_breakdown_h200.json"
 DECODE = "moe_layer_h200_decode.json"
+OTHER_CARD = "moe_layer_h100.json"
 Rows = dict[str, dict[str, Any]]
 
 
@@ -74,6 +75,20 @@ def summary(folder: Path) -> str:
         times = [" / ".join(f"{r[part]:.2f}" for r in (dense, hexa, grouped)) for part in ("forward_ms", "train_ms")]
         memory = [f"{hexa[key]:.0f} against {grouped[key]:.0f}" for key in ("saved_mib", "peak_mib")]
         lines.append([shape, *times, f"{hexa['forward_ratio']:.2f}, {hexa['train_ratio']:.2f}", *memory])
+    return table(head, lines)
+
+
+def other_card(folder: Path) -> str:
+    """The same layers on an H100, and their ratios to plain matmuls over those on an H200."""
+    there, here = _by_case(folder / OTHER_CARD), _by_case(folder / LAYERS[0])
+    head = ["shape", "forward: dense / hexa_fx (ms)", "forward + backward (ms)", "over dense", "that over an H200's"]
+    lines = []
+    for shape in GOALS:
+        dense, hexa = (there[f"{shape} balanced {impl}"] for impl in ("dense", "hexa"))
+        times = [f"{dense[part]:.2f} / {hexa[part]:.2f}" for part in ("forward_ms", "train_ms")]
+        ratios = [(hexa[part], here[f"{shape} balanced hexa"][part]) for part in ("forward_ratio", "train_ratio")]
+        over, cards = (", ".join(f"{n:.2f}" for n in each) for each in zip(*((one, one / two) for one, two in ratios)))
+        lines.append([shape, *times, over, cards])
     return table(head, lines)
 
 
@@ -253,6 +268,7 @@ PAGES: dict[Path, dict[str, Callable[[Path], str]]] = {
     ROOT / "docs" / "how_fast.md": {
         "models": models,
         "layers": summary,
+        "other card": other_card,
         "tokens": tokens,
         "decode": decode,
         "packed": packed,
