@@ -18,7 +18,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def rewritten_code_at_any_size() -> Iterator[None]:
     """Test inputs are small: blocks whose own code is the quicker there would be compared with themselves."""
     from hexa_fx.ir import NEVER_SMALL  # imports torch, after its environment is set

@@ -48,6 +48,9 @@ _looked_at: WeakSet[Optimizer] = WeakSet()
 _hooked: WeakSet[Optimizer] = WeakSet()
 _said: WeakSet[Optimizer] = WeakSet()
 _warned: WeakSet[type[Optimizer]] = WeakSet()
+_made: set[int] = set()
+"""Marks made under the plans that hold now. ZeroRedundancyOptimizer copies its groups' values to an optimizer of its own, which has
+some of their parameters."""
 
 
 def watch(shards: Iterable[ShardedParameter]) -> Callable[[], None]:
@@ -55,6 +58,7 @@ def watch(shards: Iterable[ShardedParameter]) -> Callable[[], None]:
     slices = _Slices(shards)
     _watched.add(slices)
     _looked_at.clear()
+    _made.clear()
     before_every_step(_stepping)
     return slices.end
 
@@ -69,7 +73,7 @@ def check(optimizer: Optimizer) -> None:
         for shard in here:
             for value in optimizer.state.get(shard.parameter, {}).values():
                 check_slice(f"the optimizer's state of {shard.name!r}", value, shard)
-        if here and group.get(MARK, mark_of(here)) != mark_of(here):
+        if here and group.get(MARK) not in {None, mark_of(here), *_made}:
             raise not_ours(f"the optimizer's state of {here[0].name!r}")
     mark(optimizer)
 
@@ -80,6 +84,7 @@ def mark(optimizer: Optimizer) -> None:
         group.pop(MARK, None)
         if here:
             group[MARK] = mark_of(here)
+            _made.add(group[MARK])
 
 
 def _slices_in(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[ShardedParameter]]]:
