@@ -1,4 +1,4 @@
-"""overlooked.Runs a whole model once on example inputs and notes where MoE blocks may be.
+"""Runs a whole model once on example inputs and notes where MoE blocks may be.
 
 A block is worth recording if it holds parameters that could belong to experts, and if something is selected by index inside
 it or in its arguments. Names only suggest where to look; detection decides what a block is.
@@ -90,7 +90,7 @@ def _of_codes(value: Any) -> bool:
 
 
 def observe(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Candidate]:
-    """overlooked.Runs ``model`` without gradients and returns candidates in the order of ``model.named_modules()``.
+    """Runs ``model`` without gradients and returns candidates in the order of ``model.named_modules()``.
 
     Buffers, attributes, hooks and the random state are restored afterwards. Errors of the model itself are not caught.
     """
