@@ -5,7 +5,6 @@ Sizes that are equal on the example need not be so on other inputs: windows of s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.fx
 from hexa_fx.capture import record_of
 from hexa_fx.passes.detect.graph import CONTRACTIONS, is_tensor, operation
 from hexa_fx.passes.detect.operations import CASTS, EACH, MULTIPLIED, SUMS
+from hexa_fx.passes.size_rules import flat
 
 Node = torch.fx.Node
 
@@ -39,7 +39,7 @@ def leading_sizes(node: Node) -> Node | tuple[Any, ...] | None:
         if not node.op.startswith("call"):
             return None
         if operation(node) in ("view", "reshape"):
-            sizes = tuple(_flat(node.args[1:]))
+            sizes = tuple(flat(node.args[1:]))
             return sizes[:-1] if len(sizes) == len(leading) + 1 else None
         given = [n for n in _operands(node) if record_of(n).value.shape[:-1] == leading]
         if not given:
@@ -59,11 +59,3 @@ def _operands(node: Node) -> list[Node]:
     left, _, result = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     return [n for n, term in zip(tensors, terms) if len(terms) == len(tensors) and term[:-1] == result[:-1]]
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value

@@ -80,7 +80,7 @@ def dims_of(node: Node) -> int:
 
 
 def _view(node: Node, dim: int) -> Origin | None:
-    sizes = list(_flat(node.args[1:]))
+    sizes = list(flat(node.args[1:]))
     return _number(sizes[dim]) if len(sizes) == dims_of(node) else None
 
 
@@ -89,12 +89,12 @@ def _like_second(node: Node, dim: int) -> Origin | None:
 
 
 def _made(node: Node, dim: int) -> Origin | None:
-    sizes = list(_flat(node.args[1:] if operation(node).startswith("new_") else node.args))
+    sizes = list(flat(node.args[1:] if operation(node).startswith("new_") else node.args))
     return _number(sizes[dim]) if len(sizes) == dims_of(node) else None
 
 
 def _expand(node: Node, dim: int) -> Origin | None:
-    sizes = list(_flat(node.args[1:]))
+    sizes = list(flat(node.args[1:]))
     if len(sizes) != dims_of(node) or not isinstance(node.args[0], Node):
         return None
     if sizes[dim] != -1:
@@ -120,7 +120,7 @@ def _transpose(node: Node, dim: int) -> Origin | None:
 
 
 def _permute(node: Node, dim: int) -> Origin | None:
-    order = [item for item in _flat(node.args[1:]) if isinstance(item, int)]
+    order = [item for item in flat(node.args[1:]) if isinstance(item, int)]
     return _of_operand(node.args[0], order[dim] % dims_of(node)) if len(order) == dims_of(node) else None
 
 
@@ -198,10 +198,11 @@ def _einsum(node: Node, dim: int) -> list[Dim]:
     return [Dim(n, term.index(letter)) for n, term in zip(tensors, terms) if letter in term]
 
 
-def _flat(value: Any) -> Iterator[Any]:
+def flat(value: Any) -> Iterator[Any]:
+    """What lies in tuples and lists, however deep: sizes are given one by one or as one tuple."""
     if isinstance(value, (tuple, list)):
         for item in value:
-            yield from _flat(item)
+            yield from flat(item)
     else:
         yield value
 

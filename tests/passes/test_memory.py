@@ -52,6 +52,9 @@ class Loop(Routed):
 class Grouped(Routed):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, index = self.route(x)
+        return self.mix(x, index, weights)
+
+    def mix(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         order = index.flatten().argsort(stable=True)
         ends = torch.bincount(index.flatten(), minlength=E).cumsum(0, dtype=torch.int32)
         rows = x[order // K]
@@ -197,12 +200,7 @@ class Given(Grouped):
     """Experts whose routing is an argument, as those of transformers: `Grouped` behind a router of somebody else's."""
 
     def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        order = index.flatten().argsort(stable=True)
-        ends = torch.bincount(index.flatten(), minlength=E).cumsum(0, dtype=torch.int32)
-        rows = x[order // K]
-        gate, up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), ends).chunk(2, -1)
-        y = torch._grouped_mm(F.silu(gate) * up, self.down.transpose(1, 2), ends) * weights.flatten()[order, None]
-        return torch.zeros_like(x).index_add_(0, order // K, y)
+        return self.mix(x, index, weights)
 
 
 def routed(tokens: int) -> tuple[torch.Tensor, ...]:
