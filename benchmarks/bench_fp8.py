@@ -4,15 +4,15 @@
 
 Products: ``up`` gathers and quantises in its epilogue, ``down`` is the second projection, ``dA`` with the activation's gradient,
 ``dX``, ``dW1`` and ``dW2``; TFLOP/s count the product only. Casts: rows, columns (gathered and turned round) and weights in both
-orientations; GB/s of what they read and write. ``deepgemm`` rows are its m-grouped contiguous product of the operands of ``down``
-and ``dX``, which lie in expert order, where experts have as many rows as it wants multiples of. Each runs alone at its sustained
-clock (`common.steady`).
+orientations; GB/s of what they read and write. ``deepgemm`` rows are its products of operands of the same sizes, where experts have
+as many rows as it wants multiples of: m-grouped for ``down`` and ``dX``, whose rows lie in expert order, and k-grouped for ``dW1``
+and ``dW2``, which it adds to float32. Its scales are laid out as it reads them beforehand, and what it returns is compared with
+float32. A product and its peer take turns, each alone at its sustained clock (`common.steady`).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from common import SHAPES, MoeShape, environment, steady
 from layers import build_kernels
+from peer_products import PEERS, Product
 from torch import Tensor
 
 from hexa_fx.formats.fp8_scaling import BLOCK, ELEMENT, group_count
@@ -30,12 +31,13 @@ DEFAULT = "qwen3-30b,dsv3,mixtral,sonic-30b,granite-fine"
 
 
 class Case(NamedTuple):
-    """One kernel: what it does in a call, as FLOPs or bytes."""
+    """One kernel: what it does in a call, as FLOPs or bytes. operands: of a peer's product, if there is one."""
 
     name: str
     work: float
     unit: str
     run: Callable[[], object]
+    operands: Product | None = None
 
 
 def op(name: str, *args: Any) -> Callable[[], object]:
@@ -76,14 +78,12 @@ def cases(shape: MoeShape) -> Iterator[Case]:
     xq, w1 = rows(shape.tokens, model), weight(experts, 2 * inner, model)
     yield Case("up", 2 * product, "TFLOP/s", op("esmm_act_fp8", *xq, *w1, None, v, offs, shape.top_k, *step, True))
     a, w2 = rows(n, inner), weight(experts, model, inner)
-    yield Case("down", product, "TFLOP/s", op("esmm_fp8", *a, *w2, None, offs))
-    yield from deepgemm("down", product, a, w2, experts)
+    yield Case("down", product, "TFLOP/s", op("esmm_fp8", *a, *w2, None, offs), Product("rows", *a, *w2))
     h, w2_t = rows(n, 2 * inner), weight(experts, inner, model)
     back = (*xq, *w2_t, *h, None, v, offs, shape.top_k, *step, (True,) * 4)
     yield Case("dA", product, "TFLOP/s", op("esmm_act_backward_fp8", *back))
     w1_t = weight(experts, model, 2 * inner)
-    yield Case("dX", 2 * product, "TFLOP/s", op("esmm_fp8", *h, *w1_t, None, offs))
-    yield from deepgemm("dX", 2 * product, h, w1_t, experts)
+    yield Case("dX", 2 * product, "TFLOP/s", op("esmm_fp8", *h, *w1_t, None, offs), Product("rows", *h, *w1_t))
     del h, w1_t, w2_t
     count = group_count(n, experts)
     of_x, of_dh, of_a = groups(count, model), groups(count, 2 * inner), groups(count, inner)
@@ -91,29 +91,23 @@ def cases(shape: MoeShape) -> Iterator[Case]:
         torch.empty(experts, *size, device="cuda", dtype=torch.bfloat16)
         for size in ((2 * inner, model), (model, inner))
     )
-    yield Case("dW1", 2 * product, "TFLOP/s", op("estmm_fp8", dw1, *of_dh, *of_x, offs, True, False))
-    yield Case("dW2", product, "TFLOP/s", op("estmm_fp8", dw2, *of_x, *of_a, offs, True, False))
+    first, second = Product("weights", *of_dh, *of_x, experts), Product("weights", *of_x, *of_a, experts)
+    yield Case("dW1", 2 * product, "TFLOP/s", op("estmm_fp8", dw1, *of_dh, *of_x, offs, True, False), first)
+    yield Case("dW2", product, "TFLOP/s", op("estmm_fp8", dw2, *of_x, *of_a, offs, True, False), second)
     made = (*weight(experts, 2 * inner, model), *weight(experts, model, 2 * inner))
     yield Case("weight 1", 4.0 * dw1.numel(), "GB/s", op("quantize_weight_fp8", *made, dw1, None, "nk", "concat"))
 
 
-def deepgemm(
-    name: str, work: float, x: tuple[Tensor, Tensor], w: tuple[Tensor, Tensor], experts: int
-) -> Iterator[Case]:
-    """DeepGEMM's product of the same operands; a line says why there is none."""
-    try:
-        gemm = importlib.import_module("deep_gemm")
-        count, columns = x[0].shape[0] // experts, w[0].shape[1]
-        if count % gemm.get_m_alignment_for_contiguous_layout():
-            raise ValueError(f"{count} rows an expert")
-        layout = torch.arange(experts, device="cuda", dtype=torch.int32).repeat_interleave(count)
-        out = torch.empty(x[0].shape[0], columns, device="cuda", dtype=torch.bfloat16)
-        run = lambda: gemm.m_grouped_fp8_gemm_nt_contiguous(x, w, out, layout)  # noqa: E731
-        run()
-    except Exception as error:  # a peer that is not there, or that cannot do this shape, leaves a line
-        print(f"   deepgemm {name}: left out, {type(error).__name__}: {str(error)[:150]}", flush=True)
-        return
-    yield Case(f"deepgemm {name}", work, "TFLOP/s", run)
+def with_peers(case: Case) -> dict[str, Callable[[], object]]:
+    """The kernel, and each peer that can do the same; a line says why one cannot."""
+    found = {case.name: case.run}
+    for peer, make in PEERS.items() if case.operands is not None else ():
+        try:
+            assert case.operands is not None
+            found[f"{peer} {case.name}"] = make(case.operands)
+        except Exception as error:  # a peer that is not there, or that cannot do this shape
+            print(f"   {peer} {case.name}: left out, {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -128,10 +122,13 @@ def main() -> None:
     build_kernels([SHAPES[name] for name in names], exact=False, fp8=True)
     for name in names:
         for case in cases(SHAPES[name]):
-            ms = steady({case.name: case.run}, turns=1, warm_s=options.seconds / 2, timed_s=options.seconds)[case.name]
-            rate = case.work / ms / (1e9 if case.unit == "TFLOP/s" else 1e6)
-            found.append({"shape": name, "kernel": case.name, "ms": ms, "rate": rate, "unit": case.unit})
-            print(f"{name:14s} {case.name:14s} {ms:8.3f} ms {rate:8.1f} {case.unit}", flush=True)
+            runs = with_peers(case)
+            turns = 1 if len(runs) == 1 else 2
+            for kernel, ms in steady(runs, turns, options.seconds / 2, options.seconds).items():
+                rate = case.work / ms / (1e9 if case.unit == "TFLOP/s" else 1e6)
+                found.append({"shape": name, "kernel": kernel, "ms": ms, "rate": rate, "unit": case.unit})
+                print(f"{name:14s} {kernel:14s} {ms:8.3f} ms {rate:8.1f} {case.unit}", flush=True)
+            del runs, case
         torch.cuda.empty_cache()
         if options.json:  # after every shape
             options.json.write_text(json.dumps({"environment": environment(), "rows": found}, indent=1))
