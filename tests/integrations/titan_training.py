@@ -1,12 +1,14 @@
-"""torchtitan's own training loop on a CPU, as a script: `titan_training.py STEPS [OVERRIDE]` prints the losses as JSON.
+"""torchtitan's own training loop on CPUs, as a script: `titan_training.py STEPS [OVERRIDE]` prints the losses as JSON.
 
-Run in an empty folder. torchtitan asks for an accelerator; stand-ins are given for what it asks of one, and for FlexAttention,
-which has no backward on CPUs.
+Run in an empty folder, or as several ranks in one each: routed experts are then shared out over them, and their tokens travel by
+torchtitan's all-to-all. It asks for an accelerator; stand-ins are given for what it asks of one, and for FlexAttention, which has
+no backward on CPUs.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -33,6 +35,7 @@ class Accelerator(types.ModuleType):
 torch._utils._get_available_device_type = lambda: "cpu"
 torch._utils._get_device_module = lambda _: Accelerator("cpu")
 
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.distributed import utils as distributed_utils  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
@@ -78,12 +81,24 @@ def main(steps: int, *overrides: str) -> None:
     config.checkpoint.enable = False
     config.debug.seed = 1
     config.override.imports = list(overrides)
+    if (world := int(os.environ["WORLD_SIZE"])) > 1:
+        config.parallelism.expert_parallel_degree, config.training.disable_cuda_graphs = world, True
+        config.parallelism.spmd_backend = "partial_dtensor"  # its default wants a later torch than 2.13
     trainer = config.build()
+    modules = [m for part in trainer.model_parts for m in part.modules()]
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # Gloo has no other
     trainer.train()
-    kinds = {
-        type(m).__name__ for part in trainer.model_parts for m in part.modules() if "GroupedExperts" in type(m).__name__
+    experts = [m for m in modules if "GroupedExperts" in type(m).__name__]
+    dispatchers = {type(m.token_dispatcher).__name__ for m in modules if hasattr(m, "token_dispatcher")}
+    found = {
+        "losses": losses,
+        "experts": sorted({type(m).__name__ for m in experts}),
+        "held": [list(getattr(m.w1_EFD, "_local_tensor", m.w1_EFD).shape) for m in experts],
+        "dispatchers": sorted(dispatchers),
     }
-    print(json.dumps({"losses": losses, "experts": sorted(kinds)}))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
