@@ -28,14 +28,14 @@ from hexa_fx.codegen.family_decode import (
 )
 from hexa_fx.codegen.family_packed import columns_of_tile
 from hexa_fx.codegen.heuristics import row_bucket
-from hexa_fx.codegen.spec import Glu, KernelSpec, Layout
+from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.cuda.kernel import kernel_of
 from hexa_fx.cuda.key_decode import DecodeKey
-from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, ceil_div, constants_of, numbers_of
+from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, ceil_div, constants_of, contiguous, numbers_of
 from hexa_fx.cuda.planning import planning_of
-from hexa_fx.cuda.rows import ID_TYPES, ids_are_checked
+from hexa_fx.cuda.rows import ID_TYPES, ids_are_checked, rows_spec
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.ops.activations import inner_width
 from hexa_fx.ops.fixed_order import is_fixed
@@ -187,7 +187,7 @@ def _down(a: Tensor, o: Projection, slots: Slots, summed: int = 0, weights: Tens
         return d
     tokens, top_k = slots.ids.shape
     out = a.new_empty((tokens, _columns(o)))
-    weights = None if weights is None else weights.contiguous()
+    weights = contiguous(weights)
     name = "f32" if weights is None else DTYPES[weights.dtype].name
     _product(key._replace(summed=summed, weights=name), a, o, slots, out, weights=weights, together=top_k)
     return out
@@ -234,8 +234,7 @@ def _product(
     planning, n = planning_of(x), _columns(o)
     tile: DecodeTile | DownTile = planning.tile_of(key)
     spec = key.spec(tile)
-    biases = [None if b is None else b.contiguous() for b in (o.b, o.b3)]
-    pointers = (x, o.w, o.w3, *biases, d, slots.ids, weights)
+    pointers = (x, o.w, o.w3, contiguous(o.b), contiguous(o.b3), d, slots.ids, weights)
     by_expert, by_line, _ = o.w.stride()
     numbers = _NUMBERS.pack(
         x.stride()[0],
@@ -261,21 +260,10 @@ def _product(
 
 def _combine(y: Tensor, top_k_weights: Tensor | None, slots: Slots) -> Tensor:
     """(T, D): rows by slot, times their weights, added up in the order of slots."""
-    planning, width = planning_of(y), y.shape[1]
-    tokens, top_k = slots.ids.shape
-    weights = None if top_k_weights is None else top_k_weights.contiguous()
+    width, weights, (tokens, top_k) = y.shape[1], contiguous(top_k_weights), slots.ids.shape
     parts = ceil_div(width, 8 * COMBINE_THREADS)
     out = y.new_empty((tokens, width))
-    spec = _combine_spec(
-        planning.card.arch, y.dtype, None if weights is None else weights.dtype, ID_TYPES[slots.ids.dtype]
-    )
+    spec = rows_spec(COMBINE, "combine", y, weights).with_options(id=ID_TYPES[slots.ids.dtype], dependent=True)
     numbers = _COMBINE.pack(width, top_k, slots.experts, parts)
-    planning.launch(kernel_of(spec), (tokens * parts, 1, 1), (((y, weights, slots.ids, out), numbers),))
+    planning_of(y).launch(kernel_of(spec), (tokens * parts, 1, 1), (((y, weights, slots.ids, out), numbers),))
     return out
-
-
-@cached_choice
-def _combine_spec(arch: int, dtype: torch.dtype, weights: torch.dtype | None, ids: str) -> KernelSpec:
-    spec = KernelSpec(COMBINE, "combine", arch, dtype=DTYPES[dtype], scale=weights is not None)
-    name = "f32" if weights is None else DTYPES[weights].name
-    return spec.with_options(weights=name, id=ids, dependent=True)

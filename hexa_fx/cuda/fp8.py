@@ -6,7 +6,7 @@ launch follows from sizes alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +14,15 @@ from torch import Tensor
 from hexa_fx.codegen.cutlass import DataType
 from hexa_fx.codegen.family_block_sm90 import FAMILY, PART, TILE_K, TILE_M, TILE_N
 from hexa_fx.codegen.family_gemm_sm90 import MAX_EXPERTS, TABLES
-from hexa_fx.codegen.spec import KernelSpec
+from hexa_fx.codegen.spec import KernelSpec, Option
 from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS
 from hexa_fx.cuda.arguments_sm90 import Maps, chunk_map, division, pack, rows_map, weight_map
 from hexa_fx.cuda.calls import cuda_kernel
-from hexa_fx.cuda.choosing import Card, cached_choice, card_of
+from hexa_fx.cuda.choosing import Card, card_of
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.fp8_rows import Gradient, Results, activation_gradient
 from hexa_fx.cuda.kernel import Kernel, kernel_of
-from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of
+from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, contiguous
 from hexa_fx.cuda.planning import Piece, TileQueue, planning_of
 from hexa_fx.formats.fp8_scaling import BLOCK
 from hexa_fx.ops.fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8, glu_of
@@ -59,30 +59,24 @@ def _no_products(card: Card, experts: int) -> str:
     return f"{experts} experts; the kernels' tables hold {MAX_EXPERTS}" if experts > MAX_EXPERTS else ""
 
 
+class _Activated(NamedTuple):
+    """What becomes of a first projection: the activation, and where its values and their scales go."""
+
+    act: Tensor
+    scales: Tensor
+    activation: str
+    gated: bool
+    params: tuple[float, ...]
+
+
 @cuda_kernel("esmm_act_fp8")
 def esmm_act_fp8(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See hexa_fx.ops.fp8. One launch: the epilogue quantises."""
     o = EsmmActFp8(*args)
     h, hs, a, a_scales = results = o.results()
-    (n, inner), width = a.shape, o.w.shape[1]
-    if not n:
-        return results
-    fields = {"activation": o.activation, "glu": glu_of(o.gated), "bias": o.bias is not None, "gather": True}
-    kernel = _kernel(o.x, o.w, n, "esmm_act", None, fields, ("store_h", o.keep_h))
-    maps = Maps(weight=weight_map(o.w, "nk", PART), out=chunk_map(h) if o.keep_h else None, act=chunk_map(a))
-    sizes = {
-        "n": n,
-        "a_ld": o.x.shape[1],
-        "out_ld": width,
-        "act_ld": inner,
-        "K": o.x.shape[1],
-        "N": inner,
-        "bias_ld": width,
-    }
-    scales = {"a_scale": o.xs, "w_scale": o.ws, "h_scale": hs if o.keep_h else None, "act_scale": a_scales}
-    tensors = {"a": o.x, "out": h if o.keep_h else None, "act": a, "bias": _bias(o.bias), "v": o.v}
-    more = {"division": division(o.top_k), "constants": constants_of(o.activation, o.params)}
-    _launch(kernel, o.offs, maps, scales, **sizes, **tensors, **more)
+    out, scales = (h, hs) if o.keep_h else (None, None)
+    activated = _Activated(a, a_scales, o.activation, o.gated, o.params)
+    _rows(EsmmFp8(*o[:5], o.offs), o.v, o.top_k, out, scales, activated)
     return results
 
 
@@ -91,24 +85,44 @@ def esmm_fp8(*args: Any) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.fp8. One launch."""
     o = EsmmFp8(*args)
     y, ys = o.results()
-    _product(o, None, 1, into=y, scales=ys)
+    _rows(o, None, 1, y, ys)
     return y, ys
 
 
-def _product(o: EsmmFp8, v: Tensor | None, top_k: int, into: Tensor, scales: Tensor | None) -> None:
-    """One launch, of rows in expert order or gathered by v. ``scales``: of results in bytes."""
-    n, columns = into.shape
+def _rows(
+    o: EsmmFp8,
+    v: Tensor | None,
+    top_k: int,
+    out: Tensor | None,
+    scales: Tensor | None,
+    activated: _Activated | None = None,
+) -> None:
+    """One launch of a row product, of rows in expert order or gathered by v: to ``out`` if it is wanted, with the scales of results
+    in bytes, and to what is ``activated``.
+    """
+    act, act_scales, activation, gated, params = activated or (None, None, "none", False, ())
+    result = out if act is None else act
+    assert result is not None
+    (n, columns), (width, depth) = result.shape, o.w.shape[1:]
     if not n:
         return
-    fields = {"bias": o.bias is not None, "gather": v is not None}
-    kernel = _kernel(o.x, o.w, n, "esmm", DTYPES[into.dtype], fields)
-    rows = None if v is not None else rows_map(o.x, _ROW_BOX)
-    maps = Maps(rows=rows, weight=weight_map(o.w, "nk", PART), out=chunk_map(into))
-    depth = o.x.shape[1]
-    sizes = {"n": n, "a_ld": depth, "out_ld": columns, "K": depth, "N": columns, "bias_ld": columns}
-    tensors = {"a": o.x, "out": into, "bias": _bias(o.bias), "v": v}
-    given = {"a_scale": o.xs, "w_scale": o.ws, "h_scale": scales}
-    _launch(kernel, o.offs, maps, given, **sizes, **tensors, division=division(top_k))
+    fields = {"activation": activation, "glu": glu_of(gated), "bias": o.bias is not None, "gather": v is not None}
+    if act is None:
+        kernel = _kernel(o.x, o.w, n, "esmm", DTYPES[result.dtype], fields)
+    else:
+        kernel = _kernel(o.x, o.w, n, "esmm_act", None, fields, ("store_h", out is not None))
+    maps = Maps(
+        rows=None if v is not None else rows_map(o.x, _ROW_BOX),
+        weight=weight_map(o.w, "nk", PART),
+        out=None if out is None else chunk_map(out),
+        act=None if act is None else chunk_map(act),
+    )
+    sizes = {"n": n, "a_ld": depth, "out_ld": width, "act_ld": 0 if act is None else columns}
+    sizes |= {"K": depth, "N": columns, "bias_ld": width}
+    tensors = {"a": o.x, "out": out, "act": act, "bias": contiguous(o.bias), "v": v}
+    given = {"a_scale": o.xs, "w_scale": o.ws, "h_scale": scales, "act_scale": act_scales}
+    more = {"division": division(top_k), "constants": constants_of(activation, params)}
+    _launch(kernel, o.offs, maps, given, **sizes, **tensors, **more)
 
 
 @cuda_kernel("esmm_act_backward_fp8")
@@ -120,12 +134,10 @@ def esmm_act_backward_fp8(*args: Any) -> tuple[Tensor, ...]:
     results, (n, inner) = o.results(), (o.v.shape[0], o.w.shape[1])
     if n and any(o.needs):
         da = o.dy.new_empty((n, inner), dtype=torch.bfloat16)
-        _product(EsmmFp8(o.dy, o.dys, o.w, o.ws, None, o.offs), o.v, o.top_k, into=da, scales=None)
+        _rows(EsmmFp8(o.dy, o.dys, o.w, o.ws, None, o.offs), o.v, o.top_k, da, None)
         weights = None if o.top_k_weights is None else o.top_k_weights.reshape(-1).float()
-        wanted = Results(*[t if t.numel() else None for t in results])
-        activation_gradient(
-            Gradient(da, o.h, o.hs, weights, o.v, o.offs, o.activation, o.gated, tuple(o.params)), into=wanted
-        )
+        given = Gradient(da, o.h, o.hs, weights, o.v, o.offs, o.activation, o.gated, tuple(o.params))
+        activation_gradient(given, into=Results(*[t if t.numel() else None for t in results]))
     return results
 
 
@@ -157,10 +169,6 @@ def estmm_fp8(*args: Any) -> None:
         planning_of(out).run(Tensor.add_ if o.add else Tensor.copy_, out, held.transpose(1, 2) if turned else held)
 
 
-def _bias(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()
-
-
 def _kernel(
     x: Tensor,
     w: Tensor,
@@ -176,21 +184,11 @@ def _kernel(
         raise Unsupported(reason)
     tables = next(size for size in TABLES if w.shape[0] <= size)
     cluster = cluster_of(rows, w.shape[0], fields.get("gather", False))
-    more = ("experts", tables), *((("cluster", cluster),) if cluster > 1 else ())
-    return _kernel_of(op, out, tuple(sorted(fields.items())), (*options, *more), adds)
-
-
-@cached_choice
-def _kernel_of(
-    op: str,
-    out: DataType | None,
-    fields: tuple[tuple[str, Any], ...],
-    options: tuple[tuple[str, int | bool], ...],
-    adds: bool,
-) -> Kernel:
-    tile: dict[str, Any] = {"bm": TILE_M, "bn": TILE_N, "bk": TILE_K, "stages": STAGES}
-    spec = KernelSpec(FAMILY, op, 90, dtype=DataType.e4m3, out_dtype=out, **tile, **dict(fields))
-    spec = spec.with_options(**dict(options))
+    spec = KernelSpec(
+        FAMILY, op, 90, dtype=DataType.e4m3, out_dtype=out, bm=TILE_M, bn=TILE_N, bk=TILE_K, stages=STAGES, **fields
+    )
+    shared: dict[str, Option] = {"cluster": cluster} if cluster > 1 else {}
+    spec = spec.with_options(experts=tables, **shared, **dict(options))
     return kernel_of(spec.adding() if adds else spec)
 
 

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hexa_fx.codegen.families import get_family
-from hexa_fx.codegen.family_rows import COMBINE_THREADS, UNROLLED_TOP_K
 from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, COMBINE, QUANTIZE, THREADS
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.calls import cuda_kernel, product
-from hexa_fx.cuda.choosing import cached_choice
+from hexa_fx.cuda.choosing import Card
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.kernel import Kernel, kernel_of
-from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, dense_rows, numbers_of
+from hexa_fx.cuda.kernel import kernel_of
+from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, contiguous, dense_rows, numbers_of
 from hexa_fx.cuda.planning import Operand, planning_of
+from hexa_fx.cuda.rows import combine_spec
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
 from hexa_fx.ops.fp8 import CombineFp8, EssFp8, glu_of
 from hexa_fx.ops.fp8_quantizing import QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8
@@ -120,27 +119,12 @@ def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices
 def combine_fp8(*args: Any) -> Tensor:
     """See hexa_fx.ops.fp8. One block a token."""
     o = CombineFp8(*args)
-    out, planning = o.results(), planning_of(o.y)
-    weights = None if o.top_k_weights is None else o.top_k_weights.contiguous()
-    kernel = _combine_kernel(
-        planning.card.arch, o.dtype, None if weights is None else weights.dtype, o.columns, o.top_k, aligned(out)
-    )
+    out, weights = o.results(), contiguous(o.top_k_weights)
+    spec = combine_spec(COMBINE, out, weights, o.top_k, ceil_div(o.columns, _COLUMNS_A_THREAD), aligned(out))
     numbers = _COMBINE.pack(o.columns, o.y.shape[1], o.top_k)
-    planning.launch(kernel, (out.shape[0], 1, 1), (((o.y, o.ys, weights, o.inv, o.offs[-1:], out), numbers),))
+    pieces = (((o.y, o.ys, weights, o.inv, o.offs[-1:], out), numbers),)
+    planning_of(o.y).launch(kernel_of(spec), (out.shape[0], 1, 1), pieces)
     return out
-
-
-@cached_choice
-def _combine_kernel(
-    arch: int, dtype: torch.dtype, weights: torch.dtype | None, columns: int, top_k: int, fit: bool
-) -> Kernel:
-    # The block that wastes the fewest threads, and the largest of equals.
-    lines = ceil_div(columns, _COLUMNS_A_THREAD)
-    threads = min(COMBINE_THREADS, key=lambda t: (ceil_div(lines, t) * t, -t))
-    spec = KernelSpec(COMBINE, "combine", arch, dtype=DTYPES[dtype], scale=weights is not None, aligned=fit)
-    unrolled = top_k if top_k in UNROLLED_TOP_K else 0
-    name = "f32" if weights is None else DTYPES[weights].name
-    return kernel_of(spec.with_options(top_k=unrolled, threads=threads, weights=name))
 
 
 @cuda_kernel("ess_fp8")
@@ -191,10 +175,11 @@ def activation_gradient(o: Gradient, into: Results) -> None:
     """One launch: every group of 128 rows of an expert x 128 columns is read once."""
     planning, (n, width) = planning_of(o.da), o.da.shape
     experts = o.offs.shape[0] - 1
-    kernel = _activate_kernel(planning.card.arch, o.activation, o.gated)
+    static: dict[str, Any] = {"activation": o.activation, "glu": glu_of(o.gated)}
+    spec = KernelSpec(ACTIVATE, "activate_backward", _converting(planning.card), **static)
     numbers = _ACTIVATE.pack(experts, width, *constants_of(o.activation, tuple(o.params)))
     grid = (group_count(n, experts), ceil_div(width // BLOCK, TILES_A_BLOCK), 1)
-    planning.launch(kernel, grid, (((*o[:6], *into), numbers),))
+    planning.launch(kernel_of(spec), grid, (((*o[:6], *into), numbers),))
 
 
 def _quantize(
@@ -208,7 +193,8 @@ def _quantize(
     """One launch for numbers of x's type."""
     planning = planning_of(x)
     fit = aligned(x) and x.shape[1] % _CHUNK == 0 if m is None else _fit(x, m)
-    planning.launch(_quantize_kernel(op, planning.card.arch, x.dtype, fit), grid, ((pointers, numbers),))
+    spec = KernelSpec(QUANTIZE, op, _converting(planning.card), dtype=DTYPES[x.dtype], aligned=fit)
+    planning.launch(kernel_of(spec), grid, ((pointers, numbers),))
 
 
 def _fit(x: Tensor, m: _Matrices) -> bool:
@@ -217,18 +203,8 @@ def _fit(x: Tensor, m: _Matrices) -> bool:
     return m.by_column == 1 and m.columns % _CHUNK == 0 and not low & 15
 
 
-@cached_choice
-def _quantize_kernel(op: str, arch: int, dtype: torch.dtype, fit: bool) -> Kernel:
-    _check_arch(arch)
-    return kernel_of(KernelSpec(QUANTIZE, op, arch, dtype=DTYPES[dtype], aligned=fit))
-
-
-@cached_choice
-def _activate_kernel(arch: int, activation: str, gated: bool) -> Kernel:
-    _check_arch(arch)
-    return kernel_of(KernelSpec(ACTIVATE, "activate_backward", arch, activation=activation, glu=glu_of(gated)))
-
-
-def _check_arch(arch: int) -> None:
-    if arch < 89:
-        raise Unsupported(f"sm_{arch}; conversion to e4m3 needs an sm_89 or newer")
+def _converting(card: Card) -> int:
+    """The architecture of a card, which has to convert to e4m3."""
+    if card.arch < 89:
+        raise Unsupported(f"sm_{card.arch}; conversion to e4m3 needs an sm_89 or newer")
+    return card.arch

@@ -16,7 +16,7 @@ from hexa_fx.codegen.spec import Layout
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import cached_choice
 from hexa_fx.cuda.kernel import Kernel
-from hexa_fx.cuda.operands import Into, Segment, aligned, ceil_div, constants_of, dense_rows
+from hexa_fx.cuda.operands import Into, Segment, aligned, ceil_div, constants_of, contiguous, dense_rows
 from hexa_fx.cuda.planning import Piece, planning_of
 from hexa_fx.cuda.product import GemmKey, kernel_for
 from hexa_fx.ops.operands import Esfk, Esmm, EsmmAct, Estmm
@@ -127,7 +127,7 @@ def _rows(o: EsmmAct, d: Tensor | None, act: Tensor | None, rows: int, last: boo
     """One launch of esmm: h to d and a to act, each if it is given. `rows` and `last` are of a `Segment`."""
     x, v, offs = dense_rows(o.x), o.v, o.offs
     first, second = _weights(o.w1, o.w3, o.layout)
-    bias, bias_up = (None if b is None else b.contiguous() for b in (o.b1, o.b3))
+    bias, bias_up = contiguous(o.b1), contiguous(o.b3)
     result = d if act is None else act
     assert result is not None
     (n, inner), k, experts = result.shape, x.shape[1], offs.shape[0] - 1

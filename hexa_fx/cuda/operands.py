@@ -89,6 +89,11 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride()[-1] == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """The same elements one behind the other, copied only where they are not; None stays None."""
+    return None if tensor is None else tensor.contiguous()
+
+
 def as_stored(weight: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
     """A view of the weight with the contiguous dimension last, and the layout of that view. Never copies."""
     _, by_row, by_column = weight.stride()

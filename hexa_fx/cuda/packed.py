@@ -29,7 +29,7 @@ from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.gemm_sm80 import divisor
 from hexa_fx.cuda.kernel import kernel_of
 from hexa_fx.cuda.key_packed import PackedKey
-from hexa_fx.cuda.operands import aligned, ceil_div, constants_of, dense_rows, numbers_of
+from hexa_fx.cuda.operands import aligned, ceil_div, constants_of, contiguous, dense_rows, numbers_of
 from hexa_fx.cuda.planning import Operand, planning_of
 from hexa_fx.formats import FORMATS
 from hexa_fx.formats.four_bit import FourBit
@@ -116,7 +116,7 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
     n, inner, experts = base.rows, base.inner, base.offs.shape[0] - 1
     if n == 0 or inner == 0:
         return
-    b1, b3 = (None if b is None else b.contiguous() for b in (base.b1, base.b3))
+    b1, b3 = contiguous(base.b1), contiguous(base.b3)
     planning = planning_of(x)
     key = PackedKey(
         planning.card,

@@ -16,7 +16,7 @@ from hexa_fx.cuda.calls import falls_back
 from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.fallback import generic
 from hexa_fx.cuda.gemm import DECODE_BUCKET, SM80_ONLY, esmm_segment, fused_segment
-from hexa_fx.cuda.operands import Segment
+from hexa_fx.cuda.operands import Segment, contiguous
 from hexa_fx.cuda.unpack import parts
 from hexa_fx.ops.esmm_packed import EsmmPacked
 from hexa_fx.ops.fixed_order import is_fixed
@@ -65,7 +65,7 @@ def esmm_act_packed(*args: Any) -> tuple[Tensor, Tensor]:
         return few_rows.esmm_act(few._replace(base=o.with_weight(o.base.packed)))
     if few is not None or not _fuses(o.base, o.u, o.activation):
         return generic("esmm_act_packed")(*args)  # type: ignore[no-any-return]
-    n, c = o.base.rows, None if o.c is None else o.c.contiguous()
+    n, c = o.base.rows, contiguous(o.c)
     a = o.base.x.new_empty((n, o.inner))
     h = a.new_empty((n if o.keep_h else 0, o.base.columns))
     for part in parts(o.base):
@@ -81,7 +81,7 @@ def esmm_act_backward_packed(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     o = EsmmActBackwardPacked(*args)
     if _of_few_rows(o.product) is not None or not _fuses(o.product, o.u, o.activation):
         return generic("esmm_act_backward_packed")(*args)  # type: ignore[no-any-return]
-    n, inner, c = o.v.shape[0], o.product.columns, None if o.c is None else o.c.contiguous()
+    n, inner, c = o.v.shape[0], o.product.columns, contiguous(o.c)
     dh, a = o.h.new_empty(o.h.shape), o.h.new_empty((n, inner))
     dots = o.h.new_zeros((-(-inner // _NARROWEST), n), dtype=torch.float32)
     for part in parts(o.product):

@@ -16,14 +16,14 @@ from torch import Tensor
 from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_reindex import reindex_warps
 from hexa_fx.codegen.family_rows import COMBINE_THREADS, TURNED_SIDE, UNROLLED_TOP_K
-from hexa_fx.codegen.spec import Glu, KernelSpec, Option
+from hexa_fx.codegen.spec import Glu, KernelSpec
 from hexa_fx.config import checked_mode
 from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.choosing import cached_choice, described
 from hexa_fx.cuda.fallback import Unsupported
 from hexa_fx.cuda.kernel import Kernel, kernel_of
-from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, dense_rows, numbers_of
-from hexa_fx.cuda.planning import CannotPlan, Operand, Piece, is_same_memory, planning_of
+from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, contiguous, dense_rows, numbers_of
+from hexa_fx.cuda.planning import CannotPlan, Operand, is_same_memory, planning_of
 from hexa_fx.errors import InputError
 from hexa_fx.ops.operands import ActivateBackward
 from hexa_fx.ops.rows import accumulate_dtype, row_count
@@ -107,20 +107,31 @@ def _check_ids(top_k_index: Tensor, num_experts: int) -> None:
 @cuda_kernel("combine")
 def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, top_k: int) -> Tensor:
     """One block a token, sixteen bytes a thread; all k rows of a chunk are in flight at once."""
-    planning, y = planning_of(y), dense_rows(y)
+    y, weights = dense_rows(y), contiguous(top_k_weights)
     tokens, width = inv.shape[0] // top_k, y.shape[1]
     out = y.new_empty((tokens, width))
-    weights = None if top_k_weights is None else top_k_weights.contiguous()
-    unrolled = top_k if top_k in UNROLLED_TOP_K and y.dtype != torch.float64 else 0
-    chunks = max(1, ceil_div(width, 8))
+    spec = combine_spec("combine", out, weights, top_k, max(1, ceil_div(width, 8)), aligned(y, out))
+    numbers = _COMBINE.pack(y.stride()[0], width, width, top_k)
+    pieces = (((y, weights, inv, _routed(offs), out), numbers),)
+    planning_of(y).launch(kernel_of(spec), (tokens if width else 0, 1, 1), pieces)
+    return out
+
+
+def combine_spec(family: str, out: Tensor, weights: Tensor | None, top_k: int, chunks: int, fit: bool) -> KernelSpec:
+    """The kernel of ``family`` that sums rows of so many chunks to ``out``; see `rows_spec`."""
+    unrolled = top_k if top_k in UNROLLED_TOP_K and out.dtype != torch.float64 else 0
     # The block that wastes the fewest threads, and the largest of equals.
     threads = min(COMBINE_THREADS, key=lambda t: (ceil_div(chunks, t) * t, -t))
-    options = (("top_k", unrolled), ("threads", threads))
-    kernel = _kernel("combine", y, weights, (y, out), (), options)
-    numbers = _COMBINE.pack(y.stride()[0], width, width, top_k)
-    grid = (tokens if width else 0, 1, 1)
-    planning.launch(kernel, grid, (((y, weights, inv, _routed(offs), out), numbers),))
-    return out
+    return rows_spec(family, "combine", out, weights, fit).with_options(top_k=unrolled, threads=threads)
+
+
+def rows_spec(
+    family: str, op: str, x: Tensor, weights: Tensor | None = None, fit: bool = True, **fields: Any
+) -> KernelSpec:
+    """A kernel for rows like x, with routing weights or without. ``fit``: all rows begin at multiples of 16 bytes."""
+    static = {"dtype": DTYPES[x.dtype], "scale": weights is not None, "aligned": fit, **fields}
+    name = "f32" if weights is None else DTYPES[weights.dtype].name
+    return KernelSpec(family, op, planning_of(x).card.arch, **static).with_options(weights=name)
 
 
 @cuda_kernel("ess")
@@ -161,28 +172,24 @@ def _say_once(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
 def _sum_rows(
     out: Tensor, accumulate: bool, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None
 ) -> None:
-    planning, g = planning_of(g), dense_rows(g)
-    scale = None if scale is None else scale.contiguous()
+    planning, g, scale = planning_of(g), dense_rows(g), contiguous(scale)
     n, experts, width = row_count(g, v), offs.shape[0] - 1, g.shape[1]
     segments = n // SEGMENT_ROWS + min(experts, n)
     partial = g.new_empty((segments, width), dtype=accumulate_dtype(g.dtype))
     pieces = (((g, v, offs, scale, partial, out), _ESS.pack(g.stride()[0], experts, width, top_k, 0)),)
     columns = ceil_div(width, 256)
-    first = _kernel("ess_partial", g, scale, (g,), (("bm", SEGMENT_ROWS), ("gather", v is not None)))
-    last = _kernel("ess_finish", g, None, (), (("bm", SEGMENT_ROWS),), (), accumulate)
-    planning.launch(first, (columns, segments, 1), pieces)
-    planning.launch(last, (columns, experts, 1), pieces)
+    first = rows_spec("ess", "ess_partial", g, scale, aligned(g), bm=SEGMENT_ROWS, gather=v is not None)
+    last = rows_spec("ess", "ess_finish", g, bm=SEGMENT_ROWS)
+    planning.launch(kernel_of(first), (columns, segments, 1), pieces)
+    planning.launch(kernel_of(last.adding() if accumulate else last), (columns, experts, 1), pieces)
 
 
 @cuda_kernel("activate")
 def activate(h: Tensor, activation: str, glu: Glu, params: tuple[float, ...] = ()) -> Tensor:
     """Each thread computes eight columns."""
     h = dense_rows(h)
-    n, width = h.shape[0], h.shape[1] if glu == "none" else h.shape[1] // 2
-    a = h.new_empty((n, width))
-    numbers = _ACTIVATE.pack(h.stride()[0], 0, n, width, *constants_of(activation, params))
-    pieces = (((h, None, None, None, None, a, None, None), numbers),)
-    _launch_activation("activate", h, None, (h, a), (activation, glu), (n, width), pieces)
+    a = h.new_empty((h.shape[0], h.shape[1] if glu == "none" else h.shape[1] // 2))
+    _launch_activation("activate", (h, None, None, None, None, a, None, None), activation, glu, params)
     return a
 
 
@@ -190,38 +197,29 @@ def activate(h: Tensor, activation: str, glu: Glu, params: tuple[float, ...] = (
 def activate_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """One pass over da and h: dh, the scaled a, and the routing weight's gradient as a reduction over the row."""
     o = ActivateBackward(*args)
-    h, da, weights = dense_rows(o.h), dense_rows(o.da), o.top_k_weights
-    n, width = h.shape[0], da.shape[1]
+    h, da, weights = dense_rows(o.h), dense_rows(o.da), contiguous(o.top_k_weights)
     dh, a = h.new_empty(h.shape), h.new_empty(da.shape)
-    weights = None if weights is None else weights.contiguous()
     dweights = h.new_empty((0,)) if weights is None else weights.new_empty(weights.shape)
     assert weights is None or (o.v is not None and o.offs is not None)
     routed = None if weights is None or o.offs is None else _routed(o.offs)
-    numbers = _ACTIVATE.pack(h.stride()[0], da.stride()[0], n, width, *constants_of(o.activation, o.params))
-    pieces = (((h, da, weights, o.v, routed, a, dh, dweights), numbers),)
-    static = (o.activation, o.glu)
-    _launch_activation("activate_backward", h, weights, (h, da, a, dh), static, (n, width), pieces)
+    pointers = (h, da, weights, o.v, routed, a, dh, dweights)
+    _launch_activation("activate_backward", pointers, o.activation, o.glu, o.params)
     return dh, a, dweights
 
 
-def _launch_activation(
-    op: str,
-    h: Tensor,
-    weights: Tensor | None,
-    operands: tuple[Tensor, ...],
-    static: tuple[str, Glu],
-    sizes: tuple[int, int],
-    pieces: tuple[Piece, ...],
-) -> None:
-    (n, width), (activation, glu) = sizes, static
+def _launch_activation(op: str, pointers: Any, activation: str, glu: Glu, params: tuple[float, ...]) -> None:
+    """``pointers``: h, da, routing weights, v, number of routed rows, a, dh and the routing weights' gradient."""
+    h, da, weights, _, _, a, dh, _ = pointers
+    n, width = a.shape
     chunks = ceil_div(width, 8)
     # As many warps as leave the fewest lanes idle, and the most of equals.
     warps = min((1, 2, 4), key=lambda w: (ceil_div(chunks, 32 * w) * w, -w))
     glu = "concat" if glu == "split" else glu  # h is laid out alike
-    fields = (("activation", activation), ("glu", glu))
-    kernel = _kernel(op, h, weights, operands, fields, (("warps_per_row", warps),))
+    spec = rows_spec("activate", op, h, weights, aligned(h, da, a, dh), activation=activation, glu=glu)
+    strides = h.stride()[0], 0 if da is None else da.stride()[0]
+    numbers = _ACTIVATE.pack(*strides, n, width, *constants_of(activation, params))
     blocks = ceil_div(n, 4 // warps) if width or weights is not None else 0
-    planning_of(h).launch(kernel, (blocks, 1, 1), pieces)
+    planning_of(h).launch(kernel_of(spec.with_options(warps_per_row=warps)), (blocks, 1, 1), ((pointers, numbers),))
 
 
 @cuda_kernel("turned")
@@ -231,37 +229,9 @@ def turned(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     out = x.new_empty((columns, rows), dtype=dtype)
     tiles = ceil_div(columns, TURNED_SIDE)
     numbers = _TURNED.pack(rows, columns, scale, tiles)
-    kernel = _turned_kernel(planning.card.arch, x.dtype, dtype)
-    planning.launch(kernel, (tiles * ceil_div(rows, TURNED_SIDE), 1, 1), (((x, out), numbers),))
+    spec = KernelSpec("turned", "turned", planning.card.arch, dtype=DTYPES[x.dtype], out_dtype=DTYPES[dtype])
+    planning.launch(kernel_of(spec), (tiles * ceil_div(rows, TURNED_SIDE), 1, 1), (((x, out), numbers),))
     return out
-
-
-@cached_choice
-def _turned_kernel(arch: int, dtype: torch.dtype, out: torch.dtype) -> Kernel:
-    return kernel_of(KernelSpec("turned", "turned", arch, dtype=DTYPES[dtype], out_dtype=DTYPES[out]))
-
-
-def _kernel(op: str, x: Tensor, weights: Tensor | None, operands: tuple[Tensor, ...], *more: Any) -> Kernel:
-    """The kernel for rows like x, with routing weights or without, and `operands` that are aligned or not; see `_kernel_of`."""
-    arch, w_dtype = planning_of(x).card.arch, None if weights is None else weights.dtype
-    return _kernel_of(op, arch, x.dtype, w_dtype, aligned(*operands), *more)
-
-
-@cached_choice
-def _kernel_of(
-    op: str,
-    arch: int,
-    dtype: torch.dtype,
-    weights: torch.dtype | None,
-    fit: bool,
-    fields: tuple[tuple[str, Any], ...] = (),
-    options: tuple[tuple[str, Option], ...] = (),
-    adding: bool = False,
-) -> Kernel:
-    family = op.partition("_")[0]
-    spec = KernelSpec(family, op, arch, dtype=DTYPES[dtype], scale=weights is not None, aligned=fit, **dict(fields))
-    spec = spec.with_options(weights="f32" if weights is None else DTYPES[weights].name, **dict(options))
-    return kernel_of(spec.adding() if adding else spec)
 
 
 def _routed(offs: Tensor) -> Tensor:

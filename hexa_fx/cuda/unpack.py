@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_unpack import FAMILY, VALUES_A_BLOCK
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.calls import product
-from hexa_fx.cuda.choosing import cached_choice
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.kernel import Kernel, kernel_of
+from hexa_fx.cuda.kernel import kernel_of
 from hexa_fx.cuda.operands import DTYPES, ceil_div, numbers_of
 from hexa_fx.cuda.planning import planning_of
 from hexa_fx.formats import format_of
@@ -118,10 +116,5 @@ def _unpack(o: Unpacking, into: Tensor) -> None:
     nests = 0 if o.nested is None else o.nested.shape[1]
     numbers = _ARGS.pack(values, columns, o.scale[0].numel(), nests, blocks, *code)
     planning = planning_of(o.packed)
-    kernel = _kernel(planning.card.arch, into.dtype, o.format.name)
-    planning.launch(kernel, (experts * blocks, 1, 1), (((*o[:5], into), numbers),))
-
-
-@cached_choice
-def _kernel(arch: int, dtype: torch.dtype, format: str) -> Kernel:
-    return kernel_of(KernelSpec(FAMILY, "unpack", arch, dtype=DTYPES[dtype]).with_options(format=format))
+    spec = KernelSpec(FAMILY, "unpack", planning.card.arch, dtype=DTYPES[into.dtype]).with_options(format=o.format.name)
+    planning.launch(kernel_of(spec), (experts * blocks, 1, 1), (((*o[:5], into), numbers),))
