@@ -85,6 +85,11 @@ class AttributeGuards:
     def bind(self, block: nn.Module) -> None:
         """Watches ``block`` from now on: the same one, or a copy that may still be incomplete."""
         self._block = weakref.ref(block)
+        self.see_through(MappingProxyType({}))
+
+    def see_through(self, bases: Mapping[int, nn.Module]) -> None:
+        """Looks anew, and takes ``bases[id(module)]`` for a module."""
+        self._bases = bases
         self._found: Resolution | None = None
         self._is_same: Callable[[Any], bool] | None = None
         self._are_hooked: Callable[[], bool] = lambda: False
@@ -116,7 +121,7 @@ class AttributeGuards:
     def _resolve(self) -> None:
         block, self._found, self._is_same = self._block(), None, None
         assert block is not None
-        self._found = Resolution(block, self.reads, self.packed, self.own_forward, self.dtypes)
+        self._found = Resolution(block, self.reads, self.packed, self.own_forward, self.dtypes, self._bases)
         modules = dict(block.named_modules(remove_duplicate=False))
         inner = [submodule(modules, path) for path in self.inner]
         self._are_hooked = any_of([*_OF_ALL, *(getattr(module, hooks) for module in inner for hooks in HOOKS)])

@@ -18,7 +18,7 @@ from torch import is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from hexa_fx.errors import InputError
-from hexa_fx.ir import NEVER_SMALL, PackedWeight, RewrittenBlock, RoutingSite
+from hexa_fx.ir import NEVER_SMALL, RewrittenBlock, RoutingSite
 from hexa_fx.ops import main_grad
 from hexa_fx.runtime import results
 from hexa_fx.runtime.attribute_guards import AttributeGuards
@@ -26,10 +26,10 @@ from hexa_fx.runtime.autocast import dtypes_under_autocast, in_dtypes, may_be_on
 from hexa_fx.runtime.call_kinds import call_sizes, is_small, reason_for_own_code
 from hexa_fx.runtime.compiled_checks import inputs_of
 from hexa_fx.runtime.guards import GuardMiss, SizeMiss, check_coverage, check_inputs
-from hexa_fx.runtime.packing import PackedExperts
+from hexa_fx.runtime.linear_lora import LinearLora
 from hexa_fx.runtime.program import Program
+from hexa_fx.runtime.readers import packed_names, readers
 from hexa_fx.runtime.signature import ArgumentNames, SignatureOfOriginal
-from hexa_fx.runtime.stacked_codes import StackedCodes, reads_codes
 from hexa_fx.sources import peft
 from hexa_fx.sources.adapters import Adapters
 from hexa_fx.sources.packed_parameters import matrices_of
@@ -61,7 +61,7 @@ class HexaForward:
     ) -> None:
         self.programs = {True: _program(train), False: _program(eval)}
         self.guards = {True: train.guards if train else (), False: eval.guards if eval else ()}
-        self.packed_names = {True: _packed_names(train), False: _packed_names(eval)}
+        self.packed_names = {True: packed_names(train), False: packed_names(eval)}
         self.stored = {True: train.stored if train else (), False: eval.stored if eval else ()}
         self.autocast = {True: train.autocast if train else None, False: eval.autocast if eval else None}
         self.small = {True: train.small if train else NEVER_SMALL, False: eval.small if eval else NEVER_SMALL}
@@ -71,7 +71,7 @@ class HexaForward:
         self.num_experts = {True: train.num_experts if train else None, False: eval.num_experts if eval else None}
         self.sites: dict[bool, RoutingSite | str] = {}
         self.restarted, self.called = list[Callable[[], None]](), list[Callable[[], None]]()
-        self.adapters = Adapters()
+        self.adapters, self.lora = Adapters(), LinearLora.of(train, eval)
         self._own_original = original
         self._logged: set[str] = set()
         self._missed_sizes: tuple[Any, ...] | None = None
@@ -151,6 +151,8 @@ class HexaForward:
         program = self.programs[training]
         if program is None:
             raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
+        if not is_compiling() and self.lora.changed(module):
+            self._see_through_adapters()
         self.attributes[training].check()
         if reason := reason_for_own_code(module, self.weights[training]):
             raise GuardMiss(reason)
@@ -159,7 +161,7 @@ class HexaForward:
         results.check(module, self.stored[training])
         for name in self.packed_names[training]:
             getattr(module, name).refresh()
-        result = program.function(self.adapters.seen_from(module) if self.adapters else module, *inputs)
+        result = program.function(self._with_adapters(module), *inputs)
         if dtypes is not None:
             result = in_dtypes(result, dtypes)
         if not self.stored[training]:
@@ -167,6 +169,19 @@ class HexaForward:
         output, kept = result
         results.leave(module, self.stored[training], kept)
         return output
+
+    def _see_through_adapters(self) -> None:
+        """PEFT's modules were put around linear layers of experts, or taken off."""
+        readers = [getattr(self.module, name) for name in {*self.packed_names[True], *self.packed_names[False]}]
+        for each in (*self.attributes.values(), *readers):
+            each.see_through(self.lora.bases)
+
+    def _with_adapters(self, module: nn.Module) -> Any:
+        """The module as a program reads it."""
+        if is_compiling() or not self.lora:
+            return self.adapters.seen_from(module) if self.adapters else module
+        self.lora.refresh()
+        return self.lora.seen_from(module)
 
     def _inputs_of(self, program: Program, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The inputs of the program, checked."""
@@ -238,9 +253,8 @@ def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock
     """
     if is_installed(block):
         raise InputError(f"{type(block).__name__} already has a rewritten forward; call uninstall() first")
-    weights = _packed_weights(block, train, eval)
+    experts = readers(block, train, eval)
     forward = HexaForward(block, train, eval, block.__dict__.get("forward"))
-    experts = {name: _reader(block, weight) for name, weight in weights.items()}
     for packed in experts.values():
         with suppress(GuardMiss):  # the first call says it and runs the original
             packed.refresh()
@@ -278,23 +292,3 @@ def is_installed(block: nn.Module) -> bool:
 
 def _program(rewritten: RewrittenBlock | None) -> Program | None:
     return None if rewritten is None else Program.of(rewritten.graph, rewritten.path)
-
-
-def _reader(block: nn.Module, weight: PackedWeight) -> PackedExperts | StackedCodes:
-    return StackedCodes(block, weight) if reads_codes(block, weight) else PackedExperts(block, weight)
-
-
-def _packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:
-    return () if rewritten is None else tuple(weight.name for weight in rewritten.packed)
-
-
-def _packed_weights(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[str, PackedWeight]:
-    weights: dict[str, PackedWeight] = {}
-    for weight in (weight for rewritten in blocks if rewritten for weight in rewritten.packed):
-        if weights.setdefault(weight.name, weight) != weight:
-            raise InputError(f"train and eval mode read different weights as {weight.name!r}; please report this")
-        if hasattr(block, weight.name):
-            raise InputError(
-                f"{type(block).__name__} already has an attribute {weight.name!r}, which hexa_fx needs; rename it"
-            )
-    return weights

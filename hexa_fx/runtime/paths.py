@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from hexa_fx.ir import PackedWeight
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
@@ -28,6 +29,11 @@ class ParameterPaths:
     def __init__(self, block: nn.Module, paths: Sequence[str]) -> None:
         self._block = weakref.ref(block)
         self.paths = tuple(tuple(path.split(".")) for path in paths)
+        self.see_through({})
+
+    def see_through(self, bases: Mapping[int, nn.Module]) -> None:
+        """Walks anew, and takes ``bases[id(module)]`` for a module that is there in place of a parameter's owner."""
+        self._bases = bases
         self._ready = False
 
     @property
@@ -75,6 +81,8 @@ class ParameterPaths:
         owner: Any = self.block
         for key in modules:
             owner = getattr(owner, key)
+        if self._bases and not is_compiling():  # a tracer would not look again
+            owner = self._bases.get(id(owner), owner)
         if name not in owner._parameters and name not in owner._buffers:
             raise GuardMiss("an expert's parameter is gone")
         found: torch.Tensor = getattr(owner, name)
@@ -82,6 +90,7 @@ class ParameterPaths:
 
     def _walk(self) -> None:
         edges: dict[tuple[int, str], tuple[str, dict[str, Any], str, nn.Module]] = {}
+        owners: dict[int, nn.Module] = {}
         self._owners: list[dict[str, Any]] = []
         self._names: list[str] = []
         for *modules, name in self.paths:
@@ -92,6 +101,11 @@ class ParameterPaths:
                     raise GuardMiss(f"there is no submodule {key!r} on the way to {'.'.join([*modules, name])!r}")
                 edges[id(owner), key] = (".".join(modules[:depth]), owner._modules, key, child)
                 owner = child
+            if id(owner) in self._bases:
+                base = self._bases[id(owner)]
+                edges[id(owner), ""] = (".".join(modules), owner._modules, "base_layer", base)
+                owner = base
+            owners[id(owner)] = owner
             listed: Any = owner._parameters if name in owner._parameters else owner._buffers
             self._owners.append(listed)
             self._names.append(name)
@@ -100,12 +114,13 @@ class ParameterPaths:
         self._keys = [key for _, _, key, _ in edges.values()]
         self._children = [child for _, _, _, child in edges.values()]
         # The rewritten graph may call the container of the experts, and then calls its hooks too.
-        owners = {id(owner): owner for owner in map(self._owner_of, self.paths)}
         self._hooks = [getattr(owner, hooks) for owner in owners.values() if owner is not self.block for hooks in HOOKS]
         self._ready = True
 
-    def _owner_of(self, path: tuple[str, ...]) -> nn.Module:
-        return self.block.get_submodule(".".join(path[:-1]))
+    def owner_of(self, path: Sequence[str]) -> nn.Module:
+        """The module that holds the parameter."""
+        owner = self.block.get_submodule(".".join(path[:-1]))
+        return self._bases.get(id(owner), owner)
 
     def _first_exchanged(self) -> str:
         edges = zip(self._places, self._parents, self._keys, self._children)
@@ -128,6 +143,10 @@ class WeightReader:
 
     def _bind(self, block: nn.Module) -> None:
         self._paths = ParameterPaths(block, [path for part in self.weight.parts for path in part])
+
+    def see_through(self, bases: Mapping[int, nn.Module]) -> None:
+        """See `ParameterPaths.see_through`."""
+        self._paths.see_through(bases)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"weight": self.weight, "block": self._paths.block}

@@ -35,7 +35,9 @@ BLOCK, OWN_DICT = StandIn("block"), StandIn("own")
 
 
 class Resolution:
-    """Where the values of ``reads`` lie in ``block`` now. The block itself and its ``__dict__`` are `BLOCK` and `OWN_DICT`.
+    """Where the values of ``reads`` lie in ``block`` now; ``bases[id(module)]`` counts in place of a module.
+
+    The block itself and its ``__dict__`` are `BLOCK` and `OWN_DICT`.
 
     Raises:
         GuardMiss: one of them is not what was noted.
@@ -48,6 +50,7 @@ class Resolution:
         packed: frozenset[str] = frozenset(),
         own_forward: Callable[..., Any] | None = None,
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+        bases: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
         self.dicts: list[tuple[dict[Any, Any], Any, Any]] = []
         self.owners: list[tuple[Any, str, Any]] = []
@@ -55,7 +58,8 @@ class Resolution:
         self.counted: list[tuple[Any, int]] = []
         self.whole: list[tuple[Any, Any]] = []
         self.slow: list[tuple[Any, Any, Any]] = []
-        self._modules, self._packed = dict(block.named_modules(remove_duplicate=False)), packed
+        self._bases, self._packed = bases, packed
+        self._modules = {name: self._seen_through(m) for name, m in block.named_modules(remove_duplicate=False)}
         self._holders: dict[tuple[bool, str, tuple[Any, ...]], Any] = {}
         if own_forward is not None:  # in its place there is a rewritten one now
             self._holders[False, "", ("forward",)] = own_forward
@@ -69,7 +73,12 @@ class Resolution:
         lists: list[list[Any]] = [self.dicts, self.owners, self.objects, self.counted, self.whole, self.slow]
         for entries in lists:
             entries[:] = [tuple(stand_ins.get(id(item), item) for item in entry) for entry in entries]
-        del self._modules, self._holders, self._seen  # what stays keeps no module alive that is in no place itself
+        del (
+            self._modules,
+            self._holders,
+            self._seen,
+            self._bases,
+        )  # what stays keeps no module alive that is in no place itself
 
     def _add(self, read: PythonRead) -> None:
         holder, key = self._at(read.is_global, read.root, read.steps[:-1]), read.steps[-1]
@@ -87,9 +96,10 @@ class Resolution:
         if key != "__class__" and _is_parametrized(holder) and _is_computed(holder, key, read.value):
             return
         found = place(holder, key)
-        self._seen[id(holder), key] = found.value
-        if not _is_like(found.value, read.value) and not is_switch_of_generate(key, read.value, found.value):
-            raise _miss(read, found.value)
+        value = self._seen_through(found.value)
+        self._seen[id(holder), key] = value
+        if not _is_like(value, read.value) and not is_switch_of_generate(key, read.value, value):
+            raise _miss(read, value)
         through = (read.is_global, read.root, read.steps) in self._through
         if isinstance(found.value, torch.Tensor) and not through:
             return
@@ -104,7 +114,10 @@ class Resolution:
         if found.slow:
             exact = isinstance(read.value, (IsA, Keys))
             self.slow.append((holder, key, _Same(found.value) if exact else read.value))
-        self._add_inside(read, found.value)
+        self._add_inside(read, value)
+
+    def _seen_through(self, value: Any) -> Any:
+        return self._bases.get(id(value), value) if self._bases else value
 
     def _add_inside(self, read: PythonRead, value: Any) -> None:
         """What the object at a place contains, or is."""
@@ -149,7 +162,7 @@ class Resolution:
         place_of = (is_global, root, steps)
         if place_of not in self._holders:
             if steps:
-                found = lookup(self._at(is_global, root, steps[:-1]), steps[-1])
+                found = self._seen_through(lookup(self._at(is_global, root, steps[:-1]), steps[-1]))
             else:
                 found = sys.modules.get(root) if is_global else submodule(self._modules, root)
             self._holders[place_of] = found

@@ -63,7 +63,7 @@ class StackedCodes(WeightReader):
         for path, parameter in zip(self._paths.paths, parameters):
             if not linear4bit.is_four_bit(parameter):
                 raise GuardMiss(f"{'.'.join(path)} is no longer a 4-bit weight")
-            linear4bit.in_rows(self._paths.block.get_submodule(".".join(path[:-1])))
+            linear4bit.in_rows(self._paths.owner_of(path))
             if reason := linear4bit.why_not(parameter):
                 raise GuardMiss(f"{'.'.join(path)} is {reason}")
         count, first = len(self.weight.parts[0]), parameters[0]

@@ -71,10 +71,10 @@ class Adapters:
     def seen_from(self, module: nn.Module) -> Any:
         """``module`` as a rewritten graph reads it: with adapted weights in place of parameters."""
         weights = {n: AdaptedWeight(getattr(module, n), a.left, a.right, a.scale) for n, a in self._active.items()}
-        return _View(module, weights)
+        return View(module, weights)
 
 
-class _View:
+class View:
     """A module of which some attributes are replaced."""
 
     def __init__(self, module: nn.Module, replaced: dict[str, Any]) -> None:

@@ -1,0 +1,225 @@
+"""PEFT's LoRA on the linear layers of listed experts, without code of the experts' own.
+
+PEFT puts a module in the place of each linear layer, which adds low-rank products to what the layer gives. A rewritten block that
+only multiplies by such layers' weights takes the factors instead, whatever is active: nothing of PEFT is imported, and what its
+modules say is compared with what was noted in every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
+from operator import eq, is_
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx
+from torch import nn
+
+from hexa_fx.ir import PackedWeight, RewrittenBlock
+from hexa_fx.isolation.held_objects import MISSING
+from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
+from hexa_fx.runtime.packing import PackedExperts
+from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
+from hexa_fx.sources.adapters import View
+
+_KINDS = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
+_BASES = {"peft.tuners": "base_layer", "peft.utils": "original_module"}
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MULTIPLIED = (3, 5, 7)
+_NOTHING = repeat(MISSING)
+
+
+class _Noted:
+    """What PEFT's modules say, so that it can be compared quickly."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
+        self.lists: list[tuple[Any, Any]] = []
+        self.hooks: list[Any] = []
+
+    def see(self, where: dict[Any, Any], key: Any) -> Any:
+        """What lies at a place, `MISSING` if nothing does."""
+        value = where.get(key, MISSING)
+        if type(value) is list and (id(where), key) not in self.places:
+            self.lists.append((value, list(value)))
+        self.places[id(where), key] = where, key, value
+        return value
+
+    def still_the_same(self) -> Callable[[], bool]:
+        where, keys, values = zip(*self.places.values()) if self.places else ((), (), ())
+        lists, copies = zip(*self.lists) if self.lists else ((), ())
+        hooks = self.hooks
+
+        def check() -> bool:
+            same = all(map(is_, map(dict.get, where, keys, _NOTHING), values)) and all(map(eq, lists, copies))
+            return same and not any(hooks)
+
+        return check
+
+
+class LinearLora:
+    """What PEFT has around the linear layers whose weights a block reads side by side. Copies and pickles look anew.
+
+    Args:
+        weights: what the block reads, by name.
+        multiplied: names of those that experts only multiply by.
+        called: paths of submodules that the block calls, which may come to be under adapters of any kind.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, PackedWeight], multiplied: frozenset[str], called: frozenset[str] = frozenset()
+    ) -> None:
+        self.weights, self.multiplied, self.called = dict(weights), multiplied, called
+        self.bases: dict[int, nn.Module] = {}
+        self._same: Callable[[], bool] | None = None
+        self._wrappers: list[nn.Module] = []
+        self._additions: dict[str, list[Addition]] = {}
+
+    @classmethod
+    def of(cls, *blocks: RewrittenBlock | None) -> LinearLora:
+        """Of what rewritten forwards of a block read."""
+        made = [block for block in blocks if block is not None]
+        weights = {weight.name: weight for block in made for weight in block.packed}
+        others = {name for block in made for name in _used_otherwise(block.graph, weights)}
+        called = {str(node.target) for block in made for node in block.graph.find_nodes(op="call_module", sort=False)}
+        return cls(weights, frozenset(weights) - others, frozenset(called - weights.keys()))
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (self.weights, self.multiplied, self.called)
+
+    def __bool__(self) -> bool:
+        return bool(self._additions)
+
+    def changed(self, block: nn.Module) -> bool:
+        """Looks whether other layers lie under PEFT's modules than at the last look, and what these say.
+
+        Raises:
+            GuardMiss: one of them does something else than add low-rank products.
+        """
+        if self._same is not None and self._same():
+            return False
+        self._same, self._additions = None, {}
+        noted, bases, wrappers = _Noted(), dict[int, nn.Module](), list[nn.Module]()
+        found: dict[str, list[Addition]] = {}
+        for path in self.called:
+            module = _at(block, path, noted)
+            base = None if module is None else module._modules.get(_BASES.get(_origin(module), ""))
+            if module is not None and base is not None:
+                bases[id(module)] = base
+                wrappers.append(module)
+        for name, weight in self.weights.items():
+            parts = [[_under(block, path, noted) for path in part] for part in weight.parts]
+            under = [layer for part in parts for layer in part if layer.base is not None]
+            bases |= {id(layer.module): layer.base for layer in under if layer.base is not None}
+            wrappers += [layer.module for layer in under]
+            if any(layer.low for layer in under) and weight.parts[0][0].endswith(".weight"):
+                rows: list[Any] = [(part[0].base or part[0].module).out_features for part in parts]
+                if name not in self.multiplied:
+                    raise GuardMiss("the block does more with weights under adapters than multiply by them")
+                found[name] = list(additions(block, [[layer.low for layer in part] for part in parts], rows))
+        changed, self.bases, self._wrappers = bases != self.bases, bases, wrappers
+        self._same, self._additions = noted.still_the_same(), found
+        return changed
+
+    def refresh(self) -> None:
+        """Checks the factors; see `PackedExperts.refresh`."""
+        for addition in self._every():
+            for factor in (addition.a, addition.b):
+                if isinstance(factor, PackedExperts):
+                    factor.refresh()
+
+    def _every(self) -> Iterator[Addition]:
+        return (addition for additions in self._additions.values() for addition in additions)
+
+    def seen_from(self, module: Any) -> Any:
+        """``module`` as a rewritten graph reads it: its stacked weights with what is active on them."""
+        return View(
+            module, {name: AdaptedReader(getattr(module, name), each) for name, each in self._additions.items()}
+        )
+
+
+class _Layer(NamedTuple):
+    """What lies in the place of a linear layer: the layer, or PEFT's module around ``base`` with adapters that are active."""
+
+    module: nn.Module
+    base: nn.Module | None = None
+    low: Sequence[Low] = ()
+
+
+def _at(block: nn.Module, path: str, noted: _Noted) -> nn.Module | None:
+    above, _, key = path.rpartition(".")
+    try:
+        found = noted.see(block.get_submodule(above)._modules, key)
+    except AttributeError:
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+def _origin(module: nn.Module) -> str:
+    return ".".join(type(module).__module__.split(".")[:2])
+
+
+def _under(block: nn.Module, path: str, noted: _Noted) -> _Layer:
+    owner = path.rpartition(".")[0]
+    module = _at(block, owner, noted) if owner else block
+    if module is None:
+        raise GuardMiss(f"there is no longer a submodule {owner!r}; {AGAIN}")
+    if (type(module).__module__, type(module).__name__) not in _KINDS:
+        return _Layer(module)
+    base = noted.see(module._modules, "base_layer")
+    noted.hooks += [getattr(module, hooks) for hooks in HOOKS]
+    return _Layer(module, base, _active(module, owner, noted))
+
+
+def _active(wrapper: Any, path: str, noted: _Noted) -> list[Low]:
+    own = vars(wrapper)
+    if noted.see(own, "forward") is not MISSING or any(noted.hooks[-len(HOOKS) :]):
+        raise GuardMiss(f"PEFT's {path!r} has a forward or hooks of its own, which only the block's own code runs")
+    names, disabled, merged = (
+        noted.see(own, key) for key in ("_active_adapter", "_disable_adapters", "merged_adapters")
+    )
+    if disabled and merged:
+        raise GuardMiss(f"adapters that are merged into {path!r} were disabled; its own code takes them out")
+    if disabled or merged:
+        return []
+    listed, low = wrapper.lora_A._modules, []
+    for name in [names] if isinstance(names, str) else names:
+        if noted.see(listed, name) is not MISSING:
+            low.append(_low(wrapper, path, name, noted))
+    return low
+
+
+def _low(wrapper: Any, path: str, name: str, noted: _Noted) -> Low:
+    a, b = wrapper.lora_A._modules[name], noted.see(wrapper.lora_B._modules, name)
+    scale, variant = noted.see(wrapper.scaling, name), noted.see(wrapper.lora_variant, name)
+    dropout = noted.see(wrapper.lora_dropout._modules, name)
+    plain = variant is MISSING and type(a) is type(b) is nn.Linear and isinstance(scale, (int, float))
+    plain &= vars(wrapper).get("cast_input_dtype_enabled", True)
+    for linear in (a, b) if plain else ():
+        plain &= noted.see(linear._parameters, "bias") is None and noted.see(vars(linear), "forward") is MISSING
+        plain &= linear.weight.dtype in _DTYPES
+    if not plain:
+        raise GuardMiss(
+            f"adapter {name!r} of {path!r} is no plain LoRA (DoRA, a bias, another dtype or another kind of layer)"
+        )
+    if type(dropout) is not nn.Identity:
+        noted.hooks += [getattr(dropout, hooks) for hooks in HOOKS]
+        idle = type(dropout) is nn.Dropout and not (
+            noted.see(vars(dropout), "training") and noted.see(vars(dropout), "p")
+        )
+        if not idle:
+            raise GuardMiss(f"adapter {name!r} of {path!r} drops numbers in training")
+    return Low(path, name, a, b, float(scale))
+
+
+def _used_otherwise(graph: torch.fx.Graph, weights: Mapping[str, PackedWeight]) -> Iterator[str]:
+    """Names of stacked weights that a graph does more with than have experts multiply by them."""
+    for node in graph.find_nodes(op="call_module", sort=False):
+        if node.target in weights and any(not _multiplies(user, node) for user in node.users):
+            yield str(node.target)
+
+
+def _multiplies(user: torch.fx.Node, weight: torch.fx.Node) -> bool:
+    places = [place for place, value in enumerate(user.args) if value is weight]
+    return user.target is torch.ops.hexa.moe_ffn.default and all(place in _MULTIPLIED for place in places)

@@ -1,0 +1,36 @@
+"""What a rewritten block reads in place of listed experts' parameters."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hexa_fx.errors import InputError
+from hexa_fx.ir import PackedWeight, RewrittenBlock
+from hexa_fx.runtime.packing import PackedExperts
+from hexa_fx.runtime.stacked_codes import StackedCodes, reads_codes
+
+
+def packed_names(rewritten: RewrittenBlock | None) -> tuple[str, ...]:
+    """The attributes under which a rewritten forward reads stacked weights."""
+    return () if rewritten is None else tuple(weight.name for weight in rewritten.packed)
+
+
+def readers(block: nn.Module, *blocks: RewrittenBlock | None) -> dict[str, PackedExperts | StackedCodes]:
+    """The readers of all stacked weights of a block's rewritten forwards, by attribute.
+
+    Raises:
+        InputError: the block has such an attribute, or the forwards read different weights under one name.
+    """
+    weights: dict[str, PackedWeight] = {}
+    for weight in (weight for rewritten in blocks if rewritten for weight in rewritten.packed):
+        if weights.setdefault(weight.name, weight) != weight:
+            raise InputError(f"train and eval mode read different weights as {weight.name!r}; please report this")
+        if hasattr(block, weight.name):
+            raise InputError(
+                f"{type(block).__name__} already has an attribute {weight.name!r}, which hexa_fx needs; rename it"
+            )
+    return {name: _reader(block, weight) for name, weight in weights.items()}
+
+
+def _reader(block: nn.Module, weight: PackedWeight) -> PackedExperts | StackedCodes:
+    return StackedCodes(block, weight) if reads_codes(block, weight) else PackedExperts(block, weight)

@@ -1,0 +1,189 @@
+"""PEFT's LoRA on linear layers of listed experts: factors reach the operators whatever is active."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hexa_fx
+from hexa_fx import HexaConfig
+from tests.integrations.test_transformers import operators_run
+
+peft = pytest.importorskip("peft")
+CONFIG = HexaConfig(own_code_when_small=False)
+E, D, H = 4, 8, 12
+ALL = ["gate", "up", "down"]
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(D, H, bias=False), nn.Linear(D, H, bias=False), nn.Linear(H, D)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(D, E)
+        self.experts = nn.ModuleList(Expert() for _ in range(E))
+
+    def forward(self, x):
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == number)
+            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return out
+
+
+def lora(targets=ALL, **options):
+    return peft.LoraConfig(
+        **{"r": 2, "lora_alpha": 3, "init_lora_weights": False, "target_modules": targets, **options}
+    )
+
+
+def add(model, name, config, seed):
+    torch.manual_seed(seed)
+    model.add_adapter(name, config)
+
+
+@pytest.fixture
+def tokens():
+    torch.manual_seed(1)
+    return torch.randn(11, D, dtype=torch.float64)
+
+
+def pair(tokens, config):
+    """The adapted original, and one that was optimized before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block()).double()
+    optimized = hexa_fx.optimize_(copy.deepcopy(model), tokens, CONFIG)
+    made = []
+    for each in (model, optimized):
+        torch.manual_seed(2)
+        made.append(peft.get_peft_model(each, copy.deepcopy(config)).eval())
+    return made
+
+
+def outcome(model, x):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(original, optimized, x, rewritten=True):
+    """Outputs and all gradients; experts without tokens have gradients of zeros in place of none."""
+    expected, found = outcome(original, x), outcome(optimized, x)
+    torch.testing.assert_close(found[:2], expected[:2])
+    assert expected[2].keys() <= found[2].keys()
+    for name, gradient in found[2].items():
+        torch.testing.assert_close(gradient, expected[2].get(name, torch.zeros_like(gradient)))
+    assert (operators_run(optimized, (x,)) > 0) == rewritten
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"targets": ["up"]},
+        {"targets": ["down", "router"]},
+        {"use_rslora": True, "modules_to_save": ["router"]},
+        {"rank_pattern": {r"experts\.2\.up": 5}, "alpha_pattern": {r"experts\.1\.down": 7}},
+        {"exclude_modules": ["0.experts.1.up", "0.experts.3.gate", "0.experts.0.down"]},
+        {"lora_dropout": 0.5},
+    ],
+    ids=["all", "up", "router", "rslora", "patterns", "excluded", "dropout in eval mode"],
+)
+def test_adapters_that_are_added_later_run_rewritten(options, tokens, caplog):
+    assert_same(*pair(tokens, lora(**options)), tokens)
+    assert "original forward" not in caplog.text
+
+
+def test_switched_combined_disabled_merged_scaled_and_deleted(tokens):
+    original, optimized = both = pair(tokens, lora())
+    for model in both:
+        add(model, "other", lora(["up"], r=3), 3)
+    for names in ("default", "other", ["other", "default"], "default"):
+        for model in both:
+            model.base_model.set_adapter(names)
+        assert_same(original, optimized, tokens)
+    with original.disable_adapter(), optimized.disable_adapter():
+        torch.testing.assert_close(optimized(tokens), original(tokens))
+        assert operators_run(optimized, (tokens,))
+    for change in ("merge_adapter", "unmerge_adapter"):
+        for model in both:
+            getattr(model, change)()
+        torch.testing.assert_close(optimized(tokens), original(tokens))
+        assert operators_run(optimized, (tokens,))
+    for model in both:
+        for layer in model.modules():
+            if hasattr(layer, "scale_layer"):
+                layer.scale_layer(2.5)
+    assert_same(original, optimized, tokens)
+    for model in both:
+        model.delete_adapter("other")
+    assert_same(original, pickle.loads(pickle.dumps(optimized)), tokens)
+    assert_same(original, copy.deepcopy(optimized), tokens)
+    original, optimized = original.merge_and_unload(), optimized.merge_and_unload()
+    torch.testing.assert_close(optimized(tokens), original(tokens))
+    assert operators_run(optimized, (tokens,))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use_dora": True}, "is no plain LoRA"),
+        ({"lora_bias": True, "targets": ["down"]}, "is no plain LoRA"),
+        ({"lora_dropout": 0.5}, "drops numbers in training"),
+    ],
+    ids=["dora", "bias", "dropout"],
+)
+def test_what_is_no_low_rank_product_runs_the_block_s_own_code(options, said, tokens, caplog):
+    original, optimized = pair(tokens, lora(**options))
+    results = []
+    for model in (original, optimized):
+        torch.manual_seed(4)
+        results.append(model.train()(tokens))
+    torch.testing.assert_close(*results)
+    assert said in caplog.text
+
+
+def test_hooks_and_forwards_of_peft_s_modules_run(tokens):
+    original, optimized = pair(tokens, lora())
+    layers = [model.base_model.model[0].experts[1].up for model in (original, optimized)]
+    assert_same(original, optimized, tokens)
+    handles = [layer.register_forward_hook(lambda module, args, result: result * 1.5) for layer in layers]
+    assert_same(original, optimized, tokens, rewritten=False)
+    for handle in handles:
+        handle.remove()
+    assert_same(original, optimized, tokens)
+    for layer in layers:
+        layer.forward = lambda x, inner=layer.forward: inner(x) + 1
+    assert_same(original, optimized, tokens, rewritten=False)
+
+
+def test_an_optimizer_step_and_a_loaded_adapter(tokens, tmp_path):
+    original, optimized = both = pair(tokens, lora())
+    assert_same(original, optimized, tokens)
+    for model in both:
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1).step()
+    assert_same(original, optimized, tokens)
+    optimized.save_pretrained(tmp_path)
+    for model in both:
+        model.load_adapter(tmp_path, "loaded")
+        model.set_adapter("loaded")
+    assert_same(original, optimized, tokens)
+
+
+def test_a_compiler_goes_through_peft_s_code(tokens):
+    original, optimized = pair(tokens, lora())
+    optimized(tokens)
+    compiled = torch.compile(optimized, backend="eager")
+    torch.testing.assert_close(compiled(tokens), original(tokens))
