@@ -86,12 +86,5 @@ def _cuda_kernels() -> Callable[[], None]:
     return register
 
 
-def _sources_requests() -> Callable[[Any, Any], Any]:
-    from hexa_fx.cuda.sources_requests import request
-
-    return request
-
-
 registry.compiler.register(_compiler)
-registry.sources_requests.register(_sources_requests)
 registry.cuda_kernels.register(_cuda_kernels)

@@ -29,8 +29,5 @@ class Entry(Generic[T]):
 compiler: Entry[Callable[[Any, str], Any]] = Entry()
 """Makes the `hexa_fx.ops.program.FfnPrograms` of an `FfnRequest` on a device type."""
 
-sources_requests: Entry[Callable[[Any, Any], Any]] = Entry()
-"""Requests the kernels of a layer, of the arguments of a call of `hexa::moe_ffn_sources` and the card."""
-
 cuda_kernels: Entry[Callable[[], None]] = Entry()
 """Registers the CUDA kernels of the operators."""

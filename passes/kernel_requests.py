@@ -20,6 +20,8 @@ from hexa_fx.errors import KernelError
 from hexa_fx.ir import RewrittenBlock
 from hexa_fx.observers import muted
 from hexa_fx.ops.main_grad import NAME
+from hexa_fx.ops.moe_ffn import static_of
+from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.program import OPERANDS
 from hexa_fx.passes.example_values import MOE_FFN, FfnCall, moe_ffn_calls
 
@@ -64,8 +66,7 @@ def request_kernels(captured: CapturedBlock, rewritten: RewrittenBlock, training
         return
     from hexa_fx import jit
     from hexa_fx.cuda.choosing import card_of  # imports CUTLASS's Python
-    from hexa_fx.cuda.fp8_kernel_set import fp8_kernel_set
-    from hexa_fx.cuda.kernel_set import kernel_set
+    from hexa_fx.cuda.kernel_set import fp8_kernel_set, kernel_set
 
     with muted():
         for call in moe_ffn_calls(captured, rewritten):
@@ -87,20 +88,14 @@ def device_of(block: nn.Module) -> torch.device | None:
 def _layer(call: FfnCall, captured: CapturedBlock, rewritten: RewrittenBlock) -> FfnLayer:
     from hexa_fx.cuda.kernel_set import FfnLayer
 
-    given, cast = call.operands, _cast.get()
-    weights = {
-        name: value if cast is None or value.dtype == torch.float64 else value.to(cast)
-        for name, value in given.items()
-        if name not in ("x", "top_k_index", "top_k_weights")
-    }
-    gates = given.get("top_k_weights")
+    given, cast = dict(call.operands), _cast.get()
+    weights = given.keys() - {"x", "top_k_index", "top_k_weights"}
+    for name in ("x", *weights):
+        if cast is not None and given[name].dtype != torch.float64:
+            given[name] = given[name].to(cast)
     trained = {name: _parameters(call, name, captured, rewritten) for name in weights}
     return FfnLayer(
-        call.spec,
-        given["top_k_index"].shape[1],
-        **weights,
-        index=given["top_k_index"].dtype,
-        gates=None if gates is None else gates.dtype,
+        MoeFfn(*map(given.get, MOE_FFN), *static_of(call.spec)),  # type: ignore[arg-type]
         grads=frozenset(n for n in OPERANDS if any(p.requires_grad for p in trained.get(n, ())) or n not in trained),
         added=frozenset(
             n for n, found in trained.items() if any(isinstance(getattr(p, NAME, None), torch.Tensor) for p in found)

@@ -6,97 +6,70 @@ on tensors without data at one number of tokens in each interval between them, a
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hexa_fx.codegen.family_block_sm90 import FAMILY
 from hexa_fx.codegen.family_decode import SLOTS, SUMMED_SLOTS
+from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, COMBINE, QUANTIZE
 from hexa_fx.codegen.spec import KernelSpec
-from hexa_fx.codegen.tiles_sm90 import ROW_LIMITS
+from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS, ROW_LIMITS
 from hexa_fx.cuda.calls import chosen, planned
-from hexa_fx.cuda.choosing import Card
+from hexa_fx.cuda.choosing import Card, collect
 from hexa_fx.cuda.decode import MOST_TOKENS as MOST_DECODED
 from hexa_fx.cuda.layer import PROGRAMS
-from hexa_fx.cuda.register import KERNELS, kernel
 from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.ir import FfnSpec
+from hexa_fx.ops import library
+from hexa_fx.ops import moe_ffn_fp8 as fp8
+from hexa_fx.ops.fp8_arguments import Arguments as Fp8Operands
+from hexa_fx.ops.moe_ffn import static_of
+from hexa_fx.ops.moe_ffn_fp8_backward import backward
 from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.program import OPERANDS
-from hexa_fx.ops.rows import accumulate_dtype, columns_of
+from hexa_fx.ops.rows import accumulate_dtype
+from hexa_fx.ops.sources_arguments import Arguments as SourcesOperands
 
 MOST_TOKENS = 65536
 """Tokens of one call up to which every kernel is in a layer's set."""
 
 
+Operands = TypeVar("Operands", MoeFfn, SourcesOperands)
+
+
 @dataclass(frozen=True)
 class FfnLayer:
-    """A layer of experts as kernels see it: `hexa::moe_ffn` without its tokens.
+    """A layer of experts as kernels see it.
 
     Args:
-        spec: the expert.
-        top_k: experts per token.
-        w1, b1, w3, b3, w2, b2: the operator's weights, of which only shapes, strides and types count.
-        index: element type of expert ids.
-        gates: element type of routing weights; None if there are none.
+        call: of `hexa::moe_ffn`, with any number of tokens. Only shapes, strides and types count.
         grads: operands that training wants gradients of, of `OPERANDS`.
         added: of these, the ones whose gradients are added to buffers (``main_grad``).
     """
 
-    spec: FfnSpec
-    top_k: int
-    w1: Tensor
-    w2: Tensor
-    w3: Tensor | None = None
-    b1: Tensor | None = None
-    b3: Tensor | None = None
-    b2: Tensor | None = None
-    index: torch.dtype = torch.int64
-    gates: torch.dtype | None = torch.float32
+    call: MoeFfn
     grads: frozenset[str] = frozenset(OPERANDS)
     added: frozenset[str] = frozenset()
 
     @property
-    def experts(self) -> int:
-        """E."""
-        return self.w1.shape[0]
+    def needs(self) -> list[bool]:
+        """Of each of `OPERANDS`, whether its gradient is wanted."""
+        return [name in self.grads and getattr(self.call, name) is not None for name in OPERANDS]
 
     @property
-    def weights(self) -> tuple[Tensor | None, ...]:
-        """In the order of the operator."""
-        return self.w1, self.b1, self.w3, self.b3, self.w2, self.b2
-
-    def call(self, tokens: int) -> Call:
-        """A call of it on tensors without data."""
-        spec, dtype = self.spec, self.w1.dtype
-        x = _empty(tokens, columns_of(self.w2, spec.layout2), dtype=dtype)
-        gates = None if self.gates is None else _empty(tokens, self.top_k, dtype=self.gates)
-        static = (spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h)
-        operands = dict(zip(OPERANDS, (x, gates, *self.weights), strict=True))
-        buffers = [
-            _empty(*t.shape, dtype=accumulate_dtype(dtype)) if t is not None and name in self.added else None
-            for name, t in operands.items()
+    def buffers(self) -> list[Tensor | None]:
+        """Of each of `OPERANDS` but the first, what its gradient is added to, or None."""
+        weights = {name: getattr(self.call, name) for name in OPERANDS[1:]}
+        return [
+            without_data(t.shape, accumulate_dtype(self.call.x.dtype)) if t is not None and name in self.added else None
+            for name, t in weights.items()
         ]
-        needs = [name in self.grads and t is not None for name, t in operands.items()]
-        return Call(
-            (x, _empty(tokens, self.top_k, dtype=self.index), gates, *self.weights, *static), needs, buffers[1:]
-        )
-
-
-class Call(NamedTuple):
-    """A call of a layer.
-
-    Args:
-        args: of `hexa::moe_ffn`.
-        needs: of each of `OPERANDS`, whether its gradient is wanted.
-        buffers: of each but the first, what it is added to, or None.
-    """
-
-    args: tuple[Any, ...]
-    needs: list[bool]
-    buffers: list[Tensor | None]
 
 
 def layer_of(
@@ -112,28 +85,27 @@ def layer_of(
     gates: torch.dtype | None = torch.float32,
 ) -> FfnLayer:
     """A layer with contiguous weights of these sizes: E experts, D = `hidden`, I = `inner`."""
-    columns = 2 * inner if spec.glu in ("concat", "interleaved") else inner
+    columns, split = 2 * inner if spec.glu in ("concat", "interleaved") else inner, spec.glu == "split"
 
     def weight(layout: str, inputs: int, outputs: int) -> Tensor:
-        shape = (outputs, inputs) if layout == "nk" else (inputs, outputs)
-        return _empty(experts, *shape, dtype=dtype)
+        return without_data((experts, *((outputs, inputs) if layout == "nk" else (inputs, outputs))), dtype)
 
     def bias(width: int) -> Tensor | None:
-        return _empty(experts, width, dtype=dtype) if biases else None
+        return without_data((experts, width), dtype) if biases else None
 
-    split = spec.glu == "split"
-    return FfnLayer(
-        spec,
-        top_k,
-        w1=weight(spec.layout1, hidden, columns),
-        w2=weight(spec.layout2, inner, hidden),
-        w3=weight(spec.layout1, hidden, inner) if split else None,
-        b1=bias(columns),
-        b3=bias(inner) if split else None,
-        b2=bias(hidden),
-        index=index,
-        gates=gates,
+    call = MoeFfn(
+        without_data((1, hidden), dtype),
+        without_data((1, top_k), index),
+        None if gates is None else without_data((1, top_k), gates),
+        weight(spec.layout1, hidden, columns),
+        bias(columns),
+        weight(spec.layout1, hidden, inner) if split else None,
+        bias(inner) if split else None,
+        weight(spec.layout2, inner, hidden),
+        bias(hidden),
+        *static_of(spec),
     )
+    return FfnLayer(call)
 
 
 def kernel_set(layer: FfnLayer, card: Card, training: bool = True, most: int = MOST_TOKENS) -> tuple[KernelSpec, ...]:
@@ -148,13 +120,14 @@ def kernel_set(layer: FfnLayer, card: Card, training: bool = True, most: int = M
         most: tokens.
     """
     found: dict[KernelSpec, None] = {}
-    for tokens in token_counts(layer.experts, layer.top_k, most):
+    for tokens in token_counts(layer.call, most):
         found.update(dict.fromkeys(launched(layer, card, tokens, training)))
     return tuple(found)
 
 
-def token_counts(experts: int, top_k: int, most: int) -> list[int]:
+def token_counts(call: MoeFfn | SourcesOperands, most: int) -> list[int]:
     """The fewest tokens of each interval in which all calls take the same kernels."""
+    experts, top_k = call.w1.shape[0], call.top_k_index.shape[1]
     buckets = [experts << power for power in range((most * top_k // experts).bit_length() + 1)]
     limits = (
         *buckets,
@@ -173,29 +146,68 @@ def launched(layer: FfnLayer, card: Card, tokens: int, training: bool = True) ->
     def plan(name: str, *args: Any) -> list[KernelSpec]:
         return [kernel.spec for kernel in planned(PROGRAMS[name], args, card, chosen()).kernels]
 
-    args, needs, buffers = layer.call(tokens)
-    found = plan("moe_ffn", *args)
+    o = with_tokens(layer.call, tokens)
+    found = plan("moe_ffn", *o)
     if not training:
         return found
-    o = MoeFfn(*args)
-    h = None if o.recompute_h else _empty(o.rows, o.width, dtype=o.x.dtype)
-    v, inv, offs = (_empty(size, dtype=torch.int32) for size in (o.rows, o.rows, layer.experts + 1))
-    found += plan("moe_ffn_forward", *args)
-    operands, static = args[2:9], args[9:]
-    found += plan("moe_ffn_backward", o.x, o.x, h, v, inv, offs, *operands, layer.top_k, *static, needs, *buffers)
+    h = None if o.recompute_h else o.x.new_empty((o.rows, o.width))
+    v, inv, offs = (without_data((size,), torch.int32) for size in (o.rows, o.rows, o.w1.shape[0] + 1))
+    found += plan("moe_ffn_forward", *o)
+    top_k, kept = o.top_k_index.shape[1], (o.x, h, v, inv, offs)
+    found += plan("moe_ffn_backward", o.x, *kept, *o[2:9], top_k, *o[9:], layer.needs, *layer.buffers)
     return found
 
 
-def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[KernelSpec, ...]:
+    """The kernels that a layer launches in FP8 block compute besides those of its exact form, at any number of tokens.
+
+    Of them only products that gather depend on that number (`hexa_fx.cuda.fp8.cluster_of`). None on a card that FP8 products do
+    not run on.
+
+    Args:
+        layer, card, training: as for `kernel_set`.
+    """
+    if not card.is_hopper:
+        return ()
+    experts, top_k = layer.call.w1.shape[0], layer.call.top_k_index.shape[1]
+    with collected_on(card) as specs:
+        for tokens in (1, CLUSTER_ROWS * experts // top_k + 1):
+            o = Fp8Operands(*with_tokens(layer.call, tokens), False)
+            fp8.run(o, transposed=False, keep_h=False)
+            if training:
+                y, h, *kept = fp8.run(o, transposed=True, keep_h=not o.recompute_h)
+                static = (*o[2:15], False, top_k, layer.needs, *layer.buffers)
+                backward(y, o.x, None if o.recompute_h else h, *kept, *static)
+    return tuple(spec for spec in dict.fromkeys(specs) if spec.family in (FAMILY, QUANTIZE, ACTIVATE, COMBINE))
+
+
+def with_tokens(call: Operands, tokens: int) -> Operands:
+    """A call with so many tokens, which have no data."""
+
+    def of(t: Any) -> Any:
+        return None if t is None else without_data((tokens, *t.shape[1:]), t.dtype)
+
+    rows = {name: of(getattr(call, name)) for name in ("x", "top_k_index", "top_k_weights")}
+    return call._replace(**rows)
+
+
+@contextmanager
+def collected_on(card: Card) -> Iterator[list[KernelSpec]]:
+    """A context in which operators of hexa run their CUDA code on tensors without data; yields the kernels that they choose."""
+    with collect(card) as specs, torch.no_grad(), _OnCard():
+        yield specs
+
+
+def without_data(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of which only shape, strides and type count."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-class OnCard(TorchDispatchMode):
-    """Operators of hexa run their CUDA code on tensors without data."""
-
+class _OnCard(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func.name().partition("::")
-        if space != "hexa" or name not in KERNELS:
+        run = library.kernel_for(name, "cuda") if space == library.NAMESPACE else func
+        if run is func:
             return func(*args, **(kwargs or {}))
         with self:  # some are made of others
-            return kernel(name)(*args)
+            return run(*args)

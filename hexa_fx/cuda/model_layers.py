@@ -9,8 +9,7 @@ import torch
 
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import typical_card
-from hexa_fx.cuda.fp8_kernel_set import fp8_kernel_set
-from hexa_fx.cuda.kernel_set import FfnLayer, kernel_set, layer_of
+from hexa_fx.cuda.kernel_set import FfnLayer, fp8_kernel_set, kernel_set, layer_of
 from hexa_fx.ir import FfnSpec
 
 _SWIGLU = (FfnSpec("silu", "concat"), FfnSpec("silu", "split"))

@@ -6,11 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hexa_fx import registry
 from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.cuda import packed
-from hexa_fx.cuda.calls import falls_back
-from hexa_fx.cuda.choosing import card_of, collection, on_forget
 from hexa_fx.cuda.fallback import generic
 from hexa_fx.cuda.packed import PackedProduct, four_bit
 from hexa_fx.cuda.rows import combine, reindex
@@ -19,35 +16,12 @@ from hexa_fx.ops.operands import Esmm, EsmmAct
 from hexa_fx.ops.projection import Rows, narrowed, project
 from hexa_fx.ops.sources_arguments import Arguments
 
-_seen: set[tuple[object, ...]] = set()
-on_forget(_seen.clear)
 
-
-@falls_back("moe_ffn_sources_forward")
-def moe_ffn_sources_forward(*args: Any) -> tuple[Tensor, ...]:
-    """See hexa_fx.ops.moe_ffn_sources: operator by operator."""
-    _see(Arguments(*args))
-    found: tuple[Tensor, ...] = generic("moe_ffn_sources_forward")(*args)
-    return found
-
-
-def _see(o: Arguments) -> None:
-    """At the first call of a layer, has all its kernels built beside it."""
-    if collection() is not None:
-        return
-    kind = o.x.device.index, *o.kind
-    if kind not in _seen:
-        _seen.add(kind)
-        registry.sources_requests()(o, card_of(o.x.device.index))
-
-
-@falls_back("moe_ffn_sources")
-def moe_ffn_sources(*args: Any) -> Tensor:
+def moe_ffn_sources(o: Arguments) -> Tensor:
     """See hexa_fx.ops.moe_ffn_sources. With nothing added to packed weights, four launches."""
-    _see(Arguments(*args))
-    y = _few_rows(Arguments(*args))
+    y = _few_rows(o)
     if y is None:
-        y = generic("moe_ffn_sources")(*args)
+        y = generic("moe_ffn_sources")(*o)
     return y
 
 

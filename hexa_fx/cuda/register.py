@@ -28,7 +28,7 @@ KERNELS = (*_ROWS, *_PRODUCTS, *_FP8_ROWS, *_FP8, *_PACKED, *_SOURCES)
 @cache
 def kernel(name: str) -> Callable[..., Any]:
     """What runs ``hexa::<name>``. Imports it and all others."""
-    from hexa_fx.cuda import fp8, fp8_rows, gemm, layer, packed_layer, packed_rows, rows
+    from hexa_fx.cuda import fp8, fp8_rows, gemm, layer, packed_rows, rows, sources_requests
 
     modules = {
         rows: _ROWS,
@@ -36,7 +36,7 @@ def kernel(name: str) -> Callable[..., Any]:
         fp8: _FP8,
         fp8_rows: _FP8_ROWS,
         packed_rows: _PACKED,
-        packed_layer: _SOURCES,
+        sources_requests: _SOURCES,
         layer: _LAYERS,
     }
     found: Callable[..., Any] = next(getattr(module, name) for module, names in modules.items() if name in names)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.spec import KernelSpec
-from hexa_fx.cuda.choosing import Card, collect
-from hexa_fx.cuda.kernel_set import MOST_TOKENS, OnCard, token_counts
+from hexa_fx.cuda.choosing import Card
+from hexa_fx.cuda.kernel_set import MOST_TOKENS, collected_on, token_counts, with_tokens, without_data
 from hexa_fx.cuda.packed import MOST_BUCKET
 from hexa_fx.cuda.packed_layer import moe_ffn_sources
 from hexa_fx.ir import FfnSpec
@@ -36,7 +36,7 @@ def layer_of(
         packed: the weights that are packed, which are told by their shapes.
         ranks: of what is added to w1, w3 or w2, as PEFT stores and trains it.
     """
-    made: dict[str, Any] = {name: _empty(t.shape, t.dtype) for name, t in operands.items()}
+    made: dict[str, Any] = {name: without_data(t.shape, t.dtype) for name, t in operands.items()}
     layouts = {"w1": spec.layout1, "w3": spec.layout1, "w2": spec.layout2}
     scales: dict[str, list[Tensor]] = {}
     formats = dict.fromkeys(layouts, DENSE)
@@ -46,11 +46,11 @@ def layer_of(
             number, rank = name[1], ranks[name]
             inputs, outputs = columns_of(made[name], flip(layouts[name])), columns_of(made[name], layouts[name])
             experts = made[name].shape[0]
-            made[f"a{number}"] = _empty((experts, rank, inputs), torch.float32)
-            made[f"c{number}"] = _empty((outputs, rank, experts), torch.float32).permute(2, 0, 1)
+            made[f"a{number}"] = without_data((experts, rank, inputs), torch.float32)
+            made[f"c{number}"] = without_data((outputs, rank, experts), torch.float32).permute(2, 0, 1)
         if found is not None:
-            made[name], formats[name] = _empty(found.packed.shape, found.packed.dtype), found.format
-            scales[name] = [_empty(scale.shape, scale.dtype) for scale in found.scales]
+            made[name], formats[name] = without_data(found.packed.shape, found.packed.dtype), found.format
+            scales[name] = [without_data(scale.shape, scale.dtype) for scale in found.scales]
             layouts[name] = flip(layouts[name]) if found.transposed else layouts[name]
     given = {name: made.get(name) for name in ("x", "top_k_index", *OPERANDS[1:])}
     return Arguments(
@@ -83,31 +83,21 @@ def sources_kernel_set(
     Raises:
         KernelError: there is no kernel for these operands.
     """
-    experts, top_k = layer.w1.shape[0], layer.top_k_index.shape[1]
-    few = (experts << MOST_BUCKET) // top_k + 1
+    few = (layer.w1.shape[0] << MOST_BUCKET) // layer.top_k_index.shape[1] + 1
     found: dict[KernelSpec, None] = {}
-    for tokens in sorted({*token_counts(experts, top_k, most), min(few, most)}):
+    for tokens in sorted({*token_counts(layer, most), min(few, most)}):
         found.update(dict.fromkeys(launched(layer, card, tokens, train)))
     return tuple(found)
 
 
 def launched(layer: Arguments, card: Card, tokens: int, train: bool = True) -> list[KernelSpec]:
     """The kernels that a layer launches at a number of tokens, in order."""
-    o = layer._replace(
-        x=_empty((tokens, *layer.x.shape[1:]), layer.x.dtype),
-        top_k_index=_empty((tokens, layer.top_k_index.shape[1]), layer.top_k_index.dtype),
-    )
-    if o.top_k_weights is not None:
-        o = o._replace(top_k_weights=_empty((tokens, o.top_k_index.shape[1]), o.top_k_weights.dtype))
-    with collect(card) as specs, torch.no_grad(), OnCard():
-        moe_ffn_sources(*o)
+    o = with_tokens(layer, tokens)
+    with collected_on(card) as specs:
+        moe_ffn_sources(o)
         if train:
             y, h, *kept = training(*o)
             frozen = ("w1", "w3", "w2")
             needs = [name not in frozen and getattr(o, name) is not None for name in OPERANDS]
             backward(y, o.x, None if o.recompute_h else h, *kept, *o[2:], o.top_k_index.shape[1], needs)
     return specs
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -1,5 +1,5 @@
-"""Has the kernels of a layer of `hexa::moe_ffn_sources` built beside its first call: of a layer that came to a device, or was given
-adapters, after `optimize`.
+"""``hexa::moe_ffn_sources`` on CUDA. A layer's first call has all its kernels built beside it, for layers that came to a device, or
+were given adapters, after `optimize`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,40 @@ import torch
 from torch import Tensor
 
 from hexa_fx import jit
-from hexa_fx.cuda.choosing import Card
+from hexa_fx.cuda.calls import falls_back
+from hexa_fx.cuda.choosing import Card, card_of, collection, on_forget
+from hexa_fx.cuda.fallback import generic
+from hexa_fx.cuda.packed_layer import moe_ffn_sources as few_or_general
 from hexa_fx.cuda.sources_kernel_set import sources_kernel_set
 from hexa_fx.errors import KernelError
 from hexa_fx.ops.sources_arguments import Arguments
 
 log = logging.getLogger(__name__)
+
+_seen: set[tuple[object, ...]] = set()
+on_forget(_seen.clear)
+
+
+@falls_back("moe_ffn_sources")
+def moe_ffn_sources(*args: Any) -> Tensor:
+    """See hexa_fx.ops.moe_ffn_sources."""
+    o = Arguments(*args)
+    _request_once(o)
+    return few_or_general(o)
+
+
+@falls_back("moe_ffn_sources_forward")
+def moe_ffn_sources_forward(*args: Any) -> tuple[Tensor, ...]:
+    """See hexa_fx.ops.moe_ffn_sources: operator by operator."""
+    _request_once(Arguments(*args))
+    return generic("moe_ffn_sources_forward")(*args)  # type: ignore[no-any-return]
+
+
+def _request_once(o: Arguments) -> None:
+    kind = o.x.device.index, *o.kind
+    if collection() is None and kind not in _seen:
+        _seen.add(kind)
+        request(o, card_of(o.x.device.index))
 
 
 def request(call: Arguments, card: Card) -> Thread:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hexa_fx import ops
+from hexa_fx.cuda.kernel_set import layer_of
 from hexa_fx.cuda.model_layers import MODELS
 from hexa_fx.errors import InputError
 from hexa_fx.ir import FfnSpec
@@ -73,11 +74,10 @@ def run_layer(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=dtype, device=device).requires_grad_()
 
-    s, flipped = sizes, sizes.spec.layout1 == "kn"
-    x = random(s.tokens, s.hidden)
+    s = sizes
+    call = layer_of(s.spec, experts=s.experts, top_k=s.top_k, hidden=s.hidden, inner=s.inner, dtype=dtype).call
+    x, w1, w2 = random(s.tokens, s.hidden), random(*call.w1.shape), random(*call.w2.shape)
     ids = torch.rand(s.tokens, s.experts, device=device).topk(s.top_k).indices
     gates = torch.rand(s.tokens, s.top_k, device=device).requires_grad_()
-    w1 = random(s.experts, *((s.hidden, 2 * s.inner) if flipped else (2 * s.inner, s.hidden)))
-    w2 = random(s.experts, *((s.inner, s.hidden) if flipped else (s.hidden, s.inner)))
     y = ops.moe_ffn(x, ids, gates, w1, None, None, None, w2, None, s.spec)
     y.backward(torch.randn_like(y))

@@ -81,11 +81,12 @@ def moe_ffn(
         InputError: shapes, dtypes or devices do not fit together; a second derivative is asked for; with HEXA_FX_CHECKED=1
             also for an expert id below 0 or above E.
     """
-    y: Tensor = _OPS.moe_ffn.default(x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2, *_static_of(spec))
+    y: Tensor = _OPS.moe_ffn.default(x, top_k_index, top_k_weights, w1, b1, w3, b3, w2, b2, *static_of(spec))
     return y
 
 
-def _static_of(spec: FfnSpec) -> tuple[Any, ...]:
+def static_of(spec: FfnSpec) -> tuple[Any, ...]:
+    """The operator's arguments behind its operands."""
     return spec.activation, spec.glu, spec.params, spec.layout1, spec.layout2, spec.recompute_h
 
 

@@ -10,8 +10,7 @@ from hexa_fx.codegen.tiles_sm90 import CLUSTER_ROWS
 from hexa_fx.cuda import arguments_sm90, fp8, fp8_rows, register
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda.choosing import typical_card
-from hexa_fx.cuda.fp8_kernel_set import fp8_kernel_set
-from hexa_fx.cuda.kernel_set import layer_of
+from hexa_fx.cuda.kernel_set import fp8_kernel_set, layer_of
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8, moe_ffn_fp8_backward
 from hexa_fx.ops.fp8_arguments import Arguments
@@ -216,7 +215,7 @@ def test_a_layer_launches_what_its_set_holds(
 
     spec = FfnSpec("silu", glu, layout2="kn")  # type: ignore[arg-type]
     layer = layer_of(spec, experts=E, top_k=K, hidden=136, inner=72, biases=biases)
-    weights = [None if t is None else torch.randn(t.shape).bfloat16().requires_grad_() for t in layer.weights]
+    weights = [None if t is None else torch.randn(t.shape).bfloat16().requires_grad_() for t in layer.call[3:9]]
     w1, b1, w3, b3, w2, b2 = weights
     static = ("silu", glu, [], "nk", "kn", False, False)
     launched, inferring = set(), set()

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import hexa_fx
-from hexa_fx import jit, registry
+from hexa_fx import jit
 from hexa_fx.codegen import KernelSpec, render
-from hexa_fx.cuda import choosing, packed_layer
+from hexa_fx.cuda import choosing, packed_layer, sources_requests
 from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.sources_kernel_set import launched, layer_of, sources_kernel_set
 from hexa_fx.inspection import kernel_requests as of_sources
@@ -110,12 +110,12 @@ def test_the_first_call_of_a_layer_requests_them_and_no_later_one(
 ) -> None:
     """Of a model that was packed on the host and moved, or adapted afterwards."""
     threads: list[Thread] = []
-    find = registry.sources_requests()
-    monkeypatch.setattr(registry.sources_requests, "_load", lambda: lambda *args: threads.append(find(*args)))
+    find = sources_requests.request
+    monkeypatch.setattr(sources_requests, "request", lambda *args: threads.append(find(*args)))
     monkeypatch.setattr(packed_layer, "_few_rows", lambda o: None)
     made = layer(FfnSpec("silu", "concat"), "nf4", {"w1": 8, "w2": 8})
     choosing.forget_choices()
-    for tokens, run in ((5, packed_layer.moe_ffn_sources), (7, packed_layer.moe_ffn_sources_forward)):
+    for tokens, run in ((5, sources_requests.moe_ffn_sources), (7, sources_requests.moe_ffn_sources_forward)):
         o = made._replace(x=torch.empty(tokens, 64).bfloat16(), top_k_index=torch.zeros(tokens, 2, dtype=torch.int64))
         o = o._replace(top_k_weights=torch.zeros(tokens, 2))
         weights = {name: getattr(o, name) for name in Arguments._fields[3:15]}
