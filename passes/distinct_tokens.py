@@ -141,10 +141,11 @@ def _with_repetitions_replaced(observation: Observation, fresh: Observation) -> 
 
 
 def number_of_experts(block: nn.Module) -> int | None:
-    """The most frequent length of lists of like-shaped parameters and of stacked ones; None if there are none."""
+    """The most frequent length of lists of like-shaped parameters and of stacked ones, filters aside; None if there are none."""
     parameters = dict(block.named_parameters(remove_duplicate=False))
     lengths = [len(names) for names in expert_groups(parameters).members.values()]
-    lengths += [parameter.shape[0] for parameter in parameters.values() if parameter.dim() >= 3]
+    owners = (module for module in block.modules() if not isinstance(module, nn.modules.conv._ConvNd))
+    lengths += [own.shape[0] for module in owners for own in module.parameters(recurse=False) if own.dim() >= 3]
     return max(Counter(lengths).items(), key=lambda item: item[::-1])[0] if lengths else None
 
 

@@ -54,6 +54,10 @@ class ExampleSizes:
         """Number of tokens."""
         return self.batch * self.sequence
 
+    def one_each(self, leaf: torch.Tensor) -> bool:
+        """Whether the tensor holds one number for each token: its dimensions count tokens, or batch and sequence."""
+        return leaf.dim() < 2 or (tuple(leaf.shape) == (self.batch, self.sequence) and self.sequence != 1)
+
     def resized(self, leaf: torch.Tensor, size: Size) -> tuple[int, ...]:
         """The shape of a tensor at another size. Of images, all pixels lie in the first dimension of the grid then.
 

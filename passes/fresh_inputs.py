@@ -72,7 +72,7 @@ class FreshInputs:
     def given_top_k(self) -> int:
         """Experts a token in the routing that the inputs contain, the fewest if they say several; 0 without one."""
         counts = [
-            _experts_a_token(leaf, kind)
+            self._experts_a_token(leaf, kind)
             for leaf, kind in zip(self._leaves, self.kinds)
             if kind in ("ids", "marks", "scores")
         ]
@@ -175,8 +175,7 @@ class FreshInputs:
     def _looks_like_ids(self, leaf: torch.Tensor) -> bool:
         if self.num_experts is None or leaf.min() < 0:
             return False
-        width = leaf.shape[-1] if leaf.dim() > 1 else 1
-        return width <= self.num_experts and int(leaf.max()) < 2 * self.num_experts
+        return self._experts_a_token(leaf, "ids") <= self.num_experts and int(leaf.max()) < 2 * self.num_experts
 
     def _make(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, routing: Routing | None) -> tuple[Any, Any]:
         key = tuple(shapes), "" if routing is None else routing.name
@@ -194,7 +193,7 @@ class FreshInputs:
         generator = draw.generator
         if kind == "scores":
             scores = torch.randn(shape, dtype=torch.float64, generator=generator)
-            return scores if draw.routing is None else raised(scores, draw.routing, _experts_a_token(scores, kind))
+            return scores if draw.routing is None else raised(scores, draw.routing, self._experts_a_token(scores, kind))
         if kind == "signed":
             example = leaf.double()
             spread = float(example.detach().std()) if leaf.numel() > 1 else 1.0
@@ -211,7 +210,8 @@ class FreshInputs:
     def _routed(self, leaf: torch.Tensor, kind: Kind, shape: tuple[int, ...], draw: _Draw) -> torch.Tensor:
         """Random ids or marks. Tensors of a call that describe the same tokens describe the same choice."""
         experts, generator = self.num_experts or 1, draw.generator
-        rows, k = shape if kind == "ids" and len(shape) == 1 else shape[:-1], _experts_a_token(leaf, kind)
+        rows = shape if kind == "ids" and self._sizes.one_each(leaf) else shape[:-1]
+        k = self._experts_a_token(leaf, kind)
         if kind == "ids":
             experts = max(experts, int(leaf.max()) + 1)
         count = torch.Size(rows).numel()
@@ -231,14 +231,13 @@ class FreshInputs:
             values = values * (torch.rand(count, 1, generator=generator) < 0.75)
         return torch.zeros(count, experts, dtype=torch.float64).scatter(1, chosen, values).reshape(shape)
 
-
-def _experts_a_token(leaf: torch.Tensor, kind: Kind) -> int:
-    """How many experts ``ids``, ``marks`` or ``scores`` choose for a token; of scores, how many are made to stand out."""
-    if kind == "scores":
-        return min(2, leaf.shape[-1])
-    if kind == "marks":
-        return int(leaf.ne(0).sum(-1).max())
-    return leaf.shape[-1] if leaf.dim() > 1 else 1
+    def _experts_a_token(self, leaf: torch.Tensor, kind: Kind) -> int:
+        """How many experts ``ids``, ``marks`` or ``scores`` choose for a token; of scores, how many are made to stand out."""
+        if kind == "scores":
+            return min(2, leaf.shape[-1])
+        if kind == "marks":
+            return int(leaf.ne(0).sum(-1).max())
+        return 1 if self._sizes.one_each(leaf) else leaf.shape[-1]
 
 
 def _with_tokens(kinds: list[Kind], leaves: Sequence[Any]) -> list[Kind]:

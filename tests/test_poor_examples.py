@@ -146,6 +146,40 @@ def test_ids_are_drawn_where_the_block_looks_them_up(ids: torch.Tensor) -> None:
     torch.testing.assert_close(opt(other), model(other), rtol=1e-10, atol=1e-12)
 
 
+class Hashed(nn.Module):
+    """Each token of each sequence comes with its one expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)) for _ in range(8))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            row, place = torch.where(ids == e)
+            out[row, place] = out[row, place] + expert(x[row, place])
+        return out
+
+
+@pytest.mark.parametrize("x", [torch.randn(2, 7, 8), torch.ones(2, 7, 8)], ids=["random", "equal"])
+def test_one_expert_is_given_for_each_token_of_each_sequence(x: torch.Tensor) -> None:
+    model = Hashed().double()
+    opt = hexa_fx.optimize(model, (x.double(), torch.randint(0, 8, (2, 7))))
+    assert opt.report.rewritten, str(opt.report)
+    other = torch.randn(3, 5, 8).double(), torch.randint(0, 8, (3, 5))
+    assert operators_run(opt, other, {})
+    torch.testing.assert_close(opt(*other), model(*other), rtol=1e-10, atol=1e-12)
+    gradients = [torch.autograd.grad(m(*other).sin().sum(), list(m.parameters())) for m in (model, opt)]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-10, atol=1e-12)
+
+
+def test_filters_are_no_experts_and_are_not_counted() -> None:
+    block = nn.Module()
+    block.up, block.down = nn.Parameter(torch.zeros(5, 8, 12)), nn.Parameter(torch.zeros(5, 12, 8))
+    block.mix, block.filter = (nn.Conv1d(64, 64, 4, groups=64) for _ in range(2))
+    assert number_of_experts(block) == 5
+
+
 class OnlyEqual(Block):
     """Code that takes no other tokens."""
 

@@ -143,7 +143,8 @@ def _overlooked(
 def _may_hold_experts(path: str, module: nn.Module) -> bool:
     own = list(module.parameters(recurse=False))
     frozen = [b for b in module.buffers(recurse=False) if b.is_floating_point() and b.dim() == 3 and min(b.shape) > 1]
-    if (len(frozen) > 1 or any(p.dim() >= 3 for p in own)) and not isinstance(module, _CONVOLUTIONS):
+    stacked = any(p.dim() >= 3 and sum(size > 1 for size in p.shape) > 1 for p in own)
+    if (len(frozen) > 1 or stacked) and not isinstance(module, _CONVOLUTIONS):
         return True
     if "expert" in path.rpartition(".")[2].lower() or "expert" in type(module).__name__.lower():
         return any(True for _ in module.parameters())

@@ -25,11 +25,14 @@ _WIDTHS = {
     **dict.fromkeys("moe_intermediate_size expert_ffn_hidden_size routed_expert_intermediate_size".split(), 48),
     **dict.fromkeys("shared_expert_intermediate_size moe_shared_expert_intermediate_size".split(), 48),
     **dict.fromkeys("shared_experts_intermediate_size expert_dim expert_intermediate_size".split(), 48),
-    **dict.fromkeys("moe_hidden_size router_hidden_size moe_latent_size".split(), 48),
+    **dict.fromkeys("moe_hidden_size router_hidden_size moe_latent_size share_expert_dim".split(), 48),
     **dict.fromkeys("num_attention_heads n_heads num_heads n_head".split(), 4),
     **dict.fromkeys("encoder_attention_heads decoder_attention_heads index_n_heads".split(), 4),
     **dict.fromkeys("num_key_value_heads kv_n_heads".split(), 2),
-    **dict.fromkeys("head_dim d_kv kv_channels v_head_dim qk_nope_head_dim index_head_dim".split(), 16),
+    **dict.fromkeys("head_dim d_kv kv_channels v_head_dim qk_nope_head_dim index_head_dim swa_head_dim".split(), 16),
+    **dict.fromkeys("swa_num_attention_heads swa_num_key_value_heads".split(), 4),
+    **dict.fromkeys("text_hidden_size out_hidden_size projector_hidden_size projection_hidden_dim".split(), 64),
+    **dict.fromkeys("vision_hidden_size projector_input_dim projector_output_dim vision_output_dim".split(), 64),
     **dict.fromkeys("qk_rope_head_dim rope_head_dim".split(), 8),
     **dict.fromkeys("kv_lora_rank q_lora_rank o_lora_rank".split(), 24),
     **dict.fromkeys(
@@ -41,7 +44,7 @@ _WIDTHS = {
     "mamba_d_state": 8,
     "ssm_state_size": 8,
     "mamba_dt_rank": 4,
-    **dict.fromkeys("vocab_size vocab_size_per_layer_input".split(), 128),
+    **dict.fromkeys("vocab_size unpadded_vocab_size vocab_size_per_layer_input".split(), 128),
     **dict.fromkeys("max_position_embeddings max_seq_len n_positions".split(), 128),
     "hidden_size_per_layer_input": 8,
     "global_head_dim": 16,
@@ -221,10 +224,14 @@ def _shorten(config: Any) -> None:
 _FIRST = ("_layer_offset", "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 """Ends of the names of fields that say how many layers come before the first of a kind."""
 
+_EVERY = ("_sparse_step",)
+"""Ends of the names of fields that say how many layers there are to one with experts."""
+
 
 def _layers_of_all_kinds(known: dict[str, Any]) -> int:
     """How many of the first layers hold one of every kind; at least two."""
     offsets = [value + 1 for key, value in known.items() if key.endswith(_FIRST) and _whole_number(value)]
+    offsets += [value for key, value in known.items() if key.endswith(_EVERY) and _whole_number(value)]
     kinds = [known[name] for key in _LAYERS if _whole_number(known.get(key)) for name in _per_layer(known, known[key])]
     found: list[int] = [2, *offsets, *(max(map(kind.index, kind)) + 1 for kind in kinds)]
     return max(found)

@@ -222,3 +222,19 @@ class Frozen(Router):
 
 def test_experts_that_are_buffers_are_looked_at() -> None:
     assert [candidate.reason for candidate in observe(Frozen(), (torch.randn(20, D),), {})] == [""]
+
+
+class Decaying(nn.Module):
+    """Attention over the tokens that score best, with a decay for each head that is stored as it is broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay, self.scores = nn.Parameter(torch.ones(1, 1, 4, 1)), nn.Linear(D, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        best = x[self.scores(x)[:, 0].topk(3).indices].view(3, 1, 4, -1)
+        return x + (best * self.decay.exp()).sum((0, 1)).flatten()
+
+
+def test_a_row_of_numbers_is_no_stack_of_experts() -> None:
+    assert observe(Decaying(), (torch.randn(20, D),), {}) == []

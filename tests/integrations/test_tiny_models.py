@@ -23,10 +23,6 @@ REFUSED = {
         "deepseek_ocr2 diffusion_gemma qwen3_omni_moe qwen4_exp qwen4_exp_text".split(),
         r"does not build with tiny widths \(.*\); write a factory for it",
     ),
-    # what they see with has sizes of its own
-    **dict.fromkeys(
-        "glm5_next inkling_mm_model minimax_m3_vl muse_spark".split(), "million parameters with tiny widths"
-    ),
     **dict.fromkeys(
         "deepseek_ocr2_text diffusion_gemma_text dots3_note_vision_encoder ernie4_5_vl_moe_text qwen3_omni_moe_talker_text "
         "qwen3_omni_moe_text step3p5 unlimited_ocr_text vitpose vitpose_backbone".split(),
@@ -76,6 +72,11 @@ def test_there_are_many() -> None:
 def test_widths_reach_the_configuration_inside(model_type: str) -> None:
     text = tiny_config(default_config(model_type)).get_text_config()
     assert (text.hidden_size, text.num_hidden_layers) < (65, 5)
+
+
+def test_a_layer_with_experts_is_among_those_that_stay() -> None:
+    model, _ = tiny_model("nllb-moe")
+    assert sum(path.endswith(".experts") for path, _ in model.named_modules()) == 2
 
 
 def test_a_whole_model_keeps_its_layers_and_experts() -> None:
