@@ -106,9 +106,9 @@ class _Replanner:
         """Exchanges the plan of a running model; see `PartitionSession.replan`."""
         model, old = session.model, session.plan
         session.settle()
-        check_movable(session.shards)
         for optimizer in optimizers:
             optimizer_states.check(optimizer)
+        check_movable(session.shards, optimizers, session.groups)
         config = partition or self.config
         config = config if config.batch is not None else replace(config, batch=sum(old.batch))
         strategy = strategy or {layer.path: _STRATEGIES[layer.mode] for layer in old.layers}

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.checkpoint import PlanShard, check_reach, is_first, publish, state_dict, together
 from hexa_fx.distributed.pieces import Piece
+from hexa_fx.distributed.saved_optimizers import Optimizers
 from hexa_fx.distributed.session import PartitionSession
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def async_save(
     path: str | os.PathLike[str],
     model: nn.Module,
     session: PartitionSession,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
 ) -> Saving:
     """As `checkpoint.save`, but returns as soon as everything is copied to the host's memory. A collective call.
 
@@ -82,7 +82,7 @@ def async_save(
         path, model, session, optimizer: as for `checkpoint.save`.
 
     Raises:
-        InputError, RankError: as for `checkpoint.save`.
+        InputError, PlanError, RankError: as for `checkpoint.save`.
     """
     before = _under_way.pop(model, None)
     if before is not None:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as _dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as _dcp_save
 from torch.distributed.tensor import DTensor
 
 from hexa_fx.distributed.axes import local_part
 from hexa_fx.distributed.pieces import Piece, pieces_of
+from hexa_fx.distributed.saved_optimizers import Optimizers, give_back, listed, state_by_name, without_unsaved
 from hexa_fx.distributed.session import PartitionSession
 from hexa_fx.distributed.shards import ShardedParameter
 from hexa_fx.distributed.slice_states import known_slices
@@ -80,7 +80,7 @@ class PlanShard(Tensor):
 
 
 def state_dict(
-    model: nn.Module, session: PartitionSession | None = None, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, session: PartitionSession | None = None, optimizer: Optimizers = None
 ) -> dict[str, Any]:
     """What `save` writes and `load` fills, backed by the live tensors. For direct use with torch.distributed.checkpoint.
 
@@ -90,10 +90,11 @@ def state_dict(
     Args:
         model: the module itself, not its DDP wrapper.
         session: the running plan; None for a model on one device.
-        optimizer: one whose state belongs to the checkpoint, too.
+        optimizer: one whose state belongs to the checkpoint, too; or several.
 
     Raises:
         InputError: the session is not the model's, or the optimizer has a parameter that the model does not name.
+        PlanError: the optimizer keeps factors of a slice, or anything else that is not of its shape.
         RankError: a rank is lost.
     """
     _check_session(model, session)
@@ -102,7 +103,7 @@ def state_dict(
     cut = {} if session is None else {shard.name: shard for shard in session.shards}
     with known_slices():
         held = model.state_dict()
-        found = {} if optimizer is None else _optimizer_state(model, optimizer)
+        found = {} if optimizer is None else state_by_name(model, listed(optimizer), cut)
     out = {"model": {name: _handle(value, cut.get(name)) for name, value in held.items()}}
     if optimizer is not None:
         for name, values in found["state"].items():
@@ -130,26 +131,11 @@ def _handle(value: Any, shard: ShardedParameter | None) -> Any:
     return PlanShard(value.detach(), shard.whole, pieces_of(value, shard))
 
 
-def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """State and groups by parameter name. Gradients are put aside, or an optimizer without state would not get any."""
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not {id(parameter) for parameter in held} <= {id(parameter) for parameter in model.parameters()}:
-        raise InputError("the optimizer has a parameter that the model does not name: build it on this model")
-    gradients = [parameter.grad for parameter in held]
-    for parameter in held:
-        parameter.grad = None
-    try:
-        return dict(get_optimizer_state_dict(model, optimizer))
-    finally:
-        for parameter, gradient in zip(held, gradients):
-            parameter.grad = gradient
-
-
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
     session: PartitionSession | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
 ) -> None:
     """Writes a checkpoint folder, which appears under its name only once every rank has written its part.
 
@@ -158,7 +144,7 @@ def save(
         model, session, optimizer: as for `state_dict`.
 
     Raises:
-        InputError: as for `state_dict`; or parameters lie on data-parallel axes that the session does not know.
+        InputError, PlanError: as for `state_dict`; or parameters lie on data-parallel axes that the session does not know.
         RankError: a rank was lost while writing. A checkpoint that was there before is untouched.
     """
     target, partial = os.fspath(path), f"{os.fspath(path)}.partial"
@@ -220,7 +206,7 @@ def load(
     path: str | os.PathLike[str],
     model: nn.Module,
     session: PartitionSession | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
 ) -> None:
     """Reads a checkpoint, which `save` may have written under another plan, into the live model and optimizer.
 
@@ -235,6 +221,8 @@ def load(
     found = _whole(os.fspath(path))
     contents = state_dict(model, session, optimizer)
     check_reach(contents, session)
+    if optimizer is not None:
+        contents["optimizer"] = without_unsaved(contents["optimizer"], model, found)
     group = {"no_dist": True} if session is None else {"process_group": session.everyone}
     guard = nullcontext() if session is None else session.guard("reading a checkpoint")
     try:
@@ -248,7 +236,7 @@ def load(
             name: {key: value._held if isinstance(value, PlanShard) else value for key, value in values.items()}
             for name, values in state
         }
-        set_optimizer_state_dict(model, optimizer, contents["optimizer"])
+        give_back(model, listed(optimizer), contents["optimizer"])
     if session is not None:
         session.invalidate()
 

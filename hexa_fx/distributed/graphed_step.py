@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from hexa_fx.distributed.shared_cache import SharedCache
 from hexa_fx.distributed.step_recorder import CudaRecorder, Recorder, Recording
 from hexa_fx.distributed.step_signature import Call, HostRandom, Optimizers, difference
-from hexa_fx.errors import RankError
+from hexa_fx.errors import PlanError, RankError
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class GraphedStep:
     ) -> None:
         self.reason = ""
         """Why steps run as they are from now on; empty while they may be recorded."""
-        self.replays = 0
+        self.replays, self._ended = 0, False
         self._session, self._step, self._warmup = session, step, warmup
         self._known: list[_Known] = []
         device = next(session.model.parameters()).device
@@ -102,7 +102,15 @@ class GraphedStep:
         self._recorder = recorder or (None if self.reason else CudaRecorder(device))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Does the step. What a replay returns are copies; gradients lie in memory that the next replay overwrites."""
+        """Does the step. What a replay returns are copies; gradients lie in memory that the next replay overwrites.
+
+        Raises:
+            PlanError: the session is closed, or has made way for another plan.
+        """
+        if self._ended:
+            raise PlanError(
+                "this step belongs to a plan that was closed or exchanged: make it anew, model.partition.graphed(step)"
+            )
         if self._recorder is None:
             return self._step(*args, **kwargs)
         call = Call.of(args, kwargs, self._session.model)
@@ -123,6 +131,11 @@ class GraphedStep:
             if known.recorded is not None:
                 known.recorded.recording.reset()
         self._known.clear()
+
+    def end(self) -> None:
+        """Called when its session closes, after which it cannot run."""
+        self.reset()
+        self._ended = True
 
     # --- which way a call goes --------------------------------------------------------------------------------------
 

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hexa_fx.distributed import optimizer_states
 from hexa_fx.distributed.collectives import all_reduce_
 from hexa_fx.distributed.groups import Groups
+from hexa_fx.distributed.plan_agreement import check_same_request
 from hexa_fx.distributed.shards import ShardedParameter, exchange
+from hexa_fx.distributed.slice_states import check_element_wise
 from hexa_fx.errors import PlanError
 
 
-def check_movable(shards: Iterable[ShardedParameter]) -> None:
-    """Raises `PlanError` if a parameter is not this package's alone."""
+def check_movable(
+    shards: Sequence[ShardedParameter], optimizers: Sequence[torch.optim.Optimizer], groups: Groups
+) -> None:
+    """Raises `PlanError` if a parameter is not this package's alone, or its state cannot be moved or is in another optimizer."""
     for shard in shards:
         if isinstance(shard.parameter, DTensor) or shard.parameter is not shard.original:
             raise PlanError(
                 f"{shard.name!r} is held by FSDP2 or as a DTensor, whose shares are fixed: save a checkpoint and load it under the "
                 "new plan"
             )
+    given = {id(optimizer.state) for optimizer in optimizers}
+    for optimizer in optimizer_states.holders(shards):
+        if id(optimizer.state) not in given:
+            raise PlanError(
+                f"{type(optimizer).__name__} has state of the experts and was not given: replan moves the state of the optimizers "
+                "that it gets. Of one that is no longer needed call state.clear()"
+            )
+    found: dict[str, list[list[str]]] = {}
+    for shard in shards:
+        kept = [optimizer.state.get(shard.parameter, {}) for optimizer in optimizers]
+        for state in kept:
+            check_element_wise(state, shard)
+        found[f"the state of {shard.name!r} in optimizers"] = [_moved(state, shard) for state in kept]
+    check_same_request(found, groups)
 
 
 def unite(shards: Iterable[ShardedParameter], groups: Groups) -> None:
@@ -48,15 +67,15 @@ def move_state(
     """
     after = {shard.name: shard for shard in new}
     for shard in old:
-        state: Mapping[str, Any] = optimizer.state.get(shard.parameter, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and tuple(value.shape) == _shape(shard) and value.dim():
-                whole, to = put_together(value, shard, groups), after[shard.name]
-                pieces = [whole.narrow(chunk.dim, chunk.start, chunk.length) for chunk in to.chunks]
-                optimizer.state[shard.parameter][key] = torch.cat(pieces, dim=to.chunks[0].dim).contiguous()
+        state: dict[str, Any] = optimizer.state.get(shard.parameter, {})
+        for key in _moved(state, shard):
+            whole, to = put_together(state[key], shard, groups), after[shard.name]
+            pieces = [whole.narrow(chunk.dim, chunk.start, chunk.length) for chunk in to.chunks]
+            state[key] = torch.cat(pieces, dim=to.chunks[0].dim).contiguous()
 
 
-def _shape(shard: ShardedParameter) -> tuple[int, ...]:
+def _moved(state: Mapping[str, Any], shard: ShardedParameter) -> list[str]:
+    """What an optimizer keeps of every element of a slice."""
     shape = list(shard.whole)
     shape[shard.chunks[0].dim] = sum(chunk.length for chunk in shard.chunks)
-    return tuple(shape)
+    return [key for key, value in state.items() if isinstance(value, Tensor) and list(value.shape) == shape]

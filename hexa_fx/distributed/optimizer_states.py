@@ -87,6 +87,14 @@ def mark(optimizer: Optimizer) -> None:
             _made.add(group[MARK])
 
 
+def holders(shards: Iterable[ShardedParameter]) -> list[Optimizer]:
+    """The optimizers that made steps and have state of these parameters."""
+    wanted = {id(shard.parameter) for shard in shards}
+    return [
+        optimizer for optimizer in _hooked if any(id(p) in wanted and values for p, values in optimizer.state.items())
+    ]
+
+
 def _slices_in(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[ShardedParameter]]]:
     """The slices of every parameter group."""
     known = {id(shard.parameter): shard for slices in _watched for shard in slices.shards}

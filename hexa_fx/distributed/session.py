@@ -283,7 +283,7 @@ class PartitionSession(Session):
     def close(self) -> None:
         """Waits for collectives under way, and gives bound modules their forward back."""
         for step in self._graphed:
-            step.reset()
+            step.end()
         self.cache.drain()
         if open_sessions.pop(self.name, None) is not None:
             rank_failures.unwatch(self.groups)

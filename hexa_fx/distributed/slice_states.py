@@ -111,6 +111,21 @@ def check_slice(what: str, value: object, shard: ShardedParameter) -> None:
         )
 
 
+def check_element_wise(state: Mapping[str, object], shard: ShardedParameter) -> None:
+    """Raises `PlanError` if an optimizer keeps something of a slice that is neither of its shape nor one number.
+
+    Nobody could put that together, and what one rank has would be taken for all.
+    """
+    held = tuple(shard.parameter.shape)
+    for key, value in state.items():
+        if is_slice(shard) and isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != held:
+            raise PlanError(
+                f"an optimizer keeps {key!r} of {shard.name!r} as {tuple(value.shape)}, and this rank's slice is {held}: only what "
+                "it keeps of every element can be put together or moved. Give the experts, "
+                "hexa_fx.distributed.gradients.expert_parameters(session), to one that works on single elements (AdamW, SGD)"
+            )
+
+
 def not_ours(what: str) -> PlanError:
     """What is said where another rank's slices, or those of another plan, would be taken for this rank's."""
     return PlanError(

@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 import torch
 from harness import run, start
-from models import KINDS, MODES, SPLITS, Net, batch, cut, install, largest, loss_sum, make_plan, own
+from models import KINDS, MODES, SPLITS, D, Net, batch, cut, install, largest, loss_sum, make_plan, own
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from hexa_fx.distributed import checkpoint
 from hexa_fx.distributed.gradients import sync_gradients
-from hexa_fx.errors import InputError
+from hexa_fx.errors import InputError, PlanError
 
 THREE = [KINDS["concat"], KINDS["interleaved"], KINDS["split"]]
 
@@ -98,6 +98,89 @@ def test_load_under_other_plans(tmp_path):
         for p, q in zip(model.parameters(), whole.parameters())
     ]
     assert largest(pairs) < 1e-10
+
+
+class WithMore(Net):
+    """Beside the layers a part that gets no gradient, and one that is trained only in the second half."""
+
+    def __init__(self):
+        super().__init__(THREE)
+        self.unused, self.scale = torch.nn.Linear(3, 3).double(), torch.nn.Parameter(torch.ones(D, dtype=torch.float64))
+        self.scale.requires_grad_(False)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def several_of(model):
+    """An optimizer for what is in stacks, another for everything else, and their schedules."""
+    stacked = [p for p in model.parameters() if p.dim() == 3]
+    others = [p for p in model.parameters() if p.dim() < 3 and p.requires_grad]
+    optimizers = [torch.optim.AdamW(stacked, lr=1e-2, amsgrad=True), torch.optim.SGD(others, lr=0.1, momentum=0.9)]
+    return optimizers, [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) for optimizer in optimizers]
+
+
+def steps(model, made, number, session=None, rows=slice(None)):
+    x, target = batch(7)
+    optimizers, schedules = made
+    for _ in range(number):
+        (loss_sum(model(x[rows]), target[rows]) / 7).backward()
+        if session is not None:
+            sync_gradients(model, session)
+        for each in (*optimizers, *schedules):
+            each.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def continued(rank, world, first, second, path):
+    """Two optimizers go on under another plan, with a parameter that begins to be trained."""
+    torch.manual_seed(0)
+    model, whole = WithMore(), WithMore()
+    session = install(model, first).session
+    made, theirs = several_of(model), several_of(whole)
+    steps(model, made, 2, session, own((5, 2), rank))
+    steps(whole, theirs, 2)
+    checkpoint.save(path, model, session, made[0])
+    again = WithMore()
+    installed = install(again, second)
+    for each in (again, whole):
+        each.scale.requires_grad_(True)
+    late, schedules = several_of(again)
+    checkpoint.load(path, again, installed.session, late)
+    for schedule, before in zip(schedules, made[1]):
+        schedule.load_state_dict(before.state_dict())
+    theirs[0][1].add_param_group({"params": [whole.scale], "lr": theirs[0][1].param_groups[0]["lr"], "momentum": 0.9})
+    theirs[1][1].base_lrs.append(0.1)
+    steps(again, (late, schedules), 2, installed.session, own((3, 4), rank))
+    steps(whole, theirs, 2)
+    names = dict(whole.named_parameters())
+    of_one = [p for p in model.parameters() if p.dim() == 3]
+    partly = torch.optim.AdamW(of_one[:1] + [model.unused.weight])
+    of_one[0].grad = torch.zeros_like(of_one[0])
+    partly.step()
+    partly.add_param_group({"params": of_one[1:]})
+    with pytest.raises(InputError, match="of which this optimizer has none after its steps"):
+        checkpoint.load(path, model, session, partly)
+    return largest([(p, cut(installed, n, names[n])) for n, p in again.named_parameters() if "unused" not in n])
+
+
+def test_several_optimizers_and_parameters_without_state(tmp_path):
+    plans = make_plan(2, "uneven", MODES["mixed"], THREE), make_plan(2, "h0", MODES["data"], THREE)
+    assert max(run(2, continued, *plans, str(tmp_path / "one"))) < 1e-12
+
+
+def factored(rank, world, plan):
+    model = Net(THREE)
+    session = install(model, plan).session
+    optimizer = torch.optim.Adafactor(model.parameters())
+    steps(model, ([optimizer], []), 1, session, own(plan.batch, rank))
+    with pytest.raises(PlanError, match=r"keeps 'row_var' of 'layers.0.w1' as .* only what it keeps of every element"):
+        checkpoint.state_dict(model, session, optimizer)
+
+
+def test_factored_state_of_slices_is_refused():
+    run(2, factored, make_plan(2, "even", MODES["data"], THREE))
 
 
 def test_what_torch_saved_of_the_original_model_loads_and_the_other_way_round(tmp_path):

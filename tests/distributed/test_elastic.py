@@ -132,6 +132,41 @@ def test_a_run_over_several_plans_is_one_run(kind: str, worlds: tuple[int, ...],
             assert max(found) < 1e-12, found
 
 
+def refused(rank: int, world: int) -> Any:
+    """What a new plan could not bring along, and steps that were made for the old one. The old plan goes on."""
+    job = Job(rank, world, "separate", "model", None)
+    job.step()
+    session = job.model.partition
+    step = session.graphed(job.step)
+    step()
+    with pytest.raises(PlanError, match="AdamW has state of the experts and was not given"):
+        session.replan(capacities=(1.0, 3.0))
+    ours = {**job.ours.state}
+    if rank:
+        job.ours.state.pop(session.shards[0].parameter)
+    with pytest.raises(PlanError, match=r"the state of .* in optimizers is .* and on rank"):
+        session.replan([job.ours], capacities=(1.0, 3.0))
+    job.ours.state.update(ours)
+    factored = torch.optim.Adafactor([session.shards[0].parameter])
+    session.shards[0].parameter.grad = torch.zeros_like(session.shards[0].parameter)
+    factored.step()
+    with pytest.raises(PlanError, match="keeps 'row_var'"):
+        session.replan([job.ours, factored], capacities=(1.0, 3.0))
+    factored.state.clear()
+    job.ours.zero_grad()
+    step()
+    session.replan([job.ours], capacities=(1.0, 3.0))
+    with pytest.raises(PlanError, match="belongs to a plan that was closed or exchanged"):
+        step()
+    job.step()
+    job.model.partition.close()
+    return job.found
+
+
+def test_what_replan_refuses() -> None:
+    assert max(map(max, run(2, refused))) < 1e-12
+
+
 def test_pace_weighs_what_other_shares_would_save() -> None:
     shape = ExpertShape(8, 64, 256, 3, 2)
     plan = plan_layers({"a": shape}, [1.0, 1.0], "model", PartitionConfig(batch=8))
