@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_decode import (
     COMBINE,
     COMBINE_THREADS,
     EXPERTS,
-    GEMM,
     LONG_LINES,
     MOST_LONG_BUCKET,
     SLOTS,
@@ -31,10 +29,9 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.codegen.spec import Glu, Layout
 from hexa_fx.cuda.choosing import Card, cached_choice
 from hexa_fx.cuda.gemm_sm80 import divisor
-from hexa_fx.cuda.kernel import kernel_of
 from hexa_fx.cuda.key_decode import DecodeKey
-from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, ceil_div, constants_of, contiguous, numbers_of
-from hexa_fx.cuda.planning import planning_of
+from hexa_fx.cuda.operands import DTYPES, aligned, as_stored, ceil_div, constants_of, contiguous
+from hexa_fx.cuda.planning import launch, planning_of
 from hexa_fx.cuda.rows import ID_TYPES, ids_are_checked, rows_spec
 from hexa_fx.jit.env import JitSettings
 from hexa_fx.ops.activations import inner_width
@@ -52,8 +49,6 @@ UNITS = 4
 """Units of work that a multiprocessor has for each of its blocks, where rows are summed by a launch of their own."""
 FIRST_ARCH = 90
 """Cards before it keep one launch for each operator."""
-
-_NUMBERS, _COMBINE = (numbers_of(get_family(name).args) for name in (GEMM, COMBINE))
 
 
 class Projection(NamedTuple):
@@ -236,7 +231,7 @@ def _product(
     spec = key.spec(tile)
     pointers = (x, o.w, o.w3, contiguous(o.b), contiguous(o.b3), d, slots.ids, weights)
     by_expert, by_line, _ = o.w.stride()
-    numbers = _NUMBERS.pack(
+    numbers = (
         x.stride()[0],
         by_line,
         by_expert,
@@ -255,7 +250,7 @@ def _product(
     else:
         most = min(slots.rows, slots.rows // tile.rows + slots.experts) * ceil_div(n, columns_of_tile(spec))
         blocks = min(most, places * min(tile.blocks, max(1, most // (units * places))))
-    planning.launch(kernel_of(spec), (blocks, 1, 1), ((pointers, numbers),))
+    launch(x, spec, (blocks, 1, 1), pointers, *numbers)
 
 
 def _combine(y: Tensor, top_k_weights: Tensor | None, slots: Slots) -> Tensor:
@@ -264,6 +259,5 @@ def _combine(y: Tensor, top_k_weights: Tensor | None, slots: Slots) -> Tensor:
     parts = ceil_div(width, 8 * COMBINE_THREADS)
     out = y.new_empty((tokens, width))
     spec = rows_spec(COMBINE, "combine", y, weights).with_options(id=ID_TYPES[slots.ids.dtype], dependent=True)
-    numbers = _COMBINE.pack(width, top_k, slots.experts, parts)
-    planning_of(y).launch(kernel_of(spec), (tokens * parts, 1, 1), (((y, weights, slots.ids, out), numbers),))
+    launch(y, spec, (tokens * parts, 1, 1), (y, weights, slots.ids, out), width, top_k, slots.experts, parts)
     return out

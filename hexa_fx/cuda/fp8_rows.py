@@ -9,21 +9,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_rows_fp8 import ACTIVATE, COMBINE, QUANTIZE, THREADS
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.calls import cuda_kernel, product
-from hexa_fx.cuda.choosing import Card
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.kernel import kernel_of
-from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, contiguous, dense_rows, numbers_of
-from hexa_fx.cuda.planning import Operand, planning_of
+from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, contiguous, dense_rows
+from hexa_fx.cuda.planning import Operand, launch, planning_of
 from hexa_fx.cuda.rows import combine_spec
 from hexa_fx.formats.fp8_scaling import BLOCK, group_count
 from hexa_fx.ops.fp8 import CombineFp8, EssFp8, glu_of
 from hexa_fx.ops.fp8_quantizing import QuantizeColumnsFp8, QuantizeRowsFp8, QuantizeWeightFp8
 
-_QUANTIZE, _ACTIVATE, _COMBINE = (numbers_of(get_family(name).args) for name in (QUANTIZE, ACTIVATE, COMBINE))
 _CHUNK = 8
 """Numbers that a thread reads at a time."""
 
@@ -42,9 +38,8 @@ def quantize_rows_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """See hexa_fx.ops.fp8."""
     x = dense_rows(x)
     q, s = QuantizeRowsFp8(x).results()
-    numbers = _QUANTIZE.pack(0, x.stride()[0], 1, *x.shape, 0, 1, 1, 1)
-    grid = (ceil_div(s.numel() * _THREADS_A_BLOCK, THREADS), 1, 1)
-    _quantize("quantize_rows", x, grid, (x, None, None, None, q, s, None, None, None), numbers)
+    grid, sizes = (ceil_div(s.numel() * _THREADS_A_BLOCK, THREADS), 1, 1), (0, x.stride()[0], 1, *x.shape, 0, 1, 1, 1)
+    _quantize("quantize_rows", x, grid, (x, None, None, None, q, s, None, None, None), sizes)
     return q, s
 
 
@@ -56,10 +51,9 @@ def quantize_columns_fp8(*args: Any) -> tuple[Tensor, Tensor]:
     o = QuantizeColumnsFp8(*args)
     x, (q, s) = dense_rows(o.x), o.results()
     (groups, width), experts = s.shape, o.offs.shape[0] - 1
-    numbers = _QUANTIZE.pack(0, x.stride()[0], 1, *x.shape, experts, o.top_k, 1, 1)
-    grid = (groups, ceil_div(width // BLOCK, TILES_A_BLOCK), 1)
+    grid, sizes = (groups, ceil_div(width // BLOCK, TILES_A_BLOCK), 1), (*x.shape, experts, o.top_k, 1, 1)
     op = "quantize_columns_shared" if o.shared else "quantize_columns"
-    _quantize(op, x, grid, (x, None, o.v, o.offs, q, s, None, None, None), numbers)
+    _quantize(op, x, grid, (x, None, o.v, o.offs, q, s, None, None, None), (0, x.stride()[0], 1, *sizes))
     return q, s
 
 
@@ -95,9 +89,9 @@ def quantize_weight_fp8(*args: Any) -> None:
     turned = w.stride()[2] != 1 and w.stride()[1] == 1
     m = _matrices(w, w3, o.glu, turned)
     made = (o.q_t, o.s_t, o.q, o.s) if turned else o[:4]
-    numbers = _QUANTIZE.pack(w.stride()[0], m.by_line, m.by_column, m.lines, m.columns, w.shape[0], 1, *m.halves)
+    sizes = (w.stride()[0], m.by_line, m.by_column, m.lines, m.columns, w.shape[0], 1, *m.halves)
     grid = (ceil_div(m.columns, BLOCK) * m.halves[1], ceil_div(m.lines, BLOCK) * m.halves[0], w.shape[0])
-    _quantize("quantize_weight", w, grid, (m.first, m.second, None, None, *made, None), numbers, m)
+    _quantize("quantize_weight", w, grid, (m.first, m.second, None, None, *made, None), sizes, m)
 
 
 def _matrices(w: Tensor, w3: Tensor | None, glu: str, turned: bool) -> _Matrices:
@@ -121,9 +115,8 @@ def combine_fp8(*args: Any) -> Tensor:
     o = CombineFp8(*args)
     out, weights = o.results(), contiguous(o.top_k_weights)
     spec = combine_spec(COMBINE, out, weights, o.top_k, ceil_div(o.columns, _COLUMNS_A_THREAD), aligned(out))
-    numbers = _COMBINE.pack(o.columns, o.y.shape[1], o.top_k)
-    pieces = (((o.y, o.ys, weights, o.inv, o.offs[-1:], out), numbers),)
-    planning_of(o.y).launch(kernel_of(spec), (out.shape[0], 1, 1), pieces)
+    pointers = (o.y, o.ys, weights, o.inv, o.offs[-1:], out)
+    launch(o.y, spec, (out.shape[0], 1, 1), pointers, o.columns, o.y.shape[1], o.top_k)
     return out
 
 
@@ -133,9 +126,8 @@ def ess_fp8(g: Tensor, gs: Tensor, offs: Tensor) -> Tensor:
     y = EssFp8(g, gs, offs).results()
     experts, width = y.shape
     g, gs = g.contiguous(), gs.contiguous()
-    numbers = _QUANTIZE.pack(0, 0, 1, 0, width, experts, 1, 1, 1)
-    grid = (width // (THREADS // 32), experts, 1)
-    _quantize("ess", gs, grid, (None, None, None, offs, g, gs, None, None, y), numbers)
+    grid, sizes = (width // (THREADS // 32), experts, 1), (0, 0, 1, 0, width, experts, 1, 1, 1)
+    _quantize("ess", gs, grid, (None, None, None, offs, g, gs, None, None, y), sizes)
     return y
 
 
@@ -173,13 +165,11 @@ class Results(NamedTuple):
 @product
 def activation_gradient(o: Gradient, into: Results) -> None:
     """One launch: every group of 128 rows of an expert x 128 columns is read once."""
-    planning, (n, width) = planning_of(o.da), o.da.shape
-    experts = o.offs.shape[0] - 1
+    (n, width), experts = o.da.shape, o.offs.shape[0] - 1
     static: dict[str, Any] = {"activation": o.activation, "glu": glu_of(o.gated)}
-    spec = KernelSpec(ACTIVATE, "activate_backward", _converting(planning.card), **static)
-    numbers = _ACTIVATE.pack(experts, width, *constants_of(o.activation, tuple(o.params)))
+    spec = KernelSpec(ACTIVATE, "activate_backward", _converting(o.da), **static)
     grid = (group_count(n, experts), ceil_div(width // BLOCK, TILES_A_BLOCK), 1)
-    planning.launch(kernel_of(spec), grid, (((*o[:6], *into), numbers),))
+    launch(o.da, spec, grid, (*o[:6], *into), experts, width, *constants_of(o.activation, tuple(o.params)))
 
 
 def _quantize(
@@ -187,14 +177,13 @@ def _quantize(
     x: Tensor,
     grid: tuple[int, int, int],
     pointers: tuple[Any, ...],
-    numbers: bytes,
+    sizes: tuple[int, ...],
     m: _Matrices | None = None,
 ) -> None:
     """One launch for numbers of x's type."""
-    planning = planning_of(x)
     fit = aligned(x) and x.shape[1] % _CHUNK == 0 if m is None else _fit(x, m)
-    spec = KernelSpec(QUANTIZE, op, _converting(planning.card), dtype=DTYPES[x.dtype], aligned=fit)
-    planning.launch(kernel_of(spec), grid, ((pointers, numbers),))
+    spec = KernelSpec(QUANTIZE, op, _converting(x), dtype=DTYPES[x.dtype], aligned=fit)
+    launch(x, spec, grid, pointers, *sizes)
 
 
 def _fit(x: Tensor, m: _Matrices) -> bool:
@@ -203,8 +192,9 @@ def _fit(x: Tensor, m: _Matrices) -> bool:
     return m.by_column == 1 and m.columns % _CHUNK == 0 and not low & 15
 
 
-def _converting(card: Card) -> int:
-    """The architecture of a card, which has to convert to e4m3."""
-    if card.arch < 89:
-        raise Unsupported(f"sm_{card.arch}; conversion to e4m3 needs an sm_89 or newer")
-    return card.arch
+def _converting(x: Tensor) -> int:
+    """The architecture of a call's card, which has to convert to e4m3."""
+    arch = planning_of(x).card.arch
+    if arch < 89:
+        raise Unsupported(f"sm_{arch}; conversion to e4m3 needs an sm_89 or newer")
+    return arch

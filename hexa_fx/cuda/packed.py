@@ -7,15 +7,13 @@ weights are unpacked again for each eight of them, and matrices that were unpack
 from __future__ import annotations
 
 from collections.abc import Sequence
-from struct import Struct, pack, unpack
+from struct import pack, unpack
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_packed import (
-    FAMILY,
     MOST_DEPTH,
     MOST_EXPERTS,
     PackedTile,
@@ -27,10 +25,9 @@ from hexa_fx.codegen.heuristics import row_bucket
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.choosing import card_of
 from hexa_fx.cuda.gemm_sm80 import divisor
-from hexa_fx.cuda.kernel import kernel_of
 from hexa_fx.cuda.key_packed import PackedKey
-from hexa_fx.cuda.operands import aligned, ceil_div, constants_of, contiguous, dense_rows, numbers_of
-from hexa_fx.cuda.planning import Operand, planning_of
+from hexa_fx.cuda.operands import aligned, ceil_div, constants_of, contiguous, dense_rows
+from hexa_fx.cuda.planning import Operand, launch, planning_of
 from hexa_fx.formats import FORMATS
 from hexa_fx.formats.four_bit import FourBit
 from hexa_fx.ops.operands import EsmmAct
@@ -140,13 +137,9 @@ def _product(o: PackedProduct, d: Tensor | None, act: Tensor | None) -> None:
     values = key.columns * key.inner
     strides = (x.stride()[0], values // 2, values // key.block, 0 if d is None else d.shape[1], inner)
     constants, codes = constants_of(base.activation, base.params), _values(o.format.values, x.dtype)
-    numbers = _numbers().pack(*strides, n, inner, key.inner, experts, *divisor(base.top_k), *constants, *codes)
+    numbers = (*strides, n, inner, key.inner, experts, *divisor(base.top_k), *constants, *codes)
     grid = (min(units, key.card.multiprocessors * resident_blocks(spec)), 1, 1)
-    planning.launch(kernel_of(spec), grid, ((pointers, numbers),))
-
-
-def _numbers() -> Struct:
-    return numbers_of(get_family(FAMILY).args)
+    launch(x, spec, grid, pointers, *numbers)
 
 
 def _values(values: tuple[float, ...], dtype: torch.dtype) -> tuple[int, ...]:

@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hexa_fx.codegen.families import get_family
+from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.choosing import Card
-from hexa_fx.cuda.kernel import Kernel
+from hexa_fx.cuda.kernel import Kernel, kernel_of
+from hexa_fx.cuda.operands import numbers_of
 from hexa_fx.errors import KernelError
 
 Shape = tuple[int, ...]
@@ -274,6 +277,14 @@ def planning_of(t: Tensor) -> Planning:
     """Of the call that an operand belongs to."""
     assert isinstance(t, Operand), "operators plan on operands"
     return t.planning
+
+
+def launch(
+    x: Tensor, spec: KernelSpec, grid: tuple[int, int, int], pointers: Sequence[Pointer], *numbers: float
+) -> None:
+    """Asks for a launch, in the call that x belongs to, of a kernel whose arguments are pointers and then numbers."""
+    packed = numbers_of(get_family(spec.family).args).pack(*numbers)
+    planning_of(x).launch(kernel_of(spec), grid, ((tuple(pointers), packed),))
 
 
 def is_same_memory(t: Tensor, other: Tensor) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_reindex import reindex_warps
 from hexa_fx.codegen.family_rows import COMBINE_THREADS, TURNED_SIDE, UNROLLED_TOP_K
 from hexa_fx.codegen.spec import Glu, KernelSpec
@@ -21,9 +20,8 @@ from hexa_fx.config import checked_mode
 from hexa_fx.cuda.calls import cuda_kernel
 from hexa_fx.cuda.choosing import cached_choice, described
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.kernel import Kernel, kernel_of
-from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, contiguous, dense_rows, numbers_of
-from hexa_fx.cuda.planning import CannotPlan, Operand, is_same_memory, planning_of
+from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, contiguous, dense_rows
+from hexa_fx.cuda.planning import CannotPlan, Operand, is_same_memory, launch, planning_of
 from hexa_fx.errors import InputError
 from hexa_fx.ops.operands import ActivateBackward
 from hexa_fx.ops.rows import accumulate_dtype, row_count
@@ -40,9 +38,6 @@ ID_TYPES = {
 SEGMENT_ROWS = 256
 """Rows of one expert that one block of ess sums."""
 
-_REINDEX, _COMBINE, _ESS, _ACTIVATE, _TURNED = (
-    numbers_of(get_family(name).args) for name in ("reindex", "combine", "ess", "activate", "turned")
-)
 ONE_BLOCK_SLOTS = 4096
 """Slots that reindex sorts in one launch."""
 _BLOCK_SLOTS = 2048
@@ -58,15 +53,19 @@ def reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tens
 
 @cuda_kernel("reindex")
 def _reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    planning, ids = planning_of(top_k_index), top_k_index.contiguous()
-    n = ids.numel()
-    count, place, grid, sizes = _reindex_launch(planning.card.arch, ids.dtype, n, num_experts)
+    arch, ids = planning_of(top_k_index).card.arch, top_k_index.contiguous()
+    n, warps = ids.numel(), reindex_warps(num_experts, arch)
+    if not warps:
+        raise Unsupported(f"{num_experts} experts: the tallies of one warp do not fit in shared memory")
+    spec = KernelSpec("reindex", "reindex_place", arch)
+    spec = spec.with_options(id=ID_TYPES[ids.dtype], warps=warps, experts=num_experts)
+    blocks = 1 if n <= ONE_BLOCK_SLOTS else min(_MAX_BLOCKS, ceil_div(n, _BLOCK_SLOTS))
+    chunk = ceil_div(ceil_div(max(n, 1), blocks * warps), 32) * 32
     v, inv, offs = (ids.new_empty((size,), dtype=torch.int32) for size in (n, n, num_experts + 1))
-    counts = None if count is None else ids.new_empty((grid[0], num_experts + 1), dtype=torch.int32)
-    pieces = (((ids, counts, v, inv, offs), _REINDEX.pack(*sizes)),)
-    for kernel in (count, place):
-        if kernel is not None:
-            planning.launch(kernel, grid, pieces)
+    counts = ids.new_empty((blocks, num_experts + 1), dtype=torch.int32) if blocks > 1 else None
+    # few slots need no counting
+    for each in (replace(spec, op="reindex_count"), spec) if blocks > 1 else (spec,):
+        launch(ids, each, (blocks, 1, 1), (ids, counts, v, inv, offs), n, num_experts, chunk, 0)
     return v, inv, offs
 
 
@@ -74,21 +73,6 @@ def _reindex(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
 def ids_are_checked() -> bool:
     """Whether every call's ids are read and checked."""
     return checked_mode()
-
-
-@cached_choice
-def _reindex_launch(
-    arch: int, dtype: torch.dtype, n: int, experts: int
-) -> tuple[Kernel | None, Kernel, tuple[int, int, int], tuple[int, int, int, int]]:
-    """Counting and placing kernel, their grid, and the numbers among their arguments. Few slots need no counting."""
-    warps = reindex_warps(experts, arch)
-    if not warps:
-        raise Unsupported(f"{experts} experts: the tallies of one warp do not fit in shared memory")
-    spec = KernelSpec("reindex", "reindex_place", arch).with_options(id=ID_TYPES[dtype], warps=warps, experts=experts)
-    blocks = 1 if n <= ONE_BLOCK_SLOTS else min(_MAX_BLOCKS, ceil_div(n, _BLOCK_SLOTS))
-    chunk = ceil_div(ceil_div(max(n, 1), blocks * warps), 32) * 32
-    count = kernel_of(replace(spec, op="reindex_count")) if blocks > 1 else None
-    return count, kernel_of(spec), (blocks, 1, 1), (n, experts, chunk, 0)
 
 
 def _check_ids(top_k_index: Tensor, num_experts: int) -> None:
@@ -111,9 +95,8 @@ def combine(y: Tensor, top_k_weights: Tensor | None, inv: Tensor, offs: Tensor, 
     tokens, width = inv.shape[0] // top_k, y.shape[1]
     out = y.new_empty((tokens, width))
     spec = combine_spec("combine", out, weights, top_k, max(1, ceil_div(width, 8)), aligned(y, out))
-    numbers = _COMBINE.pack(y.stride()[0], width, width, top_k)
-    pieces = (((y, weights, inv, _routed(offs), out), numbers),)
-    planning_of(y).launch(kernel_of(spec), (tokens if width else 0, 1, 1), pieces)
+    pointers, grid = (y, weights, inv, _routed(offs), out), (tokens if width else 0, 1, 1)
+    launch(y, spec, grid, pointers, y.stride()[0], width, width, top_k)
     return out
 
 
@@ -172,16 +155,16 @@ def _say_once(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
 def _sum_rows(
     out: Tensor, accumulate: bool, g: Tensor, v: Tensor | None, offs: Tensor, top_k: int, scale: Tensor | None
 ) -> None:
-    planning, g, scale = planning_of(g), dense_rows(g), contiguous(scale)
+    g, scale = dense_rows(g), contiguous(scale)
     n, experts, width = row_count(g, v), offs.shape[0] - 1, g.shape[1]
     segments = n // SEGMENT_ROWS + min(experts, n)
     partial = g.new_empty((segments, width), dtype=accumulate_dtype(g.dtype))
-    pieces = (((g, v, offs, scale, partial, out), _ESS.pack(g.stride()[0], experts, width, top_k, 0)),)
+    arguments = ((g, v, offs, scale, partial, out), g.stride()[0], experts, width, top_k, 0)
     columns = ceil_div(width, 256)
     first = rows_spec("ess", "ess_partial", g, scale, aligned(g), bm=SEGMENT_ROWS, gather=v is not None)
     last = rows_spec("ess", "ess_finish", g, bm=SEGMENT_ROWS)
-    planning.launch(kernel_of(first), (columns, segments, 1), pieces)
-    planning.launch(kernel_of(last.adding() if accumulate else last), (columns, experts, 1), pieces)
+    launch(g, first, (columns, segments, 1), *arguments)
+    launch(g, last.adding() if accumulate else last, (columns, experts, 1), *arguments)
 
 
 @cuda_kernel("activate")
@@ -216,21 +199,19 @@ def _launch_activation(op: str, pointers: Any, activation: str, glu: Glu, params
     warps = min((1, 2, 4), key=lambda w: (ceil_div(chunks, 32 * w) * w, -w))
     glu = "concat" if glu == "split" else glu  # h is laid out alike
     spec = rows_spec("activate", op, h, weights, aligned(h, da, a, dh), activation=activation, glu=glu)
-    strides = h.stride()[0], 0 if da is None else da.stride()[0]
-    numbers = _ACTIVATE.pack(*strides, n, width, *constants_of(activation, params))
+    spec, strides = spec.with_options(warps_per_row=warps), (h.stride()[0], 0 if da is None else da.stride()[0])
     blocks = ceil_div(n, 4 // warps) if width or weights is not None else 0
-    planning_of(h).launch(kernel_of(spec.with_options(warps_per_row=warps)), (blocks, 1, 1), ((pointers, numbers),))
+    launch(h, spec, (blocks, 1, 1), pointers, *strides, n, width, *constants_of(activation, params))
 
 
 @cuda_kernel("turned")
 def turned(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Tiles of 64 x 64, through shared memory."""
-    (rows, columns), planning = x.shape, planning_of(x)
+    rows, columns = x.shape
     out = x.new_empty((columns, rows), dtype=dtype)
     tiles = ceil_div(columns, TURNED_SIDE)
-    numbers = _TURNED.pack(rows, columns, scale, tiles)
-    spec = KernelSpec("turned", "turned", planning.card.arch, dtype=DTYPES[x.dtype], out_dtype=DTYPES[dtype])
-    planning.launch(kernel_of(spec), (tiles * ceil_div(rows, TURNED_SIDE), 1, 1), (((x, out), numbers),))
+    spec = KernelSpec("turned", "turned", planning_of(x).card.arch, dtype=DTYPES[x.dtype], out_dtype=DTYPES[dtype])
+    launch(x, spec, (tiles * ceil_div(rows, TURNED_SIDE), 1, 1), (x, out), rows, columns, scale, tiles)
     return out
 
 

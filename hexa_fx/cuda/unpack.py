@@ -11,14 +11,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hexa_fx.codegen.families import get_family
 from hexa_fx.codegen.family_unpack import FAMILY, VALUES_A_BLOCK
 from hexa_fx.codegen.spec import KernelSpec
 from hexa_fx.cuda.calls import product
 from hexa_fx.cuda.fallback import Unsupported
-from hexa_fx.cuda.kernel import kernel_of
-from hexa_fx.cuda.operands import DTYPES, ceil_div, numbers_of
-from hexa_fx.cuda.planning import planning_of
+from hexa_fx.cuda.operands import DTYPES, ceil_div
+from hexa_fx.cuda.planning import launch, planning_of
 from hexa_fx.formats import format_of
 from hexa_fx.formats.blocks import Blocks
 from hexa_fx.formats.format import Format
@@ -30,7 +28,6 @@ MOST_BYTES = 256 << 20
 """Of unpacked matrices at a time; one expert's if that is more."""
 
 _CHUNK = 8
-_ARGS = numbers_of(get_family(FAMILY).args)
 
 
 class Part(NamedTuple):
@@ -114,7 +111,6 @@ def _unpack(o: Unpacking, into: Tensor) -> None:
     blocks = ceil_div(values, VALUES_A_BLOCK)
     code = o.format.values if isinstance(o.format, FourBit) else (0.0,) * 16
     nests = 0 if o.nested is None else o.nested.shape[1]
-    numbers = _ARGS.pack(values, columns, o.scale[0].numel(), nests, blocks, *code)
-    planning = planning_of(o.packed)
-    spec = KernelSpec(FAMILY, "unpack", planning.card.arch, dtype=DTYPES[into.dtype]).with_options(format=o.format.name)
-    planning.launch(kernel_of(spec), (experts * blocks, 1, 1), (((*o[:5], into), numbers),))
+    spec = KernelSpec(FAMILY, "unpack", planning_of(into).card.arch, dtype=DTYPES[into.dtype])
+    spec, numbers = spec.with_options(format=o.format.name), (values, columns, o.scale[0].numel(), nests, blocks)
+    launch(into, spec, (experts * blocks, 1, 1), (*o[:5], into), *numbers, *code)
