@@ -25,7 +25,7 @@ from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.ir import Refusal
 from hexa_fx.isolation.torch_state import autocast_off
 from hexa_fx.observers import Listener, PassEvent, listening
-from hexa_fx.passes import BlockAnalysis, analyse, refused
+from hexa_fx.passes import MODES, BlockAnalysis, analyse, refused
 from hexa_fx.passes.autocast import with_dtypes
 from hexa_fx.passes.detect.free_body import FreeBody
 from hexa_fx.passes.kernel_requests import kernels_requested
@@ -34,6 +34,7 @@ from hexa_fx.passes.structure import StructureCache, moved_to
 from hexa_fx.passes.unreadable import why_hidden
 from hexa_fx.progress import Bar, progress
 from hexa_fx.report import OptimizationReport
+from hexa_fx.runtime.linear_lora import LinearLora, taken_off
 from hexa_fx.runtime.warmup import Example
 from hexa_fx.sources import linear4bit
 from hexa_fx.sources.packed_parameters import unpacked
@@ -74,25 +75,38 @@ class ModelAnalysis:
 
 
 def analyse_model(
-    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, inspector: Inspector
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    config: HexaConfig,
+    inspector: Inspector,
+    factors: bool = True,
 ) -> ModelAnalysis:
     """Runs the model once on the example inputs and takes every block that looks like MoE through the passes.
 
     What these runs append to lists or put into objects is taken out again. Autocast is off in them: what blocks give under it is
     found out for each of its dtypes (`hexa_fx.passes.autocast`), and rounding would hide what is compared.
+
+    Args:
+        factors: whether rewritten blocks may be given low-rank additions to listed weights at run time. If not, adapters that
+            are there are a part of the experts' code.
     """
+    factors = factors and config.compute == "native" and not config.batch_invariant
     effects = SideEffects(model, namespaces_of(model))
     try:
         with autocast_off() as was_on:
-            return _analyse_model(
-                model, example_inputs, config, inspector, " with torch.autocast off" if was_on else ""
-            )
+            how = " with torch.autocast off" if was_on else ""
+            return _analyse_model(model, example_inputs, config, inspector, factors, how)
     finally:
         effects.restore()
 
 
 def _analyse_model(
-    model: nn.Module, example_inputs: ExampleInputs, config: HexaConfig, inspector: Inspector, how: str
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    config: HexaConfig,
+    inspector: Inspector,
+    factors: bool,
+    how: str,
 ) -> ModelAnalysis:
     started = time.perf_counter()
     args, kwargs = call_arguments(example_inputs)
@@ -111,7 +125,7 @@ def _analyse_model(
         candidates = _observe(model, args, kwargs, what + how)
         bar.total = len(candidates)
         for candidate in candidates:
-            analysis, same_as = _analyse_candidate(candidate, config, cache)
+            analysis, same_as = _analyse_candidate(candidate, config, cache, factors)
             analyses.append(analysis)
             reports.append(describe(analysis, same_as, inspector))
             if analysis.rewritten:
@@ -151,7 +165,7 @@ def _kind(value: Any) -> str:
 
 
 def _analyse_candidate(
-    candidate: Candidate, config: HexaConfig, cache: StructureCache
+    candidate: Candidate, config: HexaConfig, cache: StructureCache, factors: bool
 ) -> tuple[BlockAnalysis, str | None]:
     """Analyses a candidate's levels from the inside out: the first that can be rewritten, else the innermost refusal.
 
@@ -162,7 +176,7 @@ def _analyse_candidate(
         return refused(Refusal(block.path, why_hidden(block.module) or candidate.reason)), None
     first: tuple[BlockAnalysis, str | None] | None = None
     for observation in candidate.levels:
-        found = _analyse_level(observation, config, cache)
+        found = _analyse_level(observation, config, cache, factors)
         if found[0].rewritten:
             return found
         first = first or found
@@ -171,6 +185,19 @@ def _analyse_candidate(
 
 
 def _analyse_level(
+    observation: Observation, config: HexaConfig, cache: StructureCache, factors: bool
+) -> tuple[BlockAnalysis, str | None]:
+    """Without LoRA that is handed over at run time, whatever is active then; else with it as a part of the code."""
+    with taken_off(observation.module) if factors else nullcontext(frozenset[str]()) as paths:
+        found = _analyse_known(observation, config, cache)
+    forms = found[0].rewritten
+    lora = LinearLora.of(*forms.values())
+    if not paths or (len(forms) == len(MODES) and all(map(lora.reaches, paths))):
+        return found
+    return _analyse_known(observation, config, cache)
+
+
+def _analyse_known(
     observation: Observation, config: HexaConfig, cache: StructureCache
 ) -> tuple[BlockAnalysis, str | None]:
     known = cache.find(observation)

@@ -125,7 +125,7 @@ def optimize_(
     adopt_loaded(model)
     inspector = Inspector()
     with torch.inference_mode(False), tracing() as trace, listening(inspector.see), kernels_requested(config.compute):
-        found = analyse_model(model, example_inputs, config, inspector)
+        found = analyse_model(model, example_inputs, config, inspector, factors=mesh is None)
         report, rewritten = found.report, found.rewritten
         if config.strict and (error := _complaint(found)):
             trace.finish(report)

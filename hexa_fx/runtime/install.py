@@ -151,8 +151,8 @@ class HexaForward:
         program = self.programs[training]
         if program is None:
             raise GuardMiss(f"expected {'eval' if training else 'training'} mode")
-        if not is_compiling() and self.lora.changed(module):
-            self._see_through_adapters()
+        if not is_compiling():
+            self.follow_adapters(module)
         self.attributes[training].check()
         if reason := reason_for_own_code(module, self.weights[training]):
             raise GuardMiss(reason)
@@ -170,11 +170,15 @@ class HexaForward:
         results.leave(module, self.stored[training], kept)
         return output
 
-    def _see_through_adapters(self) -> None:
-        """PEFT's modules were put around linear layers of experts, or taken off."""
-        readers = [getattr(self.module, name) for name in {*self.packed_names[True], *self.packed_names[False]}]
-        for each in (*self.attributes.values(), *readers):
-            each.see_through(self.lora.bases)
+    def follow_adapters(self, module: nn.Module) -> None:
+        """Sees through modules of PEFT around linear layers, and takes what is active on those of experts.
+
+        Raises:
+            GuardMiss: it is no low-rank addition.
+        """
+        if self.lora.changed(module):
+            for each in (*self.attributes.values(), *(getattr(module, name) for name in self.lora.weights)):
+                each.see_through(self.lora.bases)
 
     def _with_adapters(self, module: nn.Module) -> Any:
         """The module as a program reads it."""
@@ -255,11 +259,13 @@ def install(block: nn.Module, train: RewrittenBlock | None, eval: RewrittenBlock
         raise InputError(f"{type(block).__name__} already has a rewritten forward; call uninstall() first")
     experts = readers(block, train, eval)
     forward = HexaForward(block, train, eval, block.__dict__.get("forward"))
-    for packed in experts.values():
-        with suppress(GuardMiss):  # the first call says it and runs the original
-            packed.refresh()
     block.__dict__.update(experts)
     block.__dict__["forward"] = forward
+    with suppress(GuardMiss):  # the first call says it and runs the original
+        forward.follow_adapters(block)
+    for packed in experts.values():
+        with suppress(GuardMiss):
+            packed.refresh()
     return forward
 
 

@@ -8,6 +8,7 @@ modules say is compared with what was noted in every call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import repeat
 from operator import eq, is_
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch import nn
 
 from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.isolation.held_objects import MISSING
+from hexa_fx.runtime.attribute_guards import is_within
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
 from hexa_fx.runtime.stacked_lora import AdaptedReader, Addition, Low, additions
@@ -85,6 +87,18 @@ class LinearLora:
         called = {str(node.target) for block in made for node in block.graph.find_nodes(op="call_module", sort=False)}
         return cls(weights, frozenset(weights) - others, frozenset(called - weights.keys()))
 
+    def reaches(self, path: str) -> bool:
+        """Whether adapters of the linear layer at ``path`` take effect, whatever is active."""
+        owners = {
+            name: {part.rpartition(".")[0] for each in w.parts for part in each} for name, w in self.weights.items()
+        }
+        reading = [
+            name
+            for name, paths in owners.items()
+            if path in paths and self.weights[name].parts[0][0].endswith(".weight")
+        ]
+        return (bool(reading) and self.multiplied.issuperset(reading)) or is_within(path, self.called)
+
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.weights, self.multiplied, self.called)
 
@@ -139,12 +153,44 @@ class LinearLora:
         )
 
 
+@contextmanager
+def taken_off(block: nn.Module) -> Iterator[frozenset[str]]:
+    """A context in which the linear layers below a block are under no LoRA that could be handed over at run time.
+
+    Yields their paths: none if one of PEFT's modules does more in some mode than add low-rank products.
+    """
+    found = [
+        (f"{path}.{name}".lstrip("."), owner._modules, name, child)
+        for path, owner in block.named_modules(remove_duplicate=False)
+        for name, child in owner._modules.items()
+        if child is not None and _is_lora(child)
+    ]
+    try:
+        if any(_under(block, f"{path}.weight", _Noted()).drops for path, *_ in found):
+            found = []
+    except GuardMiss:
+        found = []
+    try:
+        for _, listed, name, wrapper in found:
+            listed[name] = wrapper._modules["base_layer"]
+        yield frozenset(path for path, *_ in found)
+    finally:
+        for _, listed, name, wrapper in found:
+            listed[name] = wrapper
+
+
 class _Layer(NamedTuple):
     """What lies in the place of a linear layer: the layer, or PEFT's module around ``base`` with adapters that are active."""
 
     module: nn.Module
     base: nn.Module | None = None
     low: Sequence[Low] = ()
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropouts drop numbers in training."""
+        listed: Any = self.module.lora_dropout
+        return any(getattr(dropout, "p", 0) for dropout in listed.children())
 
 
 def _at(block: nn.Module, path: str, noted: _Noted) -> nn.Module | None:
@@ -156,6 +202,10 @@ def _at(block: nn.Module, path: str, noted: _Noted) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
+def _is_lora(module: nn.Module) -> bool:
+    return (type(module).__module__, type(module).__name__) in _KINDS
+
+
 def _origin(module: nn.Module) -> str:
     return ".".join(type(module).__module__.split(".")[:2])
 
@@ -165,7 +215,7 @@ def _under(block: nn.Module, path: str, noted: _Noted) -> _Layer:
     module = _at(block, owner, noted) if owner else block
     if module is None:
         raise GuardMiss(f"there is no longer a submodule {owner!r}; {AGAIN}")
-    if (type(module).__module__, type(module).__name__) not in _KINDS:
+    if not _is_lora(module):
         return _Layer(module)
     base = noted.see(module._modules, "base_layer")
     noted.hooks += [getattr(module, hooks) for hooks in HOOKS]

@@ -104,7 +104,9 @@ def _place(parameter: Any, codes: Tensor, scales: Tensor) -> None:
 def reads_codes(block: nn.Module, weight: PackedWeight) -> bool:
     """Whether a weight is one of 4-bit parameters."""
     *modules, name = weight.parts[0][0].split(".")
-    return linear4bit.is_four_bit(block.get_submodule(".".join(modules))._parameters.get(name))
+    owner = block.get_submodule(".".join(modules))
+    owner = owner._modules.get("base_layer") or owner  # under PEFT's adapters
+    return linear4bit.is_four_bit(owner._parameters.get(name))
 
 
 def packed_weights(block: nn.Module) -> list[QuantizedWeight]:

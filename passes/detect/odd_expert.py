@@ -41,12 +41,16 @@ def experts_in_groups(block: nn.Module) -> str:
 
 
 def _experts(block: nn.Module) -> Iterator[tuple[str, ...]]:
-    """The paths of the modules that hold one expert each."""
+    """The paths of the modules that hold one expert each; of a list, of all its modules, whatever their parameters are called."""
     found = set()
     for pattern, names in expert_groups(dict(block.named_parameters(remove_duplicate=False))).members.items():
         depth = next(place for place, part in enumerate(pattern.split(".")) if "{}" in part) + 1
         found.add(tuple(".".join(name.split(".")[:depth]) for name in names))
     modules = dict(block.named_modules(remove_duplicate=False))
+    for parts in [path.split(".") for paths in found for path in paths]:
+        above = [".".join(parts[:depth]) for depth in range(len(parts))]
+        lists = (path for path in above if isinstance(modules.get(path), nn.ModuleList))
+        found |= {tuple(f"{path}.{name}".lstrip(".") for name in modules[path]._modules) for path in lists}
     yield from (paths for paths in sorted(found) if all(path in modules for path in paths))
 
 

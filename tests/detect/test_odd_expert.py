@@ -103,3 +103,15 @@ def test_what_differs_in_all_experts_is_no_difference() -> None:
     block = Routed(Expert(nn.GELU(), number=E - 1), True)
     assert not odd_expert(block)
     assert hexa_fx.explain(block.double(), _tokens(2, 7)).rewritten
+
+
+def test_one_of_a_list_whose_parameters_all_have_other_names() -> None:
+    """As under adapters on all experts but one, where two layers of an expert look like a list of their own."""
+    plain = [nn.ModuleDict({"up": nn.Linear(4, 4), "down": nn.Linear(4, 4)}) for _ in range(4)]
+    wrapped = [
+        nn.ModuleDict({key: nn.ModuleDict({"base": each, "low": nn.Linear(4, 2)}) for key, each in expert.items()})
+        for expert in plain
+    ]
+    block = nn.Module()
+    block.experts = nn.ModuleList([*wrapped[:2], plain[2], wrapped[3]])
+    assert odd_expert(block).startswith("experts.2.up is Linear, where other experts have ModuleDict")

@@ -207,7 +207,7 @@ def test_adapters_of_peft_train_on_them(linear):
     assert len(hexa_fx.optimize_(model, x, ALWAYS).report.rewritten) == 2
     with Launches() as launches:
         found = adapted_outcome(model, x)
-    assert "hexa::esmm_packed" in " ".join(launches.names_seen())
+    assert "hexa::moe_ffn_sources" in " ".join(launches.names_seen())
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.detach().abs().max()))
 

@@ -32,8 +32,11 @@ class Block(nn.Module):
         self.router = nn.Linear(D, E)
         self.experts = nn.ModuleList(Expert() for _ in range(E))
 
+    def scores(self, x):
+        return self.router(x)
+
     def forward(self, x):
-        weights, ids = self.router(x).softmax(-1).topk(2)
+        weights, ids = self.scores(x).softmax(-1).topk(2)
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             token, slot = torch.where(ids == number)
@@ -58,16 +61,21 @@ def tokens():
     return torch.randn(11, D, dtype=torch.float64)
 
 
-def pair(tokens, config):
-    """The adapted original, and one that was optimized before."""
+ORDERS = pytest.mark.parametrize("order", ["optimize first", "adapters first"])
+
+
+def pair(tokens, config, order="optimize first"):
+    """The adapted original, and the same optimized before or after its adapters were added."""
     torch.manual_seed(0)
     model = nn.Sequential(Block()).double()
-    optimized = hexa_fx.optimize_(copy.deepcopy(model), tokens, CONFIG)
+    other = copy.deepcopy(model)
+    if order == "optimize first":
+        hexa_fx.optimize_(other, tokens, CONFIG)
     made = []
-    for each in (model, optimized):
+    for each in (model, other):
         torch.manual_seed(2)
         made.append(peft.get_peft_model(each, copy.deepcopy(config)).eval())
-    return made
+    return made if order == "optimize first" else [made[0], hexa_fx.optimize_(made[1], tokens, CONFIG)]
 
 
 def outcome(model, x):
@@ -88,6 +96,7 @@ def assert_same(original, optimized, x, rewritten=True):
     assert (operators_run(optimized, (x,)) > 0) == rewritten
 
 
+@ORDERS
 @pytest.mark.parametrize(
     "options",
     [
@@ -101,13 +110,14 @@ def assert_same(original, optimized, x, rewritten=True):
     ],
     ids=["all", "up", "router", "rslora", "patterns", "excluded", "dropout in eval mode"],
 )
-def test_adapters_that_are_added_later_run_rewritten(options, tokens, caplog):
-    assert_same(*pair(tokens, lora(**options)), tokens)
+def test_adapters_run_rewritten(options, order, tokens, caplog):
+    assert_same(*pair(tokens, lora(**options), order), tokens)
     assert "original forward" not in caplog.text
 
 
-def test_switched_combined_disabled_merged_scaled_and_deleted(tokens):
-    original, optimized = both = pair(tokens, lora())
+@ORDERS
+def test_switched_combined_disabled_merged_scaled_and_deleted(order, tokens):
+    original, optimized = both = pair(tokens, lora(), order)
     for model in both:
         add(model, "other", lora(["up"], r=3), 3)
     for names in ("default", "other", ["other", "default"], "default"):
@@ -182,8 +192,22 @@ def test_an_optimizer_step_and_a_loaded_adapter(tokens, tmp_path):
     assert_same(original, optimized, tokens)
 
 
-def test_a_compiler_goes_through_peft_s_code(tokens):
-    original, optimized = pair(tokens, lora())
+@ORDERS
+def test_a_compiler_sees_what_is_active(order, tokens):
+    original, optimized = pair(tokens, lora(), order)
     optimized(tokens)
     compiled = torch.compile(optimized, backend="eager")
     torch.testing.assert_close(compiled(tokens), original(tokens))
+    with original.disable_adapter(), optimized.disable_adapter():
+        torch.testing.assert_close(compiled(tokens), original(tokens))
+
+
+def test_an_adapter_on_a_router_whose_weight_is_read_stays_in_the_code(tokens):
+    class Reads(Block):
+        def scores(self, x):
+            return nn.functional.linear(x, self.router.weight)
+
+    torch.manual_seed(0)
+    original = peft.get_peft_model(nn.Sequential(Reads()).double(), lora([*ALL, "router"])).eval()
+    optimized = hexa_fx.optimize(original, tokens, CONFIG)
+    torch.testing.assert_close(optimized(tokens), original(tokens))

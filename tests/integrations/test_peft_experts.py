@@ -258,30 +258,6 @@ def test_routing_is_recorded_and_replayed_in_adapted_models():
             torch.testing.assert_close(optimized(ids).logits, expected)
 
 
-def test_adapters_on_a_list_of_linears_are_switched():
-    """They are code of the experts: what was active when it was optimized runs rewritten, anything else in its own code."""
-
-    def config(rank):
-        return peft.LoraConfig(r=rank, target_modules=["up", "down"], init_lora_weights=False)
-
-    torch.manual_seed(0)
-    x = torch.randn(9, 8, dtype=torch.float64)
-    original = peft.get_peft_model(nn.Sequential(Listed()).double(), config(2))
-    original.add_adapter("other", config(3))
-    optimized = hexa_fx.optimize(original, x, CONFIG)
-    ran = []
-    for adapter in ("default", "other", "default"):
-        for model in (original, optimized):
-            model.set_adapter(adapter)
-        torch.testing.assert_close(optimized(x), original(x))
-        ran.append(operators_run(optimized, (x,)) > 0)
-    assert ran == [True, False, True]
-    with original.disable_adapter(), optimized.disable_adapter():
-        torch.testing.assert_close(optimized(x), original(x))
-    optimized(x).sum().backward()
-    assert all("lora" in name for name, p in optimized.named_parameters() if p.grad is not None)
-
-
 def test_adapters_in_float32_on_a_list_in_bfloat16():
     """PEFT's default: each expert casts its rows to what its adapters multiply in."""
     torch.manual_seed(0)
@@ -310,6 +286,8 @@ def test_adapters_of_other_forms_on_a_list():
         for parameter in getattr(block, "miss_block", {}).values():
             nn.init.normal_(parameter)
     torch.testing.assert_close(hexa_fx.optimize(original, x, CONFIG)(x), original(x))
-    uneven = peft.LoraConfig(r=2, target_modules=["up"], rank_pattern={r"0\.up": 3}, init_lora_weights=False)
+    uneven = peft.LoraConfig(
+        r=2, target_modules=["up"], rank_pattern={r"0\.up": 3}, lora_dropout=0.1, init_lora_weights=False
+    )
     report = hexa_fx.optimize(peft.get_peft_model(nn.Sequential(Listed()), uneven), x, CONFIG).report
     assert "0.up.lora_A.default.weight has no like in the others" in str(report)
