@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,3 +27,21 @@ def rewritten_code_at_any_size() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("hexa_fx.passes.rewrite"), "own_code_limit", lambda *_: NEVER_SMALL)
         yield
+
+
+@pytest.fixture
+def requested(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The kernels that are requested for an H200. A stand-in: parameters lie on a CPU."""
+    import torch
+
+    from hexa_fx import jit
+    from hexa_fx.cuda import choosing
+    from hexa_fx.inspection import kernel_requests as of_sources
+    from hexa_fx.passes import kernel_requests as of_dense_weights
+
+    found: list[object] = []
+    monkeypatch.setattr(jit, "builder", lambda: SimpleNamespace(request=found.extend))
+    for requests in (of_dense_weights, of_sources):
+        monkeypatch.setattr(requests, "device_of", lambda block: torch.device("cuda", 0))
+    monkeypatch.setattr(choosing, "device_card", lambda device: choosing.typical_card(90))
+    return found

@@ -38,9 +38,12 @@ from hexa_fx.ops.activations import activation_forward
 from hexa_fx.ops.fixed_order import fixed_order
 from tests.codegen.emulated import emulated  # noqa: F401
 from tests.gpu.cases import row_error
-from tests.runtime.cards import HOPPER
+from tests.runtime.cards import HOPPER, any_number_of_rows  # noqa: F401
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
+    pytest.mark.usefixtures("any_number_of_rows"),
+]
 BF16, F16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 8e-3, F16: 1e-3}
 """a, rows and results are rounded, each once."""
@@ -135,17 +138,6 @@ def poisoned():
 
 APART = ["decode_gemm", "decode_gemm", "decode_combine"]
 LONG, SHORT = ["decode_gemm", "decode_gemm"], ["decode_gemm", "decode_down"]
-
-
-@pytest.fixture(autouse=True)
-def for_any_number_of_rows(monkeypatch):
-    """Three launches, with many rows an expert too, unless a test wants sums."""
-    monkeypatch.setattr(decode, "MOST_BUCKET_APART", 5)
-    monkeypatch.setattr(decode, "MOST_LONG_BUCKET", 5)
-    monkeypatch.setattr(decode, "choose_summed", lambda *sizes: None)
-    cuda_choosing.forget_choices()
-    yield
-    cuda_choosing.forget_choices()
 
 
 SWIGLU_OAI = {"glu": "interleaved", "activation": "swiglu_oai", "params": (1.702, 1.0), "bias": True}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -104,3 +106,14 @@ def assert_close(out: Tensor, ref: Tensor, dtype: torch.dtype, factor: float = 1
     assert out.shape == ref.shape
     error = row_error(out, ref)
     assert error <= TOLERANCE[dtype] * factor, f"per-row relative error {error:.2e}"
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """A context in which the host must not wait for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -36,3 +36,15 @@ def no_fallback() -> Iterator[None]:
     cuda_fallback.fallbacks.clear()
     yield
     assert not cuda_fallback.fallbacks
+
+
+@pytest.fixture
+def four_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As far as grids know: there are a few persistent blocks, each of which takes several tiles."""
+    from hexa_fx.cuda import choosing as cuda_choosing
+
+    card = cuda_choosing.device_card(0)
+    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: card._replace(multiprocessors=4))
+    cuda_choosing.forget_choices()
+    yield
+    cuda_choosing.forget_choices()

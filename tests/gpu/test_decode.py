@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,6 +16,7 @@ from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.jit import kernel as jit_kernel
 from hexa_fx.ops.activations import activation_forward
 from tests.gpu.cases import DEVICE, ROUTINGS, make_routing, randn, row_error
+from tests.runtime.cards import any_number_of_rows  # noqa: F401
 
 BF16, F16 = torch.bfloat16, torch.float16
 TOLERANCE = {BF16: 8e-3, F16: 1e-3}
@@ -25,21 +25,10 @@ EXPERTS = 12
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
 )
-pytestmark = hopper
+pytestmark = [hopper, pytest.mark.usefixtures("any_number_of_rows")]
 
 
 choose_summed = decode.choose_summed
-
-
-@pytest.fixture(autouse=True)
-def for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Three launches, with many rows an expert too, unless a test wants sums."""
-    monkeypatch.setattr(decode, "MOST_BUCKET_APART", 5)
-    monkeypatch.setattr(decode, "MOST_LONG_BUCKET", 5)
-    monkeypatch.setattr(decode, "choose_summed", lambda *sizes: None)
-    cuda_choosing.forget_choices()
-    yield
-    cuda_choosing.forget_choices()
 
 
 class Layer:

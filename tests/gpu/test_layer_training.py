@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from hexa_fx.cuda import choosing as cuda_choosing
-from hexa_fx.cuda import layer as cuda_layer
 from hexa_fx.ops import moe_ffn_autograd
 from hexa_fx.ops.separate_backward import moe_ffn_without_esfk
-from tests.gpu.test_layer import BF16, F32, Layer
+from tests.gpu.test_layer import BF16, F32, Layer, replays
 
 SMALL = (400, 2, 4, 256, 128)
 DECODE = (9, 3, 7, 256, 96)
@@ -55,14 +54,6 @@ class Training(Layer):
             return self.step(dy)
         finally:
             moe_ffn_autograd._on_cuda.update(kept)
-
-
-def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts the calls of layers that ran as they were planned as a whole."""
-    calls: list[int] = []
-    plain = cuda_layer.on_device
-    monkeypatch.setattr(cuda_layer, "on_device", lambda *args: calls.append(1) or plain(*args))
-    return calls
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import moe_ffn
 from hexa_fx.ops.activations import activation_forward
-from tests.gpu.cases import make_routing, randn
+from tests.gpu.cases import make_routing, no_waiting, randn
 
 T, K, E, D, H = 250, 2, 6, 128, 96
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
@@ -118,12 +118,8 @@ def test_values_and_gradients(spec: FfnSpec, dtype: torch.dtype, bias: bool) -> 
 def test_no_host_synchronisation() -> None:
     expert = Expert(SPECS[0], torch.bfloat16, True)
     expert.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         expert.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_training_step_replays_in_a_cuda_graph_with_fresh_inputs_and_routing() -> None:

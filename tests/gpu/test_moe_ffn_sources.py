@@ -8,6 +8,7 @@ import torch
 from hexa_fx.cuda import unpack
 from hexa_fx.formats import FORMATS
 from hexa_fx.ir import FfnSpec
+from tests.gpu.cases import no_waiting
 from tests.ops import test_moe_ffn_sources as cases
 
 SIZES = [cases.RAGGED, (64, 48, 16)]
@@ -61,12 +62,8 @@ def test_no_host_synchronisation() -> None:
         torch.autograd.grad(cases.run(given, spec).sum(), leaves)
 
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -122,12 +119,8 @@ def test_packed_weights_without_synchronisation_and_in_a_cuda_graph(
     with torch.cuda.stream(side):
         step()
         step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

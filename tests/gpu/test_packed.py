@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hexa_fx.codegen.family_packed import PackedTile
-from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import packed
 from hexa_fx.cuda.packed import PackedProduct
 from hexa_fx.formats import MXFP4, NF4
@@ -21,6 +19,7 @@ from hexa_fx.ops.operands import Esmm, EsmmAct
 from tests.gpu import cases
 from tests.gpu.cases import ROUTINGS, make_routing, randn, reference_esmm, row_error
 
+pytestmark = pytest.mark.usefixtures("four_multiprocessors")
 BF16, F16 = torch.bfloat16, torch.float16
 EXPERTS = 12
 TOLERANCE = {BF16: 5e-3, F16: 7e-4}
@@ -43,16 +42,6 @@ def product(x: Tensor, w: Weight, bias: Tensor | None, v: Tensor | None, offs: T
     """Without an activation."""
     codes, scales, f = w
     return PackedProduct(Esmm(x, codes, bias, v, offs, top_k, "nk").plain, scales, None, f)
-
-
-@pytest.fixture(autouse=True)
-def four_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As far as the grid knows, so that a block takes several units of work."""
-    card = cuda_choosing.device_card(0)
-    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: card._replace(multiprocessors=4))
-    cuda_choosing.forget_choices()
-    yield
-    cuda_choosing.forget_choices()
 
 
 def name(value: object) -> str | None:

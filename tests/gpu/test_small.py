@@ -6,7 +6,7 @@ four blocks), a ragged end of rows and of columns, an expert without rows, rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -33,6 +33,7 @@ from tests.gpu.cases import (
     reference_reindex,
 )
 
+pytestmark = pytest.mark.usefixtures("four_multiprocessors")
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 TOKENS, TOP_K, EXPERTS, D, N = 220, 2, 4, 328, 264
 SQUARE = replace(PINGPONG, bm=128, bn=128, stages=6)
@@ -56,16 +57,6 @@ GRADIENT_TILES = {
 hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs an sm_90 device"
 )
-
-
-@pytest.fixture(autouse=True)
-def four_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A few persistent blocks, so that each takes several tiles."""
-    card = cuda_choosing.device_card(0)
-    monkeypatch.setattr(cuda_choosing, "device_card", lambda device: card._replace(multiprocessors=4))
-    cuda_choosing.forget_choices()
-    yield
-    cuda_choosing.forget_choices()
 
 
 def routing(top_k: int = TOP_K) -> Routing:

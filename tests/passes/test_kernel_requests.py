@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import hexa_fx
-from hexa_fx import jit
 from hexa_fx.codegen import KernelSpec
 from hexa_fx.cuda import choosing, modes
 from hexa_fx.cuda.kernel_set import fp8_kernel_set, kernel_set, layer_of
@@ -37,20 +33,6 @@ class Stacked(nn.Module):
             h = nn.functional.silu(gate) * up
             out.index_add_(0, token, (h @ self.down[expert].T) * weights[token, slot, None])
         return out
-
-
-@pytest.fixture
-def requested(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
-    """What is requested, on a stand-in: parameters lie on a CPU."""
-    found: list[KernelSpec] = []
-
-    def request(specs: Iterable[KernelSpec]) -> None:
-        found.extend(specs)
-
-    monkeypatch.setattr(jit, "builder", lambda: SimpleNamespace(request=request))
-    monkeypatch.setattr(kernel_requests, "device_of", lambda block: torch.device("cuda", 0))
-    monkeypatch.setattr(choosing, "device_card", lambda device: choosing.typical_card(90))
-    return found
 
 
 def test_a_blocks_whole_set_is_requested_before_it_is_verified(

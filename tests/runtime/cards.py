@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hexa_fx.codegen import KernelSpec, get_family, render
 from hexa_fx.cuda import batch as cuda_batch
 from hexa_fx.cuda import choosing as cuda_choosing
+from hexa_fx.cuda import decode as cuda_decode
 from hexa_fx.cuda import fallback as cuda_fallback
 from hexa_fx.cuda import kernel as cuda_kernel
 from hexa_fx.cuda import layer as cuda_layer
@@ -221,3 +222,14 @@ class Kept(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.tensors.append(out)
         return out
+
+
+@pytest.fixture
+def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Few tokens take three launches, with many rows an expert too."""
+    monkeypatch.setattr(cuda_decode, "MOST_BUCKET_APART", 5)
+    monkeypatch.setattr(cuda_decode, "MOST_LONG_BUCKET", 5)
+    monkeypatch.setattr(cuda_decode, "choose_summed", lambda *sizes: None)
+    cuda_choosing.forget_choices()
+    yield
+    cuda_choosing.forget_choices()

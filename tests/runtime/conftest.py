@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hexa_fx.cuda import choosing as cuda_choosing
 from hexa_fx.cuda import workspace as cuda_workspace
@@ -31,3 +32,11 @@ def hopper(cards: Cards, monkeypatch: pytest.MonkeyPatch) -> Cards:
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part of a workspace has a place of its own, so that its address tells which it is."""
     monkeypatch.setattr(cuda_workspace.Part, "meets", lambda part, other: True)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

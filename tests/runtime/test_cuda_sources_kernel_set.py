@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from threading import Thread
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 import hexa_fx
-from hexa_fx import jit
 from hexa_fx.codegen import KernelSpec, render
 from hexa_fx.cuda import choosing, packed_layer, sources_requests
 from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.sources_kernel_set import launched, layer_of, sources_kernel_set
-from hexa_fx.inspection import kernel_requests as of_sources
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.sources_arguments import Arguments
-from hexa_fx.passes import kernel_requests
 from tests.api.test_quantize import D, Model
 
 MOST = 300
@@ -70,21 +66,6 @@ def test_no_number_of_tokens_needs_another_kernel(spec: FfnSpec, format: str, ra
     assert len(found) < 40
     for spec_ in found:
         render(spec_)
-
-
-@pytest.fixture
-def requested(monkeypatch: pytest.MonkeyPatch) -> list[KernelSpec]:
-    """What is requested, on a stand-in: parameters lie on a CPU."""
-    found: list[KernelSpec] = []
-
-    def request(specs: Iterable[KernelSpec]) -> None:
-        found.extend(specs)
-
-    monkeypatch.setattr(jit, "builder", lambda: SimpleNamespace(request=request))
-    for module in (kernel_requests, of_sources):
-        monkeypatch.setattr(module, "device_of", lambda block: torch.device("cuda", 0))
-    monkeypatch.setattr(choosing, "device_card", lambda device: typical_card(90))
-    return found
 
 
 def test_they_are_requested_when_weights_are_packed_and_no_dense_ones_for_packed_models(

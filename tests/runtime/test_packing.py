@@ -349,13 +349,6 @@ def test_two_blocks_that_share_experts_share_the_storage(block):
     assert second.is_packed
 
 
-@pytest.fixture
-def process_group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_in_a_distributed_job_exchanged_parameters_are_not_moved(block, process_group):
     packed, _ = both(block)
     packed()

@@ -16,13 +16,6 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), ListMoE())
 
 
-@pytest.fixture
-def process_group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def refusal(bad: object) -> str:
     with pytest.raises(InputError) as error:
         check_model(bad)  # type: ignore[arg-type]
