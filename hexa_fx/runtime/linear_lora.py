@@ -19,6 +19,7 @@ from torch import nn
 
 from hexa_fx.ir import PackedWeight, RewrittenBlock
 from hexa_fx.isolation.held_objects import MISSING
+from hexa_fx.isolation.read_values import IsA
 from hexa_fx.runtime.attribute_guards import is_within
 from hexa_fx.runtime.guards import AGAIN, HOOKS, GuardMiss
 from hexa_fx.runtime.packing import PackedExperts
@@ -85,7 +86,9 @@ class LinearLora:
         weights = {weight.name: weight for block in made for weight in block.packed}
         others = {name for block in made for name in _used_otherwise(block.graph, weights)}
         called = {str(node.target) for block in made for node in block.graph.find_nodes(op="call_module", sort=False)}
-        return cls(weights, frozenset(weights) - others, frozenset(called - weights.keys()))
+        reads = [read for block in made for read in block.reads if isinstance(read.value, IsA)]
+        under = {str(read) for read in reads if _origin(read.value.kind) in _BASES}  # when they were recorded
+        return cls(weights, frozenset(weights) - others, frozenset(called - weights.keys() - under))
 
     def reaches(self, path: str) -> bool:
         """Whether adapters of the linear layer at ``path`` take effect, whatever is active."""
@@ -118,7 +121,7 @@ class LinearLora:
         found: dict[str, list[Addition]] = {}
         for path in self.called:
             module = _at(block, path, noted)
-            base = None if module is None else module._modules.get(_BASES.get(_origin(module), ""))
+            base = None if module is None else module._modules.get(_BASES.get(_origin(type(module)), ""))
             if module is not None and base is not None:
                 bases[id(module)] = base
                 wrappers.append(module)
@@ -206,8 +209,8 @@ def _is_lora(module: nn.Module) -> bool:
     return (type(module).__module__, type(module).__name__) in _KINDS
 
 
-def _origin(module: nn.Module) -> str:
-    return ".".join(type(module).__module__.split(".")[:2])
+def _origin(kind: type) -> str:
+    return ".".join(kind.__module__.split(".")[:2])
 
 
 def _under(block: nn.Module, path: str, noted: _Noted) -> _Layer:

@@ -106,7 +106,7 @@ def assert_same(original, optimized, x, rewritten=True):
         {"use_rslora": True, "modules_to_save": ["router"]},
         {"rank_pattern": {r"experts\.2\.up": 5}, "alpha_pattern": {r"experts\.1\.down": 7}},
         {"exclude_modules": ["0.experts.1.up", "0.experts.3.gate", "0.experts.0.down"]},
-        {"lora_dropout": 0.5},
+        {"lora_dropout": 0.5, "targets": ["up", "router"]},
     ],
     ids=["all", "up", "router", "rslora", "patterns", "excluded", "dropout in eval mode"],
 )
