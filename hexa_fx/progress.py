@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -29,10 +29,10 @@ def remark(text: Callable[[], str]) -> Callable[[], str]:
     return text
 
 
-def may_draw(environment: Mapping[str, str] = os.environ) -> bool:
+def may_draw() -> bool:
     """Whether this process is rank 0 of its job and bars are not switched off."""
-    off = environment.get("HEXA_FX_PROGRESS", "").lower() in ("0", "false", "no", "off")
-    return not off and all(environment.get(name, "0") in ("", "0") for name in _RANKS)
+    off = os.environ.get("HEXA_FX_PROGRESS", "").lower() in ("0", "false", "no", "off")
+    return not off and all(os.environ.get(name, "0") in ("", "0") for name in _RANKS)
 
 
 class Bar:
@@ -49,11 +49,11 @@ class Bar:
         self.done, self._doing = 0, ""
         self._lock = threading.Lock()
 
-    def advance(self, doing: str = "") -> None:
-        """One more item is finished; `doing` is what comes next."""
+    def advance(self) -> None:
+        """One more item is finished."""
         with self._lock:
             self.done += 1
-            self._doing = doing
+            self._doing = ""
 
     def say(self, doing: str) -> None:
         """What is being done now."""

@@ -59,9 +59,9 @@ class PassTrace:
 
 
 @contextmanager
-def tracing(environment: Mapping[str, str] = os.environ) -> Iterator[PassTrace]:
+def tracing() -> Iterator[PassTrace]:
     """A context in which passes are reported to wherever the environment says."""
-    trace = PassTrace(environment)
+    trace = PassTrace(os.environ)
     with listening(*trace.listeners):
         yield trace
 
