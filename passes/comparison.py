@@ -20,17 +20,17 @@ from hexa_fx.isolation.users_code import raised_by_user
 from hexa_fx.isolation.weight_slices import WeightSlices, sliced
 from hexa_fx.passes.cases import SECOND, Subject, VerificationCase, size, up_to_different
 from hexa_fx.passes.fresh_inputs import FreshInputs
-from hexa_fx.passes.reached import Unreached
 from hexa_fx.passes.routing_override import (
     ROUTINGS,
     ChoiceSpy,
+    ForcedRouting,
     LogitsOverride,
-    Routing,
     RoutingOverride,
     in_turns,
     rows_for_all,
 )
 from hexa_fx.passes.tried_calls import first_line, missing_early, repeated, tried
+from hexa_fx.passes.tried_experts import UntriedExperts
 from hexa_fx.passes.verify_settings import TOLERANCE, VerifySettings
 from hexa_fx.runtime import results
 from hexa_fx.runtime.guards import LEFT, GuardMiss, ReadMiss
@@ -49,7 +49,7 @@ class Comparison:
         experts: tuple[torch.Tensor, ...],
     ) -> None:
         self.subject, self.forward, self.inputs, self.settings = subject, forward, inputs, settings
-        self.experts, self.unreached = experts, Unreached(subject.module, experts)
+        self.experts, self.untried = experts, UntriedExperts(subject.module, experts)
         stored = forward.stored[bool(subject.module.training)]
         self.state = ModuleState(subject.module, results.shared_holders(subject.module, stored))
         self.tolerance = settings.tolerance.get(subject.dtype, TOLERANCE[torch.float16])
@@ -145,14 +145,14 @@ class Comparison:
         inputs = self.inputs.at(rows_for_all(experts, top_k), 1, self.subject.dtype)
         overrides = (LogitsOverride(routing, experts, top_k, self.experts), RoutingOverride(routing, experts))
         for override in overrides:
-            if self.unreached:
+            if self.untried:
                 yield self._case(f"{routing.name}, by {override.forces}", inputs, override)
 
     def _in_pieces(self) -> bool:
         return any(isinstance(weight, RaisedWeight) for weight in self.experts)
 
     def _forced(
-        self, name: str, routing: Routing, top_k: int, make: Callable[..., tuple[Any, Any]], gradients: bool
+        self, name: str, routing: ForcedRouting, top_k: int, make: Callable[..., tuple[Any, Any]], gradients: bool
     ) -> VerificationCase:
         """Forces a routing: through the inputs if they contain it, else in the router inside the block."""
         if self.inputs.given_routing:
@@ -179,7 +179,7 @@ class Comparison:
         if isinstance(outcomes, VerificationCase):
             return outcomes
         original, other = outcomes
-        self.unreached.see(original.gradients)
+        self.untried.see(original.gradients)
         found = difference(original, other)
         if self._agree(found):
             return VerificationCase(name, "equal", found.forward, found.gradient, "", found.none_became_zero)

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hexa_fx.passes.example_sizes import ExampleSizes
-from hexa_fx.passes.routing_override import Routing, raised
+from hexa_fx.passes.routing_override import ForcedRouting, raised
 
 Kind = Literal["signed", "unsigned", "scores", "integer", "bool", "ids", "marks", "other"]
 """What a tensor of the example looks like. ``scores`` are (..., E) logits; ``ids`` are (..., k) experts of every token;
@@ -28,7 +28,7 @@ class _Draw:
     """
 
     generator: torch.Generator
-    routing: Routing | None = None
+    routing: ForcedRouting | None = None
     chosen: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
 
 
@@ -83,13 +83,13 @@ class FreshInputs:
         args, kwargs = pytree.tree_unflatten([_cast(leaf, leaf, dtype) for leaf in self._leaves], self._spec)
         return args, kwargs
 
-    def like_example(self, dtype: torch.dtype, routing: Routing | None = None) -> tuple[Any, Any]:
+    def like_example(self, dtype: torch.dtype, routing: ForcedRouting | None = None) -> tuple[Any, Any]:
         """(args, kwargs) of the example's shapes; floating tensors in ``dtype``."""
         shapes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else () for leaf in self._leaves]
         return self._make(shapes, dtype, routing)
 
     def at(
-        self, batch: int | None, sequence: int | None, dtype: torch.dtype, routing: Routing | None = None
+        self, batch: int | None, sequence: int | None, dtype: torch.dtype, routing: ForcedRouting | None = None
     ) -> tuple[Any, Any]:
         """As `like_example`, with the dimensions that count batch, sequence or tokens set to the given sizes, if not None."""
         size = batch, sequence
@@ -177,7 +177,9 @@ class FreshInputs:
             return False
         return self._experts_a_token(leaf, "ids") <= self.num_experts and int(leaf.max()) < 2 * self.num_experts
 
-    def _make(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, routing: Routing | None) -> tuple[Any, Any]:
+    def _make(
+        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, routing: ForcedRouting | None
+    ) -> tuple[Any, Any]:
         key = tuple(shapes), "" if routing is None else routing.name
         if key not in self._made:
             draw = _Draw(torch.Generator().manual_seed(self._seed), routing)

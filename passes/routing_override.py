@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True)
-class Routing:
+class ForcedRouting:
     """A routing by name: ``choose(rows, candidates, k)`` gives (rows, k) distinct ids below ``candidates``, int64."""
 
     name: str
@@ -59,18 +59,18 @@ _SPREAD = 8.0
 """How far apart logits may lie where a routing is forced: weights differ by a factor of 3000 then."""
 
 ROUTINGS = (
-    Routing("all tokens to the first experts", _first),
-    Routing("all tokens to the last experts", _last),
-    Routing("first and last experts alternating", _alternating),
-    Routing("one expert without tokens", _one_unused),
+    ForcedRouting("all tokens to the first experts", _first),
+    ForcedRouting("all tokens to the last experts", _last),
+    ForcedRouting("first and last experts alternating", _alternating),
+    ForcedRouting("one expert without tokens", _one_unused),
 )
 
 
-def in_turns(candidates: int, k: int, rows: int) -> Iterator[Routing]:
+def in_turns(candidates: int, k: int, rows: int) -> Iterator[ForcedRouting]:
     """The last of `ROUTINGS` a few tokens at a time, so that together they reach every expert but the first."""
     for first in range(0, rows_for_all(candidates, k), rows):
         name = ROUTINGS[-1].name + (f", on from expert {1 + _step(k) * first}" if first else "")
-        yield Routing(name, partial(_one_unused, first_row=first))
+        yield ForcedRouting(name, partial(_one_unused, first_row=first))
 
 
 class ChoiceSpy(TorchFunctionMode):
@@ -111,7 +111,9 @@ class LogitsOverride(TorchFunctionMode):
 
     forces = "logits"
 
-    def __init__(self, routing: Routing, num_experts: int, top_k: int, experts: Collection[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, routing: ForcedRouting, num_experts: int, top_k: int, experts: Collection[torch.Tensor] = ()
+    ) -> None:
         super().__init__()
         self.routing, self.num_experts, self.top_k = routing, num_experts, min(top_k, num_experts)
         self._experts = frozenset(map(id, experts))
@@ -141,7 +143,7 @@ class LogitsOverride(TorchFunctionMode):
         return operand.dim() == 2 and self.num_experts in operand.shape
 
 
-def raised(logits: torch.Tensor, routing: Routing, top_k: int) -> torch.Tensor:
+def raised(logits: torch.Tensor, routing: ForcedRouting, top_k: int) -> torch.Tensor:
     """(..., E) logits, the wanted experts' far above the others'; gradients flow as before.
 
     Logits that lie far apart are brought closer first: an expert that the router all but rules out would be chosen with a weight
@@ -173,7 +175,7 @@ class RoutingOverride(TorchFunctionMode):
 
     forces = "choices"
 
-    def __init__(self, routing: Routing, num_experts: int | None) -> None:
+    def __init__(self, routing: ForcedRouting, num_experts: int | None) -> None:
         super().__init__()
         self.routing = routing
         self.num_experts = num_experts

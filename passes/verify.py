@@ -108,7 +108,7 @@ def verify(
         cases += (_kinds(block, rewritten, (args, dict(kwargs or {})), inputs, settings),)
         bound = _in_another_dtype(block, rewritten, inputs, settings)
     reason = _reason(cases) or _too_little(cases, inputs, settings)
-    all_reached = not settings.brief and not comparison.unreached
+    all_reached = not settings.brief and not comparison.untried
     if not reason and not settings.brief and not all_reached:
         reason = odd_expert(block)
     return VerificationResult(not reason, cases, time.perf_counter() - started, reason, dtype, bound, all_reached)

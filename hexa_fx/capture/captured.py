@@ -15,7 +15,7 @@ from hexa_fx.capture.collect import Access
 from hexa_fx.capture.records import ModuleCall
 from hexa_fx.capture.stored import StoredValue
 from hexa_fx.ir import PythonRead
-from hexa_fx.isolation.apart import Apart
+from hexa_fx.isolation.listed_stack import ListedStack
 from hexa_fx.isolation.raised_weight import RaisedWeight
 from hexa_fx.isolation.size import is_large, raises_in_pieces, whole_bytes
 
@@ -105,7 +105,7 @@ class CapturedBlock:
         """Tensors of one shape in float64, (E, ...), for reading."""
         alike = len({(value.shape, value.dtype, value.device) for value in values}) == 1
         if self.whole_bytes is not None and is_large(values[0]) and alike:
-            return RaisedWeight(Apart(tuple(values)), self.whole_bytes)
+            return RaisedWeight(ListedStack(tuple(values)), self.whole_bytes)
         return torch.stack([self.in_float64(value.detach()) for value in values])
 
     def tensor_of(self, name: str) -> torch.Tensor:

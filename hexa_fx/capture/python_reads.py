@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from hexa_fx.capture.access_log import KINDS
-from hexa_fx.capture.asked_of_python import asking_noted
 from hexa_fx.capture.calls import user_location
 from hexa_fx.capture.collect import without_stand_in
+from hexa_fx.capture.environment_reads import asking_noted
 from hexa_fx.capture.ran_code import RanCode, is_ours
 from hexa_fx.capture.started_functions import untold
 from hexa_fx.ir import PythonRead, SourceLocation

@@ -51,7 +51,7 @@ FIRST_ARCH = 90
 """Cards before it keep one launch for each operator."""
 
 
-class Projection(NamedTuple):
+class DecodeProjection(NamedTuple):
     """One product: weights (E, N, K) or (E, K, N), w3 for glu ``split``, and what becomes of its result."""
 
     w: Tensor
@@ -64,7 +64,7 @@ class Projection(NamedTuple):
     params: tuple[float, ...] = ()
 
 
-class Slots(NamedTuple):
+class DecodeSlots(NamedTuple):
     """A routing as it is given: ids (T, k), of E experts."""
 
     ids: Tensor
@@ -97,9 +97,9 @@ def few_tokens(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None, *re
     card = planning_of(x).card
     if not is_few(card, top_k_index, w1.shape[0]) or is_fixed() or ids_are_checked():
         return None
-    slots = Slots(top_k_index.contiguous(), w1.shape[0])
-    first = _as_stored(Projection(w1, b1, w3, b3, layout1, activation, glu, tuple(params)))
-    second = _as_stored(Projection(w2, b2, None, None, layout2))
+    slots = DecodeSlots(top_k_index.contiguous(), w1.shape[0])
+    first = _as_stored(DecodeProjection(w1, b1, w3, b3, layout1, activation, glu, tuple(params)))
+    second = _as_stored(DecodeProjection(w2, b2, None, None, layout2))
     if not (_takes(card, x, first, slots) and _takes(card, x, second, slots)) or top_k_index.dtype not in ID_TYPES:
         return None
     columns = _summed_columns(card, second, slots)
@@ -125,14 +125,14 @@ def are_wanted() -> bool:
     return JitSettings.from_env().few_tokens
 
 
-def _as_stored(o: Projection) -> Projection:
+def _as_stored(o: DecodeProjection) -> DecodeProjection:
     """With views of the weights whose contiguous dimension is the last one."""
     w, layout = as_stored(o.w, o.layout)
     w3 = o.w3 if o.w3 is None else as_stored(o.w3, o.layout)[0]
     return o._replace(w=w, w3=w3, layout=layout)
 
 
-def _takes(card: Card, x: Tensor, o: Projection, slots: Slots) -> bool:
+def _takes(card: Card, x: Tensor, o: DecodeProjection, slots: DecodeSlots) -> bool:
     """Whether the kernel can read these operands."""
     weights = [w for w in (o.w, o.w3) if w is not None]
     if x.dtype not in (torch.bfloat16, torch.float16) or any(w.dtype != x.dtype for w in weights):
@@ -146,12 +146,12 @@ def _takes(card: Card, x: Tensor, o: Projection, slots: Slots) -> bool:
     return alike and both and pieces and tile is not None
 
 
-def _columns(o: Projection) -> int:
+def _columns(o: DecodeProjection) -> int:
     """Of the result."""
     return inner_width(columns_of(o.w, o.layout), o.glu)
 
 
-def _summed_columns(card: Card, o: Projection, slots: Slots) -> int:
+def _summed_columns(card: Card, o: DecodeProjection, slots: DecodeSlots) -> int:
     """Columns that each block of the second product gives of all tokens, and sums; 0 where that does not serve.
 
     All multiprocessors need some; and lines that run across columns would be read in short pieces.
@@ -164,7 +164,7 @@ def _summed_columns(card: Card, o: Projection, slots: Slots) -> int:
     return columns if tile is not None and ceil_div(n, columns) >= BUSY * card.multiprocessors else 0
 
 
-def _up(x: Tensor, o: Projection, slots: Slots, summed: bool) -> Tensor:
+def _up(x: Tensor, o: DecodeProjection, slots: DecodeSlots, summed: bool) -> Tensor:
     """(n, I) by slot, of rows of tokens; rows without an expert are not written. summed: the product behind sums its rows."""
     inner = _columns(o)
     d = x.new_empty((slots.rows, inner))
@@ -173,7 +173,7 @@ def _up(x: Tensor, o: Projection, slots: Slots, summed: bool) -> Tensor:
     return d
 
 
-def _down(a: Tensor, o: Projection, slots: Slots, summed: int = 0, weights: Tensor | None = None) -> Tensor:
+def _down(a: Tensor, o: DecodeProjection, slots: DecodeSlots, summed: int = 0, weights: Tensor | None = None) -> Tensor:
     """(n, D) by slot; summed, if blocks give so many columns of all tokens: (T, D)."""
     key = _key(a, o, slots)
     if not summed:
@@ -188,7 +188,7 @@ def _down(a: Tensor, o: Projection, slots: Slots, summed: int = 0, weights: Tens
     return out
 
 
-def _key(x: Tensor, o: Projection, slots: Slots) -> DecodeKey:
+def _key(x: Tensor, o: DecodeProjection, slots: DecodeSlots) -> DecodeKey:
     return DecodeKey(
         planning_of(x).card,
         x.dtype,
@@ -209,8 +209,8 @@ def _key(x: Tensor, o: Projection, slots: Slots) -> DecodeKey:
 def _product(
     key: DecodeKey,
     x: Tensor,
-    o: Projection,
-    slots: Slots,
+    o: DecodeProjection,
+    slots: DecodeSlots,
     d: Tensor,
     rows_of: int = 1,
     weights: Tensor | None = None,
@@ -253,7 +253,7 @@ def _product(
     launch(x, spec, (blocks, 1, 1), pointers, *numbers)
 
 
-def _combine(y: Tensor, top_k_weights: Tensor | None, slots: Slots) -> Tensor:
+def _combine(y: Tensor, top_k_weights: Tensor | None, slots: DecodeSlots) -> Tensor:
     """(T, D): rows by slot, times their weights, added up in the order of slots."""
     width, weights, (tokens, top_k) = y.shape[1], contiguous(top_k_weights), slots.ids.shape
     parts = ceil_div(width, 8 * COMBINE_THREADS)

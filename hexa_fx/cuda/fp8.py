@@ -26,7 +26,7 @@ from hexa_fx.cuda.operands import DTYPES, aligned, ceil_div, constants_of, conti
 from hexa_fx.cuda.planning import Piece, TileQueue, planning_of
 from hexa_fx.formats.fp8_scaling import BLOCK
 from hexa_fx.ops.fp8 import EsmmActBackwardFp8, EsmmActFp8, EsmmFp8, EstmmFp8, glu_of
-from hexa_fx.ops.fp8_arguments import Arguments
+from hexa_fx.ops.fp8_arguments import MoeFfnFp8
 
 STAGES = 3
 """Of shared memory, 48 KiB each. With three there is room for a tile's results, which leave while the next one is multiplied."""
@@ -45,7 +45,7 @@ def cluster_of(rows: int, experts: int, gather: bool) -> int:
     return 2 if gather and rows > CLUSTER_ROWS * experts else 1
 
 
-def why_not(o: Arguments) -> str:
+def why_not(o: MoeFfnFp8) -> str:
     """Why these kernels cannot take a call of ``hexa::moe_ffn_fp8``; empty if they can."""
     odd = [size for size in (o.input_size, o.output_size) if size * o.x.element_size() % 16]
     rows = f"rows of {odd[0]} numbers; kernels write them in whole 16 bytes" if odd else ""

@@ -28,19 +28,19 @@ from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
-from hexa_fx.ops.fp8_arguments import Arguments as Fp8Operands
+from hexa_fx.ops.fp8_arguments import MoeFfnFp8
 from hexa_fx.ops.moe_ffn import static_of
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
 from hexa_fx.ops.operands import MoeFfn
 from hexa_fx.ops.program import OPERANDS
 from hexa_fx.ops.rows import accumulate_dtype
-from hexa_fx.ops.sources_arguments import Arguments as SourcesOperands
+from hexa_fx.ops.sources_arguments import MoeFfnSources
 
 MOST_TOKENS = 65536
 """Tokens of one call up to which every kernel is in a layer's set."""
 
 
-Operands = TypeVar("Operands", MoeFfn, SourcesOperands)
+Operands = TypeVar("Operands", MoeFfn, MoeFfnSources)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def kernel_set(layer: FfnLayer, card: Card, training: bool = True, most: int = M
     return tuple(found)
 
 
-def token_counts(call: MoeFfn | SourcesOperands, most: int) -> list[int]:
+def token_counts(call: MoeFfn | MoeFfnSources, most: int) -> list[int]:
     """The fewest tokens of each interval in which all calls take the same kernels."""
     experts, top_k = call.w1.shape[0], call.top_k_index.shape[1]
     buckets = [experts << power for power in range((most * top_k // experts).bit_length() + 1)]
@@ -172,7 +172,7 @@ def fp8_kernel_set(layer: FfnLayer, card: Card, training: bool = True) -> tuple[
     experts, top_k = layer.call.w1.shape[0], layer.call.top_k_index.shape[1]
     with collected_on(card) as specs:
         for tokens in (1, CLUSTER_ROWS * experts // top_k + 1):
-            o = Fp8Operands(*with_tokens(layer.call, tokens), False)
+            o = MoeFfnFp8(*with_tokens(layer.call, tokens), False)
             fp8.run(o, transposed=False, keep_h=False)
             if training:
                 y, h, *kept = fp8.run(o, transposed=True, keep_h=not o.recompute_h)

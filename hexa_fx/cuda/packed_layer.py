@@ -14,10 +14,10 @@ from hexa_fx.cuda.rows import combine, reindex
 from hexa_fx.ops.fixed_order import is_fixed
 from hexa_fx.ops.operands import Esmm, EsmmAct
 from hexa_fx.ops.projection import Rows, narrowed, project
-from hexa_fx.ops.sources_arguments import Arguments
+from hexa_fx.ops.sources_arguments import MoeFfnSources
 
 
-def moe_ffn_sources(o: Arguments) -> Tensor:
+def moe_ffn_sources(o: MoeFfnSources) -> Tensor:
     """See hexa_fx.ops.moe_ffn_sources. With nothing added to packed weights, four launches."""
     y = _few_rows(o)
     if y is None:
@@ -25,7 +25,7 @@ def moe_ffn_sources(o: Arguments) -> Tensor:
     return y
 
 
-def _few_rows(o: Arguments) -> Tensor | None:
+def _few_rows(o: MoeFfnSources) -> Tensor | None:
     """The result; None where the general path has to compute it."""
     top_k, experts = o.top_k_index.shape[1], o.w1.shape[0]
     formats = [None if p.a is not None else four_bit(p.format, p.scales, p.layout) for p in (*o.first, o.second)]

@@ -22,12 +22,12 @@ from hexa_fx.ops.moe_ffn_sources import backward, training
 from hexa_fx.ops.projection import DENSE
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import columns_of, flip
-from hexa_fx.ops.sources_arguments import OPERANDS, Arguments
+from hexa_fx.ops.sources_arguments import OPERANDS, MoeFfnSources
 
 
 def layer_of(
     spec: FfnSpec, operands: Mapping[str, Tensor], packed: Sequence[QuantizedWeight], ranks: Mapping[str, int]
-) -> Arguments:
+) -> MoeFfnSources:
     """A call of the operator on tensors without data.
 
     Args:
@@ -53,7 +53,7 @@ def layer_of(
             scales[name] = [without_data(scale.shape, scale.dtype) for scale in found.scales]
             layouts[name] = flip(layouts[name]) if found.transposed else layouts[name]
     given = {name: made.get(name) for name in ("x", "top_k_index", *OPERANDS[1:])}
-    return Arguments(
+    return MoeFfnSources(
         **given,  # type: ignore[arg-type]
         alphas=[2.0 if name in ranks else 1.0 for name in layouts],
         s1=scales.get("w1", []),
@@ -70,7 +70,7 @@ def layer_of(
 
 
 def sources_kernel_set(
-    layer: Arguments, card: Card, train: bool = True, most: int = MOST_TOKENS
+    layer: MoeFfnSources, card: Card, train: bool = True, most: int = MOST_TOKENS
 ) -> tuple[KernelSpec, ...]:
     """Every kernel that calls of a layer with 1 to `most` tokens launch. Needs no device, no compiler and no data.
 
@@ -90,7 +90,7 @@ def sources_kernel_set(
     return tuple(found)
 
 
-def launched(layer: Arguments, card: Card, tokens: int, train: bool = True) -> list[KernelSpec]:
+def launched(layer: MoeFfnSources, card: Card, tokens: int, train: bool = True) -> list[KernelSpec]:
     """The kernels that a layer launches at a number of tokens, in order."""
     o = with_tokens(layer, tokens)
     with collected_on(card) as specs:

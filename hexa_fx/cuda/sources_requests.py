@@ -18,7 +18,7 @@ from hexa_fx.cuda.fallback import generic
 from hexa_fx.cuda.packed_layer import moe_ffn_sources as few_or_general
 from hexa_fx.cuda.sources_kernel_set import sources_kernel_set
 from hexa_fx.errors import KernelError
-from hexa_fx.ops.sources_arguments import Arguments
+from hexa_fx.ops.sources_arguments import MoeFfnSources
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ on_forget(_seen.clear)
 @falls_back("moe_ffn_sources")
 def moe_ffn_sources(*args: Any) -> Tensor:
     """See hexa_fx.ops.moe_ffn_sources."""
-    o = Arguments(*args)
+    o = MoeFfnSources(*args)
     _request_once(o)
     return few_or_general(o)
 
@@ -37,25 +37,25 @@ def moe_ffn_sources(*args: Any) -> Tensor:
 @falls_back("moe_ffn_sources_forward")
 def moe_ffn_sources_forward(*args: Any) -> tuple[Tensor, ...]:
     """See hexa_fx.ops.moe_ffn_sources: operator by operator."""
-    _request_once(Arguments(*args))
+    _request_once(MoeFfnSources(*args))
     return generic("moe_ffn_sources_forward")(*args)  # type: ignore[no-any-return]
 
 
-def _request_once(o: Arguments) -> None:
+def _request_once(o: MoeFfnSources) -> None:
     kind = o.x.device.index, *o.kind
     if collection() is None and kind not in _seen:
         _seen.add(kind)
         request(o, card_of(o.x.device.index))
 
 
-def request(call: Arguments, card: Card) -> Thread:
+def request(call: MoeFfnSources, card: Card) -> Thread:
     """Requests every kernel that calls like this one launch, at any number of tokens. Returns the thread that finds out which.
 
     Args:
         call: of which only types, shapes and strides count; nothing of it is kept.
         card: what kernels are chosen for.
     """
-    layer = Arguments(*map(_without_data, call))
+    layer = MoeFfnSources(*map(_without_data, call))
 
     def find() -> None:
         try:

@@ -30,7 +30,7 @@ MOST_BYTES = 256 << 20
 _CHUNK = 8
 
 
-class Part(NamedTuple):
+class ExpertGroup(NamedTuple):
     """Some experts of a packed weight.
 
     Args:
@@ -46,7 +46,7 @@ class Part(NamedTuple):
     last: bool
 
 
-def parts(o: EsmmPacked) -> Iterator[Part]:
+def parts(o: EsmmPacked) -> Iterator[ExpertGroup]:
     """A packed product as dense ones of some experts each. The next one's matrices take the place of those before it.
 
     Raises:
@@ -64,7 +64,7 @@ def parts(o: EsmmPacked) -> Iterator[Part]:
         unpack(format, o.packed[first:end], [scale[first:end] for scale in scales], matrices)
         bias = None if o.bias is None else o.bias[first:end]
         product = Esmm(o.x, matrices, bias, o.v, o.offs[first : end + 1], o.top_k, o.layout)  # type: ignore[arg-type]
-        yield Part(product, slice(first, end), ceil_div(o.rows * (end - first), experts), end == experts)
+        yield ExpertGroup(product, slice(first, end), ceil_div(o.rows * (end - first), experts), end == experts)
 
 
 def _unsupported(format: Format, packed: Tensor, rows: int, columns: int) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hexa_fx.isolation.apart import Apart
+from hexa_fx.isolation.listed_stack import ListedStack
 from hexa_fx.isolation.raised_pieces import raised_piece
 
 _ATEN = torch.ops.aten
@@ -70,13 +70,13 @@ class RaisedWeight(torch.Tensor):
         limit: float64 bytes up to which an operation that is not known here gets a copy of it.
     """
 
-    stored: Tensor | Apart
+    stored: Tensor | ListedStack
     limit: int
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, stored: Tensor | Apart, limit: int) -> RaisedWeight:
-        like = stored.empty() if isinstance(stored, Apart) else stored
+    def __new__(cls, stored: Tensor | ListedStack, limit: int) -> RaisedWeight:
+        like = stored.empty() if isinstance(stored, ListedStack) else stored
         made: RaisedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
@@ -145,10 +145,10 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _PRODUCTS[func](*args, **kwargs)
     first = args[0]
     if isinstance(first, RaisedWeight) and (func in _VIEWS or func in _GATHERS):
-        taken = first.stored.seen_through(func, *args[1:], **kwargs) if isinstance(first.stored, Apart) else None
+        taken = first.stored.seen_through(func, *args[1:], **kwargs) if isinstance(first.stored, ListedStack) else None
         if taken is None:
             taken = func(first.source, *args[1:], **kwargs)
-        if isinstance(taken, Tensor | Apart):
+        if isinstance(taken, Tensor | ListedStack):
             return RaisedWeight(taken, first.limit)
         return [RaisedWeight(part, first.limit) for part in taken]
     if isinstance(first, RaisedWeight) and _keeps_dtype(func, args, kwargs):

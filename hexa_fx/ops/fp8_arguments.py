@@ -15,7 +15,7 @@ from hexa_fx.ops.fp8_weights import Fp8Weight, quantized
 from hexa_fx.ops.rows import columns_of
 
 
-class Arguments(NamedTuple):
+class MoeFfnFp8(NamedTuple):
     """As `hexa_fx.ops.moe_ffn.moe_ffn` has them. x and every weight may be bfloat16, float16 or float32.
 
     Args:

@@ -14,7 +14,7 @@ from torch._C import _any_requires_grad
 
 from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.ops import sources
-from hexa_fx.ops.fp8_arguments import Arguments
+from hexa_fx.ops.fp8_arguments import MoeFfnFp8
 from hexa_fx.ops.moe_ffn_fp8 import is_whole, say_once
 from hexa_fx.ops.quantized_weight import QuantizedWeight
 from hexa_fx.ops.rows import flip
@@ -23,15 +23,15 @@ from hexa_fx.ops.rows import flip
 def moe_ffn(*args: Any) -> Any:
     """The layer, of arguments of which some weights are packed."""
     found = _as_they_lie(args)
-    if isinstance(found, Arguments):
+    if isinstance(found, MoeFfnFp8):
         return torch.ops.hexa.moe_ffn_fp8.default(*found)
     say_once(f"compute='fp8_block' multiplies by packed weights in {args[0].dtype}: {found}")
     return sources.moe_ffn(*args[:15])
 
 
-def _as_they_lie(args: tuple[Any, ...]) -> Arguments | str:
+def _as_they_lie(args: tuple[Any, ...]) -> MoeFfnFp8 | str:
     """The arguments with packed weights as quantised ones; or why that cannot be."""
-    o = Arguments(*args)
+    o = MoeFfnFp8(*args)
     both = (o.w1, o.w2)
     if o.w3 is not None or not all(isinstance(w, QuantizedWeight) and w.format == FP8_BLOCK.name for w in both):
         return "they are not all in FP8 blocks, with gate and up in one"

@@ -23,7 +23,7 @@ from hexa_fx.formats.blocks import FP8_BLOCK
 from hexa_fx.formats.fp8_scaling import BLOCK
 from hexa_fx.ops import checks, fp8_checks, library, main_grad
 from hexa_fx.ops.direct_function import DirectFunction
-from hexa_fx.ops.fp8_arguments import Arguments, kernel
+from hexa_fx.ops.fp8_arguments import MoeFfnFp8, kernel
 from hexa_fx.ops.fp8_quantizing import rows_and_scales
 from hexa_fx.ops.moe_ffn import STATIC, WEIGHTS, check_shapes
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
@@ -55,16 +55,16 @@ def _log_once(message: str) -> None:
     log.warning("%s", message)
 
 
-def _on_cpu(o: Arguments) -> str:
+def _on_cpu(o: MoeFfnFp8) -> str:
     say_once("FP8 is emulated on a CPU: results are those of a GPU, the time is not")
     return ""
 
 
-why_not_on: dict[str, Callable[[Arguments], str]] = {"cpu": _on_cpu}
+why_not_on: dict[str, Callable[[MoeFfnFp8], str]] = {"cpu": _on_cpu}
 """By device type: why its kernels cannot take a call, empty if they can. Looks at dtypes and sizes only."""
 
 
-def why_not(o: Arguments) -> str:
+def why_not(o: MoeFfnFp8) -> str:
     """Why a call runs in its tensors' dtype; empty if it runs in FP8."""
     for name, t in o.floating.items():
         if t is not None and t.dtype not in fp8_checks.QUANTIZABLE:
@@ -85,7 +85,7 @@ def is_whole(w1: Tensor, w2: Tensor, glu: str, layout1: str, layout2: str) -> bo
 
 def _exact_call(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
     """The operator that runs a call which FP8 cannot take, and its arguments; None for others."""
-    o = Arguments(*args)
+    o = MoeFfnFp8(*args)
     reason = why_not(o)
     if not reason:
         return None
@@ -99,7 +99,7 @@ def _exact_call(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]] | None:
     return _OPS.moe_ffn.default, (*args[:3], *weights, *args[9:15])
 
 
-def run(o: Arguments, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
+def run(o: MoeFfnFp8, transposed: bool, keep_h: bool) -> tuple[Tensor, ...]:
     """y, h and its scales, and the routing. transposed: whether backward will need weights transposed."""
     x, top_k = o.x, o.top_k_index.shape[1]
     first, second = o.first(transposed), o.second(transposed)
@@ -117,7 +117,7 @@ def _inference(*args: Any) -> Tensor:
     """Kernel for any device."""
     instead = _exact_call(args)
     if instead is None:
-        return run(Arguments(*args), transposed=False, keep_h=False)[0]
+        return run(MoeFfnFp8(*args), transposed=False, keep_h=False)[0]
     operator, given = instead
     with _AutoDispatchBelowAutograd():
         return operator(*given)  # type: ignore[no-any-return]
@@ -125,7 +125,7 @@ def _inference(*args: Any) -> Tensor:
 
 def _training(*args: Any) -> tuple[Tensor, ...]:
     """Kernel for any device: the result, and what backward needs."""
-    o = Arguments(*args)
+    o = MoeFfnFp8(*args)
     return run(o, transposed=True, keep_h=not o.recompute_h)
 
 
@@ -136,7 +136,7 @@ class _Function(DirectFunction):
     def forward(ctx: Any, *args: Any) -> Tensor:
         with _AutoDispatchBelowAutograd():
             y, h, hs, *routing = _OPS.moe_ffn_fp8_forward.default(*args)
-        o, wanted = Arguments(*args), ctx.needs_input_grad
+        o, wanted = MoeFfnFp8(*args), ctx.needs_input_grad
         needs = [wanted[0], *wanted[2:9]]
         keep_x = o.x if needs[2] or needs[4] or o.recompute_h else None
         ctx.save_for_backward(keep_x, *((None, None) if o.recompute_h else (h, hs)), *routing, *args[2:9])
@@ -163,7 +163,7 @@ def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         operator, given = instead
         return operator(*given)
     if is_grad_enabled() and _any_requires_grad(*args):
-        if Arguments(*args).s1 is not None:
+        if MoeFfnFp8(*args).s1 is not None:
             raise InputError(
                 "hexa::moe_ffn_fp8: weights that are quantised already have no gradient, nor has x with them"
             )
@@ -173,7 +173,7 @@ def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
 
 
 def _check(*args: Any) -> None:
-    o = Arguments(*args)
+    o = MoeFfnFp8(*args)
     for name, t in o.floating.items():
         if t is not None and (t.dtype not in checks.FLOATING or t.device != o.x.device):
             raise InputError(f"hexa::moe_ffn_fp8: {name} is {checks.shape(t)} on {t.device}; x is on {o.x.device}")
@@ -189,12 +189,12 @@ def _check(*args: Any) -> None:
 
 
 def _fake(*args: Any) -> Tensor:
-    o = Arguments(*args)
+    o = MoeFfnFp8(*args)
     return o.x.new_empty((o.x.shape[0], o.output_size))
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    o = Arguments(*args)
+    o = MoeFfnFp8(*args)
     n = o.top_k_index.shape[0] * o.top_k_index.shape[1]
     h = rows_and_scales(o.x, 0 if o.recompute_h else n, o.hidden)
     index = torch.empty(n, dtype=torch.int32, device=o.x.device)
@@ -204,7 +204,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
     *given, _, needs = args[6:]
-    o = Arguments(dy, dy, *given)
+    o = MoeFfnFp8(dy, dy, *given)
     like = (dy.new_empty((dy.shape[0], o.input_size)), *given[:7])
     return [t.new_empty(t.shape) for t, need in zip(like, needs, strict=True) if need]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hexa_fx.formats.fp8_scaling import BLOCK
-from hexa_fx.ops.fp8_arguments import Arguments, kernel
+from hexa_fx.ops.fp8_arguments import MoeFfnFp8, kernel
 from hexa_fx.ops.program import OPERANDS
 from hexa_fx.ops.rows import routed_rows
 
@@ -36,7 +36,7 @@ def backward(
     Buffers to add gradients to may follow, one or None for each operand after x. These gradients are not among the results.
     """
     given, top_k, marks, buffers = rest[:14], rest[14], rest[15], rest[16:] or (None,) * 7
-    o = Arguments(dy, v, *given)
+    o = MoeFfnFp8(dy, v, *given)
     needs, into = dict(zip(OPERANDS, marks, strict=True)), dict(zip(OPERANDS[1:], buffers, strict=True))
     if h is None:
         assert x is not None
@@ -72,7 +72,7 @@ def backward(
     return [gradient for name in OPERANDS if needs[name] and (gradient := found[name]) is not None]
 
 
-def _hidden(x: Tensor, o: Arguments, v: Tensor, offs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def _hidden(x: Tensor, o: MoeFfnFp8, v: Tensor, offs: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The pre-activation, computed again."""
     weight, bias = o.first(transposed=True, forward=False), o.first_bias()
     rows = kernel("quantize_rows_fp8", x)(x)
@@ -83,7 +83,7 @@ def _hidden(x: Tensor, o: Arguments, v: Tensor, offs: Tensor, top_k: int) -> tup
 def _first_projection(
     of_dh: Groups,
     x: Tensor | None,
-    o: Arguments,
+    o: MoeFfnFp8,
     needs: dict[str, bool],
     into: dict[str, Tensor | None],
     v: Tensor,
@@ -111,7 +111,7 @@ def _first_projection(
     return found
 
 
-def _parts(outs: dict[str, Tensor], of_dh: Groups, o: Arguments) -> list[tuple[str, Tensor, Groups]]:
+def _parts(outs: dict[str, Tensor], of_dh: Groups, o: MoeFfnFp8) -> list[tuple[str, Tensor, Groups]]:
     """The products that make the gradients of the first projection: the operand, where in its gradient, columns of dh."""
     q, s = of_dh
     if o.glu == "none" or (o.glu == "concat" and o.inner % BLOCK == 0):
@@ -146,7 +146,7 @@ def _added(gradient: Tensor, bias: Tensor | None, buffer: Tensor | None) -> Tens
 
 
 def _routing_gradient(
-    dots: Tensor, dy: Tensor, o: Arguments, v: Tensor, inv: Tensor, offs: Tensor, top_k: int
+    dots: Tensor, dy: Tensor, o: MoeFfnFp8, v: Tensor, inv: Tensor, offs: Tensor, top_k: int
 ) -> Tensor:
     """The routing weights' gradient (T, k) of every row's dots, (n, .); with <dy, b2[e]> where there is a bias."""
     assert o.top_k_weights is not None

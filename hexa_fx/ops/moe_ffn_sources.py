@@ -32,7 +32,7 @@ from hexa_fx.ops.projection import (
     side_by_side,
 )
 from hexa_fx.ops.rows import columns_of, flip
-from hexa_fx.ops.sources_arguments import OPERANDS, SOURCES, Arguments, check
+from hexa_fx.ops.sources_arguments import OPERANDS, SOURCES, MoeFfnSources, check
 
 _OPS = torch.ops.hexa
 _INPUTS = f"Tensor x, Tensor top_k_index, Tensor? top_k_weights, {WEIGHTS}, {SOURCES}, {STATIC}"
@@ -54,7 +54,7 @@ def _hidden(x: Tensor, first: Sequence[Projection], rows: Rows, u: Sequence[Tens
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _activated(o: Arguments, rows: Rows, u: Sequence[Tensor | None], keep_h: bool) -> tuple[Tensor, Tensor]:
+def _activated(o: MoeFfnSources, rows: Rows, u: Sequence[Tensor | None], keep_h: bool) -> tuple[Tensor, Tensor]:
     """The pre-activation, without rows unless it is kept, and the activation."""
     if len(o.first) == 1 and o.first[0].format != DENSE:
         p, second = o.first[0], (None, None) if u[0] is None else o.first[0].added(u[0])
@@ -72,7 +72,7 @@ def _activated(o: Arguments, rows: Rows, u: Sequence[Tensor | None], keep_h: boo
     return found
 
 
-def _run(o: Arguments, keep_h: bool) -> tuple[Tensor, ...]:
+def _run(o: MoeFfnSources, keep_h: bool) -> tuple[Tensor, ...]:
     """The result, what `training` adds to it: h, the products with A of w1, w3 and w2 (or None), and the routing."""
     top_k = o.top_k_index.shape[1]
     v, inv, offs = _OPS.reindex(o.top_k_index, o.w1.shape[0])
@@ -90,12 +90,12 @@ def _run(o: Arguments, keep_h: bool) -> tuple[Tensor, ...]:
 
 def inference(*args: Any) -> Tensor:
     """Kernel for any device."""
-    return _run(Arguments(*args), keep_h=False)[0]
+    return _run(MoeFfnSources(*args), keep_h=False)[0]
 
 
 def training(*args: Any) -> tuple[Tensor, ...]:
     """Kernel for any device: the result, and what backward needs."""
-    o = Arguments(*args)
+    o = MoeFfnSources(*args)
     return _run(o, keep_h=not o.recompute_h)
 
 
@@ -113,7 +113,7 @@ def backward(
 ) -> list[Tensor]:
     """Kernel for any device: the gradients of the operands that ``needs`` marks. An h in a list is freed after its last use."""
     *others, top_k, marks = rest
-    o, needs = Arguments(x, v, *others), dict(zip(OPERANDS, marks, strict=True))
+    o, needs = MoeFfnSources(x, v, *others), dict(zip(OPERANDS, marks, strict=True))
     first, second, rows = o.first, o.second, Rows(v, offs, top_k)
     u = [each if p.a is not None else None for p, each in zip(first, (u1, u3))]
     h = h.pop() if isinstance(h, list) else h
@@ -141,7 +141,7 @@ def backward(
 
 
 def _activation_gradient(
-    dy: Tensor, h: Tensor, t: Tensor | None, o: Arguments, rows: Rows
+    dy: Tensor, h: Tensor, t: Tensor | None, o: MoeFfnSources, rows: Rows
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dh, the activations times their routing weights, and the routing weights' gradients. t: dy's products with C."""
     second = o.second
@@ -219,7 +219,7 @@ class _Function(DirectFunction):
     def forward(ctx: Any, *args: Any) -> Tensor:
         with _AutoDispatchBelowAutograd():
             y, h, *kept = _OPS.moe_ffn_sources_forward.default(*args)
-        o, wanted = Arguments(*args), ctx.needs_input_grad
+        o, wanted = MoeFfnSources(*args), ctx.needs_input_grad
         needs = [wanted[0], *wanted[2:15]]
         keep_x = o.recompute_h or any(need for name, need in zip(OPERANDS, needs) if name in ("w1", "w3", "a1", "a3"))
         routed = o.x if keep_x else None, None if o.recompute_h else h, *kept
@@ -254,12 +254,12 @@ def _autograd(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
 
 
 def _fake(*args: Any) -> Tensor:
-    o = Arguments(*args)
+    o = MoeFfnSources(*args)
     return o.x.new_empty((o.x.shape[0], columns_of(o.shaped(o.x).w2, o.layout2)))
 
 
 def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    o = Arguments(*args)
+    o = MoeFfnSources(*args)
     x, index, recompute = o.x, o.top_k_index, o.recompute_h
     n, width = index.shape[0] * index.shape[1], columns_of(o.shaped(x).w1, o.layout1)
     h = x.new_empty((0 if recompute else n, width if o.w3 is None else 2 * width))
@@ -272,7 +272,7 @@ def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
 
 def _fake_backward(dy: Tensor, *args: Any) -> list[Tensor]:
     *others, _, needs = args[8:]
-    o = Arguments(dy, dy, *others)
+    o = MoeFfnSources(dy, dy, *others)
     w1 = o.shaped(dy).w1
     like: tuple[Any, ...] = (dy.new_empty((dy.shape[0], w1.shape[2] if o.layout1 == "nk" else w1.shape[1])), *o[2:15])
     return [_fake_gradient(*each) for *each, need in zip(OPERANDS, like, needs, strict=True) if need]

@@ -22,7 +22,7 @@ OPERANDS = ("x", "top_k_weights", "w1", "b1", "w3", "b3", "w2", "b2", "a1", "c1"
 """The differentiable operands, in the order of the schema."""
 
 
-class Arguments(NamedTuple):
+class MoeFfnSources(NamedTuple):
     """Of the operator. In backward, x may be None, and top_k_index is.
 
     Args:
@@ -87,7 +87,7 @@ class Arguments(NamedTuple):
         rows = (self.x.dtype, self.x.shape[1], self.top_k_index.dtype, self.top_k_index.shape[1], gates)
         return *rows, *weights, *self.formats, *self.steps[:2], *self.params, *self[-3:]
 
-    def shaped(self, like: Tensor) -> Arguments:
+    def shaped(self, like: Tensor) -> MoeFfnSources:
         """The same with stand-ins for packed weights that have the shapes of what they hold."""
         weights = zip((self.w1, self.w3, self.w2), self.formats, strict=True)
         w1, w3, w2 = (w if w is None or f == DENSE else shaped_as(like, w, f) for w, f in weights)
@@ -98,7 +98,7 @@ class Arguments(NamedTuple):
 
 def check(*args: object) -> None:
     """Checks shapes, dtypes and devices of the arguments."""
-    o = Arguments(*args)  # type: ignore[arg-type]
+    o = MoeFfnSources(*args)  # type: ignore[arg-type]
     if len(o.alphas) != 3 or len(o.formats) != 3:
         raise InputError(
             f"hexa::{OP}: alphas has {len(o.alphas)} numbers, formats {len(o.formats)} names; expected three, for w1, w3 and w2"

@@ -119,7 +119,7 @@ def test_a_layer(emulated, monkeypatch, split):  # noqa: F811
     monkeypatch.setattr(packed_layer, "combine", torch.ops.hexa.combine)
     monkeypatch.setattr(packed_layer, "generic", None)
     want = torch.ops.hexa.moe_ffn_sources(*args)
-    assert row_error(packed_layer._few_rows(packed_layer.Arguments(*args)), want) < 3 * TOLERANCE[BF16]
+    assert row_error(packed_layer._few_rows(packed_layer.MoeFfnSources(*args)), want) < 3 * TOLERANCE[BF16]
 
 
 def test_what_is_left_to_other_ways(monkeypatch):

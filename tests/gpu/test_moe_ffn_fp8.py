@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, moe_ffn_fp8
-from hexa_fx.ops.fp8_arguments import Arguments
+from hexa_fx.ops.fp8_arguments import MoeFfnFp8
 from tests.ops import test_moe_ffn_fp8 as cases
 
 SIZES = [(136, 72), (256, 128), (512, 384)]
@@ -21,7 +21,7 @@ Given = dict[str, Tensor | None]
 def on_device() -> Iterator[None]:
     """Skips where the layer would run in 16 bits."""
     given = on_cuda(cases.layer(cases.SPECS[0], dtype=torch.bfloat16))
-    arguments = Arguments(*(given[name] for name in cases.OPERANDS), *cases.static(cases.SPECS[0]), True)  # type: ignore[arg-type]
+    arguments = MoeFfnFp8(*(given[name] for name in cases.OPERANDS), *cases.static(cases.SPECS[0]), True)  # type: ignore[arg-type]
     if reason := moe_ffn_fp8.why_not(arguments):
         pytest.skip(reason)
     yield

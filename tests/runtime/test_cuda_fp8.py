@@ -13,7 +13,7 @@ from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.kernel_set import fp8_kernel_set, layer_of
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import fp8_weights, library, moe_ffn_fp8, moe_ffn_fp8_backward
-from hexa_fx.ops.fp8_arguments import Arguments
+from hexa_fx.ops.fp8_arguments import MoeFfnFp8
 from tests.runtime.cards import Cards, Launch
 
 E, K, T, D, INNER = 5, 2, 60, 384, 256
@@ -188,7 +188,7 @@ def test_nothing_to_add_up_is_zeros(hopper: Cards) -> None:
 def test_layers_that_the_kernels_do_not_take_run_exactly(hopper: Cards, size: int, experts: int, reason: str) -> None:
     x, index = torch.zeros(3, size).bfloat16(), torch.zeros(3, 1, dtype=torch.int64)
     w1, w2 = blank(experts, 8, size, dtype=torch.bfloat16), blank(experts, size, 8, dtype=torch.bfloat16)
-    o = Arguments(x, index, None, w1, None, None, None, w2, None, "silu", "none", (), "nk", "nk", False, False)
+    o = MoeFfnFp8(x, index, None, w1, None, None, None, w2, None, "silu", "none", (), "nk", "nk", False, False)
     assert fp8.why_not(o).startswith(reason)
     assert bool(fp8.why_not(o)) == bool(reason)
 

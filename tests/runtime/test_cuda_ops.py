@@ -14,7 +14,7 @@ from hexa_fx.ops import fp8, fp8_quantizing, library, operands
 from hexa_fx.ops.esmm_packed import EsmmPacked
 from hexa_fx.ops.low_rank import EsmmActBackwardLowRank, EsmmActLowRank, EsmmLowRank
 from hexa_fx.ops.packed_products import EsmmActBackwardPacked, EsmmActPacked, EsmmPackedLowRank
-from hexa_fx.ops.sources_arguments import Arguments
+from hexa_fx.ops.sources_arguments import MoeFfnSources
 
 LIGHT = """
 import sys
@@ -54,8 +54,8 @@ RECORDS = {
     "esmm_act_backward_fp8": fp8.EsmmActBackwardFp8,
     "estmm_fp8": fp8.EstmmFp8,
     "ess_fp8": fp8.EssFp8,
-    "moe_ffn_sources": Arguments,
-    "moe_ffn_sources_forward": Arguments,
+    "moe_ffn_sources": MoeFfnSources,
+    "moe_ffn_sources_forward": MoeFfnSources,
 }
 
 

@@ -17,14 +17,14 @@ from hexa_fx.cuda.choosing import typical_card
 from hexa_fx.cuda.sources_kernel_set import launched, layer_of, sources_kernel_set
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops.quantized_weight import QuantizedWeight
-from hexa_fx.ops.sources_arguments import Arguments
+from hexa_fx.ops.sources_arguments import MoeFfnSources
 from tests.api.test_quantize import D, Model
 
 MOST = 300
 GPT_OSS = FfnSpec("swiglu_oai", "interleaved", "kn", "kn", params=(1.702, 7.0))
 
 
-def layer(spec: FfnSpec, format: str, ranks: Mapping[str, int], hidden: int = 64, inner: int = 128) -> Arguments:
+def layer(spec: FfnSpec, format: str, ranks: Mapping[str, int], hidden: int = 64, inner: int = 128) -> MoeFfnSources:
     """Four experts, two a token."""
     first, second = (4, 2 * inner, hidden), (4, hidden, inner)
     dense = [torch.randn(shape).bfloat16() for shape in (first, second)]
@@ -99,7 +99,7 @@ def test_the_first_call_of_a_layer_requests_them_and_no_later_one(
     for tokens, run in ((5, sources_requests.moe_ffn_sources), (7, sources_requests.moe_ffn_sources_forward)):
         o = made._replace(x=torch.empty(tokens, 64).bfloat16(), top_k_index=torch.zeros(tokens, 2, dtype=torch.int64))
         o = o._replace(top_k_weights=torch.zeros(tokens, 2))
-        weights = {name: getattr(o, name) for name in Arguments._fields[3:15]}
+        weights = {name: getattr(o, name) for name in MoeFfnSources._fields[3:15]}
         o = o._replace(
             **{name: None if t is None else torch.zeros_like(t, device="cpu") for name, t in weights.items()}
         )

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from hexa_fx.ir import FfnSpec
 from hexa_fx.isolation import gradient_mode, raised_weight, size
-from hexa_fx.isolation.apart import Apart
 from hexa_fx.isolation.gradient_mode import LazyGradients, compared
 from hexa_fx.isolation.lazy_gradient import LazyGradient
+from hexa_fx.isolation.listed_stack import ListedStack
 from hexa_fx.isolation.outer_products import PLAIN, NotAPlace, Term, filled, reshaped, sketch_of_dense
 from hexa_fx.isolation.precision import InFloat64
 from hexa_fx.isolation.raised_pieces import piece_memory_kept, raised_piece
@@ -193,12 +193,12 @@ def test_weights_that_lie_apart_are_read_as_a_stack(use: Use, monkeypatch: pytes
     parts = tuple(part.clone() for part in stored())
     expected = use(stored().double(), tokens().detach())
     monkeypatch.setattr(torch, "stack", None)  # no copy of them all
-    torch.testing.assert_close(use(RaisedWeight(Apart(parts), limit=1), tokens().detach()), expected)
+    torch.testing.assert_close(use(RaisedWeight(ListedStack(parts), limit=1), tokens().detach()), expected)
 
 
 def test_weights_that_lie_apart_are_read_where_they_lie_now():
     parts = tuple(nn.Parameter(part.clone()) for part in stored())
-    weight = RaisedWeight(Apart(parts), limit=1)
+    weight = RaisedWeight(ListedStack(parts), limit=1)
     turned, half = weight.transpose(1, 2), weight[1:, : N // 2]
     for part in parts:
         part.data = part.data + 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hexa_fx.capture.asked_of_python import asking_noted
+from hexa_fx.capture.environment_reads import asking_noted
 
 NAME = "HEXA_FX_TEST_VARIABLE"
 

@@ -16,11 +16,11 @@ from torch import Tensor
 
 _ATEN = torch.ops.aten
 View: TypeAlias = Callable[[Tensor], Tensor]
-_Seen: TypeAlias = "Apart | Tensor | list[Tensor] | list[Apart] | None"
+_Seen: TypeAlias = "ListedStack | Tensor | list[Tensor] | list[ListedStack] | None"
 
 
 @dataclass(frozen=True)
-class Apart:
+class ListedStack:
     """An (E, ...) tensor of E parameters.
 
     Args:
@@ -58,7 +58,7 @@ class Apart:
         view = _VIEWS.get(func)
         return None if view is None else view(self, *args, **kwargs)
 
-    def _through(self, view: View) -> Apart:
+    def _through(self, view: View) -> ListedStack:
         return replace(self, views=(*self.views, view))
 
     def _inner(self, dim: int) -> int:
@@ -66,16 +66,18 @@ class Apart:
         return dim % (self.row(0).dim() + 1) - 1
 
 
-def _same(whole: Apart) -> Apart:
+def _same(whole: ListedStack) -> ListedStack:
     return whole
 
 
-def _select(whole: Apart, dim: int, index: int) -> Apart | Tensor:
+def _select(whole: ListedStack, dim: int, index: int) -> ListedStack | Tensor:
     inner = whole._inner(dim)
     return whole.row(index) if inner < 0 else whole._through(lambda tensor: tensor.select(inner, index))
 
 
-def _slice(whole: Apart, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Apart | None:
+def _slice(
+    whole: ListedStack, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> ListedStack | None:
     inner = whole._inner(dim)
     if inner >= 0:
         return whole._through(lambda tensor: _ATEN.slice.Tensor(tensor, inner, start, end, step))
@@ -83,7 +85,7 @@ def _slice(whole: Apart, dim: int = 0, start: int | None = None, end: int | None
     return replace(whole, parameters=kept) if kept else None
 
 
-def _split(whole: Apart, size: int | list[int], dim: int = 0) -> list[Apart] | None:
+def _split(whole: ListedStack, size: int | list[int], dim: int = 0) -> list[ListedStack] | None:
     inner = whole._inner(dim)
     if inner < 0:
         return None
@@ -92,12 +94,12 @@ def _split(whole: Apart, size: int | list[int], dim: int = 0) -> list[Apart] | N
     return [cut for cut in cuts if cut is not None]
 
 
-def _transpose(whole: Apart, one: int, two: int) -> Apart | None:
+def _transpose(whole: ListedStack, one: int, two: int) -> ListedStack | None:
     first, second = whole._inner(one), whole._inner(two)
     return None if min(first, second) < 0 else whole._through(lambda tensor: tensor.transpose(first, second))
 
 
-def _unbind(whole: Apart, dim: int = 0) -> list[Tensor] | None:
+def _unbind(whole: ListedStack, dim: int = 0) -> list[Tensor] | None:
     return whole.rows() if whole._inner(dim) < 0 else None
 
 

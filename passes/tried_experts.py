@@ -10,7 +10,7 @@ from torch import nn
 from hexa_fx.isolation.raised_weight import RaisedWeight
 
 
-class Unreached:
+class UntriedExperts:
     """The experts' weights that no gradient of the original came to so far.
 
     Weights without gradients of their own are left out: frozen ones, and those of large blocks, which have products instead.
