@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hexa_fx.errors import InputError
+from hexa_fx.integrations.published import PUBLISHED
 from hexa_fx.integrations.tiny_models import auto_class, built, default_config, tiny_config
 
 EXPECTED = (
@@ -91,21 +92,34 @@ def name_of(target: str) -> str:
 
 def _from_factory(target: str) -> tuple[nn.Module, Any]:
     module_name, _, name = target.rpartition(":")
+    if not (module_name and name):
+        raise InputError(f"{target!r} names no function of a file or module; {EXPECTED}")
     try:
-        factory = getattr(_module(module_name), name)
-    except (ImportError, AttributeError, OSError) as error:
-        raise InputError(f"{target!r}: {error}; {EXPECTED}") from error
+        made = _made(target, module_name, name)
+    except SystemExit as error:
+        raise InputError(
+            f"{target!r} ended the program (exit status {error.code}); have nothing but definitions where it is imported, and "
+            "parse arguments under `if __name__ == '__main__':`"
+        ) from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise InputError(f"{target!r} returned {type(made).__name__}; expected a tuple (model, example_inputs)")
+    model, inputs = made
+    return model, dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+
+def _made(target: str, module_name: str, name: str) -> Any:
+    """What the factory returns. Errors of the user's own code are not caught."""
+    module = _module(module_name, target)
+    if not hasattr(module, name):
+        raise InputError(f"{target!r}: {module_name} has no attribute {name!r}; {EXPECTED}")
+    factory = getattr(module, name)
     if not callable(factory):
         raise InputError(
             f"{target!r} is of type {type(factory).__name__}; expected a function that returns (model, example_inputs)"
         )
     if not _takes_nothing(factory):
         raise InputError(f"{target!r} is called without arguments; give them defaults")
-    made = factory()
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise InputError(f"{target!r} returned {type(made).__name__}; expected a tuple (model, example_inputs)")
-    model, inputs = made
-    return model, dict(inputs) if isinstance(inputs, Mapping) else inputs
+    return factory()
 
 
 def _takes_nothing(factory: Any) -> bool:
@@ -118,16 +132,23 @@ def _takes_nothing(factory: Any) -> bool:
     return True
 
 
-def _module(name: str) -> Any:
+def _module(name: str, target: str) -> Any:
     """The module of this name, or in this file, which finds others as it does under ``python``."""
     folder = str(Path(name).resolve().parent) if name.endswith(".py") else ""
     if folder not in sys.path:  # a console script does not search the working folder
         sys.path.insert(0, folder)
     if not name.endswith(".py"):
-        return importlib.import_module(name)
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(
+                f"{error.name}."
+            ):  # the module is there, and imports another
+                raise
+            raise InputError(f"{target!r}: {error}; {EXPECTED}") from error
     spec = importlib.util.spec_from_file_location(Path(name).stem, name)
     if spec is None or spec.loader is None or not Path(name).is_file():
-        raise ImportError(f"there is no file {name}")
+        raise InputError(f"{target!r}: there is no file {name}; {EXPECTED}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -156,10 +177,13 @@ def _config(target: str) -> Any:
     config_class = _transformers().AutoConfig
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: {_first_sentence(error)}; expected JSON") from error
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise InputError(f"{file} has no 'model_type'; expected the config.json of a transformers model")
+    try:
         return config_class.for_model(values.pop("model_type"), **values)
-    except KeyError as error:
-        raise InputError(f"{file} has no {error}; expected the config.json of a transformers model") from error
-    except ValueError as error:
+    except Exception as error:  # of the library's own checks
         raise InputError(f"{file}: {_first_sentence(error)}") from error
 
 
@@ -179,6 +203,12 @@ def _unknown_type(model_type: str) -> str:
     known = list(CONFIG_MAPPING.keys())
     if model_type in known:
         return ""
+    published = {name.lower(): (name, kind) for name, (kind, _) in PUBLISHED.items()}.get(model_type.lower())
+    if published is not None:
+        return (
+            f"{model_type!r} is a model of the type {published[1]}: name that, or a folder with its config.json. "
+            f"`hexa-fx bench --like {published[0]}` times layers of its sizes"
+        )
     near = difflib.get_close_matches(model_type, known, n=3)
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
     return f"transformers knows no model type {model_type!r}.{hint} {EXPECTED[0].upper()}{EXPECTED[1:]}"
@@ -193,4 +223,4 @@ def _transformers() -> Any:
 
 
 def _first_sentence(error: Exception) -> str:
-    return str(error).split(". ")[0][:300]
+    return " ".join(str(error).split(". ")[0].split())[:300]

@@ -99,7 +99,7 @@ def best(found: tuple[Reach, ...]) -> Reach:
     if not fitting:
         least = min(reach.state for reach in found) / 2**30
         raise PlanError(
-            f"experts need {least:.1f} GiB a device even over all of them: more devices, or less state an element"
+            f"experts need {least:.3g} GiB a device even over all of them: more devices, or more memory in each"
         )
     return min(fitting, key=lambda reach: (reach.total, reach.devices))
 

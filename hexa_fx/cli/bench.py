@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hexa_fx.cli.common import Json, echo_json, errors_shown
+from hexa_fx.cli.common import MOST_TOKENS, Json, check_range, check_unused, echo_json, errors_shown
 from hexa_fx.cli.timing import block_runs, compared, model_runs, moved
 from hexa_fx.errors import InputError
 
@@ -29,6 +29,7 @@ Dtype = Annotated[str, typer.Option("--dtype", help="With --like: bf16 or f32. D
 
 @errors_shown
 def bench(
+    context: typer.Context,
     target: OptionalTarget = None,
     repeat: Repeat = 9,
     device: Device = "cpu",
@@ -39,18 +40,16 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time a model against itself rewritten: forward, and forward with backward, of the model and of one MoE block in it."""
-    import torch
-
     from hexa_fx.api import optimize
     from hexa_fx.attached import attached
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"--device {device}: torch sees no GPU here; leave it out to run on the CPU")
-    for name, value in {"repeat": repeat, "layers": layers, "tokens": tokens}.items():
-        if value < 1:
-            raise InputError(f"--{name} {value}: expected at least 1")
+    _check_device(device)
+    for name, value, most in (("repeat", repeat, 10_000), ("layers", layers, 1000), ("tokens", tokens, MOST_TOKENS)):
+        check_range(name, value, 1, most)
     if (target is None) == (like is None):
         raise InputError("give either a TARGET or --like NAME")
+    if like is None:
+        check_unused(context, ("layers", "tokens", "dtype"), "goes with --like NAME; a TARGET brings its own")
     model, inputs = _target(str(target), device) if like is None else _published(like, layers, tokens, dtype, device)
     rewritten = optimize(model, inputs)
     report = attached(rewritten, "report")
@@ -75,6 +74,17 @@ def bench(
         typer.echo(_own_code(report, device))
     for row in rows:
         typer.echo(str(row))
+
+
+def _check_device(device: str) -> None:
+    """Raises `InputError` unless it is the CPU or a GPU that is here."""
+    import torch
+
+    kind, _, number = device.partition(":")
+    if kind not in ("cpu", "cuda") or not (number.isdecimal() or device == kind):
+        raise InputError(f"--device {device}: expected cpu, cuda or cuda:N")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device {device}: torch sees no such GPU here; leave it out to run on the CPU")
 
 
 def _own_code(report: OptimizationReport, device: str) -> str:
@@ -105,28 +115,29 @@ def _target(target: str, device: str) -> tuple[Any, Any]:
 def _published(name: str, layers: int, tokens: int, dtype: str, device: str) -> tuple[Any, Any]:
     import torch
 
-    from hexa_fx.integrations.published import bytes_of, like
+    from hexa_fx.integrations.published import bytes_of, like, vocabulary_of
 
     kinds = {"bf16": torch.bfloat16, "f32": torch.float32, "": torch.bfloat16 if device != "cpu" else torch.float32}
     if dtype not in kinds:
         raise InputError(f"--dtype {dtype}: expected bf16 or f32")
-    _check_room(f"--like {name} --layers {layers}", bytes_of(name, layers, kinds[dtype]), device)
+    weights, words = bytes_of(name, layers, kinds[dtype]), vocabulary_of(name)
+    _check_room(f"--like {name} --layers {layers} --tokens {tokens}", weights, 8 * tokens * words, device)
     model = like(name, layers, kinds[dtype], device)
     length = min(tokens, 512)
-    words = int(model.config.vocab_size)  # type: ignore[union-attr,arg-type]
     ids = torch.randint(3, words, (max(1, tokens // length), length), device=device)
     return model, {"input_ids": ids, "use_cache": False}
 
 
-def _check_room(what: str, weights: int, device: str) -> None:
-    """Raises `InputError` unless there is room for the weights, their gradients, and the analysis of a block."""
+def _check_room(what: str, weights: int, logits: int, device: str) -> None:
+    """Raises `InputError` unless there is room for weights and logits, their gradients, and the analysis of a block."""
     from hexa_fx.config import HexaConfig
 
-    needed, free = 2 * weights + HexaConfig.from_environment().analysis_bytes, _free(device)
+    needed, free = 2 * weights + logits + HexaConfig.from_environment().analysis_bytes, _free(device)
     if free is not None and needed > free:
         raise InputError(
-            f"{what} takes about {needed / 2**30:.1f} GiB on {device} (weights, their gradients, and the analysis), and "
-            f"{free / 2**30:.1f} GiB are free; give fewer --layers, --dtype bf16, or a smaller model such as Granite-3.0-1B-A400M"
+            f"{what} takes about {needed / 2**30:.1f} GiB on {device} (weights, logits, their gradients, and the analysis), and "
+            f"{free / 2**30:.1f} GiB are free; give fewer --layers or --tokens, --dtype bf16, or a smaller model such as "
+            "Granite-3.0-1B-A400M"
         )
 
 

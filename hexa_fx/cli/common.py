@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
@@ -36,6 +37,25 @@ Dtype = Annotated[
     str, typer.Option("--dtype", help="Element type of the block: bf16, f16, f32, or as the model has it.")
 ]
 Tokens = Annotated[int | None, typer.Option("--tokens", help="Tokens of a forward. Default: those of the example.")]
+
+
+MOST_TOKENS = 2**24
+"""Of a call: kernels number its rows, some for each token, in 32 bits."""
+
+
+def check_range(option: str, value: float, least: float, most: float, unit: str = "") -> None:
+    """Raises `InputError` unless an option's value is from ``least`` to ``most``; NaN never is."""
+    if not least <= value <= most:
+        given, low, high = (f"{each:g}" if isinstance(each, float) else str(each) for each in (value, least, most))
+        raise InputError(f"--{option} {given}: expected {low} to {high} {unit}".rstrip())
+
+
+def check_unused(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Raises `InputError` for the first of these options that was given on the command line, which nothing would come of."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"--{name} {why}")
 
 
 def errors_shown(command: Callable[P, None]) -> Callable[P, None]:
@@ -71,9 +91,10 @@ def _check_early(given: Mapping[str, Any]) -> None:
         typical_card(given["arch"])
     for name in ("html", "svg", "dot"):
         path = given.get(name)
-        if path is not None and (
-            path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK)
-        ):
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
             raise InputError(f"--{name} {path}: cannot be written; give a file in a folder that exists")
     if given.get("out") is not None:
         out = given["out"].absolute()
@@ -95,17 +116,20 @@ def _not_written(error: Exception, given: Mapping[str, Any]) -> str:
 
 def _foreign(error: Exception) -> str:
     """An error of the model's own, or of a library, with the place it comes from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(hexa_fx.__file__).parent)
-    place = next(
-        (f for f in reversed(frames) if not f.filename.startswith(ours) and "/torch/" not in f.filename), frames[-1]
-    )
-    said = (str(error).splitlines() or [""])[0][:300]
+    places = [f"{f.filename}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        places.append(f"{error.filename}:{error.lineno}")
+    said = " ".join(str(error).split())[:300]
+    raised = f", raised at {places[-1]}" if places else ""
     called = " ".join(getattr(error, "__notes__", ())) or "check the model and the example inputs"
-    return (
-        f"{type(error).__name__}: {said}, raised at {place.filename}:{place.lineno}; {called}. "
-        "HEXA_FX_LOGS=debug shows the whole traceback"
-    )
+    return f"{type(error).__name__}: {said}{raised}; {called}. HEXA_FX_LOGS=debug shows the whole traceback"
+
+
+def _is_users(file: str) -> bool:
+    """Whether code is neither ours nor of Python or torch."""
+    libraries = (str(Path(hexa_fx.__file__).parent), f"{sysconfig.get_path('platlib')}{os.sep}torch{os.sep}", "<frozen")
+    standard = sysconfig.get_path("stdlib")
+    return not file.startswith(libraries) and ("site-packages" in file or not file.startswith(standard))
 
 
 def fail(sentence: str, as_json: bool = False) -> NoReturn:

@@ -8,7 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from hexa_fx.cli.common import Arch, Dtype, Json, Target, Tokens, echo_json, errors_shown, fail, optimized
+from hexa_fx.cli.common import (
+    MOST_TOKENS,
+    Arch,
+    Dtype,
+    Json,
+    Target,
+    Tokens,
+    check_range,
+    echo_json,
+    errors_shown,
+    fail,
+    optimized,
+)
 from hexa_fx.errors import InputError
 
 app = typer.Typer(no_args_is_help=True, help="The CUDA kernels of a model. Nothing here needs a GPU.")
@@ -92,6 +104,7 @@ def pack(
     names = dtype.split(",")
     if not set(names) <= set(_DTYPES):
         raise InputError(f"--dtype {dtype!r}: expected some of {', '.join(_DTYPES)}, separated by commas")
+    out.mkdir(parents=True, exist_ok=True)  # before minutes of building
     specs = pack_kernels(arch, [getattr(torch, _DTYPES[name]) for name in names])
     settings = replace(JitSettings.from_env(), kernel_pack="")
     kernels = list(zip(map(render, specs), prebuild(specs, settings), strict=True))
@@ -114,8 +127,7 @@ def _kernels(target: str, arch: int | None, dtype: str, tokens: int | None) -> l
 
     if dtype and dtype not in _DTYPES:
         raise InputError(f"--dtype {dtype!r}: expected one of {', '.join(_DTYPES)}")
-    if tokens is not None and tokens < 1:
-        raise InputError(f"--tokens {tokens}: expected a positive number")
+    check_range("tokens", 1 if tokens is None else tokens, 1, MOST_TOKENS)
     cases = {id(b.stages): b.case for b in attached(optimized(target), "graphs").values() if b.case is not None}
     if not cases:
         raise InputError(f"no block of {target} runs as hexa::moe_ffn; `hexa-fx explain {target}` says why")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from hexa_fx.cli import reach
-from hexa_fx.cli.common import Json, Target, echo_json, errors_shown
+from hexa_fx.cli.common import Json, Target, check_range, check_unused, echo_json, errors_shown
 from hexa_fx.cli.prediction import Machine, Memory, Predicted, memory_of, predict
 from hexa_fx.errors import InputError, named
 from hexa_fx.passes.reach import Cluster
@@ -22,7 +22,10 @@ Capacities = Annotated[
     ),
 ]
 Strategy = Annotated[str, typer.Option("--strategy", help="auto, data or model.")]
-Batch = Annotated[int, typer.Option("--batch", help="Samples of the global batch, shared out by speed.")]
+Batch = Annotated[
+    int | None,
+    typer.Option("--batch", help="Samples of the global batch, shared out by speed. Default: 64, or one a token."),
+]
 GlobalTokens = Annotated[int, typer.Option("--tokens", help="Tokens of the global batch in one forward.")]
 Slots = Annotated[int, typer.Option("--slots", help="Slots of the shared weight cache, 1 or 2.")]
 Bandwidth = Annotated[float, typer.Option("--bandwidth", help="GB/s that a device receives in a collective.")]
@@ -45,10 +48,11 @@ Tflops = Annotated[float, typer.Option("--tflops", help="TFLOP/s of the fastest 
 
 @errors_shown
 def plan(
+    context: typer.Context,
     target: Target,
     capacities: Capacities = "1,1",
     strategy: Strategy = "auto",
-    batch: Batch = 64,
+    batch: Batch = None,
     tokens: GlobalTokens = 16384,
     slots: Slots = 2,
     bandwidth: Bandwidth = 300.0,
@@ -65,18 +69,23 @@ def plan(
     A model type or a folder is planned at its full widths; its weights are never made. With --hosts it prints up to where experts
     should be split, and from where on data parallelism takes over.
     """
-    for name, rate, unit in (
-        ("bandwidth", bandwidth, "GB/s"),
-        ("tflops", tflops, "TFLOP/s"),
-        ("inside", inside, "GB/s"),
-        ("between", between, "GB/s"),
-        ("memory", memory, "GiB"),
+    for name, rate, most, unit in (
+        ("bandwidth", bandwidth, 1e5, "GB/s"),
+        ("tflops", tflops, 1e6, "TFLOP/s"),
+        ("inside", inside, 1e5, "GB/s"),
+        ("between", between, 1e5, "GB/s"),
+        ("memory", memory, 1e5, "GiB"),
     ):
-        if not 0 < rate < float("inf"):
-            raise InputError(f"--{name} {rate:g}: expected {unit} above 0")
-    for name, value in {"batch": batch, "tokens": tokens, "gpus": gpus, "hosts": 1 if hosts is None else hosts}.items():
-        if value < 1:
-            raise InputError(f"--{name} {value}: expected at least 1")
+        check_range(name, rate, 1e-3, most, unit)
+    check_range("tokens", tokens, 1, 2**31 - 1)
+    check_range("gpus", gpus, 1, 1024)
+    check_range("hosts", 1 if hosts is None else hosts, 1, 2**16)
+    batch = min(64, tokens) if batch is None else batch
+    check_range("batch", batch, 1, min(2**20, tokens), "samples, each of a token or more")
+    if hosts is None:
+        check_unused(context, _OF_HOSTS, "goes with --hosts N; give both")
+    else:
+        check_unused(context, _OF_A_PLAN, "is for a plan without --hosts; leave one of them out")
     if slots not in (1, 2):
         raise InputError(f"--slots {slots}: expected 1 or 2")
     if hosts is not None:
@@ -98,13 +107,24 @@ def plan(
     _print_memory(held)
 
 
+_OF_HOSTS = ("gpus", "inside", "between", "memory")
+_OF_A_PLAN = ("capacities", "strategy", "batch", "slots", "bandwidth")
+
+
 def _times(text: str) -> tuple[float, ...]:
     try:
         found = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise InputError(f"--capacities {text!r}: expected numbers separated by commas, e.g. 1,1,2") from None
-    if len(found) < 2:
-        raise InputError(f"--capacities {text!r}: expected one number per device, at least two, e.g. 1,2")
+    if not 2 <= len(found) <= 1024:
+        raise InputError(f"--capacities {text[:50]!r}: expected one number per device, at least two, e.g. 1,2")
+    if not all(0 < each < float("inf") for each in found):
+        raise InputError(f"--capacities {text!r}: expected seconds above 0, e.g. 1,2")
+    if max(found) / min(found) > 1000:
+        raise InputError(
+            f"--capacities {text!r}: {max(found):g} is over 1000 times {min(found):g}; give all in one unit, and leave out a "
+            "device that is so slow"
+        )
     return found
 
 

@@ -25,7 +25,7 @@ def show(target: str, tokens: int, cluster: Cluster, as_json: bool) -> None:
     if as_json:
         echo_json({"reaches": [asdict(r) | {"total": r.total} for r in found], "best": chosen.devices})
         return
-    hosts = f"{cluster.hosts} hosts of {cluster.gpus} devices"
+    hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)} of {cluster.gpus} device{'s' * (cluster.gpus > 1)}"
     speeds = f"{cluster.inside / 1e9:g} GB/s inside, {cluster.between / 1e9:g} between"
     typer.echo(f"{target} on {hosts}, {speeds}; {tokens} tokens a step; ms of all layers ({len(shapes)})")
     typer.echo(_HEAD)

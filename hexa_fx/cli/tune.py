@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hexa_fx.cli.common import Json, echo_json, errors_shown
+from hexa_fx.cli.common import MOST_TOKENS, Json, echo_json, errors_shown
 from hexa_fx.errors import InputError
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16"}
@@ -62,8 +62,8 @@ def _numbers(tokens: str) -> list[int]:
         numbers = [int(each) for each in tokens.split(",")]
     except ValueError:
         numbers = [0]
-    if min(numbers) < 1:
-        raise InputError(f"--tokens {tokens!r}: expected positive numbers, separated by commas")
+    if min(numbers) < 1 or max(numbers) > MOST_TOKENS:
+        raise InputError(f"--tokens {tokens!r}: expected numbers from 1 to {MOST_TOKENS}, separated by commas")
     return numbers
 
 

@@ -83,6 +83,11 @@ def bytes_of(name: str, layers: int, dtype: torch.dtype) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
+def vocabulary_of(name: str) -> int:
+    """Words that such a model knows. Raises as `like`."""
+    return int(_config(name, 1).vocab_size)
+
+
 def _config(name: str, layers: int) -> Any:
     by_lower = {known.lower(): known for known in PUBLISHED}
     if name.lower() not in by_lower:

@@ -55,8 +55,10 @@ _WIDTHS = {
 }
 """What makes a configuration cheap to run, by field. Layers, experts and their routing stay as they are."""
 
+_EXPERTS = "num_experts n_routed_experts num_local_experts moe_num_experts".split()
+
 _COUNTS = {
-    **dict.fromkeys("num_experts n_routed_experts num_local_experts moe_num_experts".split(), 8),
+    **dict.fromkeys(_EXPERTS, 8),
     **dict.fromkeys("num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts".split(), 2),
     **dict.fromkeys("n_group topk_group num_expert_group".split(), 1),
     **dict.fromkeys("zero_expert_num expert_capacity".split(), 8),
@@ -121,6 +123,7 @@ def built(config: Any, name: str, seed: int = 0) -> tuple[nn.Module, dict[str, t
             says of what.
     """
     auto = auto_class(config, name)
+    _check_counts(config, name)
     try:
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
@@ -137,6 +140,15 @@ def built(config: Any, name: str, seed: int = 0) -> tuple[nn.Module, dict[str, t
             f"{name!r} does not build with tiny widths ({type(error).__name__}: {_first_line(error)}); write a factory for it"
         ) from error
     return model.eval(), example_tokens(model)
+
+
+def _check_counts(config: Any, name: str) -> None:
+    """Raises `InputError` where layers or experts are so many that their modules alone would take minutes."""
+    for inner in nested(config):
+        known = _fields(inner)
+        for key, most in {**dict.fromkeys(_LAYERS, 1000), **dict.fromkeys(_EXPERTS, 10_000)}.items():
+            if _whole_number(known.get(key)) and known[key] > most:
+                raise InputError(f"{name!r} has {key} {known[key]}; at most {most} are built here: give it fewer")
 
 
 _AUTO = (

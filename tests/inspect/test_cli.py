@@ -150,7 +150,14 @@ def test_known_models_have_the_layers_that_are_asked_for():
         (("--like", "qwen3-30b"), "Did you mean Qwen3-30B-A3B"),
         ((), "give either a TARGET or --like NAME"),
         (("--like", "OLMoE-1B-7B", "--dtype", "f8"), "--dtype f8: expected bf16 or f32"),
-        (("--like", "OLMoE-1B-7B", "--layers", "0"), "--layers 0: expected at least 1"),
+        (("--like", "OLMoE-1B-7B", "--layers", "0"), "--layers 0: expected 1 to 1000"),
+        (
+            ("--like", "OLMoE-1B-7B", "--layers", "1", "--tokens", "9000000"),
+            r"--tokens 9000000 takes about \d+\.\d GiB on cpu",
+        ),
+        ((FACTORY, "--tokens", "7"), "--tokens goes with --like NAME; a TARGET brings its own"),
+        ((FACTORY, "--device", "tpu"), "--device tpu: expected cpu, cuda or cuda:N"),
+        ((FACTORY, "--device", "cuda:99"), "--device cuda:99: torch sees no such GPU here"),
     ],
 )
 def test_bench_refuses_politely(options, said):
@@ -235,23 +242,41 @@ def test_predicted_times_follow_capacities_tokens_and_links():
         ),
         (("kernels", "list", FACTORY, "--arch", "75"), "compute capability 75; give one of 80, 86, 89, 90"),
         (("kernels", "list", FACTORY, "--dtype", "int8"), "--dtype 'int8': expected one of bf16, f16, f32, f64"),
-        (("kernels", "list", FACTORY, "--tokens", "0"), "--tokens 0: expected a positive number"),
+        (("kernels", "list", FACTORY, "--tokens", "0"), "--tokens 0: expected 1 to 16777216"),
         (("kernels", "list", REFUSED), "runs as hexa::moe_ffn; `hexa-fx explain"),
         (("plan", FACTORY, "--capacities", "1;2"), "expected numbers separated by commas, e.g. 1,1,2"),
         (("plan", FACTORY, "--capacities", "1"), "at least two, e.g. 1,2"),
-        (("plan", FACTORY, "--capacities", "1,0"), "capacities are times of the same task and must be positive"),
-        (("plan", FACTORY, "--batch", "0"), "--batch 0: expected at least 1"),
-        (("plan", FACTORY, "--tokens", "0"), "--tokens 0: expected at least 1"),
+        (("plan", FACTORY, "--capacities", "1,0"), "--capacities '1,0': expected seconds above 0"),
+        (("plan", FACTORY, "--batch", "0"), "--batch 0: expected 1 to 16384 samples"),
+        (("plan", FACTORY, "--tokens", "0"), "--tokens 0: expected 1 to 2147483647"),
+        (("plan", FACTORY, "--tokens", "9" * 20), f"--tokens {'9' * 20}: expected 1 to 2147483647"),
+        (("plan", FACTORY, "--tokens", "3", "--batch", "64"), "--batch 64: expected 1 to 3 samples"),
+        (("plan", FACTORY, "--bandwidth", "300e9"), "--bandwidth 3e+11: expected 0.001 to 100000 GB/s"),
+        (("plan", FACTORY, "--capacities", "1,1e30"), "1e+30 is over 1000 times 1; give all in one unit"),
+        (("plan", FACTORY, "--capacities", "nan,1"), "--capacities 'nan,1': expected seconds above 0"),
+        (("plan", FACTORY, "--gpus", "4"), "--gpus goes with --hosts N; give both"),
+        (("plan", FACTORY, "--hosts", "2", "--strategy", "data"), "--strategy is for a plan without --hosts"),
+        (("plan", FACTORY, "--hosts", "9" * 20), "expected 1 to 65536"),
+        (("plan", FACTORY, "--hosts", "2", "--gpus", "9" * 20), "expected 1 to 1024"),
+        (("plan", "qwen3-30b-a3b"), "is a model of the type qwen3_moe: name that, or a folder"),
+        (("explain", ":thing"), "':thing' names no function of a file or module; expected MODULE:FACTORY"),
+        (("explain", "models.py:"), "'models.py:' names no function of a file or module; expected MODULE:FACTORY"),
+        (
+            ("explain", FACTORY, "--html", __file__ + "/a.html"),
+            "cannot be written; give a file in a folder that exists",
+        ),
+        (("kernels", "list", FACTORY, "--tokens", "9" * 20), "expected 1 to 16777216"),
+        (("kernels", "pack", "--arch", "90", "--out", "/proc/here"), "--out /proc/here: cannot be written"),
         (("plan", FACTORY, "--slots", "0"), "--slots 0: expected 1 or 2"),
-        (("plan", FACTORY, "--hosts", "0"), "--hosts 0: expected at least 1"),
-        (("plan", FACTORY, "--hosts", "2", "--memory", "-1"), "--memory -1: expected GiB above 0"),
+        (("plan", FACTORY, "--hosts", "0"), "--hosts 0: expected 1 to 65536"),
+        (("plan", FACTORY, "--hosts", "2", "--memory", "-1"), "--memory -1: expected 0.001 to 100000 GiB"),
         (("gallery", "--out", "/proc/here"), "--out /proc/here: cannot be written"),
-        (("plan", FACTORY, "--bandwidth", "0"), "--bandwidth 0: expected GB/s above 0"),
-        (("plan", FACTORY, "--bandwidth", "-1"), "--bandwidth -1: expected GB/s above 0"),
-        (("plan", FACTORY, "--tflops", "nan"), "--tflops nan: expected TFLOP/s above 0"),
+        (("plan", FACTORY, "--bandwidth", "0"), "--bandwidth 0: expected 0.001 to 100000 GB/s"),
+        (("plan", FACTORY, "--bandwidth", "-1"), "--bandwidth -1: expected 0.001 to 100000 GB/s"),
+        (("plan", FACTORY, "--tflops", "nan"), "--tflops nan: expected 0.001 to 1e+06 TFLOP/s"),
         (("plan", FACTORY, "--strategy", "fast"), "--strategy 'fast': expected auto, data or model"),
         (("plan", REFUSED), "can be partitioned; `hexa-fx explain"),
-        (("bench", FACTORY, "--repeat", "0"), "--repeat 0: expected at least 1"),
+        (("bench", FACTORY, "--repeat", "0"), "--repeat 0: expected 1 to 10000"),
     ],
 )
 def test_errors_say_what_to_do(words, said):
@@ -309,6 +334,47 @@ def test_what_is_no_factory_is_named(name, said, tmp_path, monkeypatch):
     (tmp_path / "parts_of_a_model.py").touch()
     (tmp_path / "mine.py").write_text(FACTORY_FILE)
     assert said in call("explain", f"{tmp_path}/mine.py:{name}", code=2)
+
+
+BROKEN = {
+    "parses": (
+        "import argparse; argparse.ArgumentParser().parse_args(['--nothing'])",
+        "ended the program (exit status 2)",
+    ),
+    "leaves": ("def f():\n    raise SystemExit(3)", "ended the program (exit status 3)"),
+    "imports": ("\nimport not_there_at_all", "No module named 'not_there_at_all', raised at"),
+    "lacks": ("import os\n\nos.not_there", "has no attribute 'not_there', raised at"),
+    "writes": ("def f(:\n    pass", "SyntaxError: invalid syntax"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_script_is_named_with_its_line(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / f"that_{kind}.py").write_text(BROKEN[kind][0])
+    text = call("explain", f"{tmp_path}/that_{kind}.py:f", code=2)
+    assert BROKEN[kind][1] in text
+    assert "expected MODULE:FACTORY" not in text
+    if "raised" in BROKEN[kind][1] or kind == "writes":
+        line = BROKEN[kind][0].count("\n") + (kind != "writes")
+        assert f"raised at {tmp_path}/that_{kind}.py:{line};" in text
+
+
+CONFIGURATIONS = {
+    "[1]": "has no 'model_type'",
+    '{"model_type": 3}': "has no 'model_type'",
+    "{bad": "expected JSON",
+    '{"model_type": "mixtral", "hidden_size": "big"}': "Field 'hidden_size' expected int, got str",
+    '{"model_type": "mixtral", "num_hidden_layers": 1000000}': "num_hidden_layers 1000000; at most 1000 are built here",
+    '{"model_type": "mixtral", "num_local_experts": 1000000}': "num_local_experts 1000000; at most 10000 are built here",
+}
+
+
+@pytest.mark.parametrize("text", CONFIGURATIONS)
+def test_a_configuration_that_is_none_or_too_large(text, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(text)
+    assert CONFIGURATIONS[text] in call("explain", tmp_path, code=2)
 
 
 def test_bench_times_nothing_that_was_not_rewritten():
