@@ -1,10 +1,11 @@
 """Refuses DDP, FSDP and FSDP2 where they would mix the ranks' slices of the experts, or average gradients that the plan sums.
 
-Nothing would be noticed otherwise: slices of equal shares have equal shapes.
+Nothing would be noticed otherwise: slices of equal shares have equal shapes. Tensor parallelism over the same ranks is said.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -20,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hexa_fx.distributed.groups import Groups
 from hexa_fx.distributed.shards import ShardedParameter, other_parameters
 from hexa_fx.errors import PlanError
+
+log = logging.getLogger(__name__)
 
 
 class Wrappers:
@@ -72,6 +75,8 @@ class Wrappers:
                 raise _averages("FullyShardedDataParallel")
         model = self._model()
         if model is not None and type(model) is not self._kind:  # fully_shard changes it
+            if self._kind is None:
+                self._say_tensor_parallel(model)
             self._kind = type(model)
             self._check_sums(model)
         active = DistributedDataParallel._get_active_ddp_module()
@@ -107,6 +112,26 @@ class Wrappers:
                 self._summed, group.mesh_info.mesh.mesh.flatten().tolist()
             ):
                 raise _averages("fully_shard")
+
+    def _say_tensor_parallel(self, model: nn.Module) -> None:
+        """Says once if something else than FSDP2 keeps DTensors on ranks of the partition."""
+        of_fsdp = {id(param.sharded_param) for group in _sharded(model) for param in group.fsdp_params}
+        held: Iterator[tuple[str, Any]] = (
+            (name, owner._parameters[key]) for name, owner, key in other_parameters(model, self._shards)
+        )
+        spread = ((name, p.device_mesh) for name, p in held if isinstance(p, DTensor) and id(p) not in of_fsdp)
+        name = next((name for name, mesh in spread if _share(self._ranks, mesh.mesh.flatten().tolist())), None)
+        if name is None:
+            return
+        world = len(self._ranks)
+        tokens, wrong = (
+            ("different tokens (sequence parallel)", f"1/{world}") if self._summed else ("the same tokens", str(world))
+        )
+        log.warning(
+            "%r is a DTensor on ranks of the partition (tensor parallel): its gradient is right only if these ranks have %s, else "
+            "it is %s times as large. Give tensor parallelism an axis of its own, beside the partition's",
+            *(name, tokens, wrong),
+        )
 
 
 def _share(ranks: set[int], others: Iterable[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch.distributed import pipelining
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import hexa_fx
@@ -269,6 +271,42 @@ def ddp(rank: int, world: int, strategy: str) -> Any:
 @pytest.mark.parametrize("strategy", ["data", pytest.param("model", marks=pytest.mark.slow)])
 def test_ddp(strategy: str) -> None:
     assert max(map(max, run(4, ddp, strategy))) < 1e-12
+
+
+def tensor_parallel(rank: int, world: int, strategy: str) -> Any:
+    """Mixers under tensor parallelism: over an axis of its own, or over the partition's with sequences in parts."""
+    names = ("hexa",) if world == 2 else ("hexa", "tensor")
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    model, whole, x = build("stacked"), build("stacked"), data(8)
+    config = PartitionConfig(tile=2, batch=8)
+    hexa_fx.optimize_(model, x, CONFIG, mesh=mesh["hexa"], strategy=strategy, capacities=EVEN, partition=config)
+    session, place = model.partition, Shard(0) if world == 2 else Replicate()
+    style = ColwiseParallel(input_layouts=place, output_layouts=place)
+    for layer in model:
+        parallelize_module(layer, mesh[names[-1]], {"mix": style})
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("hexa_fx.distributed.wrappers").addHandler(handler)
+    mine = split_batch(x, session.plan, mesh["hexa"].get_local_rank())
+
+    def step() -> Tensor:
+        loss = weighted_loss(session, loss_of(model, mine), len(mine))
+        loss.backward()
+        sync_gradients(model, session)
+        return loss.detach() / (world // 2)
+
+    found = trained(rank, model, whole, x, step, session)
+    session.close()
+    return found, said
+
+
+@pytest.mark.parametrize("strategy", ["data", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_tensor_parallel_mixers(world: int, strategy: str) -> None:
+    for found, said in run(world, tensor_parallel, strategy):
+        assert max(found) < 1e-12, found
+        assert ["'0.mix.weight' is a DTensor on ranks of the partition" in one for one in said] == [True] * (world == 2)
 
 
 def check_norm_of_equal_meshes(rank: int, model: nn.Module, session: Any) -> None:
