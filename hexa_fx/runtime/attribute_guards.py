@@ -59,7 +59,7 @@ class AttributeGuards:
         self.own_forward = own_forward
         self.dtypes = dict(dtypes)
         self.reads = tuple(read for read in reads if not _is_forward(read) or self._is_kept_by_own_forward(read))
-        self.packed = frozenset(above for path in packed for above in _and_above(path))
+        self.packed = frozenset(above for path in packed for above in _ancestors(path))
         owners = {path.rpartition(".")[0] for path in packed}
         self.inner = tuple(path for path, _ in _read(block, "", frozenset(called)) if path and path not in owners)
         self.bind(block)
@@ -163,7 +163,7 @@ def is_within(scope: str, paths: Collection[str]) -> bool:
     return any(scope == path or scope.startswith(f"{path}.") for path in paths)
 
 
-def _and_above(path: str) -> Iterator[str]:
+def _ancestors(path: str) -> Iterator[str]:
     while path:
         path = path.rpartition(".")[0]
         yield path

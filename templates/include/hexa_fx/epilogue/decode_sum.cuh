@@ -19,7 +19,8 @@ struct DecodeSum {
 template <class C>
 struct DecodeSum<C, true> {
   using T = typename C::T;
-  static constexpr int kColumns = C::kColumns, kPairs = kColumns / 2, kBytes = C::kSlots * (4 + kColumns * 2);
+  static constexpr int kColumns = C::kColumns, kPairs = kColumns / 2;
+  static constexpr int kBytes = C::kSlots * int(sizeof(float) + kColumns * sizeof(T));
   const DecodeParams& p;
   float* weights;  // 0 for slots without an expert, whose rows are zeros
   T* rows;

@@ -24,7 +24,8 @@ struct DecodeDown {
   using Slots = SortedSlots<8, C::kExperts, C::kSlots, C::kWarps>;
   static constexpr int kWarps = C::kWarps, kThreads = C::kThreads, kRing = C::kStages, kRows = 8, kTiles = C::kTiles;
   static constexpr int kLines = 16 * kTiles, kDepth = 64, kPieces = kDepth / 8;  // of a chunk: 128 bytes of every line
-  static constexpr int kWeightBytes = kLines * kDepth * 2, kChunk = kWeightBytes + kRows * kDepth * 2;
+  static constexpr int kLineBytes = kDepth * int(sizeof(T));
+  static constexpr int kWeightBytes = kLines * kLineBytes, kChunk = kWeightBytes + kRows * kLineBytes;
   static constexpr int kRingBytes = kWarps * kRing * kChunk, kSumBytes = (C::kSlots + kWarps * kRows) * kLines * 4;
   static constexpr int kSharedBytes = kRingBytes + kSumBytes + Slots::kBytes + C::kSlots * 6;
   static_assert(Slots::kScratchBytes <= kRingBytes);

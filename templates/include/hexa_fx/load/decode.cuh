@@ -12,7 +12,8 @@ namespace hexa {
 
 template <class C>
 struct DecodeStage {
-  static constexpr int kWeightBytes = C::kLines * C::kDepth * 2, kRowBytes = C::kRows * C::kDepth * 2;
+  static constexpr int kLineBytes = C::kDepth * int(sizeof(typename C::T));
+  static constexpr int kWeightBytes = C::kLines * kLineBytes, kRowBytes = C::kRows * kLineBytes;
   static constexpr int kBytes = kWeightBytes + kRowBytes;
   static constexpr int kPass = 16 * C::kThreads;  // bytes that all threads copy with an instruction
   static constexpr int kPieces = 4;               // of a thread

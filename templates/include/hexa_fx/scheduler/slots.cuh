@@ -8,8 +8,9 @@ template <int kRows, int kExperts, int kSlots, int kWarps>
 struct SortedSlots {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kFew = 32;  // slots that a warp sorts in registers
-  static constexpr int kBytes = (2 * (kExperts + 1) * int(sizeof(int)) + 2 * kSlots * 2 + 15) / 16 * 16;
-  static constexpr int kScratchBytes = kWarps * kExperts * int(sizeof(int)) + kSlots * 2;
+  static constexpr int kOrderBytes = kSlots * int(sizeof(unsigned short));
+  static constexpr int kBytes = (2 * (kExperts + 1) * int(sizeof(int)) + 2 * kOrderBytes + 15) / 16 * 16;
+  static constexpr int kScratchBytes = kWarps * kExperts * int(sizeof(int)) + kOrderBytes;
   int* offs;               // first row of every expert
   int* first;              // parts of the experts before
   unsigned short* order;   // slot of every row
