@@ -131,7 +131,10 @@ class BlockReport:
     @property
     def packed(self) -> str:
         """In which format its weights are packed now, and what that saves; empty if they are not."""
-        weights = [] if self.forward is None else packed_weights(self.forward.module)
+        try:
+            weights = [] if self.forward is None else packed_weights(self.forward.module)
+        except ReferenceError:  # of a model that is gone
+            return ""
         if not weights:
             return ""
         dense, stored = sum(w.numel() * w.itemsize for w in weights), sum(w.stored_bytes for w in weights)
@@ -163,7 +166,7 @@ class BlockReport:
         """Plain values, for JSON."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_PLAIN}
         found = {name: asdict(v) if hasattr(v, "__dataclass_fields__") else v for name, v in plain.items()}
-        found["advice"], found["now"] = self.advice, self.now
+        found["advice"], found["now"], found["packed"] = self.advice, self.now, self.packed
         found["kernels"] = [{**asdict(k), "name": k.name, "cached": k.cached} for k in self.kernels]
         return found
 

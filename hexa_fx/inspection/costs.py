@@ -2,15 +2,16 @@
 
 FLOPs and bytes are those of one forward of the mixture without the router, counted from the graphs: every operator reads its
 operands and writes its results once, and views are free. Memory kept for backward is measured: both forms of the block run on the
-recorded example, and every tensor that autograd keeps counts once, without parameters.
+recorded example, and every tensor that autograd keeps counts once, without parameters. Parameters are
+trained or frozen in it as they are in the model.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,24 +112,10 @@ def _measured(captured: CapturedBlock, forward: Callable[..., Any], weights: Seq
     """Bytes that autograd keeps besides parameters and ``weights``. Raises whatever the block raises."""
     state = ModuleState(captured.block)
     try:
-        with _training(captured.block), random_state_kept(), torch.enable_grad():
+        with random_state_kept(), torch.enable_grad():
             return _kept(captured, forward, weights)
     finally:
         state.restore()
-
-
-@contextmanager
-def _training(block: nn.Module) -> Iterator[None]:
-    """A context in which every floating-point parameter that can have a gradient wants it."""
-    numbers = [p for p in block.parameters() if p.is_floating_point() and not isinstance(p, QuantizedWeight)]
-    frozen = [p for p in numbers if not p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 def _stored(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hexa_fx.inspection.block_report import BlockReport
 from hexa_fx.inspection.files import asset, render, styles
-from hexa_fx.inspection.text import cost_rows, small_text
+from hexa_fx.inspection.text import cost_rows, measured_on, runs_with
 
 
 def report_page(blocks: Sequence[BlockReport], summary: str, plan: str, title: str) -> str:
@@ -40,6 +40,7 @@ def _groups(blocks: Sequence[BlockReport]) -> list[dict[str, Any]]:
             groups[key]["same"].append(block.name)
             continue
         shown = {"facts": _facts(block), "costs": cost_rows(block.costs), "line": _line(block), "notes": _notes(block)}
+        shown["measured_on"] = measured_on(block) if block.costs else ""
         groups[key] = {"first": block, "same": [], **shown}
     return list(groups.values())
 
@@ -58,11 +59,11 @@ def _facts(block: BlockReport) -> list[tuple[str, str]]:
 
 
 def _notes(block: BlockReport) -> list[str]:
-    """When a rewritten block's own code runs, and what was not measured."""
+    """What a rewritten block runs with, when its own code runs, and what was not measured."""
     notes = [f"runs its own code in {mode} mode: {why}" for mode, why in block.modes.items() if why != "rewritten"]
     notes = notes if block.status == "rewritten" else []
     notes += [f"runs its own code now: {block.now}"] if block.now else []
-    notes += [small_text(block)] if any(block.small_tokens) else []
+    notes += runs_with(block)
     notes += [f"what is kept for backward {block.costs.not_saved}"] if block.costs and block.costs.not_saved else []
     return notes
 

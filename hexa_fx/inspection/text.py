@@ -31,14 +31,9 @@ def details(block: BlockReport) -> Iterator[str]:
     if block.rewritten_to:
         written = f"{block.code.code} at {block.code.file}:{block.code.line}" if block.code else "the block"
         yield f"{written} is {block.state.replace('rewritten', f'rewritten to {block.rewritten_to}')}"
-    if block.compute:
-        yield block.compute
-    if block.packed:
-        yield f"weights packed as {block.packed}"
-    if any(block.small_tokens) and not block.packed and not block.compute:
-        yield small_text(block)
+    yield from runs_with(block)
     if block.costs is not None:
-        yield f"{cost_text(block.costs)}"
+        yield cost_text(block)
     if block.collectives:
         yield f"exchanges: {', '.join(block.collectives)}"
     for kernel in dict.fromkeys(block.kernels):
@@ -46,15 +41,37 @@ def details(block: BlockReport) -> Iterator[str]:
         yield f"kernel {kernel.name}, {built}" if kernel.spec else f"{kernel.name}: {kernel.fallback}"
 
 
-def small_text(block: BlockReport) -> str:
-    """Which inputs run the block's own code because they are small."""
-    without, wanted = block.small_tokens
-    tokens = f"up to {without} tokens" if without == wanted else f"up to {without} tokens, with gradients {wanted},"
-    return f"on a CPU, {tokens} run its own code, which is the quicker there"
+def runs_with(block: BlockReport) -> Iterator[str]:
+    """What a rewritten block multiplies in, how its weights are packed, which inputs run its own code as they are small."""
+    if block.compute:
+        yield block.compute
+    if block.packed:
+        yield f"weights packed as {block.packed}"
+    if _small_run_their_own(block):
+        without, wanted = block.small_tokens
+        tokens = f"up to {without} tokens" if without == wanted else f"up to {without} tokens, with gradients {wanted},"
+        yield f"on a CPU, {tokens} run its own code, which is the quicker there"
 
 
-def cost_text(costs: Costs) -> str:
-    """``32 tokens, before -> after: 3.1 -> 3.1 MFLOP, ...``."""
+def _small_run_their_own(block: BlockReport) -> bool:
+    return any(block.small_tokens) and not block.packed and not block.compute
+
+
+def measured_on(block: BlockReport) -> str:
+    """``forward of 32 tokens``, and what is otherwise where the model runs."""
+    costs = block.costs
+    assert costs is not None
+    small = _small_run_their_own(block) and costs.device == "cpu" and costs.tokens <= max(block.small_tokens)
+    unlike = (
+        " (if they did not run its own code)" if small else " (before its weights were packed)" if block.packed else ""
+    )
+    return f"forward of {costs.tokens} tokens{unlike}"
+
+
+def cost_text(block: BlockReport) -> str:
+    """``forward of 32 tokens, before -> after: 3.1 -> 3.1 MFLOP, ...``."""
+    costs = block.costs
+    assert costs is not None
     before, after = costs.before, costs.after
     parts = [
         f"{amount(before.flops, 'FLOP')} -> {amount(after.flops, 'FLOP')}",
@@ -64,7 +81,7 @@ def cost_text(costs: Costs) -> str:
         parts.append(f"{amount(before.saved, 'B')} -> {amount(after.saved, 'B')} kept for backward on {costs.device}")
     elif costs.not_saved:
         parts.append(f"what is kept for backward {costs.not_saved}")
-    return f"forward of {costs.tokens} tokens, before -> after: {', '.join(parts)}"
+    return f"{measured_on(block)}, before -> after: {', '.join(parts)}"
 
 
 def amount(number: float, unit: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib
 import pickle
 import re
@@ -73,6 +74,7 @@ def test_small_inputs_are_counted_in_tokens(models, monkeypatch) -> None:
     model = hexa_fx.optimize(models.make(), models.INPUT, QUICK)
     for text in (str(model.report), html(model.report)):
         assert "on a CPU, up to 30 tokens run its own code" in text
+        assert "(if they did not run its own code)" in text
 
 
 def test_a_report_knows_that_an_expert_was_exchanged(models) -> None:
@@ -163,3 +165,32 @@ def test_progress_inside_a_single_block(models, monkeypatch) -> None:
     hexa_fx.explain(models.make().layers[0], models.INPUT)
     assert said[0] == "the model runs on the example inputs"
     assert {f"the model: {name} (eval)" for name in ("capture", "detect", "rewrite", "verify")} <= {*said}
+
+
+def test_a_report_outlives_its_model(models) -> None:
+    report = hexa_fx.optimize(models.make(), models.INPUT, QUICK).report
+    gc.collect()
+    assert report.blocks[0].forward._module() is None
+    assert "2 of 2" in str(report)
+    assert "2 of 2" in html(report)
+
+
+def test_frozen_parameters_keep_nothing_for_their_gradients(models) -> None:
+    model = models.make()
+    trained = hexa_fx.explain(model, models.INPUT, QUICK).blocks[0].costs
+    frozen = hexa_fx.explain(model.requires_grad_(False), models.INPUT, QUICK).blocks[0].costs
+    assert frozen.before.saved < trained.before.saved
+    assert frozen.after.saved <= trained.after.saved
+
+
+def test_packed_weights_are_in_every_form_of_the_report() -> None:
+    pytest.importorskip("transformers")
+    from hexa_fx.integrations.tiny_models import tiny_model
+
+    model = hexa_fx.optimize(*tiny_model("mixtral"), QUICK)
+    hexa_fx.quantize_experts_(model, "nf4")
+    for text in (str(model.report), html(model.report)):
+        assert "weights packed as nf4, 81.0 KiB in place of 576.0" in text
+        assert "tokens (before its weights were packed)" in text
+        assert "run its own code, which is the quicker" not in text
+    assert "nf4" in model.report.to_json()
