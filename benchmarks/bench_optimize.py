@@ -24,7 +24,6 @@ import os
 import pathlib
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +34,7 @@ from torch import nn
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import hexa_fx
+from benchmarks.host_memory import HostPeak
 from benchmarks.optimize_speed import ListMixture, Row, bench_experts, bench_zoo
 
 
@@ -100,40 +100,15 @@ def bench_optimize() -> Iterator[Row]:
         yield _optimize_row("ModuleList", layers, experts, StackOfLists(layers, experts).eval(), x)
 
 
-class _Resident:
-    """By how much the process's resident memory grows inside the block, sampled every 2 ms."""
-
-    grown_mb = 0.0
-
-    def __enter__(self) -> _Resident:
-        self._before, self._done = self._now(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.002):
-            self.grown_mb = max(self.grown_mb, self._now() - self._before)
-
-    @staticmethod
-    def _now() -> float:
-        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def _optimize_row(name: str, layers: int, experts: int, model: nn.Module, example: Any) -> Row:
     seconds: dict[bool, float] = {}
     grown: dict[bool, float] = {}
     for verify in (True, True, False, False):
-        with _Resident() as resident:
+        with HostPeak() as host:
             started = time.process_time()
             opt = hexa_fx.optimize(model, example, hexa_fx.HexaConfig(verify=verify))
             seconds[verify] = min(time.process_time() - started, seconds.get(verify, math.inf))
-        grown[verify] = max(resident.grown_mb, grown.get(verify, 0.0))
+        grown[verify] = max(host.grown / 2**20, grown.get(verify, 0.0))
     return {
         "question": "optimize",
         "model": name,

@@ -26,7 +26,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -37,41 +36,31 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
+from benchmarks.host_memory import HostPeak  # noqa: E402
 from benchmarks.real_blocks import REAL_BLOCKS, block_of, make, tokens_of  # noqa: E402
 
 GIB = 2.0**30
 Row = dict[str, Any]
 
 
-class Peaks:
-    """By how much the process's memory grows inside the block: GiB on the device, and resident on the host, sampled."""
+class Peaks(HostPeak):
+    """By how much the process's memory grows inside the block, on the device too."""
 
-    device_gib = host_gib = 0.0
+    device_gib = 0.0
 
     def __enter__(self) -> Peaks:
         self._cuda = torch.cuda.is_initialized()
         if self._cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-        self._resident, self._done = self._now(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+            self._allocated = torch.cuda.memory_allocated()
+        super().__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
+        super().__exit__()
         if self._cuda:
-            self.device_gib = (torch.cuda.max_memory_allocated() - self._before) / GIB
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.005):
-            self.host_gib = max(self.host_gib, (self._now() - self._resident) / GIB)
-
-    @staticmethod
-    def _now() -> int:
-        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            self.device_gib = (torch.cuda.max_memory_allocated() - self._allocated) / GIB
 
 
 def started(device: str) -> None:
@@ -101,7 +90,7 @@ def optimized(model: nn.Module, options: argparse.Namespace) -> tuple[Row, Any]:
         "reasons": [block.reason for block in report.blocks if block.reason],
         "seconds": round(seconds, 2),
         "device_gib": round(peaks.device_gib, 2),
-        "host_gib": round(peaks.host_gib, 2),
+        "host_gib": round(peaks.grown / GIB, 2),
         "checks": [{key: str(value) for key, value in vars(check).items()} for check in checks.values()],
     }
     return found, report

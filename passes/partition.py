@@ -24,7 +24,7 @@ from hexa_fx.ir import RewrittenBlock
 from hexa_fx.passes.overlap import Seconds
 from hexa_fx.passes.partition_install import Finish, Installed, Known, install_plan
 from hexa_fx.passes.partition_layers import Modes, any_mode, that_spread
-from hexa_fx.passes.partition_plan import partition_model, plan_blocks
+from hexa_fx.passes.partition_plan import partition_model
 from hexa_fx.passes.plan_layers import PartitionConfig, Strategy
 from hexa_fx.plan import Mode, Plan
 from hexa_fx.runtime.install import install, uninstall
@@ -112,7 +112,7 @@ class _Replanner:
         config = partition or self.config
         config = config if config.batch is not None else replace(config, batch=sum(old.batch))
         strategy = strategy or {layer.path: _STRATEGIES[layer.mode] for layer in old.layers}
-        plan = plan_blocks(model, self.blocks, self.layers, self.mesh, strategy, capacities, config)
+        plan = partition_model(model, self.blocks, self.mesh, strategy, capacities, config, by_block=self.layers)
         if any((one.mode == "fsdp") != (other.mode == "fsdp") for one, other in zip(old.layers, plan.layers)):
             raise PlanError(
                 "FSDP2 keeps what it holds: to change layers to or from 'fsdp', save a checkpoint and load it"

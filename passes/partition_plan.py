@@ -34,6 +34,7 @@ def partition_model(
     capacities: Literal["measure"] | Sequence[float] | None = "measure",
     config: PartitionConfig | None = None,
     example: Callable[[], object] | None = None,
+    by_block: Sequence[Sequence[LayerWeights]] | None = None,
 ) -> Plan:
     """The plan for a model's rewritten blocks. A collective call: made on rank 0 and broadcast, so equal on all ranks.
 
@@ -46,32 +47,12 @@ def partition_model(
         config: everything else.
         example: runs the model's forward once on the global batch, for the times and token counts of ``auto``.
 
+        by_block: the layers of every block, of a model whose weights may be cut already; None to read them.
+
     Raises:
         PlanError: no process group, no canonical node, or an impossible split.
     """
-    return plan_blocks(
-        model,
-        blocks,
-        [read_layers(model, any_mode(block)) for block in blocks],
-        mesh,
-        strategy,
-        capacities,
-        config,
-        example,
-    )
-
-
-def plan_blocks(
-    model: nn.Module,
-    blocks: Sequence[RewrittenBlock | Modes],
-    by_block: Sequence[Sequence[LayerWeights]],
-    mesh: Any = None,
-    strategy: Strategy = "auto",
-    capacities: Literal["measure"] | Sequence[float] | None = "measure",
-    config: PartitionConfig | None = None,
-    example: Callable[[], object] | None = None,
-) -> Plan:
-    """`partition_model` with the layers of every block, of a model whose weights may be cut already."""
+    by_block = [read_layers(model, any_mode(block)) for block in blocks] if by_block is None else by_block
     config = config or PartitionConfig()
     layers = [layer for found in by_block for layer in found]
     groups = make_groups(mesh)

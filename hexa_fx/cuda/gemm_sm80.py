@@ -6,7 +6,7 @@ Arguments and results are those of the operators' own docstrings (hexa_fx.ops).
 from __future__ import annotations
 
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -25,15 +25,6 @@ from hexa_fx.ops.rows import flip
 _SIZES = Struct(SIZES)
 _GROUP = 8
 """Row tiles that share the column tiles of a weight while they are in L2; as in gemm_sm80.cuh."""
-
-
-class _Weight(NamedTuple):
-    """A stacked weight as the kernel reads it: lines of `stride` elements, an expert every `expert` elements."""
-
-    tensor: Tensor
-    layout: Layout
-    stride: int
-    expert: int
 
 
 @product
@@ -93,27 +84,26 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
         into: what dW, and db if there is a bias, are added to; it is returned instead.
     """
     x, g, layout = dense_rows(o.x), dense_rows(o.g), o.layout if into is None else into.layout
-    stored = _weight(o.weight, flip(o.layout))
+    stored, stored_layout = _lines(o.weight, flip(o.layout))
     n, columns, k, experts = g.shape[0], g.shape[1], x.shape[1], o.experts
     dx = g.new_empty((n, k))
     if into is not None:
         dw, db = into.weight, into.bias
     else:
         dw, db = o.weight.new_empty(o.weight.shape), g.new_empty((experts, columns)) if o.has_bias else None
-    fit = aligned(x, g) and not (stored.tensor.data_ptr() | (stored.stride | stored.expert) * g.element_size()) & 15
     kernel, bm, bn = _kernel(
         "esfk",
         g,
         (n, experts, k, columns),
-        layout=stored.layout,
+        layout=stored_layout,
         gather=o.x_index is not None,
-        fit=fit,
+        fit=aligned(x, g, stored),
         bias=o.has_bias,
         accumulate=into is not None,
         options=(("transpose", layout == "nk"),),
     )
-    pointers = (g, stored.tensor, None, None, None, dx, None, None, None, o.offs)
-    strides = (g.stride()[0], stored.stride, stored.expert, k, 0, 0)
+    pointers = (g, stored, None, None, None, dx, None, None, None, o.offs)
+    strides = (g.stride()[0], stored.stride()[1], stored.stride()[0], k, 0, 0)
     rows = (pointers, _SIZES.pack(*strides, n, 0, k, columns, experts, *divisor(1), 0.0, 0.0))
     of_weight = _by_rows(Estmm(x, g, o.x_index, None, o.offs, o.top_k, layout))
     weight_tiles = experts * ceil_div(dw.shape[1], bm) * ceil_div(dw.shape[2], bn)
@@ -126,7 +116,7 @@ def esfk(o: Esfk, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | No
 def _rows(o: EsmmAct, d: Tensor | None, act: Tensor | None, rows: int, last: bool = True) -> None:
     """One launch of esmm: h to d and a to act, each if it is given. `rows` and `last` are of a `Segment`."""
     x, v, offs = dense_rows(o.x), o.v, o.offs
-    first, second = _weights(o.w1, o.w3, o.layout)
+    first, second, layout = _weights(o.w1, o.w3, o.layout)
     bias, bias_up = contiguous(o.b1), contiguous(o.b3)
     result = d if act is None else act
     assert result is not None
@@ -134,25 +124,24 @@ def _rows(o: EsmmAct, d: Tensor | None, act: Tensor | None, rows: int, last: boo
     if n == 0 or inner == 0:
         return
     activation, glu, params = (o.activation, o.glu, o.params) if act is not None else ("none", "none", ())
-    strides = (x.stride()[0], first.stride, first.expert)
-    steps = strides[0] | strides[1] | strides[2] | (inner if glu == "concat" and first.layout == "kn" else 0)
-    starts = x.data_ptr() | first.tensor.data_ptr() | (0 if second is None else second.data_ptr())
+    halves_fit = glu != "concat" or layout != "kn" or not inner * x.element_size() & 15
     kernel, bm, bn = _kernel(
         "esmm",
         x,
         (rows, experts, k, inner if glu == "none" else 2 * inner),
-        layout=first.layout,
+        layout=layout,
         gather=v is not None,
-        fit=not (starts | steps * x.element_size()) & 15,
+        fit=halves_fit and aligned(x, first, second),
         activation=activation,
         glu=glu,
         bias=bias is not None,
         options=() if act is None else (("keep_h", d is not None),),
     )
     sizes = (0 if d is None else d.shape[1], 0, inner, n if last else 0, 0, inner, k, experts)
+    strides = (x.stride()[0], first.stride()[1], first.stride()[0])
     numbers = (*strides, *sizes, *divisor(o.top_k), *constants_of(activation, params))
     grid = (ceil_div(n // bm + min(experts, n), _GROUP) * _GROUP * ceil_div(inner, bn), 1, 1)
-    pointers = (x, first.tensor, second, bias, bias_up, d, act, v, None, offs)
+    pointers = (x, first, second, bias, bias_up, d, act, v, None, offs)
     planning_of(x).launch(kernel, grid, ((pointers, _SIZES.pack(*numbers)),))
 
 
@@ -190,25 +179,25 @@ def _weight_piece(o: Estmm, d: Tensor) -> Piece:
     return pointers, _SIZES.pack(*strides, *sizes, *divisor(o.top_k), 0.0, 0.0)
 
 
-def _weights(first: Tensor, second: Tensor | None, layout: Layout) -> tuple[_Weight, Tensor | None]:
+def _weights(first: Tensor, second: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None, Layout]:
     """Both weights in one layout and with the same strides, without a copy wherever the strides allow."""
-    one = _weight(first, layout)
+    one, stored = _lines(first, layout)
     if second is None:
-        return one, None
-    other = _weight(second, layout)
-    if one[1:] != other[1:]:
-        one, other = _weight(first.contiguous(), layout), _weight(second.contiguous(), layout)
-    return one, other.tensor
+        return one, None, stored
+    other, as_layout = _lines(second, layout)
+    if (stored, one.stride()[:2]) != (as_layout, other.stride()[:2]):
+        return first.contiguous(), second.contiguous(), layout
+    return one, other, stored
 
 
-def _weight(weight: Tensor, layout: Layout) -> _Weight:
-    expert, row, column = weight.stride()
+def _lines(weight: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    """A view whose last dimension is contiguous, copied only where none is, and its layout."""
+    _, row, column = weight.stride()
     if column == 1 or weight.shape[2] == 1:
-        return _Weight(weight, layout, row, expert)
+        return weight, layout
     if row == 1 or weight.shape[1] == 1:  # stored transposed: the other layout, as it lies
-        return _Weight(weight, flip(layout), column, expert)
-    weight = weight.contiguous()
-    return _Weight(weight, layout, weight.stride()[1], weight.stride()[0])
+        return weight.transpose(1, 2), flip(layout)
+    return weight.contiguous(), layout
 
 
 @cached_choice
