@@ -21,7 +21,7 @@ from hexa_fx.graphs import Graphs
 from hexa_fx.inspection.inspector import Inspector
 from hexa_fx.inspection.kernel_requests import request_kernels_of_sources
 from hexa_fx.ir import NEVER_SMALL, RewrittenBlock
-from hexa_fx.isolation.garbage import full_collections_are_rare
+from hexa_fx.isolation.garbage import collections_are_cheap
 from hexa_fx.observers import listening
 from hexa_fx.passes import BlockAnalysis, Mode
 from hexa_fx.passes.batch_invariance import fix_order
@@ -75,7 +75,7 @@ def optimize(model: Model, example_inputs: ExampleInputs | None = None, config: 
 
 
 @collecting
-@full_collections_are_rare()
+@collections_are_cheap()
 def optimize_(
     model: Model,
     example_inputs: ExampleInputs | None = None,
@@ -206,7 +206,7 @@ def _partition_config(
 
 
 @collecting
-@full_collections_are_rare()
+@collections_are_cheap()
 def explain(
     model: nn.Module, example_inputs: ExampleInputs | None = None, config: HexaConfig | None = None
 ) -> OptimizationReport:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import logging
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from hexa_fx.capture.calls import memory_of
 from hexa_fx.capture.observe import Observation
 from hexa_fx.config import HexaConfig
 from hexa_fx.ir import Refusal, RewrittenBlock
+from hexa_fx.isolation.garbage import collect
 from hexa_fx.isolation.raised_pieces import piece_memory_kept
 from hexa_fx.isolation.size import FEW_TOKENS, is_out_of_memory, raises_in_pieces
 from hexa_fx.passes.moved_weights import following
@@ -30,10 +31,16 @@ _FEWEST = 4
 _LEAST_BYTES = 1 << 24
 _SHARE = 4
 """Experiments hold the recorded values several times over."""
+_SHARE_OF_WRITES = 2
+"""What is written to one place is held after every write as recorded and in float64, but an experiment holds the place once."""
 
 
 class TooManyTokens(Exception):
-    """What the block computes of its tokens takes more memory than the analysis may hold."""
+    """What the block computes of its tokens takes ``times`` the memory that the analysis may hold."""
+
+    def __init__(self, times: float) -> None:
+        super().__init__(times)
+        self.times = times
 
 
 def with_few_enough_tokens(
@@ -47,29 +54,47 @@ def with_few_enough_tokens(
         try:
             with piece_memory_kept():
                 return analyse(observation, config)
-        except TooManyTokens:
-            reason = ""
+        except TooManyTokens as found:
+            reason, times = "", found.times
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason, times = str(error).splitlines()[0] if str(error) else type(error).__name__, 1.0
             config = replace(config, analysis_bytes=max(config.analysis_bytes // 8, _LEAST_BYTES))
         _released(reason)
         if config.probe_tokens <= _FEWEST:
             return Refusal(observation.path, _sentence(observation, allowed, reason))
-        config = replace(config, probe_tokens=max(_FEWEST, min(config.probe_tokens, FEW_TOKENS) // 2))
+        # half as many, as often as it takes: no block takes less for half as many than half the memory
+        few = min(config.probe_tokens, FEW_TOKENS) // 2 ** max(1, math.ceil(math.log2(times)))
+        config = replace(config, probe_tokens=max(_FEWEST, few))
 
 
 def check_recorded(captured: CapturedBlock, config: HexaConfig) -> None:
     """Raises `TooManyTokens` if fewer tokens are possible, and the recorded values are too large for experiments on them."""
     if captured.whole_bytes is None or config.probe_tokens <= _FEWEST:
         return
+    written = sum(_float64_bytes(captured, writes=True))
+    taken = _SHARE * sum(_float64_bytes(captured, writes=False)) + _SHARE_OF_WRITES * written
+    if taken > config.analysis_bytes:
+        raise TooManyTokens(taken / config.analysis_bytes)
+
+
+def room(captured: CapturedBlock, config: HexaConfig) -> int:
+    """How many times the recorded tokens a block may be compared on at once, if what it computes grows with their square.
+
+    Autograd keeps what is computed, but not what a place held before it is written to again.
+    """
+    taken = _SHARE * sum(_float64_bytes(captured, writes=False))
+    return max(1, math.isqrt(config.analysis_bytes // max(1, taken)))
+
+
+def _float64_bytes(captured: CapturedBlock, writes: bool) -> Iterator[int]:
+    """Of the recorded values, but for weights: of what was written to a place that was there, or of all others."""
     weights = {record_of(node).storage for node in captured.graph.nodes if node.op == "get_attr"}
-    values = (record_of(node).value for node in captured.graph.nodes)
-    tensors = [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, torch.Tensor)]
-    taken = sum(8 * tensor.numel() for tensor in tensors if memory_of(tensor) not in weights)
-    if _SHARE * taken > config.analysis_bytes:
-        raise TooManyTokens
+    values = (record_of(node).value for node in captured.graph.nodes if record_of(node).writes is writes)
+    for leaf in pytree.tree_leaves(list(values)):
+        if isinstance(leaf, torch.Tensor) and memory_of(leaf) not in weights:
+            yield 8 * leaf.numel()
 
 
 def refusal_of_layout(captured: CapturedBlock, rewritten: RewrittenBlock) -> Refusal | None:
@@ -79,7 +104,7 @@ def refusal_of_layout(captured: CapturedBlock, rewritten: RewrittenBlock) -> Ref
     """
     if captured.whole_bytes is None or not rewritten.packed:
         return None
-    gc.collect()  # what experiments held of the weights
+    collect()  # what experiments held of the weights
     graphs = [captured.graph] if captured.as_recorded is None else [captured.graph, captured.as_recorded]
     try:
         with following(graphs, captured.block.parameters()):
@@ -93,7 +118,7 @@ def refusal_of_layout(captured: CapturedBlock, rewritten: RewrittenBlock) -> Ref
 def _released(reason: str) -> None:
     if reason:
         log.info("the analysis ran out of memory and goes on with fewer tokens: %s", reason)
-    gc.collect()  # graphs refer to themselves
+    collect(everything=bool(reason))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 

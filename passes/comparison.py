@@ -117,7 +117,8 @@ class Comparison:
         experts, rows = self.inputs.num_experts, self.inputs.tokens
         needed = 0 if experts is None else rows_for_all(experts, top_k)
         if experts is not None and needed > rows:
-            rows = min(needed, self.settings.few) if self._in_pieces() else needed
+            room = max(self.settings.few, self.settings.room * rows)
+            rows = min(needed, room) if self._in_pieces() else needed
             cases = []
             for routing in in_turns(experts, top_k, rows):
                 make = partial(self.inputs.at, 1, rows)

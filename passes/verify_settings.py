@@ -11,6 +11,7 @@ from hexa_fx.capture import CapturedBlock
 from hexa_fx.capture.probes import OVERFLOW_TOKENS, decides_between_numbers, overflow_sizes
 from hexa_fx.config import HexaConfig
 from hexa_fx.isolation.size import FEW_TOKENS
+from hexa_fx.passes.bounded import room
 from hexa_fx.passes.perturbation import factors_past_limits
 
 _MANY = 3001
@@ -36,6 +37,7 @@ class VerifySettings:
         factors: on the tokens, beyond the constants that the block compares with; see `hexa_fx.passes.perturbation`.
         analysis_bytes: memory that the comparison may hold beside the model; see `HexaConfig`.
         few: tokens that a block whose weights are raised in pieces is tried on at a time, to reach all experts in turns.
+        room: times the tokens of the example that it may be tried on, if that is more.
         tolerance: largest accepted difference relative to the tensor's scale, by dtype of the comparison.
     """
 
@@ -49,6 +51,7 @@ class VerifySettings:
     many_bytes: int = 256 << 20
     analysis_bytes: int = 2 << 30
     few: int = FEW_TOKENS
+    room: int = 1
     tolerance: Mapping[torch.dtype, float] = field(default_factory=lambda: dict(TOLERANCE))
 
 
@@ -61,6 +64,7 @@ def settings_of(captured: CapturedBlock, config: HexaConfig, brief: bool) -> Ver
         overflow_last=decides_between_numbers(captured.graph),
         many=_MANY if _MANY * numbers <= _CHEAP else 0,
         few=config.probe_tokens,
+        room=room(captured, config),
         brief=brief,
         factors=factors_past_limits(captured.graph),
         analysis_bytes=config.analysis_bytes,

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx.codegen.family_block_sm90 import FAMILY
 from hexa_fx.codegen.family_decode import SLOTS, SUMMED_SLOTS
@@ -28,6 +27,7 @@ from hexa_fx.cuda.rows import ONE_BLOCK_SLOTS
 from hexa_fx.ir import FfnSpec
 from hexa_fx.ops import library
 from hexa_fx.ops import moe_ffn_fp8 as fp8
+from hexa_fx.ops.dispatch_mode import DispatchMode
 from hexa_fx.ops.fp8_arguments import MoeFfnFp8
 from hexa_fx.ops.moe_ffn import static_of
 from hexa_fx.ops.moe_ffn_fp8_backward import backward
@@ -203,7 +203,7 @@ def without_data(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-class _OnCard(TorchDispatchMode):
+class _OnCard(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func.name().partition("::")
         run = library.kernel_for(name, "cuda") if space == library.NAMESPACE else func

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from hexa_fx.ops.dispatch_mode import DispatchMode
 
 _KNOWN = frozenset({"aten", "prims", "prim", "hexa"})
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -24,7 +25,7 @@ def no_device_asserts(module: nn.Module) -> AbstractContextManager[Any]:
     return RaisesOnHost() if any(t.is_cuda for t in tensors) else nullcontext()
 
 
-class RaisesOnHost(TorchDispatchMode):
+class RaisesOnHost(DispatchMode):
     """Before an operator of torch runs, its indices are compared with what they point into; each comparison waits for the device.
 
     Raises:

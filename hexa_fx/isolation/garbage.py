@@ -1,22 +1,38 @@
-"""How often Python's garbage collector walks all objects."""
+"""How often Python's garbage collector walks objects while a model is analysed, and which."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+
+_frozen: ContextVar[bool] = ContextVar("hexa_fx_frozen", default=False)
 
 
 @contextmanager
-def full_collections_are_rare() -> Iterator[None]:
-    """Inside, full collections are a tenth as frequent, in the whole process.
+def collections_are_cheap() -> Iterator[None]:
+    """Inside, collections pass over what was there before, and full ones are a tenth as frequent, in the whole process.
 
-    Analysis makes so many objects that they come several times in a row, each through everything that torch and the model hold: a
-    sixth of its time for a list of 256 experts. Young objects are collected as ever.
+    Analysis makes so many objects that full collections come several times in a row, each through everything that torch and the
+    model hold: a sixth of its time for a list of 256 experts. Where something is frozen already it stays so, and nothing else is.
     """
-    before = gc.get_threshold()
+    before, freezes = gc.get_threshold(), not gc.get_freeze_count()
     gc.set_threshold(*before[:2], 10 * before[2])
+    if freezes:
+        gc.freeze()
+    token = _frozen.set(freezes or _frozen.get())
     try:
         yield
     finally:
+        _frozen.reset(token)
+        if freezes:
+            gc.unfreeze()
         gc.set_threshold(*before)
+
+
+def collect(everything: bool = False) -> None:
+    """Collects the garbage of an analysis, which graphs make by referring to themselves; or also what was garbage before."""
+    if everything and _frozen.get():
+        gc.unfreeze()
+    gc.collect()

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hexa_fx import ops  # defines the operators
 from hexa_fx.isolation import raised_weight
 from hexa_fx.isolation.lazy_gradient import LazyGradient, run
 from hexa_fx.isolation.outer_products import PLAIN, NotAPlace, Term, sketch, sketch_of_dense
 from hexa_fx.isolation.raised_weight import LEAST_BYTES, RaisedWeight
+from hexa_fx.ops.dispatch_mode import DispatchMode
 
 _ATEN = torch.ops.aten
 
@@ -42,7 +42,7 @@ def lazy_gradients(leaves: Iterable[Tensor]) -> AbstractContextManager[Any]:
     return LazyGradients(raised) if raised else nullcontext()
 
 
-class LazyGradients(TorchDispatchMode):
+class LazyGradients(DispatchMode):
     """A mode for backward: large products of few rows, and zeros of a raised weight's shape, become `LazyGradient`s.
 
     Args:

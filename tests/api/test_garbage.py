@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import hexa_fx
 from hexa_fx import api
+from hexa_fx.isolation.garbage import collect, collections_are_cheap
 
 
 @pytest.mark.parametrize("call", [hexa_fx.optimize_, hexa_fx.explain])
@@ -31,7 +33,57 @@ def test_thresholds(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -
     assert gc.get_threshold() == before
 
 
-def test_dynamo_is_not_imported_with_the_package() -> None:
+def test_dynamo_is_imported_neither_with_the_package_nor_by_an_analysis() -> None:
     """It takes a second, of every process."""
-    code = "import sys, hexa_fx, hexa_fx.analysis; sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", _IMPORTS], check=False).returncode == 0
+
+
+_IMPORTS = """
+import sys, torch, hexa_fx
+from hexa_fx.isolation.device_asserts import RaisesOnHost
+from benchmarks.real_blocks import ListMixture
+from hexa_fx.capture.observe import Observation
+from hexa_fx.passes import analyse
+from hexa_fx.isolation import gradient_mode, raised_weight, size
+for module in (raised_weight, size, gradient_mode):
+    module.LEAST_BYTES = 1
+block = ListMixture(16, 8, 4, 2)
+config = hexa_fx.HexaConfig(analysis_bytes=1 << 15)
+found = analyse(Observation("", block, (torch.randn(1, 8, 16),), {}), config)
+assert found.checks["eval"].ok
+with RaisesOnHost():
+    torch.ones(2) + 1
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+class Knot:
+    """Garbage that only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_collections_pass_over_what_was_there_before() -> None:
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        before = weakref.ref(Knot())
+        with collections_are_cheap():
+            inside = weakref.ref(Knot())
+            collect()
+            assert (before() is None, inside() is None) == (False, True)
+            collect(everything=True)
+            assert before() is None
+        assert not gc.get_freeze_count()
+        gc.freeze()
+        with collections_are_cheap():
+            inside = weakref.ref(Knot())
+            collect(everything=True)
+            assert inside() is None
+            assert gc.get_freeze_count()  # not ours
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+        if frozen:
+            gc.freeze()

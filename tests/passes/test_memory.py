@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hexa_fx
 from hexa_fx import passes
-from hexa_fx.capture import record_of
+from hexa_fx.capture import capture, record_of
 from hexa_fx.capture.observe import Observation
 from hexa_fx.isolation import gradient_mode, raised_weight, size
 from hexa_fx.passes import BlockAnalysis, analyse
@@ -101,20 +101,32 @@ def filled(block: nn.Module) -> nn.Module:
 
 
 def bounded(
-    monkeypatch: pytest.MonkeyPatch, block: nn.Module, inputs: tuple[torch.Tensor, ...] | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    block: nn.Module,
+    inputs: tuple[torch.Tensor, ...] | None = None,
+    bound: int = BOUND,
 ) -> BlockAnalysis:
     """The analysis of a block that counts as large."""
     for module in (raised_weight, size, gradient_mode):
         monkeypatch.setattr(module, "LEAST_BYTES", 1 << 16)
     x = torch.randn(T, D, generator=torch.Generator().manual_seed(1)).bfloat16()
-    return analyse(Observation("block", block, inputs or (x,), {}), hexa_fx.HexaConfig(analysis_bytes=BOUND))
+    return analyse(Observation("block", block, inputs or (x,), {}), hexa_fx.HexaConfig(analysis_bytes=bound))
 
 
 @pytest.mark.parametrize(("kind", "experts"), [(Loop, 48), (Grouped, 48), (Batched, E), (Listed, E)])
 def test_the_analysis_holds_less_than_it_may(kind: type[nn.Module], experts: int, monkeypatch: pytest.MonkeyPatch):
-    """With 48 experts the bound is less than a copy in bfloat16 too. The others hold what all experts make, or move weights."""
+    """With 48 experts the bound is less than a copy in bfloat16 too. The others hold what all experts make, or move weights.
+
+    A result that all experts add to is recorded after every write, but an experiment holds it once: it takes no tokens.
+    """
     monkeypatch.setitem(globals(), "E", experts)
-    block = filled(kind())
+    block, recorded = filled(kind()), []
+
+    def spied(module: nn.Module, args: Any, *others: Any) -> Any:
+        recorded.append(len(args[0]))
+        return capture(module, args, *others)
+
+    monkeypatch.setattr(passes, "capture", spied)
     with LiveMemory(*block.parameters()) as memory:
         analysis = bounded(monkeypatch, block)
     assert set(analysis.rewritten) == {"eval", "train"}, analysis.refusals
@@ -122,6 +134,15 @@ def test_the_analysis_holds_less_than_it_may(kind: type[nn.Module], experts: int
     assert all(case.outcome == "equal" for check in analysis.checks.values() for case in check.cases)
     assert any(case.gradient_error > 0 for check in analysis.checks.values() for case in check.cases)
     assert memory.peak <= BOUND, f"{memory.peak / 2**20:.1f} MiB: {memory.held}"
+    assert recorded == ([T, 8, 4] if kind is Batched else [T])
+
+
+def test_all_experts_are_reached_in_as_few_turns_as_memory_allows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "E", 40)
+    check = bounded(monkeypatch, filled(Loop()), bound=32 << 20).checks["eval"]
+    assert check.ok
+    assert check.all_reached
+    assert not [case.name for case in check.cases if "on from expert" in case.name]
 
 
 def test_nothing_holds_the_memory_that_listed_weights_have_left(monkeypatch: pytest.MonkeyPatch):
