@@ -22,7 +22,7 @@ from hexa_fx.isolation.garbage import collect, collections_are_cheap
 def test_thresholds(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     before, inside = gc.get_threshold(), []
 
-    def stopped(*_: Any) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
         inside.append(gc.get_threshold())
         raise KeyboardInterrupt
 
